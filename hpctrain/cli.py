@@ -1,0 +1,219 @@
+"""The command line: ``python -m hpctrain [train|pack|evaluate|predict|doctor] ...``.
+
+A parser is built from the subcommand's dataclass in config.py; nothing heavy (torch, MPI, HDF5)
+is imported before the arguments are accepted, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from hpctrain import __version__, config
+from hpctrain.errors import RunError, UsageError
+from hpctrain.launcher import launched_rank
+
+
+class Command(typing.NamedTuple):
+    """One subcommand: its settings, what it is for, and the function that does it."""
+
+    settings: type
+    summary: str
+    run: Callable[[Any], int]
+
+
+def _train(settings: config.Config) -> int:
+    from hpctrain.parallel.mpi import run_guarded
+    from hpctrain.training.train import main
+
+    return run_guarded(lambda: main(settings))
+
+
+def _pack(settings: config.PackConfig) -> int:
+    from hpctrain.data.pack import main
+
+    return main(settings)
+
+
+def _evaluate(settings: config.EvaluateConfig) -> int:
+    from hpctrain.parallel.mpi import run_guarded
+    from hpctrain.training.evaluate import main
+
+    return run_guarded(lambda: main(settings))
+
+
+def _predict(settings: config.PredictConfig) -> int:
+    from hpctrain.parallel.mpi import run_guarded
+    from hpctrain.training.predict import main
+
+    return run_guarded(lambda: main(settings))
+
+
+def _doctor(settings: config.DoctorConfig) -> int:
+    from hpctrain.doctor import main
+
+    return main(settings)
+
+
+def _bench(settings: config.BenchConfig) -> int:
+    from hpctrain.bench import main
+
+    return main(settings)
+
+
+COMMANDS = {
+    "train": Command(config.Config, "train a network on all ranks (the default)", _train),
+    "pack": Command(config.PackConfig, "turn image files into one HDF5 pack", _pack),
+    "evaluate": Command(config.EvaluateConfig, "test a trained network on a split", _evaluate),
+    "predict": Command(config.PredictConfig, "classify image files or a split into CSV", _predict),
+    "doctor": Command(config.DoctorConfig, "say what was found on this machine", _doctor),
+    "bench": Command(config.BenchConfig, "measure training against its limit", _bench),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; give its exit code (0 done, 1 failed, 2 wrong usage)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        name, settings = parse(arguments)
+        return COMMANDS[name].run(settings)
+    except (UsageError, RunError) as error:
+        _say_once(f"hpctrain: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 1
+
+
+def parse(argv: list[str]) -> tuple[str, Any]:
+    """The subcommand's name and its settings. Raises UsageError; exits for --help."""
+    name, rest = ("train", argv)
+    if argv and not argv[0].startswith("-"):
+        name, rest = argv[0], argv[1:]
+        if name not in COMMANDS:
+            raise UsageError(f"there is no subcommand {name!r}{nearest(name, COMMANDS)}")
+    elif argv and argv[0] in ("-h", "--help"):
+        print(_overview())
+    elif argv == ["--version"]:
+        print(__version__)
+        raise SystemExit(0)
+    for flag, value in itertools.pairwise(rest):
+        if flag == "--config" and not os.path.isfile(value):
+            raise UsageError(f"--config {value}: there is no such file")
+    parser = make_parser(name)
+    parsed = vars(parser.parse_args(rest))
+    settings = COMMANDS[name].settings
+    return name, settings(**{f.name: parsed[f.name] for f in dataclasses.fields(settings)})
+
+
+def make_parser(name: str) -> Any:
+    """The parser of one subcommand, from its dataclass."""
+    import jsonargparse
+
+    command = COMMANDS[name]
+    fields = dataclasses.fields(command.settings)
+    known = [f.name for f in fields]
+
+    class Parser(jsonargparse.ArgumentParser):
+        """Mistakes become one line that names the nearest flag or key."""
+
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+            raise UsageError(_one_line(message, known))
+
+    parser = Parser(
+        prog=f"hpctrain {name}",
+        usage=f"hpctrain {name} {_positionals(fields)}[settings]",
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+        parser_mode="toml",
+        default_env=False,
+        allow_abbrev=False,
+        add_help=True,
+        formatter_class=_formatter(),
+    )
+    parser.add_argument(
+        "--config", action="config", help="TOML file with any of these settings; flags win"
+    )
+    groups: dict[str, Any] = {}
+    for field in fields:
+        group = field.metadata["group"]
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        _add_option(groups[group], field, typing.get_type_hints(command.settings)[field.name])
+    return parser
+
+
+def _positionals(fields: tuple[dataclasses.Field, ...]) -> str:
+    names = [f.name.upper() for f in fields if f.metadata["positional"]]
+    return "".join(f"[{name}] " for name in names)
+
+
+def _formatter() -> type:
+    import argparse
+
+    return lambda prog: argparse.HelpFormatter(prog, max_help_position=26, width=100)  # type: ignore
+
+
+def _add_option(group: Any, field: dataclasses.Field, hint: Any) -> None:
+    import jsonargparse
+
+    meta = field.metadata
+    flag = "--" + field.name.replace("_", "-")
+    text = meta["help"]
+    if field.default not in (None, False, True, (), ""):
+        text += f" (default: {field.default})"
+    arguments: dict[str, Any] = {"help": text, "default": field.default}
+    if hint is bool:
+        if field.default:
+            arguments["help"] += " (default: yes)"
+        group.add_argument(flag, action=jsonargparse.ActionYesNo(no_prefix="no-"), **arguments)
+        return
+    if meta["choices"]:
+        arguments["choices"] = list(meta["choices"])
+    base = next((a for a in typing.get_args(hint) if a not in (type(None), ...)), hint)
+    if meta["positional"]:
+        many = typing.get_origin(hint) is tuple
+        group.add_argument(field.name, nargs="*" if many else "?", type=base, **arguments)
+    else:
+        metavar = None if meta["choices"] else {int: "N", float: "X"}.get(base, "TEXT")
+        group.add_argument(flag, type=base, metavar=metavar, **arguments)
+
+
+def nearest(word: str, known: typing.Iterable[str]) -> str:
+    """', did you mean X?' for the nearest known name, or nothing."""
+    match = difflib.get_close_matches(word.replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return f", did you mean {match[0]!r}?" if match else ""
+
+
+def _one_line(message: str, known: list[str]) -> str:
+    text = " ".join(str(message).split()).removeprefix("Parser key ")
+    number = re.fullmatch(r'"(\w+)": Expected a <class .(int|float).>. Got value: (.*)', text)
+    if number:
+        kind = {"int": "a whole number", "float": "a number"}[number[2]]
+        return f"--{number[1].replace('_', '-')} {number[3]}: {kind} is expected"
+    wrong = re.search(r"(?:unrecognized arguments: --|Option ')([\w-]+)", text)
+    if wrong:
+        return f"there is no setting {wrong[1]!r}{_flag_hint(nearest(wrong[1], known))}"
+    return text
+
+
+def _flag_hint(hint: str) -> str:
+    return re.sub(r"'(\w+)'", lambda m: "'--" + m[1].replace("_", "-") + "'", hint)
+
+
+def _overview() -> str:
+    lines = [f"hpctrain {__version__}: train image networks with MPI, one Allreduce a step.", ""]
+    lines += [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "hpctrain SUBCOMMAND --help lists its settings; those of train follow.", ""]
+    return "\n".join(lines)
+
+
+def _say_once(text: str) -> None:
+    """Print on the launcher's first process only: all of them meet the same mistake."""
+    if launched_rank() == 0:
+        print(text, file=sys.stderr, flush=True)

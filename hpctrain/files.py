@@ -1,0 +1,40 @@
+"""Files that are whole or not there: temporary name, fsync, rename, fsync of the folder.
+
+rename(2) replaces atomically on POSIX file systems; fsync(2) of the file does not cover its
+directory entry, so the folder is synced too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def temporary_name(path: Path) -> Path:
+    """The hidden name beside `path` under which this process writes it."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def sync(path: Path) -> None:
+    """Ask the system to put a file or a folder on disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write; on success it becomes `path`, on any error it is removed."""
+    temporary = temporary_name(path)
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)

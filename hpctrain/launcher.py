@@ -1,0 +1,27 @@
+"""What the launcher (mpirun, srun) wrote into the environment, read without starting MPI."""
+
+from __future__ import annotations
+
+import os
+
+
+def _first_number(*names: str) -> int | None:
+    values = [os.environ.get(name, "") for name in names]
+    return next((int(value) for value in values if value.isdigit()), None)
+
+
+def launched_size() -> int | None:
+    """How many processes the launcher says it started, None without a launcher."""
+    return _first_number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launched_rank() -> int:
+    """Which of its processes the launcher says this is; 0 without a launcher."""
+    return _first_number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0
+
+
+def local_size() -> int:
+    """How many of its processes run on this host; 1 without a launcher."""
+    # Slurm writes "2(x3),1": three hosts with 2 tasks, one with 1.
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0].split(",")[0]
+    return _first_number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or int(tasks or 1)
