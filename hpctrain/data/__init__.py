@@ -1,0 +1,1 @@
+"""Image files -> pack -> batches. Knows nothing of MPI."""

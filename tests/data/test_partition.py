@@ -1,0 +1,90 @@
+"""Shares, partitions and steps: every row exactly once an epoch, all shards finish together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpctrain.data.partition import cut_epoch, even_shares, proportional_cut
+from hpctrain.errors import UsageError
+
+
+@pytest.mark.parametrize(("total", "parts"), [(128, 48), (7, 3), (8, 8), (101, 4), (1, 1)])
+def test_even_shares_differ_by_at_most_one_and_the_first_get_more(total, parts):
+    shares = even_shares(total, parts)
+    assert sum(shares) == total
+    assert max(shares) - min(shares) <= 1
+    assert list(shares) == sorted(shares, reverse=True)
+
+
+def test_proportional_cut_never_exceeds_a_share():
+    for total in range(129):
+        cut = proportional_cut(total, even_shares(128, 48))
+        assert sum(cut) == total
+        assert all(c <= b for c, b in zip(cut, even_shares(128, 48), strict=True))
+
+
+@pytest.mark.parametrize("rows", [101, 128, 129, 3301, 256, 1009])
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 48])
+def test_every_row_is_read_exactly_once_an_epoch(rows, shards):
+    partition = cut_epoch(rows, 128, shards)
+    read = [
+        partition.order(3, 5, j)[partition.slice(t, j)]
+        for t in range(partition.steps)
+        for j in range(shards)
+    ]
+    assert np.array_equal(np.sort(np.concatenate(read)), np.arange(rows))
+    for t in range(partition.steps):
+        counts = [partition.count(t, j) for j in range(shards)]
+        assert sum(counts) == partition.total(t)
+        if t < partition.steps - 1:
+            assert counts == list(partition.shares), "a step before the last is full"
+
+
+def test_all_shards_of_an_uneven_mini_batch_finish_together():
+    partition = cut_epoch(10_007, 128, 48)
+    assert set(partition.shares) == {2, 3}
+    steps = [-(-n // b) for n, b in zip(partition.sizes(), partition.shares, strict=True)]
+    assert max(steps) == partition.steps
+    assert min(steps) >= partition.steps - 1
+
+
+def test_orders_differ_by_epoch_and_shard_and_seed_and_repeat():
+    partition = cut_epoch(1009, 64, 2)
+    first = partition.order(0, 0, 0)
+    assert np.array_equal(first, partition.order(0, 0, 0))
+    assert not np.array_equal(first, partition.order(0, 1, 0))
+    assert not np.array_equal(first, partition.order(1, 0, 0))
+    assert not np.array_equal(np.sort(partition.order(0, 0, 1)), np.sort(first))
+    assert not np.array_equal(partition.order(1, 0, 0), partition.order(0, 1, 0))
+
+
+def test_a_mini_batch_smaller_than_the_shards_is_refused_with_both_numbers():
+    with pytest.raises(UsageError, match=r"3 rows.*5 shards"):
+        cut_epoch(101, 3, 5)
+    with pytest.raises(UsageError, match=r"4 training images.*5 shards"):
+        cut_epoch(4, 128, 5)
+
+
+def test_a_mini_batch_larger_than_the_split_is_one_step():
+    partition = cut_epoch(101, 128, 3)
+    assert (partition.steps, partition.batch_size, sum(partition.last)) == (1, 101, 101)
+
+
+@pytest.mark.parametrize(("rows", "shards"), [(128 + 5, 4), (128 + 7, 8), (128 * 3 + 2, 3)])
+def test_single_rows_are_planned_away_where_a_layer_needs_two(rows, shards):
+    single = cut_epoch(rows, 128, shards).last
+    assert 1 in single, "the case would not need planning"
+    partition = cut_epoch(rows, 128, shards, least=2)
+    assert all(r == 0 or r >= 2 for r in partition.last)
+    assert sum(partition.last) == sum(single)
+    assert sum(partition.sizes()) == rows
+
+
+def test_what_cannot_be_planned_away_is_refused_with_a_size_that_works():
+    with pytest.raises(UsageError, match=r"would hold 1 image.*--batch-size (\d+)") as caught:
+        cut_epoch(129, 128, 2, least=2)
+    advised = int(str(caught.value).rsplit("--batch-size ", 1)[1].split()[0])
+    cut_epoch(129, advised, 2, least=2)
+    with pytest.raises(UsageError, match="a shard needs 2 images"):
+        cut_epoch(128, 8, 8, least=2)
