@@ -1,0 +1,1 @@
+"""Everything that crosses ranks. Knows nothing of images."""

@@ -1,0 +1,85 @@
+"""The device of this rank: which one, its threads, and memory that NumPy/CuPy and torch share.
+
+The only module that imports cupy (reduce.py's NCCL aside). CuPy owns the memory of a GPU
+message, because a plain cudaMalloc outside torch's caching allocator is what MPI libraries and
+RDMA registration handle best; torch sees the same memory through DLPack.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpctrain.errors import UsageError
+
+NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def choose_device(requested: str, local_rank: int) -> torch.device:
+    """The device of a rank: GPU = local rank modulo visible GPUs; CPU where there is none.
+
+    Makes the GPU the current one (DLPack exports from the current device only).
+    Raises UsageError where CUDA is asked for and missing.
+    """
+    count = torch.cuda.device_count() if requested != "cpu" else 0
+    if requested == "cuda" and count == 0:
+        raise UsageError(
+            f"--device cuda, but torch {torch.__version__} sees no GPU"
+            + ("" if torch.version.cuda else " (this torch was built without CUDA)")
+        )
+    if count == 0:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def place(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
+    """Move a model to the device and its 4-d weights to the memory format, NHWC or NCHW."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    moved: nn.Module = cast(Any, model).to(device=device, memory_format=layout)
+    return moved
+
+
+def array_module(device: torch.device) -> ModuleType:
+    """NumPy for the CPU, CuPy for a GPU. Raises UsageError where CuPy is missing or unfit."""
+    if device.type == "cpu":
+        return np
+    major = (torch.version.cuda or "12").split(".")[0]
+    try:
+        import cupy
+    except ImportError as error:
+        raise UsageError(
+            "the message of a GPU is a CuPy array, but cupy is missing:"
+            f" pip install 'hpctrain[cuda{major}]'"
+        ) from error
+    found = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    if str(found) != major:
+        raise UsageError(
+            f"cupy is built for CUDA {found}, torch for CUDA {major}:"
+            f" pip install cupy-cuda{major}x in place of cupy-cuda{found}x"
+        )
+    return cupy
+
+
+def shared_zeros(length: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, torch.Tensor]:
+    """One zeroed vector seen twice without copy: as NumPy/CuPy array and as torch tensor."""
+    if dtype not in NUMPY_DTYPES:
+        raise UsageError(f"a message of {dtype} cannot be summed by MPI: use float32 or float64")
+    array = array_module(device).zeros(length, dtype=NUMPY_DTYPES[dtype])
+    return array, torch.from_dlpack(array)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything queued on the device is done: before MPI reads its memory."""
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+def set_threads(threads: int) -> None:
+    """CPU threads of this process. Launchers leave 1 or all cores; the plan decides instead."""
+    torch.set_num_threads(threads)

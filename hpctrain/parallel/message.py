@@ -1,0 +1,190 @@
+"""The message: one flat buffer that holds everything a step sends, summed once over ranks.
+
+    gradients | moments | scalars | slots
+
+* gradients: the parameters' `.grad` are views of it, in the order of `model.parameters()`,
+  each at a multiple of 64 elements (256 bytes), with the parameter's own strides.
+* moments: two numbers per batch-norm channel (batchnorm.py).
+* scalars: loss sum, correct, rows, stop votes, irregular batch-norm layers; sums over ranks.
+* slots: a few numbers per rank, each written by its rank only, so the sum keeps them apart.
+
+Float32 holds integers exactly to 2^24, so counts and flags survive the sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.device import shared_zeros
+
+ALIGNMENT = 64  # elements
+SCALARS = ("loss", "correct", "rows", "stop", "irregular")
+SLOTS = ("compute", "data", "nonfinite")
+
+
+class Segment(NamedTuple):
+    """Where one parameter lies in a flat vector."""
+
+    name: str
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view of `flat` that is this parameter (or its gradient, or its momentum)."""
+        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of a model as segments of one flat vector."""
+
+    segments: tuple[Segment, ...]
+    length: int
+    dtype: torch.dtype
+
+    def digest(self) -> str:
+        """Hash of names, shapes, strides and type: equal on all ranks, or sums make no sense."""
+        text = repr([(s.name, tuple(s.shape), s.stride, s.offset) for s in self.segments])
+        return hashlib.sha256(f"{text} {self.dtype}".encode()).hexdigest()[:16]
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(model: nn.Module) -> Layout:
+    """The layout of the trainable parameters, tied ones once. UsageError for mixed types."""
+    segments, length, dtypes = [], 0, set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            segments.append(Segment(name, length, parameter.shape, parameter.stride()))
+            length += _aligned(parameter.numel())
+            dtypes.add(parameter.dtype)
+    if not segments:
+        raise UsageError("the model has no parameter to train")
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(d) for d in dtypes))
+        raise UsageError(f"the model's parameters mix types ({names}): use one, float32 or float64")
+    return Layout(tuple(segments), length, dtypes.pop())
+
+
+def flatten_parameters(model: nn.Module, layout: Layout, device: torch.device) -> nn.Parameter:
+    """Move the parameters into one flat vector of which they become views; return that vector.
+
+    The optimizer updates the vector (one fused kernel instead of one per parameter), the model
+    sees the change. Undone by `model.to(...)`, so device and memory format come first.
+    """
+    flat = torch.zeros(layout.length, dtype=layout.dtype, device=device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for segment in layout.segments:
+            view = segment.of(flat)
+            view.copy_(parameters[segment.name])
+            parameters[segment.name].data = view
+    return nn.Parameter(flat)
+
+
+class Totals(NamedTuple):
+    """What the scalars and slots of a reduced message say, as Python numbers."""
+
+    loss: float  # sum over rows
+    correct: int
+    rows: int
+    finite: bool  # of the whole sum; else the update was left out
+    stop: int  # votes
+    irregular: int  # batch-norm layers that did not run exactly once
+    nonfinite: list[int]  # ranks that met a loss or gradient that is not finite
+    compute: list[float]  # seconds, by rank
+    data: list[float]  # seconds waiting for data, by rank
+
+
+class Message:
+    """The flat buffer of one model on one rank; `array` (NumPy/CuPy) and `tensor` share memory."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        moments: int,
+        rank: int,
+        size: int,
+        device: torch.device,
+    ) -> None:
+        scalars, slots = len(SCALARS), size * len(SLOTS)
+        length = layout.length + moments + scalars + slots
+        self.rank, self.layout, self.device = rank, layout, device
+        self.array, self.tensor = shared_zeros(length, layout.dtype, device)
+        self.gradients, self.moments, self.scalars, flat_slots = self.tensor.split(
+            [layout.length, moments, scalars, slots]
+        )
+        self.slots = flat_slots.view(size, len(SLOTS))
+        self._finite = torch.ones((), dtype=torch.bool, device=device)
+        self._parameters = dict(model.named_parameters())
+        for segment in layout.segments:
+            self._parameters[segment.name].grad = segment.of(self.gradients)
+
+    def zero(self) -> None:
+        """Start a step. Also the reason why no `zero_grad` is called: it would drop the views."""
+        self.tensor.zero_()
+        for segment in (self.layout.segments[0], self.layout.segments[-1]):
+            grad = self._parameters[segment.name].grad
+            address = self.gradients.data_ptr() + segment.offset * self.gradients.element_size()
+            if grad is None or grad.data_ptr() != address:
+                raise RuntimeError(
+                    f"the gradient of {segment.name} is no longer a view of the message:"
+                    " zero_grad() or to() was called on the model"
+                )
+
+    def count(
+        self,
+        loss: torch.Tensor,
+        correct: torch.Tensor | int,
+        rows: int,
+        irregular: torch.Tensor | int = 0,
+    ) -> None:
+        """Add a shard's loss sum, correct answers, rows and irregular layers, on the device."""
+        self.scalars[0] += loss.detach()
+        self.scalars[1] += correct
+        self.scalars[2] += rows
+        self.scalars[4] += irregular
+
+    def vote(self, stop: bool) -> None:
+        """Ask all ranks to stop after this step."""
+        self.scalars[3] = float(stop)
+
+    def clock(self, compute: float, data: float) -> None:
+        """Put this rank's seconds of this step and its non-finite flag into its slots."""
+        bad = (~torch.isfinite(self.scalars[0])).to(self.tensor.dtype)
+        self.slots[self.rank, 0] = compute
+        self.slots[self.rank, 1] = data
+        self.slots[self.rank, 2] = bad
+
+    def finite(self) -> torch.Tensor:
+        """Whether the reduced message is free of NaN and infinity: a bool on the device.
+
+        A sum over the gradients is finite only if all are: NaN and infinity survive addition.
+        """
+        self._finite = torch.isfinite(self.gradients.sum() + self.scalars[0])
+        return self._finite
+
+    def totals(self) -> Totals:
+        """Read scalars and slots of the reduced message (waits for the device)."""
+        ends = torch.cat([self.scalars, self.slots.flatten(), self._finite.view(1)])
+        *numbers, finite = ends.tolist()
+        loss, *counts = numbers[: len(SCALARS)]
+        correct, rows, stop, irregular = map(_whole, counts)
+        slots = [numbers[i :: len(SLOTS)] for i in range(len(SCALARS), len(SCALARS) + len(SLOTS))]
+        bad = [rank for rank, flag in enumerate(slots[2]) if flag]
+        return Totals(loss, correct, rows, bool(finite), stop, irregular, bad, *slots[:2])
+
+
+def _whole(number: float) -> int:
+    return round(number) if math.isfinite(number) else 0
