@@ -1,0 +1,213 @@
+"""Everything that a run needs before its first step, in the order in which it is found out:
+pack, device, network, plan, then the message and what surrounds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpctrain import __version__
+from hpctrain.config import Config
+from hpctrain.data.augment import augment, check_shift, normalization, to_input
+from hpctrain.data.builtin import locate
+from hpctrain.data.loader import Loader, Prepare
+from hpctrain.data.packed import Pack, Rows, read_pack
+from hpctrain.errors import UsageError
+from hpctrain.keys import random_key
+from hpctrain.models import build, check_forward, load_init
+from hpctrain.parallel.batchnorm import BatchNorms, Probe
+from hpctrain.parallel.device import choose_device, place, set_threads
+from hpctrain.parallel.message import Message, flatten_parameters, lay_out
+from hpctrain.parallel.mpi import (
+    MPI,
+    Comm,
+    everywhere,
+    fair_threads,
+    from_root,
+    local_ranks,
+    same_everywhere,
+)
+from hpctrain.parallel.reduce import choose_reduce
+from hpctrain.parallel.shards import carried
+from hpctrain.plan import Facts, Plan, model_name, resolve
+from hpctrain.training.optim import make_optimizer, validate_optimizer
+from hpctrain.training.step import Classification, Trainer
+
+PROBE_ROWS = 32  # of the training split, for the first shift of the batch-norm moments
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, ready for its first step."""
+
+    config: Config
+    plan: Plan
+    pack: Pack
+    trainer: Trainer
+    loader: Loader
+    prepare: Prepare  # without augmentation, for evaluation
+    kept_fresh: tuple[str, ...]  # parameters that --init did not fill
+
+
+def set_up(config: Config, comm: Comm) -> Job:
+    """Build a job from its configuration. Raises the same error on all ranks. Collective."""
+    config = comm.bcast(config)
+    everywhere(comm, lambda: validate_optimizer(config))
+    pack = open_pack(config.data, config.data_dir, "train", comm)
+    everywhere(comm, lambda: check_shift(config.shift, pack.image_shape))
+    everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
+    local_rank, _ = local_ranks(comm)
+    device = everywhere(comm, lambda: choose_device(config.device, local_rank))
+    threads = fair_threads(comm)
+    set_threads(config.threads or threads)
+
+    model, fresh = everywhere(comm, lambda: make_model(config, pack))
+    dtype = next(model.parameters()).dtype
+    place(model, device, config.channels_last)
+    norms = everywhere(comm, lambda: BatchNorms(model, config.batch_norm))
+    loss = Classification(config.precision, config.label_smoothing)
+    source = everywhere(comm, lambda: Rows(pack, "train"))
+    prepare = input_function(config, pack, device, dtype, augmented=False)
+    probe = from_root(comm, lambda: probe_model(norms, loss, source, pack, prepare, config))
+
+    facts = Facts(
+        ranks=comm.size,
+        device=device.type,
+        threads=threads,
+        rows=len(source.labels),
+        image_shape=pack.image_shape,
+        classes=len(pack.classes),
+        pack_uuid=pack.uuid,
+        least_rows=2 if 1 in probe.elements else 1,
+    )
+    plan = from_root(comm, lambda: resolve(config, facts))
+    norms.start(probe)
+    trainer = make_trainer(model, norms, loss, config, plan, comm, device)
+    loader = Loader(
+        source,
+        pack.image_shape,
+        plan.partition,
+        carried(plan.shards, comm.size, comm.rank),
+        plan.seed,
+        input_function(config, pack, device, dtype, augmented=True),
+    )
+    return Job(config, plan, pack, trainer, loader, prepare, fresh)
+
+
+def open_pack(data: str, data_dir: str, split: str, comm: Comm) -> Pack:
+    """The pack, found (or made) and validated by rank 0, seen by all ranks. Collective."""
+
+    def find() -> Pack:
+        pack = read_pack(locate(data, data_dir))
+        if split not in pack.splits:
+            raise UsageError(f"{pack.path} has no split {split!r}, only {', '.join(pack.splits)}")
+        if pack.splits[split].rows == 0:
+            raise UsageError(f"the split {split!r} of {pack.path} holds no image")
+        return pack
+
+    return from_root(comm, find)
+
+
+def make_model(config: Config, pack: Pack) -> tuple[nn.Module, tuple[str, ...]]:
+    """The network with its first weights, equal on all ranks, and the names --init left fresh."""
+    torch.manual_seed(random_key(config.seed, "weights"))
+    classes = len(pack.classes)
+    name = model_name(config, pack.image_shape)
+    model = build(name, pack.image_shape, classes, config.small_stem)
+    check_forward(model, pack.image_shape, classes)
+    fresh = load_init(model, config.init, classes) if config.init else []
+    model.train()
+    return model, tuple(fresh)
+
+
+def input_function(
+    config: Config, pack: Pack, device: torch.device, dtype: torch.dtype, augmented: bool
+) -> Prepare:
+    """uint8 rows (n, H, W, C) -> what the network takes, (n, C, H, W) on the device."""
+    scaling = normalization(config.normalize, pack.mean, pack.std)
+    mean, std = (v.to(device) for v in scaling) if scaling else (None, None)
+    flip, shift = (config.flip, config.shift) if augmented else (False, 0)
+
+    def prepare(images: torch.Tensor, key: int) -> torch.Tensor:
+        images = augment(images.to(device), flip, shift, random_key(key, "augment"))
+        return to_input(images, mean, std, dtype, config.channels_last)
+
+    return prepare
+
+
+def probe_model(
+    norms: BatchNorms,
+    loss: Classification,
+    source: Rows,
+    pack: Pack,
+    prepare: Prepare,
+    config: Config,
+) -> Probe:
+    """Look at one training forward of the first rows. Refuses buffers that cannot be combined."""
+    rows = np.arange(min(PROBE_ROWS, len(source.labels)))
+    images = np.empty((len(rows), *pack.image_shape), dtype=np.uint8)
+    source.gather(rows, images)
+    inputs = prepare(torch.from_numpy(images), 0)
+    labels = torch.from_numpy(source.labels[rows]).to(inputs.device)
+    torch.manual_seed(random_key(config.seed, "probe"))
+    probe = norms.probe(lambda: loss(norms.model, inputs, labels), len(rows))
+    if probe.changed and not config.local_buffers:
+        raise UsageError(
+            f"the model's buffers {', '.join(probe.changed[:3])} change in training and cannot be"
+            " combined over ranks; --local-buffers lets each rank keep its own"
+        )
+    return probe
+
+
+def make_trainer(
+    model: nn.Module,
+    norms: BatchNorms,
+    loss: Classification,
+    config: Config,
+    plan: Plan,
+    comm: Comm,
+    device: torch.device,
+) -> Trainer:
+    """Lay out the message, make all ranks hold rank 0's weights, compare layouts. Collective."""
+    layout = everywhere(comm, lambda: lay_out(model))
+    weights = flatten_parameters(model, layout, device)
+    message = everywhere(
+        comm, lambda: Message(model, layout, 2 * norms.channels, comm.rank, comm.size, device)
+    )
+    same_everywhere(
+        comm,
+        {
+            "hpctrain": __version__,
+            "torch": torch.__version__,
+            "the layout of the parameters": layout.digest(),
+            "the plan": plan.digest(),
+            "the model's fixed state": _fixed_state(model),
+        },
+    )
+    first = weights.detach().cpu()
+    comm.Bcast([first.numpy(), MPI.BYTE])
+    weights.data.copy_(first)
+    return Trainer(
+        model,
+        weights,
+        message,
+        norms,
+        make_optimizer(config, [weights]),
+        choose_reduce(comm, message),
+        loss,
+        config.clip_norm,
+    )
+
+
+def _fixed_state(model: nn.Module) -> str:
+    """Hash of what is neither trained nor broadcast: buffers and frozen parameters."""
+    digest = hashlib.sha256()
+    frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
+    for tensor in (*model.buffers(), *frozen):
+        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,102 @@
+"""train_step: one update of the weights, with the one communication of a step in it.
+
+Public parts for a training loop of one's own: `flatten_parameters`, `Message`, `BatchNorms` and a
+reduction, in the order in which they stand here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpctrain.data.loader import Batch
+from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.message import Message
+from hpctrain.parallel.reduce import Reduce
+from hpctrain.training.optim import clip_gradient, gate_update
+
+# model, images (n, C, H, W), labels (n,) -> sum of the rows' losses, number of correct rows
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Cross-entropy over classes, summed over rows, in the precision of the plan."""
+
+    precision: str = "fp32"
+    label_smoothing: float = 0.0
+
+    def scores(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss sum of a batch and its class scores (n, K), both on the device."""
+        with torch.autocast(images.device.type, torch.bfloat16, self.precision == "bf16"):
+            scores = model(images)  # (n, K)
+        scores = scores.float() if scores.dtype == torch.bfloat16 else scores
+        loss = F.cross_entropy(
+            scores, labels, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        return loss, scores
+
+    def __call__(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss sum and number of correct answers of a batch, both on the device."""
+        loss, scores = self.scores(model, images, labels)
+        return loss, (scores.detach().argmax(1) == labels).sum()
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What a step works on: the model and everything that is allocated once for it."""
+
+    model: nn.Module
+    weights: nn.Parameter  # the flat vector of which the model's parameters are views
+    message: Message
+    norms: BatchNorms
+    optimizer: torch.optim.Optimizer
+    reduce: Reduce
+    loss: Loss
+    clip_norm: float | None = None
+
+
+def train_step(
+    trainer: Trainer, batches: list[Batch], total: int, waited: float = 0.0, stop: bool = False
+) -> float:
+    """Update the weights from this rank's shards of a mini-batch of `total` rows. Collective.
+
+    `waited` (seconds for data) and `stop` travel in the message. What the step measured is read
+    from the message afterwards (`Message.totals`). Returns the seconds of the reduction. A step
+    with a loss or gradient that is not finite leaves weights and statistics as they were.
+    """
+    message, norms = trainer.message, trainer.norms
+    began = time.perf_counter()
+    message.zero()
+    for batch in batches:
+        torch.manual_seed(batch.key)  # dropout belongs to the shard, not to the rank
+        norms.clear()
+        loss, correct = trainer.loss(trainer.model, batch.images, batch.labels)
+        (loss / total).backward()
+        rows = len(batch.labels)
+        irregular = norms.collect(message.moments, rows / total, rows)
+        message.count(loss, correct, rows, irregular)
+    message.vote(stop)
+    message.clock(time.perf_counter() - began, waited)
+
+    reducing = time.perf_counter()
+    trainer.reduce(message)
+    reduced = time.perf_counter()
+
+    finite = message.finite()
+    norms.merge(message.moments, total, finite)
+    if trainer.clip_norm is not None:
+        clip_gradient(message.gradients, trainer.clip_norm)
+    trainer.weights.grad = message.gradients
+    gate_update(trainer.optimizer, finite)
+    trainer.optimizer.step()
+    return reduced - reducing

@@ -1,0 +1,249 @@
+"""The step: gradients exact on any number of ranks, one Allreduce, nothing non-finite gets in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.config import Config
+from hpctrain.data.loader import Loader
+from hpctrain.data.partition import Partition, cut_epoch, even_shares
+from hpctrain.models import build
+from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.message import Message, flatten_parameters, lay_out
+from hpctrain.parallel.reduce import choose_reduce, staged
+from hpctrain.parallel.shards import carried
+from hpctrain.training.optim import make_optimizer
+from hpctrain.training.step import Classification, Trainer, train_step
+
+pytestmark = pytest.mark.mpi
+CPU = torch.device("cpu")
+ROWS, SHAPE, CLASSES = 23, (6, 5, 2), 3
+
+
+class Arrays:
+    """Rows in memory, as a loader reads them."""
+
+    def __init__(self, rows=ROWS, shape=SHAPE, classes=CLASSES):
+        rng = np.random.default_rng(1)
+        self.images = rng.integers(0, 256, (rows, *shape), dtype=np.uint8)
+        self.labels = rng.integers(0, classes, rows)
+
+    def gather(self, indices, out):
+        out[:] = self.images[indices]
+        return out
+
+
+def to_float64(images, key):
+    return images.permute(0, 3, 1, 2).to(torch.float64) / 255
+
+
+def small_model():
+    torch.manual_seed(5)
+    height, width, channels = SHAPE
+    layers = [nn.Conv2d(channels, 4, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.0)]
+    return nn.Sequential(*layers, nn.Linear(4 * (height - 2) * (width - 2), CLASSES)).double()
+
+
+def make_trainer(model, comm, config=None, reduce=None):
+    config = config or Config(lr=0.1)
+    norms = BatchNorms(model.train())
+    layout = lay_out(model)
+    weights = flatten_parameters(model, layout, CPU)
+    message = Message(model, layout, 2 * norms.channels, comm.rank, comm.size, CPU)
+    return Trainer(
+        model,
+        weights,
+        message,
+        norms,
+        make_optimizer(config, [weights]),
+        reduce or choose_reduce(comm, message),
+        Classification(label_smoothing=config.label_smoothing),
+        config.clip_norm,
+    )
+
+
+def train(trainer, source, partition, comm, epochs=2, prepare=to_float64, shape=SHAPE):
+    """Epochs of steps as the training loop does them; the losses of all steps."""
+    mine = carried(len(partition.shares), comm.size, comm.rank)
+    loader = Loader(source, shape, partition, mine, 7, prepare)
+    losses = []
+    for epoch in range(epochs):
+        for number, batches in enumerate(loader.epoch(epoch)):
+            train_step(trainer, batches, partition.total(number))
+            totals = trainer.message.totals()
+            assert totals.rows == partition.total(number)
+            losses.append(totals.loss / totals.rows)
+    return losses
+
+
+def plain_torch(source, partition, config, epochs=2):
+    """The same mini-batches in one process with nothing of hpctrain's step."""
+    model = small_model()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config.lr, momentum=0.9, weight_decay=config.weight_decay
+    )
+    shards = range(len(partition.shares))
+    for epoch in range(epochs):
+        orders = [partition.order(7, epoch, j) for j in shards]
+        for step in range(partition.steps):
+            rows = np.concatenate([orders[j][partition.slice(step, j)] for j in shards])
+            optimizer.zero_grad()
+            x = to_float64(torch.from_numpy(source.images[rows]), 0)
+            loss = nn.functional.cross_entropy(
+                model(x),
+                torch.from_numpy(source.labels[rows]),
+                label_smoothing=config.label_smoothing,
+            )
+            loss.backward()
+            if config.clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def parameters(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+CONFIGS = [
+    Config(lr=0.1),
+    Config(lr=0.1, weight_decay=1e-2, label_smoothing=0.1, clip_norm=0.3),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_gradients_are_exact(comm, config, per_rank):
+    """23 samples in batches of 7: unequal shares, a short last batch, an empty shard."""
+    source = Arrays()
+    partition = cut_epoch(ROWS, 7, min(7, per_rank * comm.size))
+    trainer = make_trainer(small_model(), comm, config)
+    train(trainer, source, partition, comm)
+    difference = (parameters(trainer) - plain_torch(source, partition, config)).abs().max()
+    assert difference < 1e-12
+    moved = (parameters(trainer) - parameters(make_trainer(small_model(), comm))).abs().max()
+    assert moved > 1e-3, "nothing was trained"
+
+
+def test_without_the_allreduce_the_result_differs(comm):
+    """Negative control: what every rank would learn alone."""
+    if comm.size == 1:
+        return
+    source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
+    trainer = make_trainer(small_model(), comm, reduce=lambda message: None)
+    mine = carried(comm.size, comm.size, comm.rank)
+    loader = Loader(source, SHAPE, partition, mine, 7, to_float64)
+    for number, batches in enumerate(loader.epoch(0)):
+        train_step(trainer, batches, partition.total(number))
+    reference = plain_torch(source, partition, CONFIGS[0], epochs=1)
+    assert (parameters(trainer) - reference).abs().max() > 1e-3
+
+
+def test_weighting_by_nominal_shares_differs(comm):
+    """Negative control: every shard counted alike although their rows differ."""
+    if comm.size == 1:
+        return
+    source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
+    trainer = make_trainer(small_model(), comm)
+    mine = carried(comm.size, comm.size, comm.rank)
+    for batches in Loader(source, SHAPE, partition, mine, 7, to_float64).epoch(0):
+        rows = len(batches[0].labels) if batches else 1
+        train_step(trainer, batches, rows * comm.size)
+    reference = plain_torch(source, partition, CONFIGS[0], epochs=1)
+    assert (parameters(trainer) - reference).abs().max() > 1e-4
+
+
+def test_a_staged_reduction_gives_the_same_bits(comm):
+    results = []
+    for through_host in (False, True):
+        model = small_model()
+        trainer = make_trainer(model, comm)
+        if through_host:
+            reduce = staged(comm, trainer.message)
+            trainer = dataclasses.replace(trainer, reduce=reduce)
+        source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
+        train(trainer, source, partition, comm)
+        results.append(parameters(trainer))
+    assert torch.equal(*results)
+
+
+def test_all_ranks_hold_the_same_bits(comm):
+    model = build("digits", (28, 28, 1), 10).to(memory_format=torch.channels_last)
+    trainer = make_trainer(model, comm, Config(lr=0.01))
+    source = Arrays(101, (28, 28, 1), 10)
+    partition = cut_epoch(101, 32, comm.size)
+
+    def prepare(images, key):
+        return images.permute(0, 3, 1, 2).float() / 255
+
+    losses = train(trainer, source, partition, comm, 2, prepare, (28, 28, 1))
+    state = {name: value.numpy().tobytes() for name, value in trainer.model.state_dict().items()}
+    assert len(set(map(str, comm.allgather([state, losses])))) == 1
+    assert len(set(losses)) == len(losses), "nothing was trained"
+
+
+def test_a_last_step_with_fewer_rows_than_shards(comm):
+    """33 rows in mini-batches of 16: the last step holds one row, most shards none."""
+    source, partition = Arrays(33), cut_epoch(33, 16, comm.size)
+    assert sum(partition.last) == 1
+    trainer = make_trainer(small_model(), comm)
+    train(trainer, source, partition, comm)
+    reference = plain_torch(source, partition, CONFIGS[0])
+    assert (parameters(trainer) - reference).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("optimizer", ["sgdm", "adam", "adamw"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_never_reaches_the_weights(comm, optimizer, bad):
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(48, 3))
+    trainer = make_trainer(model.double(), comm, Config(lr=0.1, optimizer=optimizer))
+    partition = Partition(14, even_shares(7, comm.size), even_shares(7, comm.size))
+    worst = comm.size - 1
+
+    def prepare(images, key):
+        x = to_float64(images, key)
+        if poison and comm.rank == worst:
+            x[0, 0, 0, 0] = bad
+        return x
+
+    mine = carried(comm.size, comm.size, comm.rank)
+    loader = Loader(Arrays(14), SHAPE, partition, mine, 7, prepare)
+    poison = False
+    for number, batches in enumerate(loader.epoch(0)):
+        train_step(trainer, batches, partition.total(number))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    poison = True
+    batches = next(loader.epoch(1))
+    train_step(trainer, batches, 7)
+    assert worst in trainer.message.totals().nonfinite
+    assert not trainer.message.totals().finite
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    poison = False
+    train_step(trainer, next(loader.epoch(1)), 7)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_a_dropped_gradient_view_is_noticed(comm):
+    trainer = make_trainer(small_model(), comm)
+    trainer.model.zero_grad()
+    with pytest.raises(RuntimeError, match="no longer a view"):
+        trainer.message.zero()
+
+
+def test_stop_votes_and_clocks_arrive(comm):
+    trainer = make_trainer(small_model(), comm)
+    partition = cut_epoch(ROWS, 7, comm.size)
+    mine = carried(comm.size, comm.size, comm.rank)
+    batches = next(Loader(Arrays(), SHAPE, partition, mine, 7, to_float64).epoch(0))
+    last = comm.size - 1
+    train_step(trainer, batches, 7, waited=1.0 + comm.rank, stop=comm.rank == last)
+    totals = trainer.message.totals()
+    assert totals.stop == 1
+    assert totals.data == [1.0 + r for r in range(comm.size)]
+    assert all(seconds > 0 for seconds in totals.compute)
