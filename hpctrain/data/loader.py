@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from hpctrain.data.augment import augment, to_input
 from hpctrain.data.partition import Partition
 from hpctrain.keys import random_key
 
@@ -42,6 +43,27 @@ class Batch:
 
 # uint8 rows (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W)
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def make_prepare(
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = True,
+    scaling: tuple[torch.Tensor, torch.Tensor] | None = None,
+    flip: bool = False,
+    shift: int = 0,
+) -> Prepare:
+    """How uint8 rows become the network's input on `device`: augmented, scaled, laid out.
+
+    `scaling` is mean and standard deviation by channel, (C,) each; None leaves [0, 1].
+    """
+    mean, std = (values.to(device) for values in scaling) if scaling else (None, None)
+
+    def prepare(images: torch.Tensor, key: int) -> torch.Tensor:
+        images = augment(images.to(device), flip, shift, random_key(key, "augment"))
+        return to_input(images, mean, std, dtype, channels_last)
+
+    return prepare
 
 
 class Loader:

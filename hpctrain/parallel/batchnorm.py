@@ -134,7 +134,7 @@ class BatchNorms:
             self.scratch.zero_()
             with torch.no_grad():
                 forward()
-            means = self.scratch[0].clone()
+            means = self.scratch[0].to("cpu", copy=True)
         finally:
             for hook in hooks:
                 hook.remove()

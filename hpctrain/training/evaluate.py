@@ -1,5 +1,7 @@
 """Exact distributed evaluation: every row once, the same figures on any number of ranks.
 
+    mpirun -n 4 python -m hpctrain evaluate RUN --data flowers.h5
+
 The split is cut into fixed blocks of rows; ranks take contiguous runs of blocks. Every block has
 its own slots in one float64 vector, written by one rank only, so that the sum over ranks keeps
 them apart and rank 0 adds them in block order. Class counts are whole numbers, exact to 2^53.
@@ -9,14 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from hpctrain.config import EvaluateConfig
 from hpctrain.data.loader import Prepare, Source
-from hpctrain.parallel.mpi import Comm
+from hpctrain.data.packed import Pack, Rows
+from hpctrain.parallel.mpi import Comm, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
+from hpctrain.report.tables import print_evaluation, write_json
+from hpctrain.training.saved import Saved, open_network, open_pack_for
 from hpctrain.training.step import Classification
 
 
@@ -31,6 +39,44 @@ class Evaluation:
     @property
     def accuracy(self) -> float:
         return float(np.trace(self.confusion)) / self.rows
+
+
+def main(settings: EvaluateConfig) -> int:
+    """``hpctrain evaluate``: loss, accuracy, per-class table, confusion matrix. Collective."""
+    comm = start_mpi()
+    network = open_network(settings, comm)
+    pack = open_pack_for(network.saved, settings, comm)
+    with everywhere(comm, lambda: Rows(pack, settings.split)) as source:
+        result = evaluate(
+            network.model,
+            source,
+            pack.image_shape,
+            len(pack.classes),
+            network.prepare,
+            Classification(settings.precision),
+            comm,
+            settings.batch,
+        )
+    if comm.rank == 0:
+        print_evaluation(result.loss, result.confusion, pack.classes, settings.split)
+        if settings.output:
+            write_json(Path(settings.output), as_json(result, pack, network.saved, settings.split))
+    return 0
+
+
+def as_json(result: Evaluation, pack: Pack, saved: Saved, split: str) -> dict[str, Any]:
+    """The figures of an evaluation for --output."""
+    return {
+        "model": str(saved.path),
+        "pack": pack.path,
+        "pack_uuid": pack.uuid,
+        "split": split,
+        "rows": result.rows,
+        "loss": result.loss,
+        "accuracy": result.accuracy,
+        "classes": list(pack.classes),
+        "confusion": result.confusion.tolist(),
+    }
 
 
 def blocks_of(rows: int, block: int, size: int, rank: int) -> Iterator[tuple[int, np.ndarray]]:

@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config
+from hpctrain.config import Config, EvaluateConfig, PredictConfig
+from hpctrain.data import builtin
 from hpctrain.data.augment import normalization
-from hpctrain.data.packed import Pack
+from hpctrain.data.loader import Prepare, make_prepare
+from hpctrain.data.packed import Pack, read_pack
 from hpctrain.errors import UsageError
 from hpctrain.models import build, load_weights, read_model, save_model
+from hpctrain.parallel.device import choose_device, place, set_threads
+from hpctrain.parallel.mpi import Comm, agreed, everywhere, fair_threads, from_root, local_ranks
 from hpctrain.plan import Plan
 
 FILE = "model.safetensors"
@@ -54,7 +59,7 @@ class Saved:
     model: nn.Module
     image_shape: tuple[int, int, int]  # (H, W, C)
     classes: tuple[str, ...]
-    scaling: tuple[tuple[float, ...], tuple[float, ...]] | None  # mean, std by channel
+    scaling: tuple[torch.Tensor, torch.Tensor] | None  # mean, std by channel
     metadata: dict[str, Any]
 
 
@@ -75,12 +80,82 @@ def locate(target: str | None, runs_dir: str) -> Path:
 def restore(path: Path) -> Saved:
     """Build the network and load its weights. Raises UsageError for a file that is not ours."""
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
-    shape = tuple(metadata["image_shape"])
-    classes = tuple(metadata["classes"])
+    height, width, channels = metadata["image_shape"]
+    shape, classes = (height, width, channels), tuple(metadata["classes"])
     model = build(metadata["model"], shape, len(classes), metadata.get("small_stem", False))
     load_weights(model, state, path)
-    model.eval()
     scaling = None
     if metadata.get("mean"):
-        scaling = (tuple(metadata["mean"]), tuple(metadata["std"]))
-    return Saved(path, model, shape, classes, scaling, metadata)
+        scaling = (torch.tensor(metadata["mean"]), torch.tensor(metadata["std"]))
+    return Saved(path, model.eval(), shape, classes, scaling, metadata)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A saved network on this rank's device, ready to be asked."""
+
+    saved: Saved
+    model: nn.Module
+    device: torch.device
+    prepare: Prepare
+
+
+def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
+    """Read the network that the settings name and put it on this rank's device. Collective."""
+    path = from_root(comm, lambda: locate(settings.model, settings.runs_dir))
+    local_rank, _ = local_ranks(comm)
+    device = everywhere(comm, lambda: choose_device(settings.device, local_rank))
+    threads = fair_threads(comm)
+    set_threads(settings.threads or threads)
+    if settings.batch < 1 or (settings.threads or 1) < 1:
+        raise agreed(UsageError("--batch and --threads: give 1 or more"))
+    saved = everywhere(comm, lambda: restore(path))
+    channels_last = saved.metadata.get("channels_last", True)
+    dtype = next(saved.model.parameters()).dtype
+    model = place(saved.model, device, channels_last)
+    prepare = make_prepare(device, dtype, channels_last, saved.scaling)
+    return Network(saved, model, device, prepare)
+
+
+def open_pack_for(saved: Saved, settings: EvaluateConfig | PredictConfig, comm: Comm) -> Pack:
+    """The pack to ask about: --data, else the one of training. Collective.
+
+    Raises UsageError where its images or classes are not those that the network knows.
+    """
+
+    def find() -> Pack:
+        source = settings.data or saved.metadata.get("pack")
+        if source is None:
+            raise UsageError(f"{saved.path} does not say what it was trained on: give --data")
+        pack = read_pack(builtin.locate(source, settings.data_dir))
+        require_split(pack, settings.split)
+        if pack.image_shape != saved.image_shape:
+            raise UsageError(
+                f"{pack.path} holds images of {_size(pack.image_shape)}, but {saved.path} was"
+                f" trained on {_size(saved.image_shape)}"
+            )
+        if pack.classes != saved.classes:
+            raise UsageError(
+                f"{pack.path} has {len(pack.classes)} classes ({_some(pack.classes)}), but"
+                f" {saved.path} was trained on {len(saved.classes)} ({_some(saved.classes)})"
+            )
+        return pack
+
+    return from_root(comm, find)
+
+
+def require_split(pack: Pack, split: str) -> None:
+    """Raise UsageError unless the pack has rows in this split."""
+    if split not in pack.splits:
+        raise UsageError(f"{pack.path} has no split {split!r}, only {', '.join(pack.splits)}")
+    if pack.splits[split].rows == 0:
+        raise UsageError(f"the split {split!r} of {pack.path} holds no image")
+
+
+def _size(shape: tuple[int, int, int]) -> str:
+    height, width, channels = shape
+    return f"{width}x{height}x{channels}"
+
+
+def _some(classes: tuple[str, ...]) -> str:
+    return ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")

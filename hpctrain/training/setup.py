@@ -13,9 +13,9 @@ from torch import nn
 
 from hpctrain import __version__
 from hpctrain.config import Config
-from hpctrain.data.augment import augment, check_shift, normalization, to_input
+from hpctrain.data.augment import check_shift, normalization
 from hpctrain.data.builtin import locate
-from hpctrain.data.loader import Loader, Prepare
+from hpctrain.data.loader import Loader, Prepare, make_prepare
 from hpctrain.data.packed import Pack, Rows, read_pack
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
@@ -36,6 +36,7 @@ from hpctrain.parallel.reduce import choose_reduce
 from hpctrain.parallel.shards import carried
 from hpctrain.plan import Facts, Plan, model_name, resolve
 from hpctrain.training.optim import make_optimizer, validate_optimizer
+from hpctrain.training.saved import require_split
 from hpctrain.training.step import Classification, Trainer
 
 PROBE_ROWS = 32  # of the training split, for the first shift of the batch-norm moments
@@ -60,7 +61,6 @@ def set_up(config: Config, comm: Comm) -> Job:
     everywhere(comm, lambda: validate_optimizer(config))
     pack = open_pack(config.data, config.data_dir, "train", comm)
     everywhere(comm, lambda: check_shift(config.shift, pack.image_shape))
-    everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(config.device, local_rank))
     threads = fair_threads(comm)
@@ -72,7 +72,8 @@ def set_up(config: Config, comm: Comm) -> Job:
     norms = everywhere(comm, lambda: BatchNorms(model, config.batch_norm))
     loss = Classification(config.precision, config.label_smoothing)
     source = everywhere(comm, lambda: Rows(pack, "train"))
-    prepare = input_function(config, pack, device, dtype, augmented=False)
+    scaling = everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
+    prepare = make_prepare(device, dtype, config.channels_last, scaling)
     probe = from_root(comm, lambda: probe_model(norms, loss, source, pack, prepare, config))
 
     facts = Facts(
@@ -94,7 +95,7 @@ def set_up(config: Config, comm: Comm) -> Job:
         plan.partition,
         carried(plan.shards, comm.size, comm.rank),
         plan.seed,
-        input_function(config, pack, device, dtype, augmented=True),
+        make_prepare(device, dtype, config.channels_last, scaling, config.flip, config.shift),
     )
     return Job(config, plan, pack, trainer, loader, prepare, fresh)
 
@@ -104,10 +105,7 @@ def open_pack(data: str, data_dir: str, split: str, comm: Comm) -> Pack:
 
     def find() -> Pack:
         pack = read_pack(locate(data, data_dir))
-        if split not in pack.splits:
-            raise UsageError(f"{pack.path} has no split {split!r}, only {', '.join(pack.splits)}")
-        if pack.splits[split].rows == 0:
-            raise UsageError(f"the split {split!r} of {pack.path} holds no image")
+        require_split(pack, split)
         return pack
 
     return from_root(comm, find)
@@ -123,21 +121,6 @@ def make_model(config: Config, pack: Pack) -> tuple[nn.Module, tuple[str, ...]]:
     fresh = load_init(model, config.init, classes) if config.init else []
     model.train()
     return model, tuple(fresh)
-
-
-def input_function(
-    config: Config, pack: Pack, device: torch.device, dtype: torch.dtype, augmented: bool
-) -> Prepare:
-    """uint8 rows (n, H, W, C) -> what the network takes, (n, C, H, W) on the device."""
-    scaling = normalization(config.normalize, pack.mean, pack.std)
-    mean, std = (v.to(device) for v in scaling) if scaling else (None, None)
-    flip, shift = (config.flip, config.shift) if augmented else (False, 0)
-
-    def prepare(images: torch.Tensor, key: int) -> torch.Tensor:
-        images = augment(images.to(device), flip, shift, random_key(key, "augment"))
-        return to_input(images, mean, std, dtype, config.channels_last)
-
-    return prepare
 
 
 def probe_model(

@@ -24,6 +24,13 @@ from hpctrain.training.optim import clip_gradient, gate_update
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
+def class_scores(model: nn.Module, images: torch.Tensor, precision: str) -> torch.Tensor:
+    """The model's scores (n, K) for images (n, C, H, W), computed in "fp32" or "bf16"."""
+    with torch.autocast(images.device.type, torch.bfloat16, precision == "bf16"):
+        scores: torch.Tensor = model(images)
+    return scores.float() if scores.dtype == torch.bfloat16 else scores
+
+
 @dataclass(frozen=True)
 class Classification:
     """Cross-entropy over classes, summed over rows, in the precision of the plan."""
@@ -35,9 +42,7 @@ class Classification:
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss sum of a batch and its class scores (n, K), both on the device."""
-        with torch.autocast(images.device.type, torch.bfloat16, self.precision == "bf16"):
-            scores = model(images)  # (n, K)
-        scores = scores.float() if scores.dtype == torch.bfloat16 else scores
+        scores = class_scores(model, images, self.precision)
         loss = F.cross_entropy(
             scores, labels, reduction="sum", label_smoothing=self.label_smoothing
         )

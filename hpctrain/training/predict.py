@@ -1,0 +1,158 @@
+"""Classify image files, or a split of a pack, into one CSV.
+
+    mpirun -n 4 python -m hpctrain predict RUN photos/ --output answers.csv
+
+Rows are cut into fixed blocks as in evaluation, so the answers do not depend on the number of
+ranks; rank 0 gathers them in order and writes the file.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+
+from hpctrain.config import PredictConfig
+from hpctrain.data.images import BadImage, read_image
+from hpctrain.data.packed import Rows
+from hpctrain.errors import RunError, UsageError
+from hpctrain.files import whole_file
+from hpctrain.parallel.mpi import Comm, everywhere, from_root, start_mpi
+from hpctrain.training.evaluate import blocks_of, read_block
+from hpctrain.training.saved import Network, open_network, open_pack_for
+from hpctrain.training.step import class_scores
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+
+
+def main(settings: PredictConfig) -> int:
+    """``hpctrain predict``: the most probable class of every image. Collective."""
+    comm = start_mpi()
+    network = open_network(settings, comm)
+    if settings.images:
+        files = from_root(comm, lambda: list_images(settings.images))
+        crop = bool(network.saved.metadata.get("provenance", {}).get("crop", False))
+        load = file_reader(network, files, crop)
+        names, labels = [str(f) for f in files], None
+    else:
+        pack = open_pack_for(network.saved, settings, comm)
+        source = everywhere(comm, lambda: Rows(pack, settings.split))
+        names, labels = [str(row) for row in range(len(source.labels))], source.labels
+
+        def load(rows: np.ndarray) -> torch.Tensor:
+            return read_block(source, pack.image_shape, rows, network.prepare)
+
+    chances = predict(network, len(names), load, settings, comm)
+    if comm.rank == 0 and chances is not None:
+        write_csv(settings.output, names, labels, chances, network.saved.classes)
+    return 0
+
+
+def predict(
+    network: Network,
+    total: int,
+    load: Callable[[np.ndarray], torch.Tensor],
+    settings: PredictConfig,
+    comm: Comm,
+) -> np.ndarray | None:
+    """Class probabilities of all rows on rank 0, (N, K) float32, None elsewhere. Collective."""
+
+    @torch.no_grad()
+    def mine() -> list[np.ndarray]:
+        blocks = blocks_of(total, settings.batch, comm.size, comm.rank)
+        inputs = (load(rows) for _, rows in blocks)
+        return [
+            class_scores(network.model, x, settings.precision).softmax(1).float().cpu().numpy()
+            for x in inputs
+        ]
+
+    parts = comm.gather(everywhere(comm, mine))
+    return np.concatenate([b for part in parts for b in part]) if parts else None
+
+
+def list_images(targets: tuple[str, ...]) -> list[Path]:
+    """The image files named, and those in the folders named, each folder in sorted order."""
+    files: list[Path] = []
+    for target in map(Path, targets):
+        if target.is_dir():
+            found = sorted(p for p in target.rglob("*") if p.suffix.lower() in SUFFIXES)
+            if not found:
+                raise UsageError(f"{target} holds no image file")
+            files += found
+        elif target.is_file():
+            files.append(target)
+        else:
+            raise UsageError(f"{target}: there is no such file or folder")
+    return files
+
+
+def file_reader(
+    network: Network, files: list[Path], crop: bool
+) -> Callable[[np.ndarray], torch.Tensor]:
+    """How files become the network's input: decoded and resized as they were for the pack."""
+    shape = network.saved.image_shape
+
+    def load(rows: np.ndarray) -> torch.Tensor:
+        try:
+            images = [_decoded(files[row], shape, crop) for row in rows]
+        except BadImage as error:
+            raise UsageError(str(error)) from error
+        return network.prepare(torch.from_numpy(np.stack(images)), 0)
+
+    return load
+
+
+def _decoded(file: Path, shape: tuple[int, int, int], crop: bool) -> np.ndarray:
+    try:
+        return read_image(str(file), shape, crop)
+    except BadImage as error:
+        raise BadImage(f"{file} cannot be read as an image: {error}") from error
+    except OSError as error:
+        raise BadImage(f"{file} cannot be read: {error.strerror}") from error
+
+
+def write_csv(
+    output: str,
+    names: list[str],
+    labels: np.ndarray | None,
+    chances: np.ndarray,
+    classes: tuple[str, ...],
+) -> None:
+    """One line per image: name or row, true class of a split, answer, its probability, all."""
+    if output == "-":
+        return _write_lines(sys.stdout, names, labels, chances, classes)
+    try:
+        with whole_file(Path(output)) as temporary, temporary.open("w", newline="") as file:
+            _write_lines(file, names, labels, chances, classes)
+    except OSError as error:
+        raise RunError(f"cannot write {output}: {error.strerror}") from error
+    print(f"{output}: {len(names):,} images classified")
+
+
+def _write_lines(
+    file: IO[str],
+    names: list[str],
+    labels: np.ndarray | None,
+    chances: np.ndarray,
+    classes: tuple[str, ...],
+) -> None:
+    writer = csv.writer(file, lineterminator="\n")
+    true = [] if labels is None else ["class"]
+    first = "file" if labels is None else "row"
+    writer.writerow([first, *true, "answer", "probability", *classes])
+    writer.writerows(_lines(names, labels, chances, classes))
+
+
+def _lines(
+    names: list[str], labels: np.ndarray | None, chances: np.ndarray, classes: tuple[str, ...]
+) -> Iterator[list[str]]:
+    for row, (name, chance) in enumerate(zip(names, chances, strict=True)):
+        best = int(chance[: len(classes)].argmax())
+        true = [] if labels is None else [classes[labels[row]]]
+        figures = [f"{p:.6f}" for p in chance[: len(classes)]]
+        yield [name, *true, classes[best], f"{chance[best]:.6f}", *figures]
