@@ -1,0 +1,189 @@
+"""The training loop on all ranks of the session: one Allreduce a step, records, stop, NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.config import Config
+from hpctrain.errors import RunError, UsageError
+from hpctrain.models import read_model
+from hpctrain.report.record import Recorder, read_records
+from hpctrain.training import train as loop
+from hpctrain.training.control import Control
+from hpctrain.training.setup import set_up
+from tests.packs import make_pack
+
+pytestmark = pytest.mark.mpi
+ROWS = {"train": 101, "validation": 13, "test": 23}
+
+
+class CountingComm:
+    """A communicator that counts the calls made through it."""
+
+    def __init__(self, comm):
+        self._comm, self.calls = comm, Counter()
+
+    def __getattr__(self, name):
+        value = getattr(self._comm, name)
+        if not callable(value):
+            return value
+
+        def counted(*args, **kwargs):
+            self.calls[name] += 1
+            return value(*args, **kwargs)
+
+        return counted
+
+
+@pytest.fixture
+def pack(comm, shared_tmp):
+    if comm.rank == 0:
+        make_pack(shared_tmp / "pack.h5", ROWS)
+    comm.Barrier()
+    return shared_tmp / "pack.h5"
+
+
+@pytest.fixture
+def settings(pack):
+    return Config(
+        data=str(pack),
+        runs_dir=str(pack.parent / "runs"),
+        run="a",
+        epochs=2,
+        batch_size=16,
+        threads=1,
+        progress="none",
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "rows"), [("digits", (28, 28, 1), 101), ("resnet50", (32, 32, 3), 35)]
+)
+def test_exactly_one_mpi_call_a_step(comm, shared_tmp, model, shape, rows):
+    if comm.rank == 0:
+        make_pack(shared_tmp / "pack.h5", {"train": rows}, shape, 5)
+    comm.Barrier()
+    counting = CountingComm(comm)
+    config = Config(
+        data=str(shared_tmp / "pack.h5"), model=model, epochs=1, batch_size=16, threads=1
+    )
+    job = set_up(config, counting)
+    assert job.plan.steps_per_epoch == -(-rows // 16)
+    counting.calls.clear()
+    with Recorder(None) as recorder, Control(None) as control:
+        loop.run_epoch(job, loop.Progress(), recorder, control, counting)
+    assert counting.calls == {"Allreduce": job.plan.steps_per_epoch}
+
+
+def test_a_run_leaves_records_configuration_plan_and_weights(comm, settings):
+    assert loop.train(settings, comm) == 0
+    folder = Path(settings.runs_dir) / "a"
+    if comm.rank > 0:
+        return
+    records = list(read_records(folder))
+    kinds = Counter(r["kind"] for r in records)
+    assert kinds == {"run": 1, "step": 14, "epoch": 2, "evaluation": 3, "end": 1}
+    steps = [r for r in records if r["kind"] == "step"]
+    assert [r["step"] for r in steps] == list(range(1, 15))
+    assert sum(r["rows"] for r in steps) == 2 * 101
+    assert set(steps[0]["seconds"]) == {"data", "compute", "reduce", "total"}
+    assert records[-1]["status"] == "done"
+    tensors, metadata = read_model(folder / "model.safetensors")
+    assert metadata["step"] == 14
+    assert metadata["classes"] == [f"class{k}" for k in range(10)]
+    counters = [t.item() for name, t in tensors.items() if name.endswith("num_batches_tracked")]
+    assert counters == [14, 14, 14]
+    text = (folder / "config.toml").read_text()
+    for field in dataclasses.fields(Config):
+        assert field.name in text
+    assert json.loads((folder / "plan.json").read_text())["ranks"] == comm.size
+
+
+def test_the_network_learns(comm, settings):
+    loop.train(dataclasses.replace(settings, epochs=12), comm)
+    if comm.rank == 0:
+        records = list(read_records(Path(settings.runs_dir) / "a"))
+        test = [r for r in records if r["kind"] == "evaluation" and r["split"] == "test"]
+        assert test[-1]["accuracy"] > 0.8
+
+
+def test_a_run_that_exists_is_never_overwritten(comm, settings):
+    loop.train(settings, comm)
+    with pytest.raises(UsageError, match="exists"):
+        loop.train(settings, comm)
+
+
+def test_a_stop_file_ends_training_after_the_same_step_on_all_ranks(comm, settings, monkeypatch):
+    asked = []
+
+    def stop_at_step_3(self):
+        asked.append(1)
+        return len(asked) >= 3 and comm.rank == comm.size - 1
+
+    monkeypatch.setattr(Control, "asked", stop_at_step_3)
+    assert loop.train(settings, comm) == 0
+    assert comm.allgather(len(asked)) == [3] * comm.size
+    if comm.rank == 0:
+        records = list(read_records(Path(settings.runs_dir) / "a"))
+        assert records[-1]["status"] == "stopped"
+        assert records[-1]["steps"] == 3
+        assert read_model(settings.runs_dir + "/a/model.safetensors")[1]["step"] == 3
+
+
+def test_the_stop_file_is_seen(tmp_path):
+    with Control(tmp_path) as control:
+        assert not control.asked()
+        (tmp_path / "STOP").touch()
+        control._looked = 0.0
+        assert control.asked()
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_keeps_the_last_good_weights(comm, settings):
+    wild = dataclasses.replace(settings, lr=1e30)
+    with pytest.raises(RunError, match=r"step \d+ \(epoch 1\) is not finite.*are kept"):
+        loop.train(wild, comm)
+    if comm.rank == 0:
+        folder = Path(settings.runs_dir) / "a"
+        end = list(read_records(folder))[-1]
+        assert end["status"] == "failed"
+        tensors, metadata = read_model(folder / "model.safetensors")
+        assert all(torch.isfinite(t.float()).all() for t in tensors.values())
+        assert metadata["step"] == int(end["reason"].split("step ")[1].split()[0]) - 1
+
+
+def test_more_shards_than_ranks_accumulate_to_the_same_network(comm, settings):
+    """Shards are what matters, not ranks: 6 shards give nearly the same weights on any ranks."""
+    loop.train(dataclasses.replace(settings, shards=6), comm)
+    mine = settings.runs_dir + "/a/model.safetensors"
+    alone = comm.Split(comm.rank)
+    try:
+        for rank in range(comm.size):
+            if rank == comm.rank == 0:
+                loop.train(dataclasses.replace(settings, shards=6, run="b"), alone)
+            comm.Barrier()
+    finally:
+        alone.Free()
+    if comm.rank == 0:
+        ours, other = read_model(mine)[0], read_model(mine.replace("/a/", "/b/"))[0]
+        for name, value in ours.items():
+            torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4)
+
+
+def test_more_ranks_than_shards_are_refused_with_both_numbers(comm, settings):
+    if comm.size == 1:
+        return
+    with pytest.raises(UsageError, match=rf"{comm.size} ranks cannot carry 1 shards"):
+        loop.train(dataclasses.replace(settings, shards=1), comm)
+
+
+def test_a_model_with_buffers_that_change_is_refused_by_name(comm, settings):
+    odd = dataclasses.replace(settings, model="tests.odd_models:counting")
+    with pytest.raises(UsageError, match="seen.*--local-buffers"):
+        set_up(odd, comm)
+    set_up(dataclasses.replace(odd, local_buffers=True), comm)
