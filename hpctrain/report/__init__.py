@@ -1,0 +1,1 @@
+"""What a run leaves to read: records, the progress bar, tables."""

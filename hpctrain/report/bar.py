@@ -1,0 +1,139 @@
+"""The live bar: where the terminal is, how wide it is, and the two lines drawn on it.
+
+Launchers stand between rank 0 and the terminal. Open MPI gives a rank a pty of its own, so that
+``isatty`` is true even where mpirun's output goes to a file (that pty has width 0, as older
+versions have at a terminal, too); Hydra (MPICH, Intel MPI) gives it a pipe even at a terminal. So
+on Linux the launcher itself is asked where its output goes (``/proc/PID/fd/1``, proc(5)).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "hydra")  # how their names begin
+UNKNOWN_WIDTH = 100  # columns, where a bar is asked for and no width is known
+SHORTEST_WAIT, LONGEST_WAIT = 0.2, 2.0  # seconds between two drawings
+COST_RATIO = 1000  # the same, at least, in units of what the last one took
+
+
+def dumb_terminal() -> bool:
+    """True where TERM says that the cursor cannot be moved."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+
+
+def terminal_columns() -> int | None:
+    """The width of the terminal that shows what this process prints; None where none does."""
+    try:
+        output = sys.stdout.fileno()
+        mode = os.fstat(output).st_mode
+    except (OSError, ValueError):  # closed, or replaced by an object without a descriptor
+        return None
+    if os.isatty(output):
+        columns = os.get_terminal_size(output).columns
+        launcher = None if columns else _launcher(os.getppid())
+        return columns or (_columns_of(launcher) if launcher else 80)
+    piped = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    if piped and _process(os.getppid())[0].startswith(LAUNCHERS):
+        return _columns_of(_launcher(os.getppid()))
+    return None
+
+
+def _columns_of(pid: int | None) -> int | None:
+    """The width of the terminal that is a process's standard output."""
+    path = f"/proc/{pid}/fd/1"
+    try:
+        if not stat.S_ISCHR(os.stat(path).st_mode):  # opening a pipe would keep it alive
+            return None
+        terminal = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        try:
+            return os.get_terminal_size(terminal).columns or 80
+        finally:
+            os.close(terminal)
+    except OSError:
+        return None
+
+
+def _launcher(pid: int) -> int | None:
+    """The outermost of the launcher's processes above this one (mpiexec above its proxy)."""
+    found = None
+    while pid > 1:
+        name, parent = _process(pid)
+        if name.startswith(LAUNCHERS):
+            found = pid
+        elif found:
+            break
+        pid = parent
+    return found
+
+
+def _process(pid: int) -> tuple[str, int]:
+    """Name and parent of a process; ("", 0) where that cannot be known."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            before, _, after = file.read().rpartition(")")
+    except OSError:
+        return "", 0
+    return before.partition("(")[2], int(after.split()[1])
+
+
+def _width() -> int:
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return terminal_columns() or UNKNOWN_WIDTH
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the error through: rich would end the process, and with it the training."""
+        raise
+
+
+class Bar:
+    """Two lines kept below all that is printed, until closed.
+
+    No thread redraws them: what a drawing costs falls on the training loop, and `COST_RATIO` bounds
+    it (a slow terminal is drawn on less often).
+    """
+
+    def __init__(self) -> None:
+        self._console = _Console(force_terminal=True, width=_width())
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live.start()
+        self._console.show_cursor(True)  # a killed run must not leave a terminal without cursor
+        self._due = 0.0
+
+    def line(self, text: str, style: str = "") -> None:
+        """Print above the bar."""
+        self._console.print(Text(text, style))
+
+    def due(self) -> bool:
+        """True when it is time to draw again."""
+        return time.monotonic() >= self._due
+
+    def draw(self, before: str, share: float, after: str, below: str) -> None:
+        """Show text, a bar filled to `share` in [0, 1], text; and text below."""
+        start = time.monotonic()
+        width = self._console.width = _width()  # the window may have changed
+        size = min(max(width - len(before) - len(after) - 4, 4), 40)
+        filled = int(size * share)
+        done, to_do = "━─" if self._console.encoding.startswith("utf") else "#-"
+        first = Text.assemble(
+            f"{before}  ", (done * filled, "bar.complete"), to_do * (size - filled), f"  {after}"
+        )
+        lines = Text("\n").join([first, Text(f"  {below}")])
+        lines.no_wrap, lines.overflow = True, "ellipsis"
+        self._live.update(lines, refresh=True)
+        end = time.monotonic()
+        self._due = end + min(max(SHORTEST_WAIT, COST_RATIO * (end - start)), LONGEST_WAIT)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._live.stop()

@@ -1,0 +1,291 @@
+"""What a run shows on standard output: a header, a line per epoch and evaluation, a summary.
+
+The same lines appear in both modes; "bar" keeps a live bar below them (``bar.py``), "plain" is
+for batch logs. All is made from the records alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpctrain.report.bar import Bar
+
+Record = dict[str, Any]
+SMOOTHING = 0.1  # weight of the newest step in the bar's images/s
+
+
+class Display:
+    """Shows the records of one run as they come; never the reason why a run fails.
+
+    Where standard output is gone (its reader has ended, its disk is full), the display falls
+    silent and training goes on.
+    """
+
+    def __init__(self, folder: Path, progress: str) -> None:
+        self._folder = folder
+        self._bar: Bar | None = None
+        self._wants_bar = _wants_bar(progress)
+        self._silent = False
+        self._facts: Record = {}
+        self._start = time.monotonic()
+        self._before = 0  # steps done when this run was taken up
+        self._latest: Record = {}  # the last step
+        self._speed = 0.0  # images/s, smoothed
+        self._steps = 0
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, over all steps
+        self._slowest: Counter[int] = Counter()
+        self._evaluations: dict[str, Record] = {}  # the last of each split
+
+    def put(self, record: Record) -> None:
+        """Show one record, where its kind is shown."""
+        if self._silent:
+            return
+        try:
+            self._show(record)
+        except OSError:
+            self._fall_silent()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(OSError):
+                bar.close()
+
+    def _show(self, record: Record) -> None:
+        match record["kind"]:
+            case "run":
+                self._run(record)
+            case "step":
+                self._step(record)
+            case "epoch":
+                self._say(epoch_line(record, self._facts.get("epochs"), self._left()))
+            case "evaluation":
+                self._evaluations[record["split"]] = record
+                self._say(evaluation_line(record, self._facts.get("epochs")))
+            case "note":
+                self._say(record["text"])
+            case "end":
+                self._end(record)
+
+    def _run(self, record: Record) -> None:
+        self._facts = record
+        self._start = time.monotonic()
+        self._latest = {}
+        if self._wants_bar and self._bar is None:
+            from hpctrain.report.bar import Bar
+
+            self._bar = Bar()
+        first, *others = header_lines(record)
+        self._say(first, style="bold")
+        for line in others:
+            self._say(line)
+        if self._bar is not None:
+            self._draw(self._bar)
+
+    def _step(self, record: Record) -> None:
+        if not self._latest:
+            self._before = record["step"] - 1
+            self._speed = record["images_per_second"]
+        self._latest = record
+        self._steps += 1
+        self._speed += SMOOTHING * (record["images_per_second"] - self._speed)
+        for phase, seconds in record["seconds"].items():
+            self._seconds[phase] += seconds
+        if record["slowest_rank"] is not None:
+            self._slowest[record["slowest_rank"]] += 1
+        if self._bar is not None and self._bar.due():
+            self._draw(self._bar)
+
+    def _end(self, record: Record) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        first, *others = summary_lines(record, self._evaluations)
+        self._say(first, style="bold")
+        for line in [*others, *cost_lines(self._steps, self._seconds, self._slowest)]:
+            self._say(line)
+        self._say(f"  {self._folder}")
+
+    def _say(self, text: str, style: str = "") -> None:
+        text = printable(text, getattr(sys.stdout, "encoding", None) or "utf-8")
+        if self._bar is not None:
+            self._bar.line(text, style)
+        else:
+            print(text, flush=True)
+
+    def _draw(self, bar: Bar) -> None:
+        facts, latest, total = self._facts, self._latest, self._total()
+        step = latest.get("step", 0)
+        share = min(step / total, 1.0) if total else 0.0
+        parts = [
+            f"{int(100 * share):3d} %" if total else "",
+            f"step {step:,} of {total:,}" if total else f"step {step:,}",
+            f"{duration(self._left())} left" if self._left() is not None else "",
+            counted(facts["ranks"], "rank") if "ranks" in facts else "",
+        ]
+        below = figures({**latest, "images_per_second": self._speed}) if latest else "starting"
+        before = epoch_name(latest.get("epoch", 1), facts.get("epochs"))
+        bar.draw(before, share, "  ".join(filter(None, parts)), below)
+
+    def _total(self) -> int:
+        """Steps of the whole run; 0 = not known."""
+        return (self._facts.get("epochs") or 0) * (self._facts.get("steps_per_epoch") or 0)
+
+    def _left(self) -> float | None:
+        """Seconds to the end of the run at the pace so far, evaluations included."""
+        total = self._total()
+        if not self._latest or not total:
+            return None
+        done = self._latest["step"] - self._before
+        elapsed = time.monotonic() - self._start
+        return max(total - self._latest["step"], 0) * elapsed / done
+
+    def _fall_silent(self) -> None:
+        """Give up showing; what others still print must not fail, nor the flush at exit."""
+        self._silent = True
+        with suppress(OSError, ValueError):  # output may be an object without a descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        self.close()
+
+
+def _wants_bar(progress: str) -> bool:
+    if progress == "plain":
+        return False
+    from hpctrain.report.bar import dumb_terminal, terminal_columns
+
+    if dumb_terminal():
+        return False
+    return progress == "bar" or terminal_columns() is not None
+
+
+def header_lines(facts: Record) -> list[str]:
+    """What is going to be trained, on what, where: up to three lines from the facts given."""
+    hosts = len(facts.get("hosts") or ())
+    ranks, shards, rows = facts.get("ranks"), facts.get("shards"), facts.get("rows")
+    network = [
+        facts.get("model"),
+        counted(facts.get("parameters"), "parameter"),
+        counted(ranks, "rank") + (f" on {hosts} hosts" if hosts > 1 else ""),
+        counted(shards, "shard") if shards != ranks else "",
+    ]
+    splits = [f"{number:,} {split}" for split, number in (rows or {}).items() if number]
+    source = os.path.basename(facts.get("pack") or "images")
+    per_epoch = facts.get("steps_per_epoch")
+    data = [
+        f"{source}: {_joined(splits)}" if splits else "",
+        f"mini-batch {facts['batch_size']:,}" if facts.get("batch_size") else "",
+        counted(facts.get("epochs"), "epoch")
+        + (f" of {counted(per_epoch, 'step')}" if per_epoch else ""),
+    ]
+    machine = [
+        facts.get("device"),
+        facts.get("precision"),
+        f"{counted(facts['threads'], 'thread')} a rank" if facts.get("threads") else "",
+        facts.get("mpi"),
+    ]
+    lines = ["Run " + _joined([facts.get("name"), _joined(network)], ": ")]
+    return lines + ["  " + line for line in (_joined(data, "; "), _joined(machine)) if line]
+
+
+def epoch_line(record: Record, epochs: int | None, left: float | None) -> str:
+    """The plain line of one epoch."""
+    line = f"{epoch_name(record['epoch'], epochs)}  {figures(record)}"
+    return line if left is None else f"{line}  {duration(left):>5} left"
+
+
+def evaluation_line(record: Record, epochs: int | None) -> str:
+    """The figures of one evaluation, under those of its epoch."""
+    width = len(epoch_name(record["epoch"], epochs))
+    seconds = record["seconds"]
+    speed = record["rows"] / seconds if seconds else None
+    line = f"{'  ' + record['split']:<{width}}  {figures({**record, 'images_per_second': speed})}"
+    return f"{line}  {record['rows']:>5,} images"
+
+
+def summary_lines(record: Record, evaluations: dict[str, Record]) -> list[str]:
+    """How a run ended, after how long, and the last evaluation of each split."""
+    began = {"done": "Done in", "stopped": "Stopped after"}.get(record["status"], "Failed after")
+    reason = (record.get("reason") or "").partition("\n")[0]
+    results = {}
+    for split, last in evaluations.items():
+        name = "loss" if last["accuracy"] is None else "accuracy"
+        results[split] = f"{split} {name} {_short(last[name])}"
+    first = [f"{began} {duration(record['seconds'])}", reason, results.pop("test", None)]
+    lines = [_joined(first, ": "), "  " + _joined(list(results.values()))]
+    return lines if results else lines[:1]
+
+
+def cost_lines(steps: int, seconds: dict[str, float], slowest: Counter[int]) -> list[str]:
+    """The mean time of a step, its parts, and the rank most often waited for."""
+    total = seconds.get("total", 0.0)
+    if not steps or not total > 0:
+        return []
+    parts = {phase: time / total for phase, time in seconds.items() if phase != "total"}
+    parts["other"] = max(1 - sum(parts.values()), 0.0)
+    shares = _joined([f"{phase} {100 * share:.0f} %" for phase, share in parts.items()])
+    lines = [f"  step {1000 * total / steps:,.1f} ms: {shares}"]
+    if len(slowest) > 1:
+        rank, times = slowest.most_common(1)[0]
+        lines.append(f"  rank {rank} was the slowest in {100 * times / steps:.0f} % of the steps")
+    return lines
+
+
+def epoch_name(epoch: int, epochs: int | None) -> str:
+    """ "Epoch  3 of 20", as wide for every epoch of a run."""
+    return f"Epoch {epoch:>{len(str(epochs))}} of {epochs}" if epochs else f"Epoch {epoch:>3}"
+
+
+def figures(record: Record) -> str:
+    """Loss, accuracy and speed in columns; what is None is left out."""
+    loss, accuracy, speed = record["loss"], record["accuracy"], record["images_per_second"]
+    columns = [
+        "" if loss is None else f"loss {_short(loss):>8}",
+        "" if accuracy is None else f"accuracy {accuracy:.4f}",
+        "" if speed is None else f"{speed:>7,.{0 if speed >= 100 else 1}f} images/s",
+    ]
+    return _joined(columns, "  ")
+
+
+def counted(number: int | None, noun: str) -> str:
+    """ "1 rank", "4 ranks"; nothing for no number."""
+    return "" if number is None else f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float | None) -> str:
+    """ "0:34", "1:02:03"; "?" for no number."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def printable(text: str, encoding: str) -> str:
+    """`text` without control characters (file names may hold any) and as `encoding` can say it."""
+    shown = "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _joined(parts: Sequence[Any], separator: str = ", ") -> str:
+    return separator.join(str(part) for part in parts if part)
+
+
+def _short(number: float | None) -> str:
+    """Four decimals, or three digits and an exponent for what is too small or large for that."""
+    if number is None:
+        return "?"
+    small_or_large = number != 0 and not 1e-3 <= abs(number) < 1e5
+    return f"{number:.2e}" if small_or_large else f"{number:.4f}"

@@ -1,0 +1,53 @@
+"""TensorBoard events: what was recorded can be read back by TensorBoard itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.report.record import Recorder, read_records
+
+
+@pytest.mark.filterwarnings("default")  # those of the reader are not ours
+def test_events_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Recorder(tmp_path, "none", tensorboard=True) as recorder:
+        recorder.run({"name": "first"})
+        for number in range(1, 12):
+            accuracy = None if number == 7 else number / 16
+            seconds = {"total": 1.0}
+            recorder.step(1, number, 1 / number, accuracy, 0.5, 101.0, seconds, 0, 101)
+        recorder.evaluation(1, 11, "test", 0.25, 0.75, 101, 1.0)
+        recorder.end("done")
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    names = ("loss", "accuracy", "learning_rate", "images_per_second")
+    expected = {f"training/{name}" for name in names} | {"test/loss", "test/accuracy"}
+    assert set(events.Tags()["scalars"]) == expected
+    loss = [(event.step, event.value) for event in events.Scalars("training/loss")]
+    assert loss == [(number, pytest.approx(1 / number)) for number in range(1, 12)]
+    assert [event.step for event in events.Scalars("training/accuracy")] == [
+        *range(1, 7),
+        *range(8, 12),
+    ]
+    assert [(e.step, e.value) for e in events.Scalars("test/accuracy")] == [(11, 0.75)]
+    assert len(list(read_records(tmp_path))) == 14
+
+
+def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match="pip install tensorboard") as caught:
+        Recorder(tmp_path, "none", tensorboard=True)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_events_unless_asked_for(tmp_path: Path) -> None:
+    with Recorder(tmp_path, "none") as recorder:
+        recorder.run({"name": "first"})
+    assert [path.name for path in tmp_path.iterdir()] == ["progress.jsonl"]
