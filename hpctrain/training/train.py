@@ -111,6 +111,7 @@ def run_epoch(job: Job, state: Progress, recorder: Recorder, control: Control, c
         check(totals, total, state)
         state.step += 1
         now = time.perf_counter()
+        shares, slowest = time_shares(totals, reducing)
         recorder.step(
             epoch=state.epoch + 1,
             step=state.step,
@@ -118,13 +119,8 @@ def run_epoch(job: Job, state: Progress, recorder: Recorder, control: Control, c
             accuracy=totals.correct / totals.rows,
             learning_rate=rate,
             images_per_second=totals.rows / (now - before),
-            seconds={
-                "data": max(totals.data),
-                "compute": max(totals.compute),
-                "reduce": reducing,
-                "total": now - before,
-            },
-            slowest_rank=totals.compute.index(max(totals.compute)),
+            seconds={**shares, "total": now - before},
+            slowest_rank=slowest,
             rows=totals.rows,
         )
         loss, correct, rows = loss + totals.loss, correct + totals.correct, rows + totals.rows
@@ -135,6 +131,20 @@ def run_epoch(job: Job, state: Progress, recorder: Recorder, control: Control, c
     state.figures.update(loss=loss / rows, accuracy=correct / rows)
     recorder.epoch(state.epoch + 1, loss / rows, correct / rows, rows / seconds, seconds)
     return False
+
+
+def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
+    """Where the seconds of a step went on its slowest rank, and which rank that was.
+
+    What rank 0 spent in the reduction waiting for the slowest rank is that rank's computation.
+    """
+    busy = [data + compute for data, compute in zip(totals.data, totals.compute, strict=True)]
+    slowest = busy.index(max(busy))
+    return {
+        "data": totals.data[slowest],
+        "compute": totals.compute[slowest],
+        "reduce": max(0.0, reducing - (busy[slowest] - busy[0])),
+    }, slowest
 
 
 def check(totals: Totals, rows: int, state: Progress) -> None:
