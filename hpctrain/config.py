@@ -21,6 +21,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
 DATA, NETWORK, BATCH = "Data", "Network", "Mini-batch"
 OPTIMIZER, MACHINE, RECORD = "Optimizer", "Machine", "Run and records"
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.config import Config
+from hpctrain.config import DEFAULT_LEARNING_RATES, Config
 from hpctrain.data.partition import Partition, cut_epoch
 from hpctrain.errors import UsageError
 
@@ -115,7 +115,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
             f"{facts.ranks} ranks cannot carry {shards} shards: start at most {shards} ranks"
         )
     partition = cut_epoch(facts.rows, _batch_size(config, facts), shards, facts.least_rows)
-    default_rate = 0.01 if config.optimizer == "sgdm" else 0.001
+    default_rate = DEFAULT_LEARNING_RATES[config.optimizer]
     return Plan(
         model=model,
         image_shape=facts.image_shape,

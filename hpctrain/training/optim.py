@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hpctrain.config import Config
+from hpctrain.config import DEFAULT_LEARNING_RATES, Config
 from hpctrain.errors import UsageError
 
-DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
 SCHEDULES = ("constant", "cosine", "step")
 
 

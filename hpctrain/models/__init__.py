@@ -1,0 +1,14 @@
+"""The networks: plain torch modules, built by name, and their weights in safetensors files."""
+
+from hpctrain.models.build import NETWORKS, build, check_forward
+from hpctrain.models.weights import load_init, load_weights, read_model, save_model
+
+__all__ = [
+    "NETWORKS",
+    "build",
+    "check_forward",
+    "load_init",
+    "load_weights",
+    "read_model",
+    "save_model",
+]

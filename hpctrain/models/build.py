@@ -1,0 +1,167 @@
+"""Networks by name: ``build("resnet50", image_shape, classes)``, or the user's own function.
+
+``package.module:function`` is imported, with the current folder importable as under ``python -m``,
+and called as ``function(image_shape=(H, W, C), classes=K)``; it returns a torch module that maps
+images (N, C, H, W) to scores (N, K).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parameter import is_lazy
+
+from hpctrain.errors import UsageError
+from hpctrain.models.digits import digits
+from hpctrain.models.resnet import resnet18, resnet34, resnet50
+
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "digits": digits,
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+}
+STEMS = tuple(name for name in NETWORKS if name.startswith("resnet"))
+
+
+def build(
+    name: str, image_shape: tuple[int, int, int], classes: int, small_stem: bool = False
+) -> nn.Module:
+    """The network `name` for images of (H, W, C), its weights drawn from torch's generator.
+
+    UsageError if there is no such network, or the user's function fails or returns anything but
+    a module with parameters.
+    """
+    if small_stem and name not in STEMS:
+        raise UsageError(f"--small-stem is for {', '.join(STEMS)}; --model is {name}")
+    if ":" in name:
+        return _call(name, image_shape, classes)
+    if name not in NETWORKS:
+        raise UsageError(f"--model {name}: no such network{_hint(name)}")
+    if small_stem:
+        return NETWORKS[name](image_shape, classes, small_stem=True)
+    return NETWORKS[name](image_shape, classes)
+
+
+def check_forward(model: nn.Module, image_shape: tuple[int, int, int], classes: int) -> None:
+    """Pass two black images (H, W, C) through `model`; UsageError unless (2, classes) comes out.
+
+    Runs in evaluation mode without gradients and leaves the model, and torch's generator, as they
+    were (only lazy layers get their shapes).
+    """
+    height, width, channels = image_shape
+    weight = next(model.parameters())
+    images = torch.zeros((2, channels, height, width), dtype=weight.dtype, device=weight.device)
+    modes = {module: module.training for module in model.modules()}
+    buffers = {name: b.clone() for name, b in model.named_buffers() if not is_lazy(b)}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            scores = functional_call(model.eval(), buffers, (images,))
+    except Exception as error:
+        raise UsageError(
+            f"the network cannot take images of {width}x{height}x{channels} (width, height,"
+            f" channels): {_one_line(error)}"
+        ) from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if not isinstance(scores, Tensor):
+        raise UsageError(f"the network must return a tensor of scores, not {_kind(scores)}")
+    if scores.shape != (2, classes):
+        raise UsageError(
+            f"the network gives scores of shape {tuple(scores.shape)} for 2 images; the data has"
+            f" {classes} classes, so it must give {(2, classes)}"
+        )
+
+
+def _call(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
+    function, source = _import(name)
+    try:
+        inspect.signature(function).bind(image_shape=image_shape, classes=classes)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"--model {name}: must be callable as function(image_shape=(H, W, C), classes=K):"
+            f" {error}"
+        ) from error
+    try:
+        model = function(image_shape=image_shape, classes=classes)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"--model {name} failed: {_cause(error, source)}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"--model {name} must return a torch.nn.Module, not {_kind(model)}")
+    if next(model.parameters(), None) is None:
+        raise UsageError(f"--model {name} returned a {_kind(model)} without parameters to train")
+    other = [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]
+    if other:
+        raise UsageError(f"--model {name}: {other[0]} is no tensor, which weight files cannot hold")
+    return model
+
+
+def _import(name: str) -> tuple[Callable[..., Any], str]:
+    """The function behind "package.module:function" and the file that it comes from."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute or ":" in attribute:
+        raise UsageError(f"--model {name}: write package.module:function")
+    if module_name.endswith(".py"):
+        proper = module_name.removesuffix(".py").replace("/", ".")
+        raise UsageError(f"--model {name}: write the module, not the file: {proper}:{attribute}")
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{module_name}.".startswith(f"{absent}."):
+            message = f"--model {name}: no module {absent}, installed or in {folder}"
+        else:
+            message = f"--model {name}: importing {module_name} failed: {_cause(error)}"
+        raise UsageError(message) from error
+    source = getattr(module, "__file__", None) or ""
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise UsageError(f"--model {name}: {module_name} has no {attribute}{hint}")
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise UsageError(f"--model {name}: {attribute} is a {_kind(function)}, not a function")
+    return function, source
+
+
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), NETWORKS, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    if "." in name and "/" not in name:
+        module, _, function = name.rpartition(".")
+        return f"; a function of your own is written {module}:{function}"
+    return f"; there are {', '.join(NETWORKS)}, or package.module:function of your own"
+
+
+def _kind(thing: object) -> str:
+    return type(thing).__name__
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{_kind(error)}: {error}".split())
+
+
+def _cause(error: BaseException, source: str = "") -> str:
+    """The error in one line with the place in the user's own file where it arose."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this file's
+    own = [frame for frame in frames if frame.filename == source]
+    own = own or [frame for frame in frames if "importlib" not in frame.filename]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return _one_line(error) + place

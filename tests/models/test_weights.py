@@ -1,0 +1,215 @@
+"""Weight files: what goes in comes out, and every file that does not fit is refused."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from hpctrain.errors import RunError, UsageError
+from hpctrain.models import build, load_init, load_weights, read_model, save_model
+
+METADATA = {"model": "net", "classes": ["a", "ü"], "image_shape": [5, 5, 1], "mean": 0.25}
+
+
+def net(classes: int = 7) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 11, 3),
+        nn.BatchNorm2d(11),
+        nn.Flatten(),
+        nn.Linear(11, 2),
+        nn.Linear(2, classes),
+    )
+
+
+def flattened(model: nn.Module) -> torch.Tensor:
+    """Make the parameters views of one vector, convolutions in memory as NHWC; the vector."""
+    model.to(memory_format=torch.channels_last)
+    flat = torch.cat([p.detach().as_strided((p.numel(),), (1,)) for p in model.parameters()])
+    start = 0
+    for p in model.parameters():
+        p.data = flat[start : start + p.numel()].as_strided(p.shape, p.stride(), start)
+        start += p.numel()
+    return flat
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    a, b = first.state_dict(), second.state_dict()
+    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_flat_channels_last_model_survives_the_file(tmp_path: Path) -> None:
+    model, path = net(), tmp_path / "m.safetensors"
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    flat = flattened(model)
+    assert not model.get_parameter("0.weight").is_contiguous()
+    save_model(path, model, METADATA)
+    tensors, metadata = read_model(path)
+    assert metadata == METADATA
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_size < 4 * flat.numel() + 3000
+    assert tensors.keys() == plain.keys()
+    for name, value in tensors.items():
+        assert torch.equal(value, plain[name]) and value.is_contiguous()
+        assert value.dtype == plain[name].dtype
+
+
+def test_loading_fills_the_flat_vector_in_place(tmp_path: Path) -> None:
+    source, model = net(), net()
+    flat = flattened(model)
+    before = flat.clone()
+    save_model(tmp_path / "m", source, {})
+    assert not same(source, model)
+    assert load_weights(model, read_model(tmp_path / "m")[0], "m") == []
+    assert same(source, model)
+    assert not torch.equal(flat, before)
+    source_flat = flattened(source)
+    assert torch.equal(flat, source_flat)
+
+
+def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
+    model, path, contents = net(), tmp_path / "m", []
+    for keys in ("abcdefgh", "hgfedcba", "bcadfegh", "abcdefgx"):
+        save_model(path, model, {key: 1 for key in keys})
+        contents.append(path.read_bytes())
+    assert contents[0] == contents[1] == contents[2] != contents[3]
+
+
+def test_tied_weights_can_be_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    save_model(tmp_path / "m", model, {})
+    tensors, _ = read_model(tmp_path / "m")
+    assert torch.equal(tensors["0.weight"], tensors["1.weight"])
+
+
+def test_files_of_other_programs_are_read_without_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(3)}, path, {"format": "pt"})
+    tensors, metadata = read_model(path)
+    assert list(tensors) == ["w"] and metadata == {}
+    with pytest.raises(UsageError, match="holds weights but not the model, classes"):
+        read_model(path, required=("model", "classes"))
+    save_model(path, net(), METADATA)
+    assert read_model(path, required=("model", "classes"))[1] == METADATA
+
+
+@pytest.mark.parametrize("length", [0, 5, 8, 100, -1])
+def test_a_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "m.safetensors"
+    save_model(path, net(), METADATA)
+    read_model(path)
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(UsageError, match=r"no safetensors file, or was cut short \([\d,]+ bytes\)"):
+        read_model(path)
+
+
+def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "m.pth")
+    with pytest.raises(UsageError, match=r"m\.pth is no safetensors file"):
+        read_model(tmp_path / "m.pth")
+    with pytest.raises(UsageError, match=r"cannot read the weights .*absent: No such file"):
+        read_model(tmp_path / "absent")
+    with pytest.raises(UsageError, match=r"cannot read the weights .*: Is a directory"):
+        read_model(tmp_path)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing more than `size` bytes to one file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_takes_no_more_keeps_the_last_file(tmp_path: Path) -> None:
+    path, first = tmp_path / "m", net()
+    save_model(path, first, METADATA)
+    with largest_file(500), pytest.raises(RunError, match=r"cannot write .* \(0\.0 MB\): File too"):
+        save_model(path, net(), METADATA)
+    assert os.listdir(tmp_path) == ["m"]
+    model = net()
+    load_weights(model, read_model(path)[0], path)
+    assert same(model, first)
+
+
+def test_init_from_a_file_for_other_classes_keeps_the_last_layer_fresh(tmp_path: Path) -> None:
+    path, source, model = tmp_path / "m", net(13), net(7)
+    save_model(path, source, METADATA)
+    last = {n: p.clone() for n, p in model.named_parameters() if n.startswith("4.")}
+    assert load_init(model, path, 7) == ["4.weight", "4.bias"]
+    for name, value in model.state_dict().items():
+        expected = last[name] if name in last else source.state_dict()[name]
+        assert torch.equal(value, expected), name
+    with pytest.raises(UsageError, match=r"4\.weight is 13x2, the model's 7x2; 4\.bias is 13"):
+        load_weights(model, read_model(path)[0], path)
+
+
+def test_init_of_a_resnet_without_counters_of_batches(tmp_path: Path) -> None:
+    path = tmp_path / "resnet18.safetensors"
+    source, model = build("resnet18", (32, 32, 3), 11), build("resnet18", (32, 32, 3), 5)
+    tensors = {n: t for n, t in source.state_dict().items() if "num_batches" not in n}
+    safetensors.torch.save_file(tensors, path)
+    assert load_init(model, path, 5) == ["fc.weight", "fc.bias"]
+    assert torch.equal(model.get_parameter("conv1.weight"), source.get_parameter("conv1.weight"))
+
+
+def altered(change: str) -> dict[str, torch.Tensor]:
+    """The tensors of `net`, changed so that they do not fit it."""
+    tensors = dict(net().state_dict())
+    if change == "missing":
+        del tensors["1.running_mean"]
+    elif change == "unexpected":
+        tensors["extra.weight"] = torch.zeros(2, 3)
+    elif change == "hidden layer":
+        tensors["3.weight"] = torch.zeros(3, 11)
+    elif change == "last layer's inputs":
+        tensors["4.weight"] = torch.zeros(13, 3)
+    elif change == "many":
+        tensors = {f"module.{name}": value for name, value in tensors.items()}
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("missing", "does not fit the model: 1.running_mean 11 is not in the file"),
+        ("unexpected", "extra.weight 2x3 is not in the model"),
+        ("hidden layer", "3.weight is 3x11, the model's 2x11"),
+        ("last layer's inputs", "4.weight is 13x3, the model's 7x2"),
+        ("many", "0.bias 11 is not in the file; 1.weight 11 is not in the file; and 18 more"),
+    ],
+)
+def test_init_refuses_other_networks_and_changes_nothing(
+    tmp_path: Path, change: str, expected: str
+) -> None:
+    safetensors.torch.save_file(altered(change), tmp_path / "m")
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UsageError) as caught:
+        load_init(model, tmp_path / "m", 7)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    safetensors.torch.save_file(altered("nothing"), tmp_path / "m")
+    assert load_init(model, tmp_path / "m", 7) == []
+
+
+def test_only_the_last_layer_may_differ_in_classes(tmp_path: Path) -> None:
+    tensors = dict(net(2).state_dict())
+    tensors["3.weight"], tensors["3.bias"] = torch.zeros(5, 11), torch.zeros(5)
+    safetensors.torch.save_file(tensors, tmp_path / "m")
+    with pytest.raises(UsageError, match=r"3\.weight is 5x11, the model's 2x11; 3\.bias is 5"):
+        load_init(net(2), tmp_path / "m", 2)
