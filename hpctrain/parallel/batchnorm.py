@@ -176,16 +176,18 @@ class BatchNorms:
         self.scratch.zero_()
         self.calls.zero_()
 
-    def collect(self, into: torch.Tensor, share: float, rows: int) -> torch.Tensor:
-        """After a shard's forward: add its moments to the message's segment `into`, (2C,).
+    def collect(self, into: torch.Tensor, rows: int, total: int) -> torch.Tensor:
+        """After the forward of a shard's `rows` of a mini-batch of `total`: add its moments to
+        the message's segment `into`, (2, C).
 
         Returns how many layers did not run exactly once, as a number on the device.
         """
         variance = self.scratch[1] * self._biased(rows) if self.mode == "exact" else self.scratch[1]
+        share = rows / total
         square = {"exact": 1.0, "running": self._weight()}.get(self.mode, 0.0)
         terms = torch.stack(moments(self.scratch[0], variance, self.shift, share, square))
         if self._private is None:
-            into.view(2, -1).add_(terms)
+            into += terms
         else:
             self._private += terms
             self._private_share += share
@@ -206,13 +208,13 @@ class BatchNorms:
         return torch.where(self.momentum < 0, average, self.momentum)
 
     def merge(self, summed: torch.Tensor, rows: int, finite: torch.Tensor) -> None:
-        """Update the running statistics from the reduced moments of `rows` rows.
+        """Update the running statistics from the reduced moments (2, C) of `rows` rows.
 
         `finite` gates the update on the device: a step that is not finite leaves no trace.
         """
         if not self.channels:
             return
-        first, second = summed.view(2, -1)
+        first, second = summed
         if self._private is not None:
             if self._private_share == 0.0:
                 return self.restore()

@@ -76,14 +76,15 @@ def lay_out(model: nn.Module) -> Layout:
     return Layout(tuple(segments), length, dtypes.pop())
 
 
-def flatten_parameters(model: nn.Module, layout: Layout, device: torch.device) -> nn.Parameter:
+def flatten_parameters(model: nn.Module, layout: Layout) -> nn.Parameter:
     """Move the parameters into one flat vector of which they become views; return that vector.
 
     The optimizer updates the vector (one fused kernel instead of one per parameter), the model
     sees the change. Undone by `model.to(...)`, so device and memory format come first.
     """
-    flat = torch.zeros(layout.length, dtype=layout.dtype, device=device)
     parameters = dict(model.named_parameters())
+    device = parameters[layout.segments[0].name].device
+    flat = torch.zeros(layout.length, dtype=layout.dtype, device=device)
     with torch.no_grad():
         for segment in layout.segments:
             view = segment.of(flat)
@@ -109,26 +110,24 @@ class Totals(NamedTuple):
 class Message:
     """The flat buffer of one model on one rank; `array` (NumPy/CuPy) and `tensor` share memory."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: Layout,
-        moments: int,
-        rank: int,
-        size: int,
-        device: torch.device,
-    ) -> None:
-        scalars, slots = len(SCALARS), size * len(SLOTS)
-        length = layout.length + moments + scalars + slots
-        self.rank, self.layout, self.device = rank, layout, device
-        self.array, self.tensor = shared_zeros(length, layout.dtype, device)
-        self.gradients, self.moments, self.scalars, flat_slots = self.tensor.split(
-            [layout.length, moments, scalars, slots]
-        )
-        self.slots = flat_slots.view(size, len(SLOTS))
-        self._finite = torch.ones((), dtype=torch.bool, device=device)
+    def __init__(self, model: nn.Module, channels: int, rank: int, size: int) -> None:
+        """Lay out a model with `channels` batch-norm channels for `rank` of `size`.
+
+        The model's parameters become views of `weights`, one flat parameter for the optimizer,
+        and their gradients views of `gradients`, which is its gradient.
+        """
+        self.rank, self.layout = rank, lay_out(model)
+        self.device = next(model.parameters()).device
+        parts = [self.layout.length, 2 * channels, len(SCALARS), size * len(SLOTS)]
+        self.array, self.tensor = shared_zeros(sum(parts), self.layout.dtype, self.device)
+        self.gradients, moments, self.scalars, slots = self.tensor.split(parts)
+        self.moments = moments.view(2, channels)
+        self.slots = slots.view(size, len(SLOTS))
+        self.weights = flatten_parameters(model, self.layout)
+        self.weights.grad = self.gradients
+        self._finite = torch.ones((), dtype=torch.bool, device=self.device)
         self._parameters = dict(model.named_parameters())
-        for segment in layout.segments:
+        for segment in self.layout.segments:
             self._parameters[segment.name].grad = segment.of(self.gradients)
 
     def zero(self) -> None:

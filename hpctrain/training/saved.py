@@ -15,7 +15,7 @@ from torch import nn
 
 from hpctrain import __version__
 from hpctrain.config import Config, EvaluateConfig, PredictConfig
-from hpctrain.data import builtin
+from hpctrain.data.builtin import locate
 from hpctrain.data.augment import normalization
 from hpctrain.data.loader import Prepare, make_prepare
 from hpctrain.data.packed import Pack, read_pack
@@ -63,7 +63,7 @@ class Saved:
     metadata: dict[str, Any]
 
 
-def locate(target: str | None, runs_dir: str) -> Path:
+def find_model(target: str | None, runs_dir: str) -> Path:
     """The .safetensors file of a run's name, a run's folder, or the file itself."""
     if target is None:
         raise UsageError("name a run or a .safetensors file")
@@ -102,7 +102,7 @@ class Network:
 
 def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
     """Read the network that the settings name and put it on this rank's device. Collective."""
-    path = from_root(comm, lambda: locate(settings.model, settings.runs_dir))
+    path = from_root(comm, lambda: find_model(settings.model, settings.runs_dir))
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(settings.device, local_rank))
     threads = fair_threads(comm)
@@ -127,7 +127,7 @@ def open_pack_for(saved: Saved, settings: EvaluateConfig | PredictConfig, comm: 
         source = settings.data or saved.metadata.get("pack")
         if source is None:
             raise UsageError(f"{saved.path} does not say what it was trained on: give --data")
-        pack = read_pack(builtin.locate(source, settings.data_dir))
+        pack = read_pack(locate(source, settings.data_dir))
         require_split(pack, settings.split)
         if pack.image_shape != saved.image_shape:
             raise UsageError(

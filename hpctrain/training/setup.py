@@ -22,7 +22,7 @@ from hpctrain.keys import random_key
 from hpctrain.models import build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import choose_device, place, set_threads
-from hpctrain.parallel.message import Message, flatten_parameters, lay_out
+from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     MPI,
     Comm,
@@ -88,7 +88,7 @@ def set_up(config: Config, comm: Comm) -> Job:
     )
     plan = from_root(comm, lambda: resolve(config, facts))
     norms.start(probe)
-    trainer = make_trainer(model, norms, loss, config, plan, comm, device)
+    trainer = make_trainer(model, norms, loss, config, plan, comm)
     loader = Loader(
         source,
         pack.image_shape,
@@ -154,33 +154,27 @@ def make_trainer(
     config: Config,
     plan: Plan,
     comm: Comm,
-    device: torch.device,
 ) -> Trainer:
     """Lay out the message, make all ranks hold rank 0's weights, compare layouts. Collective."""
-    layout = everywhere(comm, lambda: lay_out(model))
-    weights = flatten_parameters(model, layout, device)
-    message = everywhere(
-        comm, lambda: Message(model, layout, 2 * norms.channels, comm.rank, comm.size, device)
-    )
+    message = everywhere(comm, lambda: Message(model, norms.channels, comm.rank, comm.size))
     same_everywhere(
         comm,
         {
             "hpctrain": __version__,
             "torch": torch.__version__,
-            "the layout of the parameters": layout.digest(),
+            "the layout of the parameters": message.layout.digest(),
             "the plan": plan.digest(),
             "the model's fixed state": _fixed_state(model),
         },
     )
-    first = weights.detach().cpu()
+    first = message.weights.detach().cpu()
     comm.Bcast([first.numpy(), MPI.BYTE])
-    weights.data.copy_(first)
+    message.weights.data.copy_(first)
     return Trainer(
         model,
-        weights,
         message,
         norms,
-        make_optimizer(config, [weights]),
+        make_optimizer(config, [message.weights]),
         choose_reduce(comm, message),
         loss,
         config.clip_norm,

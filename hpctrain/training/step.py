@@ -1,7 +1,6 @@
 """train_step: one update of the weights, with the one communication of a step in it.
 
-Public parts for a training loop of one's own: `flatten_parameters`, `Message`, `BatchNorms` and a
-reduction, in the order in which they stand here.
+The README shows a training loop of one's own on the same parts.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class Trainer:
     """What a step works on: the model and everything that is allocated once for it."""
 
     model: nn.Module
-    weights: nn.Parameter  # the flat vector of which the model's parameters are views
     message: Message
     norms: BatchNorms
     optimizer: torch.optim.Optimizer
@@ -88,7 +86,7 @@ def train_step(
         loss, correct = trainer.loss(trainer.model, batch.images, batch.labels)
         (loss / total).backward()
         rows = len(batch.labels)
-        irregular = norms.collect(message.moments, rows / total, rows)
+        irregular = norms.collect(message.moments, rows, total)
         message.count(loss, correct, rows, irregular)
     message.vote(stop)
     message.clock(time.perf_counter() - began, waited)
@@ -101,7 +99,6 @@ def train_step(
     norms.merge(message.moments, total, finite)
     if trainer.clip_norm is not None:
         clip_gradient(message.gradients, trainer.clip_norm)
-    trainer.weights.grad = message.gradients
     gate_update(trainer.optimizer, finite)
     trainer.optimizer.step()
     return reduced - reducing

@@ -11,12 +11,11 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.message import Message, lay_out
+from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import choose_reduce
 from hpctrain.parallel.shards import carried
 
 pytestmark = pytest.mark.mpi
-CPU = torch.device("cpu")
 C = 3
 
 
@@ -38,7 +37,7 @@ def run_steps(comm, model, steps, mode):
     """Train-mode forwards of `steps` (lists of one array a shard) over all ranks; no weights."""
     model.train()
     norms = BatchNorms(model, mode)
-    message = Message(model, lay_out(model), 2 * norms.channels, comm.rank, comm.size, CPU)
+    message = Message(model, norms.channels, comm.rank, comm.size)
     reduce = choose_reduce(comm, message)
     first = torch.from_numpy(next(a for a in steps[0] if len(a) > 1))
     norms.start(norms.probe(lambda: model(first), len(first)))
@@ -50,7 +49,7 @@ def run_steps(comm, model, steps, mode):
             if rows:
                 norms.clear()
                 model(torch.from_numpy(arrays[shard]))
-                norms.collect(message.moments, rows / total, rows)
+                norms.collect(message.moments, rows, total)
         reduce(message)
         norms.merge(message.moments, total, message.finite())
     return norms
@@ -131,13 +130,13 @@ def test_without_a_shift_the_variance_would_cancel(comm):
     model = nn.Sequential(layer_of(2, momentum=1.0))
     model.train()
     norms = BatchNorms(model, "exact")
-    message = Message(model, lay_out(model), 2 * norms.channels, comm.rank, comm.size, CPU)
+    message = Message(model, norms.channels, comm.rank, comm.size)
     norms.elements.fill_(35)
     message.zero()
     for shard in carried(5, comm.size, comm.rank):
         norms.clear()
         model(torch.from_numpy(data[0][shard]))
-        norms.collect(message.moments, len(data[0][shard]) / 161, len(data[0][shard]))
+        norms.collect(message.moments, len(data[0][shard]), 161)
     choose_reduce(comm, message)(message)
     norms.merge(message.moments, 161, message.finite())
     _, var = expected(data, "exact", 1.0, comm.size)
@@ -185,7 +184,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(comm):
 def run_steps_with_gate(comm, model, steps):
     """Like run_steps, with a loss that carries NaN into the message's gate."""
     norms = BatchNorms(model.train(), "exact")
-    message = Message(model, lay_out(model), 2 * norms.channels, comm.rank, comm.size, CPU)
+    message = Message(model, norms.channels, comm.rank, comm.size)
     first = torch.from_numpy(steps[0][0])
     norms.start(norms.probe(lambda: model(first), len(first)))
     for arrays in steps:
@@ -194,7 +193,7 @@ def run_steps_with_gate(comm, model, steps):
         for shard in carried(len(arrays), comm.size, comm.rank):
             norms.clear()
             loss = model(torch.from_numpy(arrays[shard])).square().sum()
-            norms.collect(message.moments, len(arrays[shard]) / total, len(arrays[shard]))
+            norms.collect(message.moments, len(arrays[shard]), total)
             message.count(loss, 0, len(arrays[shard]))
         choose_reduce(comm, message)(message)
         norms.merge(message.moments, total, message.finite())

@@ -14,14 +14,13 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.partition import Partition, cut_epoch, even_shares
 from hpctrain.models import build
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.message import Message, flatten_parameters, lay_out
+from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import choose_reduce, staged
 from hpctrain.parallel.shards import carried
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.step import Classification, Trainer, train_step
 
 pytestmark = pytest.mark.mpi
-CPU = torch.device("cpu")
 ROWS, SHAPE, CLASSES = 23, (6, 5, 2), 3
 
 
@@ -52,15 +51,12 @@ def small_model():
 def make_trainer(model, comm, config=None, reduce=None):
     config = config or Config(lr=0.1)
     norms = BatchNorms(model.train())
-    layout = lay_out(model)
-    weights = flatten_parameters(model, layout, CPU)
-    message = Message(model, layout, 2 * norms.channels, comm.rank, comm.size, CPU)
+    message = Message(model, norms.channels, comm.rank, comm.size)
     return Trainer(
         model,
-        weights,
         message,
         norms,
-        make_optimizer(config, [weights]),
+        make_optimizer(config, [message.weights]),
         reduce or choose_reduce(comm, message),
         Classification(label_smoothing=config.label_smoothing),
         config.clip_norm,
