@@ -1,8 +1,55 @@
 """Train image networks data-parallel on HPC machines: one command, one Allreduce a step.
 
-Importing hpctrain starts nothing: no MPI, no torch, no CUDA. The parts are plain modules,
-``hpctrain.data`` (image files -> pack -> batches), ``hpctrain.parallel`` (everything that
-crosses ranks), ``hpctrain.models``, ``hpctrain.training`` and ``hpctrain.report``.
+Importing hpctrain starts nothing: no MPI, no torch, no CUDA. The parts for a training loop of
+one's own are named here and imported when first used (PEP 562); everything else stands in
+``hpctrain.data`` (image files -> pack -> batches), ``hpctrain.parallel`` (everything that crosses
+ranks), ``hpctrain.models``, ``hpctrain.training`` and ``hpctrain.report``.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpctrain.data.loader import Loader, make_prepare, read_rows
+    from hpctrain.data.packed import Rows, read_pack
+    from hpctrain.data.partition import cut_epoch
+    from hpctrain.models import build
+    from hpctrain.parallel.batchnorm import BatchNorms
+    from hpctrain.parallel.message import Message
+    from hpctrain.parallel.mpi import start_mpi
+    from hpctrain.parallel.reduce import choose_reduce
+
 __version__ = "0.1.0"
+
+_HOME = {
+    "Loader": "data.loader",
+    "make_prepare": "data.loader",
+    "read_rows": "data.loader",
+    "Rows": "data.packed",
+    "read_pack": "data.packed",
+    "cut_epoch": "data.partition",
+    "build": "models",
+    "BatchNorms": "parallel.batchnorm",
+    "Message": "parallel.message",
+    "start_mpi": "parallel.mpi",
+    "choose_reduce": "parallel.reduce",
+}
+__all__ = [
+    "BatchNorms",
+    "Loader",
+    "Message",
+    "Rows",
+    "build",
+    "choose_reduce",
+    "cut_epoch",
+    "make_prepare",
+    "read_pack",
+    "read_rows",
+    "start_mpi",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
+    return getattr(import_module(f"hpctrain.{_HOME[name]}"), name)

@@ -7,9 +7,10 @@ needed. What a batch holds is a pure function of (seed, epoch, step, shard).
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,12 +22,16 @@ from hpctrain.data.partition import Partition
 from hpctrain.keys import random_key
 
 AHEAD = 2  # steps that are ready before they are needed
+READ_BUFFER = 256 << 20  # bytes
 
 
 class Source(Protocol):
     """What the loader reads from: rows of one split (packed.Rows)."""
 
     labels: np.ndarray  # (N,) int64
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]: ...  # (H, W, C)
 
     def gather(self, indices: np.ndarray, out: np.ndarray) -> np.ndarray: ...
 
@@ -46,7 +51,7 @@ Prepare = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def make_prepare(
-    device: torch.device,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     scaling: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -66,22 +71,54 @@ def make_prepare(
     return prepare
 
 
+def read_rows(
+    source: Source, rows: Sequence[int] | np.ndarray, prepare: Prepare | None = None
+) -> torch.Tensor:
+    """The network's input for these rows of a split, (n, C, H, W), without augmentation.
+
+    `prepare` makes it from uint8 rows; None stands for float32 in [0, 1] on the CPU.
+    """
+    images = np.empty((len(rows), *source.image_shape), dtype=np.uint8)  # (n, H, W, C)
+    source.gather(np.asarray(rows), images)
+    return (prepare or make_prepare())(torch.from_numpy(images), 0)
+
+
+class Resident:
+    """Consecutive rows of a split, read once and kept in memory."""
+
+    def __init__(self, source: Source, first: int, count: int) -> None:
+        self.labels, self.image_shape, self._first = source.labels, source.image_shape, first
+        self._images = np.empty((count, *source.image_shape), dtype=np.uint8)  # (n, H, W, C)
+        source.gather(np.arange(first, first + count), self._images)
+
+    def gather(self, indices: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the rows `indices` (n,), counted as in the split, into `out` (n, H, W, C)."""
+        return np.take(self._images, indices - self._first, axis=0, out=out, mode="clip")
+
+
 class Loader:
     """The batches of the shards that this rank carries."""
 
     def __init__(
         self,
         source: Source,
-        image_shape: tuple[int, int, int],
         partition: Partition,
-        shards: range,
-        seed: int,
-        prepare: Prepare,
+        shards: Sequence[int],
+        seed: int = 0,
+        prepare: Prepare | None = None,
+        read_buffer: int = READ_BUFFER,
     ) -> None:
+        """Read consecutive `shards` of `partition` from `source`.
+
+        `prepare` makes the network's input from uint8 rows; None stands for float32 in [0, 1] on
+        the CPU. Partitions of up to `read_buffer` bytes are read once and kept.
+        """
         self.source, self.partition, self.shards = source, partition, shards
-        self.seed, self.prepare = seed, prepare
+        self.seed, self.prepare = seed, prepare or make_prepare()
         largest = max((partition.shares[j] for j in shards), default=0)
-        self._buffer = np.empty((largest, *image_shape), dtype=np.uint8)  # (max m_j, H, W, C)
+        self._buffer = np.empty((largest, *source.image_shape), dtype=np.uint8)  # (m_j, H, W, C)
+        rows = sum(partition.sizes()[j] for j in shards)
+        self._keep = rows * math.prod(source.image_shape) <= read_buffer
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
         """The steps of an epoch from `first_step` on: for each, a batch per shard with rows.
@@ -100,6 +137,7 @@ class Loader:
 
         def read() -> None:
             try:
+                self._make_resident()
                 orders = {j: self.partition.order(self.seed, epoch, j) for j in self.shards}
                 for step in range(first_step, self.partition.steps):
                     if closed.is_set():
@@ -119,6 +157,12 @@ class Loader:
         finally:
             closed.set()
             thread.join()
+
+    def _make_resident(self) -> None:
+        if self._keep and not isinstance(self.source, Resident):
+            first = self.partition.start(self.shards[0])
+            count = sum(self.partition.sizes()[j] for j in self.shards)
+            self.source = Resident(self.source, first, count)
 
     def _batch(self, epoch: int, step: int, shard: int, order: np.ndarray) -> Batch | None:
         rows = order[self.partition.slice(step, shard)]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig
-from hpctrain.data.loader import Prepare, Source
+from hpctrain.data.loader import Prepare, Source, read_rows
 from hpctrain.data.packed import Pack, Rows
 from hpctrain.parallel.mpi import Comm, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
@@ -50,7 +50,6 @@ def main(settings: EvaluateConfig) -> int:
         result = evaluate(
             network.model,
             source,
-            pack.image_shape,
             len(pack.classes),
             network.prepare,
             Classification(settings.precision),
@@ -86,20 +85,10 @@ def blocks_of(rows: int, block: int, size: int, rank: int) -> Iterator[tuple[int
         yield number, np.arange(number * block, min(rows, (number + 1) * block))
 
 
-def read_block(
-    source: Source, image_shape: tuple[int, int, int], rows: np.ndarray, prepare: Prepare
-) -> torch.Tensor:
-    """The network's input for these rows, (n, C, H, W)."""
-    images = np.empty((len(rows), *image_shape), dtype=np.uint8)  # (n, H, W, C)
-    source.gather(rows, images)
-    return prepare(torch.from_numpy(images), 0)
-
-
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     source: Source,
-    image_shape: tuple[int, int, int],
     classes: int,
     prepare: Prepare,
     loss: Classification,
@@ -114,7 +103,7 @@ def evaluate(
     training = model.training
     model.eval()
     for number, rows in blocks_of(total, block, comm.size, comm.rank):
-        images = read_block(source, image_shape, rows, prepare)
+        images = read_rows(source, rows, prepare)
         labels = source.labels[rows]
         loss_sum, scores = loss.scores(model, images, torch.from_numpy(labels).to(images.device))
         figures[number] = loss_sum.item()

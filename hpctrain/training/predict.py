@@ -19,11 +19,12 @@ import torch
 
 from hpctrain.config import PredictConfig
 from hpctrain.data.images import BadImage, read_image
+from hpctrain.data.loader import read_rows
 from hpctrain.data.packed import Rows
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
 from hpctrain.parallel.mpi import Comm, everywhere, from_root, start_mpi
-from hpctrain.training.evaluate import blocks_of, read_block
+from hpctrain.training.evaluate import blocks_of
 from hpctrain.training.saved import Network, open_network, open_pack_for
 from hpctrain.training.step import class_scores
 
@@ -45,7 +46,7 @@ def main(settings: PredictConfig) -> int:
         names, labels = [str(row) for row in range(len(source.labels))], source.labels
 
         def load(rows: np.ndarray) -> torch.Tensor:
-            return read_block(source, pack.image_shape, rows, network.prepare)
+            return read_rows(source, rows, network.prepare)
 
     chances = predict(network, len(names), load, settings, comm)
     if comm.rank == 0 and chances is not None:

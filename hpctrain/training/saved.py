@@ -15,8 +15,8 @@ from torch import nn
 
 from hpctrain import __version__
 from hpctrain.config import Config, EvaluateConfig, PredictConfig
-from hpctrain.data.builtin import locate
 from hpctrain.data.augment import normalization
+from hpctrain.data.builtin import locate
 from hpctrain.data.loader import Prepare, make_prepare
 from hpctrain.data.packed import Pack, read_pack
 from hpctrain.errors import UsageError

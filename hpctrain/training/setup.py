@@ -15,7 +15,7 @@ from hpctrain import __version__
 from hpctrain.config import Config
 from hpctrain.data.augment import check_shift, normalization
 from hpctrain.data.builtin import locate
-from hpctrain.data.loader import Loader, Prepare, make_prepare
+from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
 from hpctrain.data.packed import Pack, Rows, read_pack
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
@@ -74,7 +74,7 @@ def set_up(config: Config, comm: Comm) -> Job:
     source = everywhere(comm, lambda: Rows(pack, "train"))
     scaling = everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
-    probe = from_root(comm, lambda: probe_model(norms, loss, source, pack, prepare, config))
+    probe = from_root(comm, lambda: probe_model(norms, loss, source, prepare, config))
 
     facts = Facts(
         ranks=comm.size,
@@ -91,7 +91,6 @@ def set_up(config: Config, comm: Comm) -> Job:
     trainer = make_trainer(model, norms, loss, config, plan, comm)
     loader = Loader(
         source,
-        pack.image_shape,
         plan.partition,
         carried(plan.shards, comm.size, comm.rank),
         plan.seed,
@@ -127,15 +126,12 @@ def probe_model(
     norms: BatchNorms,
     loss: Classification,
     source: Rows,
-    pack: Pack,
     prepare: Prepare,
     config: Config,
 ) -> Probe:
     """Look at one training forward of the first rows. Refuses buffers that cannot be combined."""
     rows = np.arange(min(PROBE_ROWS, len(source.labels)))
-    images = np.empty((len(rows), *pack.image_shape), dtype=np.uint8)
-    source.gather(rows, images)
-    inputs = prepare(torch.from_numpy(images), 0)
+    inputs = read_rows(source, rows, prepare)
     labels = torch.from_numpy(source.labels[rows]).to(inputs.device)
     torch.manual_seed(random_key(config.seed, "probe"))
     probe = norms.probe(lambda: loss(norms.model, inputs, labels), len(rows))

@@ -176,7 +176,6 @@ def evaluation(job: Job, state: Progress, split: str, recorder: Recorder, comm: 
         result = evaluate(
             job.trainer.model,
             source,
-            job.pack.image_shape,
             len(job.pack.classes),
             job.prepare,
             Classification(job.plan.precision),

@@ -30,6 +30,7 @@ class Arrays:
     def __init__(self, rows=ROWS, shape=SHAPE, classes=CLASSES):
         rng = np.random.default_rng(1)
         self.images = rng.integers(0, 256, (rows, *shape), dtype=np.uint8)
+        self.image_shape = shape
         self.labels = rng.integers(0, classes, rows)
 
     def gather(self, indices, out):
@@ -63,10 +64,10 @@ def make_trainer(model, comm, config=None, reduce=None):
     )
 
 
-def train(trainer, source, partition, comm, epochs=2, prepare=to_float64, shape=SHAPE):
+def train(trainer, source, partition, comm, epochs=2, prepare=to_float64):
     """Epochs of steps as the training loop does them; the losses of all steps."""
     mine = carried(len(partition.shares), comm.size, comm.rank)
-    loader = Loader(source, shape, partition, mine, 7, prepare)
+    loader = Loader(source, partition, mine, 7, prepare)
     losses = []
     for epoch in range(epochs):
         for number, batches in enumerate(loader.epoch(epoch)):
@@ -133,7 +134,7 @@ def test_without_the_allreduce_the_result_differs(comm):
     source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
     trainer = make_trainer(small_model(), comm, reduce=lambda message: None)
     mine = carried(comm.size, comm.size, comm.rank)
-    loader = Loader(source, SHAPE, partition, mine, 7, to_float64)
+    loader = Loader(source, partition, mine, 7, to_float64)
     for number, batches in enumerate(loader.epoch(0)):
         train_step(trainer, batches, partition.total(number))
     reference = plain_torch(source, partition, CONFIGS[0], epochs=1)
@@ -147,7 +148,7 @@ def test_weighting_by_nominal_shares_differs(comm):
     source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
     trainer = make_trainer(small_model(), comm)
     mine = carried(comm.size, comm.size, comm.rank)
-    for batches in Loader(source, SHAPE, partition, mine, 7, to_float64).epoch(0):
+    for batches in Loader(source, partition, mine, 7, to_float64).epoch(0):
         rows = len(batches[0].labels) if batches else 1
         train_step(trainer, batches, rows * comm.size)
     reference = plain_torch(source, partition, CONFIGS[0], epochs=1)
@@ -177,7 +178,7 @@ def test_all_ranks_hold_the_same_bits(comm):
     def prepare(images, key):
         return images.permute(0, 3, 1, 2).float() / 255
 
-    losses = train(trainer, source, partition, comm, 2, prepare, (28, 28, 1))
+    losses = train(trainer, source, partition, comm, 2, prepare)
     state = {name: value.numpy().tobytes() for name, value in trainer.model.state_dict().items()}
     assert len(set(map(str, comm.allgather([state, losses])))) == 1
     assert len(set(losses)) == len(losses), "nothing was trained"
@@ -208,7 +209,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(comm, optimizer, ba
         return x
 
     mine = carried(comm.size, comm.size, comm.rank)
-    loader = Loader(Arrays(14), SHAPE, partition, mine, 7, prepare)
+    loader = Loader(Arrays(14), partition, mine, 7, prepare)
     poison = False
     for number, batches in enumerate(loader.epoch(0)):
         train_step(trainer, batches, partition.total(number))
@@ -236,7 +237,7 @@ def test_stop_votes_and_clocks_arrive(comm):
     trainer = make_trainer(small_model(), comm)
     partition = cut_epoch(ROWS, 7, comm.size)
     mine = carried(comm.size, comm.size, comm.rank)
-    batches = next(Loader(Arrays(), SHAPE, partition, mine, 7, to_float64).epoch(0))
+    batches = next(Loader(Arrays(), partition, mine, 7, to_float64).epoch(0))
     last = comm.size - 1
     train_step(trainer, batches, 7, waited=1.0 + comm.rank, stop=comm.rank == last)
     totals = trainer.message.totals()
