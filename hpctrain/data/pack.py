@@ -1,0 +1,261 @@
+"""``hpctrain pack``: image files -> one HDF5 pack.
+
+In four passes, memory bounded by a few blocks of pixels and a few hundred bytes an image:
+
+1. list the source (``sources.py``, ``pack_arrays.py``);
+2. decode every image, in all worker processes, into its row of a scratch file, with a digest of
+   its pixels (``pack_decode.py``, ``pack_worker.py``, ``images.py``);
+3. cut each class into splits from the seed, equal images together, and shuffle
+   (``pack_split.py``);
+4. write the rows in their new order, with checksums, under a temporary name that becomes the
+   pack's when all is on disk (``pack_write.py``).
+
+Needs room for the pixels twice, in the folder of the pack.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import PIL
+
+import hpctrain
+from hpctrain.config import PackConfig
+from hpctrain.data import pack_report
+from hpctrain.data.images import Fit
+from hpctrain.data.pack_decode import (
+    Decoded,
+    choose_fit,
+    decode_all,
+    descriptors,
+    row_bytes,
+)
+from hpctrain.data.pack_format import SPLITS
+from hpctrain.data.pack_jobs import workers
+from hpctrain.data.pack_layout import Source
+from hpctrain.data.pack_scratch import scratch_file
+from hpctrain.data.pack_settings import check_room, image_wish, job_count, output_path
+from hpctrain.data.pack_split import (
+    LEFT_OUT,
+    TRAIN,
+    assign,
+    equal_pixels,
+    parse_split,
+    rows_by_split,
+)
+from hpctrain.data.pack_write import Fetch, Part, write_pack, write_parts
+from hpctrain.data.packed import gather_rows, read_pack, verify
+from hpctrain.data.sources import open_source
+from hpctrain.errors import RunError, UsageError
+from hpctrain.launcher import launched_size
+
+__all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
+
+SKIPPED_NAMED = 100  # files left out that the provenance names
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def main(config: PackConfig) -> int:
+    """The subcommand: pack, or check a pack. Its exit code."""
+    if config.check is not None:
+        if config.source is not None:
+            raise UsageError(f"--check {config.check} packs nothing: leave out {config.source}")
+        return check_pack(config.check)
+    create_pack(config)
+    return 0
+
+
+def check_pack(path: str) -> int:
+    """Verify all checksums and print the pack's table. 0: as it was written, 1: damaged."""
+    pack = read_pack(path)
+    damage = verify(pack)
+    pack_report.print_table(pack)
+    for line in damage:
+        pack_report.say(f"{pack.path}: {line}")
+    if damage:
+        pack_report.say(f"{len(damage)} damaged: do not use this pack, copy or make it again")
+        return 1
+    print("all checksums agree")
+    return 0
+
+
+def create_pack(config: PackConfig) -> Path:
+    """Make the pack that `config` asks for and print its table; the path of the pack.
+
+    Refused where a launcher started several processes: all of them would do the same.
+    """
+    size = launched_size() or 1
+    if size > 1:
+        raise UsageError(
+            f"pack runs as one process, but {size} were started: leave out mpirun or srun"
+        )
+    start = time.perf_counter()
+    path = make_pack(config)
+    seconds = time.perf_counter() - start
+    pack = read_pack(path)
+    pack_report.print_table(pack)
+    images = sum(split.rows for split in pack.splits.values())
+    pack_report.say(f"{images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
+    return path
+
+
+def make_pack(config: PackConfig) -> Path:
+    """Make the pack without a table, in whatever process this is; the path of the pack.
+
+    Raises UsageError where the source or the settings cannot be used, RunError where the disk is
+    full; then, and when interrupted, nothing is left under the pack's name.
+    """
+    if config.source is None:
+        raise UsageError("pack what? Give a folder, .tgz, .zip, idx, .npz, flowers or digits")
+    output = output_path(config)
+    path = Path(config.source)
+    if config.source == "flowers":
+        from hpctrain.data.flowers import fetch_archive
+
+        path = fetch_archive(config.data_dir)
+    with _writing(output):
+        if config.source == "digits":
+            _pack_digits(config, output)
+        else:
+            _pack_images(config, path, output)
+    return output
+
+
+def _pack_digits(config: PackConfig, output: Path) -> None:
+    for name in ("size", "channels", "crop", "split"):
+        if getattr(config, name) != getattr(PackConfig, name):
+            raise UsageError(f"--{name} does not apply to digits: they are made as they are")
+    from hpctrain.data.digits import generate
+
+    write_pack(output, *generate(config.seed))
+
+
+def _pack_images(config: PackConfig, path: Path, output: Path) -> None:
+    wish = image_wish(config)
+    shares = parse_split(config.split)
+    with open_source(path, output.parent) as source, scratch_file(output.parent) as store:
+        jobs = job_count(config, len(source.items))
+        with workers(jobs, descriptors(source, store)) as run:
+            fit = choose_fit(source, wish, run)
+            check_room(output, len(source.items) * row_bytes(fit))
+            with pack_report.progress("decoding", len(source.items)) as advance:
+                decoded = decode_all(source, fit, store, run, advance)
+        _check_decoded(source, decoded, config.skip_bad)
+        chosen, provenance = _chosen(source, decoded, config, fit, shares)
+        shape = (fit.height, fit.width, fit.channels)
+        parts = {
+            name: Part(labels, _fetch(store, rows, shape))
+            for name, (rows, labels) in chosen.items()
+        }
+        total = sum(len(part.labels) for part in parts.values())
+        with pack_report.progress("writing", total) as advance:
+            write_parts(output, parts, shape, source.classes, provenance, jobs, advance)
+
+
+def _chosen(
+    source: Source,
+    decoded: Decoded,
+    config: PackConfig,
+    fit: Fit,
+    shares: tuple[Fraction, Fraction, Fraction],
+) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
+    """Of every split the scratch rows in final order and their labels; and the provenance."""
+    good = np.flatnonzero(decoded.good)
+    items = [source.items[row] for row in good.tolist()]
+    labels = np.array([item.label for item in items], np.int64)
+    given = np.array(
+        [SPLITS.index(item.split) if item.split else LEFT_OUT for item in items], np.int8
+    )
+    groups, equal = equal_pixels(decoded.digests[good])
+    splits = assign(labels, given, groups, shares, config.seed)
+    by_source = bool((given > TRAIN).any())
+    wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share and not by_source]
+    rows = rows_by_split(splits, labels, source.classes, wanted, config.seed)
+    left_out = int((splits == LEFT_OUT).sum())
+    for note in source.notes:
+        pack_report.say(note)
+    if by_source:
+        pack_report.say(f"{source.name} says which images are for testing or validation: kept")
+    pack_report.say_duplicates([item.name for item in items], labels, equal, left_out)
+    facts = _provenance(source, decoded, config, fit)
+    facts["split_by"] = "source" if by_source else "seed"
+    facts["images"] = {name: len(part) for name, part in rows.items()}
+    facts["duplicates"] = {
+        "groups": len(equal),
+        "images": sum(len(group) for group in equal),
+        "across_classes": sum(len(set(labels[group].tolist())) > 1 for group in equal),
+        "left_out": left_out,
+    }
+    return {name: (good[part], labels[part]) for name, part in rows.items()}, facts
+
+
+def _provenance(source: Source, decoded: Decoded, config: PackConfig, fit: Fit) -> dict[str, Any]:
+    """What the pack was made of and how, without places or times."""
+    skipped = [name for name, _ in decoded.bad]
+    return {
+        "source": source.name,
+        "kind": source.kind,
+        "size": f"{fit.width}x{fit.height}",
+        "fit": "as is" if fit.exact else "crop" if fit.crop else "stretch",
+        "channels": fit.channels,
+        "split": config.split,
+        "seed": config.seed,
+        "hpctrain": hpctrain.__version__,
+        "pillow": PIL.__version__,
+        "skipped": {"files": len(skipped), "names": skipped[:SKIPPED_NAMED]},
+    }
+
+
+def _fetch(store: BinaryIO, rows: np.ndarray, shape: tuple[int, int, int]) -> Fetch:
+    """Reads blocks of `rows`, in that order, from the scratch file."""
+
+    def fetch(start: int, stop: int) -> np.ndarray:
+        block = np.empty((stop - start, *shape), np.uint8)
+        gather_rows("the scratch file", store.fileno(), 0, rows[start:stop], block.data.cast("B"))
+        return block
+
+    return fetch
+
+
+def _check_decoded(source: Source, decoded: Decoded, skip_bad: bool) -> None:
+    """Files that could not be read are listed, and refused unless they may be left out."""
+    pack_report.say_bad(decoded.bad)
+    count, total = len(decoded.bad), len(decoded.bad) + int(decoded.good.sum())
+    if count == total:
+        raise UsageError(f"source {source.name}: none of its {total:,} files can be read")
+    if count and not skip_bad:
+        raise UsageError(
+            f"{count:,} of {total:,} files cannot be read, they are listed above: repair or remove"
+            " them, or leave them out with --skip-bad"
+        )
+    if count:
+        pack_report.say(f"{count:,} of {total:,} files left out, they cannot be read")
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """What the system says while the pack is written -> one line."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # HDF5 puts the system's number into its text; closing a file raises RuntimeError
+        inner = re.search(r"errno = (\d+)", str(error))
+        number = int(inner[1]) if inner else getattr(error, "errno", None)
+        if number is None:
+            raise
+        if number in NO_ROOM:
+            raise RunError(
+                f"no room left in {output.parent} for {output.name}: nothing kept"
+            ) from None
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UsageError(f"{output} cannot be written: {os.strerror(number)}") from None
+        raise RunError(f"writing {output} failed: {os.strerror(number)}") from None

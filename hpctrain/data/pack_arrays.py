@@ -1,0 +1,266 @@
+"""Sources that are arrays of pixels: idx files (MNIST) and .npz.
+
+idx: two zero bytes, type (8 = unsigned byte), number of dimensions, each dimension as big-endian
+uint32, then the elements in C order. Images are (N, H, W) or (N, H, W, C), their labels (N,) in a
+second file whose name says ``labels`` and ``idx1``; ``t10k`` or ``test`` in the name make the test
+split. npz: the arrays ``images`` and ``labels``, or ``x_train``, ``y_train``, ``x_test``,
+``y_test`` and others of NPZ_NAMES; ``classes`` may name the classes.
+
+Pixels stay in files (compressed ones in a scratch file), never in memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zipfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, BinaryIO, NamedTuple, cast
+
+import numpy as np
+
+from hpctrain.data.pack_layout import Item, Source
+from hpctrain.data.pack_scratch import UNZIP_ERRORS, copy_exactly, scratch_file
+from hpctrain.errors import UsageError
+
+NPZ_NAMES = (
+    ("", "images", "labels"),
+    ("train", "x_train", "y_train"),
+    ("train", "train_images", "train_labels"),
+    ("validation", "x_val", "y_val"),
+    ("validation", "val_images", "val_labels"),
+    ("test", "x_test", "y_test"),
+    ("test", "test_images", "test_labels"),
+)
+
+
+class Pair(NamedTuple):
+    """An idx file of images, that of its labels, and the split their name gives."""
+
+    images: Path
+    labels: Path
+    split: str
+
+
+class Part(NamedTuple):
+    """Pixels in a file and their labels (N,) of any kind that sorts."""
+
+    what: str
+    split: str
+    file: BinaryIO
+    offset: int
+    shape: tuple[int, int, int, int]  # (N, H, W, C)
+    labels: np.ndarray
+
+
+def is_idx(path: Path) -> bool:
+    """Whether the file, unzipped where it is a .gz, begins as an idx file of images does."""
+    try:
+        with _stream(path) as stream:
+            return stream.read(4) in (b"\0\0\x08\x03", b"\0\0\x08\x04")
+    except (OSError, *UNZIP_ERRORS):
+        return False
+
+
+def find_idx(folder: Path) -> list[Pair]:
+    """All pairs in a folder, of each name the unzipped one if both are there. Raises UsageError."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir(), reverse=True):  # .gz first
+        name = path.name.lower()
+        if "images" in name and "idx" in name and path.is_file() and is_idx(path):
+            found[path.name.removesuffix(".gz")] = path
+    pairs = sorted((pair for path in found.values() for pair in idx_pair(path)), key=_split_of)
+    splits = [pair.split for pair in pairs]
+    if len(set(splits)) < len(splits):
+        names = ", ".join(pair.images.name for pair in pairs)
+        raise UsageError(
+            f"source {folder} holds several idx sets ({names}): name the images file of one"
+        )
+    return pairs
+
+
+def _split_of(pair: Pair) -> bool:
+    return pair.split == "test"  # train first
+
+
+def idx_pair(images: Path) -> list[Pair]:
+    """The pair of an images file, as a list of one. Raises UsageError without its labels."""
+    stem = images.name.removesuffix(".gz").replace("images", "labels")
+    stem = stem.replace("idx3", "idx1").replace("idx4", "idx1")
+    for name in (stem, f"{stem}.gz"):
+        labels = images.with_name(name)
+        if labels != images and labels.is_file():
+            test = "t10k" in stem or "test" in stem
+            return [Pair(images, labels, "test" if test else "train")]
+    raise UsageError(f"source {images} has no labels beside it: expected {stem} or {stem}.gz")
+
+
+def idx_source(name: str, pairs: list[Pair], scratch: Path, stack: ExitStack) -> Source:
+    """The images and labels of idx files. Raises UsageError where they do not fit together."""
+    try:
+        parts = [_idx_part(pair, scratch, stack) for pair in pairs]
+    except UNZIP_ERRORS as error:
+        raise UsageError(f"source {name} is cut short or damaged ({error})") from None
+    return _source(name, parts, None)
+
+
+def _idx_part(pair: Pair, scratch: Path, stack: ExitStack) -> Part:
+    images, labels, split = pair
+    with _stream(labels) as stream:
+        count, *rest = _dimensions(stream, labels)
+        if rest:
+            raise UsageError(f"source {labels} has {1 + len(rest)} dimensions, not 1")
+        values = np.frombuffer(stream.read(count + 1), np.uint8)
+        if len(values) != count:
+            raise UsageError(f"source {labels} does not hold the {count:,} labels it says")
+    with _stream(images) as stream:
+        shape = _image_shape(_dimensions(stream, images), str(images))
+        offset, length = stream.tell(), math.prod(shape)
+        if _zipped(images):
+            file = stack.enter_context(scratch_file(scratch))
+            copy_exactly(stream, file, length, f"source {images}")
+            return Part(images.name, split, file, 0, shape, values)
+    there = images.stat().st_size - offset
+    if there != length:
+        raise UsageError(f"source {images} says {length:,} bytes of pixels but has {there:,}")
+    file = stack.enter_context(images.open("rb"))
+    return Part(images.name, split, file, offset, shape, values)
+
+
+def npz_source(path: Path, scratch: Path, stack: ExitStack) -> Source:
+    """The arrays of a .npz file. Raises UsageError where there are none that can be used."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = {name.removesuffix(".npy") for name in archive.namelist()}
+            parts = [
+                _npz_part(archive, path, names_of_part, scratch, stack)
+                for names_of_part in NPZ_NAMES
+                if set(names_of_part[1:]) <= names
+            ]
+            named = _npz_array(archive, path, "classes") if "classes" in names else None
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, *UNZIP_ERRORS) as error:
+        raise UsageError(f"source {path} is no whole .npz file: {error}") from None
+    if not parts:
+        known = ", ".join(f"{images} and {labels}" for _, images, labels in NPZ_NAMES)
+        raise UsageError(
+            f"source {path} holds {', '.join(sorted(names)) or 'nothing'}; known are {known}"
+        )
+    classes = None if named is None else tuple(str(value) for value in named.tolist())
+    return _source(path.name, parts, classes)
+
+
+def _npz_part(
+    archive: zipfile.ZipFile,
+    path: Path,
+    names: tuple[str, str, str],
+    scratch: Path,
+    stack: ExitStack,
+) -> Part:
+    split, images, labels = names
+    what = f"{path}: {images}"
+    with archive.open(f"{images}.npy") as stream:
+        dimensions, fortran, kind = _npy_header(stream, what)
+        if kind != np.uint8:
+            raise UsageError(f"{what} is {kind}, not uint8: scale the pixels to 0 to 255 first")
+        shape = _image_shape(dimensions, what)
+        file = stack.enter_context(scratch_file(scratch))
+        copy_exactly(stream, file, math.prod(shape), what)
+    if fortran:
+        columns = np.memmap(file, np.uint8, "r", 0, dimensions, "F")
+        file = stack.enter_context(scratch_file(scratch))
+        for row in columns:
+            file.write(row.tobytes())  # C order
+        file.flush()
+    return Part(images, split, file, 0, shape, _npz_array(archive, path, labels))
+
+
+def _npz_array(archive: zipfile.ZipFile, path: Path, name: str) -> np.ndarray:
+    """A small array, of one dimension or a column of one. Raises UsageError."""
+    what = f"{path}: {name}"
+    with archive.open(f"{name}.npy") as stream:
+        dimensions, _, kind = _npy_header(stream, what)
+        flat = len(dimensions) == 1 or (len(dimensions) == 2 and dimensions[1] == 1)
+        if not flat or kind.kind not in "iuUS":
+            raise UsageError(f"{what} is {kind} of shape {dimensions}: one number or name each")
+        length = math.prod(dimensions) * kind.itemsize
+        values = np.frombuffer(stream.read(length), kind)
+        if len(values) != math.prod(dimensions):
+            raise UsageError(f"{what} is cut short")
+    return np.char.decode(values, "utf-8") if kind.kind == "S" else values
+
+
+def _npy_header(stream: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether in Fortran order, and kind of number; the stream then stands at the data."""
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version == (1, 0):
+            return np.lib.format.read_array_header_1_0(stream)
+        if version == (2, 0):
+            return np.lib.format.read_array_header_2_0(stream)
+    except ValueError as error:
+        raise UsageError(f"{what} is no whole array: {error}") from None
+    raise UsageError(f"{what} is of .npy format version {version}, known are (1, 0) and (2, 0)")
+
+
+def _zipped(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+def _stream(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if _zipped(path) else path.open("rb")
+
+
+def _dimensions(stream: IO[bytes], path: Path) -> tuple[int, ...]:
+    try:
+        zero, kind, count = struct.unpack(">HBB", stream.read(4))
+        dimensions = struct.unpack(f">{count}I", stream.read(4 * count))
+    except struct.error:
+        raise UsageError(f"source {path} is cut short within its header") from None
+    if zero != 0 or kind != 8:
+        raise UsageError(f"source {path} is no idx file of unsigned bytes")
+    return dimensions
+
+
+def _image_shape(dimensions: tuple[int, ...], what: str) -> tuple[int, int, int, int]:
+    if len(dimensions) == 3:
+        dimensions = (*dimensions, 1)
+    if len(dimensions) != 4 or dimensions[3] not in (1, 3) or 0 in dimensions:
+        raise UsageError(
+            f"{what} has shape {dimensions}: expected (N, H, W) or (N, H, W, C) with C 1 or 3"
+        )
+    return dimensions[0], dimensions[1], dimensions[2], dimensions[3]
+
+
+def _source(name: str, parts: list[Part], classes: tuple[str, ...] | None) -> Source:
+    """All parts as one source; classes are the distinct labels unless they are named."""
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1:
+        raise UsageError(f"source {name} has images of several shapes: {sorted(shapes)}")
+    for part in parts:
+        if part.shape[0] != len(part.labels):
+            raise UsageError(
+                f"source {name}: {part.what} has {part.shape[0]:,} images but"
+                f" {len(part.labels):,} labels"
+            )
+    values = np.concatenate([part.labels for part in parts])
+    if classes is None:
+        distinct, numbers = np.unique(values, return_inverse=True)
+        classes = tuple(str(value) for value in distinct.tolist())
+    elif values.dtype.kind not in "iu" or not 0 <= values.min() <= values.max() < len(classes):
+        raise UsageError(f"source {name}: labels are not numbers 0 to {len(classes) - 1}")
+    else:
+        numbers = values
+    row = math.prod(parts[0].shape[1:])
+    items: list[Item] = []
+    for slot, part in enumerate(parts):
+        first = len(items)
+        items.extend(
+            Item(f"{part.what}[{i}]", label, part.split, slot, part.offset + i * row, row)
+            for i, label in enumerate(numbers[first : first + part.shape[0]].tolist())
+        )
+    files = [part.file for part in parts]
+    shape = parts[0].shape[1:]
+    return Source(name, "pixels", "", classes, items, files=files, shape=shape)

@@ -1,0 +1,183 @@
+"""The only reader of HDF5: open a pack and check what a reader by byte offset relies on.
+
+A pack comes from anywhere, and HDF5 can make its reader open other files. So every object must
+hang on a hard link and every dataset must be plain bytes of this file: no soft or external links,
+no external storage, no virtual datasets; nothing is allocated for more than the file holds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from hpctrain.data.pack_format import FORMAT, KINDS, VERSION, ordered
+from hpctrain.data.packed import Pack, Split
+from hpctrain.errors import UsageError
+
+os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # a file may name filter plug-ins: load none
+import h5py
+
+ATTRIBUTE_BYTES = 2**26  # larger than any honest attribute, small enough to read
+
+
+def read_pack(path: str) -> Pack:
+    """The checked pack of an absolute path, its labels not yet read. Raises UsageError."""
+    with _opened(path) as file:
+        _check_format(path, file)
+        classes = tuple(name.decode("utf-8", "surrogateescape") for name in _text(file, "classes"))
+        splits: dict[str, Split] = {}
+        shapes: set[tuple[int, ...]] = set()
+        size = os.path.getsize(path)
+        for name in ordered(file):
+            group = _hard(file, name, h5py.Group)
+            images = _dataset(group, "images", h5py.h5t.STD_U8LE, 4, size)
+            labels = _dataset(group, "labels", h5py.h5t.STD_I64LE, 1, size)
+            rows = images.shape[0]
+            if labels.shape[0] != rows:
+                raise _Damage(f"{name} has {rows} images but {labels.shape[0]} labels")
+            shapes.add(images.shape[1:])
+            splits[name] = Split(name, rows, images.id.get_offset(), labels.id.get_offset())
+        if not splits or not classes:
+            raise _Damage("it holds no images" if not splits else "it names no classes")
+        if len(shapes) > 1:
+            raise _Damage(f"its splits differ in image shape: {sorted(shapes)}")
+        height, width, channels = shapes.pop()
+        mean, std = _numbers(file, "mean", channels), _numbers(file, "std", channels)
+        provenance = json.loads(_text(file, "provenance")[0])
+        if not isinstance(provenance, dict):
+            raise _Damage("its provenance is no table")
+        identity = str(uuid.UUID(_text(file, "uuid")[0].decode()))
+        shape = (height, width, channels)
+        return Pack(path, identity, size, shape, classes, splits, mean, std, provenance)
+
+
+def read_checksums(pack: Pack) -> dict[tuple[str, str], tuple[np.ndarray, int]]:
+    """By (split, "images" or "labels"): the CRC-32 of every block, and the rows of a block."""
+    sums: dict[tuple[str, str], tuple[np.ndarray, int]] = {}
+    with _opened(pack.path) as file:
+        for name, split in pack.splits.items():
+            group = _hard(file, name, h5py.Group)
+            for kind in KINDS:
+                data = _dataset(group, f"{kind}_crc32", h5py.h5t.STD_U32LE, 1, pack.file_size)
+                block_rows = int(data.attrs["rows_per_block"])
+                if block_rows < 1 or data.shape[0] != math.ceil(split.rows / block_rows):
+                    raise _Damage(f"{name}/{kind}_crc32 does not cover the {split.rows} rows")
+                sums[name, kind] = (data[:], block_rows)
+    return sums
+
+
+class _Damage(Exception):
+    """The file was opened but does not hold what a pack holds; the text says what."""
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[h5py.File]:
+    """The file, read-only and unlocked (it never changes); any failure becomes one UsageError."""
+    if os.path.isdir(path):
+        raise UsageError(f"{path} is a folder, not a pack: make one with 'hpctrain pack {path}'")
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            yield file
+    except UsageError:
+        raise
+    except FileNotFoundError:
+        raise UsageError(
+            f"there is no pack {path}: give an existing one, or make it with 'hpctrain pack'"
+        ) from None
+    except PermissionError:
+        raise UsageError(f"{path} cannot be opened: permission denied") from None
+    except _Damage as error:
+        raise UsageError(f"{path} is not a usable pack: {error}") from None
+    except Exception as error:  # damaged metadata makes HDF5 and h5py raise many kinds
+        raise UsageError(f"{path} {_cause(path, str(error))}") from None
+
+
+def _cause(path: str, text: str) -> str:
+    """HDF5's words -> what happened to the file."""
+    if "file signature not found" in text:
+        return "is not a pack: it is no HDF5 file; make one with 'hpctrain pack'"
+    lengths = re.search(r"truncated file: eof = (\d+).*stored_eof = (\d+)", text)
+    if lengths:
+        there, meant = (int(length) for length in lengths.groups())
+        return f"is cut short: it has {there:,} of {meant:,} bytes; copy or pack it again"
+    if "already open for write" in text or "bad object header version" in text:
+        return "was not written to its end (or is still being written): pack it again"
+    inner = re.search(r"\((.*)\)", text)
+    reason = (inner.group(1) if inner else text).strip().split("\n")[0]
+    return f"is damaged: {reason or 'HDF5 cannot read it'}; copy or pack it again"
+
+
+def _check_format(path: str, file: h5py.File) -> None:
+    """The format mark first: everything else is only meant where it is there."""
+    mark = file.attrs.get("format")
+    if not isinstance(mark, bytes | np.bytes_) or mark != FORMAT.encode():
+        raise UsageError(
+            f"{path} is an HDF5 file but not a pack (no attribute format = {FORMAT!r});"
+            " make one with 'hpctrain pack'"
+        )
+    version = int(file.attrs["version"])
+    if version != VERSION:
+        raise UsageError(
+            f"{path} is a pack of format version {version}, this hpctrain reads version {VERSION}:"
+            " use the hpctrain that made it, or pack again"
+        )
+
+
+def _hard(parent: h5py.Group, name: str, kind: type) -> Any:
+    """The object `name` of this kind, if it hangs on a hard link."""
+    where = f"{parent.name.rstrip('/')}/{name}"
+    link = parent.get(name, getlink=True)
+    if link is None:
+        raise _Damage(f"{where} is missing")
+    if not isinstance(link, h5py.HardLink):
+        raise _Damage(f"{where} is a link to elsewhere, which a pack never has")
+    if parent.get(name, getclass=True) is not kind:
+        raise _Damage(f"{where} is no {kind.__name__.lower()}")
+    return parent[name]
+
+
+def _dataset(
+    group: h5py.Group, name: str, kind: h5py.h5t.TypeID, dimensions: int, file_size: int
+) -> h5py.Dataset:
+    """A dataset that is plain bytes of this file: readable by its offset."""
+    data = _hard(group, name, h5py.Dataset)
+    properties = data.id.get_create_plist()
+    if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
+        raise _Damage(f"{data.name} is not stored as one piece of this file")
+    if not data.id.get_type().equal(kind) or data.ndim != dimensions or 0 in data.shape:
+        raise _Damage(f"{data.name} is {data.dtype} of shape {data.shape}")
+    length = math.prod(data.shape) * kind.get_size()
+    offset = data.id.get_offset()
+    if offset is None or data.id.get_storage_size() != length or offset + length > file_size:
+        raise _Damage(f"{data.name} says {length:,} bytes, which the file does not hold")
+    return data
+
+
+def _attribute(file: h5py.File, name: str) -> np.ndarray:
+    if name not in file.attrs:
+        raise _Damage(f"attribute {name!r} is missing")
+    if file.attrs.get_id(name).get_storage_size() > ATTRIBUTE_BYTES:
+        raise _Damage(f"attribute {name!r} is larger than {ATTRIBUTE_BYTES:,} bytes")
+    return np.atleast_1d(file.attrs[name])
+
+
+def _text(file: h5py.File, name: str) -> list[bytes]:
+    values = _attribute(file, name)
+    if values.dtype.kind != "S" or values.ndim != 1 or not len(values):
+        raise _Damage(f"attribute {name!r} is no text")
+    return [bytes(value) for value in values]
+
+
+def _numbers(file: h5py.File, name: str, count: int) -> tuple[float, ...]:
+    values = _attribute(file, name)
+    if values.dtype.kind != "f" or values.shape != (count,) or not np.isfinite(values).all():
+        raise _Damage(f"attribute {name!r} is not {count} finite numbers")
+    return tuple(float(value) for value in values)

@@ -1,0 +1,51 @@
+"""The pack file format, version 1: names, blocks and the uuid. Used by its writer and reader.
+
+Root attributes: ``format``, ``version``, ``uuid``, ``classes`` (UTF-8 strings), ``mean`` and
+``std`` (per channel of train, in [0, 1]) and ``provenance`` (JSON). One group per split, each with
+
+    images          (N, H, W, C) uint8, contiguous     images_crc32  (blocks,) uint32
+    labels          (N,) int64, contiguous             labels_crc32  (blocks,) uint32
+
+where a block is ``rows_per_block`` whole rows (an attribute of the checksums), about 1 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+FORMAT, VERSION = "hpctrain-pack", 1
+KINDS = ("images", "labels")
+SPLITS = ("train", "validation", "test")  # others are allowed and follow by name
+BLOCK_BYTES = 2**20
+LABEL_BYTES = 8
+
+
+def rows_per_block(row_bytes: int) -> int:
+    """Rows whose bytes share one checksum: whole rows, 1 MiB or the next below, at least one."""
+    return max(1, BLOCK_BYTES // row_bytes)
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Split names in the order of use: train, validation, test, then others by name."""
+    return sorted(names, key=lambda name: (SPLITS.index(name) if name in SPLITS else 3, name))
+
+
+def content_uuid(
+    image_shape: tuple[int, int, int],
+    classes: tuple[str, ...],
+    splits: dict[str, tuple[int, np.ndarray, np.ndarray]],
+) -> str:
+    """The uuid of a pack of this content: equal rows in equal order have equal uuids anywhere.
+
+    `splits`: per split the number of rows, and the CRC-32 of every block of images and of labels.
+    """
+    parts: list[Any] = [FORMAT, VERSION, list(image_shape), list(classes)]
+    for name in ordered(splits):
+        rows, images, labels = splits[name]
+        parts.append([name, rows, images.tolist(), labels.tolist()])
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(parts)))

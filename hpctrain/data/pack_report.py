@@ -1,0 +1,112 @@
+"""What ``pack`` shows: progress, the table of a pack, and lists of files.
+
+The table goes to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hpctrain.data.pack_layout import shown
+from hpctrain.data.packed import Pack, Rows
+
+CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
+WIDTH = 100  # of a table that is not shown on a terminal
+
+
+def say(text: str) -> None:
+    """One line on standard error, as it is."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over `total` images on a terminal, nothing elsewhere; gives the way to advance it."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("images"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda images: bar.advance(task, images)
+
+
+def say_bad(bad: list[tuple[str, str]]) -> None:
+    """Every file that could not be read, with the reason."""
+    for name, why in bad:
+        say(f"unreadable: {shown(name)}: {why}")
+
+
+def say_duplicates(
+    names: list[str], labels: np.ndarray, groups: list[np.ndarray], left_out: int
+) -> None:
+    """Images of equal pixels: `groups` of positions in `names` and `labels`."""
+    for group in groups[:GROUPS_SHOWN]:
+        classes = " (in different classes)" if len(set(labels[group].tolist())) > 1 else ""
+        say(f"equal pixels{classes}: {' = '.join(shown(names[row]) for row in group.tolist())}")
+    if len(groups) > GROUPS_SHOWN:
+        say(f"… and {len(groups) - GROUPS_SHOWN:,} more groups of images with equal pixels")
+    if groups:
+        images = sum(len(group) for group in groups)
+        kept = f"{left_out:,} left out, in test already" if left_out else "each group in one split"
+        say(f"{images:,} images in {len(groups):,} groups have equal pixels: {kept}")
+
+
+def print_table(pack: Pack) -> None:
+    """Images by class and split, and what the pack says of itself."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=WIDTH)
+    counts = {name: _class_counts(pack, name) for name in pack.splits}
+    table = Table(title=shown(pack.path))
+    table.add_column("class")
+    for name in [*counts, "all"]:
+        table.add_column(shown(name), justify="right")
+    by_class = list(zip(*(count.tolist() for count in counts.values()), strict=True))
+    if len(by_class) <= CLASSES_SHOWN:
+        for name, row in zip(pack.classes, by_class, strict=True):
+            table.add_row(_plain(name), *(f"{part:,}" for part in (*row, sum(row))))
+    else:
+        sums = [*counts.values(), sum(counts.values())]
+        for what, smallest in (("smallest", np.min), ("largest", np.max)):
+            table.add_row(f"{what} class", *(f"{smallest(column):,}" for column in sums))
+    table.add_section()
+    totals = [split.rows for split in pack.splits.values()]
+    classes = f"{len(pack.classes):,} classes" if len(pack.classes) > 1 else "1 class"
+    table.add_row(classes, *(f"{total:,}" for total in (*totals, sum(totals))))
+    console.print(table)
+    for key, value in _facts(pack):
+        console.print(f"{key:<7}{value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _plain(name: str) -> str:
+    return shown(name).replace("[", r"\[")  # rich's markup
+
+
+def _class_counts(pack: Pack, split: str) -> np.ndarray:
+    with Rows(pack, split) as rows:
+        return np.bincount(rows.labels, minlength=len(pack.classes))
+
+
+def _facts(pack: Pack) -> list[tuple[str, str]]:
+    height, width, channels = pack.image_shape
+    made = pack.provenance
+    facts = [
+        ("images", f"{width} x {height} pixels, {channels} channel{'s' if channels > 1 else ''}"),
+        ("file", f"{pack.file_size / 2**20:,.1f} MiB"),
+        ("mean", " ".join(f"{value:.4f}" for value in pack.mean) + " of train, in [0, 1]"),
+        ("std", " ".join(f"{value:.4f}" for value in pack.std)),
+        ("uuid", pack.uuid),
+    ]
+    source = [str(made["source"])] if "source" in made else []
+    source += [f"{key} {made[key]}" for key in ("split", "seed", "hpctrain") if key in made]
+    return [*facts, ("source", shown(", ".join(source)))] if source else facts

@@ -1,0 +1,157 @@
+"""Which image goes to which split, and in which order: pure arithmetic, from a seed.
+
+Each class is cut by the shares with the largest remainder, so its counts are exact. Images of
+equal pixels stay together: they are placed first, in train while there is room, and the single
+images then fill every split to its count. Where the source gives the split it is kept, and copies
+in a split used earlier (train before validation before test) are left out, so that no test image
+was trained on.
+
+Random order is the stable sort of raw PCG64 output, which numpy promises to keep, so equal seeds
+give equal packs with any numpy.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from hpctrain.data.pack_format import SPLITS
+from hpctrain.data.pack_layout import shown
+from hpctrain.errors import UsageError
+from hpctrain.keys import random_key
+
+LEFT_OUT = -1
+TRAIN, VALIDATION, TEST = range(3)  # positions in SPLITS and in shares
+
+
+def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
+    """ "0.9,0.1" or "0.8,0.1,0.1" -> shares of train, validation, test, exactly. UsageError."""
+    try:
+        shares = [Fraction(part.strip()) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        shares = []
+    if len(shares) not in (1, 2, 3) or min(shares) < 0 or shares[0] == 0 or sum(shares) != 1:
+        raise UsageError(
+            f"--split {text}: give shares that sum to 1, of train,test (0.9,0.1) or of"
+            " train,validation,test (0.8,0.1,0.1), train not 0"
+        )
+    if len(shares) == 3:
+        return shares[0], shares[1], shares[2]
+    return shares[0], Fraction(0), Fraction(1) - shares[0]
+
+
+def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
+    """`count` cut by `shares`, whole numbers that sum to it: largest remainders get the rest."""
+    total = sum(shares)
+    exact = [count * share / total for share in shares]
+    counts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: count - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def permutation(count: int, key: int) -> np.ndarray:
+    """A random order of `count` rows, (count,) int64, the same with every numpy."""
+    return np.argsort(np.random.PCG64(key).random_raw(count), kind="stable")
+
+
+def assign(
+    labels: np.ndarray,
+    given: np.ndarray,
+    groups: np.ndarray,
+    shares: tuple[Fraction, Fraction, Fraction],
+    seed: int,
+) -> np.ndarray:
+    """The split of every image: (N,) int8 positions in SPLITS, or LEFT_OUT.
+
+    labels (N,); given (N,) int8 splits that the source gives, LEFT_OUT where it gives none;
+    groups (N,): images of equal pixels have equal numbers. Where the source gives test, only a
+    third share is used: validation is drawn out of the given train.
+    """
+    labels, splits = np.asarray(labels), given.copy()
+    if not (given > TRAIN).any():  # a source with nothing but train gives no split
+        splits[:] = LEFT_OUT
+    elif shares[VALIDATION] and not (given == VALIDATION).any():
+        splits[given == TRAIN] = LEFT_OUT
+        shares = (shares[TRAIN], shares[VALIDATION], Fraction(0))
+    latest = np.full(int(groups.max()) + 1, LEFT_OUT, np.int8)  # given split of every group
+    np.maximum.at(latest, groups, splits)
+    free = np.flatnonzero((splits == LEFT_OUT) & (latest[groups] == LEFT_OUT))
+    splits[splits < latest[groups]] = LEFT_OUT
+    rows = free[permutation(len(free), random_key(seed, "pack split"))]
+    splits[rows] = _draw(labels[rows], groups[rows], shares)
+    return splits
+
+
+def _draw(
+    labels: np.ndarray, groups: np.ndarray, shares: tuple[Fraction, Fraction, Fraction]
+) -> np.ndarray:
+    """The split of rows that are already in random order: (n,) int8."""
+    room = np.array([cut(int(count), shares) for count in np.bincount(labels)])  # (K, 3)
+    splits = np.full(len(labels), LEFT_OUT, np.int8)
+    _, member_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    repeated = np.flatnonzero(sizes[member_of] > 1)
+    by_group: dict[int, list[int]] = {}
+    for row in repeated.tolist():
+        by_group.setdefault(int(member_of[row]), []).append(row)
+    for members in sorted(by_group.values(), key=len, reverse=True):
+        need = np.bincount(labels[members], minlength=len(room))  # (K,)
+        fits = (room >= need[:, None]).all(axis=0) & (room.sum(axis=0) > 0)
+        split = int(np.argmax(fits)) if fits.any() else int(np.argmax(room.sum(axis=0)))
+        splits[members] = split
+        room[:, split] -= need
+    single = np.flatnonzero(sizes[member_of] == 1)
+    by_class = single[np.argsort(labels[single], kind="stable")]
+    start = 0
+    for label, count in enumerate(np.bincount(labels[single], minlength=len(room)).tolist()):
+        splits[by_class[start : start + count]] = np.repeat(
+            np.arange(3, dtype=np.int8), _filled(room[label], count)
+        )
+        start += count
+    return splits
+
+
+def _filled(room: np.ndarray, count: int) -> list[int]:
+    """`count` single images into the room left in each split; a split overfull by large groups of
+    equal images (room below 0) takes its excess from the fullest room."""
+    places = [max(0, int(part)) for part in room]
+    while sum(places) > count:
+        places[places.index(max(places))] -= 1
+    return places
+
+
+def equal_pixels(digests: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(N,) numbers, equal where digests are; and the positions of each group of two or more."""
+    _, groups = np.unique(digests, return_inverse=True)
+    by_group = np.argsort(groups, kind="stable")
+    bounds = np.flatnonzero(np.diff(groups[by_group])) + 1
+    equal = [group for group in np.split(by_group, bounds) if len(group) > 1]
+    return groups, sorted(equal, key=lambda group: int(group[0]))
+
+
+def rows_by_split(
+    splits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], wanted: list[str], seed: int
+) -> dict[str, np.ndarray]:
+    """Source rows of every split in their final, shuffled order. Raises UsageError where a split
+    that is wanted stays empty, or a class has no image in train."""
+    result: dict[str, np.ndarray] = {}
+    for position, name in enumerate(SPLITS):
+        rows = np.flatnonzero(splits == position)
+        if len(rows):
+            key = random_key(seed, "pack order", name)
+            result[name] = rows[permutation(len(rows), key)]
+        elif name in wanted:
+            raise UsageError(
+                f"--split leaves no image for {name}: there are {len(labels)} images in"
+                f" {len(classes)} classes; give {name} a larger share or more images"
+            )
+    trained = set(labels[result["train"]].tolist()) if "train" in result else set()
+    for label, name in enumerate(classes):
+        if label not in trained:
+            raise UsageError(
+                f"class {shown(name)!r} has {int((labels == label).sum())} images and none of them"
+                " in train: give train a larger share, or the class more images"
+            )
+    return result

@@ -1,0 +1,199 @@
+"""Find out what a source is and list it: a folder, an archive, or arrays (``pack_arrays.py``).
+
+Nothing of an archive is ever unpacked to a path. A .tgz is unzipped once into a scratch file
+without a name, where every member is a slice of known offset; a .zip is read member by member.
+So names cannot lead out of a folder; an archive with names that try is refused all the same.
+Links are followed within the archive only, devices and pipes are unreadable files like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import stat
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from hpctrain.data import pack_arrays
+from hpctrain.data.pack_layout import Item, Source, arrange, hidden, shown
+from hpctrain.data.pack_scratch import unzipped
+from hpctrain.data.pack_worker import FILE_LIMIT
+from hpctrain.errors import UsageError
+
+GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
+
+
+@contextmanager
+def open_source(path: Path, scratch: Path) -> Iterator[Source]:
+    """The listed source at `path`; scratch files go, without a name, into the folder `scratch`.
+
+    Raises UsageError, one line, where there is nothing to pack.
+    """
+    with ExitStack() as stack:
+        source = _listed(path, scratch, stack)
+        source.items = [item for item in source.items if not _too_large(item, source)]
+        yield source
+
+
+def _too_large(item: Item, source: Source) -> bool:
+    if item.size > FILE_LIMIT:
+        source.bad.append((item.name, f"{item.size:,} bytes; the limit is {FILE_LIMIT:,}"))
+    return item.size > FILE_LIMIT
+
+
+def _listed(path: Path, scratch: Path, stack: ExitStack) -> Source:
+    if path.is_dir():
+        if pairs := pack_arrays.find_idx(path):
+            return pack_arrays.idx_source(path.name, pairs, scratch, stack)
+        return _folder(path)
+    if not path.is_file():
+        kind = "is no file or folder" if path.exists() else "does not exist"
+        raise UsageError(
+            f"source {path} {kind}: give a folder with a folder per class, .tgz, .zip, idx, .npz,"
+            " or flowers or digits by name"
+        )
+    with path.open("rb") as file:
+        start = file.read(8)
+    if path.suffix == ".npz":
+        return pack_arrays.npz_source(path, scratch, stack)
+    if start.startswith(ZIP):
+        return _zip(path)
+    if start.startswith(HDF5):
+        raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")
+    if pack_arrays.is_idx(path):
+        return pack_arrays.idx_source(path.name, pack_arrays.idx_pair(path), scratch, stack)
+    if start.startswith(GZIP):
+        return _tar(path, stack.enter_context(unzipped(path, scratch)))
+    if tarfile.is_tarfile(path):
+        return _tar(path, stack.enter_context(path.open("rb")))
+    raise UsageError(f"source {path} is no .tgz, .tar, .zip, idx or .npz file")
+
+
+def _folder(root: Path) -> Source:
+    files, folders, bad = _walk(str(root))
+    layout = arrange(files, folders, str(root))
+    items = [Item(place.name, place.label, place.split) for place in layout.places]
+    odd = [(name, why) for name, why in bad if not hidden(name.split("/"))]
+    return Source(
+        root.resolve().name, "folder", str(root), layout.classes, items, odd, _notes(layout.ignored)
+    )
+
+
+def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
+    """Files, folders and what is neither, below `root`; links are followed, loops are not."""
+    files: list[str] = []
+    folders: list[str] = []
+    bad: list[tuple[str, str]] = []
+
+    def enter(folder: str, above: tuple[tuple[int, int], ...]) -> None:
+        with os.scandir(os.path.join(root, folder)) as entries:
+            for entry in entries:
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_file():
+                    files.append(name)
+                elif entry.is_dir():
+                    found = entry.stat()
+                    folders.append(name)
+                    if (found.st_dev, found.st_ino) not in above:
+                        enter(name, (*above, (found.st_dev, found.st_ino)))
+                elif folder:
+                    broken = entry.is_symlink() and not os.path.exists(entry.path)
+                    bad.append((name, "a link to nothing" if broken else "no regular file"))
+
+    try:
+        top = os.stat(root)
+        enter("", ((top.st_dev, top.st_ino),))
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from None
+    return files, folders, bad
+
+
+def _tar(path: Path, file: BinaryIO) -> Source:
+    """Members as slices of `file`; of members of one name the last one counts, as in tar."""
+    members: dict[str, tarfile.TarInfo] = {}
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                name = _safe_name(member.name, path)
+                if name:
+                    members.pop(name, None)
+                    members[name] = member
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise UsageError(f"source {path} is no whole tar archive: {error}") from None
+    files: dict[str, tarfile.TarInfo] = {}
+    bad: dict[str, str] = {}
+    for name, member in members.items():
+        if member.isdir():
+            continue
+        target = _follow(name, members)
+        if target is None or not target.isreg() or target.issparse():
+            bad[name] = "no regular file" if target is not None else "a link out of the archive"
+        elif target.offset_data + target.size > length:
+            raise UsageError(f"source {path} is cut short within {shown(name)}: fetch it again")
+        else:
+            files[name] = target
+    folders = [name for name, member in members.items() if member.isdir()]
+    layout = arrange([*files, *bad], folders, str(path))
+    items = [
+        Item(p.name, p.label, p.split, 0, files[p.name].offset_data, files[p.name].size)
+        for p in layout.places
+        if p.name in files
+    ]
+    odd = [(p.name, bad[p.name]) for p in layout.places if p.name in bad]
+    notes = _notes(layout.ignored)
+    return Source(path.name, "slices", "", layout.classes, items, odd, notes, [file])
+
+
+def _follow(name: str, members: dict[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
+    """The member itself, or where its links lead within the archive."""
+    for _ in range(8):
+        member = members.get(name)
+        if member is None or not (member.issym() or member.islnk()):
+            return member
+        base = posixpath.dirname(name) if member.issym() else ""
+        name = posixpath.normpath(posixpath.join(base, member.linkname))
+    return None
+
+
+def _zip(path: Path) -> Source:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            listed = enumerate(archive.infolist())
+            members = {_safe_name(member.filename, path): (i, member) for i, member in listed}
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
+        raise UsageError(f"source {path} is no whole zip archive: {error}") from None
+    members.pop("", None)
+    files = [name for name, (_, member) in members.items() if not member.is_dir()]
+    folders = [name for name, (_, member) in members.items() if member.is_dir()]
+    layout = arrange(files, folders, str(path))
+    items: list[Item] = []
+    odd: list[tuple[str, str]] = []
+    for place in layout.places:
+        index, member = members[place.name]
+        mode = stat.S_IFMT(member.external_attr >> 16)
+        if mode not in (0, stat.S_IFREG):
+            odd.append((place.name, "no regular file"))
+        else:
+            items.append(Item(place.name, place.label, place.split, 0, index, member.file_size))
+    notes = _notes(layout.ignored)
+    return Source(path.name, "zip", str(path.resolve()), layout.classes, items, odd, notes)
+
+
+def _safe_name(name: str, archive: Path) -> str:
+    """The name without "./", refused where it leads out of the archive."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/") or ".." in parts:
+        raise UsageError(
+            f"source {archive} names a file outside of itself, {shown(name)!r}: refused"
+        )
+    return "/".join(parts)
+
+
+def _notes(ignored: int) -> list[str]:
+    return [f"{ignored} image files outside the class folders were ignored"] if ignored else []

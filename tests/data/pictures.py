@@ -1,0 +1,99 @@
+"""Small image files and sources for the tests of packing."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from hpctrain.config import PackConfig
+from hpctrain.data.pack import make_pack
+from hpctrain.data.packed import Pack, Rows, read_pack
+
+
+def picture(number: int, width: int = 13, height: int = 11, channels: int = 3) -> np.ndarray:
+    """A smooth picture, another one for every number: (H, W, C) uint8."""
+    y, x = np.mgrid[0:height, 0:width]
+    planes = [
+        128 + 100 * np.sin(0.3 * x + 0.7 * number + c) * np.cos(0.2 * y + 0.11 * number * c)
+        for c in range(channels)
+    ]
+    return np.stack(planes, axis=-1).astype(np.uint8)
+
+
+def encode(pixels: np.ndarray, kind: str = "PNG", **options) -> bytes:
+    """The bytes of an image file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels.squeeze()).save(file, kind, **options)
+    return file.getvalue()
+
+
+def class_folders(root: Path, counts: dict[str, int], suffix: str = ".png", **shape) -> Path:
+    """A folder per class with so many pictures each, all different."""
+    number = 0
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            kind = {".png": "PNG", ".jpg": "JPEG"}[suffix]
+            (root / name / f"{i:03}{suffix}").write_bytes(encode(picture(number, **shape), kind))
+            number += 1
+    return root
+
+
+def tar(path: Path, root: Path, prefix: str = "", mode: str = "w:gz") -> Path:
+    """The folder `root` as a tar archive."""
+    with tarfile.open(path, mode) as archive:
+        archive.add(root, prefix or ".")
+    return path
+
+
+def zipped(path: Path, root: Path, prefix: str = "") -> Path:
+    """The folder `root` as a zip archive."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(root.rglob("*")):
+            archive.write(file, f"{prefix}{file.relative_to(root)}")
+    return path
+
+
+def idx(path: Path, values: np.ndarray) -> Path:
+    """An idx file, zipped where the name ends with .gz."""
+    header = struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
+    data = header + values.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def pack(source: object, output: Path, **settings) -> Pack:
+    """Make a pack as the command does and open it; one process unless `jobs` says otherwise."""
+    settings = {"jobs": 1, **settings}
+    return read_pack(make_pack(PackConfig(source=str(source), output=str(output), **settings)))
+
+
+def contents(packed: Pack, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """All images (N, H, W, C) and labels (N,) of a split."""
+    with Rows(packed, split) as rows:
+        images = np.empty((len(rows), *packed.image_shape), np.uint8)
+        return rows.gather(np.arange(len(rows)), images), rows.labels
+
+
+def counts(packed: Pack) -> dict[str, list[int]]:
+    """Images of every class in every split."""
+    return {
+        name: np.bincount(contents(packed, name)[1], minlength=len(packed.classes)).tolist()
+        for name in packed.splits
+    }
+
+
+def all_rows(packed: Pack) -> set[tuple[int, bytes]]:
+    """Every (label, pixels) of a pack."""
+    pairs: set[tuple[int, bytes]] = set()
+    for name in packed.splits:
+        images, labels = contents(packed, name)
+        pairs |= {(int(n), image.tobytes()) for n, image in zip(labels, images, strict=True)}
+    return pairs

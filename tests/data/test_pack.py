@@ -1,0 +1,435 @@
+"""From files to a pack, through the same functions as the command."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpctrain.cli import main as command
+from hpctrain.config import PackConfig
+from hpctrain.data import pack_worker, pack_write
+from hpctrain.data.pack import create_pack
+from hpctrain.data.packed import read_pack, verify
+from hpctrain.errors import RunError, UsageError
+from tests.data.pictures import (
+    all_rows,
+    class_folders,
+    contents,
+    counts,
+    encode,
+    idx,
+    pack,
+    picture,
+    tar,
+    zipped,
+)
+
+CLASSES = {"a": 43, "b": 37, "c": 21}  # 101 images
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return class_folders(tmp_path_factory.mktemp("source") / "images", CLASSES)
+
+
+def refusal(source, output, **settings):
+    with pytest.raises((UsageError, RunError)) as caught:
+        pack(source, output, **settings)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert not os.path.exists(output)
+    return text
+
+
+def test_a_folder_becomes_a_pack(folder, tmp_path):
+    made = pack(folder, tmp_path / "a.h5", split="0.8,0.1,0.1", seed=5)
+    assert made.classes == ("a", "b", "c") and made.image_shape == (11, 13, 3)
+    assert counts(made) == {"train": [35, 29, 17], "validation": [4, 4, 2], "test": [4, 4, 2]}
+    number, expected = 0, set()
+    for label, count in enumerate(CLASSES.values()):
+        for _ in range(count):
+            expected.add((label, picture(number).tobytes()))
+            number += 1
+    assert all_rows(made) == expected and len(expected) == 101
+    assert made.provenance["source"] == "images" and made.provenance["seed"] == 5
+    assert made.provenance["images"] == {"train": 81, "validation": 10, "test": 10}
+    pixels = contents(made, "train")[0] / 255
+    assert np.allclose(made.mean, pixels.mean(axis=(0, 1, 2)), rtol=1e-12)
+    assert verify(made) == []
+
+
+def test_the_file_is_plain_hdf5(folder, tmp_path):
+    made = pack(folder, tmp_path / "a.h5")
+    with h5py.File(made.path) as file:
+        assert list(file) == ["test", "train"]
+        assert (file["train/images"][:] == contents(made, "train")[0]).all()
+        assert (file["train/labels"][:] == contents(made, "train")[1]).all()
+        assert file["train/images"].chunks is None and file["train/images"].dtype == np.uint8
+        assert file["train/images"].id.get_offset() % 4096 == 0
+        assert file.attrs["classes"].tolist() == [b"a", b"b", b"c"]
+        assert json.loads(file.attrs["provenance"])["duplicates"]["groups"] == 0
+
+
+def test_equal_asks_give_equal_bytes(folder, tmp_path):
+    first = pack(folder, tmp_path / "1.h5", jobs=1)
+    time.sleep(1.1)  # no time of day in the file
+    pack(folder, tmp_path / "2.h5", jobs=3)
+    assert (tmp_path / "1.h5").read_bytes() == (tmp_path / "2.h5").read_bytes()
+    other = pack(folder, tmp_path / "3.h5", seed=1)
+    assert other.uuid != first.uuid
+    assert all_rows(other) == all_rows(first)
+    assert (contents(other, "test")[0] != contents(first, "test")[0]).any()
+
+
+@pytest.mark.parametrize("make", [tar, zipped])
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_archives_give_the_pack_of_their_folder(folder, tmp_path, make, jobs):
+    path = make(tmp_path / "images", folder, "top/")
+    made = pack(path, tmp_path / "a.h5", jobs=jobs)
+    assert made.uuid == pack(folder, tmp_path / "b.h5").uuid
+    assert sorted(os.listdir(tmp_path)) == ["a.h5", "b.h5", "images"]  # nothing was unpacked
+
+
+def test_a_mixture_of_formats(tmp_path):
+    for name in "ab":
+        (tmp_path / "images" / name).mkdir(parents=True)
+    colour, gray = Image.fromarray(picture(1)), Image.fromarray(picture(2, channels=1)[..., 0])
+    for i in range(7):
+        colour = Image.fromarray(picture(i))
+        for j, (image, suffix) in enumerate(
+            [
+                (colour, "png"),
+                (gray.rotate(i), "png"),
+                (colour.quantize(8), "gif"),
+                (colour.convert("CMYK"), "jpg"),
+                (colour.convert("RGBA"), "webp"),
+                (colour.resize((31, 17)), "bmp"),
+                (gray.rotate(i).convert("I").point(lambda v: v * 257), "tiff"),
+            ]
+        ):
+            image.save(tmp_path / "images" / "ab"[i % 2] / f"{i}{j}.{suffix}")
+    made = pack(tmp_path / "images", tmp_path / "a.h5", size="13x11", split="0.5,0.5")
+    assert made.image_shape == (11, 13, 3)
+    rows = all_rows(made)
+    assert (1, picture(3).tobytes()) in rows
+    assert (0, np.repeat(np.asarray(gray)[..., None], 3, axis=2).tobytes()) in rows
+
+
+def test_channels_follow_the_images_unless_asked(folder, tmp_path):
+    gray = class_folders(tmp_path / "gray", {"a": 9, "b": 9}, channels=1)
+    assert pack(gray, tmp_path / "1.h5").image_shape == (11, 13, 1)
+    assert pack(gray, tmp_path / "2.h5", channels=3).image_shape == (11, 13, 3)
+    assert pack(folder, tmp_path / "3.h5", channels=1).image_shape == (11, 13, 1)
+    (gray / "b" / "zzz.png").write_bytes(encode(picture(99)))  # one picture of colour, the last
+    assert pack(gray, tmp_path / "4.h5").image_shape == (11, 13, 3)
+
+
+def test_sizes(folder, tmp_path):
+    made = pack(folder, tmp_path / "1.h5", size="7x5")
+    assert made.image_shape == (5, 7, 3)
+    cropped = pack(folder, tmp_path / "2.h5", size="5x5", crop=True)
+    stretched = pack(folder, tmp_path / "3.h5", size="5x5")
+    assert cropped.uuid != stretched.uuid
+    mixed = class_folders(tmp_path / "mixed", {"a": 3})
+    class_folders(mixed / "b", {"x": 2}, width=17)
+    text = refusal(mixed, tmp_path / "4.h5", jobs=1)
+    assert "a/000.png has 13x11 pixels and b/x/000.png 17x11: give one with --size 13x11" in text
+    assert pack(mixed, tmp_path / "4.h5", size="13x11", split="1").splits["train"].rows == 5
+
+
+def test_wrong_settings_are_refused_before_any_work(folder, tmp_path):
+    for settings, words in (
+        ({"size": "100"}, "WIDTHxHEIGHT"),
+        ({"size": "0x9"}, "1 to 16,384"),
+        ({"size": "9x99999"}, "1 to 16,384"),
+        ({"channels": 2}, "1 is gray, 3 is colour"),
+        ({"crop": True}, "--crop cuts to a size"),
+        ({"split": "0.9,0.2"}, "shares that sum to 1"),
+        ({"jobs": 0}, "at least 1 process"),
+        ({"split": "0.999,0.001"}, "no image for test: there are 101 images"),
+    ):
+        assert words in refusal(folder, tmp_path / "a.h5", **settings)
+    assert "no folder" in refusal(folder, tmp_path / "none" / "a.h5")
+    assert "does not exist" in refusal(tmp_path / "none", tmp_path / "a.h5")
+    with pytest.raises(UsageError, match="pack what"):
+        create_pack(PackConfig())
+
+
+def test_an_existing_pack_is_only_replaced_when_asked(folder, tmp_path):
+    output = tmp_path / "a.h5"
+    output.write_text("precious")
+    with pytest.raises(UsageError, match="a.h5 exists: .* --overwrite"):
+        pack(folder, output)
+    assert output.read_text() == "precious"
+    with pytest.raises(UsageError, match="there is no|does not exist"):
+        pack(tmp_path / "none", output, overwrite=True)
+    assert output.read_text() == "precious"
+    assert pack(folder, output, overwrite=True).splits["test"].rows == 10
+    with pytest.raises(UsageError, match="is a folder"):
+        pack(folder, tmp_path)
+
+
+def test_equal_images_stay_in_one_split_and_are_reported(tmp_path, capfd):
+    root = class_folders(tmp_path / "images", {"a": 40, "b": 40})
+    (root / "a" / "twin.png").write_bytes(encode(picture(3)))
+    (root / "b" / "twin.bmp").write_bytes(encode(picture(3), "BMP"))  # equal pixels, other file
+    for seed in range(5):
+        made = pack(root, tmp_path / "a.h5", seed=seed, split="0.5,0.5", overwrite=True)
+        said = capfd.readouterr().err
+        assert "equal pixels (in different classes): a/003.png = a/twin.png = b/twin.bmp" in said
+        assert counts(made) == {"train": [21, 21], "test": [20, 20]}
+        holders = [
+            name
+            for name in made.splits
+            if (contents(made, name)[0] == picture(3)).all((1, 2, 3)).any()
+        ]
+        assert len(holders) == 1
+        facts = {"groups": 1, "images": 3, "across_classes": 1, "left_out": 0}
+        assert made.provenance["duplicates"] == facts
+    (root / "a" / "twin.png").unlink()
+    (root / "b" / "twin.bmp").unlink()
+    assert pack(root, tmp_path / "b.h5").provenance["duplicates"]["groups"] == 0
+    assert "equal" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_unreadable_files_are_listed_and_refused_unless_skipped(tmp_path, capfd, jobs):
+    root = class_folders(tmp_path / "images", {"a": 23, "b": 23})
+    whole = encode(picture(1), "JPEG")
+    (root / "a" / "half.jpg").write_bytes(whole[: len(whole) // 2])
+    (root / "a" / "notes.txt").write_text("hello")
+    (root / "b" / "empty.png").write_bytes(b"")
+    (root / "b" / "[red]\x1b[2J.png").write_bytes(b"")  # neither markup nor a terminal command
+    (root / "b" / ".hidden").write_text("ignored")
+    text = refusal(root, tmp_path / "a.h5", jobs=jobs)
+    assert text.startswith("4 of 50 files cannot be read, they are listed above")
+    said = capfd.readouterr().err
+    for name in ("a/half.jpg", "a/notes.txt: not an image", "b/empty.png", "b/[red]?[2J.png"):
+        assert f"unreadable: {name}" in said
+    made = pack(root, tmp_path / "a.h5", jobs=jobs, skip_bad=True)
+    assert sum(split.rows for split in made.splits.values()) == 46
+    assert made.provenance["skipped"]["files"] == 4
+    assert made.provenance["skipped"]["names"][0] == "a/half.jpg"
+    assert "4 of 50 files left out" in capfd.readouterr().err
+
+
+def test_nothing_readable_at_all(tmp_path):
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "x.txt").write_text("hello")
+    for settings in ({}, {"size": "9x9"}, {"size": "9x9", "channels": 3, "skip_bad": True}):
+        assert "none of its 1 files" in refusal(tmp_path / "images", tmp_path / "a.h5", **settings)
+
+
+def mnist(folder, test=20):
+    folder.mkdir()
+    for part, first, count in (("train", 0, 80), ("t10k", 100, test)):
+        images = np.stack([picture(first + i, 5, 3, 1)[..., 0] for i in range(count)])
+        idx(folder / f"{part}-images-idx3-ubyte.gz", images)
+        idx(folder / f"{part}-labels-idx1-ubyte", np.arange(count) % 2)
+    return folder
+
+
+def test_idx_keeps_its_own_test_split(tmp_path, capfd):
+    source = mnist(tmp_path / "mnist")
+    made = pack(source, tmp_path / "a.h5")
+    assert counts(made) == {"train": [40, 40], "test": [10, 10]}
+    assert "which images are for testing" in capfd.readouterr().err
+    expected = {(i % 2, picture(100 + i, 5, 3, 1).tobytes()) for i in range(20)}
+    images, labels = contents(made, "test")
+    assert {(int(n), image.tobytes()) for n, image in zip(labels, images, strict=True)} == expected
+    made = pack(source, tmp_path / "b.h5", split="0.6,0.2,0.2", jobs=2)
+    assert counts(made) == {"train": [30, 30], "validation": [10, 10], "test": [10, 10]}
+    assert made.provenance["split_by"] == "source"
+    one = pack(source / "train-images-idx3-ubyte.gz", tmp_path / "c.h5")
+    assert counts(one) == {"train": [36, 36], "test": [4, 4]}
+    resized = pack(source, tmp_path / "d.h5", size="7x9", channels=3)
+    assert resized.image_shape == (9, 7, 3)
+
+
+def test_npz(tmp_path):
+    images = np.stack([picture(i, 5, 3) for i in range(40)])
+    labels = np.arange(40) % 2
+    np.savez(tmp_path / "x.npz", images=images, labels=labels)
+    made = pack(tmp_path / "x.npz", tmp_path / "a.h5")
+    assert counts(made) == {"train": [18, 18], "test": [2, 2]}
+    assert all_rows(made) == {(int(n), i.tobytes()) for n, i in zip(labels, images, strict=True)}
+
+
+def test_split_folders_are_kept(tmp_path):
+    root = tmp_path / "images"
+    class_folders(root / "train", {"a": 9, "b": 9})
+    class_folders(root / "val", {"a": 2, "b": 3}, width=17)
+    made = pack(root, tmp_path / "a.h5", size="13x11")
+    assert counts(made) == {"train": [9, 9], "validation": [2, 3]}
+
+
+def test_built_in_sets_by_name(folder, tmp_path, monkeypatch):
+    """What is packed by name; how digits and flowers come about is tested with them."""
+    images = np.stack([picture(i, 28, 28, 1) for i in range(20)])
+    splits = {"train": (images, np.arange(20) % 2), "unseen": (images[:3], np.zeros(3, int))}
+    digits, flowers = types.ModuleType("digits"), types.ModuleType("flowers")
+    digits.generate = lambda seed: (splits, ("0", "1"), {"source": "digits", "seed": seed})
+    flowers.fetch_archive = lambda data_dir: tar(tmp_path / "flower_photos.tgz", folder, "top")
+    monkeypatch.setitem(sys.modules, "hpctrain.data.digits", digits)
+    monkeypatch.setitem(sys.modules, "hpctrain.data.flowers", flowers)
+    data_dir = str(tmp_path / "data")
+    path = create_pack(PackConfig(source="digits", data_dir=data_dir, seed=7))
+    assert path == tmp_path / "data" / "digits.h5"
+    made = read_pack(path)
+    assert list(made.splits) == ["train", "unseen"] and made.provenance["seed"] == 7
+    path = create_pack(PackConfig(source="flowers", data_dir=data_dir, jobs=1))
+    assert path == tmp_path / "data" / "flowers.h5"
+    assert read_pack(path).image_shape == (100, 100, 3)
+    with pytest.raises(UsageError, match="--size does not apply to digits"):
+        create_pack(PackConfig(source="digits", size="9x9", output=str(tmp_path / "a.h5")))
+
+
+def test_started_as_several_processes_it_is_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    config = PackConfig(source=str(folder), output=str(tmp_path / "a.h5"), jobs=1)
+    with pytest.raises(UsageError, match="runs as one process, but 4 were started"):
+        create_pack(config)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    assert create_pack(config).exists()
+
+
+def test_the_command(folder, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command(["pack", str(folder), "--jobs", "2", "--split", "0.8,0.1,0.1"]) == 0
+    shown = capfd.readouterr()
+    assert "images.h5" in shown.out and "3 classes" in shown.out
+    assert "101 images in" in shown.err
+    assert command(["pack", "--check", "images.h5"]) == 0
+    assert "all checksums agree" in capfd.readouterr().out
+    assert command(["pack", str(folder)]) == 2
+    assert "images.h5 exists" in capfd.readouterr().err
+    assert command(["pack", str(folder), "--check", "images.h5"]) == 2
+    assert command(["pack", "--check", "none.h5"]) == 2
+    assert "there is no pack" in capfd.readouterr().err
+
+
+def test_many_classes_are_summed_up(tmp_path, capfd):
+    labels = np.repeat(np.arange(50), 2)
+    images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1)
+    pack_write.write_pack(
+        tmp_path / "a.h5", {"train": (images, labels)}, [f"[{i}]" for i in range(50)], {}
+    )
+    assert command(["pack", "--check", str(tmp_path / "a.h5")]) == 0
+    shown = capfd.readouterr().out
+    assert "50 classes" in shown and "smallest class" in shown and "[7]" not in shown
+
+
+@pytest.mark.parametrize("where", [pack_worker, pack_write])
+def test_a_full_disk_is_one_line_and_leaves_nothing(folder, tmp_path, monkeypatch, where):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(where, "os", type("Full", (), {**vars(os), "pwrite": full}))
+    assert "no room left" in refusal(folder, tmp_path / "a.h5")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_is_really_full(folder, tmp_path):
+    """The limit of a process on file sizes stands in for the disk: the workers inherit it."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    for jobs in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "hpctrain", "pack", folder, "--output", tmp_path / "a.h5"]
+            + ["--jobs", jobs],
+            capture_output=True,
+            text=True,
+            preexec_fn=limit,
+        )
+        assert done.returncode == 1, done.stderr
+        assert done.stderr.startswith("hpctrain: no room left") and done.stderr.count("\n") == 1
+        assert os.listdir(tmp_path) == []
+
+
+def test_too_little_room_is_said_at_once(folder, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 10**5})
+    monkeypatch.setattr("hpctrain.data.pack_settings.shutil.disk_usage", lambda path: usage)
+    text = refusal(folder, tmp_path / "a.h5", size="100x100")
+    assert "has 0 MiB free, packing needs 6 MiB" in text
+
+
+def test_a_worker_that_dies_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'pack_worker' in ' '.join(sys.orig_argv): os.kill(os.getpid(), 9)\n"
+    )
+    text = refusal(folder, tmp_path / "a.h5", jobs=2)
+    assert "a worker process of pack ended (SIGKILL) on one of a/000.png to" in text
+
+
+def test_a_bug_in_a_worker_shows_its_traceback(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'pack_worker' in ' '.join(sys.orig_argv):\n"
+        "    import hashlib\n"
+        "    hashlib.blake2b = None\n"
+    )
+    with pytest.raises(RuntimeError, match="in a worker process:\nTraceback"):
+        pack(folder, tmp_path / "a.h5", jobs=2)
+
+
+def processes_with(word):
+    """Command lines of running processes that contain `word`."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/environ", "rb") as file:
+                    found += [entry] * (word.encode() in file.read())
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_pack_that_is_killed_leaves_nothing(tmp_path, number):
+    root = class_folders(tmp_path / "images", {"a": 1, "b": 1}, width=997, height=887)
+    for i in range(300):
+        (root / "b" / f"{i:03}x.png").hardlink_to(root / "b" / "000.png")
+    output = tmp_path / "out" / "a.h5"
+    output.parent.mkdir()
+    mark = f"HPCTRAIN_TEST={tmp_path}"
+    packing = subprocess.Popen(
+        [sys.executable, "-m", "hpctrain", "pack", root, "--output", output, "--jobs", "2"]
+        + ["--size", "500x500"],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "HPCTRAIN_TEST": str(tmp_path)},
+        start_new_session=True,  # a Ctrl-C reaches the workers too
+    )
+    while len(processes_with(mark)) < 3:
+        assert packing.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.5)
+    assert packing.poll() is None
+    os.killpg(packing.pid, number) if number == signal.SIGINT else packing.send_signal(number)
+    said = packing.communicate(timeout=30)[1]
+    assert packing.returncode not in (0, 2) and b"Traceback" not in said
+    assert os.listdir(output.parent) == []
+    for _ in range(500):
+        if not processes_with(mark):
+            break
+        time.sleep(0.01)
+    assert processes_with(mark) == []
+
+
+def test_read_pack_takes_what_pack_gives(folder, tmp_path):
+    made = pack(folder, tmp_path / "a.h5")
+    assert read_pack(tmp_path / "a.h5") == made
