@@ -2,13 +2,13 @@
 
 In four passes, memory bounded by a few blocks of pixels and a few hundred bytes an image:
 
-1. list the source (``sources.py``, ``pack_arrays.py``);
+1. list the source (``sources.py``, ``arrays.py``);
 2. decode every image, in all worker processes, into its row of a scratch file, with a digest of
-   its pixels (``pack_decode.py``, ``pack_worker.py``, ``images.py``);
+   its pixels (``packing/decode.py``, ``packing/worker.py``, ``images.py``);
 3. cut each class into splits from the seed, equal images together, and shuffle
-   (``pack_split.py``);
+   (``packing/split.py``);
 4. write the rows in their new order, with checksums, under a temporary name that becomes the
-   pack's when all is on disk (``pack_write.py``).
+   pack's when all is on disk (``packing/write.py``).
 
 Needs room for the pixels twice, in the folder of the pack.
 """
@@ -30,21 +30,23 @@ import PIL
 
 import hpctrain
 from hpctrain.config import PackConfig
-from hpctrain.data import pack_report
 from hpctrain.data.images import Fit
-from hpctrain.data.pack_decode import (
+from hpctrain.data.pack_format import SPLITS
+from hpctrain.data.packed import gather_rows, read_pack, verify
+from hpctrain.data.packing import report
+from hpctrain.data.packing.decode import (
     Decoded,
     choose_fit,
     decode_all,
     descriptors,
     row_bytes,
 )
-from hpctrain.data.pack_format import SPLITS
-from hpctrain.data.pack_jobs import workers
-from hpctrain.data.pack_layout import Source
-from hpctrain.data.pack_scratch import scratch_file
-from hpctrain.data.pack_settings import check_room, image_wish, job_count, output_path
-from hpctrain.data.pack_split import (
+from hpctrain.data.packing.jobs import workers
+from hpctrain.data.packing.layout import Source
+from hpctrain.data.packing.scratch import scratch_file
+from hpctrain.data.packing.settings import check_room, image_wish, job_count, output_path
+from hpctrain.data.packing.sources import open_source
+from hpctrain.data.packing.split import (
     LEFT_OUT,
     TRAIN,
     assign,
@@ -52,9 +54,7 @@ from hpctrain.data.pack_split import (
     parse_split,
     rows_by_split,
 )
-from hpctrain.data.pack_write import Fetch, Part, write_pack, write_parts
-from hpctrain.data.packed import gather_rows, read_pack, verify
-from hpctrain.data.sources import open_source
+from hpctrain.data.packing.write import Fetch, Part, write_pack, write_parts
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import launched_size
 
@@ -78,11 +78,11 @@ def check_pack(path: str) -> int:
     """Verify all checksums and print the pack's table. 0: as it was written, 1: damaged."""
     pack = read_pack(path)
     damage = verify(pack)
-    pack_report.print_table(pack)
+    report.print_table(pack)
     for line in damage:
-        pack_report.say(f"{pack.path}: {line}")
+        report.say(f"{pack.path}: {line}")
     if damage:
-        pack_report.say(f"{len(damage)} damaged: do not use this pack, copy or make it again")
+        report.say(f"{len(damage)} damaged: do not use this pack, copy or make it again")
         return 1
     print("all checksums agree")
     return 0
@@ -102,9 +102,9 @@ def create_pack(config: PackConfig) -> Path:
     path = make_pack(config)
     seconds = time.perf_counter() - start
     pack = read_pack(path)
-    pack_report.print_table(pack)
+    report.print_table(pack)
     images = sum(split.rows for split in pack.splits.values())
-    pack_report.say(f"{images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
+    report.say(f"{images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
     return path
 
 
@@ -147,7 +147,7 @@ def _pack_images(config: PackConfig, path: Path, output: Path) -> None:
         with workers(jobs, descriptors(source, store)) as run:
             fit = choose_fit(source, wish, run)
             check_room(output, len(source.items) * row_bytes(fit))
-            with pack_report.progress("decoding", len(source.items)) as advance:
+            with report.progress("decoding", len(source.items)) as advance:
                 decoded = decode_all(source, fit, store, run, advance)
         _check_decoded(source, decoded, config.skip_bad)
         chosen, provenance = _chosen(source, decoded, config, fit, shares)
@@ -157,7 +157,7 @@ def _pack_images(config: PackConfig, path: Path, output: Path) -> None:
             for name, (rows, labels) in chosen.items()
         }
         total = sum(len(part.labels) for part in parts.values())
-        with pack_report.progress("writing", total) as advance:
+        with report.progress("writing", total) as advance:
             write_parts(output, parts, shape, source.classes, provenance, jobs, advance)
 
 
@@ -182,10 +182,10 @@ def _chosen(
     rows = rows_by_split(splits, labels, source.classes, wanted, config.seed)
     left_out = int((splits == LEFT_OUT).sum())
     for note in source.notes:
-        pack_report.say(note)
+        report.say(note)
     if by_source:
-        pack_report.say(f"{source.name} says which images are for testing or validation: kept")
-    pack_report.say_duplicates([item.name for item in items], labels, equal, left_out)
+        report.say(f"{source.name} says which images are for testing or validation: kept")
+    report.say_duplicates([item.name for item in items], labels, equal, left_out)
     facts = _provenance(source, decoded, config, fit)
     facts["split_by"] = "source" if by_source else "seed"
     facts["images"] = {name: len(part) for name, part in rows.items()}
@@ -228,7 +228,7 @@ def _fetch(store: BinaryIO, rows: np.ndarray, shape: tuple[int, int, int]) -> Fe
 
 def _check_decoded(source: Source, decoded: Decoded, skip_bad: bool) -> None:
     """Files that could not be read are listed, and refused unless they may be left out."""
-    pack_report.say_bad(decoded.bad)
+    report.say_bad(decoded.bad)
     count, total = len(decoded.bad), len(decoded.bad) + int(decoded.good.sum())
     if count == total:
         raise UsageError(f"source {source.name}: none of its {total:,} files can be read")
@@ -238,7 +238,7 @@ def _check_decoded(source: Source, decoded: Decoded, skip_bad: bool) -> None:
             " them, or leave them out with --skip-bad"
         )
     if count:
-        pack_report.say(f"{count:,} of {total:,} files left out, they cannot be read")
+        report.say(f"{count:,} of {total:,} files left out, they cannot be read")
 
 
 @contextmanager

@@ -181,3 +181,8 @@ def _numbers(file: h5py.File, name: str, count: int) -> tuple[float, ...]:
     if values.dtype.kind != "f" or values.shape != (count,) or not np.isfinite(values).all():
         raise _Damage(f"attribute {name!r} is not {count} finite numbers")
     return tuple(float(value) for value in values)
+
+
+def library_versions() -> str:
+    """Versions of h5py and of the HDF5 that it brings."""
+    return f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}"

@@ -5,7 +5,7 @@ returns a small picklable ``Pack``: where the bytes of every split begin. From t
 reads with preadv(2), which needs no HDF5, holds no lock of the library, costs 1 to 2 microseconds
 a row instead of 30, and turns a file that was cut short into an error instead of a signal.
 
-The format stands in ``pack_format.py``, its writer in ``pack_write.py``.
+The format stands in ``pack_format.py``, its writer in ``packing/write.py``.
 """
 
 from __future__ import annotations
@@ -88,6 +88,13 @@ def verify(pack: Pack) -> list[str]:
     if not damage and content_uuid(pack.image_shape, pack.classes, stored) != pack.uuid:
         damage.append("shape, classes or checksums are not those that the uuid was made from")
     return damage
+
+
+def library_versions() -> str:
+    """Versions of what reads packs, such as "h5py 3.16.0, HDF5 2.0.0"."""
+    from hpctrain.data import pack_check
+
+    return pack_check.library_versions()
 
 
 class Rows:

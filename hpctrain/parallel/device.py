@@ -83,3 +83,12 @@ def synchronize(device: torch.device) -> None:
 def set_threads(threads: int) -> None:
     """CPU threads of this process. Launchers leave 1 or all cores; the plan decides instead."""
     torch.set_num_threads(threads)
+
+
+def nccl_version() -> int:
+    """Version of the NCCL that CuPy finds, such as 22304; 0 without one."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return 0
+    return int(nccl.get_version())

@@ -73,6 +73,7 @@ def start_mpi() -> Comm:
 
 
 def host_name() -> str:
+    """Name of this host, as it stands in messages."""
     return socket.gethostname()
 
 
@@ -179,5 +180,6 @@ def _abort(world: Comm, text: str, code: int) -> int:
 
 
 def library() -> str:
-    """Name and version of the MPI library in one line."""
-    return MPI.Get_library_version().splitlines()[0].split(", package")[0].rstrip("\0 ,")
+    """Name and version of the MPI library: "Open MPI v5.0.11", "MPICH Version: 5.0.2"."""
+    line = MPI.Get_library_version().splitlines()[0].split(", package")[0]
+    return " ".join(line.rstrip("\0 ,").split())

@@ -17,9 +17,9 @@ from PIL import Image
 
 from hpctrain.cli import main as command
 from hpctrain.config import PackConfig
-from hpctrain.data import pack_worker, pack_write
 from hpctrain.data.pack import create_pack
 from hpctrain.data.packed import read_pack, verify
+from hpctrain.data.packing import worker, write
 from hpctrain.errors import RunError, UsageError
 from tests.data.pictures import (
     all_rows,
@@ -321,7 +321,7 @@ def test_the_command(folder, tmp_path, capfd, monkeypatch):
 def test_many_classes_are_summed_up(tmp_path, capfd):
     labels = np.repeat(np.arange(50), 2)
     images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1)
-    pack_write.write_pack(
+    write.write_pack(
         tmp_path / "a.h5", {"train": (images, labels)}, [f"[{i}]" for i in range(50)], {}
     )
     assert command(["pack", "--check", str(tmp_path / "a.h5")]) == 0
@@ -329,7 +329,7 @@ def test_many_classes_are_summed_up(tmp_path, capfd):
     assert "50 classes" in shown and "smallest class" in shown and "[7]" not in shown
 
 
-@pytest.mark.parametrize("where", [pack_worker, pack_write])
+@pytest.mark.parametrize("where", [worker, write])
 def test_a_full_disk_is_one_line_and_leaves_nothing(folder, tmp_path, monkeypatch, where):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -360,7 +360,7 @@ def test_a_disk_that_is_really_full(folder, tmp_path):
 
 def test_too_little_room_is_said_at_once(folder, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 10**5})
-    monkeypatch.setattr("hpctrain.data.pack_settings.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("hpctrain.data.packing.settings.shutil.disk_usage", lambda path: usage)
     text = refusal(folder, tmp_path / "a.h5", size="100x100")
     assert "has 0 MiB free, packing needs 6 MiB" in text
 
@@ -368,7 +368,7 @@ def test_too_little_room_is_said_at_once(folder, tmp_path, monkeypatch):
 def test_a_worker_that_dies_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'pack_worker' in ' '.join(sys.orig_argv): os.kill(os.getpid(), 9)\n"
+        "import os, sys\nif 'packing.worker' in ' '.join(sys.orig_argv): os.kill(os.getpid(), 9)\n"
     )
     text = refusal(folder, tmp_path / "a.h5", jobs=2)
     assert "a worker process of pack ended (SIGKILL) on one of a/000.png to" in text
@@ -378,7 +378,7 @@ def test_a_bug_in_a_worker_shows_its_traceback(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
-        "if 'pack_worker' in ' '.join(sys.orig_argv):\n"
+        "if 'packing.worker' in ' '.join(sys.orig_argv):\n"
         "    import hashlib\n"
         "    hashlib.blake2b = None\n"
     )

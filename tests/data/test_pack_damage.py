@@ -282,7 +282,7 @@ SLOW_WRITE = """
 import sys, time
 import numpy as np
 from pathlib import Path
-from hpctrain.data.pack_write import Part, write_parts
+from hpctrain.data.packing.write import Part, write_parts
 def fetch(start, stop):
     print("writing", flush=True)
     time.sleep(start / 1000)  # the second block takes long

@@ -7,9 +7,9 @@ import zipfile
 import numpy as np
 import pytest
 
-from hpctrain.data import pack_scratch
-from hpctrain.data.pack_layout import arrange
-from hpctrain.data.sources import open_source
+from hpctrain.data.packing import scratch
+from hpctrain.data.packing.layout import arrange
+from hpctrain.data.packing.sources import open_source
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, encode, idx, picture, tar, zipped
 
@@ -198,7 +198,7 @@ def test_damaged_archives(tmp_path):
 
 def test_a_gzip_bomb_is_refused(tmp_path, monkeypatch):
     (tmp_path / "bomb.tgz").write_bytes(gzip.compress(bytes(10**7)))
-    monkeypatch.setattr(pack_scratch, "SPARE", 0)
+    monkeypatch.setattr(scratch, "SPARE", 0)
     assert "200 times its size: refused" in refusal(tmp_path / "bomb.tgz", tmp_path)
 
 

@@ -12,9 +12,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from hpctrain.data.images import Fit
-from hpctrain.data.pack_jobs import Run
-from hpctrain.data.pack_layout import Item, Source, shown
-from hpctrain.data.pack_worker import Task
+from hpctrain.data.packing.jobs import Run
+from hpctrain.data.packing.layout import Item, Source, shown
+from hpctrain.data.packing.worker import Task
 from hpctrain.errors import UsageError
 
 IMAGES_PER_TASK, ROWS_PER_TASK = 16, 256  # of files to decode, of raw pixels

@@ -17,7 +17,7 @@ from fractions import Fraction
 import numpy as np
 
 from hpctrain.data.pack_format import SPLITS
-from hpctrain.data.pack_layout import shown
+from hpctrain.data.packing.layout import shown
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hpctrain.data.pack_layout import shown
 from hpctrain.data.packed import Pack, Rows
+from hpctrain.data.packing.layout import shown
 
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
 WIDTH = 100  # of a table that is not shown on a terminal

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from hpctrain.config import PackConfig
-from hpctrain.data.pack_decode import IMAGES_PER_TASK, Wish
+from hpctrain.data.packing.decode import IMAGES_PER_TASK, Wish
 from hpctrain.errors import RunError, UsageError
 
 BUILT_IN = ("flowers", "digits")

@@ -3,7 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from hpctrain.data.pack_split import (
+from hpctrain.data.packing.split import (
     LEFT_OUT,
     TEST,
     TRAIN,

@@ -1,4 +1,4 @@
-"""Find out what a source is and list it: a folder, an archive, or arrays (``pack_arrays.py``).
+"""Find out what a source is and list it: a folder, an archive, or arrays (``arrays.py``).
 
 Nothing of an archive is ever unpacked to a path. A .tgz is unzipped once into a scratch file
 without a name, where every member is a slice of known offset; a .zip is read member by member.
@@ -18,10 +18,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from hpctrain.data import pack_arrays
-from hpctrain.data.pack_layout import Item, Source, arrange, hidden, shown
-from hpctrain.data.pack_scratch import unzipped
-from hpctrain.data.pack_worker import FILE_LIMIT
+from hpctrain.data.packing import arrays
+from hpctrain.data.packing.layout import Item, Source, arrange, hidden, shown
+from hpctrain.data.packing.scratch import unzipped
+from hpctrain.data.packing.worker import FILE_LIMIT
 from hpctrain.errors import UsageError
 
 GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
@@ -47,8 +47,8 @@ def _too_large(item: Item, source: Source) -> bool:
 
 def _listed(path: Path, scratch: Path, stack: ExitStack) -> Source:
     if path.is_dir():
-        if pairs := pack_arrays.find_idx(path):
-            return pack_arrays.idx_source(path.name, pairs, scratch, stack)
+        if pairs := arrays.find_idx(path):
+            return arrays.idx_source(path.name, pairs, scratch, stack)
         return _folder(path)
     if not path.is_file():
         kind = "is no file or folder" if path.exists() else "does not exist"
@@ -59,13 +59,13 @@ def _listed(path: Path, scratch: Path, stack: ExitStack) -> Source:
     with path.open("rb") as file:
         start = file.read(8)
     if path.suffix == ".npz":
-        return pack_arrays.npz_source(path, scratch, stack)
+        return arrays.npz_source(path, scratch, stack)
     if start.startswith(ZIP):
         return _zip(path)
     if start.startswith(HDF5):
         raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")
-    if pack_arrays.is_idx(path):
-        return pack_arrays.idx_source(path.name, pack_arrays.idx_pair(path), scratch, stack)
+    if arrays.is_idx(path):
+        return arrays.idx_source(path.name, arrays.idx_pair(path), scratch, stack)
     if start.startswith(GZIP):
         return _tar(path, stack.enter_context(unzipped(path, scratch)))
     if tarfile.is_tarfile(path):

@@ -21,8 +21,8 @@ from typing import IO, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from hpctrain.data.pack_layout import Item, Source
-from hpctrain.data.pack_scratch import UNZIP_ERRORS, copy_exactly, scratch_file
+from hpctrain.data.packing.layout import Item, Source
+from hpctrain.data.packing.scratch import UNZIP_ERRORS, copy_exactly, scratch_file
 from hpctrain.errors import UsageError
 
 NPZ_NAMES = (

@@ -1,6 +1,6 @@
 """What one worker process of ``pack`` does: decode images into the rows of a scratch file.
 
-Started as ``python -m hpctrain.data.pack_worker``, it reads one task a line from standard input
+Started as ``python -m hpctrain.data.packing.worker``, it reads one task a line from standard input
 and answers with one line (JSON), until its input ends; so it ends with its parent, even one that
 was killed. The parent hands it the open scratch file and the open files of the source.
 """

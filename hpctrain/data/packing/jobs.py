@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpctrain.data.pack_layout import shown
-from hpctrain.data.pack_worker import Task, run_task
+from hpctrain.data.packing.layout import shown
+from hpctrain.data.packing.worker import Task, run_task
 from hpctrain.errors import RunError
 
 Answer = list[list[Any]]
 Run = Callable[[Iterable[Task]], Iterator[Answer]]
-PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds hpctrain
+PACKAGES = str(Path(__file__).resolve().parents[3])  # the folder that holds hpctrain
 CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -84,7 +84,7 @@ def _start(files: list[int]) -> subprocess.Popen[str]:
     environment = {**os.environ, **CHILD_ENVIRONMENT}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return subprocess.Popen(
-        [sys.executable, "-m", "hpctrain.data.pack_worker"],
+        [sys.executable, "-m", "hpctrain.data.packing.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=files,
