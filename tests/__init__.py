@@ -1,0 +1,1 @@
+"""The tests of hpctrain. Folders mirror those of the package; `launch` starts subprocesses."""

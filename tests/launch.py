@@ -1,0 +1,133 @@
+"""Start hpctrain in processes of its own, with and without mpirun, and never wait for ever.
+
+For tests of what aborts, hangs, prints or starts MPI. Works with Open MPI 4 and 5 and with MPICH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.launcher import launched_size
+
+ROOT = Path(__file__).resolve().parents[1]
+#: What Open MPI, MPICH and Slurm tell the ranks they start.
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
+#: As root, and with more ranks than cores. Open MPI 4 and 5 read different names.
+ALLOWED = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a new job: not a rank of this one, able to import this hpctrain."""
+    own = dict(os.environ)
+    if launched_size() is not None:  # then they describe this rank, else they are the user's
+        own = {name: own[name] for name in own if not name.startswith(LAUNCHER_PREFIXES)}
+    path = os.pathsep.join(filter(None, (str(ROOT), own.get("PYTHONPATH"))))
+    return {**ALLOWED, **own, "PYTHONPATH": path, **(extra or {})}
+
+
+def mpirun() -> str:
+    """The mpirun beside this Python, else the one on the PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise FileNotFoundError("no mpirun beside this Python nor on the PATH")
+    return found
+
+
+class Job(subprocess.Popen[str]):
+    """A process, and all that it starts: they carry a mark in their environment.
+
+    A session or process group would not do: launchers put their ranks into new ones.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.mark = f"HPCTRAIN_TEST_JOB={uuid.uuid4()}"
+        super().__init__(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment({**(env or {}), "HPCTRAIN_TEST_JOB": self.mark.partition("=")[2]}),
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+    def members(self) -> list[int]:
+        """The processes of this job that are alive (on Linux, from /proc)."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:  # ended meanwhile, or another user's
+                continue
+            if self.mark.encode() in variables:
+                found.append(int(folder.name))
+        return found
+
+    def end(self) -> tuple[str, str]:
+        """End the job; what it had printed. SIGTERM first, so that mpirun ends its ranks itself."""
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout=5)
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return self.communicate(timeout=5)
+
+
+def run(
+    command: Sequence[str],
+    timeout: float = 60,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end and capture its output; fail the test if it takes too long."""
+    job = Job(command, env, cwd)
+    try:
+        out, err = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        out, err = job.end()
+        line = " ".join(command)
+        raise AssertionError(f"still running after {timeout} s: {line}\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(command, job.returncode, out, err)
+
+
+def run_mpi(
+    n: int,
+    args: Sequence[str],
+    timeout: float = 60,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """`mpirun -n N python ARGS`: for example run_mpi(2, ["-m", "hpctrain", "doctor"])."""
+    return run([mpirun(), "-n", str(n), sys.executable, *args], timeout, env, cwd)
+
+
+def run_cli(
+    args: Sequence[str],
+    timeout: float = 60,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """`python -m hpctrain ARGS`, one process without a launcher."""
+    return run([sys.executable, "-m", "hpctrain", *args], timeout, env, cwd)

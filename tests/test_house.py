@@ -1,0 +1,85 @@
+"""The rules of the house, read from the source: who imports what, sizes, docstrings."""
+
+import ast
+import re
+import sys
+from fnmatch import fnmatch
+
+from tests.launch import ROOT, run
+
+TREES = {p.relative_to(ROOT): ast.parse(p.read_text()) for p in ROOT.glob("hpctrain/**/*.py")}
+MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in TREES}
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+# From the bottom up. A module imports from its own floor and from those below it, but on the
+# floor of the rooms (the third) from its own room only.
+FLOORS = (
+    "hpctrain errors config files keys launcher data.partition",
+    "plan",
+    "data* parallel* models* report*",
+    "training*",
+    "*",
+)
+ONLY_IN = {
+    "mpi4py": "parallel.mpi",
+    "cupy": "parallel.device parallel.reduce",
+    "h5py": "data.pack*",
+}
+
+
+def allowed(module, imported):
+    def is_in(name, patterns):
+        return any(fnmatch(name.removeprefix("hpctrain."), p) for p in patterns.split())
+
+    if imported.split(".")[0] != "hpctrain":
+        return is_in(module, ONLY_IN.get(imported.split(".")[0], "*"))
+    own, other = (next(i for i in range(5) if is_in(n, FLOORS[i])) for n in (module, imported))
+    return other < own or (
+        other == own and (own != 2 or module.split(".")[1] in imported.split("."))
+    )
+
+
+def imports(tree):
+    """Names of the modules that a file imports, also inside functions, types alone left out."""
+    guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n)]
+    for_types = {id(inner) for guard in guards for inner in ast.walk(guard)}
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from [name for name in inner if name in MODULES] or [node.module]
+
+
+def test_imports_point_one_way():
+    pairs = [(m, name) for m, path in MODULES.items() for name in imports(TREES[path])]
+    assert [f"{m} imports {name}" for m, name in pairs if not allowed(m, name)] == []
+    assert not allowed("hpctrain.data.loader", "hpctrain.models.resnet")
+    assert not allowed("hpctrain.report.record", "hpctrain.training.step")
+    assert not allowed("hpctrain.training.train", "mpi4py")
+
+
+def test_files_and_functions_are_short():
+    long = [str(path) for path in TREES if (ROOT / path).read_text().count("\n") > 300]
+    for path, tree in TREES.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTION)]
+        long += [f"{path}: {f.name}" for f in functions if f.end_lineno - f.lineno >= 60]
+    assert long == []
+
+
+def test_public_names_have_docstrings_and_nothing_is_left_to_do():
+    bare = [str(path) for path, tree in TREES.items() if not ast.get_docstring(tree)]
+    for path, tree in TREES.items():
+        named = [node for node in tree.body if isinstance(node, (*FUNCTION, ast.ClassDef))]
+        public = [node for node in named if not node.name.startswith("_")]
+        bare += [f"{path}: {node.name}" for node in public if not ast.get_docstring(node)]
+    marks = [str(p) for p in TREES if re.search("TODO|FIXME", (ROOT / p).read_text())]
+    assert (bare, marks) == ([], [])
+
+
+def test_importing_starts_nothing():
+    heavy = {"torch", "mpi4py", "h5py", "numpy", "cupy"}
+    code = f"import sys, hpctrain, hpctrain.cli; print({heavy} & set(sys.modules))"
+    done = run([sys.executable, "-c", code])
+    assert (done.stdout, done.stderr) == ("set()\n", "")

@@ -1,0 +1,77 @@
+"""The plan: defaults by device and network, refusals with numbers, a digest over all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hpctrain.config import Config
+from hpctrain.errors import UsageError
+from hpctrain.plan import Facts, resolve
+
+FACTS = Facts(
+    ranks=4,
+    device="cpu",
+    threads=2,
+    rows=3301,
+    image_shape=(100, 100, 3),
+    classes=5,
+    pack_uuid="u",
+    least_rows=1,
+)
+
+
+def test_the_defaults_of_the_reference():
+    plan = resolve(Config(), FACTS)
+    assert (plan.model, plan.epochs, plan.batch_size, plan.learning_rate) == (
+        "resnet50",
+        100,
+        128,
+        0.01,
+    )
+    digits = resolve(Config(), dataclasses.replace(FACTS, image_shape=(28, 28, 1)))
+    assert (digits.model, digits.epochs) == ("digits", 20)
+    assert resolve(Config(optimizer="adam"), FACTS).learning_rate == 0.001
+
+
+def test_the_mini_batch_grows_with_gpus_but_not_with_cpu_ranks():
+    on_gpus = dataclasses.replace(FACTS, device="cuda")
+    assert resolve(Config(), on_gpus).batch_size == 512
+    assert resolve(Config(batch_size=64), on_gpus).batch_size == 64
+    assert resolve(Config(batch_per_rank=32), FACTS).batch_size == 128
+
+
+def test_shards_default_to_ranks_and_do_not_change_the_batch():
+    plan = resolve(Config(shards=12), FACTS)
+    assert (plan.shards, plan.batch_size, len(plan.shares)) == (12, 128, 12)
+    assert resolve(Config(), FACTS).shards == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(batch_size=3), "3 rows.*4 shards"),
+        (Config(batch_size=8, batch_per_rank=2), "exclude"),
+        (Config(shards=3), "4 ranks cannot carry 3 shards"),
+        (Config(epochs=0), "--epochs 0"),
+        (Config(threads=0), "--threads 0"),
+        (Config(evaluate_every=-1), "--evaluate-every -1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(config, message):
+    with pytest.raises(UsageError, match=message):
+        resolve(config, FACTS)
+
+
+def test_the_digest_changes_with_every_field():
+    plan = resolve(Config(), FACTS)
+    assert plan.digest() == resolve(Config(), FACTS).digest()
+    for change in (Config(seed=1), Config(batch_size=127), Config(lr=0.02), Config(shards=5)):
+        assert resolve(change, FACTS).digest() != plan.digest()
+
+
+def test_the_plan_can_be_read():
+    text = "\n".join(resolve(Config(), FACTS).lines())
+    for part in ("resnet50", "100x100x3", "3,301", "4 on cpu", "shares of 32", "last step"):
+        assert part in text

@@ -1,0 +1,169 @@
+"""Evaluation and prediction: every image once, the same figures on any number of ranks."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hpctrain.config import Config, EvaluateConfig, PredictConfig
+from hpctrain.data.loader import make_prepare
+from hpctrain.data.packed import Rows, read_pack
+from hpctrain.errors import UsageError
+from hpctrain.models import build
+from hpctrain.plan import Facts, resolve
+from hpctrain.training import predict, saved
+from hpctrain.training.evaluate import blocks_of, evaluate
+from hpctrain.training.evaluate import main as evaluate_main
+from hpctrain.training.step import Classification
+from tests.packs import make_pack
+
+pytestmark = pytest.mark.mpi
+ROWS = 101
+
+
+@pytest.fixture
+def network(comm, shared_tmp):
+    """A pack and an untrained network saved as a run would save it; (folder, pack, model)."""
+    path = shared_tmp / "pack.h5"
+    if comm.rank == 0:
+        make_pack(path, {"train": 29, "test": ROWS})
+    comm.Barrier()
+    pack = read_pack(path)
+    torch.manual_seed(3)
+    model = build("digits", pack.image_shape, 10).eval()
+    facts = Facts(comm.size, "cpu", 1, 29, pack.image_shape, 10, pack.uuid, 1)
+    if comm.rank == 0:
+        config = Config()
+        state = {"step": 1}
+        saved.save(
+            shared_tmp / "model.safetensors", model, config, resolve(config, facts), pack, state
+        )
+    comm.Barrier()
+    return shared_tmp, pack, model
+
+
+def test_every_block_is_some_ranks_and_nobody_elses():
+    for size in range(1, 9):
+        read = [b for rank in range(size) for b in blocks_of(ROWS, 7, size, rank)]
+        assert [number for number, _ in read] == list(range(15))
+        assert np.array_equal(np.concatenate([rows for _, rows in read]), np.arange(ROWS))
+
+
+def test_the_figures_are_those_of_one_process(comm, network):
+    _, pack, model = network
+    with Rows(pack, "test") as source:
+        result = evaluate(model, source, 10, make_prepare(), Classification(), comm, 7)
+        images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
+    labels = torch.from_numpy(source.labels)
+    scores = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255)
+    loss = torch.nn.functional.cross_entropy(scores, labels).item()
+    assert result.rows == ROWS
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    expected = np.zeros((10, 10), np.int64)
+    np.add.at(expected, (labels.numpy(), scores.argmax(1).numpy()), 1)
+    assert np.array_equal(result.confusion, expected)
+    assert result.accuracy == (scores.argmax(1) == labels).double().mean().item()
+
+
+def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
+    _, pack, model = network
+    alone = comm.Split(comm.rank)
+    with Rows(pack, "test") as source:
+        together = evaluate(model, source, 10, make_prepare(), Classification(), comm, 7)
+        single = evaluate(model, source, 10, make_prepare(), Classification(), alone, 7)
+    alone.Free()
+    assert together.loss == single.loss
+    assert np.array_equal(together.confusion, single.confusion)
+
+
+def test_the_command_writes_json(comm, network):
+    folder, pack, _ = network
+    settings = EvaluateConfig(
+        model=str(folder / "model.safetensors"), output=str(folder / "e.json"), threads=1
+    )
+    assert evaluate_main(settings) == 0
+    comm.Barrier()
+    figures = json.loads((folder / "e.json").read_text())
+    assert (figures["rows"], figures["pack_uuid"]) == (ROWS, pack.uuid)
+    assert np.sum(figures["confusion"]) == ROWS
+
+
+def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
+    folder, pack, model = network
+    settings = PredictConfig(
+        model=str(folder / "model.safetensors"),
+        output=str(folder / "answers.csv"),
+        batch=7,
+        threads=1,
+    )
+    assert predict.main(settings) == 0
+    comm.Barrier()
+    with (folder / "answers.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [int(line["row"]) for line in lines] == list(range(ROWS))
+    with Rows(pack, "test") as source:
+        images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
+        chances = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255).softmax(1)
+        assert [line["class"] for line in lines] == [f"class{k}" for k in source.labels]
+    assert [line["answer"] for line in lines] == [f"class{k}" for k in chances.argmax(1).tolist()]
+    for line, chance in zip(lines, chances.tolist(), strict=True):
+        assert float(line["class3"]) == pytest.approx(chance[3], abs=1e-5)
+
+
+def test_predict_reads_image_files_and_names_one_that_cannot_be_read(comm, network):
+    folder, _, _ = network
+    photos = folder / "photos"
+    if comm.rank == 0:
+        photos.mkdir()
+        for number in range(5):
+            noise = np.random.default_rng(number).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+            Image.fromarray(noise).save(photos / f"{number}.png")
+    comm.Barrier()
+    settings = PredictConfig(
+        model=str(folder / "model.safetensors"),
+        images=(str(photos),),
+        output=str(folder / "files.csv"),
+        batch=2,
+        threads=1,
+    )
+    assert predict.main(settings) == 0
+    comm.Barrier()
+    with (folder / "files.csv").open() as file:
+        names = [Path(line["file"]).name for line in csv.DictReader(file)]
+    assert names == [f"{n}.png" for n in range(5)]
+    comm.Barrier()
+    if comm.rank == 0:
+        (photos / "3.png").write_bytes(b"no image")
+    comm.Barrier()
+    with pytest.raises(UsageError, match=r"3\.png cannot be read"):
+        predict.main(settings)
+
+
+@pytest.mark.parametrize("what", ["shape", "classes", "split", "missing"])
+def test_a_pack_that_does_not_fit_is_refused(comm, network, what):
+    folder, _, _ = network
+    other = folder / "other.h5"
+    if comm.rank == 0:
+        shape = (28, 20, 1) if what == "shape" else (28, 28, 1)
+        make_pack(other, {"train": 11, "test": 5}, shape, 7 if what == "classes" else 10)
+    comm.Barrier()
+    settings = EvaluateConfig(model=str(folder / "model.safetensors"), data=str(other), threads=1)
+    if what == "split":
+        settings = dataclasses.replace(settings, split="validation")
+    if what == "missing":
+        settings = dataclasses.replace(settings, model="nowhere")
+    words = {
+        "shape": "20x28x1.*28x28x1",
+        "classes": "7 classes.*10",
+        "split": "no split 'validation', only train, test",
+        "missing": "no run 'nowhere'",
+    }
+    with pytest.raises(UsageError, match=words[what]):
+        evaluate_main(settings)
