@@ -104,7 +104,7 @@ class BatchNorms:
         self._private = torch.zeros_like(self.scratch) if mode == "local" else None
         self._private_share = 0.0
         self._cumulative = bool((self.momentum < 0).any()) if self.channels else False
-        self._bias: dict[int, torch.Tensor] = {}
+        self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _adopt(self) -> None:
         start = 0
@@ -169,7 +169,7 @@ class BatchNorms:
         """Take the shift and the values per row from a probe that is equal on all ranks."""
         self.shift.copy_(probe.means)
         self.elements.copy_(torch.tensor(probe.elements, dtype=torch.int64)[self._of_layer.cpu()])
-        self._bias.clear()
+        self._factors.clear()
 
     def clear(self) -> None:
         """Before a shard's forward: with momentum 1 a NaN in the scratch would stay (0 * NaN)."""
@@ -182,10 +182,11 @@ class BatchNorms:
 
         Returns how many layers did not run exactly once, as a number on the device.
         """
-        variance = self.scratch[1] * self._biased(rows) if self.mode == "exact" else self.scratch[1]
-        share = rows / total
+        share, (mean, variance) = rows / total, self.scratch
+        if self.mode == "exact":
+            variance = variance * self._bessel(rows)[0]
         square = {"exact": 1.0, "running": self._weight()}.get(self.mode, 0.0)
-        terms = torch.stack(moments(self.scratch[0], variance, self.shift, share, square))
+        terms = torch.stack(moments(mean, variance, self.shift, share, square))
         if self._private is None:
             into += terms
         else:
@@ -193,12 +194,13 @@ class BatchNorms:
             self._private_share += share
         return (self.calls != 1).sum()
 
-    def _biased(self, rows: int) -> torch.Tensor:
-        """(n - 1) / n by channel, for n = rows x elements."""
-        if rows not in self._bias:
+    def _bessel(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bessel's correction by channel for n = rows x elements: (n - 1) / n, and n / (n - 1)."""
+        if rows not in self._factors:
             n = (rows * self.elements).to(torch.float64)
-            self._bias[rows] = ((n - 1) / n).to(self.scratch.dtype)
-        return self._bias[rows]
+            remove, apply = (n - 1) / n, n / (n - 1).clamp(min=1)
+            self._factors[rows] = (remove.to(self.scratch.dtype), apply.to(self.scratch.dtype))
+        return self._factors[rows]
 
     def _weight(self) -> torch.Tensor | float:
         """phi by channel; 1 / (number of this update) where momentum is None."""
@@ -222,8 +224,7 @@ class BatchNorms:
         mean, variance = pooled(self.shift, first, second)
         weight = self._weight()
         if self.mode == "exact":
-            n = (rows * self.elements).to(torch.float64)
-            variance = variance * (n / (n - 1).clamp(min=1)).to(variance.dtype)
+            variance = variance * self._bessel(rows)[1]
         elif self.mode == "running":
             variance = second - weight * first * first
         else:

@@ -80,6 +80,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.current_stream().synchronize()
 
 
+def seed_torch(key: int, device: torch.device) -> None:
+    """Seed the generators that a model on this device draws from (dropout).
+
+    Without `torch.manual_seed`, which spends 0.3 ms a call on devices that are not there.
+    """
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(key)
+
+
 def set_threads(threads: int) -> None:
     """CPU threads of this process. Launchers leave 1 or all cores; the plan decides instead."""
     torch.set_num_threads(threads)

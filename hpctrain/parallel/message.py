@@ -123,6 +123,8 @@ class Message:
         self.gradients, moments, self.scalars, slots = self.tensor.split(parts)
         self.moments = moments.view(2, channels)
         self.slots = slots.view(size, len(SLOTS))
+        self._ends = self.tensor[-len(SCALARS) - size * len(SLOTS) :]
+        self._loss, self._correct, self._rows, self._stop, self._irregular = self.scalars.unbind()
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
         self._finite = torch.ones((), dtype=torch.bool, device=self.device)
@@ -150,39 +152,44 @@ class Message:
         irregular: torch.Tensor | int = 0,
     ) -> None:
         """Add a shard's loss sum, correct answers, rows and irregular layers, on the device."""
-        self.scalars[0] += loss.detach()
-        self.scalars[1] += correct
-        self.scalars[2] += rows
-        self.scalars[4] += irregular
+        self._loss.add_(loss.detach())
+        self._correct.add_(correct)
+        self._rows.add_(rows)
+        self._irregular.add_(irregular)
 
     def vote(self, stop: bool) -> None:
         """Ask all ranks to stop after this step."""
-        self.scalars[3] = float(stop)
+        self._stop.fill_(stop)
 
     def clock(self, compute: float, data: float) -> None:
         """Put this rank's seconds of this step and its non-finite flag into its slots."""
-        bad = (~torch.isfinite(self.scalars[0])).to(self.tensor.dtype)
-        self.slots[self.rank, 0] = compute
-        self.slots[self.rank, 1] = data
-        self.slots[self.rank, 2] = bad
+        own = self.slots[self.rank].unbind()
+        own[0].fill_(compute)
+        own[1].fill_(data)
+        own[2].copy_(_is_bad(self._loss))
 
     def finite(self) -> torch.Tensor:
         """Whether the reduced message is free of NaN and infinity: a bool on the device.
 
         A sum over the gradients is finite only if all are: NaN and infinity survive addition.
         """
-        self._finite = torch.isfinite(self.gradients.sum() + self.scalars[0])
+        self._finite = ~_is_bad(self.gradients.sum() + self._loss)
         return self._finite
 
     def totals(self) -> Totals:
         """Read scalars and slots of the reduced message (waits for the device)."""
-        ends = torch.cat([self.scalars, self.slots.flatten(), self._finite.view(1)])
-        *numbers, finite = ends.tolist()
+        numbers, finite = self._ends.tolist(), bool(self._finite)
         loss, *counts = numbers[: len(SCALARS)]
         correct, rows, stop, irregular = map(_whole, counts)
         slots = [numbers[i :: len(SLOTS)] for i in range(len(SCALARS), len(SCALARS) + len(SLOTS))]
         bad = [rank for rank, flag in enumerate(slots[2]) if flag]
-        return Totals(loss, correct, rows, bool(finite), stop, irregular, bad, *slots[:2])
+        return Totals(loss, correct, rows, finite, stop, irregular, bad, *slots[:2])
+
+
+def _is_bad(number: torch.Tensor) -> torch.Tensor:
+    """Whether a number is NaN or infinite: 0 x is NaN then, and NaN differs from itself."""
+    zero = number * 0
+    return zero != zero
 
 
 def _whole(number: float) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 
 from hpctrain.data.loader import Batch
 from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.training.optim import clip_gradient, gate_update
@@ -81,7 +82,7 @@ def train_step(
     began = time.perf_counter()
     message.zero()
     for batch in batches:
-        torch.manual_seed(batch.key)  # dropout belongs to the shard, not to the rank
+        seed_torch(batch.key, message.device)  # dropout belongs to the shard, not to the rank
         norms.clear()
         loss, correct = trainer.loss(trainer.model, batch.images, batch.labels)
         (loss / total).backward()
