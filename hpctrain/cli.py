@@ -57,13 +57,13 @@ def _predict(settings: config.PredictConfig) -> int:
 
 
 def _doctor(settings: config.DoctorConfig) -> int:
-    from hpctrain.doctor import main
+    from hpctrain.doctor.command import main
 
     return main(settings)
 
 
 def _bench(settings: config.BenchConfig) -> int:
-    from hpctrain.bench import main
+    from hpctrain.bench.command import main
 
     return main(settings)
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpctrain import bench, cli
-from hpctrain.bench_report import (
+from hpctrain import cli
+from hpctrain.bench import command as bench
+from hpctrain.bench.report import (
     BF16,
     DEFAULT,
     FORMATS,

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain import doctor, machine
 from hpctrain.config import DoctorConfig
 from hpctrain.data import packed
+from hpctrain.doctor import command as doctor
+from hpctrain.doctor import machine
+from hpctrain.doctor.facts import Gpu, RankFacts
+from hpctrain.doctor.findings import GIB, KIB, MIB, findings
 from hpctrain.parallel import device
-from hpctrain.report.facts import Gpu, RankFacts
-from hpctrain.report.findings import GIB, KIB, MIB, findings
 from tests.launch import ROOT, run, run_cli, run_mpi
 
 VERSIONS = {"hpctrain": "0.1.0", "Python": "3.11.4", "MPI": "Open MPI v5.0.11", "torch": "2.13.0"}

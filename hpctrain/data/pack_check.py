@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.pack_format import FORMAT, KINDS, VERSION, ordered
-from hpctrain.data.packed import Pack, Split
+from hpctrain.data.pack_format import FORMAT, KINDS, VERSION, Pack, Split, ordered
 from hpctrain.errors import UsageError
 
 os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # a file may name filter plug-ins: load none

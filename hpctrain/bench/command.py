@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.bench_report import (
+from hpctrain.bench.report import (
     START,
     START_RANKS,
     TRAINERS,
@@ -42,7 +42,7 @@ from hpctrain.config import BenchConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import launched_size
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "scripts" / "bench_ddp.py"
 RANKS = 2
 JOB_LIMIT = 1800.0  # seconds

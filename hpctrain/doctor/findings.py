@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hpctrain.report.facts import RankFacts, hosts, sharing, union
+from hpctrain.doctor.facts import RankFacts, hosts, sharing, union
 from hpctrain.report.progress import counted
 
 VERDICTS = ("ok", "note", "warn", "fail")

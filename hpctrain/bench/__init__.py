@@ -1,0 +1,1 @@
+"""``hpctrain bench``: hpctrain, its limit and DDP in turn. ``command.py`` runs it."""
