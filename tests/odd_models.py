@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
@@ -27,3 +29,29 @@ def counting(image_shape, classes):
 def too_few_outputs(image_shape, classes):
     height, width, channels = image_shape
     return nn.Sequential(nn.Flatten(), nn.Linear(height * width * channels, classes - 1))
+
+
+def different_on_every_rank(image_shape, classes):
+    """Draws its first weights from something that differs by process."""
+    model = counting(image_shape, classes).linear
+    generator = torch.Generator().manual_seed(os.getpid())
+    nn.init.normal_(model.weight, generator=generator)
+    return nn.Sequential(nn.Flatten(), model)
+
+
+class Skipping(nn.Module):
+    """Leaves its batch norm out in the second training step."""
+
+    def __init__(self, values: int, classes: int):
+        super().__init__()
+        self.linear, self.norm, self.passes = nn.Linear(values, classes), nn.BatchNorm1d(classes), 0
+
+    def forward(self, x):
+        x = self.linear(x.flatten(1))
+        self.passes += self.training
+        return x if self.training and self.passes > 2 else self.norm(x)
+
+
+def skipping(image_shape, classes):
+    height, width, channels = image_shape
+    return Skipping(height * width * channels, classes)

@@ -124,6 +124,16 @@ def test_variance_is_accurate_far_from_zero_from_the_first_step_on(comm, ratio, 
     assert error < bound
 
 
+def test_the_shift_follows_a_mean_that_moves(comm):
+    """The third step is accurate because the second one moved the shift."""
+    ratios = (0, 1e4, 1e4)
+    data = [activations([37, 31, 29, 41, 23], 2, ratio, seed=i) for i, ratio in enumerate(ratios)]
+    model = nn.Sequential(layer_of(2, momentum=1.0))
+    run_steps(comm, model, data, "exact")
+    _, var = expected(data, "exact", 1.0, comm.size)
+    assert np.abs(model[0].running_var.numpy() / var - 1).max() < 5e-4
+
+
 def test_without_a_shift_the_variance_would_cancel(comm):
     """Negative control of the test above: r = 0 loses everything at mean/std = 1e4."""
     data = [activations([37, 31, 29, 41, 23], 2, 1e4)]

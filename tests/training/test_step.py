@@ -74,6 +74,7 @@ def train(trainer, source, partition, comm, epochs=2, prepare=to_float64):
             train_step(trainer, batches, partition.total(number))
             totals = trainer.message.totals()
             assert totals.rows == partition.total(number)
+            assert totals.irregular == 0
             losses.append(totals.loss / totals.rows)
     return losses
 
@@ -244,3 +245,44 @@ def test_stop_votes_and_clocks_arrive(comm):
     assert totals.stop == 1
     assert totals.data == [1.0 + r for r in range(comm.size)]
     assert all(seconds > 0 for seconds in totals.compute)
+
+
+def test_random_numbers_belong_to_epoch_step_and_shard(comm):
+    """Keys differ by all three, reach augmentation and dropout, and do not depend on ranks."""
+    partition, mine = cut_epoch(ROWS, 7, 4), carried(4, comm.size, comm.rank)
+    seen = []
+
+    def prepare(images, key):
+        seen.append(key)
+        return to_float64(images, key)
+
+    loader = Loader(Arrays(), partition, mine, 7, prepare)
+    trainer = make_trainer(small_model(), comm)
+    keys = {}
+    for epoch in range(2):
+        for step, batches in enumerate(loader.epoch(epoch)):
+            keys |= {(epoch, step, b.shard): b.key for b in batches}
+            train_step(trainer, batches, partition.total(step))
+            if batches:
+                assert torch.initial_seed() == batches[-1].key
+    assert sorted(seen) == sorted(keys.values())
+    everywhere = {k: v for part in comm.allgather(keys) for k, v in part.items()}
+    assert (
+        len(set(everywhere.values()))
+        == len(everywhere)
+        == 2 * (3 * 4 + sum(map(bool, partition.last)))
+    )
+    alone = Loader(Arrays(), partition, range(4), 7, to_float64)
+    for step, batches in enumerate(alone.epoch(1)):
+        assert [everywhere[1, step, b.shard] for b in batches] == [b.key for b in batches]
+
+
+def test_dropout_draws_anew_in_every_step(comm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(60, 3)).double()
+    outputs = []
+    model[1].register_forward_hook(lambda module, args, out: outputs.append((out != 0).flatten()))
+    trainer, partition = make_trainer(model, comm), cut_epoch(ROWS, 7, comm.size)
+    train(trainer, Arrays(), partition, comm, epochs=1)
+    full = [o for o in outputs if len(o) == len(outputs[0])]
+    assert not torch.equal(full[0], full[1])

@@ -187,3 +187,27 @@ def test_a_model_with_buffers_that_change_is_refused_by_name(comm, settings):
     with pytest.raises(UsageError, match="seen.*--local-buffers"):
         set_up(odd, comm)
     set_up(dataclasses.replace(odd, local_buffers=True), comm)
+
+
+def test_all_ranks_start_from_the_weights_of_rank_0(comm, settings):
+    own = dataclasses.replace(settings, model="tests.odd_models:different_on_every_rank")
+    job = set_up(own, comm)
+    bits = comm.allgather(job.trainer.message.weights.detach().numpy().tobytes())
+    assert len(set(bits)) == 1
+
+
+def test_a_batch_norm_layer_that_is_skipped_under_way_is_an_error(comm, settings):
+    odd = dataclasses.replace(settings, model="tests.odd_models:skipping")
+    with pytest.raises(RunError, match="did not run exactly once in step"):
+        loop.train(odd, comm)
+
+
+def test_a_step_that_lost_rows_is_an_error(comm, settings, monkeypatch):
+    step = loop.train_step
+
+    def forgetful(trainer, batches, total, *args):
+        return step(trainer, batches[1:], total, *args)
+
+    monkeypatch.setattr(loop, "train_step", forgetful)
+    with pytest.raises(RunError, match="step 1 summed 0 rows, but the plan has 16"):
+        loop.train(settings, comm)
