@@ -7,6 +7,7 @@ RDMA registration handle best; torch sees the same memory through DLPack.
 
 from __future__ import annotations
 
+import ctypes
 from types import ModuleType
 from typing import Any, cast
 
@@ -93,6 +94,20 @@ def seed_torch(key: int, device: torch.device) -> None:
 def set_threads(threads: int) -> None:
     """CPU threads of this process. Launchers leave 1 or all cores; the plan decides instead."""
     torch.set_num_threads(threads)
+
+
+def keep_memory() -> None:
+    """Let glibc keep freed memory for the next step instead of giving it back after each.
+
+    A step frees and asks for the same blocks again; given back, every page faults anew (700 to
+    1,400 faults a step of the digits network, a third of its time). See mallopt(3); does nothing
+    where the C library has no such function.
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**30)
 
 
 def nccl_version() -> int:

@@ -21,7 +21,7 @@ from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 from hpctrain.models import build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.device import choose_device, place, set_threads
+from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     MPI,
@@ -65,6 +65,7 @@ def set_up(config: Config, comm: Comm) -> Job:
     device = everywhere(comm, lambda: choose_device(config.device, local_rank))
     threads = fair_threads(comm)
     set_threads(config.threads or threads)
+    keep_memory()
 
     model, fresh = everywhere(comm, lambda: make_model(config, pack))
     dtype = next(model.parameters()).dtype

@@ -12,9 +12,9 @@ from hpctrain.data import digits, glyphs
 # generator is exact by IEEE 754: equal bytes came from numpy 1.26, 2.0 and 2.4, with and without
 # AVX. A change here is a change of the data set: raise digits.VERSION with it.
 SHA256 = {
-    "train": "897d527880b4d34fdc786f59a65e2a149844717aab591d7a87e6b32875b8b4d9",
-    "test": "5f88c4c29f91a01ed26500d5e2161733b3fb860dcd3abb7cd30b3a7831670e84",
-    "unseen": "923b176c285eed42dc3cb0a7ca9a1e865632b7f4eae15adf7fe89f30f98bf9b0",
+    "train": "61e51d75fc20931e4351370c29bda367ae2d90e7aec9e3673f574f0230ed475b",
+    "test": "49943c660942d4aa1c07c8b43e81abae5b7068af4028d5e14df10b95419eb5bc",
+    "unseen": "37b61c3818618fa75e16951d9e45f4be61bd1c308a7a48819fd99197d8493f38",
 }
 
 
@@ -48,7 +48,7 @@ def test_sizes_types_and_classes(made):
         assert (labels.shape, labels.dtype) == ((rows,), np.int64)
         assert np.bincount(labels).tolist() == [rows // 10] * 10
     assert provenance["generator_version"] == digits.VERSION
-    assert (len(provenance["styles"]), len(provenance["unseen_styles"])) == (12, 3)
+    assert (len(provenance["styles"]), len(provenance["unseen_styles"])) == (10, 5)
 
 
 def test_bytes_never_change(made):
@@ -86,7 +86,7 @@ def test_styles_are_apart_and_complete():
         assert all(len(row) == 10 for row in table.values())
     drawn = {glyph for row in glyphs.STYLES.values() for glyph in row}
     assert not drawn & {glyph for row in glyphs.UNSEEN.values() for glyph in row}
-    assert len(drawn) >= 115  # of 120: hardly any glyph stands in two styles
+    assert len(drawn) >= 95  # of 100: hardly any glyph stands in two styles
 
 
 def test_turns_are_uniform_and_reach_both_ends():
