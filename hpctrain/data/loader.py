@@ -22,6 +22,7 @@ from hpctrain.data.partition import Partition
 from hpctrain.keys import random_key
 
 AHEAD = 2  # steps that are ready before they are needed
+HEAD_START = 0.002  # seconds
 READ_BUFFER = 256 << 20  # bytes
 
 
@@ -140,7 +141,9 @@ class Loader:
                 self._make_resident()
                 orders = {j: self.partition.order(self.seed, epoch, j) for j in self.shards}
                 for step in range(first_step, self.partition.steps):
-                    if closed.is_set():
+                    # Preparing needs the interpreter, which the step needs to get going: let it
+                    # start its kernels first, unless it waits for this very batch.
+                    if closed.wait(0.0 if ready.empty() else HEAD_START):
                         return
                     put([b for b in (self._batch(epoch, step, j, orders[j]) for j in orders) if b])
                 put(None)
