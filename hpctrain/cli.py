@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import itertools
 import os
 import re
 import sys
+import time
 import typing
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -29,11 +31,15 @@ class Command(typing.NamedTuple):
     run: Callable[[Any], int]
 
 
-def _train(settings: config.Config) -> int:
+def _on_all_ranks(module: str, settings: Any) -> int:
+    """Run a module's `main` so that an error on one rank, in its imports too, ends all ranks."""
     from hpctrain.parallel.mpi import run_guarded
-    from hpctrain.training.train import main
 
-    return run_guarded(lambda: main(settings))
+    return run_guarded(lambda: int(importlib.import_module(module).main(settings)))
+
+
+def _train(settings: config.Config) -> int:
+    return _on_all_ranks("hpctrain.training.train", settings)
 
 
 def _pack(settings: config.PackConfig) -> int:
@@ -43,17 +49,11 @@ def _pack(settings: config.PackConfig) -> int:
 
 
 def _evaluate(settings: config.EvaluateConfig) -> int:
-    from hpctrain.parallel.mpi import run_guarded
-    from hpctrain.training.evaluate import main
-
-    return run_guarded(lambda: main(settings))
+    return _on_all_ranks("hpctrain.training.evaluate", settings)
 
 
 def _predict(settings: config.PredictConfig) -> int:
-    from hpctrain.parallel.mpi import run_guarded
-    from hpctrain.training.predict import main
-
-    return run_guarded(lambda: main(settings))
+    return _on_all_ranks("hpctrain.training.predict", settings)
 
 
 def _doctor(settings: config.DoctorConfig) -> int:
@@ -103,7 +103,8 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     elif argv == ["--version"]:
         print(__version__)
         raise SystemExit(0)
-    for flag, value in itertools.pairwise(rest):
+    words = itertools.chain.from_iterable(word.split("=", 1) for word in rest)
+    for flag, value in itertools.pairwise(words):
         if flag == "--config" and not os.path.isfile(value):
             raise UsageError(f"--config {value}: there is no such file")
     parser = make_parser(name)
@@ -192,9 +193,9 @@ def nearest(word: str, known: typing.Iterable[str]) -> str:
 
 def _one_line(message: str, known: list[str]) -> str:
     text = " ".join(str(message).split()).removeprefix("Parser key ")
-    number = re.fullmatch(r'"(\w+)": Expected a <class .(int|float).>. Got value: (.*)', text)
+    number = re.fullmatch(r'"(\w+)": Expected a <class .(int|float|str).>. Got value: (.*)', text)
     if number:
-        kind = {"int": "a whole number", "float": "a number"}[number[2]]
+        kind = {"int": "a whole number", "float": "a number", "str": "a text"}[number[2]]
         return f"--{number[1].replace('_', '-')} {number[3]}: {kind} is expected"
     wrong = re.search(r"(?:unrecognized arguments: --|Option ')([\w-]+)", text)
     if wrong:
@@ -214,6 +215,12 @@ def _overview() -> str:
 
 
 def _say_once(text: str) -> None:
-    """Print on the launcher's first process only: all of them meet the same mistake."""
-    if launched_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+    """Print a mistake that mostly all processes of a launcher meet alike: the first one prints.
+
+    The others wait a second, in which the launcher ends them; one that is still there met a
+    mistake of its own (a file missing on its host) and says so.
+    """
+    if rank := launched_rank():
+        time.sleep(1.0)
+        text = f"[rank {rank}] {text}"
+    print(text, file=sys.stderr, flush=True)

@@ -47,7 +47,8 @@ class Batch:
     key: int  # of this step's and shard's random numbers
 
 
-# uint8 rows (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W)
+# uint8 rows (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W),
+# a copy: the rows' memory is used again for the next batch
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
 
 
@@ -174,9 +175,6 @@ class Loader:
         images = self._buffer[: len(rows)]
         self.source.gather(rows, images)
         key = random_key(self.seed, "batch", epoch, step, shard)
-        return Batch(
-            shard,
-            self.prepare(torch.from_numpy(images), key),
-            torch.from_numpy(self.source.labels[rows]),
-            key,
-        )
+        inputs = self.prepare(torch.from_numpy(images), key)
+        labels = torch.from_numpy(self.source.labels[rows]).to(inputs.device)
+        return Batch(shard, inputs, labels, key)

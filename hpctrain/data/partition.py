@@ -36,25 +36,20 @@ def proportional_cut(total: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(cut)
 
 
-def cut_last_step(rows: int, shares: tuple[int, ...], least: int) -> tuple[int, ...]:
+def cut_last_step(rows: int, shares: tuple[int, ...], least: int) -> tuple[int, ...] | None:
     """The rows of the last step by shard; none has fewer than `least` rows, except zero.
 
-    With least = 2 (a layer with one value per row and channel cannot normalise a single row)
-    the first shards are filled instead, and the last filled one borrows a row where needed.
+    With least = 2 (a layer with one value per row and channel cannot normalise a single row) as
+    few shards as can hold the rows are filled evenly instead. None where even that fails.
     """
     cut = proportional_cut(rows, shares)
     if all(r == 0 or r >= least for r in cut):
         return cut
-    filled, left = [0] * len(shares), rows
-    for j, share in enumerate(shares):
-        filled[j] = min(share, left)
-        left -= filled[j]
-    last = max(j for j in range(len(shares)) if filled[j])
-    missing = least - filled[last]
-    if missing > 0 and last > 0 and filled[last - 1] - missing >= least:
-        filled[last] += missing
-        filled[last - 1] -= missing
-    return tuple(filled)
+    for filled in range(1, len(shares) + 1):
+        cut = even_shares(rows, filled)
+        if all(least <= r <= b for r, b in zip(cut, shares, strict=False)):
+            return cut + (0,) * (len(shares) - filled)
+    return None
 
 
 @dataclass(frozen=True)
@@ -124,21 +119,24 @@ def cut_epoch(rows: int, batch_size: int, shards: int, least: int = 1) -> Partit
             f" {least} images a step; {batch_size} images over {shards} shards leave {min(shares)}:"
             f" use --batch-size {least * shards} or more"
         )
-    last = cut_last_step(rows - (-(-rows // batch_size) - 1) * batch_size, shares, least)
-    if any(0 < r < least for r in last):
+    last = cut_last_step(_last_rows(rows, batch_size), shares, least)
+    if last is None:
         raise UsageError(
-            f"the model normalises one value per image and channel somewhere, but the last step"
-            f" of an epoch would hold {sum(last)} image ({rows:,} images in mini-batches of"
-            f" {batch_size}): use --batch-size {_batch_that_fits(rows, batch_size, shards, least)}"
+            f"the model normalises one value per image and channel somewhere, so a shard needs"
+            f" {least} images a step, but the last step of an epoch would hold"
+            f" {_last_rows(rows, batch_size)} ({rows:,} images in mini-batches of {batch_size}):"
+            f" use --batch-size {_batch_that_fits(rows, batch_size, shards, least)}"
         )
     return Partition(rows, shares, last)
+
+
+def _last_rows(rows: int, batch_size: int) -> int:
+    return rows - (-(-rows // batch_size) - 1) * batch_size
 
 
 def _batch_that_fits(rows: int, batch_size: int, shards: int, least: int) -> int:
     """The nearest larger mini-batch that can be cut; one step of all rows at the latest."""
     for larger in range(batch_size + 1, rows):
-        try:
-            return cut_epoch(rows, larger, shards, least).batch_size
-        except UsageError:
-            continue
+        if cut_last_step(_last_rows(rows, larger), even_shares(larger, shards), least):
+            return larger
     return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,9 +41,12 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
 
 def place(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
     """Move a model to the device and its 4-d weights to the memory format, NHWC or NCHW."""
+    model.to(device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    moved: nn.Module = cast(Any, model).to(device=device, memory_format=layout)
-    return moved
+    for parameter in model.parameters():
+        if parameter.dim() == 4:  # those of 3-d convolutions have no NHWC
+            parameter.data = parameter.data.contiguous(memory_format=layout)
+    return model
 
 
 def array_module(device: torch.device) -> ModuleType:
@@ -105,9 +108,9 @@ def keep_memory() -> None:
     """
     trim_threshold, mmap_threshold = -1, -3
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    # Older libraries take at most 32 MiB, and each call ends their own adjusting of both.
+    if mallopt is not None and (mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25)):
         mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_threshold, 2**30)
 
 
 def nccl_version() -> int:

@@ -56,6 +56,15 @@ class Layout:
         return hashlib.sha256(f"{text} {self.dtype}".encode()).hexdigest()[:16]
 
 
+def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Strides that fill exactly `numel` elements: the parameter's own, or torch's usual order.
+
+    A parameter that is a slice of a larger tensor has strides that would reach into the next.
+    """
+    stride = torch.empty_like(parameter, device="meta").stride()  # keeps dense strides only
+    return stride
+
+
 def _aligned(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
@@ -65,7 +74,7 @@ def lay_out(model: nn.Module) -> Layout:
     segments, length, dtypes = [], 0, set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            segments.append(Segment(name, length, parameter.shape, parameter.stride()))
+            segments.append(Segment(name, length, parameter.shape, _dense_stride(parameter)))
             length += _aligned(parameter.numel())
             dtypes.add(parameter.dtype)
     if not segments:
@@ -102,7 +111,7 @@ class Totals(NamedTuple):
     finite: bool  # of the whole sum; else the update was left out
     stop: int  # votes
     irregular: int  # batch-norm layers that did not run exactly once
-    nonfinite: list[int]  # ranks that met a loss or gradient that is not finite
+    nonfinite: list[int]  # ranks that met a loss that is not finite
     compute: list[float]  # seconds, by rank
     data: list[float]  # seconds waiting for data, by rank
 
@@ -173,7 +182,7 @@ class Message:
 
         A sum over the gradients is finite only if all are: NaN and infinity survive addition.
         """
-        self._finite = ~_is_bad(self.gradients.sum() + self._loss)
+        self._finite = ~_is_bad(self.gradients.sum() + self.moments.sum() + self._loss)
         return self._finite
 
     def totals(self) -> Totals:

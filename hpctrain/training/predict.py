@@ -37,7 +37,7 @@ def main(settings: PredictConfig) -> int:
     network = open_network(settings, comm)
     if settings.images:
         files = from_root(comm, lambda: list_images(settings.images))
-        crop = bool(network.saved.metadata.get("provenance", {}).get("crop", False))
+        crop = bool(network.saved.metadata.get("provenance", {}).get("fit") == "crop")
         load = file_reader(network, files, crop)
         names, labels = [str(f) for f in files], None
     else:

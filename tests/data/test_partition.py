@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.data.partition import cut_epoch, even_shares, proportional_cut
+from hpctrain.data.partition import cut_epoch, cut_last_step, even_shares, proportional_cut
 from hpctrain.errors import UsageError
 
 
@@ -82,9 +82,29 @@ def test_single_rows_are_planned_away_where_a_layer_needs_two(rows, shards):
 
 
 def test_what_cannot_be_planned_away_is_refused_with_a_size_that_works():
-    with pytest.raises(UsageError, match=r"would hold 1 image.*--batch-size (\d+)") as caught:
+    with pytest.raises(
+        UsageError, match=r"would hold 1 \(129 images.*--batch-size (\d+)"
+    ) as caught:
         cut_epoch(129, 128, 2, least=2)
     advised = int(str(caught.value).rsplit("--batch-size ", 1)[1].split()[0])
     cut_epoch(129, advised, 2, least=2)
     with pytest.raises(UsageError, match="a shard needs 2 images"):
         cut_epoch(128, 8, 8, least=2)
+
+
+@pytest.mark.parametrize(("rows", "batch", "shards"), [(225, 128, 64), (119, 60, 30), (9, 9, 4)])
+def test_uneven_shares_are_cut_or_refused_at_once(rows, batch, shards):
+    try:
+        partition = cut_epoch(rows, batch, shards, least=2)
+    except UsageError as error:
+        advised = int(str(error).rsplit("--batch-size ", 1)[1].split()[0])
+        partition = cut_epoch(rows, advised, shards, least=2)
+    assert sum(partition.sizes()) == rows
+    assert all(r == 0 or r >= 2 for r in (*partition.last, *partition.shares))
+
+
+def test_rows_of_the_last_step_move_where_a_neighbour_cannot_lend():
+    for rows in range(2, 9):
+        cut = cut_last_step(rows, (3, 2, 2, 2), 2)
+        assert cut is None or (sum(cut) == rows and all(r == 0 or r >= 2 for r in cut))
+    assert cut_last_step(6, (3, 2, 2, 2), 2) == (2, 2, 2, 0)
