@@ -56,7 +56,8 @@ class Config:
     batch_norm: str = option(
         "exact",
         "running statistics from: exact = pooled batch statistics; running = each shard's own"
-        " running state, pooled; average = weighted average; local = not combined",
+        " running state, pooled; average = weighted average; local = not combined, rank 0's are"
+        " saved",
         NETWORK,
         choices=("exact", "running", "average", "local"),
     )

@@ -15,7 +15,7 @@ from hpctrain.config import DEFAULT_LEARNING_RATES, Config
 from hpctrain.data.partition import Partition, cut_epoch
 from hpctrain.errors import UsageError
 
-EVALUATION_ROWS = 256  # rows of a block: fixed, so that evaluation does not depend on ranks
+EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,6 @@ def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
 
 def resolve(config: Config, facts: Facts) -> Plan:
     """The plan of a first launch. Raises UsageError where the numbers do not fit together."""
-    _check_ranges(config)
     model = model_name(config, facts.image_shape)
     shards = config.shards or facts.ranks
     if shards < facts.ranks:
@@ -140,20 +139,8 @@ def resolve(config: Config, facts: Facts) -> Plan:
     )
 
 
-def _batch_size(config: Config, facts: Facts) -> int:
-    if config.batch_size is not None and config.batch_per_rank is not None:
-        raise UsageError(
-            f"--batch-size {config.batch_size} and --batch-per-rank {config.batch_per_rank}"
-            " exclude each other: give one"
-        )
-    if config.batch_per_rank is not None:
-        return config.batch_per_rank * facts.ranks
-    if config.batch_size is not None:
-        return config.batch_size
-    return 128 * (facts.ranks if facts.device == "cuda" else 1)
-
-
-def _check_ranges(config: Config) -> None:
+def check_ranges(config: Config) -> None:
+    """Raise UsageError for a number that is out of its range whatever the data."""
     at_least_one: dict[str, Any] = {
         "--epochs": config.epochs,
         "--batch-size": config.batch_size,
@@ -166,3 +153,16 @@ def _check_ranges(config: Config) -> None:
             raise UsageError(f"{flag} {value}: give 1 or more")
     if config.evaluate_every < 0:
         raise UsageError(f"--evaluate-every {config.evaluate_every}: give 0 or more")
+
+
+def _batch_size(config: Config, facts: Facts) -> int:
+    if config.batch_size is not None and config.batch_per_rank is not None:
+        raise UsageError(
+            f"--batch-size {config.batch_size} and --batch-per-rank {config.batch_per_rank}"
+            " exclude each other: give one"
+        )
+    if config.batch_per_rank is not None:
+        return config.batch_per_rank * facts.ranks
+    if config.batch_size is not None:
+        return config.batch_size
+    return 128 * (facts.ranks if facts.device == "cuda" else 1)

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.config import Config
 from hpctrain.errors import UsageError
-from hpctrain.plan import Facts, resolve
+from hpctrain.plan import Facts, check_ranges, resolve
 
 FACTS = Facts(
     ranks=4,
@@ -54,14 +54,19 @@ def test_shards_default_to_ranks_and_do_not_change_the_batch():
         (Config(batch_size=3), "3 rows.*4 shards"),
         (Config(batch_size=8, batch_per_rank=2), "exclude"),
         (Config(shards=3), "4 ranks cannot carry 3 shards"),
-        (Config(epochs=0), "--epochs 0"),
-        (Config(threads=0), "--threads 0"),
-        (Config(evaluate_every=-1), "--evaluate-every -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(config, message):
     with pytest.raises(UsageError, match=message):
         resolve(config, FACTS)
+
+
+@pytest.mark.parametrize("flag", ["epochs", "threads", "batch_size", "batch_per_rank", "shards"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_numbers_out_of_range_are_refused_before_anything_is_read(flag, value):
+    words = f"--{flag.replace('_', '-')} {value}: give 1 or more"
+    with pytest.raises(UsageError, match=words):
+        check_ranges(Config(data="/nowhere", **{flag: value}))
 
 
 def test_the_digest_changes_with_every_field():

@@ -73,6 +73,7 @@ class Probe(NamedTuple):
 
     means: torch.Tensor  # (C,) batch means of all tracked layers: the first shift
     elements: list[int]  # values per row and channel, by layer
+    least_rows: int  # that a forward takes: 2 where a layer has one value per row and channel
     changed: list[str]  # other buffers that changed
 
 
@@ -80,7 +81,10 @@ class BatchNorms:
     """All tracked batch-norm layers of a model as two flat vectors of C channels."""
 
     def __init__(self, model: nn.Module, mode: str = "exact") -> None:
-        """Turn the layers' buffers into views. Device and memory format of the model come first."""
+        """Turn the layers' buffers into views; device and memory format of the model come first.
+
+        The layers' own momentum is 1 from now on; theirs is kept here.
+        """
         self.model, self.mode = model, mode
         self.layers = tracked_layers(model)
         self.sizes = [layer.num_features for layer in self.layers.values()]
@@ -123,18 +127,23 @@ class BatchNorms:
     def probe(self, forward: Callable[[], object], rows: int) -> Probe:
         """Run one training forward of `rows` rows and undo its traces in all buffers."""
         before = {n: b.clone() for n, b in self.model.named_buffers() if not self._ours(b)}
-        inputs: dict[str, list[int]] = {name: [] for name in self.layers}
+        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, _BatchNorm)}
+        inputs: dict[str, list[int]] = {name: [] for name in layers}
         hooks = [
             layer.register_forward_pre_hook(
-                lambda _, args, name=name, size=size: inputs[name].append(args[0].numel() // size)
+                lambda layer, args, name=name: inputs[name].append(
+                    args[0].numel() // layer.num_features
+                )
             )
-            for (name, layer), size in zip(self.layers.items(), self.sizes, strict=True)
+            for name, layer in layers.items()
         ]
         try:
             self.scratch.zero_()
             with torch.no_grad():
                 forward()
             means = self.scratch[0].to("cpu", copy=True)
+        except ValueError as error:  # torch's word for a single value per channel
+            raise UsageError(f"the model cannot learn from {rows} images: {error}") from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -145,18 +154,20 @@ class BatchNorms:
         for name, buffer in self.model.named_buffers():
             if name in before:
                 buffer.copy_(before[name])
-        return Probe(means, list(self._elements_per_row(inputs, rows)), changed)
+        single = any(calls == [rows] and layers[name].training for name, calls in inputs.items())
+        return Probe(means, list(self._elements_per_row(inputs, rows)), 2 if single else 1, changed)
 
     def _ours(self, buffer: torch.Tensor) -> bool:
         own = (self.scratch.untyped_storage().data_ptr(), self.calls.untyped_storage().data_ptr())
         return buffer.untyped_storage().data_ptr() in own
 
     def _elements_per_row(self, inputs: dict[str, list[int]], rows: int) -> Iterator[int]:
-        for name, calls in inputs.items():
+        for name in self.layers:
+            calls = inputs[name]
             if len(calls) != 1:
                 raise UsageError(
                     f"batch-norm layer {name} runs {len(calls)} times in one forward pass: its"
-                    " statistics can be combined only if it runs once"
+                    " statistics can be combined only if it runs once (no checkpointing)"
                 )
             if calls[0] % rows:
                 raise UsageError(

@@ -27,6 +27,13 @@ def allreduce(comm: Comm, array: np.ndarray) -> None:
     comm.Allreduce(MPI.IN_PLACE, [array, MPI_TYPES[array.dtype.name]])
 
 
+def broadcast(comm: Comm, tensor: torch.Tensor) -> None:
+    """Give all ranks the values that rank 0 holds, in place. Collective."""
+    host = tensor.detach().cpu()
+    comm.Bcast([host.numpy(), MPI.BYTE])
+    tensor.data.copy_(host)
+
+
 def direct(comm: Comm) -> Reduce:
     """Reduce messages in host memory where they lie."""
 

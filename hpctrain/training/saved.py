@@ -21,7 +21,7 @@ from hpctrain.data.loader import Prepare, make_prepare
 from hpctrain.data.packed import Pack, read_pack
 from hpctrain.errors import UsageError
 from hpctrain.models import build, load_weights, read_model, save_model
-from hpctrain.parallel.device import choose_device, place, set_threads
+from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, fair_threads, from_root, local_ranks
 from hpctrain.plan import Plan
 
@@ -102,13 +102,14 @@ class Network:
 
 def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
     """Read the network that the settings name and put it on this rank's device. Collective."""
+    if settings.batch < 1 or (settings.threads is not None and settings.threads < 1):
+        raise agreed(UsageError("--batch and --threads: give 1 or more"))
     path = from_root(comm, lambda: find_model(settings.model, settings.runs_dir))
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(settings.device, local_rank))
     threads = fair_threads(comm)
     set_threads(settings.threads or threads)
-    if settings.batch < 1 or (settings.threads or 1) < 1:
-        raise agreed(UsageError("--batch and --threads: give 1 or more"))
+    keep_memory()
     saved = everywhere(comm, lambda: restore(path))
     channels_last = saved.metadata.get("channels_last", True)
     dtype = next(saved.model.parameters()).dtype

@@ -5,6 +5,7 @@ pack, device, network, plan, then the message and what surrounds it.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from hpctrain.config import Config
 from hpctrain.data.augment import check_shift, normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
-from hpctrain.data.packed import Pack, Rows, read_pack
+from hpctrain.data.packed import Pack, Rows, read_pack, verify
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 from hpctrain.models import build, check_forward, load_init
@@ -24,7 +25,6 @@ from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
-    MPI,
     Comm,
     everywhere,
     fair_threads,
@@ -32,13 +32,14 @@ from hpctrain.parallel.mpi import (
     local_ranks,
     same_everywhere,
 )
-from hpctrain.parallel.reduce import choose_reduce
+from hpctrain.parallel.reduce import broadcast, choose_reduce
 from hpctrain.parallel.shards import carried
-from hpctrain.plan import Facts, Plan, model_name, resolve
+from hpctrain.plan import Facts, Plan, check_ranges, model_name, resolve
 from hpctrain.training.optim import make_optimizer, validate_optimizer
 from hpctrain.training.saved import require_split
 from hpctrain.training.step import Classification, Trainer
 
+VERIFIED_BYTES = 1 << 30  # packs up to this size are verified at start, about 1 s per GB
 PROBE_ROWS = 32  # of the training split, for the first shift of the batch-norm moments
 
 
@@ -58,7 +59,7 @@ class Job:
 def set_up(config: Config, comm: Comm) -> Job:
     """Build a job from its configuration. Raises the same error on all ranks. Collective."""
     config = comm.bcast(config)
-    everywhere(comm, lambda: validate_optimizer(config))
+    everywhere(comm, lambda: check_settings(config))
     pack = open_pack(config.data, config.data_dir, "train", comm)
     everywhere(comm, lambda: check_shift(config.shift, pack.image_shape))
     local_rank, _ = local_ranks(comm)
@@ -85,7 +86,7 @@ def set_up(config: Config, comm: Comm) -> Job:
         image_shape=pack.image_shape,
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
-        least_rows=2 if 1 in probe.elements else 1,
+        least_rows=probe.least_rows,
     )
     plan = from_root(comm, lambda: resolve(config, facts))
     norms.start(probe)
@@ -100,12 +101,23 @@ def set_up(config: Config, comm: Comm) -> Job:
     return Job(config, plan, pack, trainer, loader, prepare, fresh)
 
 
+def check_settings(config: Config) -> None:
+    """Refuse what is wrong whatever the data, before anything is read or made."""
+    check_ranges(config)
+    validate_optimizer(config)
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("--tensorboard needs its package: pip install 'hpctrain[tensorboard]'")
+
+
 def open_pack(data: str, data_dir: str, split: str, comm: Comm) -> Pack:
     """The pack, found (or made) and validated by rank 0, seen by all ranks. Collective."""
 
     def find() -> Pack:
         pack = read_pack(locate(data, data_dir))
         require_split(pack, split)
+        damage = verify(pack) if pack.file_size <= VERIFIED_BYTES else []
+        if damage:
+            raise UsageError(f"{pack.path} is damaged: {damage[0]} ({len(damage)} damaged blocks)")
         return pack
 
     return from_root(comm, find)
@@ -164,9 +176,7 @@ def make_trainer(
             "the model's fixed state": _fixed_state(model),
         },
     )
-    first = message.weights.detach().cpu()
-    comm.Bcast([first.numpy(), MPI.BYTE])
-    message.weights.data.copy_(first)
+    broadcast(comm, message.weights)
     return Trainer(
         model,
         message,

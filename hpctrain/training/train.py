@@ -5,6 +5,7 @@ mpirun -n 4 python -m hpctrain --data flowers.h5
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
 from hpctrain.parallel.message import Totals
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, from_root, host_name, library, start_mpi
+from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.record import Recorder
 from hpctrain.training import saved
 from hpctrain.training.control import Control
@@ -56,6 +58,8 @@ def train(config: Config, comm: Comm) -> int:
                 save(job, folder, state)
             recorder.end("failed", str(error))
             raise
+        if "validation" in job.pack.splits and state.validated < state.step:
+            evaluation(job, state, "validation", recorder, comm)
         tests = test(job, state, recorder, comm)
         if mine:
             save(job, folder, state)
@@ -75,6 +79,7 @@ class Progress:
 
     step: int = 0  # steps done
     epoch: int = 0  # epochs done
+    validated: int = 0  # step of the last validation
     figures: dict[str, float] = field(default_factory=dict)
 
 
@@ -182,6 +187,8 @@ def evaluation(job: Job, state: Progress, split: str, recorder: Recorder, comm: 
             comm,
             job.plan.evaluation_rows,
         )
+    if split == "validation":
+        state.validated = state.step
     state.figures[f"{split}_accuracy"] = result.accuracy
     state.figures[f"{split}_loss"] = result.loss
     recorder.evaluation(
@@ -197,7 +204,13 @@ def evaluation(job: Job, state: Progress, split: str, recorder: Recorder, comm: 
 
 
 def test(job: Job, state: Progress, recorder: Recorder, comm: Comm) -> dict[str, float]:
-    """Evaluate every split that was not used in training; their accuracies. Collective."""
+    """Evaluate every split that was not used in training; their accuracies. Collective.
+
+    Under --batch-norm local all ranks take the statistics of rank 0: those are saved.
+    """
+    if job.plan.batch_norm == "local":
+        broadcast(comm, job.trainer.norms.running)
+        job.trainer.norms.restore()
     splits = [name for name in job.pack.splits if name not in ("train", "validation")]
     return {
         f"{split}_accuracy": evaluation(job, state, split, recorder, comm).accuracy
@@ -206,10 +219,17 @@ def test(job: Job, state: Progress, recorder: Recorder, comm: Comm) -> dict[str,
     }
 
 
+def free_name(job: Job) -> str:
+    """Time and model, with a number where another run began in the same second."""
+    model = Path(job.plan.model).name.replace(":", ".")
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+    names = (base if number == 1 else f"{base}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not (Path(job.config.runs_dir) / name).exists())
+
+
 def make_run_folder(job: Job) -> Path:
     """Create the run's folder with its configuration and plan. A name is used once."""
-    name = job.config.run or f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(job.plan.model).name}"
-    folder = Path(job.config.runs_dir) / name.replace(":", ".")
+    folder = Path(job.config.runs_dir) / (job.config.run or free_name(job))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()

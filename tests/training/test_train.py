@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.config import Config
+from hpctrain.config import Config, EvaluateConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model
 from hpctrain.report.record import Recorder, read_records
 from hpctrain.training import train as loop
 from hpctrain.training.control import Control
+from hpctrain.training.evaluate import main as evaluate_main
 from hpctrain.training.setup import set_up
 from tests.packs import make_pack
 
@@ -211,3 +212,44 @@ def test_a_step_that_lost_rows_is_an_error(comm, settings, monkeypatch):
     monkeypatch.setattr(loop, "train_step", forgetful)
     with pytest.raises(RunError, match="step 1 summed 0 rows, but the plan has 16"):
         loop.train(settings, comm)
+
+
+def test_local_statistics_are_tested_as_they_are_saved(comm, settings):
+    local = dataclasses.replace(settings, batch_norm="local", epochs=1)
+    loop.train(local, comm)
+    alone = comm.Split(comm.rank)
+    folder = Path(settings.runs_dir) / "a"
+    if comm.rank == 0:
+        again = EvaluateConfig(
+            model=str(folder), output=str(folder / "e.json"), batch=64, threads=1
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hpctrain.training.evaluate.start_mpi", lambda: alone)
+            assert evaluate_main(again) == 0
+        end = list(read_records(folder))[-1]
+        assert json.loads((folder / "e.json").read_text())["accuracy"] == end["test_accuracy"]
+    alone.Free()
+
+
+def test_validation_comes_at_the_end_where_no_epoch_asks_for_it(comm, settings):
+    loop.train(dataclasses.replace(settings, evaluate_every=0), comm)
+    if comm.rank == 0:
+        records = list(read_records(Path(settings.runs_dir) / "a"))
+        found = [(r["split"], r["step"]) for r in records if r["kind"] == "evaluation"]
+        assert found == [("validation", 14), ("test", 14)]
+
+
+def test_a_damaged_pack_is_refused(comm, settings, pack):
+    if comm.rank == 0:
+        data = bytearray(pack.read_bytes())
+        data[len(data) // 2] ^= 1
+        pack.write_bytes(bytes(data))
+    comm.Barrier()
+    with pytest.raises(UsageError, match="is damaged"):
+        set_up(settings, comm)
+
+
+def test_gradients_may_be_finite_where_moments_are_not(comm, settings):
+    wild = dataclasses.replace(settings, model="tests.odd_models:overflowing", epochs=1)
+    with pytest.raises(RunError, match="step 1 .* is not finite"):
+        loop.train(wild, comm)
