@@ -76,3 +76,10 @@ class Overflowing(nn.Module):
 def overflowing(image_shape, classes):
     height, width, channels = image_shape
     return Overflowing(height * width * channels, classes)
+
+
+def norm_first(image_shape, classes):
+    """Its first layer is batch norm of the images themselves, whatever the weights."""
+    height, width, channels = image_shape
+    linear = nn.Linear(height * width * channels, classes)
+    return nn.Sequential(nn.BatchNorm2d(channels), nn.Flatten(), linear)

@@ -1,0 +1,226 @@
+"""The loader against plain indexing: what batches hold, and how its thread ends."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.data.loader import Loader, Resident, make_prepare, read_rows
+from hpctrain.data.partition import cut_epoch
+from hpctrain.errors import RunError
+
+ROWS, SHAPE, SEED = 101, (5, 7, 3), 3
+PARTITION = cut_epoch(ROWS, 16, 3)  # 7 steps; shares 6, 5, 5; the last step has 5 rows
+MINE = [1, 2]
+STREAMING, RESIDENT = 0, 1 << 20  # bytes of read_buffer
+
+
+class Source:
+    """Rows in memory; notes what is asked for."""
+
+    image_shape = SHAPE
+
+    def __init__(self, rows=ROWS):
+        rng = np.random.default_rng(1)
+        self.images = rng.integers(0, 256, (rows, *SHAPE), dtype=np.uint8)
+        self.labels = rng.integers(0, 10, rows)
+        self.asked = []
+
+    def gather(self, indices, out):
+        self.asked.append(indices.copy())
+        out[:] = self.images[indices]
+        return out
+
+
+class Torn(Source):
+    """Cannot be read any more from the gather number `last` on."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def gather(self, indices, out):
+        if len(self.asked) == self.last:
+            raise RunError("the pack was cut short")
+        return super().gather(indices, out)
+
+
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name == "loader"]
+
+
+def indexed(source, epoch):
+    """What each step must hold, by plain indexing: [(shard, images (m, C, H, W), labels)]."""
+    steps = []
+    for step in range(PARTITION.steps):
+        rows = [(j, PARTITION.order(SEED, epoch, j)[PARTITION.slice(step, j)]) for j in MINE]
+        inputs = [
+            (j, source.images[r].transpose(0, 3, 1, 2).astype(np.float32) / 255, source.labels[r])
+            for j, r in rows
+            if len(r)
+        ]
+        steps.append(inputs)
+    return steps
+
+
+def bits(steps):
+    """Everything that batches hold, to compare two loaders."""
+    return [[(b.shard, b.key, b.images.tolist(), b.labels.tolist()) for b in s] for s in steps]
+
+
+@pytest.mark.parametrize("read_buffer", [STREAMING, RESIDENT])
+def test_batches_are_the_rows_of_the_partition(read_buffer):
+    source = Source()
+    loader = Loader(source, PARTITION, MINE, SEED, read_buffer=read_buffer)
+    for epoch in (0, 1):
+        steps, expected = list(loader.epoch(epoch)), indexed(source, epoch)
+        assert len(steps) == len(expected) == 7
+        for batches, rows in zip(steps, expected, strict=True):
+            assert [b.shard for b in batches] == [j for j, _, _ in rows]
+            for batch, (_, images, labels) in zip(batches, rows, strict=True):
+                np.testing.assert_allclose(batch.images.numpy(), images, rtol=1e-6, atol=0)
+                np.testing.assert_array_equal(batch.labels.numpy(), labels)
+    assert not np.array_equal(indexed(source, 0)[0][0][1], indexed(source, 1)[0][0][1])
+
+
+def test_a_shard_without_rows_has_no_batch():
+    partition = cut_epoch(7, 6, 3)  # the last step has one row, of one shard
+    steps = list(Loader(Source(7), partition, range(3)).epoch(0))
+    assert [[b.shard for b in batches] for batches in steps] == [
+        [0, 1, 2],
+        [j for j in range(3) if partition.last[j]],
+    ]
+    assert len(steps[1]) == 1
+
+
+def test_resident_and_streaming_give_the_same_bits_but_read_differently():
+    partition_rows = np.arange(PARTITION.start(1), ROWS)
+    streamed, kept = Source(), Source()
+    augmenting = {"flip": True, "shift": 2}
+    results = []
+    for source, read_buffer in ((streamed, STREAMING), (kept, RESIDENT)):
+        prepare = make_prepare(**augmenting)
+        loader = Loader(source, PARTITION, MINE, SEED, prepare, read_buffer=read_buffer)
+        results.append([bits(loader.epoch(epoch)) for epoch in (0, 1)])
+    assert results[0] == results[1]
+    assert results[0][0] != results[0][1]
+    assert len(kept.asked) == 1
+    np.testing.assert_array_equal(kept.asked[0], partition_rows)
+    for epoch in (0, 1):  # 14 gathers an epoch: shard 1, then shard 2 in each step
+        asked = streamed.asked[14 * epoch : 14 * (epoch + 1)]
+        for number, shard in enumerate(MINE):
+            order = PARTITION.order(SEED, epoch, shard)
+            np.testing.assert_array_equal(np.concatenate(asked[number::2]), order)
+
+
+def test_read_buffer_is_counted_in_the_bytes_of_this_ranks_rows():
+    needed = sum(PARTITION.sizes()[j] for j in MINE) * 5 * 7 * 3
+    for read_buffer, reads in ((needed, 1), (needed - 1, 14)):
+        source = Source()
+        list(Loader(source, PARTITION, MINE, SEED, read_buffer=read_buffer).epoch(0))
+        assert len(source.asked) == reads
+
+
+@pytest.mark.parametrize("read_buffer", [STREAMING, RESIDENT])
+def test_an_epoch_goes_on_from_a_step_with_the_very_same_batches(read_buffer):
+    def loader():
+        prepare = make_prepare(flip=True, shift=2)
+        return Loader(Source(), PARTITION, MINE, SEED, prepare, read_buffer=read_buffer)
+
+    whole = bits(loader().epoch(4))
+    for first_step in (0, 1, 6, 7):
+        assert bits(loader().epoch(4, first_step)) == whole[first_step:]
+    assert bits(loader().epoch(4, 1)) != whole[:-1]
+
+
+@pytest.mark.parametrize("read_buffer", [STREAMING, RESIDENT])
+def test_batches_share_no_memory(read_buffer):
+    """Values of an earlier batch stay while the thread reads on into its own buffer."""
+    loader = Loader(Source(), PARTITION, MINE, SEED, read_buffer=read_buffer)
+    held, values = [], []
+    for batches in loader.epoch(0):
+        held += batches
+        values += [(b.images.clone(), b.labels.clone()) for b in batches]
+    for batch, (images, labels) in zip(held, values, strict=True):
+        assert torch.equal(batch.images, images)
+        assert torch.equal(batch.labels, labels)
+    pointers = {b.images.untyped_storage().data_ptr() for b in held}
+    assert len(pointers) == len(held) == 14
+    held[0].images.zero_()
+    again = next(loader.epoch(0))
+    assert torch.equal(again[0].images, values[0][0])
+
+
+def test_an_error_of_the_reading_thread_is_raised_where_batches_are_taken():
+    steps = Loader(Torn(4), PARTITION, MINE, SEED, read_buffer=STREAMING).epoch(0)
+    taken = []
+    with pytest.raises(RunError, match="cut short"):
+        for batches in steps:
+            taken.append(batches)
+    assert bits(taken) == bits(Loader(Source(), PARTITION, MINE, SEED).epoch(0))[:2]
+    assert not loader_threads()
+
+
+def test_an_error_of_the_first_whole_read_is_raised_too():
+    steps = Loader(Torn(0), PARTITION, MINE, SEED, read_buffer=RESIDENT).epoch(0)
+    with pytest.raises(RunError, match="cut short"):
+        next(steps)
+    assert not loader_threads()
+
+
+@pytest.mark.parametrize("read_buffer", [STREAMING, RESIDENT])
+def test_leaving_early_ends_the_thread(read_buffer):
+    loader = Loader(Source(), PARTITION, MINE, SEED, read_buffer=read_buffer)
+    steps = loader.epoch(0)
+    assert not loader_threads()  # nothing is read before it is asked for
+    next(steps)
+    assert len(loader_threads()) == 1  # two steps ahead of seven it waits
+    steps.close()
+    assert not loader_threads()
+    assert bits(loader.epoch(0)) == bits(Loader(Source(), PARTITION, MINE, SEED).epoch(0))
+    assert not loader_threads()
+
+
+def test_an_error_of_the_consumer_ends_the_thread():
+    with pytest.raises(ZeroDivisionError):
+        for _ in Loader(Source(), PARTITION, MINE, SEED).epoch(0):
+            assert len(loader_threads()) == 1
+            _ = 1 / 0
+    assert not loader_threads()
+
+
+def test_the_thread_reads_only_a_little_ahead():
+    source, waiting = Source(), threading.Event()
+    loader = Loader(source, PARTITION, MINE, SEED, read_buffer=STREAMING)
+    steps = loader.epoch(0)
+    next(steps)
+    waiting.wait(0.2)
+    # 1 taken, 2 ready, 1 in the thread's hand; 2 shards each
+    assert len(source.asked) == 2 * 4
+    steps.close()
+
+
+def test_read_rows_gives_rows_in_the_order_asked_for():
+    source = Source()
+    rows = [100, 0, 53, 0]
+    expected = source.images[rows].transpose(0, 3, 1, 2).astype(np.float32) / 255
+    inputs = read_rows(source, rows)
+    assert inputs.shape == (4, 3, 5, 7)
+    np.testing.assert_allclose(inputs.numpy(), expected, rtol=1e-6, atol=0)
+    mean, std = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5, 0.6, 0.7])
+    scaled = read_rows(source, np.array(rows), make_prepare(scaling=(mean, std)))
+    by_hand = (inputs - mean[:, None, None]) / std[:, None, None]
+    torch.testing.assert_close(scaled, by_hand)
+    assert read_rows(source, np.arange(0)).shape == (0, 3, 5, 7)
+
+
+def test_a_resident_part_is_addressed_by_the_rows_of_the_split():
+    source = Source()
+    resident = Resident(source, 53, 11)
+    out = np.empty((3, *SHAPE), dtype=np.uint8)
+    resident.gather(np.array([63, 53, 60]), out)
+    np.testing.assert_array_equal(out, source.images[[63, 53, 60]])
+    assert resident.labels is source.labels
