@@ -45,7 +45,7 @@ RANGES = {
     "noise": (0.0, 12.0),  # largest change of a pixel, of 255
     "order": (0.0, 1.0),
 }
-LARGEST_SHIFT = 2.2  # pixels
+LARGEST_SHIFT = 1.0  # pixels
 
 Split = tuple[np.ndarray, np.ndarray]
 
