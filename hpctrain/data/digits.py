@@ -39,13 +39,14 @@ RANGES = {
     "bow": (-3.0, 3.0),  # glyph units: middle against both ends, sideways
     "sway": (-3.0, 3.0),  # the same, of the base line
     "half_width": (1.0, 1.4),  # of the stroke, pixels
-    "right": (-1.0, 1.0),  # position, in parts of the free room, at most LARGEST_SHIFT
+    "right": (-1.0, 1.0),  # which way off the centre, and how far between the shifts below
     "down": (-1.0, 1.0),
     "ink": (0.85, 1.0),  # brightness of the stroke
     "noise": (0.0, 12.0),  # largest change of a pixel, of 255
     "order": (0.0, 1.0),
 }
-LARGEST_SHIFT = 1.0  # pixels
+LARGEST_SHIFT = 1.4  # pixels off the centre in x and in y, where there is room,
+SHIFT_VARIES = 0.5  # or up to so much less: never in the middle, where a linear classifier waits
 
 Split = tuple[np.ndarray, np.ndarray]
 
@@ -134,7 +135,8 @@ def place(strokes: np.ndarray, draws: dict[str, np.ndarray]) -> np.ndarray:
     turned_y = turned_y * shrink
     for turned, name in ((turned_x, "right"), (turned_y, "down")):
         room = np.minimum(LARGEST_SHIFT, reach - turned.max(axis=1)[:, None])
-        turned += column[name] * room
+        away = np.maximum(room - (1 - np.abs(column[name])) * SHIFT_VARIES, 0)
+        turned += np.where(column[name] < 0, -away, away)
     ends = np.stack([turned_x, turned_y], axis=-1)  # (n, 2 S, 2)
     return ends.reshape(len(ends), ends.shape[1] // 2, 4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -84,6 +85,18 @@ def test_batches_are_the_rows_of_the_partition(read_buffer):
                 np.testing.assert_allclose(batch.images.numpy(), images, rtol=1e-6, atol=0)
                 np.testing.assert_array_equal(batch.labels.numpy(), labels)
     assert not np.array_equal(indexed(source, 0)[0][0][1], indexed(source, 1)[0][0][1])
+
+
+def test_every_batch_has_a_key_of_its_own():
+    """By seed, epoch, step and shard: two batches with one key would be augmented alike."""
+    keys = [
+        batch.key
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for batches in Loader(Source(), PARTITION, range(3), seed).epoch(epoch)
+        for batch in batches
+    ]
+    assert len(set(keys)) == len(keys) == 2 * 2 * 7 * 3
 
 
 def test_a_shard_without_rows_has_no_batch():
@@ -193,13 +206,15 @@ def test_an_error_of_the_consumer_ends_the_thread():
 
 
 def test_the_thread_reads_only_a_little_ahead():
-    source, waiting = Source(), threading.Event()
-    loader = Loader(source, PARTITION, MINE, SEED, read_buffer=STREAMING)
-    steps = loader.epoch(0)
+    source = Source()
+    steps = Loader(source, PARTITION, MINE, SEED, read_buffer=STREAMING).epoch(0)
     next(steps)
-    waiting.wait(0.2)
-    # 1 taken, 2 ready, 1 in the thread's hand; 2 shards each
-    assert len(source.asked) == 2 * 4
+    ahead = 2 * 4  # gathers of 2 shards: 1 step taken, 2 ready, 1 in the thread's hand
+    deadline = time.monotonic() + 10
+    while len(source.asked) < ahead and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(source.asked) == ahead
     steps.close()
 
 
