@@ -161,7 +161,9 @@ class EvaluateConfig:
     batch: int = option(256, "rows computed at a time", "Machine")
     device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(None, "CPU threads per rank", "Machine")
-    precision: str = option("fp32", "arithmetic", "Machine", choices=("fp32", "bf16"))
+    precision: str | None = option(
+        None, "arithmetic; default: as in training", "Machine", choices=("fp32", "bf16")
+    )
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,9 @@ class PredictConfig:
     batch: int = option(256, "rows computed at a time", "Machine")
     device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(None, "CPU threads per rank", "Machine")
-    precision: str = option("fp32", "arithmetic", "Machine", choices=("fp32", "bf16"))
+    precision: str | None = option(
+        None, "arithmetic; default: as in training", "Machine", choices=("fp32", "bf16")
+    )
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def main(settings: EvaluateConfig) -> int:
             source,
             len(pack.classes),
             network.prepare,
-            Classification(settings.precision),
+            Classification(network.precision),
             comm,
             settings.batch,
         )

@@ -68,7 +68,7 @@ def predict(
         blocks = blocks_of(total, settings.batch, comm.size, comm.rank)
         inputs = (load(rows) for _, rows in blocks)
         return [
-            class_scores(network.model, x, settings.precision).softmax(1).float().cpu().numpy()
+            class_scores(network.model, x, network.precision).softmax(1).float().cpu().numpy()
             for x in inputs
         ]
 

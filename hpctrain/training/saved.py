@@ -97,6 +97,7 @@ class Network:
     saved: Saved
     model: nn.Module
     device: torch.device
+    precision: str
     prepare: Prepare
 
 
@@ -115,7 +116,8 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     dtype = next(saved.model.parameters()).dtype
     model = place(saved.model, device, channels_last)
     prepare = make_prepare(device, dtype, channels_last, saved.scaling)
-    return Network(saved, model, device, prepare)
+    precision = settings.precision or saved.metadata.get("precision", "fp32")
+    return Network(saved, model, device, precision, prepare)
 
 
 def open_pack_for(saved: Saved, settings: EvaluateConfig | PredictConfig, comm: Comm) -> Pack:
