@@ -151,17 +151,26 @@ def test_processes_of_a_foreign_launcher_are_refused_once(folder, names):
     assert (other.returncode, other.stderr) == (2, "")
 
 
-@pytest.mark.parametrize("where", ["import torch", "message"])
-def test_an_error_on_one_rank_ends_all_and_names_the_rank(folder, where):
+BROKEN = """
+from hpctrain.launcher import launched_rank
+{at_import}
+def main(settings):
+    from hpctrain.parallel.mpi import start_mpi
+    comm = start_mpi()
+    {at_work}
+    comm.Barrier()
+    return 0
+"""
+FAIL = "if launched_rank() == 1: raise ValueError('broken here')"
+
+
+@pytest.mark.parametrize("where", ["at_import", "at_work"])
+def test_an_error_on_one_rank_ends_all_and_names_the_rank(tmp_path, where):
+    lines = {"at_import": "", "at_work": "", where: FAIL}
+    (tmp_path / "broken.py").write_text(BROKEN.format(**lines))
     program = (
-        "import sys\nfrom hpctrain.parallel import mpi\n"
-        "def work():\n"
-        "    comm = mpi.start_mpi()\n"
-        "    if comm.rank == 1: raise ValueError('broken here')\n"
-        "    comm.Barrier()\n"
-        "    return 0\n"
-        "sys.exit(mpi.run_guarded(work))\n"
+        "import sys; from hpctrain.cli import _on_all_ranks as run; sys.exit(run('broken', 0))"
     )
-    result = run_mpi(3, ["-c", program], cwd=folder, timeout=30)
+    result = run_mpi(3, ["-c", program], cwd=tmp_path, timeout=30)
     assert result.returncode == 1
     assert re.search(r"\[rank 1 of 3 @\S+\].*ValueError: broken here", result.stderr)

@@ -90,7 +90,7 @@ def set_up(config: Config, comm: Comm) -> Job:
     )
     plan = from_root(comm, lambda: resolve(config, facts))
     norms.start(probe)
-    trainer = make_trainer(model, norms, loss, config, plan, comm)
+    trainer = make_trainer(model, norms, loss, config, comm)
     loader = Loader(
         source,
         plan.partition,
@@ -161,7 +161,6 @@ def make_trainer(
     norms: BatchNorms,
     loss: Classification,
     config: Config,
-    plan: Plan,
     comm: Comm,
 ) -> Trainer:
     """Lay out the message, make all ranks hold rank 0's weights, compare layouts. Collective."""
@@ -172,7 +171,6 @@ def make_trainer(
             "hpctrain": __version__,
             "torch": torch.__version__,
             "the layout of the parameters": message.layout.digest(),
-            "the plan": plan.digest(),
             "the model's fixed state": _fixed_state(model),
         },
     )
