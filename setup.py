@@ -30,8 +30,16 @@ EXTRAS = {
     # CuPy, for the CUDA major version that torch was built with.
     "cuda12": ["cupy-cuda12x"],
     "cuda13": ["cupy-cuda13x"],
+    "plot": ["matplotlib"],
     "tensorboard": ["tensorboard"],
-    "test": ["pytest>=8.2", "pytest-timeout>=2.3", "ruff>=0.9", "mypy>=1.14", "tensorboard"],
+    "test": [
+        "pytest>=8.2",
+        "pytest-timeout>=2.3",
+        "ruff>=0.9",
+        "mypy>=1.14",
+        "tensorboard",
+        "matplotlib",
+    ],
 }
 
 setup(

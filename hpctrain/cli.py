@@ -56,6 +56,12 @@ def _predict(settings: config.PredictConfig) -> int:
     return _on_all_ranks("hpctrain.training.predict", settings)
 
 
+def _compare(settings: config.CompareConfig) -> int:
+    from hpctrain.compare import main
+
+    return main(settings)
+
+
 def _doctor(settings: config.DoctorConfig) -> int:
     from hpctrain.doctor.command import main
 
@@ -73,6 +79,7 @@ COMMANDS = {
     "pack": Command(config.PackConfig, "turn image files into one HDF5 pack", _pack),
     "evaluate": Command(config.EvaluateConfig, "test a trained network on a split", _evaluate),
     "predict": Command(config.PredictConfig, "classify image files or a split into CSV", _predict),
+    "compare": Command(config.CompareConfig, "two runs, bit by bit", _compare),
     "doctor": Command(config.DoctorConfig, "say what was found on this machine", _doctor),
     "bench": Command(config.BenchConfig, "measure training against its limit", _bench),
 }

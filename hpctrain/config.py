@@ -41,10 +41,22 @@ class Config:
     flip: bool = option(False, "augment by random horizontal flips", DATA)
     shift: int = option(0, "augment by random shifts of up to this many pixels in x and y", DATA)
 
+    task: str = option(
+        "classify",
+        "what is learnt: the class of an image, or an image without its noise",
+        NETWORK,
+        choices=("classify", "denoise"),
+    )
+    noise: str = option(
+        "salt-pepper", "denoise: kind of noise", NETWORK, choices=("salt-pepper", "gaussian")
+    )
+    noise_level: float = option(
+        0.1, "denoise: share of values replaced, or standard deviation on [0, 1]", NETWORK
+    )
     model: str = option(
         "auto",
-        "digits, resnet18, resnet34, resnet50 or package.module:function; auto = digits for"
-        " images of 28x28x1, else resnet50",
+        "digits, resnet18, resnet34, resnet50, autoencoder or package.module:function; auto ="
+        " digits for images of 28x28x1, else resnet50; autoencoder for denoise",
         NETWORK,
     )
     init: str | None = option(
@@ -65,17 +77,31 @@ class Config:
         False, "allow other buffers that change in training; each rank keeps its own", NETWORK
     )
 
-    epochs: int | None = option(None, "default: 20 for the digits network, else 100", BATCH)
-    batch_size: int | None = option(
-        None, "mini-batch over all ranks; default 128, on GPUs 128 per rank", BATCH
+    epochs: int | None = option(
+        None, "default: 20 for the digits network, 5 for denoise, else 100", BATCH
     )
-    batch_per_rank: int | None = option(None, "mini-batch as a number per rank instead", BATCH)
+    batch_size: int | None = option(
+        None,
+        "mini-batch over all ranks; default 128 (denoise 500), on GPUs as many per rank (or shard)",
+        BATCH,
+    )
+    batch_per_rank: int | None = option(
+        None, "mini-batch as a number per rank instead; per shard where --shards is given", BATCH
+    )
     shards: int | None = option(
         None, "logical workers; default one per rank, more accumulate gradients", BATCH
     )
+    worker_load: str | None = option(
+        None, "share of the shards by rank, such as 3,1; without --shards it makes 4 of them", BATCH
+    )
     seed: int = option(0, "of weights, order, augmentation and dropout", BATCH)
 
-    optimizer: str = option("sgdm", "update rule", OPTIMIZER, choices=("sgdm", "adam", "adamw"))
+    optimizer: str | None = option(
+        None,
+        "update rule; default sgdm, for denoise adam",
+        OPTIMIZER,
+        choices=("sgdm", "adam", "adamw"),
+    )
     lr: float | None = option(
         None, "learning rate; default 0.01 for sgdm, 0.001 for adam and adamw", OPTIMIZER
     )
@@ -100,12 +126,35 @@ class Config:
         "fp32", "arithmetic of forward and backward", MACHINE, choices=("fp32", "bf16")
     )
     channels_last: bool = option(True, "memory format NHWC (faster) instead of NCHW", MACHINE)
+    deterministic: bool = option(
+        False,
+        "the same bits in every run, and with --shards on any number of ranks; 1 CPU thread a rank"
+        " unless --threads says otherwise",
+        MACHINE,
+    )
 
     run: str | None = option(
         None, "name of the run; default: time and model. A name is used once", RECORD
     )
     runs_dir: str = option("runs", "folder of all runs", RECORD)
     evaluate_every: int = option(1, "epochs between validations (0 = only at the end)", RECORD)
+    validate_steps: int | None = option(
+        None, "steps between validations, instead of epochs", RECORD
+    )
+    patience: int | None = option(
+        None,
+        "end after this many validations without a smaller loss (0 = never); default 5 for denoise",
+        RECORD,
+    )
+    output: str = option(
+        "last",
+        "network that is tested and saved: of the last step, or of the smallest validation loss",
+        RECORD,
+        choices=("last", "best"),
+    )
+    digest_every: int = option(
+        100, "steps between comparisons of all ranks' weights by digest (0 = never)", RECORD
+    )
     tensorboard: bool = option(False, "write TensorBoard events too", RECORD)
     progress: str = option(
         "auto",
@@ -180,13 +229,30 @@ class PredictConfig:
     split: str = option("test", "split of the pack, where no images are given", "What")
     runs_dir: str = option("runs", "folder of all runs", "What")
     data_dir: str = option("data", "folder where built-in sets are kept once made", "What")
-    output: str = option("predictions.csv", "the CSV to write; - = standard output", "Output")
+    output: str = option(
+        "predictions.csv",
+        "the CSV to write (- = standard output), or the folder of restored images",
+        "Output",
+    )
     batch: int = option(256, "rows computed at a time", "Machine")
     device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(None, "CPU threads per rank", "Machine")
     precision: str | None = option(
         None, "arithmetic; default: as in training", "Machine", choices=("fp32", "bf16")
     )
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Settings of ``hpctrain compare``: two runs, bit by bit."""
+
+    first: str | None = option(None, "a run, by name or folder", "What", positional=True)
+    second: str | None = option(None, "another", "What", positional=True)
+    runs_dir: str = option("runs", "folder of all runs", "What")
+    plot: str | None = option(
+        None, "write a bar plot of one tensor's differences (.png, .svg or .pdf)", "Output"
+    )
+    tensor: str | None = option(None, "its name; default: the first convolution's", "Output")
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.config import DEFAULT_LEARNING_RATES, Config
 from hpctrain.data.partition import Partition, cut_epoch
 from hpctrain.errors import UsageError
+from hpctrain.parallel.shards import carried
 
 EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
 
@@ -36,24 +38,32 @@ class Facts:
 class Plan:
     """The resolved numbers of one run."""
 
+    task: str
     model: str
     image_shape: tuple[int, int, int]  # (H, W, C)
     classes: int
     pack_uuid: str
     ranks: int  # at first launch
     shards: int
+    runs: tuple[tuple[int, int], ...]  # first and end of the shards that each rank carries
     batch_size: int  # rows of a full step over all shards
     shares: tuple[int, ...]  # of the mini-batch, by shard
     last: tuple[int, ...]  # of the last step of an epoch, by shard
     rows: int  # of the training split
     epochs: int
     steps_per_epoch: int
+    optimizer: str
     learning_rate: float
+    label_smoothing: float
+    noise: str
+    noise_level: float
+    patience: int  # validations; 0 = never
     batch_norm: str
     precision: str
     channels_last: bool
     device: str
     threads: int
+    deterministic: bool
     evaluation_rows: int
     seed: int
 
@@ -67,8 +77,10 @@ class Plan:
         return self.epochs * self.steps_per_epoch
 
     def digest(self) -> str:
-        """Hash over all fields."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        """Hash over what decides the numbers: all fields but those of this launch, the ranks."""
+        fields = dataclasses.asdict(self)
+        del fields["ranks"], fields["runs"]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -78,17 +90,20 @@ class Plan:
         height, width, channels = self.image_shape
         sizes = self.partition.sizes()
         return [
-            f"model          {self.model} for {width}x{height}x{channels}, {self.classes} classes",
+            f"task           {self.task}, {width}x{height}x{channels}, {self.classes} classes",
+            f"model          {self.model}",
             f"data           {self.rows:,} training images, pack {self.pack_uuid}",
             f"ranks          {self.ranks} on {self.device}, {self.threads} CPU threads each",
-            f"shards         {self.shards}, partitions of {_range(sizes)} images",
+            f"shards         {self.shards}, partitions of {_range(sizes)} images,"
+            f" {_range(tuple(end - first for first, end in self.runs))} on a rank",
             f"mini-batch     {self.batch_size}, shares of {_range(self.shares)} images",
             f"steps          {self.epochs} epochs x {self.steps_per_epoch} = {self.steps:,};"
             f" last step of an epoch {sum(self.last)} images",
-            f"learning rate  {self.learning_rate:g}",
+            f"optimizer      {self.optimizer}, learning rate {self.learning_rate:g}",
             f"batch norm     {self.batch_norm}",
             f"precision      {self.precision}, {'NHWC' if self.channels_last else 'NCHW'}",
             f"seed           {self.seed}",
+            f"sums           {'tree order, deterministic' if self.deterministic else 'Allreduce'}",
             f"plan           {self.digest()}",
         ]
 
@@ -99,41 +114,53 @@ def _range(numbers: tuple[int, ...]) -> str:
 
 
 def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
-    """The network: as asked for, or the digits network for its image shape, else ResNet-50."""
+    """The network: as asked for, or the autoencoder to denoise; to classify, the digits network
+    for its image shape, else ResNet-50.
+    """
     if config.model != "auto":
         return config.model
+    if config.task == "denoise":
+        return "autoencoder"
     return "digits" if image_shape == (28, 28, 1) else "resnet50"
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
     """The plan of a first launch. Raises UsageError where the numbers do not fit together."""
     model = model_name(config, facts.image_shape)
-    shards = config.shards or facts.ranks
-    if shards < facts.ranks:
-        raise UsageError(
-            f"{facts.ranks} ranks cannot carry {shards} shards: start at most {shards} ranks"
-        )
-    partition = cut_epoch(facts.rows, _batch_size(config, facts), shards, facts.least_rows)
-    default_rate = DEFAULT_LEARNING_RATES[config.optimizer]
+    loads = worker_loads(config.worker_load)
+    shards = config.shards or (round(sum(loads)) if loads else facts.ranks)
+    runs = carried(shards, facts.ranks, loads)
+    partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.least_rows)
+    denoise = config.task == "denoise"
+    optimizer = config.optimizer or ("adam" if denoise else "sgdm")
+    default_rate = DEFAULT_LEARNING_RATES[optimizer]
     return Plan(
+        task=config.task,
         model=model,
         image_shape=facts.image_shape,
         classes=facts.classes,
         pack_uuid=facts.pack_uuid,
         ranks=facts.ranks,
         shards=shards,
+        runs=tuple((run.start, run.stop) for run in runs),
         batch_size=partition.batch_size,
         shares=partition.shares,
         last=partition.last,
         rows=facts.rows,
-        epochs=config.epochs or (20 if model == "digits" else 100),
+        epochs=config.epochs or (5 if denoise else 20 if model == "digits" else 100),
         steps_per_epoch=partition.steps,
+        optimizer=optimizer,
         learning_rate=default_rate if config.lr is None else config.lr,
+        label_smoothing=config.label_smoothing,
+        noise=config.noise,
+        noise_level=config.noise_level,
+        patience=(5 if denoise else 0) if config.patience is None else config.patience,
         batch_norm=config.batch_norm,
         precision=config.precision,
         channels_last=config.channels_last,
         device=facts.device,
-        threads=config.threads or facts.threads,
+        threads=cpu_threads(config, facts.threads),
+        deterministic=config.deterministic,
         evaluation_rows=EVALUATION_ROWS,
         seed=config.seed,
     )
@@ -147,22 +174,65 @@ def check_ranges(config: Config) -> None:
         "--batch-per-rank": config.batch_per_rank,
         "--shards": config.shards,
         "--threads": config.threads,
+        "--validate-steps": config.validate_steps,
     }
     for flag, value in at_least_one.items():
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value}: give 1 or more")
-    if config.evaluate_every < 0:
-        raise UsageError(f"--evaluate-every {config.evaluate_every}: give 0 or more")
+    at_least_zero = {
+        "--evaluate-every": config.evaluate_every,
+        "--digest-every": config.digest_every,
+        "--patience": config.patience,
+    }
+    for flag, value in at_least_zero.items():
+        if value is not None and value < 0:
+            raise UsageError(f"{flag} {value}: give 0 or more")
+    worker_loads(config.worker_load)
+    if config.task == "denoise":
+        _check_denoising(config)
+    if config.deterministic and config.local_buffers:
+        raise UsageError(
+            "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"
+            " for itself depend on the number of ranks"
+        )
 
 
-def _batch_size(config: Config, facts: Facts) -> int:
+def _check_denoising(config: Config) -> None:
+    if not 0 < config.noise_level <= 1:
+        raise UsageError(f"--noise-level is {config.noise_level}; it must be in (0, 1]")
+    if config.normalize != "unit" or config.label_smoothing:
+        flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
+        raise UsageError(f"{flag} has no meaning for --task denoise: images stay in [0, 1]")
+
+
+def cpu_threads(config: Config, allowed: int) -> int:
+    """CPU threads of a rank: as asked for, or `allowed`; deterministic bits depend on them."""
+    return config.threads or (1 if config.deterministic else allowed)
+
+
+def worker_loads(text: str | None) -> tuple[float, ...]:
+    """The positive numbers of --worker-load, one per rank; none where it is not given."""
+    if text is None:
+        return ()
+    try:
+        loads = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        loads = (0.0,)
+    if not all(0 < load < math.inf for load in loads):
+        raise UsageError(f"--worker-load {text}: give a positive number for every rank, as in 3,1")
+    return loads
+
+
+def _batch_size(config: Config, facts: Facts, shards: int) -> int:
     if config.batch_size is not None and config.batch_per_rank is not None:
         raise UsageError(
             f"--batch-size {config.batch_size} and --batch-per-rank {config.batch_per_rank}"
             " exclude each other: give one"
         )
+    workers = shards if config.shards else facts.ranks
     if config.batch_per_rank is not None:
-        return config.batch_per_rank * facts.ranks
+        return config.batch_per_rank * workers
     if config.batch_size is not None:
         return config.batch_size
-    return 128 * (facts.ranks if facts.device == "cuda" else 1)
+    usual = 500 if config.task == "denoise" else 128
+    return usual * (workers if facts.device == "cuda" else 1)

@@ -33,6 +33,41 @@ def test_the_defaults_of_the_reference():
     digits = resolve(Config(), dataclasses.replace(FACTS, image_shape=(28, 28, 1)))
     assert (digits.model, digits.epochs) == ("digits", 20)
     assert resolve(Config(optimizer="adam"), FACTS).learning_rate == 0.001
+    assert resolve(Config(optimizer="adamw"), FACTS).learning_rate == 0.001
+    assert resolve(Config(lr=0.5), FACTS).learning_rate == 0.5
+    denoise = resolve(Config(task="denoise"), FACTS)
+    assert (denoise.model, denoise.optimizer, denoise.batch_size) == ("autoencoder", "adam", 500)
+    assert (denoise.epochs, denoise.patience) == (5, 5)
+
+
+def test_worker_loads_make_shards_and_runs():
+    def runs(**flags):
+        plan = resolve(Config(**flags), dataclasses.replace(FACTS, ranks=2))
+        return plan.shards, plan.runs
+
+    assert runs(worker_load="3,1") == (4, ((0, 3), (3, 4)))
+    assert runs(worker_load="3,1", shards=8) == (8, ((0, 6), (6, 8)))
+    assert runs(shards=8) == (8, ((0, 4), (4, 8)))
+    for wrong in ("3", "3,1,1"):
+        with pytest.raises(UsageError, match="--worker-load names"):
+            runs(worker_load=wrong, shards=8)
+    for wrong in ("3,x", "3,0", "3,-1", "", "inf,1"):
+        with pytest.raises(UsageError, match="a positive number for every rank"):
+            check_ranges(Config(worker_load=wrong))
+
+
+def test_the_digest_of_a_plan_does_not_depend_on_this_launch():
+    few, many = (dataclasses.replace(FACTS, ranks=ranks) for ranks in (2, 4))
+    plan = resolve(Config(shards=8), few)
+    assert plan.digest() == resolve(Config(shards=8), many).digest()
+    assert plan.digest() != resolve(Config(shards=7), few).digest()
+    assert plan.digest() != resolve(Config(shards=8, deterministic=True), few).digest()
+
+
+def test_deterministic_fixes_one_thread():
+    assert resolve(Config(), FACTS).threads == 2
+    assert resolve(Config(deterministic=True), FACTS).threads == 1
+    assert resolve(Config(deterministic=True, threads=3), FACTS).threads == 3
 
 
 def test_the_mini_batch_grows_with_gpus_but_not_with_cpu_ranks():

@@ -1,4 +1,4 @@
-"""From a batch's bytes to the network's input: random flips and shifts, then scaling.
+"""From a batch's bytes to the network's input: random flips and shifts, scaling, noise.
 
 Images are augmented as bytes (n, H, W, C), before scaling: a quarter of the memory traffic, and
 what a shift brings in is black whatever the scaling. All images of a batch are treated at once.
@@ -136,3 +136,18 @@ def to_input(
         offset = offset.repeat_interleave(height * width)
     rows.mul_(scale).add_(offset)
     return values.to(dtype)
+
+
+def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
+    """A copy of images (n, C, H, W) in [0, 1] with noise that depends on `key` and shape alone.
+
+    "salt-pepper": every value becomes 0 or 1, each with probability level / 2. "gaussian": a
+    normal deviate of standard deviation `level` is added, the sum cut to [0, 1].
+    """
+    generator = torch.Generator().manual_seed(key)
+    draw = torch.randn if kind == "gaussian" else torch.rand
+    drawn = draw(images.shape, generator=generator).to(images)
+    noisy = images.clone()  # with the same strides
+    if kind == "gaussian":
+        return noisy.add_(drawn, alpha=level).clamp_(0, 1)
+    return noisy.masked_fill_(drawn < level / 2, 0).masked_fill_(drawn >= 1 - level / 2, 1)

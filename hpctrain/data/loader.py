@@ -43,13 +43,15 @@ class Batch:
 
     shard: int
     images: torch.Tensor  # (m_j, C, H, W)
-    labels: torch.Tensor  # (m_j,) int64
+    targets: torch.Tensor  # labels (m_j,) int64, or what `pair` makes of them
     key: int  # of this step's and shard's random numbers
 
 
 # uint8 rows (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W),
 # a copy: the rows' memory is used again for the next batch
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
+# network input, labels (m_j,) and the key -> input and target
+Pair = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def make_prepare(
@@ -108,15 +110,18 @@ class Loader:
         shards: Sequence[int],
         seed: int = 0,
         prepare: Prepare | None = None,
+        pair: Pair | None = None,
         read_buffer: int = READ_BUFFER,
     ) -> None:
         """Read consecutive `shards` of `partition` from `source`.
 
         `prepare` makes the network's input from uint8 rows; None stands for float32 in [0, 1] on
-        the CPU. Partitions of up to `read_buffer` bytes are read once and kept.
+        the CPU. `pair` makes the target; None stands for the labels. Partitions of up to
+        `read_buffer` bytes are read once and kept.
         """
         self.source, self.partition, self.shards = source, partition, shards
         self.seed, self.prepare = seed, prepare or make_prepare()
+        self.pair = pair or (lambda images, labels, key: (images, labels))
         largest = max((partition.shares[j] for j in shards), default=0)
         self._buffer = np.empty((largest, *source.image_shape), dtype=np.uint8)  # (m_j, H, W, C)
         rows = sum(partition.sizes()[j] for j in shards)
@@ -177,4 +182,4 @@ class Loader:
         key = random_key(self.seed, "batch", epoch, step, shard)
         inputs = self.prepare(torch.from_numpy(images), key)
         labels = torch.from_numpy(self.source.labels[rows]).to(inputs.device)
-        return Batch(shard, inputs, labels, key)
+        return Batch(shard, *self.pair(inputs, labels, key), key)

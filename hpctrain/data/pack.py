@@ -131,12 +131,30 @@ def make_pack(config: PackConfig) -> Path:
 
 
 def _pack_digits(config: PackConfig, output: Path) -> None:
-    for name in ("size", "channels", "crop", "split"):
+    for name in ("size", "channels", "crop"):
         if getattr(config, name) != getattr(PackConfig, name):
             raise UsageError(f"--{name} does not apply to digits: they are made as they are")
     from hpctrain.data.digits import generate
 
-    write_pack(output, *generate(config.seed))
+    splits, classes, provenance = generate(config.seed)
+    if config.split != PackConfig.split:
+        splits = {**_cut_again(splits, classes, config), "unseen": splits["unseen"]}
+        provenance["split"] = config.split
+    write_pack(output, splits, classes, provenance)
+
+
+def _cut_again(
+    splits: dict[str, tuple[np.ndarray, np.ndarray]], classes: tuple[str, ...], config: PackConfig
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The digits of train and test drawn anew into the shares of --split."""
+    shares = parse_split(config.split)
+    made = splits["train"], splits["test"]
+    images, labels = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
+    nothing_given = np.full(len(labels), LEFT_OUT, np.int8)
+    drawn = assign(labels, nothing_given, np.arange(len(labels)), shares, config.seed)
+    wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
+    rows = rows_by_split(drawn, labels, classes, wanted, config.seed)
+    return {name: (images[of], labels[of]) for name, of in rows.items()}
 
 
 def _pack_images(config: PackConfig, path: Path, output: Path) -> None:

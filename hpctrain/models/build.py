@@ -2,7 +2,7 @@
 
 ``package.module:function`` is imported, with the current folder importable as under ``python -m``,
 and called as ``function(image_shape=(H, W, C), classes=K)``; it returns a torch module that maps
-images (N, C, H, W) to scores (N, K).
+images (N, C, H, W) to scores (N, K), or to images (N, C, H, W) where those are learnt.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from hpctrain.errors import UsageError
+from hpctrain.models.autoencoder import autoencoder
 from hpctrain.models.digits import digits
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "autoencoder": autoencoder,
     "digits": digits,
     "resnet18": resnet18,
     "resnet34": resnet34,
@@ -53,8 +55,11 @@ def build(
     return NETWORKS[name](image_shape, classes)
 
 
-def check_forward(model: nn.Module, image_shape: tuple[int, int, int], classes: int) -> None:
-    """Pass two black images (H, W, C) through `model`; UsageError unless (2, classes) comes out.
+def check_forward(
+    model: nn.Module, image_shape: tuple[int, int, int], output: tuple[int, ...]
+) -> None:
+    """Pass two black images (H, W, C) through `model`; UsageError unless (2, *output) comes out:
+    (classes,) where classes are learnt, (C, H, W) where an image is.
 
     Runs in evaluation mode without gradients and leaves the model, and torch's generator, as they
     were (only lazy layers get their shapes).
@@ -76,11 +81,12 @@ def check_forward(model: nn.Module, image_shape: tuple[int, int, int], classes: 
         for module, training in modes.items():
             module.training = training
     if not isinstance(scores, Tensor):
-        raise UsageError(f"the network must return a tensor of scores, not {_kind(scores)}")
-    if scores.shape != (2, classes):
+        raise UsageError(f"the network must return a tensor, not {_kind(scores)}")
+    if scores.shape != (2, *output):
+        needs = f"the data has {output[0]} classes" if len(output) == 1 else "an image is learnt"
         raise UsageError(
-            f"the network gives scores of shape {tuple(scores.shape)} for 2 images; the data has"
-            f" {classes} classes, so it must give {(2, classes)}"
+            f"the network gives an output of shape {tuple(scores.shape)} for 2 images; {needs},"
+            f" so it must give {(2, *output)}"
         )
 
 

@@ -17,7 +17,8 @@ batch), so that B - A^2 does not cancel. The running statistics then take one up
 Modes: "exact" is the above. "running" is the literal procedure of pooling running states that
 every worker has already updated with weight phi: variance (1 - phi) v + phi (B - phi A^2), in
 which the between-worker term is too small by the factor phi. "average" leaves that term out.
-"local" combines nothing. The last three take s_j^2 unbiased, as a torch process would hold it.
+"local" combines nothing: a rank keeps the statistics of its first shard. The last three take s_j^2
+unbiased, as a torch process would hold it.
 
 torch normalises with the biased variance and stores the unbiased one. With momentum 1 its
 running buffers *are* the batch statistics, so they serve as scratch during forward, at no cost;
@@ -107,6 +108,7 @@ class BatchNorms:
         ).to(some.device)
         self._private = torch.zeros_like(self.scratch) if mode == "local" else None
         self._private_share = 0.0
+        self.first_shard = 0  # of this rank, for "local"
         self._cumulative = bool((self.momentum < 0).any()) if self.channels else False
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -187,9 +189,11 @@ class BatchNorms:
         self.scratch.zero_()
         self.calls.zero_()
 
-    def collect(self, into: torch.Tensor, rows: int, total: int) -> torch.Tensor:
+    def collect(
+        self, into: torch.Tensor, rows: int, total: int, shard: int | None = None
+    ) -> torch.Tensor:
         """After the forward of a shard's `rows` of a mini-batch of `total`: add its moments to
-        the message's segment `into`, (2, C).
+        the message's segment `into`, (2, C). `shard` matters under "local" only.
 
         Returns how many layers did not run exactly once, as a number on the device.
         """
@@ -200,7 +204,7 @@ class BatchNorms:
         terms = torch.stack(moments(mean, variance, self.shift, share, square))
         if self._private is None:
             into += terms
-        else:
+        elif shard is None or shard == self.first_shard:
             self._private += terms
             self._private_share += share
         return (self.calls != 1).sum()

@@ -78,6 +78,12 @@ def shared_zeros(length: int, dtype: torch.dtype, device: torch.device) -> tuple
     return array, torch.from_dlpack(array)
 
 
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeroed host memory of the tensor's shape, pinned where the tensor lies on a GPU."""
+    pin = tensor.device.type == "cuda"
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until everything queued on the device is done: before MPI reads its memory."""
     if device.type == "cuda":

@@ -26,7 +26,7 @@ from hpctrain.parallel.device import shared_zeros
 
 ALIGNMENT = 64  # elements
 SCALARS = ("loss", "correct", "rows", "stop", "irregular")
-SLOTS = ("compute", "data", "nonfinite")
+SLOTS = ("compute", "data", "nonfinite", "digest")
 
 
 class Segment(NamedTuple):
@@ -114,6 +114,7 @@ class Totals(NamedTuple):
     nonfinite: list[int]  # ranks that met a loss that is not finite
     compute: list[float]  # seconds, by rank
     data: list[float]  # seconds waiting for data, by rank
+    digests: list[int]  # part of each rank's digest; 0 where it sent none
 
 
 class Message:
@@ -134,6 +135,7 @@ class Message:
         self.slots = slots.view(size, len(SLOTS))
         self._ends = self.tensor[-len(SCALARS) - size * len(SLOTS) :]
         self._loss, self._correct, self._rows, self._stop, self._irregular = self.scalars.unbind()
+        self._own = self.slots[rank].unbind()
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
         self._finite = torch.ones((), dtype=torch.bool, device=self.device)
@@ -160,8 +162,13 @@ class Message:
         rows: int,
         irregular: torch.Tensor | int = 0,
     ) -> None:
-        """Add a shard's loss sum, correct answers, rows and irregular layers, on the device."""
-        self._loss.add_(loss.detach())
+        """Add a shard's loss sum, correct answers, rows and irregular layers, on the device.
+
+        A loss that is not finite is noted in this rank's slots too.
+        """
+        loss = loss.detach()
+        self._loss.add_(loss)
+        self._own[2].add_(_is_bad(loss))
         self._correct.add_(correct)
         self._rows.add_(rows)
         self._irregular.add_(irregular)
@@ -171,11 +178,13 @@ class Message:
         self._stop.fill_(stop)
 
     def clock(self, compute: float, data: float) -> None:
-        """Put this rank's seconds of this step and its non-finite flag into its slots."""
-        own = self.slots[self.rank].unbind()
-        own[0].fill_(compute)
-        own[1].fill_(data)
-        own[2].copy_(_is_bad(self._loss))
+        """Put this rank's seconds of this step into its slots."""
+        self._own[0].fill_(compute)
+        self._own[1].fill_(data)
+
+    def sign(self, digest: int) -> None:
+        """Put a part of this rank's digest, below 2^24, into its slot."""
+        self._own[3].fill_(digest)
 
     def finite(self) -> torch.Tensor:
         """Whether the reduced message is free of NaN and infinity: a bool on the device.
@@ -192,7 +201,9 @@ class Message:
         correct, rows, stop, irregular = map(_whole, counts)
         slots = [numbers[i :: len(SLOTS)] for i in range(len(SCALARS), len(SCALARS) + len(SLOTS))]
         bad = [rank for rank, flag in enumerate(slots[2]) if flag]
-        return Totals(loss, correct, rows, finite, stop, irregular, bad, *slots[:2])
+        digests = [_whole(value) for value in slots[3]]
+        compute, data = slots[:2]
+        return Totals(loss, correct, rows, finite, stop, irregular, bad, compute, data, digests)
 
 
 def _is_bad(number: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,34 @@
 """reduce(message): the one communication of a step.
 
-MPI sums host memory in place. A GPU message is staged through pinned host memory that is kept
-for the whole run: any MPI works then, and Open MPI's own path for device pointers does the same
-copies, into pageable memory. The device is synchronised here and nowhere else.
+MPI sums host memory in place (`Direct`). A GPU message is staged through pinned host memory that
+is kept for the whole run (`Staged`): any MPI works then, and Open MPI's own path for device
+pointers does the same copies, into pageable memory. `InTreeOrder` adds in an order that belongs to
+the shards (tree.py, exchange.py). The device is synchronised here and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from hpctrain.parallel.device import synchronize
+from hpctrain.parallel.device import pinned_like, synchronize
+from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.mpi import MPI, Comm
+from hpctrain.parallel.mpi import MPI, MPI_TYPES, Comm
+from hpctrain.parallel.tree import Subtrees, subtrees
 
-# Named, never discovered: under Open MPI a bfloat16 tensor is summed as bytes, silently wrong.
-MPI_TYPES = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}
 
-Reduce = Callable[[Message], None]
+class Reduce(Protocol):
+    """The one communication of a step: after the call every rank holds the sum."""
+
+    def keep(self, shard: int) -> None:
+        """The message holds what this rank's shards gave so far, `shard` being the last of them."""
+
+    def __call__(self, message: Message) -> None:
+        """Sum the message over all ranks, in place. Collective."""
 
 
 def allreduce(comm: Comm, array: np.ndarray) -> None:
@@ -34,32 +43,71 @@ def broadcast(comm: Comm, tensor: torch.Tensor) -> None:
     tensor.data.copy_(host)
 
 
-def direct(comm: Comm) -> Reduce:
-    """Reduce messages in host memory where they lie."""
+class Direct:
+    """Sum messages in host memory where they lie. Shards accumulate in the message."""
 
-    def reduce(message: Message) -> None:
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def keep(self, shard: int) -> None:
+        """Nothing to do: the next shard adds to the message."""
+
+    def __call__(self, message: Message) -> None:
         """Sum the message over all ranks, in place. Collective."""
-        allreduce(comm, message.array)
-
-    return reduce
+        allreduce(self.comm, message.array)
 
 
-def staged(comm: Comm, message: Message) -> Reduce:
-    """Reduce messages through a host copy of this message's size, pinned on GPU machines."""
-    host = torch.zeros(
-        message.tensor.shape, dtype=message.tensor.dtype, pin_memory=message.device.type == "cuda"
-    )
+class Staged:
+    """Sum messages through a host copy of their size, pinned on GPU machines."""
 
-    def reduce(message: Message) -> None:
+    def __init__(self, comm: Comm, message: Message) -> None:
+        self.comm, self.host = comm, pinned_like(message.tensor)
+
+    def keep(self, shard: int) -> None:
+        """Nothing to do: the next shard adds to the message."""
+
+    def __call__(self, message: Message) -> None:
         """Sum the message over all ranks, in place. Collective."""
-        host.copy_(message.tensor, non_blocking=True)
+        self.host.copy_(message.tensor, non_blocking=True)
         synchronize(message.device)
-        allreduce(comm, host.numpy())
-        message.tensor.copy_(host, non_blocking=True)
-
-    return reduce
+        allreduce(self.comm, self.host.numpy())
+        message.tensor.copy_(self.host, non_blocking=True)
 
 
-def choose_reduce(comm: Comm, message: Message) -> Reduce:
-    """The reduction for this message: in place on the CPU, staged on a GPU."""
-    return staged(comm, message) if message.device.type == "cuda" else direct(comm)
+class InTreeOrder:
+    """Sum messages in tree order: the same bits however many ranks carry the shards."""
+
+    def __init__(self, comm: Comm, message: Message, runs: Sequence[range]) -> None:
+        """`runs` are the shards that each rank carries, together 0 ... S-1."""
+        spans = [subtrees(run, (0, runs[-1].stop)) for run in runs]
+        self.subtrees = Subtrees(runs[comm.rank], spans[comm.rank], message.tensor)
+        dtype = np.dtype(message.array.dtype.name)
+        self.exchange = Exchange(comm, spans, len(message.tensor), dtype)
+        gpu = message.device.type != "cpu" and comm.size > 1
+        self._hosts = [pinned_like(message.tensor) for _ in spans[comm.rank]] if gpu else None
+
+    def keep(self, shard: int) -> None:
+        """Take the leaf of `shard` into the tree; the message is zero for the next one."""
+        self.subtrees.keep(shard)
+
+    def __call__(self, message: Message) -> None:
+        """Sum the message over all ranks, in place. Collective."""
+        sums = self.subtrees.finish()
+        if self._hosts is None:
+            self.exchange([tensor.numpy() for tensor in sums])
+        else:
+            for host, tensor in zip(self._hosts, sums, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            synchronize(message.device)
+            self.exchange([host.numpy() for host in self._hosts])
+            message.tensor.copy_(self._hosts[-1], non_blocking=True)
+        self.subtrees.release(sums)
+
+
+def choose_reduce(comm: Comm, message: Message, runs: Sequence[range] | None = None) -> Reduce:
+    """The reduction for this message: in tree order where `runs`, the shards that each rank
+    carries, are given; else one Allreduce, in place on the CPU, staged on a GPU.
+    """
+    if runs is not None:
+        return InTreeOrder(comm, message, runs)
+    return Staged(comm, message) if message.device.type == "cuda" else Direct(comm)

@@ -7,16 +7,25 @@ shard; ranks only carry them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hpctrain.errors import UsageError
 
 
-def carried(shards: int, size: int, rank: int) -> range:
-    """The shards that `rank` of `size` carries: even runs, the remainder to the first ranks.
+def carried(shards: int, size: int, loads: Sequence[float] = ()) -> list[range]:
+    """The run of shards of every rank of `size`, each at least one, in proportion to its load.
 
-    Raises UsageError for more ranks than shards: a rank without work would only wait.
+    `loads` are positive numbers, one per rank; none stands for equal ones. Every shard goes to
+    the rank that would have the least to do with it (the slowest rank then finishes as early as
+    possible), a tie to the first. Raises UsageError for more ranks than shards, since a rank
+    without work would only wait, and for loads that are not one per rank.
     """
     if size > shards:
-        raise UsageError(f"{size} ranks cannot carry {shards} shards: use at most {shards} ranks")
-    share, remainder = divmod(shards, size)
-    first = rank * share + min(rank, remainder)
-    return range(first, first + share + (rank < remainder))
+        raise UsageError(f"{size} ranks cannot carry {shards} shards: start at most {shards} ranks")
+    if loads and len(loads) != size:
+        raise UsageError(f"--worker-load names {len(loads)} ranks, but there are {size}")
+    counts = [1] * size
+    for _ in range(shards - size):
+        counts[min(range(size), key=lambda r: (counts[r] + 1) / (loads[r] if loads else 1))] += 1
+    ends = [sum(counts[: rank + 1]) for rank in range(size)]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

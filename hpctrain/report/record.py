@@ -125,18 +125,26 @@ class Recorder:
         accuracy: float | None,
         rows: int,
         seconds: float,
+        **means: float,
     ) -> None:
-        """Record means over all rows of a split, computed with the weights after `step`."""
+        """Record means over all rows of a split, computed with the weights after `step`; a task
+        may have others than loss and accuracy.
+        """
         fields = {
             "epoch": epoch,
             "step": step,
             "split": split,
             "loss": loss,
             "accuracy": accuracy,
+            **means,
             "rows": rows,
             "seconds": seconds,
         }
         self._put("evaluation", fields)
+
+    def digest(self, step: int, digest: str) -> None:
+        """Record the digest of weights and optimizer after `step`, which all ranks share."""
+        self._put("digest", {"step": step, "digest": digest})
 
     def note(self, text: str) -> None:
         """Record a line for the reader of the log."""

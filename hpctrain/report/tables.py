@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from rich.table import Table
 
 from hpctrain.errors import RunError
 from hpctrain.files import whole_file
+from hpctrain.report.differences import Difference
 
+MOST_TENSORS, MOST_PROBLEMS = 30, 6  # lines of a comparison
 WIDEST = 12  # classes of a confusion matrix that still fits a terminal
 
 
@@ -26,17 +30,25 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
 
 
 def print_evaluation(
-    loss: float, confusion: np.ndarray, classes: tuple[str, ...], split: str
+    figures: dict[str, Any], confusion: np.ndarray | None, classes: tuple[str, ...], split: str
 ) -> None:
-    """Print loss, accuracy, the per-class table and the confusion matrix (K, K)."""
+    """Print the figures of a split; with a confusion matrix (K, K) that and the per-class table."""
     console = Console(width=None if Console().is_terminal else 100, highlight=False)
-    console.print(_class_table(confusion, classes))
-    if len(classes) <= WIDEST:
-        console.print(_confusion_table(confusion, classes))
+    if confusion is None:
+        errors = [figures["loss"], figures["noisy"]]
+        after, before = (f"{e:.5f} ({psnr(e):.1f} dB)" for e in errors)
+        text = f"mean squared error {after}, of the noisy images {before}"
     else:
-        console.print(_mistakes_table(confusion, classes))
-    rows, right = int(confusion.sum()), int(np.trace(confusion))
-    console.print(f"{split}: {rows:,} images, loss {loss:.4f}, accuracy {right / rows:.4f}")
+        console.print(_class_table(confusion, classes))
+        few = len(classes) <= WIDEST
+        console.print((_confusion_table if few else _mistakes_table)(confusion, classes))
+        text = f"loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.4f}"
+    console.print(f"{split}: {figures['rows']:,} images, {text}")
+
+
+def psnr(error: float) -> float:
+    """Peak signal-to-noise ratio in dB of a mean squared error on [0, 1]: -10 log10(error)."""
+    return -10 * math.log10(error) if error else math.inf
 
 
 def _class_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
@@ -48,6 +60,41 @@ def _class_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
         right, true, answered = confusion[k, k], confusion[k].sum(), confusion[:, k].sum()
         figures = (_ratio(right, true), _ratio(right, answered), _ratio(2 * right, true + answered))
         table.add_row(name, f"{true:,}", *figures)
+    return table
+
+
+def print_differences(
+    differences: Sequence[Difference],
+    problems: Sequence[str],
+    records: tuple[int, str] | None,
+    settings: Sequence[str],
+) -> None:
+    """Print how two runs differ: tensors that do, then their records and settings."""
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    apart = [d for d in differences if d.differing]
+    if apart:
+        console.print(_difference_table(apart[:MOST_TENSORS]))
+    if len(apart) > MOST_TENSORS:
+        console.print(f"and {len(apart) - MOST_TENSORS} more tensors")
+    console.print(f"tensors: {len(differences) - len(apart)} equal, {len(apart)} different")
+    for line in problems[:MOST_PROBLEMS]:
+        console.print(f"tensors: {line}")
+    if len(problems) > MOST_PROBLEMS:
+        console.print(f"tensors: and {len(problems) - MOST_PROBLEMS} more like that")
+    console.print(
+        f"records: {f'differ at step {records[0]}, {records[1]}' if records else 'equal'}"
+    )
+    if settings:
+        console.print(f"settings that differ: {'; '.join(settings)}")
+
+
+def _difference_table(differences: Sequence[Difference]) -> Table:
+    table = Table(title="Tensors that differ")
+    for name in ("tensor", "values", "differing", "largest", "relative", "ulp"):
+        table.add_column(name, justify="left" if name == "tensor" else "right")
+    for d in differences:
+        cells = (f"{d.values:,}", f"{d.differing:,}", f"{d.largest:.3g}", f"{d.relative:.3g}")
+        table.add_row(d.name, *cells, "" if d.ulps is None else f"{d.ulps:,}")
     return table
 
 

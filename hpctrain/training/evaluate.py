@@ -21,24 +21,33 @@ from torch import nn
 from hpctrain.config import EvaluateConfig
 from hpctrain.data.loader import Prepare, Source, read_rows
 from hpctrain.data.packed import Pack, Rows
+from hpctrain.keys import random_key
 from hpctrain.parallel.mpi import Comm, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.tables import print_evaluation, write_json
 from hpctrain.training.saved import Saved, open_network, open_pack_for
-from hpctrain.training.step import Classification
+from hpctrain.training.tasks import Task
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss and answers over one split."""
+    """What was found over one split."""
 
     rows: int
-    loss: float  # mean over rows
-    confusion: np.ndarray  # (K, K) int64: rows of true class i answered as class j
+    means: dict[str, float]  # over rows, of what the task adds up
+    confusion: np.ndarray | None  # (K, K) int64: rows of true class i answered as class j
 
     @property
-    def accuracy(self) -> float:
-        return float(np.trace(self.confusion)) / self.rows
+    def loss(self) -> float:
+        return self.means["loss"]
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.confusion is None else float(np.trace(self.confusion)) / self.rows
+
+    def figures(self) -> dict[str, Any]:
+        """The figures as they are recorded and written."""
+        return {"rows": self.rows, **self.means, "accuracy": self.accuracy}
 
 
 def main(settings: EvaluateConfig) -> int:
@@ -48,16 +57,10 @@ def main(settings: EvaluateConfig) -> int:
     pack = open_pack_for(network.saved, settings, comm)
     with everywhere(comm, lambda: Rows(pack, settings.split)) as source:
         result = evaluate(
-            network.model,
-            source,
-            len(pack.classes),
-            network.prepare,
-            Classification(network.precision),
-            comm,
-            settings.batch,
+            network.model, source, network.task, network.prepare, comm, settings.batch
         )
     if comm.rank == 0:
-        print_evaluation(result.loss, result.confusion, pack.classes, settings.split)
+        print_evaluation(result.figures(), result.confusion, pack.classes, settings.split)
         if settings.output:
             write_json(Path(settings.output), as_json(result, pack, network.saved, settings.split))
     return 0
@@ -70,11 +73,9 @@ def as_json(result: Evaluation, pack: Pack, saved: Saved, split: str) -> dict[st
         "pack": pack.path,
         "pack_uuid": pack.uuid,
         "split": split,
-        "rows": result.rows,
-        "loss": result.loss,
-        "accuracy": result.accuracy,
+        **result.figures(),
         "classes": list(pack.classes),
-        "confusion": result.confusion.tolist(),
+        "confusion": None if result.confusion is None else result.confusion.tolist(),
     }
 
 
@@ -87,29 +88,27 @@ def blocks_of(rows: int, block: int, size: int, rank: int) -> Iterator[tuple[int
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    source: Source,
-    classes: int,
-    prepare: Prepare,
-    loss: Classification,
-    comm: Comm,
-    block: int,
+    model: nn.Module, source: Source, task: Task, prepare: Prepare, comm: Comm, block: int
 ) -> Evaluation:
-    """Loss and confusion matrix of `model` over all rows of `source`. Collective."""
-    total = len(source.labels)
-    blocks = -(-total // block)
-    figures = np.zeros(blocks + classes * classes)
-    counts = figures[blocks:]
+    """The figures of `model` in `task` over all rows of `source`. Collective."""
+    total, classes = len(source.labels), task.classes
+    shape = (-(-total // block), len(task.sums))
+    figures = np.zeros(shape[0] * shape[1] + classes * classes)
+    sums, counts = figures[: shape[0] * shape[1]].reshape(shape), figures[shape[0] * shape[1] :]
     training = model.training
     model.eval()
     for number, rows in blocks_of(total, block, comm.size, comm.rank):
         images = read_rows(source, rows, prepare)
         labels = source.labels[rows]
-        loss_sum, scores = loss.scores(model, images, torch.from_numpy(labels).to(images.device))
-        figures[number] = loss_sum.item()
-        answers = scores[:, :classes].argmax(1).cpu().numpy()
-        counts += np.bincount(labels * classes + answers, minlength=classes * classes)
+        key = random_key("evaluation", number)
+        inputs, targets = task.pair(images, torch.from_numpy(labels).to(images.device), key)
+        found, answers = task.judge(model, inputs, targets)
+        sums[number] = [value.item() for value in found]
+        if answers is not None:
+            pairs = labels * classes + answers.cpu().numpy()
+            counts += np.bincount(pairs, minlength=classes * classes)
     model.train(training)
     allreduce(comm, figures)
+    means = {name: sum(sums[:, i].tolist()) / total for i, name in enumerate(task.sums)}
     confusion = counts.round().astype(np.int64).reshape(classes, classes)
-    return Evaluation(total, sum(figures[:blocks].tolist()) / total, confusion)
+    return Evaluation(total, means, confusion if classes else None)

@@ -20,19 +20,20 @@ from hpctrain.errors import UsageError
 SCHEDULES = ("constant", "cosine", "step")
 
 
-def make_optimizer(config: Config, parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimizer `config` names, at its learning rate; see `set_learning_rate`.
+def make_optimizer(
+    name: str, lr: float, config: Config, parameters: list[nn.Parameter]
+) -> Optimizer:
+    """The optimizer `name` at learning rate `lr`, the rest by `config`; see `set_learning_rate`.
 
     sgdm: v <- momentum v + g + weight_decay w, w <- w - lr v. adam and adamw: torch's defaults
     for the two decays (0.9, 0.999) and epsilon (1e-8).
     """
-    rate = DEFAULT_LEARNING_RATES[config.optimizer] if config.lr is None else config.lr
     decay = config.weight_decay
-    if config.optimizer == "adam":
-        return Adam(parameters, lr=rate, weight_decay=decay, fused=True)
-    if config.optimizer == "adamw":
-        return AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
-    optimizer = SGD(parameters, lr=rate, momentum=config.momentum, weight_decay=decay, fused=True)
+    if name == "adam":
+        return Adam(parameters, lr=lr, weight_decay=decay, fused=True)
+    if name == "adamw":
+        return AdamW(parameters, lr=lr, weight_decay=decay, fused=True)
+    optimizer = SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=decay, fused=True)
     if config.momentum:
         # Without this, a gated first step leaves torch's new momentum buffer uninitialised, and
         # the second step adds it to the weights.
@@ -79,7 +80,7 @@ def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:
 
 def validate_optimizer(config: Config) -> None:
     """UsageError in one line for a setting of optimizer, schedule or loss out of its range."""
-    if config.optimizer not in DEFAULT_LEARNING_RATES:
+    if config.optimizer and config.optimizer not in DEFAULT_LEARNING_RATES:
         raise UsageError(
             f"--optimizer {config.optimizer}: there are {', '.join(DEFAULT_LEARNING_RATES)}"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -23,10 +24,11 @@ from hpctrain.data.loader import read_rows
 from hpctrain.data.packed import Rows
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
-from hpctrain.parallel.mpi import Comm, everywhere, from_root, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, everywhere, from_root, start_mpi
+from hpctrain.report.pictures import write_image
 from hpctrain.training.evaluate import blocks_of
 from hpctrain.training.saved import Network, open_network, open_pack_for
-from hpctrain.training.step import class_scores
+from hpctrain.training.tasks import network_output
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
@@ -35,10 +37,16 @@ def main(settings: PredictConfig) -> int:
     """``hpctrain predict``: the most probable class of every image. Collective."""
     comm = start_mpi()
     network = open_network(settings, comm)
+    restores = network.saved.metadata.get("task") == "denoise"
+    if restores and not settings.images:
+        raise agreed(UsageError("this network restores images: name image files"))
     if settings.images:
         files = from_root(comm, lambda: list_images(settings.images))
         crop = bool(network.saved.metadata.get("provenance", {}).get("fit") == "crop")
         load = file_reader(network, files, crop)
+        if restores:
+            restore_files(network, files, load, settings, comm)
+            return 0
         names, labels = [str(f) for f in files], None
     else:
         pack = open_pack_for(network.saved, settings, comm)
@@ -68,12 +76,50 @@ def predict(
         blocks = blocks_of(total, settings.batch, comm.size, comm.rank)
         inputs = (load(rows) for _, rows in blocks)
         return [
-            class_scores(network.model, x, network.precision).softmax(1).float().cpu().numpy()
+            network_output(network.model, x, network.precision).softmax(1).float().cpu().numpy()
             for x in inputs
         ]
 
     parts = comm.gather(everywhere(comm, mine))
     return np.concatenate([b for part in parts for b in part]) if parts else None
+
+
+def restore_files(
+    network: Network,
+    files: list[Path],
+    load: Callable[[np.ndarray], torch.Tensor],
+    settings: PredictConfig,
+    comm: Comm,
+) -> None:
+    """Write what the network makes of every file, as PNG, into the folder --output. Collective."""
+    folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
+    names = from_root(comm, lambda: own_names(folder, files))
+
+    @torch.no_grad()
+    def mine() -> None:
+        for _, rows in blocks_of(len(files), settings.batch, comm.size, comm.rank):
+            images = network_output(network.model, load(rows), network.precision)
+            for row, image in zip(rows, images.permute(0, 2, 3, 1).cpu().numpy(), strict=True):
+                write_image(folder / names[row], image)
+
+    everywhere(comm, mine)
+    if comm.rank == 0:
+        print(f"{folder}: {len(files):,} images restored")
+
+
+def own_names(folder: Path, files: list[Path]) -> list[str]:
+    """Make the folder; a name for each file's answer, numbered where files share theirs."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot make {folder}: {error.strerror}") from error
+    seen: Counter[str] = Counter()
+    names = []
+    for file in files:
+        seen[file.stem] += 1
+        again = seen[file.stem]
+        names.append(f"{file.stem}-{again}.png" if again > 1 else f"{file.stem}.png")
+    return names
 
 
 def list_images(targets: tuple[str, ...]) -> list[Path]:

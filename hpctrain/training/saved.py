@@ -24,6 +24,7 @@ from hpctrain.models import build, load_weights, read_model, save_model
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, fair_threads, from_root, local_ranks
 from hpctrain.plan import Plan
+from hpctrain.training.tasks import Task, make_task
 
 FILE = "model.safetensors"
 
@@ -44,6 +45,9 @@ def save(
         "pack": str(Path(pack.path).resolve()),
         "pack_uuid": pack.uuid,
         "provenance": pack.provenance,
+        "task": plan.task,
+        "noise": plan.noise,
+        "noise_level": plan.noise_level,
         "precision": plan.precision,
         "channels_last": plan.channels_last,
         **state,
@@ -61,6 +65,14 @@ class Saved:
     classes: tuple[str, ...]
     scaling: tuple[torch.Tensor, torch.Tensor] | None  # mean, std by channel
     metadata: dict[str, Any]
+
+
+def find_run(target: str, runs_dir: str) -> Path:
+    """The folder of a run, by its name or as it is. Raises UsageError."""
+    for path in (Path(runs_dir) / target, Path(target)):
+        if path.is_dir():
+            return path
+    raise UsageError(f"there is no run {target!r} in {runs_dir} and no such folder")
 
 
 def find_model(target: str | None, runs_dir: str) -> Path:
@@ -98,6 +110,7 @@ class Network:
     model: nn.Module
     device: torch.device
     precision: str
+    task: Task
     prepare: Prepare
 
 
@@ -117,7 +130,8 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     model = place(saved.model, device, channels_last)
     prepare = make_prepare(device, dtype, channels_last, saved.scaling)
     precision = settings.precision or saved.metadata.get("precision", "fp32")
-    return Network(saved, model, device, precision, prepare)
+    task = make_task({**saved.metadata, "precision": precision}, len(saved.classes))
+    return Network(saved, model, device, precision, task, prepare)
 
 
 def open_pack_for(saved: Saved, settings: EvaluateConfig | PredictConfig, comm: Comm) -> Pack:

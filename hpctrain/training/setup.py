@@ -4,6 +4,7 @@ pack, device, network, plan, then the message and what surrounds it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 from hpctrain.models import build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
+from hpctrain.parallel.determinism import refusal
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
@@ -33,11 +35,11 @@ from hpctrain.parallel.mpi import (
     same_everywhere,
 )
 from hpctrain.parallel.reduce import broadcast, choose_reduce
-from hpctrain.parallel.shards import carried
-from hpctrain.plan import Facts, Plan, check_ranges, model_name, resolve
+from hpctrain.plan import Facts, Plan, check_ranges, cpu_threads, model_name, resolve
 from hpctrain.training.optim import make_optimizer, validate_optimizer
 from hpctrain.training.saved import require_split
-from hpctrain.training.step import Classification, Trainer
+from hpctrain.training.step import Trainer
+from hpctrain.training.tasks import Task, make_task, output_shape
 
 VERIFIED_BYTES = 1 << 30  # packs up to this size are verified at start, about 1 s per GB
 PROBE_ROWS = 32  # of the training split, for the first shift of the batch-norm moments
@@ -50,6 +52,7 @@ class Job:
     config: Config
     plan: Plan
     pack: Pack
+    task: Task
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
@@ -61,22 +64,22 @@ def set_up(config: Config, comm: Comm) -> Job:
     config = comm.bcast(config)
     everywhere(comm, lambda: check_settings(config))
     pack = open_pack(config.data, config.data_dir, "train", comm)
-    everywhere(comm, lambda: check_shift(config.shift, pack.image_shape))
+    everywhere(comm, lambda: check_data(config, pack))
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(config.device, local_rank))
     threads = fair_threads(comm)
-    set_threads(config.threads or threads)
+    set_threads(cpu_threads(config, threads))
     keep_memory()
 
     model, fresh = everywhere(comm, lambda: make_model(config, pack))
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
     norms = everywhere(comm, lambda: BatchNorms(model, config.batch_norm))
-    loss = Classification(config.precision, config.label_smoothing)
+    task = make_task(dataclasses.asdict(config), len(pack.classes))
     source = everywhere(comm, lambda: Rows(pack, "train"))
     scaling = everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
-    probe = from_root(comm, lambda: probe_model(norms, loss, source, prepare, config))
+    probe = from_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
     facts = Facts(
         ranks=comm.size,
@@ -90,15 +93,16 @@ def set_up(config: Config, comm: Comm) -> Job:
     )
     plan = from_root(comm, lambda: resolve(config, facts))
     norms.start(probe)
-    trainer = make_trainer(model, norms, loss, config, comm)
+    trainer = make_trainer(model, norms, task, config, plan, comm)
     loader = Loader(
         source,
         plan.partition,
-        carried(plan.shards, comm.size, comm.rank),
+        range(*plan.runs[comm.rank]),
         plan.seed,
         make_prepare(device, dtype, config.channels_last, scaling, config.flip, config.shift),
+        task.pair,
     )
-    return Job(config, plan, pack, trainer, loader, prepare, fresh)
+    return Job(config, plan, pack, task, trainer, loader, prepare, fresh)
 
 
 def check_settings(config: Config) -> None:
@@ -107,6 +111,22 @@ def check_settings(config: Config) -> None:
     validate_optimizer(config)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError("--tensorboard needs its package: pip install 'hpctrain[tensorboard]'")
+
+
+def check_data(config: Config, pack: Pack) -> None:
+    """Refuse settings that do not fit the pack."""
+    check_shift(config.shift, pack.image_shape)
+    needs = {
+        "--output best": config.output == "best",
+        "--patience": config.patience,
+        "--validate-steps": config.validate_steps,
+    }
+    for flag, given in needs.items():
+        if given and "validation" not in pack.splits:
+            raise UsageError(
+                f"{flag} needs a split validation, and {pack.path} has none: pack with"
+                " --split 0.8,0.1,0.1"
+            )
 
 
 def open_pack(data: str, data_dir: str, split: str, comm: Comm) -> Pack:
@@ -129,25 +149,32 @@ def make_model(config: Config, pack: Pack) -> tuple[nn.Module, tuple[str, ...]]:
     classes = len(pack.classes)
     name = model_name(config, pack.image_shape)
     model = build(name, pack.image_shape, classes, config.small_stem)
-    check_forward(model, pack.image_shape, classes)
+    check_forward(model, pack.image_shape, output_shape(config.task, pack.image_shape, classes))
     fresh = load_init(model, config.init, classes) if config.init else []
     model.train()
     return model, tuple(fresh)
 
 
 def probe_model(
-    norms: BatchNorms,
-    loss: Classification,
-    source: Rows,
-    prepare: Prepare,
-    config: Config,
+    norms: BatchNorms, task: Task, source: Rows, prepare: Prepare, config: Config
 ) -> Probe:
-    """Look at one training forward of the first rows. Refuses buffers that cannot be combined."""
+    """Look at one training forward of the first rows. Refuses buffers that cannot be combined and,
+    under --deterministic, operations that have no deterministic form.
+    """
     rows = np.arange(min(PROBE_ROWS, len(source.labels)))
-    inputs = read_rows(source, rows, prepare)
-    labels = torch.from_numpy(source.labels[rows]).to(inputs.device)
-    torch.manual_seed(random_key(config.seed, "probe"))
-    probe = norms.probe(lambda: loss(norms.model, inputs, labels), len(rows))
+    images = read_rows(source, rows, prepare)
+    labels = torch.from_numpy(source.labels[rows]).to(images.device)
+    key = random_key(config.seed, "probe")
+    inputs, targets = task.pair(images, labels, key)
+    torch.manual_seed(key)
+    try:
+        probe = norms.probe(lambda: task(norms.model, inputs, targets), len(rows))
+        if config.deterministic:
+            check_backward(norms, task, inputs, targets)
+    except RuntimeError as error:
+        if text := refusal(error):
+            raise UsageError(text) from error
+        raise
     if probe.changed and not config.local_buffers:
         raise UsageError(
             f"the model's buffers {', '.join(probe.changed[:3])} change in training and cannot be"
@@ -156,11 +183,26 @@ def probe_model(
     return probe
 
 
+def check_backward(
+    norms: BatchNorms, task: Task, inputs: torch.Tensor, targets: torch.Tensor
+) -> None:
+    """One backward pass that leaves no trace: it meets what torch refuses before training does."""
+    parameters = [p for p in norms.model.parameters() if p.requires_grad]
+    buffers = {name: buffer.clone() for name, buffer in norms.model.named_buffers()}
+    try:
+        loss, _ = task(norms.model, inputs, targets)
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+    finally:
+        for name, buffer in norms.model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
 def make_trainer(
     model: nn.Module,
     norms: BatchNorms,
-    loss: Classification,
+    task: Task,
     config: Config,
+    plan: Plan,
     comm: Comm,
 ) -> Trainer:
     """Lay out the message, make all ranks hold rank 0's weights, compare layouts. Collective."""
@@ -175,13 +217,15 @@ def make_trainer(
         },
     )
     broadcast(comm, message.weights)
+    runs = [range(*run) for run in plan.runs]
+    norms.first_shard = runs[comm.rank].start
     return Trainer(
         model,
         message,
         norms,
-        make_optimizer(config, [message.weights]),
-        choose_reduce(comm, message),
-        loss,
+        make_optimizer(plan.optimizer, plan.learning_rate, config, [message.weights]),
+        choose_reduce(comm, message, runs if plan.deterministic else None),
+        task,
         config.clip_norm,
     )
 

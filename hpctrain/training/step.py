@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.data.loader import Batch
@@ -20,40 +19,8 @@ from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.training.optim import clip_gradient, gate_update
 
-# model, images (n, C, H, W), labels (n,) -> sum of the rows' losses, number of correct rows
+# model, inputs (n, C, H, W), targets -> sum of the rows' losses, number of correct rows
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-def class_scores(model: nn.Module, images: torch.Tensor, precision: str) -> torch.Tensor:
-    """The model's scores (n, K) for images (n, C, H, W), computed in "fp32" or "bf16"."""
-    with torch.autocast(images.device.type, torch.bfloat16, precision == "bf16"):
-        scores: torch.Tensor = model(images)
-    return scores.float() if scores.dtype == torch.bfloat16 else scores
-
-
-@dataclass(frozen=True)
-class Classification:
-    """Cross-entropy over classes, summed over rows, in the precision of the plan."""
-
-    precision: str = "fp32"
-    label_smoothing: float = 0.0
-
-    def scores(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss sum of a batch and its class scores (n, K), both on the device."""
-        scores = class_scores(model, images, self.precision)
-        loss = F.cross_entropy(
-            scores, labels, reduction="sum", label_smoothing=self.label_smoothing
-        )
-        return loss, scores
-
-    def __call__(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss sum and number of correct answers of a batch, both on the device."""
-        loss, scores = self.scores(model, images, labels)
-        return loss, (scores.detach().argmax(1) == labels).sum()
 
 
 @dataclass(frozen=True)
@@ -70,13 +37,18 @@ class Trainer:
 
 
 def train_step(
-    trainer: Trainer, batches: list[Batch], total: int, waited: float = 0.0, stop: bool = False
+    trainer: Trainer,
+    batches: list[Batch],
+    total: int,
+    waited: float = 0.0,
+    stop: bool = False,
+    digest: int = 0,
 ) -> float:
     """Update the weights from this rank's shards of a mini-batch of `total` rows. Collective.
 
-    `waited` (seconds for data) and `stop` travel in the message. What the step measured is read
-    from the message afterwards (`Message.totals`). Returns the seconds of the reduction. A step
-    with a loss or gradient that is not finite leaves weights and statistics as they were.
+    `waited` (seconds for data), `stop` and `digest` travel in the message. What the step measured
+    is read from the message afterwards (`Message.totals`). Returns the seconds of the reduction.
+    A step with a loss or gradient that is not finite leaves weights and statistics as they were.
     """
     message, norms = trainer.message, trainer.norms
     began = time.perf_counter()
@@ -84,12 +56,14 @@ def train_step(
     for batch in batches:
         seed_torch(batch.key, message.device)  # dropout belongs to the shard, not to the rank
         norms.clear()
-        loss, correct = trainer.loss(trainer.model, batch.images, batch.labels)
+        loss, correct = trainer.loss(trainer.model, batch.images, batch.targets)
         (loss / total).backward()
-        rows = len(batch.labels)
-        irregular = norms.collect(message.moments, rows, total)
+        rows = len(batch.targets)
+        irregular = norms.collect(message.moments, rows, total, batch.shard)
         message.count(loss, correct, rows, irregular)
+        trainer.reduce.keep(batch.shard)
     message.vote(stop)
+    message.sign(digest)
     message.clock(time.perf_counter() - began, waited)
 
     reducing = time.perf_counter()

@@ -69,7 +69,7 @@ def indexed(source, epoch):
 
 def bits(steps):
     """Everything that batches hold, to compare two loaders."""
-    return [[(b.shard, b.key, b.images.tolist(), b.labels.tolist()) for b in s] for s in steps]
+    return [[(b.shard, b.key, b.images.tolist(), b.targets.tolist()) for b in s] for s in steps]
 
 
 @pytest.mark.parametrize("read_buffer", [STREAMING, RESIDENT])
@@ -83,7 +83,7 @@ def test_batches_are_the_rows_of_the_partition(read_buffer):
             assert [b.shard for b in batches] == [j for j, _, _ in rows]
             for batch, (_, images, labels) in zip(batches, rows, strict=True):
                 np.testing.assert_allclose(batch.images.numpy(), images, rtol=1e-6, atol=0)
-                np.testing.assert_array_equal(batch.labels.numpy(), labels)
+                np.testing.assert_array_equal(batch.targets.numpy(), labels)
     assert not np.array_equal(indexed(source, 0)[0][0][1], indexed(source, 1)[0][0][1])
 
 
@@ -156,10 +156,10 @@ def test_batches_share_no_memory(read_buffer):
     held, values = [], []
     for batches in loader.epoch(0):
         held += batches
-        values += [(b.images.clone(), b.labels.clone()) for b in batches]
+        values += [(b.images.clone(), b.targets.clone()) for b in batches]
     for batch, (images, labels) in zip(held, values, strict=True):
         assert torch.equal(batch.images, images)
-        assert torch.equal(batch.labels, labels)
+        assert torch.equal(batch.targets, labels)
     pointers = {b.images.untyped_storage().data_ptr() for b in held}
     assert len(pointers) == len(held) == 14
     held[0].images.zero_()

@@ -38,7 +38,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 def message(name: str, shape: tuple[int, int, int] = SHAPE, classes: int = 5) -> str:
     """The one line with which `name` is refused."""
     with pytest.raises(UsageError) as caught:
-        check_forward(build(name, shape, classes), shape, classes)
+        check_forward(build(name, shape, classes), shape, (classes,))
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -54,7 +54,7 @@ def net(image_shape, classes):
 def test_builds_by_name() -> None:
     model = build("digits", (28, 28, 1), 10)
     assert isinstance(model, DigitsNet)
-    check_forward(model, (28, 28, 1), 10)
+    check_forward(model, (28, 28, 1), (10,))
 
 
 def test_weights_follow_torchs_generator() -> None:
@@ -69,21 +69,21 @@ def test_weights_follow_torchs_generator() -> None:
 
 def test_builds_by_function_of_the_current_folder(module: Write) -> None:
     model = build(f"{module(GOOD)}:net", SHAPE, 5)
-    check_forward(model, SHAPE, 5)
+    check_forward(model, SHAPE, (5,))
     assert isinstance(model, nn.Sequential)
 
 
 def test_builds_by_function_in_a_package(module: Write, tmp_path: Path) -> None:
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "net.py").write_text("from torch import nn\n" + GOOD)
-    check_forward(build("own_package.net:net", SHAPE, 5), SHAPE, 5)
+    check_forward(build("own_package.net:net", SHAPE, 5), SHAPE, (5,))
 
 
 def test_lazy_layers_get_their_shapes(module: Write) -> None:
     name = module("net = lambda image_shape, classes: nn.LazyConv2d(classes, 13, padding=(0, 1))")
     model = build(f"{name}:net", (13, 11, 3), 5)
     with pytest.raises(UsageError):
-        check_forward(model, (13, 11, 3), 5)
+        check_forward(model, (13, 11, 3), (5,))
     assert model.get_parameter("weight").shape == (5, 3, 13, 13)
 
 
@@ -92,7 +92,7 @@ def test_lazy_layers_get_their_shapes(module: Write) -> None:
     [
         ("resnet5", "--model resnet5: no such network; did you mean resnet50?"),
         ("Digits", "did you mean digits?"),
-        ("vit", "there are digits, resnet18, resnet34, resnet50, or package.module:function"),
+        ("vit", "there are autoencoder, digits, resnet18, resnet34, resnet50, or package.module"),
         ("mine.nets.net", "a function of your own is written mine.nets:net"),
         ("no_such_package.net:f", "no module no_such_package, installed or in "),
         ("hpctrain.nets:f", "no module hpctrain.nets, installed or in "),
@@ -152,13 +152,13 @@ def test_wrong_number_of_classes_is_refused_with_both(module: Write) -> None:
     name = module(GOOD.replace("channels, classes", "channels, 3"))
     text = message(f"{name}:net")
     assert "(2, 3)" in text and "5 classes" in text
-    check_forward(build(f"{name}:net", SHAPE, 5), SHAPE, 3)
+    check_forward(build(f"{name}:net", SHAPE, 5), SHAPE, (3,))
 
 
 def test_wrong_image_shape_is_refused_with_the_cause(module: Write) -> None:
     model = build(f"{module(GOOD)}:net", SHAPE, 5)
     with pytest.raises(UsageError, match=r"images of 10x13x3 .* mat1 and mat2") as caught:
-        check_forward(model, (13, 10, 3), 5)
+        check_forward(model, (13, 10, 3), (5,))
     assert "\n" not in str(caught.value)
 
 
@@ -168,7 +168,7 @@ def test_a_network_that_returns_no_tensor_is_refused(module: Write) -> None:
         "    def forward(self, x): return super().forward(x[:, 0])\n"
         "net = lambda image_shape, classes: Net(11, classes)"
     )
-    assert "must return a tensor of scores, not tuple" in message(f"{name}:net")
+    assert "must return a tensor, not tuple" in message(f"{name}:net")
 
 
 def test_small_stem_is_for_resnets() -> None:
@@ -200,7 +200,7 @@ def test_check_forward_leaves_no_trace(shape: tuple[int, int, int]) -> None:
     before = copy.deepcopy(model.state_dict())
     generator = torch.get_rng_state()
     try:
-        check_forward(model, shape, 5)
+        check_forward(model, shape, (5,))
         failed = False
     except UsageError:
         failed = True

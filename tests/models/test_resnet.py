@@ -75,7 +75,7 @@ def test_bottlenecks_stride_in_the_3x3_convolution() -> None:
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_forward_at_100_and_32_pixels(name: str, small_stem: bool) -> None:
     for shape in ((100, 100, 3), (32, 32, 1)):
-        check_forward(build(name, shape, 5, small_stem), shape, 5)
+        check_forward(build(name, shape, 5, small_stem), shape, (5,))
 
 
 def test_small_stem_keeps_the_resolution() -> None:

@@ -44,7 +44,7 @@ def run_steps(comm, model, steps, mode):
     for arrays in steps:
         total = sum(len(a) for a in arrays)
         message.zero()
-        for shard in carried(len(arrays), comm.size, comm.rank):
+        for shard in carried(len(arrays), comm.size)[comm.rank]:
             rows = len(arrays[shard])
             if rows:
                 norms.clear()
@@ -143,7 +143,7 @@ def test_without_a_shift_the_variance_would_cancel(comm):
     message = Message(model, norms.channels, comm.rank, comm.size)
     norms.elements.fill_(35)
     message.zero()
-    for shard in carried(5, comm.size, comm.rank):
+    for shard in carried(5, comm.size)[comm.rank]:
         norms.clear()
         model(torch.from_numpy(data[0][shard]))
         norms.collect(message.moments, len(data[0][shard]), 161)
@@ -200,7 +200,7 @@ def run_steps_with_gate(comm, model, steps):
     for arrays in steps:
         total = sum(len(a) for a in arrays)
         message.zero()
-        for shard in carried(len(arrays), comm.size, comm.rank):
+        for shard in carried(len(arrays), comm.size)[comm.rank]:
             norms.clear()
             loss = model(torch.from_numpy(arrays[shard])).square().sum()
             norms.collect(message.moments, len(arrays[shard]), total)

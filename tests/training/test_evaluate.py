@@ -21,7 +21,7 @@ from hpctrain.plan import Facts, resolve
 from hpctrain.training import predict, saved
 from hpctrain.training.evaluate import blocks_of, evaluate
 from hpctrain.training.evaluate import main as evaluate_main
-from hpctrain.training.step import Classification
+from hpctrain.training.tasks import Classification
 from tests.packs import make_pack
 
 pytestmark = pytest.mark.mpi
@@ -59,7 +59,7 @@ def test_every_block_is_some_ranks_and_nobody_elses():
 def test_the_figures_are_those_of_one_process(comm, network):
     _, pack, model = network
     with Rows(pack, "test") as source:
-        result = evaluate(model, source, 10, make_prepare(), Classification(), comm, 7)
+        result = evaluate(model, source, Classification(classes=10), make_prepare(), comm, 7)
         images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
     labels = torch.from_numpy(source.labels)
     scores = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255)
@@ -76,8 +76,8 @@ def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
     _, pack, model = network
     alone = comm.Split(comm.rank)
     with Rows(pack, "test") as source:
-        together = evaluate(model, source, 10, make_prepare(), Classification(), comm, 7)
-        single = evaluate(model, source, 10, make_prepare(), Classification(), alone, 7)
+        together = evaluate(model, source, Classification(classes=10), make_prepare(), comm, 7)
+        single = evaluate(model, source, Classification(classes=10), make_prepare(), alone, 7)
     alone.Free()
     assert together.loss == single.loss
     assert np.array_equal(together.confusion, single.confusion)

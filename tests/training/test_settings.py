@@ -19,6 +19,7 @@ from hpctrain.plan import Plan
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training.control import Control
+from hpctrain.training.progress import Progress, Run
 from hpctrain.training.setup import Job, make_model, set_up
 from tests.packs import make_pack
 
@@ -37,6 +38,15 @@ ELSEWHERE = {  # flag -> where it is tested
     "evaluate_every": "below",
     "tensorboard": "below",
     "dry_run": "below",
+    "deterministic": "tests/training/test_deterministic.py",
+    "digest_every": "tests/training/test_deterministic.py",
+    "worker_load": "tests/training/test_deterministic.py",
+    "task": "tests/training/test_denoise.py",
+    "noise": "tests/training/test_denoise.py",
+    "noise_level": "tests/training/test_denoise.py",
+    "validate_steps": "tests/training/test_validate.py",
+    "patience": "tests/training/test_validate.py",
+    "output": "tests/training/test_validate.py",
 }
 
 
@@ -102,6 +112,7 @@ def settings(comm, shared_tmp):
         shards=4,
         lr=LR,
         momentum=0.0,
+        evaluate_every=0,
         device="cpu",
         threads=1,
         progress="none",
@@ -115,12 +126,11 @@ def seen(comm, settings):
     def run(training=True, **flags):
         job = set_up(dataclasses.replace(settings, **flags), comm)
         start = job.trainer.message.weights.detach().clone()
-        result, state = Seen(job, list(job.loader.epoch(0)), [start], []), loop.Progress()
+        result = Seen(job, list(job.loader.epoch(0)), [start], [])
         if not training:
             return result
         with Control(None) as control:
-            for state.epoch in range(job.plan.epochs):
-                loop.run_epoch(job, state, result, control, comm)
+            loop.run_epochs(Run(job, comm, result, control, Progress()))
         return result
 
     return run
@@ -212,7 +222,7 @@ def lengths(seen, comm):
     assert [s["rows"] for s in seen().steps] == [16, 16, 16, 5]
     assert [s["rows"] for s in seen(epochs=2, batch_size=30).steps] == [30, 23, 30, 23]
     per_rank = seen(batch_size=None, batch_per_rank=12)
-    assert per_rank.steps[0]["rows"] == min(12 * comm.size, ROWS)
+    assert per_rank.steps[0]["rows"] == min(12 * 4, ROWS)  # of 4 shards
 
 
 @of("shards")

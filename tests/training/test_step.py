@@ -15,10 +15,11 @@ from hpctrain.data.partition import Partition, cut_epoch, even_shares
 from hpctrain.models import build
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.reduce import choose_reduce, staged
+from hpctrain.parallel.reduce import Direct, Staged, choose_reduce
 from hpctrain.parallel.shards import carried
 from hpctrain.training.optim import make_optimizer
-from hpctrain.training.step import Classification, Trainer, train_step
+from hpctrain.training.step import Trainer, train_step
+from hpctrain.training.tasks import Classification
 
 pytestmark = pytest.mark.mpi
 ROWS, SHAPE, CLASSES = 23, (6, 5, 2), 3
@@ -57,7 +58,7 @@ def make_trainer(model, comm, config=None, reduce=None):
         model,
         message,
         norms,
-        make_optimizer(config, [message.weights]),
+        make_optimizer(config.optimizer or "sgdm", config.lr, config, [message.weights]),
         reduce or choose_reduce(comm, message),
         Classification(label_smoothing=config.label_smoothing),
         config.clip_norm,
@@ -66,7 +67,7 @@ def make_trainer(model, comm, config=None, reduce=None):
 
 def train(trainer, source, partition, comm, epochs=2, prepare=to_float64):
     """Epochs of steps as the training loop does them; the losses of all steps."""
-    mine = carried(len(partition.shares), comm.size, comm.rank)
+    mine = carried(len(partition.shares), comm.size)[comm.rank]
     loader = Loader(source, partition, mine, 7, prepare)
     losses = []
     for epoch in range(epochs):
@@ -133,8 +134,9 @@ def test_without_the_allreduce_the_result_differs(comm):
     if comm.size == 1:
         return
     source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
-    trainer = make_trainer(small_model(), comm, reduce=lambda message: None)
-    mine = carried(comm.size, comm.size, comm.rank)
+    alone = comm.Split(comm.rank)
+    trainer = make_trainer(small_model(), comm, reduce=Direct(alone))
+    mine = carried(comm.size, comm.size)[comm.rank]
     loader = Loader(source, partition, mine, 7, to_float64)
     for number, batches in enumerate(loader.epoch(0)):
         train_step(trainer, batches, partition.total(number))
@@ -148,9 +150,9 @@ def test_weighting_by_nominal_shares_differs(comm):
         return
     source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
     trainer = make_trainer(small_model(), comm)
-    mine = carried(comm.size, comm.size, comm.rank)
+    mine = carried(comm.size, comm.size)[comm.rank]
     for batches in Loader(source, partition, mine, 7, to_float64).epoch(0):
-        rows = len(batches[0].labels) if batches else 1
+        rows = len(batches[0].targets) if batches else 1
         train_step(trainer, batches, rows * comm.size)
     reference = plain_torch(source, partition, CONFIGS[0], epochs=1)
     assert (parameters(trainer) - reference).abs().max() > 1e-4
@@ -162,7 +164,7 @@ def test_a_staged_reduction_gives_the_same_bits(comm):
         model = small_model()
         trainer = make_trainer(model, comm)
         if through_host:
-            reduce = staged(comm, trainer.message)
+            reduce = Staged(comm, trainer.message)
             trainer = dataclasses.replace(trainer, reduce=reduce)
         source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
         train(trainer, source, partition, comm)
@@ -209,7 +211,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(comm, optimizer, ba
             x[0, 0, 0, 0] = bad
         return x
 
-    mine = carried(comm.size, comm.size, comm.rank)
+    mine = carried(comm.size, comm.size)[comm.rank]
     loader = Loader(Arrays(14), partition, mine, 7, prepare)
     poison = False
     for number, batches in enumerate(loader.epoch(0)):
@@ -237,7 +239,7 @@ def test_a_dropped_gradient_view_is_noticed(comm):
 def test_stop_votes_and_clocks_arrive(comm):
     trainer = make_trainer(small_model(), comm)
     partition = cut_epoch(ROWS, 7, comm.size)
-    mine = carried(comm.size, comm.size, comm.rank)
+    mine = carried(comm.size, comm.size)[comm.rank]
     batches = next(Loader(Arrays(), partition, mine, 7, to_float64).epoch(0))
     last = comm.size - 1
     train_step(trainer, batches, 7, waited=1.0 + comm.rank, stop=comm.rank == last)
@@ -249,7 +251,7 @@ def test_stop_votes_and_clocks_arrive(comm):
 
 def test_random_numbers_belong_to_epoch_step_and_shard(comm):
     """Keys differ by all three, reach augmentation and dropout, and do not depend on ranks."""
-    partition, mine = cut_epoch(ROWS, 7, 4), carried(4, comm.size, comm.rank)
+    partition, mine = cut_epoch(ROWS, 7, 4), carried(4, comm.size)[comm.rank]
     seen = []
 
     def prepare(images, key):

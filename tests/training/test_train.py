@@ -17,6 +17,7 @@ from hpctrain.report.record import Recorder, read_records
 from hpctrain.training import train as loop
 from hpctrain.training.control import Control
 from hpctrain.training.evaluate import main as evaluate_main
+from hpctrain.training.progress import Progress, Run
 from hpctrain.training.setup import set_up
 from tests.packs import make_pack
 
@@ -78,7 +79,7 @@ def test_exactly_one_mpi_call_a_step(comm, shared_tmp, model, shape, rows):
     assert job.plan.steps_per_epoch == -(-rows // 16)
     counting.calls.clear()
     with Recorder(None) as recorder, Control(None) as control:
-        loop.run_epoch(job, loop.Progress(), recorder, control, counting)
+        loop.run_epoch(Run(job, counting, recorder, control, Progress()))
     assert counting.calls == {"Allreduce": job.plan.steps_per_epoch}
 
 

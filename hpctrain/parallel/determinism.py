@@ -1,0 +1,72 @@
+"""torch's settings for a run, put back afterwards as they were.
+
+Under ``--deterministic`` torch uses algorithms that give the same bits every time and refuses
+operations that have none (https://docs.pytorch.org/docs/stable/notes/randomness.html); cuDNN does
+not choose by timing, and single precision is computed as such (no TF32). The number of CPU threads
+is set too, because oneDNN and MKL cut their sums by it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+REFUSAL = "does not have a deterministic implementation"  # torch's words
+
+
+@contextmanager
+def torch_settings(deterministic: bool) -> Iterator[None]:
+    """Restore threads, random generators and, with `deterministic`, torch's switches at the end."""
+    threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    switches = _switches() if deterministic else None
+    try:
+        if deterministic:
+            # Read when cuBLAS starts; older torch refuses to be deterministic without it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            _set_switches((True, False, False, True, False, False, "highest"))
+        yield
+    finally:
+        if switches is not None:
+            _set_switches(switches)
+        torch.set_num_threads(threads)
+        torch.set_rng_state(generator)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+
+Switches = tuple[bool, bool, bool, bool, bool, bool, str]
+
+
+def _switches() -> Switches:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _set_switches(switches: Switches) -> None:
+    algorithms, warn_only, fill, deterministic, benchmark, tf32, precision = switches
+    torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+    # Filling every new tensor with NaN finds bugs, costs a tenth, and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.set_float32_matmul_precision(precision)
+
+
+def refusal(error: BaseException) -> str | None:
+    """The operation that torch refused to run, in one line; None for any other error."""
+    text = " ".join(str(error).split())
+    if REFUSAL not in text:
+        return None
+    return f"--deterministic: {text.partition(REFUSAL)[0].strip()} {REFUSAL} in torch"

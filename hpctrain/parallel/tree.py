@@ -1,0 +1,126 @@
+"""Tree order: a sum over shards that is the same bits on any number of ranks.
+
+Floating-point addition commutes but is not associative, so the bits of a sum depend on its order.
+Here the order belongs to the shards: their messages are the leaves of one binary tree over
+0 ... S-1, in which a span of n shards splits after the largest power of two below n. A rank
+carries a run of shards, and the spans of the tree that lie within its run are its subtrees.
+
+1. While a rank works through its shards, it adds up its subtrees (`keep`). One buffer waits for
+   each level of the tree that is not complete.
+2. The message is cut into one slice per rank. Every rank sends every other its slice of each
+   subtree (Alltoallv), which adds these up in tree order.
+3. Allgatherv returns the slices of the sum.
+
+MPI only moves data, so its library and its algorithms do not matter. With P subtrees in all, of
+which n are its own, a rank sends n L (1 - 1/N) numbers and then L (1 - 1/N); where S and N are
+powers of two n is 1, and that is what a ring Allreduce sends. It then holds log2(S/N) + 1 messages
+and a part of one that it receives; else up to 2 log2(S) subtrees, and P - n slices received.
+
+The leaf of a shard without rows is zero and is left out: x + 0 is x, bit by bit, because no leaf
+holds a negative zero (each is a sum that began at +0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Span = tuple[int, int]  # shards lo ... hi-1
+
+
+def middle(span: Span) -> int:
+    """Where a span of the tree splits: after the largest power of two below its length."""
+    lo, hi = span
+    return lo + (1 << (hi - lo - 1).bit_length() - 1)
+
+
+def subtrees(run: range, span: Span) -> list[Span]:
+    """The largest spans of the tree below `span` that lie within a rank's run of shards."""
+    lo, hi = span
+    if hi <= run.start or run.stop <= lo:
+        return []
+    if run.start <= lo and hi <= run.stop:
+        return [span]
+    return subtrees(run, (lo, middle(span))) + subtrees(run, (middle(span), hi))
+
+
+def additions(rows: Sequence[Span]) -> list[tuple[int, int]]:
+    """The sum of `rows`, subtrees that together make the whole tree, as pairs (i, j) in order:
+    row i += row j. The last i holds the sum.
+    """
+    pairs: list[tuple[int, int]] = []
+
+    def add(span: Span) -> int:
+        if span in rows:
+            return rows.index(span)
+        left, right = add((span[0], middle(span))), add((middle(span), span[1]))
+        pairs.append((left, right))
+        return left
+
+    add((rows[0][0], rows[-1][1]))
+    return pairs
+
+
+class Subtrees:
+    """The sums of one rank's subtrees, added up while it works through its run of shards."""
+
+    def __init__(self, run: range, spans: Sequence[Span], message: torch.Tensor) -> None:
+        """`spans` are the subtrees of `run`; every leaf is found in `message`, (L,)."""
+        self._run, self._spans, self._message = run, spans, message
+        self._free: list[torch.Tensor] = []
+        self.buffers = 0  # of the message's size, besides the message
+        self._start()
+
+    def _start(self) -> None:
+        self._next = self._run.start
+        self._waiting: list[tuple[int, torch.Tensor | None]] = []  # number of shards, their sum
+        self._sums: list[torch.Tensor | None] = []  # of complete subtrees; None is zero
+
+    def keep(self, shard: int) -> None:
+        """Take the leaf of `shard` from the message into the tree; make room for the next."""
+        while self._next < shard:
+            self._add_leaf(None)
+        self._add_leaf(self._message)
+
+    def finish(self) -> list[torch.Tensor]:
+        """The sums of all subtrees, in order; the last one is the message itself."""
+        while self._next < self._run.stop:
+            self._add_leaf(None)
+        *sums, last = self._sums
+        if last is not None and last is not self._message:
+            # The last shard had no rows: the message holds votes and seconds, and zeros.
+            self._add(last, self._message)
+        self._start()
+        return [self._take().zero_() if s is None else s for s in sums] + [self._message]
+
+    def release(self, sums: list[torch.Tensor]) -> None:
+        """Take back the buffers that `finish` gave."""
+        self._free += sums[:-1]
+
+    def _add_leaf(self, leaf: torch.Tensor | None) -> None:
+        self._next += 1
+        complete = self._next == self._spans[len(self._sums)][1]
+        node, size = leaf, 1
+        while self._waiting and (complete or self._waiting[-1][0] == size):
+            shards, left = self._waiting.pop()
+            node, size = self._add(left, node), size + shards
+        if node is self._message and self._next < self._run.stop:
+            node = self._take().copy_(self._message)
+            self._message.zero_()
+        if complete:
+            self._sums.append(node)
+        else:
+            self._waiting.append((size, node))
+
+    def _add(self, left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+        if left is None or right is None:
+            return right if left is None else left
+        self._free.append(left)
+        return right.add_(left)
+
+    def _take(self) -> torch.Tensor:
+        if self._free:
+            return self._free.pop()
+        self.buffers += 1
+        return torch.empty_like(self._message)

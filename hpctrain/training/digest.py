@@ -1,0 +1,81 @@
+"""Digests: what a run is, bit by bit, in a line of text.
+
+Every `--digest-every` steps each rank hashes its weights, optimizer state and running statistics;
+a 24-bit part of that crosses in its slot of the next step's message, and a rank that differs is
+named. Rank 0 records its digest. The figures of all steps and evaluations are chained into one
+more hash; together with the saved network that is the digest at the end of a run. All are SHA-256
+(FIPS 180-4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hpctrain.errors import RunError
+from hpctrain.training.step import Trainer
+
+SLOT_VALUES = 2**24 - 1  # whole numbers above zero that a float32 slot holds exactly
+
+
+def _optimizer_state(trainer: Trainer) -> Iterator[torch.Tensor]:
+    state = trainer.optimizer.state[trainer.message.weights]
+    return (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
+
+
+def _hash(tensors: Iterator[torch.Tensor]) -> Any:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().flatten()
+        found.update(flat.view(torch.uint8).numpy().data)
+    return found
+
+
+def rank_digest(trainer: Trainer) -> str:
+    """Of what all ranks must hold alike: weights, optimizer and running statistics (hex)."""
+
+    def tensors() -> Iterator[torch.Tensor]:
+        yield trainer.message.weights
+        yield from _optimizer_state(trainer)
+        if trainer.norms.mode != "local":
+            yield from (trainer.norms.running, trainer.norms.shift, trainer.norms.updates)
+
+    return str(_hash(tensors()).hexdigest())
+
+
+def slot_value(digest: str) -> int:
+    """The part of a digest that crosses in a slot: 1 ... 2^24 - 1; 0 is "none in this step"."""
+    return 1 + int(digest, 16) % SLOT_VALUES
+
+
+def check_digests(values: list[int], step: int) -> None:
+    """RunError that names the ranks whose digest after `step` is not that of most ranks."""
+    (usual, _), *others = Counter(values).most_common()
+    if others:
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        names = ", ".join(map(str, odd))
+        raise RunError(
+            f"after step {step} rank{'s' if len(odd) > 1 else ''} {names} of {len(values)} held"
+            f" other weights than the rest (digest {values[odd[0]]:06x}, not {usual:06x}): a fault"
+            " of memory or GPU there, or something that changes the model outside the step"
+        )
+
+
+def chain(before: str, figures: Mapping[str, Any]) -> str:
+    """The next link of the chain over a run's figures: hash of the last link and of `figures`."""
+    return hashlib.sha256(f"{before}{json.dumps(figures, sort_keys=True)}".encode()).hexdigest()
+
+
+def run_digest(trainer: Trainer, figures: str) -> str:
+    """Of a whole run (hex): weights and buffers by name, optimizer state, the chain of figures."""
+    found = _hash(_optimizer_state(trainer))
+    for name, tensor in sorted(trainer.model.state_dict().items()):
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(_hash(iter([tensor])).digest())
+    found.update(figures.encode())
+    return str(found.hexdigest())

@@ -1,0 +1,71 @@
+"""The folder of a run: its name, its configuration and plan, the facts that open its record."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import torch
+
+from hpctrain import __version__
+from hpctrain.config import to_toml
+from hpctrain.errors import RunError, UsageError
+from hpctrain.files import whole_file
+from hpctrain.parallel.mpi import Comm, host_name, library
+from hpctrain.training.setup import Job
+
+
+def make_run_folder(job: Job) -> Path:
+    """Create the run's folder with its configuration and plan. A name is used once."""
+    folder = Path(job.config.runs_dir) / (job.config.run or free_name(job))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        with whole_file(folder / "config.toml") as path:
+            path.write_text(to_toml(job.config))
+        with whole_file(folder / "plan.json") as path:
+            path.write_text(job.plan.to_json() + "\n")
+    except FileExistsError as error:
+        raise UsageError(f"the run {folder} exists: choose another name with --run") from error
+    except OSError as error:
+        raise RunError(f"cannot write {folder}: {error.strerror}") from error
+    return folder
+
+
+def free_name(job: Job) -> str:
+    """Time and model, with a number where another run began in the same second."""
+    model = Path(job.plan.model).name.replace(":", ".")
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+    names = (base if number == 1 else f"{base}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not (Path(job.config.runs_dir) / name).exists())
+
+
+def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
+    """The first line of the record. Collective."""
+    hosts = comm.gather(host_name()) or []
+    return {
+        "name": folder.name,
+        "folder": str(folder),
+        "model": job.plan.model,
+        "parameters": sum(p.numel() for p in job.trainer.model.parameters()),
+        "ranks": comm.size,
+        "hosts": sorted(set(hosts)),
+        "shards": job.plan.shards,
+        "device": job.plan.device,
+        "threads": job.plan.threads,
+        "precision": job.plan.precision,
+        "deterministic": job.plan.deterministic,
+        "batch_size": job.plan.batch_size,
+        "epochs": job.plan.epochs,
+        "steps_per_epoch": job.plan.steps_per_epoch,
+        "learning_rate": job.plan.learning_rate,
+        "rows": {name: split.rows for name, split in job.pack.splits.items()},
+        "pack": job.pack.path,
+        "pack_uuid": job.pack.uuid,
+        "plan": job.plan.digest(),
+        "fresh": list(job.kept_fresh),
+        "mpi": library(),
+        "torch": torch.__version__,
+        "hpctrain": __version__,
+    }

@@ -1,0 +1,70 @@
+"""A run under way: how far it has come, the figures it reached, the best network it had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hpctrain.parallel.mpi import Comm
+from hpctrain.report.record import Recorder
+from hpctrain.training.control import Control
+from hpctrain.training.digest import chain
+from hpctrain.training.setup import Job
+from hpctrain.training.step import Trainer
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0  # steps done
+    epoch: int = 0  # epochs done
+    validated: int = 0  # step of the last validation
+    ended: str | None = None  # why no further step is to be done, before the last epoch
+    figures: dict[str, float | None] = field(default_factory=dict)
+    chain: str = ""  # hash over the figures of all steps and evaluations
+    best_loss: float = float("inf")  # of all validations
+    best_step: int = 0
+    waited: int = 0  # validations since then
+    best: list[torch.Tensor] | None = None  # the network of that step, where it is wanted
+
+    def add(self, figures: Mapping[str, Any]) -> None:
+        """Make figures a link of the chain."""
+        self.chain = chain(self.chain, figures)
+
+    def keep_best(self, loss: float, trainer: Trainer, copy: bool) -> None:
+        """Note a validation's loss; with `copy` keep the network where it is the smallest."""
+        if not loss < self.best_loss:
+            self.waited += 1
+            return
+        self.best_loss, self.best_step, self.waited = loss, self.step, 0
+        if copy:
+            self.best = [tensor.clone() for tensor in _network(trainer)]
+
+    def restore_best(self, trainer: Trainer) -> None:
+        """Go back to the network that was kept, if there is one."""
+        if self.best is not None:
+            with torch.no_grad():
+                for tensor, kept in zip(_network(trainer), self.best, strict=True):
+                    tensor.copy_(kept)
+            trainer.norms.restore()
+            self.step = self.best_step
+
+
+def _network(trainer: Trainer) -> list[torch.Tensor]:
+    """What makes the network of a step: weights and running statistics."""
+    return [trainer.message.weights.data, trainer.norms.running, trainer.norms.updates]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that the training loop works with, on one rank."""
+
+    job: Job
+    comm: Comm
+    recorder: Recorder
+    control: Control
+    state: Progress

@@ -1,0 +1,123 @@
+"""What a network learns: from what input, towards which target, by which loss.
+
+A task makes the pair (input, target) of a batch, gives the loss that a step differentiates, and
+the sums that an evaluation reports. Losses are sums over rows, so that shares of a mini-batch add
+up; figures are their means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpctrain.data.augment import add_noise
+from hpctrain.keys import random_key
+
+Tensor = torch.Tensor
+
+
+class Task(Protocol):
+    """What the loader, the step and the evaluation ask of a task."""
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """What an evaluation adds up over rows, "loss" first."""
+
+    @property
+    def classes(self) -> int:
+        """Of the confusion matrix; 0 = there is none."""
+
+    def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """Input and target of a batch: images (n, C, H, W) in the network's scale, labels (n,)."""
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum of a batch, to be differentiated, and its number of correct answers."""
+
+    def judge(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The values of `sums` for a batch, and the class answered for every row (n,), if any."""
+
+
+def network_output(model: nn.Module, inputs: Tensor, precision: str) -> Tensor:
+    """The model's output for inputs (n, C, H, W), computed in "fp32" or "bf16", not in bf16."""
+    with torch.autocast(inputs.device.type, torch.bfloat16, precision == "bf16"):
+        output: Tensor = model(inputs)
+    return output.float() if output.dtype == torch.bfloat16 else output
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Cross-entropy over classes; the target of an image is its label."""
+
+    precision: str = "fp32"
+    label_smoothing: float = 0.0
+    classes: int = 0
+    sums: tuple[str, ...] = ("loss",)
+
+    def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """The images and their labels."""
+        return images, labels
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and number of correct answers of a batch, both on the device."""
+        scores = network_output(model, inputs, self.precision)  # (n, classes)
+        smoothing = self.label_smoothing
+        loss = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=smoothing)
+        return loss, (scores.detach().argmax(1) == targets).sum()
+
+    def judge(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Loss sum of a batch, without smoothing, and the class answered for every image (n,)."""
+        scores = network_output(model, inputs, self.precision)
+        return [F.cross_entropy(scores, targets, reduction="sum")], scores.argmax(1)
+
+
+@dataclass(frozen=True)
+class Denoising:
+    """Mean squared error of the image that the network restores from a noisy one."""
+
+    precision: str = "fp32"
+    noise: str = "salt-pepper"
+    level: float = 0.1
+    classes: int = 0
+    sums: tuple[str, ...] = ("loss", "noisy")  # mean squared error after and before
+
+    def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """The images with noise that belongs to `key`, and the clean images."""
+        return add_noise(images, self.noise, self.level, random_key(key, "noise")), images
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over rows of each row's mean squared error; no answer counts as correct."""
+        restored = network_output(model, inputs, self.precision)
+        return _squared_error(restored, targets), inputs.new_zeros((), dtype=torch.int64)
+
+    def judge(
+        self, model: nn.Module, inputs: Tensor, targets: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Squared errors of a batch after and before; there are no answers."""
+        restored = network_output(model, inputs, self.precision)
+        return [_squared_error(restored, targets), _squared_error(inputs, targets)], None
+
+
+def _squared_error(images: Tensor, clean: Tensor) -> Tensor:
+    return F.mse_loss(images, clean, reduction="sum") / clean[0].numel()
+
+
+def make_task(settings: dict[str, Any], classes: int) -> Task:
+    """The task that a plan or a saved network's metadata describes, for this many classes."""
+    precision = settings["precision"]
+    if settings.get("task", "classify") == "denoise":
+        return Denoising(precision, settings["noise"], settings["noise_level"])
+    return Classification(precision, settings.get("label_smoothing", 0.0), classes)
+
+
+def output_shape(task: str, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
+    """What a network must give for one image (H, W, C): (classes,), or (C, H, W) to restore it."""
+    height, width, channels = image_shape
+    return (channels, height, width) if task == "denoise" else (classes,)

@@ -1,0 +1,108 @@
+"""Validation while a run trains, the test at its end, and what they decide."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpctrain.data.loader import read_rows
+from hpctrain.data.packed import Rows
+from hpctrain.keys import random_key
+from hpctrain.parallel.mpi import everywhere
+from hpctrain.parallel.reduce import broadcast
+from hpctrain.report.pictures import write_rows
+from hpctrain.training.evaluate import Evaluation, evaluate
+from hpctrain.training.progress import Run
+from hpctrain.training.tasks import Denoising, network_output
+
+SHOWN = 10  # images of the picture that a denoising run leaves
+
+
+def validation_due(run: Run) -> bool:
+    """Whether the steps and epochs done call for a validation."""
+    config, state = run.job.config, run.state
+    if "validation" not in run.job.pack.splits:
+        return False
+    if config.validate_steps:
+        return state.step % config.validate_steps == 0
+    at_end = state.step % run.job.plan.steps_per_epoch == 0
+    return bool(at_end and config.evaluate_every and state.epoch % config.evaluate_every == 0)
+
+
+def validate(run: Run) -> None:
+    """Evaluate the split validation; keep the best network, lose patience. Collective."""
+    state, patience = run.state, run.job.plan.patience
+    result = evaluation(run, "validation")
+    state.validated = state.step
+    state.keep_best(result.loss, run.job.trainer, run.job.config.output == "best")
+    if patience and state.waited >= patience and not state.ended:
+        state.ended = (
+            f"{patience} validations without a loss below the {state.best_loss:.4g}"
+            f" of step {state.best_step}"
+        )
+
+
+def evaluation(run: Run, split: str) -> Evaluation:
+    """Evaluate one split and record it. Collective."""
+    job, state, comm = run.job, run.state, run.comm
+    began = time.perf_counter()
+    source = everywhere(comm, lambda: Rows(job.pack, split))
+    with source, statistics_of_rank_0(run):
+        result = evaluate(
+            job.trainer.model, source, job.task, job.prepare, comm, job.plan.evaluation_rows
+        )
+    state.figures[f"{split}_accuracy"] = result.accuracy
+    state.figures[f"{split}_loss"] = result.loss
+    figures = {"epoch": state.epoch, "step": state.step, "split": split, **result.figures()}
+    state.add(figures)
+    run.recorder.evaluation(**figures, seconds=time.perf_counter() - began)
+    return result
+
+
+@contextmanager
+def statistics_of_rank_0(run: Run) -> Iterator[None]:
+    """Under --batch-norm local all ranks evaluate with what rank 0 would save. Collective."""
+    norms = run.job.trainer.norms
+    if norms.mode != "local":
+        yield
+        return
+    own = norms.running.clone()
+    broadcast(run.comm, norms.running)
+    norms.restore()
+    yield
+    norms.running.copy_(own)
+    norms.restore()
+
+
+def test(run: Run) -> dict[str, float | None]:
+    """Evaluate every split that was not used in training; their accuracies. Collective."""
+    splits = [name for name in run.job.pack.splits if name not in ("train", "validation")]
+    results = {s: evaluation(run, s) for s in splits if run.job.pack.splits[s].rows}
+    if run.job.task.classes:
+        return {f"{split}_accuracy": result.accuracy for split, result in results.items()}
+    return {f"{split}_loss": result.loss for split, result in results.items()}
+
+
+@torch.no_grad()
+def show_work(run: Run, folder: Path) -> None:
+    """A denoising run leaves a picture: noisy, restored and clean images of a split (rank 0)."""
+    job = run.job
+    splits = [s for s in ("test", "validation", "train") if s in job.pack.splits]
+    split = next((s for s in splits if job.pack.splits[s].rows), None)
+    if not isinstance(job.task, Denoising) or split is None:
+        return
+    with Rows(job.pack, split) as source:
+        rows = np.arange(min(SHOWN, len(source.labels)))
+        clean = read_rows(source, rows, job.prepare)
+    noisy, _ = job.task.pair(clean, torch.empty(0), random_key("evaluation", 0))
+    model = job.trainer.model.eval()
+    restored = network_output(model, noisy, job.plan.precision).clamp(0, 1)
+    model.train()
+    named = {"noisy": noisy, "restored": restored, "clean": clean}
+    arrays = {name: images.permute(0, 2, 3, 1).cpu().numpy() for name, images in named.items()}
+    write_rows(folder / "denoised.png", arrays)

@@ -1,0 +1,146 @@
+"""Tree order: the same bits on any number of ranks, whatever each of them carries."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.exchange import Exchange
+from hpctrain.parallel.shards import carried
+from hpctrain.parallel.tree import Subtrees, additions, subtrees
+
+LENGTH = 101
+
+
+def tree_sum(leaves):
+    """The definition: split after the largest power of two below the number of leaves."""
+    if len(leaves) == 1:
+        return leaves[0]
+    half = 2 ** math.ceil(math.log2(len(leaves)) - 1)
+    return tree_sum(leaves[:half]) + tree_sum(leaves[half:])
+
+
+def leaves_of(shards, missing=()):
+    """Numbers of very different size, so that every order of summation gives other bits."""
+    rng = np.random.default_rng(shards)
+    values = rng.standard_normal((shards, LENGTH)) * 10 ** rng.uniform(-3, 3, (shards, LENGTH))
+    values[list(missing)] = 0
+    return values.astype(np.float32)
+
+
+def layouts(shards):
+    """Runs of shards of all ranks: every number of ranks, and uneven loads."""
+    for size in range(1, shards + 1):
+        yield carried(shards, size)
+        for loads in ([3] + [1] * (size - 1), [1] * (size - 1) + [5]):
+            yield carried(shards, size, loads)
+
+
+@pytest.mark.parametrize("shards", range(1, 10))
+def test_however_shards_are_carried_the_additions_are_those_of_the_tree(shards):
+    names = [str(j) for j in range(shards)]
+
+    def written(names):
+        if len(names) == 1:
+            return names[0]
+        half = 2 ** math.ceil(math.log2(len(names)) - 1)
+        return f"({written(names[:half])}+{written(names[half:])})"
+
+    for runs in layouts(shards):
+        spans = [span for run in runs for span in subtrees(run, (0, shards))]
+        assert list(itertools.chain(*(range(*span) for span in spans))) == list(range(shards))
+        rows = [written(names[lo:hi]) for lo, hi in spans]
+        for i, j in additions(spans):
+            rows[i] = f"({rows[i]}+{rows[j]})"
+        assert rows[0] == written(names)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 6, 7, 8])
+@pytest.mark.parametrize("missing", [(), (0,), (1, 2), (5, 6, 7), range(8)], ids=str)
+def test_a_ranks_subtrees_are_summed_in_tree_order(shards, missing):
+    missing = [j for j in missing if j < shards]
+    leaves = leaves_of(shards, missing)
+    for runs in layouts(shards):
+        for run in runs:
+            spans = subtrees(run, (0, shards))
+            message = torch.zeros(LENGTH)
+            sums = Subtrees(run, spans, message)
+            for _ in range(2):  # the second time in buffers that hold old numbers
+                message.zero_()
+                for shard in run:
+                    if shard not in missing:
+                        message += torch.from_numpy(leaves[shard])
+                        sums.keep(shard)
+                message[0] += 1e-8  # what a rank writes after its last shard stays in
+                found = sums.finish()
+                assert found[-1] is message
+                for (lo, hi), row in zip(spans, found, strict=True):
+                    expected = tree_sum(leaves[lo:hi])
+                    assert row[1:].numpy().tobytes() == expected[1:].tobytes()
+                sums.release(found)
+
+
+def test_the_buffers_of_a_rank_are_few():
+    for shards, size in ((8, 1), (8, 2), (8, 4), (8, 8), (64, 4)):
+        run = carried(shards, size)[-1]
+        message = torch.zeros(3)
+        sums = Subtrees(run, subtrees(run, (0, shards)), message)
+        for shard in run:
+            sums.keep(shard)
+        sums.release(sums.finish())
+        assert sums.buffers == math.log2(shards / size)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shards", [4, 5, 6, 7, 8, 13])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_all_ranks_get_the_sum_in_tree_order(comm, shards, uneven):
+    leaves = leaves_of(shards)
+    runs = carried(shards, comm.size, range(comm.size, 0, -1) if uneven else ())
+    spans = [subtrees(run, (0, shards)) for run in runs]
+    sums = [tree_sum(leaves[lo:hi]).copy() for lo, hi in spans[comm.rank]]
+    Exchange(comm, spans, LENGTH, leaves.dtype)(sums)
+    expected = tree_sum(leaves)
+    assert sums[-1].tobytes() == expected.tobytes()
+    one_by_one = sum(leaves[1:], start=leaves[0])
+    assert one_by_one.tobytes() != expected.tobytes(), "these leaves show nothing"
+
+
+@pytest.mark.mpi
+def test_a_message_shorter_than_the_ranks_is_summed_too(comm):
+    runs = carried(comm.size, comm.size)
+    spans = [subtrees(run, (0, comm.size)) for run in runs]
+    sums = [np.full(1, comm.rank + 1.0)]
+    Exchange(comm, spans, 1, sums[0].dtype)(sums)
+    assert sums[0] == comm.size * (comm.size + 1) / 2
+
+
+@pytest.mark.mpi
+def test_a_rank_sends_as_much_as_in_a_ring_where_all_are_powers_of_two(comm):
+    spans = [subtrees(run, (0, 8)) for run in carried(8, comm.size)]
+    sent = sum(comm.allgather(Exchange(comm, spans, 1200, np.dtype(np.float32)).sent))
+    ring = 2 * 1200 * (comm.size - 1)
+    assert sent == ring if comm.size != 3 else sent > ring
+
+
+def test_shards_go_to_ranks_in_proportion_to_their_loads():
+    def counts(*arguments):
+        return [len(run) for run in carried(*arguments)]
+
+    assert counts(8, 3) == [3, 3, 2]
+    assert counts(4, 2, [3, 1]) == [3, 1]
+    assert counts(8, 2, [3, 1]) == [6, 2]
+    assert counts(5, 2, [100, 1]) == [4, 1]
+    assert counts(12, 3, [1, 2, 3]) == [2, 4, 6]
+    for shards, size in ((7, 3), (8, 8), (13, 5)):
+        runs = carried(shards, size, range(1, size + 1))
+        assert list(itertools.chain(*runs)) == list(range(shards))
+    with pytest.raises(UsageError, match="9 ranks cannot carry 8 shards"):
+        carried(8, 9)
+    with pytest.raises(UsageError, match="--worker-load names 2 ranks, but there are 3"):
+        carried(8, 3, [1, 1])

@@ -1,0 +1,241 @@
+"""--deterministic: the same bits on any number of ranks and in every run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.config import Config
+from hpctrain.errors import RunError, UsageError
+from hpctrain.parallel.determinism import torch_settings
+from hpctrain.report.record import read_records
+from hpctrain.training import train as loop
+from hpctrain.training.digest import check_digests, slot_value
+from tests.launch import mpirun, run
+from tests.packs import make_pack
+
+ROWS = {"train": 101, "validation": 13, "test": 23}
+MODEL = "tests.odd_models:with_dropout"
+CASES = {
+    "digits": {},
+    "six shards": {"shards": 6},
+    "last step of one row": {"batch_size": 20},
+    "running": {"batch_norm": "running"},
+    "average": {"batch_norm": "average"},
+    "local": {"batch_norm": "local"},
+    "dropout": {"model": MODEL},
+    "augmentation": {"flip": True, "shift": 2},
+    "adam": {"optimizer": "adam", "lr": 0.01},
+    "adamw, clipped, cosine": {"optimizer": "adamw", "clip_norm": 0.5, "schedule": "cosine"},
+    "bf16": {"precision": "bf16"},
+    "NCHW": {"channels_last": False},
+    "denoise": {"task": "denoise", "validate_steps": 3, "output": "best"},
+    "two threads": {"threads": 2},
+}
+
+
+@pytest.fixture
+def settings(comm, shared_tmp):
+    if comm.rank == 0:
+        make_pack(shared_tmp / "pack.h5", ROWS)
+    comm.Barrier()
+    return Config(
+        data=str(shared_tmp / "pack.h5"),
+        runs_dir=str(shared_tmp / "runs"),
+        epochs=2,
+        batch_size=16,
+        shards=8,
+        deterministic=True,
+        digest_every=3,
+        progress="none",
+    )
+
+
+@pytest.fixture
+def one_rank(comm):
+    alone = comm.Split(comm.rank)
+    yield alone
+    alone.Free()
+
+
+def digest(config, comm, name):
+    """The digest at the end of a run of this configuration. Collective."""
+    loop.train(dataclasses.replace(config, run=name), comm)
+    end = list(read_records(Path(config.runs_dir) / name))[-1] if comm.rank == 0 else None
+    return comm.bcast(end)["digest"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_as_on_one_rank(comm, one_rank, settings, case):
+    config = dataclasses.replace(settings, **CASES[case])
+    together = digest(config, comm, "together")
+    alone = digest(config, one_rank, f"alone{comm.rank}") if comm.rank == 0 else together
+    assert together == alone
+    if comm.size == 1:
+        assert digest(config, comm, "again") == together
+
+
+@pytest.mark.mpi
+def test_resnet18_with_a_ragged_end(comm, one_rank, shared_tmp, settings):
+    if comm.rank == 0:
+        make_pack(shared_tmp / "rgb.h5", {"train": 37, "test": 5}, (16, 16, 3), 5)
+    comm.Barrier()
+    own = {"data": str(shared_tmp / "rgb.h5"), "model": "resnet18", "small_stem": True}
+    config = dataclasses.replace(settings, **own)
+    together = digest(config, comm, "together")
+    assert comm.rank > 0 or digest(config, one_rank, "alone") == together
+
+
+@pytest.mark.mpi
+def test_the_same_bits_however_the_shards_are_carried(comm, settings):
+    loads = ",".join(["3"] + ["1"] * (comm.size - 1))
+    uneven = dataclasses.replace(settings, worker_load=loads)
+    assert digest(settings, comm, "even") == digest(uneven, comm, "uneven")
+
+
+@pytest.mark.mpi
+def test_the_plain_allreduce_depends_on_the_number_of_ranks(comm, one_rank, settings):
+    """Negative control: everything fixed but the order of the sums."""
+    config = dataclasses.replace(settings, deterministic=False, threads=1)
+    together = digest(config, comm, "together")
+    if comm.rank == 0:
+        plain = digest(config, one_rank, "plain")
+        assert plain != digest(settings, one_rank, "tree")
+        assert comm.size == 1 or plain != together
+
+
+@pytest.mark.mpi
+def test_the_digest_depends_on_seed_and_figures(comm, settings):
+    digests = [digest(settings, comm, "a")]
+    for number, change in enumerate(({"seed": 1}, {"lr": 0.02}, {"evaluate_every": 0})):
+        digests.append(digest(dataclasses.replace(settings, **change), comm, f"b{number}"))
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("ranks", [5, 7, 8])
+def test_more_ranks_than_the_session_has(settings, comm, ranks, tmp_path):
+    expected = digest(settings, comm, "one")
+    flags = ["--data", settings.data, "--runs-dir", str(tmp_path), "--run", "many"]
+    flags += ["--epochs", "2", "--batch-size", "16", "--shards", "8", "--deterministic"]
+    flags += ["--digest-every", "3", "--progress", "none"]
+    done = run([mpirun(), "-n", str(ranks), sys.executable, "-m", "hpctrain", *flags], 100)
+    assert done.returncode == 0, done.stderr
+    assert list(read_records(tmp_path / "many"))[-1]["digest"] == expected
+
+
+@pytest.mark.mpi
+def test_all_ranks_compare_digests_and_the_one_that_differs_is_named(comm, settings, monkeypatch):
+    step, odd = loop.train_step, comm.size - 1
+
+    def faulty(trainer, *arguments):
+        result = step(trainer, *arguments)
+        faulty.steps += 1
+        if comm.rank == odd and faulty.steps == 4:
+            trainer.message.weights.data[7] += 1e-3
+        return result
+
+    faulty.steps = 0
+    monkeypatch.setattr(loop, "train_step", faulty)
+    config = dataclasses.replace(settings, run="a", digest_every=2)
+    if comm.size == 1:
+        assert loop.train(config, comm) == 0
+        return
+    with pytest.raises(RunError, match=rf"after step 4 rank {odd} of {comm.size} held other"):
+        loop.train(config, comm)
+    if comm.rank == 0:
+        records = list(read_records(Path(config.runs_dir) / "a"))
+        assert [r["step"] for r in records if r["kind"] == "digest"] == [2]
+        assert records[-1]["status"] == "failed"
+
+
+@pytest.mark.mpi
+def test_digests_in_the_record_are_those_of_any_number_of_ranks(comm, one_rank, settings):
+    digest(settings, comm, "together")
+    if comm.rank == 0:
+        digest(settings, one_rank, "alone")
+        found = [
+            [r["digest"] for r in read_records(Path(settings.runs_dir) / name) if "digest" in r]
+            for name in ("together", "alone")
+        ]
+        assert found[0] == found[1]
+        assert len(set(found[0])) == 5  # after steps 3, 6, 9, 12, and at the end of 14
+
+
+def test_the_rank_in_the_minority_is_named():
+    check_digests([5, 5, 5], 100)
+    with pytest.raises(RunError, match="after step 100 rank 1 of 3 held other weights"):
+        check_digests([5, 9, 5], 100)
+    with pytest.raises(RunError, match="ranks 0, 2 of 5"):
+        check_digests([1, 5, 2, 5, 5], 7)
+    assert all(0 < slot_value(f"{n:064x}") < 2**24 for n in (0, 1, 2**24 - 2, 2**256 - 1))
+
+
+@pytest.mark.mpi
+def test_an_operation_without_deterministic_form_is_refused_by_name(comm, settings):
+    config = dataclasses.replace(settings, model="tests.odd_models:with_put", run="a")
+    with pytest.raises(UsageError, match="--deterministic: put_ does not have a determin"):
+        loop.train(config, comm)
+    assert loop.train(dataclasses.replace(config, deterministic=False, run="b"), comm) == 0
+
+
+@pytest.mark.mpi
+def test_buffers_that_ranks_keep_for_themselves_are_refused(comm, settings):
+    with pytest.raises(UsageError, match="--deterministic and --local-buffers exclude"):
+        loop.train(dataclasses.replace(settings, local_buffers=True), comm)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchs_settings_are_put_back(fails):
+    def seen():
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.allow_tf32,
+            torch.get_float32_matmul_precision(),
+            torch.get_num_threads(),
+            torch.initial_seed(),
+            torch.get_rng_state().sum().item(),
+        )
+
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    try:
+        before = seen()
+        with pytest.raises(ZeroDivisionError) if fails else torch.no_grad(), torch_settings(True):
+            torch.set_num_threads(2)
+            torch.manual_seed(99)
+            torch.rand(3)
+            assert seen()[:6] == (True, False, True, False, False, "highest")
+            assert 1 / (0 if fails else 1)
+        assert seen() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.benchmark = False
+
+
+@pytest.mark.mpi
+def test_a_run_leaves_no_trace_in_torch(comm, settings):
+    torch.manual_seed(5)
+    torch.set_num_threads(2)
+    before = torch.get_rng_state()
+    loop.train(dataclasses.replace(settings, run="a"), comm)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == 2
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.mpi
+def test_the_plan_fixes_one_thread_whatever_the_launcher_says(comm, settings, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    loop.train(dataclasses.replace(settings, run="a", epochs=1), comm)
+    if comm.rank == 0:
+        plan = json.loads((Path(settings.runs_dir) / "a" / "plan.json").read_text())
+        assert (plan["threads"], plan["deterministic"]) == (1, True)

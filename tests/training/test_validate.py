@@ -1,0 +1,121 @@
+"""Validation: when it comes, when it ends a run, which network it chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.config import Config
+from hpctrain.errors import UsageError
+from hpctrain.models import read_model
+from hpctrain.report.record import read_records
+from hpctrain.training import train as loop
+from hpctrain.training import validate
+from tests.packs import make_pack
+
+pytestmark = pytest.mark.mpi
+STEPS = 7  # of an epoch: 101 rows in mini-batches of 16
+
+
+@pytest.fixture
+def settings(comm, shared_tmp):
+    if comm.rank == 0:
+        make_pack(shared_tmp / "pack.h5", {"train": 101, "validation": 13, "test": 23})
+        make_pack(shared_tmp / "none.h5", {"train": 101, "test": 23})
+    comm.Barrier()
+    return Config(
+        data=str(shared_tmp / "pack.h5"),
+        runs_dir=str(shared_tmp / "runs"),
+        run="a",
+        epochs=2,
+        batch_size=16,
+        threads=1,
+        progress="none",
+    )
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """Make validations find these losses, one after another, and remember the weights then."""
+    real, seen = validate.evaluation, []
+
+    def script(values):
+        rest = iter(values)
+
+        def evaluation(run, split):
+            found = real(run, split)
+            if split == "validation":
+                seen.append(run.job.trainer.model.conv1.weight.detach().clone())
+                return dataclasses.replace(found, means={"loss": next(rest)})
+            return found
+
+        monkeypatch.setattr(validate, "evaluation", evaluation)
+        return seen
+
+    return script
+
+
+def validations(settings):
+    records = list(read_records(Path(settings.runs_dir) / "a"))
+    return [r["step"] for r in records if r.get("split") == "validation"], records[-1]
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [(3, [3, 6, 9, 12, 14]), (7, [7, 14]), (5, [5, 10, 14]), (99, [14])],
+    ids=str,
+)
+def test_validation_comes_every_given_number_of_steps(comm, settings, every, expected):
+    loop.train(dataclasses.replace(settings, validate_steps=every), comm)
+    if comm.rank == 0:
+        assert validations(settings)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("patience", "last"), [(0, 14), (1, 8), (2, 10), (3, 14)], ids=["never", "1", "2", "3"]
+)
+def test_patience_is_counted_in_validations_without_a_smaller_loss(
+    comm, settings, losses, patience, last
+):
+    losses([5.0, 4.0, 3.0, 3.0, 3.5, 2.0, 9.0])
+    loop.train(dataclasses.replace(settings, validate_steps=2, patience=patience), comm)
+    if comm.rank == 0:
+        steps, end = validations(settings)
+        assert steps[-1] == end["steps"] == last
+        assert end["status"] == "done"
+        reason = f"{patience} validations without a loss below the 3 of step 6"
+        assert end["reason"] == (reason if last < 14 else None)
+
+
+@pytest.mark.parametrize(("output", "place"), [("last", 3), ("best", 1)])
+def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(
+    comm, settings, losses, output, place
+):
+    seen = losses([5.0, 1.0, 3.0, 3.0])
+    loop.train(dataclasses.replace(settings, validate_steps=4, output=output), comm)
+    assert len(seen) == 4
+    if comm.rank == 0:
+        folder = Path(settings.runs_dir) / "a"
+        tensors, metadata = read_model(folder / "model.safetensors")
+        assert torch.equal(tensors["conv1.weight"], seen[place])
+        assert metadata["step"] == (8 if output == "best" else 14)
+        assert tensors["bn1.num_batches_tracked"] == metadata["step"]
+        assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
+        tests = [r for r in read_records(folder) if r.get("split") == "test"]
+        assert [t["step"] for t in tests] == [metadata["step"]]
+        assert np.isfinite(tests[0]["loss"])
+
+
+@pytest.mark.parametrize("flags", [{"output": "best"}, {"patience": 2}, {"validate_steps": 3}])
+def test_what_needs_a_validation_split_is_refused_without_one(comm, settings, flags):
+    name = "--" + next(iter(flags)).replace("_", "-")
+    name += " best" if "output" in flags else ""
+    bare = dataclasses.replace(settings, data=settings.data.replace("pack.h5", "none.h5"))
+    with pytest.raises(UsageError, match=f"{name} needs a split validation"):
+        loop.train(dataclasses.replace(bare, **flags), comm)
+    assert loop.train(dataclasses.replace(bare, patience=0), comm) == 0
