@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import itertools
-import os
 import re
 import sys
 import time
@@ -19,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hpctrain import __version__, config
+from hpctrain.configfile import read_settings, take_files
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import launched_rank
 
@@ -110,14 +109,22 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     elif argv == ["--version"]:
         print(__version__)
         raise SystemExit(0)
-    words = itertools.chain.from_iterable(word.split("=", 1) for word in rest)
-    for flag, value in itertools.pairwise(words):
-        if flag == "--config" and not os.path.isfile(value):
-            raise UsageError(f"--config {value}: there is no such file")
-    parser = make_parser(name)
-    parsed = vars(parser.parse_args(rest))
-    settings = COMMANDS[name].settings
-    return name, settings(**{f.name: parsed[f.name] for f in dataclasses.fields(settings)})
+    settings, parser = COMMANDS[name].settings, make_parser(name)
+    files, rest = take_files(rest)
+    flags: list[str] = []
+    words: dict[str, Any] = {}
+    for file in files:
+        own, positional = read_settings(file, settings)
+        try:
+            parser.parse_args(own)
+        except UsageError as error:
+            raise UsageError(f"{file}: {error}") from error
+        flags += own
+        words |= positional
+    parsed = vars(parser.parse_args(flags + rest))
+    given = {f.name: parsed[f.name] for f in dataclasses.fields(settings)}
+    given |= {name: value for name, value in words.items() if not given[name]}
+    return name, settings(**given)
 
 
 def make_parser(name: str) -> Any:
@@ -138,14 +145,14 @@ def make_parser(name: str) -> Any:
         prog=f"hpctrain {name}",
         usage=f"hpctrain {name} {_positionals(fields)}[settings]",
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-        parser_mode="toml",
+        print_config=None,
         default_env=False,
         allow_abbrev=False,
         add_help=True,
         formatter_class=_formatter(),
     )
     parser.add_argument(
-        "--config", action="config", help="TOML file with any of these settings; flags win"
+        "--config", metavar="FILE", help="TOML file with any of these settings; flags win"
     )
     groups: dict[str, Any] = {}
     for field in fields:

@@ -60,7 +60,9 @@ class Config:
         NETWORK,
     )
     init: str | None = option(
-        None, "start from these weights (.safetensors, own or torchvision's names)", NETWORK
+        None,
+        "start from these weights: a run, or a .safetensors file (own or torchvision's names)",
+        NETWORK,
     )
     small_stem: bool = option(
         False, "ResNet: 3x3 first convolution without pooling, for small images", NETWORK

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from hpctrain.data.partition import Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
+MOST_THREADS = 64  # that a run may ask for on a small machine, to repeat one of a larger
+LONGEST_NAME = 200
 EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
 
 
@@ -179,6 +182,19 @@ def check_ranges(config: Config) -> None:
     for flag, value in at_least_one.items():
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value}: give 1 or more")
+    cores = os.cpu_count() or 1
+    if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
+        raise UsageError(f"--threads {config.threads}: this machine has {cores} cores")
+    if config.run is not None and (
+        config.run in ("", ".", "..")
+        or "/" in config.run
+        or not config.run.isprintable()
+        or len(config.run.encode()) > LONGEST_NAME
+    ):
+        raise UsageError(
+            f"--run {config.run!r}: give the name of a folder in --runs-dir, of at most"
+            f" {LONGEST_NAME} bytes and without /"
+        )
     at_least_zero = {
         "--evaluate-every": config.evaluate_every,
         "--digest-every": config.digest_every,

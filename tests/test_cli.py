@@ -46,7 +46,7 @@ def test_a_written_configuration_reads_back_the_same(tmp_path):
         (["--epochs", "2.5"], "--epochs 2.5: a whole number is expected"),
         (["--optimizer", "sgd"], "'sgd'.*sgdm.*adam"),
         (["trian"], "no subcommand 'trian', did you mean 'train'"),
-        (["--config", "nowhere.toml"], "nowhere.toml.*no such file"),
+        (["--config", "nowhere.toml"], "nowhere.toml cannot be read: No such file"),
         (["pack", "a", "--sise", "3x3"], "'sise', did you mean '--size'"),
         (["--lr"], "--lr.*expected"),
     ],
@@ -174,3 +174,55 @@ def test_an_error_on_one_rank_ends_all_and_names_the_rank(tmp_path, where):
     result = run_mpi(3, ["-c", program], cwd=tmp_path, timeout=30)
     assert result.returncode == 1
     assert re.search(r"\[rank 1 of 3 @\S+\].*ValueError: broken here", result.stderr)
+
+
+@pytest.mark.parametrize("order", ["flag first", "file first", "="])
+def test_flags_win_over_the_file_wherever_they_stand(tmp_path, order):
+    path = tmp_path / "a.toml"
+    path.write_text('epochs = 7\nlr = 0.5\nflip = true\nchannels_last = false\nrun = "x"\n')
+    flags = ["--epochs", "3", "--no-flip"]
+    words = {
+        "flag first": [*flags, "--config", str(path)],
+        "file first": ["--config", str(path), *flags],
+        "=": [*flags, f"--config={path}"],
+    }[order]
+    _, settings = cli.parse(words)
+    assert (settings.epochs, settings.lr, settings.flip) == (3, 0.5, False)
+    assert (settings.channels_last, settings.run) == (False, "x")
+
+
+def test_words_without_flags_stand_in_files_too(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('model = "run"\nimages = ["a.png", "b.png"]\n')
+    _, settings = cli.parse(["predict", "--config", str(path)])
+    assert (settings.model, settings.images) == ("run", ("a.png", "b.png"))
+    _, settings = cli.parse(["predict", "other", "--config", str(path)])
+    assert settings.model == "other"
+
+
+def test_the_configuration_that_a_run_leaves_can_be_read_again(tmp_path):
+    settings = cli.config.Config(lr=0.25, flip=True, run="a b", clip_norm=1e-3)
+    path = tmp_path / "config.toml"
+    path.write_text(cli.config.to_toml(settings))
+    assert cli.parse(["--config", str(path)])[1] == settings
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"epochs = ", r"a\.toml is no TOML: Invalid value"),
+        (b"epochs = 1\nepochs = 2\n", r"a\.toml is no TOML"),
+        (b"\xb0\xff\x00", r"a\.toml is no text: byte 0 is not UTF-8"),
+        (b"[train]\nepochs = 2\n", "no setting 'train': settings stand at the top"),
+        (b"epoch = 2\n", "no setting 'epoch', did you mean 'epochs'?"),
+        (b'epochs = "three"\n', r"a\.toml: --epochs three: a whole number is expected"),
+        (b"lr = [1, 2]\n", r"a\.toml: lr must be one value"),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file(tmp_path, content, message):
+    path = tmp_path / "a.toml"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        cli.parse(["--config", str(path)])
+    with pytest.raises(UsageError, match="is a folder"):
+        cli.parse(["--config", str(tmp_path)])

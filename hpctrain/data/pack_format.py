@@ -49,6 +49,7 @@ class Pack:
     mean: tuple[float, ...]  # (C,) of train, in [0, 1]
     std: tuple[float, ...]  # (C,)
     provenance: dict[str, Any]
+    uuid_offset: int = -1  # where the uuid stands in the file, to know it again; -1 = not found
 
     @property
     def row_bytes(self) -> int:

@@ -10,6 +10,7 @@ The format stands in ``pack_format.py``, its writer in ``packing/write.py``.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from types import TracebackType
@@ -19,6 +20,7 @@ import numpy as np
 from hpctrain.data.pack_format import LABEL_BYTES, Pack, content_uuid
 from hpctrain.errors import RunError, UsageError
 
+UUID_WITHIN = 1 << 20  # bytes at the file's beginning or end
 IOV_MAX = 1024  # buffers that one preadv(2) takes
 
 
@@ -31,6 +33,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     from hpctrain.data import pack_check  # brings h5py, which the other ranks never need
 
     pack = pack_check.read_pack(os.path.abspath(path))
+    pack = dataclasses.replace(pack, uuid_offset=_find_uuid(pack))
     for name in pack.splits:
         Rows(pack, name).close()  # reads and checks the labels
     return pack
@@ -84,6 +87,11 @@ class Rows:
                 raise UsageError(
                     f"{pack.path} has {size:,} bytes here, but {pack.file_size:,} when it was"
                     " checked: give every rank the same finished file"
+                )
+            if _uuid_there(pack, self._descriptor) != pack.uuid:
+                raise UsageError(
+                    f"{pack.path} is not the file that was checked (uuid {pack.uuid}): it was"
+                    " replaced or overwritten meanwhile"
                 )
             self.labels = np.empty(self.split.rows, np.int64)  # (N,)
             _read(pack.path, self._descriptor, [_bytes(self.labels)], self.split.labels_offset)
@@ -184,6 +192,26 @@ def _open(path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
+
+
+def _find_uuid(pack: Pack) -> int:
+    """The byte at which the uuid stands, in the first or last MiB of the file; -1 if in neither."""
+    descriptor = _open(pack.path)
+    try:
+        for start in (0, max(0, pack.file_size - UUID_WITHIN)):
+            place = os.pread(descriptor, UUID_WITHIN, start).find(pack.uuid.encode())
+            if place >= 0:
+                return start + place
+    finally:
+        os.close(descriptor)
+    return -1
+
+
+def _uuid_there(pack: Pack, descriptor: int) -> str:
+    if pack.uuid_offset < 0:
+        return pack.uuid
+    found = os.pread(descriptor, len(pack.uuid), pack.uuid_offset)
+    return found.decode("ascii", "replace")
 
 
 def _bytes(array: np.ndarray) -> memoryview:

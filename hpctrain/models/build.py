@@ -103,7 +103,7 @@ def _call(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Modu
         model = function(image_shape=image_shape, classes=classes)
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"--model {name} failed: {_cause(error, source)}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model {name} must return a torch.nn.Module, not {_kind(model)}")

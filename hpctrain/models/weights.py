@@ -99,6 +99,9 @@ def load_weights(
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise UsageError(f"{source} does not fit the model: {'; '.join(wrong[:3])}{more}")
+    for name, value in tensors.items():
+        if not torch.isfinite(value).all():
+            raise UsageError(f"{source}: {name} holds values that are not finite")
     kept = {name: value for name, value in tensors.items() if name not in fresh}
     with torch.no_grad():
         model.load_state_dict(kept, strict=False)

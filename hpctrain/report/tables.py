@@ -14,6 +14,7 @@ from rich.table import Table
 
 from hpctrain.errors import RunError
 from hpctrain.files import whole_file
+from hpctrain.report.bar import terminal_columns
 from hpctrain.report.differences import Difference
 
 MOST_TENSORS, MOST_PROBLEMS = 30, 6  # lines of a comparison
@@ -29,11 +30,18 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
 
 
+def _console() -> Console:
+    """Plain text of a fixed width unless a person looks: mpirun gives ranks terminals anyway."""
+    columns = terminal_columns()
+    plain = columns is None
+    return Console(width=columns or 120, highlight=False, no_color=plain, force_terminal=not plain)
+
+
 def print_evaluation(
     figures: dict[str, Any], confusion: np.ndarray | None, classes: tuple[str, ...], split: str
 ) -> None:
     """Print the figures of a split; with a confusion matrix (K, K) that and the per-class table."""
-    console = Console(width=None if Console().is_terminal else 100, highlight=False)
+    console = _console()
     if confusion is None:
         errors = [figures["loss"], figures["noisy"]]
         after, before = (f"{e:.5f} ({psnr(e):.1f} dB)" for e in errors)
@@ -70,7 +78,7 @@ def print_differences(
     settings: Sequence[str],
 ) -> None:
     """Print how two runs differ: tensors that do, then their records and settings."""
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    console = _console()
     apart = [d for d in differences if d.differing]
     if apart:
         console.print(_difference_table(apart[:MOST_TENSORS]))

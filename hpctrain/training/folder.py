@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 from pathlib import Path
 
@@ -22,13 +23,17 @@ def make_run_folder(job: Job) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
+    except FileExistsError as error:
+        raise UsageError(f"the run {folder} exists: choose another name with --run") from error
+    except OSError as error:
+        raise RunError(f"cannot make {folder}: {error.strerror}") from error
+    try:
         with whole_file(folder / "config.toml") as path:
             path.write_text(to_toml(job.config))
         with whole_file(folder / "plan.json") as path:
             path.write_text(job.plan.to_json() + "\n")
-    except FileExistsError as error:
-        raise UsageError(f"the run {folder} exists: choose another name with --run") from error
     except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # the name is free again
         raise RunError(f"cannot write {folder}: {error.strerror}") from error
     return folder
 

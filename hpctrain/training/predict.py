@@ -127,7 +127,11 @@ def list_images(targets: tuple[str, ...]) -> list[Path]:
     files: list[Path] = []
     for target in map(Path, targets):
         if target.is_dir():
-            found = sorted(p for p in target.rglob("*") if p.suffix.lower() in SUFFIXES)
+            found = sorted(
+                p
+                for p in target.rglob("*")
+                if p.suffix.lower() in SUFFIXES and not p.name.startswith(".")
+            )
             if not found:
                 raise UsageError(f"{target} holds no image file")
             files += found
@@ -171,10 +175,15 @@ def write_csv(
     classes: tuple[str, ...],
 ) -> None:
     """One line per image: name or row, true class of a split, answer, its probability, all."""
-    if output == "-":
-        return _write_lines(sys.stdout, names, labels, chances, classes)
     try:
-        with whole_file(Path(output)) as temporary, temporary.open("w", newline="") as file:
+        if output == "-":
+            _write_lines(sys.stdout, names, labels, chances, classes)
+            sys.stdout.flush()
+            return
+        with (
+            whole_file(Path(output)) as temporary,
+            temporary.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+        ):
             _write_lines(file, names, labels, chances, classes)
     except OSError as error:
         raise RunError(f"cannot write {output}: {error.strerror}") from error

@@ -92,6 +92,7 @@ def find_model(target: str | None, runs_dir: str) -> Path:
 def restore(path: Path) -> Saved:
     """Build the network and load its weights. Raises UsageError for a file that is not ours."""
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
+    check_metadata(path, metadata)
     height, width, channels = metadata["image_shape"]
     shape, classes = (height, width, channels), tuple(metadata["classes"])
     model = build(metadata["model"], shape, len(classes), metadata.get("small_stem", False))
@@ -100,6 +101,35 @@ def restore(path: Path) -> Saved:
     if metadata.get("mean"):
         scaling = (torch.tensor(metadata["mean"]), torch.tensor(metadata["std"]))
     return Saved(path, model.eval(), shape, classes, scaling, metadata)
+
+
+def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
+    """UsageError that names the entry which is not as `save` writes it."""
+
+    def numbers(value: Any, kind: type[int] | type[float], count: int, above: float) -> bool:
+        good = isinstance(value, list) and len(value) == count
+        return good and all(type(v) is kind and above < float(v) < 1e6 for v in value)
+
+    shape, classes = metadata["image_shape"], metadata["classes"]
+    channels = shape[2] if numbers(shape, int, 3, 0) else 0
+    mean, std = metadata.get("mean"), metadata.get("std")
+    good = {
+        "image_shape": channels > 0,
+        "model": isinstance(metadata["model"], str),
+        "classes": isinstance(classes, list)
+        and len(classes) > 0
+        and all(isinstance(name, str) for name in classes),
+        "mean": mean is None or numbers(mean, float, channels, -1e6),
+        "std": std is None if mean is None else numbers(std, float, channels, 0.0),
+        "pack": isinstance(metadata.get("pack", ""), str),
+        "provenance": isinstance(metadata.get("provenance", {}), dict),
+        "precision": metadata.get("precision", "fp32") in ("fp32", "bf16"),
+        "channels_last": isinstance(metadata.get("channels_last", True), bool),
+        "task": metadata.get("task", "classify") in ("classify", "denoise"),
+    }
+    for name, fine in good.items():
+        if not fine:
+            raise UsageError(f"{path}: its metadata are damaged, {name} is {metadata.get(name)!r}")
 
 
 @dataclass(frozen=True)
@@ -116,8 +146,11 @@ class Network:
 
 def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
     """Read the network that the settings name and put it on this rank's device. Collective."""
-    if settings.batch < 1 or (settings.threads is not None and settings.threads < 1):
-        raise agreed(UsageError("--batch and --threads: give 1 or more"))
+    for flag, value in (("--batch", settings.batch), ("--threads", settings.threads)):
+        if value is not None and value < 1:
+            raise agreed(UsageError(f"{flag} {value}: give 1 or more"))
+    if settings.output == "":
+        raise agreed(UsageError("--output '': name a file"))
     path = from_root(comm, lambda: find_model(settings.model, settings.runs_dir))
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(settings.device, local_rank))
@@ -144,6 +177,10 @@ def open_pack_for(saved: Saved, settings: EvaluateConfig | PredictConfig, comm: 
         source = settings.data or saved.metadata.get("pack")
         if source is None:
             raise UsageError(f"{saved.path} does not say what it was trained on: give --data")
+        if settings.data is None and not Path(source).is_file():
+            raise UsageError(
+                f"the pack that {saved.path} was trained on, {source}, is gone: give --data"
+            )
         pack = read_pack(locate(source, settings.data_dir))
         require_split(pack, settings.split)
         if pack.image_shape != saved.image_shape:
@@ -155,6 +192,11 @@ def open_pack_for(saved: Saved, settings: EvaluateConfig | PredictConfig, comm: 
             raise UsageError(
                 f"{pack.path} has {len(pack.classes)} classes ({_some(pack.classes)}), but"
                 f" {saved.path} was trained on {len(saved.classes)} ({_some(saved.classes)})"
+            )
+        if settings.data is None and pack.uuid != saved.metadata.get("pack_uuid"):
+            raise UsageError(
+                f"{pack.path} is not the pack that {saved.path} was trained on (uuid {pack.uuid},"
+                f" not {saved.metadata.get('pack_uuid')}): give --data {pack.path} if it is meant"
             )
         return pack
 

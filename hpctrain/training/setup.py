@@ -37,7 +37,7 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.reduce import broadcast, choose_reduce
 from hpctrain.plan import Facts, Plan, check_ranges, cpu_threads, model_name, resolve
 from hpctrain.training.optim import make_optimizer, validate_optimizer
-from hpctrain.training.saved import require_split
+from hpctrain.training.saved import find_model, require_split
 from hpctrain.training.step import Trainer
 from hpctrain.training.tasks import Task, make_task, output_shape
 
@@ -150,7 +150,8 @@ def make_model(config: Config, pack: Pack) -> tuple[nn.Module, tuple[str, ...]]:
     name = model_name(config, pack.image_shape)
     model = build(name, pack.image_shape, classes, config.small_stem)
     check_forward(model, pack.image_shape, output_shape(config.task, pack.image_shape, classes))
-    fresh = load_init(model, config.init, classes) if config.init else []
+    path = find_model(config.init, config.runs_dir) if config.init else None
+    fresh = load_init(model, path, classes) if path else []
     model.train()
     return model, tuple(fresh)
 

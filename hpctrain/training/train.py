@@ -106,7 +106,7 @@ def run_epoch(run: Run) -> None:
             state.ended = "asked to stop"
         elif number + 1 < job.plan.steps_per_epoch and validation_due(run):
             validate(run)
-        if state.ended:
+        if state.ended and number + 1 < job.plan.steps_per_epoch:
             return
         before = time.perf_counter()
     seconds = time.perf_counter() - began
@@ -114,7 +114,7 @@ def run_epoch(run: Run) -> None:
     state.epoch += 1
     state.figures.update(loss=loss / rows, accuracy=accuracy)
     run.recorder.epoch(state.epoch, loss / rows, accuracy, rows / seconds, seconds)
-    if validation_due(run):
+    if not state.ended and validation_due(run):
         validate(run)
 
 
@@ -159,10 +159,10 @@ def finish(run: Run, folder: Path, began: float) -> None:
     if "validation" in run.job.pack.splits and state.validated < state.step:
         validate(run)
     state.restore_best(trainer)
+    from_root(run.comm, lambda: save(run, folder))  # before anything else may fail
     tests = test(run)
-    if run.comm.rank == 0:
-        save(run, folder)
-        show_work(run, folder)
+    from_root(run.comm, lambda: save(run, folder))
+    from_root(run.comm, lambda: show_work(run, folder))
     stopped = state.ended == "asked to stop"
     run.recorder.end(
         "stopped" if stopped else "done",

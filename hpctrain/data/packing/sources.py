@@ -93,16 +93,17 @@ def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
         with os.scandir(os.path.join(root, folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_file():
+                broken = entry.is_symlink() and not os.path.exists(entry.path)  # or to itself
+                if broken or not (entry.is_file() or entry.is_dir()):
+                    if folder:
+                        bad.append((name, "a link to nothing" if broken else "no regular file"))
+                elif entry.is_file():
                     files.append(name)
-                elif entry.is_dir():
+                else:
                     found = entry.stat()
                     folders.append(name)
                     if (found.st_dev, found.st_ino) not in above:
                         enter(name, (*above, (found.st_dev, found.st_ino)))
-                elif folder:
-                    broken = entry.is_symlink() and not os.path.exists(entry.path)
-                    bad.append((name, "a link to nothing" if broken else "no regular file"))
 
     try:
         top = os.stat(root)

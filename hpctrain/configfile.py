@@ -1,0 +1,71 @@
+"""A TOML file of settings, read as the flags that it stands for: one parser checks both."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from typing import Any
+
+from hpctrain.errors import UsageError
+
+
+def take_files(words: list[str]) -> tuple[list[str], list[str]]:
+    """The files that `--config FILE` or `--config=FILE` name, and all other words.
+
+    Wherever they stand, flags come after them and win.
+    """
+    files, others = [], []
+    rest = iter(words)
+    for word in rest:
+        if word == "--config":
+            file = next(rest, None)
+            if file is None:
+                raise UsageError("--config: name a TOML file")
+            files.append(file)
+        elif word.startswith("--config="):
+            files.append(word.partition("=")[2])
+        else:
+            others.append(word)
+    return files, others
+
+
+def read_settings(path: str, settings: type) -> tuple[list[str], dict[str, Any]]:
+    """The flags that a file stands for, and the values of what are no flags (positional words).
+
+    Raises UsageError, which names the file, for what is no TOML or no setting.
+    """
+    fields = {field.name: field for field in dataclasses.fields(settings)}
+    flags, words = [], {}
+    for name, value in _load(path).items():
+        if name not in fields:
+            near = difflib.get_close_matches(name.replace("-", "_"), fields, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            if isinstance(value, dict):
+                hint = ": settings stand at the top, not in tables"
+            raise UsageError(f"{path}: there is no setting {name!r}{hint}")
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, dict | list) and not fields[name].metadata["positional"]:
+            raise UsageError(f"{path}: {name} must be one value, not {value}")
+        if fields[name].metadata["positional"]:
+            words[name] = tuple(value) if isinstance(value, list) else value
+        elif isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            flags.append(f"{flag}={value}")
+    return flags, words
+
+
+def _load(path: str) -> dict[str, Any]:
+    if os.path.isdir(path):
+        raise UsageError(f"--config {path} is a folder: name a TOML file")
+    try:
+        with open(path, "rb") as file:
+            return tomllib.loads(file.read().decode())
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text: byte {error.start} is not UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is no TOML: {error}") from error

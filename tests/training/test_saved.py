@@ -1,0 +1,145 @@
+"""Networks read back: damage is named, answers are never given by what is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.config import Config, EvaluateConfig
+from hpctrain.errors import RunError, UsageError
+from hpctrain.models import read_model, save_model
+from hpctrain.plan import check_ranges
+from hpctrain.report.record import read_records
+from hpctrain.training import train as loop
+from hpctrain.training.saved import find_model, open_network, open_pack_for, restore
+from tests.packs import make_pack
+
+
+@pytest.fixture
+def run(comm, tmp_path, monkeypatch):
+    """The folder of a run of one epoch."""
+    monkeypatch.chdir(tmp_path)
+    make_pack(tmp_path / "pack.h5", {"train": 29, "test": 7})
+    settings = Config(data="pack.h5", run="a", epochs=1, threads=1, progress="none")
+    loop.train(settings, comm)
+    return tmp_path / "runs" / "a"
+
+
+def changed(run, tensors=None, **metadata):
+    """The run's network with other tensors or metadata, as a file."""
+    own, known = read_model(run / "model.safetensors")
+    model = torch.nn.Module()
+    for number, (name, value) in enumerate({**own, **(tensors or {})}.items()):
+        model.register_buffer(f"b{number}", value)
+        model._names = [*getattr(model, "_names", []), name]
+    model.state_dict = lambda: dict(zip(model._names, model.buffers(), strict=True))
+    save_model(run / "other.safetensors", model, {**known, **metadata})
+    return run / "other.safetensors"
+
+
+DAMAGE = [
+    {"image_shape": [28, 28]},
+    {"image_shape": "abc"},
+    {"image_shape": [1e9, 1e9, 1]},
+    {"classes": 5},
+    {"classes": []},
+    {"model": 5},
+    {"mean": [0.1, 0.2, 0.3, 0.4], "std": [1.0]},
+    {"mean": [0.5], "std": None},
+    {"mean": [0.5], "std": [0.0]},
+    {"pack": 5},
+    {"provenance": 5},
+    {"precision": "fp7"},
+    {"channels_last": "zz"},
+    {"task": "sing"},
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=str)
+def test_damaged_metadata_are_named(run, damage):
+    assert restore(changed(run)).image_shape == (28, 28, 1)
+    with pytest.raises(
+        UsageError, match="metadata are damaged, (image_sh|class|mod|mean|std|pa|pr|ch|t)"
+    ):
+        restore(changed(run, **damage))
+
+
+def test_weights_that_are_not_finite_give_no_answers(run, comm):
+    bad = changed(run, {"fc.bias": torch.tensor([float("nan")] * 10)})
+    with pytest.raises(UsageError, match=r"fc\.bias holds values that are not finite"):
+        restore(bad)
+    again = Config(data="pack.h5", run="b", init=str(bad), threads=1, dry_run=True)
+    with pytest.raises(UsageError, match=r"fc\.bias holds values that are not finite"):
+        loop.train(again, comm)
+
+
+def test_first_weights_may_come_from_a_run_by_name(run, comm, capsys):
+    loop.train(Config(data="pack.h5", run="b", init="a", threads=1, dry_run=True), comm)
+    with pytest.raises(UsageError, match="there is no run 'c'"):
+        loop.train(Config(data="pack.h5", run="b", init="c", threads=1), comm)
+
+
+def test_another_pack_in_the_place_of_the_one_of_training_is_noticed(run, comm):
+    settings = EvaluateConfig(model="a", threads=1)
+    saved = open_network(settings, comm).saved
+    assert open_pack_for(saved, settings, comm).uuid == saved.metadata["pack_uuid"]
+    make_pack(Path("pack.h5"), {"train": 29, "test": 7}, seed=1)
+    with pytest.raises(UsageError, match="is not the pack that .* was trained on"):
+        open_pack_for(saved, settings, comm)
+    assert open_pack_for(saved, dataclasses.replace(settings, data="pack.h5"), comm).uuid
+    Path("pack.h5").unlink()
+    with pytest.raises(UsageError, match=r"trained on, .*pack\.h5, is gone: give --data"):
+        open_pack_for(saved, settings, comm)
+
+
+def test_a_pack_that_is_replaced_while_training_is_noticed_and_the_weights_are_kept(
+    comm, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    make_pack(tmp_path / "pack.h5", {"train": 29, "test": 7})
+    step = loop.train_step
+
+    def replacing(*arguments):
+        make_pack(tmp_path / "pack.h5", {"train": 29, "test": 7}, seed=1)
+        return step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", replacing)
+    with pytest.raises(UsageError, match="is not the file that was checked"):
+        loop.train(Config(data="pack.h5", run="a", epochs=1, threads=1, progress="none"), comm)
+    assert read_model("runs/a/model.safetensors")[1]["step"] == 1
+
+
+def test_a_run_that_cannot_begin_leaves_its_name_free(run, comm, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    settings = Config(data="pack.h5", run="b", epochs=1, threads=1, progress="none")
+    with monkeypatch.context() as patch:
+        patch.setattr("hpctrain.training.folder.to_toml", full)
+        with pytest.raises(RunError, match="cannot write runs/b: No space left"):
+            loop.train(settings, comm)
+    assert not Path("runs/b").exists()
+    assert loop.train(settings, comm) == 0
+    assert list(read_records(Path("runs/b")))[-1]["status"] == "done"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/tmp/x", "a/b", "a\nb", "n" * 201])
+def test_a_name_is_one_folder_below_the_others(name):
+    with pytest.raises(UsageError, match="--run .*: give the name of a folder"):
+        check_ranges(Config(run=name))
+    check_ranges(Config(run="a b-c.1"))
+
+
+def test_more_threads_than_any_machine_has_are_refused():
+    with pytest.raises(UsageError, match=r"--threads 100000: this machine has \d+ cores"):
+        check_ranges(Config(threads=100000))
+
+
+def test_a_file_or_a_run_is_found(run):
+    assert find_model("a", "runs") == Path("runs/a/model.safetensors")
+    assert find_model("runs/a", "elsewhere") == Path("runs/a/model.safetensors")
+    with pytest.raises(UsageError, match="name a run"):
+        find_model(None, "runs")
