@@ -269,7 +269,11 @@ class BenchConfig:
     """Settings of ``hpctrain bench``: hpctrain, its limit and PyTorch DDP, in turn."""
 
     case: str = option(
-        "digits", "what is trained", "Case", choices=("digits", "resnet50"), positional=True
+        "digits",
+        "what is measured",
+        "Case",
+        choices=("digits", "resnet50", "tree"),
+        positional=True,
     )
     data: str | None = option(None, "pack; default: digits, or a made one of 100x100x3", "Case")
     data_dir: str = option("data", "folder where built-in sets are kept once made", "Case")
