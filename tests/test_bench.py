@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hpctrain import cli
 from hpctrain.bench import command as bench
+from hpctrain.bench import jobs, tree
 from hpctrain.bench.report import (
     BF16,
     DEFAULT,
@@ -56,8 +57,8 @@ def step(seconds, rows, own):
 
 def test_steps_are_timed_from_the_end_of_the_warm_up():
     steps = [step(1, 64, 1), step(5, 64, 4), step(7, 64, 1), step(9.5, 17, 2)]
-    assert bench.steps_rate(steps, 2) == (pytest.approx(81 / 4.5), pytest.approx(3 / 4.5))
-    assert bench.steps_rate(steps, 1)[0] == pytest.approx(145 / 8.5)
+    assert jobs.steps_rate(steps, 2) == (pytest.approx(81 / 4.5), pytest.approx(3 / 4.5))
+    assert jobs.steps_rate(steps, 1)[0] == pytest.approx(145 / 8.5)
 
 
 def test_independent_ranks_count_by_the_slowest():
@@ -138,7 +139,7 @@ def test_all_formats_meet_their_like():
 def test_jobs_run_on_one_thread_whatever_the_shell_says(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", "slot")
-    given = bench.environment()
+    given = jobs.environment()
     assert given["OMP_NUM_THREADS"] == "1"
     assert given["PRTE_MCA_rmaps_default_mapping_policy"] == "slot"
 
@@ -146,15 +147,15 @@ def test_jobs_run_on_one_thread_whatever_the_shell_says(monkeypatch):
 def test_a_job_that_fails_says_why():
     program = "print('first'); raise SystemError('the cause')"
     with pytest.raises(RunError, match=r"^the job failed \(1\): SystemError: the cause$"):
-        bench.run_job([sys.executable, "-c", program], "the job")
-    bench.run_job([sys.executable, "-c", "print('Error')"], "the job")
+        jobs.run_job([sys.executable, "-c", program], "the job")
+    jobs.run_job([sys.executable, "-c", "print('Error')"], "the job")
 
 
 def test_a_job_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(bench, "JOB_LIMIT", 0.3)
+    monkeypatch.setattr(jobs, "JOB_LIMIT", 0.3)
     began = time.monotonic()
     with pytest.raises(RunError, match="not done after"):
-        bench.run_job([sys.executable, "-c", "import time; time.sleep(60)"], "the job")
+        jobs.run_job([sys.executable, "-c", "import time; time.sleep(60)"], "the job")
     assert time.monotonic() - began < 10
 
 
@@ -193,3 +194,30 @@ def test_the_driver_measures_all_kinds(alone, tmp_path):
         "round 1 of 1  limit: no loading",
     ]
     assert not list(tmp_path.glob("0-*"))
+
+
+def test_what_tree_order_costs_is_a_ratio_of_medians():
+    rates = {(r, way): [100.0, 50.0, 80.0] for r in tree.RANKS for way in (False, True)}
+    rates[2, True] = [90.0, 64.0, 64.0]
+    assert tree.step_ratio(rates, 2) == 1.25
+    figures = [{"tree": t, "allreduce": 2.0, "sent": 8, "ring": 4} for t in (1.0, 3.0, 2.5)]
+    sums = {(2, n): figures for n in tree.LENGTHS}
+    assert tree.sum_ratio(sums, 2, tree.LENGTHS[0]) == 1.25
+    lines = tree.target_lines(rates, sums)
+    assert [line.split()[:2] for line in lines] == [["MISSED", "1.250"], ["reached", "1.250"]]
+    text = ""
+    for made in (tree.step_table(rates), tree.sum_table(sums)):
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(made)
+        text += capture.get()
+    assert "1.250" in text
+    assert "2.000" in text  # sent over ring
+
+
+def test_both_ways_to_sum_are_timed_in_one_job(alone, tmp_path):
+    figures = tree.add(2, 1001, tmp_path / "sum.json")
+    assert figures["n"] >= 11
+    assert 0 < figures["tree"] < 1
+    assert 0 < figures["allreduce"] < 1
+    assert figures["sent"] == figures["ring"] == 4 * 1001

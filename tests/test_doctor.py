@@ -13,7 +13,8 @@ from hpctrain.data import packed
 from hpctrain.doctor import command as doctor
 from hpctrain.doctor import machine
 from hpctrain.doctor.facts import Gpu, RankFacts
-from hpctrain.doctor.findings import GIB, KIB, MIB, findings
+from hpctrain.doctor.finding import GIB, KIB, MIB
+from hpctrain.doctor.findings import findings
 from hpctrain.parallel import device
 from tests.launch import ROOT, run, run_cli, run_mpi
 
@@ -40,6 +41,7 @@ LAPTOP = RankFacts(
     torch_cuda="",
     cpu_capability="AVX512",
     cpu_bf16=("avx512_bf16",),
+    key="torch 2.13.0, A CPU, AVX512",
     gpus=(),
     gpu=-1,
     gpu_devices=0,
@@ -513,3 +515,12 @@ def test_wrong_size_and_a_reader_that_leaves():
     done = run(["bash", "-c", command])
     assert done.stdout.splitlines()[1:] == ["0"]
     assert done.stderr == ""
+
+
+def test_hosts_of_two_kinds_cannot_give_the_same_bits():
+    alike = {row.name: row for row in findings([LAPTOP, LAPTOP])}["same bits on"]
+    assert (alike.verdict, alike.found) == ("ok", LAPTOP.key)
+    other = dataclasses.replace(LAPTOP, host="node2", key="torch 2.13.0, B CPU, AVX2")
+    row = {row.name: row for row in findings([LAPTOP, other])}["same bits on"]
+    assert row.verdict == "warn"
+    assert "B CPU, AVX2 on rank 1 (node2)" in row.found

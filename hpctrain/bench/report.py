@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain import __version__
+from hpctrain.hardware import processor_name
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -161,18 +162,9 @@ def machine_lines() -> list[str]:
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "mpi4py", "h5py"))
     load = os.getloadavg()[0]
     return [
-        f"{_processor()}, {len(os.sched_getaffinity(0))} cores allowed, load {load:.1f} before",
+        f"{processor_name()}, {len(os.sched_getaffinity(0))} cores allowed, load {load:.1f} before",
         f"hpctrain {__version__}, Python {platform.python_version()}, {versions}",
     ]
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if "model name" in line]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(name: str) -> str:

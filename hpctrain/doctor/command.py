@@ -24,7 +24,8 @@ from rich.text import Text
 
 from hpctrain.config import DoctorConfig
 from hpctrain.doctor.facts import RankFacts, hosts, union
-from hpctrain.doctor.findings import KIB, MIB, VERDICTS, Finding, bytes_text, findings
+from hpctrain.doctor.finding import KIB, MIB, VERDICTS, Finding, bytes_text
+from hpctrain.doctor.findings import findings
 from hpctrain.doctor.machine import collect, launcher_name
 from hpctrain.errors import UsageError
 from hpctrain.launcher import launched_rank

@@ -44,6 +44,7 @@ class RankFacts:
     torch_cuda: str  # the CUDA version it was built for
     cpu_capability: str
     cpu_bf16: tuple[str, ...]  # the instructions for bfloat16
+    key: str  # what the bits of a deterministic run depend on, besides its plan
     # GPUs
     gpus: tuple[Gpu, ...]  # that torch sees
     gpu: int  # the one this rank uses, -1 for none

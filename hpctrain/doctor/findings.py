@@ -6,38 +6,32 @@ it need be) and fail (training refuses to start, or its sums are wrong).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from hpctrain.doctor.facts import RankFacts, hosts, sharing, union
+from hpctrain.doctor.finding import GIB, Finding, bytes_text, numbered, row
+from hpctrain.doctor.gpu_findings import cupy_findings, gpu_findings
 from hpctrain.report.progress import counted
 
-VERDICTS = ("ok", "note", "warn", "fail")
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
-KIB, MIB, GIB = 2**10, 2**20, 2**30
 BF16_CAPABILITY = (8, 0)  # of CUDA: GPUs from there on compute in bfloat16
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row: what was looked at, what was found, the verdict, and what to do about it."""
-
-    name: str
-    found: str
-    verdict: str = "ok"
-    advice: str = ""
 
 
 def findings(ranks: Sequence[RankFacts]) -> list[Finding]:
     """All findings, from the facts of all ranks in order. At least one rank."""
-    parts = (_software, _mpi, _launcher, _binding, _threads, _torch, _gpus, _cupy, _files)
-    return [row for part in (*parts, _job, _allreduce) for row in part(ranks)]
-
-
-def _row(name: str, found: str, verdict: str, advice: str, when: bool) -> Finding:
-    """A finding with verdict and advice `when` it has any, else ok."""
-    return Finding(name, found, verdict, advice) if when else Finding(name, found)
+    parts = (
+        _software,
+        _mpi,
+        _launcher,
+        _binding,
+        _threads,
+        _torch,
+        _key,
+        gpu_findings,
+        cupy_findings,
+        _files,
+    )
+    return [found for part in (*parts, _job, _allreduce) for found in part(ranks)]
 
 
 def _software(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -63,7 +57,7 @@ def _mpi(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         yield Finding("MPI", f"no MPI library: {first.mpi_error}", "fail", advice)
         return
     remove = f"pip uninstall {first.mpi_package}" if first.mpi_package else "remove it"
-    yield _row(
+    yield row(
         "MPI",
         f"{first.versions['MPI']}, {first.mpi_path or 'path unknown'}",
         "warn",
@@ -76,7 +70,7 @@ def _mpi(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         "no second thread may call MPI and end a rank that hangs: unset MPI4PY_RC_THREAD_LEVEL,"
     )
     advice += " or use an MPI built for MPI_THREAD_MULTIPLE"
-    yield _row("thread level", level, "warn", advice, when=level != "MULTIPLE")
+    yield row("thread level", level, "warn", advice, when=level != "MULTIPLE")
 
 
 def _launcher(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -101,7 +95,7 @@ def _launcher(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     more = f", ... on {len(counts)} hosts" if len(counts) > 8 else ""
     advice = "ranks on the hosts with more of them get fewer cores or GPUs, and all wait for them"
     uneven = len(set(counts.values())) > 1
-    yield _row("ranks", ", ".join(named[:8]) + more, "note", advice, when=uneven)
+    yield row("ranks", ", ".join(named[:8]) + more, "note", advice, when=uneven)
 
 
 def _binding(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -116,11 +110,11 @@ def _binding(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     single = [number for number, count in enumerate(counts) if count == 1]
     advice = "background reading shares the one core with computation: "
     if any(ranks[n].host_cores > len(hosts(ranks)[ranks[n].host]) for n in single):
-        advice += f"{_more_cores(ranks[0])} ({_numbered(single)})"
+        advice += f"{_more_cores(ranks[0])} ({numbered(single)})"
         yield Finding("binding", found, "warn", advice)
     else:
         advice += "fewer ranks with more cores may be as fast"
-        yield _row("binding", found, "note", advice, when=bool(single))
+        yield row("binding", found, "note", advice, when=bool(single))
 
 
 def _oversubscribed(group: Sequence[RankFacts]) -> Finding:
@@ -156,7 +150,7 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         yield Finding("threads", found, "warn", advice)
     else:
         advice = f"there are cores for {fair}: unset OMP_NUM_THREADS"
-        yield _row("threads", found, "note", advice, when=chosen < fair)
+        yield row("threads", found, "note", advice, when=chosen < fair)
 
 
 def _torch(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -177,62 +171,20 @@ def _torch(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         found = f"CPU with {' '.join(first.cpu_bf16) or 'neither avx512_bf16 nor amx_bf16'}"
         able = bool(first.cpu_bf16)
     found += ": --precision bf16 is likely to pay" if able else ""
-    yield _row("bf16", found, "note", advice, when=not able)
+    yield row("bf16", found, "note", advice, when=not able)
 
 
-def _gpus(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    for number, rank in enumerate(ranks):
-        if rank.gpu_devices and not rank.gpus and not rank.torch_error:
-            found = f"{rank.gpu_devices} in {rank.host}, but torch on rank {number} sees none"
-            why = rank.gpu_problem or "CUDA_VISIBLE_DEVICES hides them, or the job was given none"
-            why = why if rank.torch_cuda else "install a torch that is built for CUDA"
-            yield Finding("GPUs", found, "warn", why)
-            return
-    seen = {(rank.host, gpu.uuid): gpu for rank in ranks for gpu in rank.gpus}
-    if not seen:
-        yield Finding("GPUs", "none: training runs on the CPU")
+def _key(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    keys = [rank.key for rank in ranks]
+    if not all(keys):
         return
-    kinds = Counter(f"{gpu.name}, {gpu.memory / GIB:.0f} GiB" for gpu in seen.values())
-    yield Finding("GPUs", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
-    without = [number for number, rank in enumerate(ranks) if not rank.gpus]
-    pairs = [f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus]
-    found = "rank -> GPU: " + ", ".join(pairs[:8]) + (", ..." if len(pairs) > 8 else "")
-    used = Counter((rank.host, rank.gpus[rank.gpu].uuid) for rank in ranks if rank.gpus)
-    mpirun = "srun" if ranks[0].launcher == "srun" else "mpirun"
-    start = f"{mpirun} -n {len(seen)} python -m hpctrain"
-    if without:
-        advice = f"{_numbered(without)} without GPU, the others wait for the CPU: {start}"
-        yield Finding("GPU of rank", found, "warn", advice)
-    elif max(used.values()) > 1:
-        advice = f"a GPU is shared by {max(used.values())} ranks: {start} gives each its own"
-        yield Finding("GPU of rank", found, "note", advice)
+    other = next((number for number, key in enumerate(keys) if key != keys[0]), None)
+    if other is None:
+        yield Finding("same bits on", keys[0])
     else:
-        idle = len(seen) - len(used)
-        advice = f"{idle} of {len(seen)} GPUs idle: {start} would use all"
-        yield _row("GPU of rank", found, "note", advice, when=idle > 0)
-
-
-def _cupy(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    first = max(ranks, key=lambda rank: (bool(rank.gpus), bool(rank.cupy_problem)))
-    packages, major = first.cupy_packages, first.torch_cuda.split(".")[0]
-    right = f"pip install cupy-cuda{major}x" if major else "install the one for torch's CUDA"
-    if not packages:
-        advice = f"the message of a GPU is a CuPy array: {right}"
-        found = "not installed" + ("" if first.gpus else ", nor needed without a GPU")
-        yield _row("CuPy", found, "fail", advice, when=bool(first.gpus))
-        return
-    found = f"{first.versions.get('cupy', 'unknown version')} ({', '.join(packages)})"
-    if len(packages) > 1:
-        advice = f"only one may be installed: pip uninstall {' '.join(packages)}; then {right}"
-        yield Finding("CuPy", found, "fail", advice)
-    elif first.cupy_cuda and major and str(first.cupy_cuda) != major:
-        advice = f"torch is built for CUDA {major}: pip uninstall {packages[0]}; then {right}"
-        yield Finding("CuPy", found, "fail", advice)
-    elif first.gpus:
-        yield _row("CuPy", found, "fail", first.cupy_problem, when=bool(first.cupy_problem))
-        yield Finding("NCCL", first.nccl or "not available through CuPy")
-    else:
-        yield Finding("CuPy", found, "note", "not used: torch sees no GPU")
+        found = f"{keys[0]} on rank 0, {keys[other]} on rank {other} ({ranks[other].host})"
+        advice = "--deterministic is refused: ask for hosts of one kind"
+        yield Finding("same bits on", found, "warn", advice)
 
 
 def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -244,7 +196,7 @@ def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         found += f", HDF5_USE_FILE_LOCKING {first.file_locking or 'not set'}"
         advice = "packs need no locks, and some file systems refuse them: unset it"
         locks = first.file_locking.upper() in ("TRUE", "1")
-        yield _row("HDF5", found, "note", advice, when=locks)
+        yield row("HDF5", found, "note", advice, when=locks)
     found = f"{first.file_system or 'unknown'}, {first.free_disk / GIB:,.1f} GiB free: "
     found += first.directory
     shared = first.file_system.startswith(SHARED_FILE_SYSTEMS)
@@ -258,7 +210,7 @@ def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         yield Finding("directory", found, "note", advice)
     else:
         advice = "a network file system: a copy of the pack on a local disk may be faster to read"
-        yield _row("directory", found, "note", advice, when=shared)
+        yield row("directory", found, "note", advice, when=shared)
 
 
 def _job(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -268,31 +220,17 @@ def _job(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     files = min((rank.open_files for rank in ranks if rank.open_files >= 0), default=-1)
     advice = "few for so many ranks: ulimit -n 4096"
     few = 0 <= files < 4 * len(ranks) + 256
-    yield _row("open files", str(files) if files >= 0 else "unlimited", "warn", advice, when=few)
+    yield row("open files", str(files) if files >= 0 else "unlimited", "warn", advice, when=few)
     core = ranks[0].core_size
     advice = "after a crash every rank may write its whole memory here: ulimit -c 0"
-    yield _row("core files", bytes_text(core) if core else "none", "note", advice, when=core != 0)
+    yield row("core files", bytes_text(core) if core else "none", "note", advice, when=core != 0)
     locked = min((rank.locked_memory for rank in ranks if rank.locked_memory >= 0), default=-1)
     advice = "the network adapter needs locked memory: ulimit -l unlimited, or ask the site"
     low = locked >= 0 and any(rank.rdma for rank in ranks)
-    yield _row("locked memory", bytes_text(locked), "warn", advice, when=low)
+    yield row("locked memory", bytes_text(locked), "warn", advice, when=low)
 
 
 def _allreduce(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     if len(ranks) == 1 and ranks[0].launched_size in (None, 1) and not ranks[0].mpi_error:
         found = "not timed with one rank: mpirun -n N python -m hpctrain doctor"
         yield Finding("Allreduce", found, "note")
-
-
-def _numbered(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:8])
-    return f"rank{'' if len(numbers) == 1 else 's'} {shown}{', ...' if len(numbers) > 8 else ''}"
-
-
-def bytes_text(size: float) -> str:
-    """ "4 B", "64 MiB"; a limit of -1 is none."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < KIB:
-            return "unlimited" if size < 0 else f"{size:,.0f} {unit}"
-        size /= KIB
-    return f"{size:,.0f} GiB"

@@ -130,7 +130,7 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
         gpu_devices=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         cupy_packages=packages,
         cupy_cuda=int(major[1]) if major else None,
-        **dict.fromkeys(("torch_error", "torch_cuda", "cpu_capability"), ""),
+        **dict.fromkeys(("torch_error", "torch_cuda", "cpu_capability", "key"), ""),
         **dict.fromkeys(("gpu_problem", "cupy_problem", "nccl"), ""),
         torch_threads=0,
     )
@@ -151,7 +151,10 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
         found["gpu_problem"] = found["gpu_problem"] or _first_line(said[-1].message)
     if found["gpus"] and packages:
         found |= _cupy_facts(torch, found["gpu"])
-    return found
+    from hpctrain.parallel.determinism import hardware_key
+
+    place = torch.device("cuda", found["gpu"]) if found["gpus"] else torch.device("cpu")
+    return found | {"key": hardware_key(place)}
 
 
 def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hpctrain.hardware import processor_name
+
 REFUSAL = "does not have a deterministic implementation"  # torch's words
 
 
@@ -62,6 +64,18 @@ def _set_switches(switches: Switches) -> None:
     torch.backends.cudnn.benchmark = benchmark
     torch.backends.cudnn.allow_tf32 = tf32
     torch.set_float32_matmul_precision(precision)
+
+
+def hardware_key(device: torch.device) -> str:
+    """What the bits depend on besides the plan: torch, processor and the instructions that torch
+    uses on it; on a GPU its kind, CUDA and cuDNN too.
+    """
+    parts = [f"torch {torch.__version__}", processor_name()]
+    parts.append(torch.backends.cpu.get_cpu_capability())
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(device))
+        parts.append(f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+    return ", ".join(parts)
 
 
 def refusal(error: BaseException) -> str | None:

@@ -13,6 +13,7 @@ from hpctrain import __version__
 from hpctrain.config import to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
+from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, host_name, library
 from hpctrain.training.setup import Job
 
@@ -69,6 +70,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "pack": job.pack.path,
         "pack_uuid": job.pack.uuid,
         "plan": job.plan.digest(),
+        "key": hardware_key(job.trainer.message.device),
         "fresh": list(job.kept_fresh),
         "mpi": library(),
         "torch": torch.__version__,

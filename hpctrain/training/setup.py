@@ -23,7 +23,7 @@ from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 from hpctrain.models import build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.determinism import refusal
+from hpctrain.parallel.determinism import hardware_key, refusal
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
@@ -217,6 +217,8 @@ def make_trainer(
             "the model's fixed state": _fixed_state(model),
         },
     )
+    if plan.deterministic:
+        same_everywhere(comm, {"the kind of hardware": hardware_key(message.device)})
     broadcast(comm, message.weights)
     runs = [range(*run) for run in plan.runs]
     norms.first_shard = runs[comm.rank].start

@@ -239,3 +239,16 @@ def test_the_plan_fixes_one_thread_whatever_the_launcher_says(comm, settings, mo
     if comm.rank == 0:
         plan = json.loads((Path(settings.runs_dir) / "a" / "plan.json").read_text())
         assert (plan["threads"], plan["deterministic"]) == (1, True)
+
+
+@pytest.mark.mpi
+def test_hosts_of_two_kinds_are_refused(comm, settings, monkeypatch):
+    kind = "old" if comm.rank == comm.size - 1 else "new"
+    monkeypatch.setattr("hpctrain.training.setup.hardware_key", lambda device: kind)
+    config = dataclasses.replace(settings, run="a")
+    if comm.size == 1:
+        assert loop.train(config, comm) == 0
+        return
+    with pytest.raises(UsageError, match="kind of hardware differs between ranks: new on rank 0"):
+        loop.train(config, comm)
+    assert loop.train(dataclasses.replace(config, deterministic=False), comm) == 0
