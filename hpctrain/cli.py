@@ -47,6 +47,12 @@ def _pack(settings: config.PackConfig) -> int:
     return main(settings)
 
 
+def _stop(settings: config.StopConfig) -> int:
+    from hpctrain.stop import main
+
+    return main(settings)
+
+
 def _evaluate(settings: config.EvaluateConfig) -> int:
     return _on_all_ranks("hpctrain.training.evaluate", settings)
 
@@ -76,6 +82,7 @@ def _bench(settings: config.BenchConfig) -> int:
 COMMANDS = {
     "train": Command(config.Config, "train a network on all ranks (the default)", _train),
     "pack": Command(config.PackConfig, "turn image files into one HDF5 pack", _pack),
+    "stop": Command(config.StopConfig, "ask a run to stop after its next step", _stop),
     "evaluate": Command(config.EvaluateConfig, "test a trained network on a split", _evaluate),
     "predict": Command(config.PredictConfig, "classify image files or a split into CSV", _predict),
     "compare": Command(config.CompareConfig, "two runs, bit by bit", _compare),

@@ -15,10 +15,11 @@ from hpctrain.config import CompareConfig
 from hpctrain.errors import UsageError
 from hpctrain.models import read_model
 from hpctrain.report.differences import Difference, compare_tensors, first_difference
+from hpctrain.report.folders import find_run
 from hpctrain.report.plots import plot_differences
 from hpctrain.report.record import read_records
 from hpctrain.report.tables import print_differences
-from hpctrain.training.saved import FILE, find_run
+from hpctrain.training.saved import FILE
 
 Tensors = dict[str, np.ndarray]
 OF_THE_RUN_ALONE = ("run", "runs_dir", "progress", "tensorboard")  # settings that change no number

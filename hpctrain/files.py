@@ -7,14 +7,15 @@ directory entry, so the folder is synced too.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 def temporary_name(path: Path) -> Path:
-    """The hidden name beside `path` under which this process writes it."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """The hidden name beside `path` under which this process of this host writes it."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
 def sync(path: Path) -> None:

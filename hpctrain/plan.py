@@ -88,6 +88,13 @@ class Plan:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Plan:
+        """The plan that `to_json` wrote. Raises TypeError where fields lack or are too many."""
+        lists = {name: tuple(fields[name]) for name in ("image_shape", "shares", "last")}
+        runs = tuple((first, end) for first, end in fields["runs"])
+        return Plan(**{**fields, **lists, "runs": runs})
+
     def lines(self) -> list[str]:
         """The plan for a reader, a line per decision."""
         height, width, channels = self.image_shape
@@ -178,6 +185,7 @@ def check_ranges(config: Config) -> None:
         "--shards": config.shards,
         "--threads": config.threads,
         "--validate-steps": config.validate_steps,
+        "--keep": config.keep,
     }
     for flag, value in at_least_one.items():
         if value is not None and value < 1:
@@ -219,6 +227,31 @@ def _check_denoising(config: Config) -> None:
     if config.normalize != "unit" or config.label_smoothing:
         flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
         raise UsageError(f"{flag} has no meaning for --task denoise: images stay in [0, 1]")
+
+
+def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
+    """The plan of a run's first launch for this launch's ranks, and its --epochs where they are
+    more. Raises UsageError, with the difference, where the data or the machine is another.
+    """
+    for what, old, new in (
+        ("pack", plan.pack_uuid, facts.pack_uuid),
+        ("device", plan.device, facts.device),
+        ("training images", plan.rows, facts.rows),
+        ("image shape", plan.image_shape, facts.image_shape),
+        ("model", plan.model, model_name(config, facts.image_shape)),
+    ):
+        if old != new:
+            raise UsageError(f"the run was begun with {what} {old}, not {new}: it cannot go on")
+    runs = carried(plan.shards, facts.ranks, worker_loads(config.worker_load))
+    threads = plan.threads if plan.deterministic else cpu_threads(config, facts.threads)
+    epochs = max(plan.epochs, config.epochs or 0)
+    return dataclasses.replace(
+        plan,
+        ranks=facts.ranks,
+        runs=tuple((run.start, run.stop) for run in runs),
+        threads=threads,
+        epochs=epochs,
+    )
 
 
 def cpu_threads(config: Config, allowed: int) -> int:

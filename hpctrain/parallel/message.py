@@ -5,7 +5,7 @@
 * gradients: the parameters' `.grad` are views of it, in the order of `model.parameters()`,
   each at a multiple of 64 elements (256 bytes), with the parameter's own strides.
 * moments: two numbers per batch-norm channel (batchnorm.py).
-* scalars: loss sum, correct, rows, stop votes, irregular batch-norm layers; sums over ranks.
+* scalars: loss sum, correct, rows, irregular batch-norm layers, votes; sums over ranks.
 * slots: a few numbers per rank, each written by its rank only, so the sum keeps them apart.
 
 Float32 holds integers exactly to 2^24, so counts and flags survive the sum.
@@ -25,7 +25,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.device import shared_zeros
 
 ALIGNMENT = 64  # elements
-SCALARS = ("loss", "correct", "rows", "stop", "irregular")
+SCALARS = ("loss", "correct", "rows", "irregular", "stop", "leave")
 SLOTS = ("compute", "data", "nonfinite", "digest")
 
 
@@ -109,8 +109,9 @@ class Totals(NamedTuple):
     correct: int
     rows: int
     finite: bool  # of the whole sum; else the update was left out
-    stop: int  # votes
     irregular: int  # batch-norm layers that did not run exactly once
+    stop: int  # votes
+    leave: int  # votes
     nonfinite: list[int]  # ranks that met a loss that is not finite
     compute: list[float]  # seconds, by rank
     data: list[float]  # seconds waiting for data, by rank
@@ -134,7 +135,8 @@ class Message:
         self.moments = moments.view(2, channels)
         self.slots = slots.view(size, len(SLOTS))
         self._ends = self.tensor[-len(SCALARS) - size * len(SLOTS) :]
-        self._loss, self._correct, self._rows, self._stop, self._irregular = self.scalars.unbind()
+        self._loss, self._correct, self._rows, self._irregular, *votes = self.scalars.unbind()
+        self._stop, self._leave = votes
         self._own = self.slots[rank].unbind()
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
@@ -173,9 +175,10 @@ class Message:
         self._rows.add_(rows)
         self._irregular.add_(irregular)
 
-    def vote(self, stop: bool) -> None:
-        """Ask all ranks to stop after this step."""
+    def vote(self, stop: bool, leave: bool = False) -> None:
+        """Ask all ranks to stop, or to leave, after this step."""
         self._stop.fill_(stop)
+        self._leave.fill_(leave)
 
     def clock(self, compute: float, data: float) -> None:
         """Put this rank's seconds of this step into its slots."""
@@ -198,12 +201,13 @@ class Message:
         """Read scalars and slots of the reduced message (waits for the device)."""
         numbers, finite = self._ends.tolist(), bool(self._finite)
         loss, *counts = numbers[: len(SCALARS)]
-        correct, rows, stop, irregular = map(_whole, counts)
+        correct, rows, irregular, stop, leave = map(_whole, counts)
         slots = [numbers[i :: len(SLOTS)] for i in range(len(SCALARS), len(SCALARS) + len(SLOTS))]
         bad = [rank for rank, flag in enumerate(slots[2]) if flag]
         digests = [_whole(value) for value in slots[3]]
         compute, data = slots[:2]
-        return Totals(loss, correct, rows, finite, stop, irregular, bad, compute, data, digests)
+        known = loss, correct, rows, finite, irregular, stop, leave
+        return Totals(*known, bad, compute, data, digests)
 
 
 def _is_bad(number: torch.Tensor) -> torch.Tensor:

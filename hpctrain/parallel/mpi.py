@@ -182,6 +182,11 @@ def _abort(world: Comm, text: str, code: int) -> int:
     return code
 
 
+def abort_all(code: int) -> None:
+    """End all ranks at once with this exit code, from any thread."""
+    MPI.COMM_WORLD.Abort(code)
+
+
 def library() -> str:
     """Name and version of the MPI library: "Open MPI v5.0.11", "MPICH Version: 5.0.2"."""
     line = MPI.Get_library_version().splitlines()[0].split(", package")[0]

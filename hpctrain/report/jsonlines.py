@@ -8,11 +8,13 @@ Every line has ``kind`` and ``time`` (UTC, ISO 8601, milliseconds); by kind it h
     epoch        epoch, loss, accuracy, images_per_second, seconds
     evaluation   epoch, step, split, loss, accuracy, rows, seconds
     note         text
-    end          status (done, stopped, failed), reason, seconds since the run line
+    digest       step, digest
+    end          status (done, stopped, left, failed), reason, seconds since the run line
 
 Epochs and steps count from 1, steps over the whole run. A run that is taken up again goes on in
-the same file with another run line; of a step told twice the later line counts. JSON knows no NaN
-and no infinity (RFC 8259): such a number is null, and ``nonfinite`` lists the fields concerned.
+the same file with another run line; what came after its checkpoint is taken out first. JSON
+knows no NaN and no infinity (RFC 8259): such a number is null, and ``nonfinite`` lists the fields
+concerned.
 
 Lines are appended whole, so that a killed writer can only leave its last line torn. Readers
 skip a torn last line, and the next writer cuts it off.
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import RunError, UsageError
+from hpctrain.files import whole_file
 
 FILE_NAME = "progress.jsonl"
 BEGINNING = b'{"kind": '  # of every line
@@ -66,6 +69,11 @@ class RecordFile:
         if record["kind"] != "step" or time.monotonic() >= self._due:
             self._write()
 
+    def flush(self) -> None:
+        """Write what waits."""
+        if self._descriptor >= 0:
+            self._write()
+
     def close(self) -> None:
         """Write, force to disk and close; harmless when repeated."""
         if self._descriptor < 0:
@@ -99,6 +107,28 @@ class RecordFile:
             pass
         self._descriptor = -1
         return RunError(f"cannot write {self._path}: {error.strerror}; the record ends here")
+
+
+def cut_back(folder: Path, step: int, epoch: int) -> None:
+    """Take out of a run's record what came after `step` steps and `epoch` epochs were done: the
+    launch that goes on from there tells it again. The rest stays, byte for byte.
+    """
+    path = folder / FILE_NAME
+    if not path.exists():
+        return
+    kept = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break  # torn
+            record = _decode(line, number, path)
+            late = record.get("step", 0) > step or record.get("epoch", 0) > epoch
+            if record["kind"] in ("step", "evaluation", "digest"):
+                late = record["step"] > step
+            if not late:
+                kept.append(line)
+    with whole_file(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

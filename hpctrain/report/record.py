@@ -40,12 +40,17 @@ class Recorder:
 
     `progress` is "bar" (a live bar, even where output is piped), "plain" (a line per epoch),
     "none", or "auto" (the bar where the output reaches a terminal, else plain); `tensorboard` adds
-    an event file. Methods raise RunError when a line cannot be written (disk full); that happens
-    once, later lines are dropped. Leaving a ``with`` block by an exception records end: failed.
+    an event file, in which steps after `done` are told anew. Methods raise RunError when a line
+    cannot be written (disk full); that happens once, later lines are dropped. Leaving a ``with``
+    block by an exception records end: failed.
     """
 
     def __init__(
-        self, folder: Path | None, progress: str = "auto", tensorboard: bool = False
+        self,
+        folder: Path | None,
+        progress: str = "auto",
+        tensorboard: bool = False,
+        done: int = 0,
     ) -> None:
         self._sinks: list[Sink] = []
         self._started = 0.0  # when the run line was written; 0 = not yet
@@ -55,7 +60,7 @@ class Recorder:
         if tensorboard:
             from hpctrain.report.tensorboard import Events
 
-            self._sinks.append(Events(folder))
+            self._sinks.append(Events(folder, done))
         self._sinks.insert(0, RecordFile(folder / FILE_NAME))
         if progress != "none":
             from hpctrain.report.progress import Display
@@ -145,6 +150,12 @@ class Recorder:
     def digest(self, step: int, digest: str) -> None:
         """Record the digest of weights and optimizer after `step`, which all ranks share."""
         self._put("digest", {"step": step, "digest": digest})
+
+    def flush(self) -> None:
+        """Write to the file what waits to be written."""
+        for sink in self._sinks:
+            if isinstance(sink, RecordFile):
+                sink.flush()
 
     def note(self, text: str) -> None:
         """Record a line for the reader of the log."""

@@ -18,7 +18,7 @@ BY_EVALUATION = ("loss", "accuracy")
 class Events:
     """Writes the scalars of a run's records to an event file; all other records are passed by."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, done: int = 0) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -28,7 +28,7 @@ class Events:
         self._folder = folder
         self._writer: Any = None
         try:
-            self._writer = SummaryWriter(str(folder))
+            self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
         except OSError as error:
             raise self._failed(error) from error
 

@@ -1,28 +1,49 @@
-"""Requests to stop: a STOP file in the run's folder, or one Ctrl-C where it can be caught.
+"""Requests to end: a STOP file in the run's folder or one Ctrl-C where it can be caught; a notice
+of the scheduler, or its clock.
 
-A request only sets a flag on the rank that met it; the flag rides in the step's message, so all
-ranks stop after the same step.
+A request only makes this rank vote in its next step's message, so all ranks end after the same
+step. A stop is a wish (exit code 0), leaving is forced from outside (75: start me again).
 """
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple
+
+from hpctrain.errors import RunError, UsageError
+from hpctrain.signals import noticed
 
 FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between looks at the file system
+SPARE = 5.0  # seconds, besides what is measured
+
+
+class News(NamedTuple):
+    """What a rank tells all others in a step's message."""
+
+    waited: float = 0.0  # seconds for data
+    stop: bool = False  # a vote for stopping
+    leave: bool = False  # a vote for leaving
+    digest: int = 0  # part of the digest of its state, below 2^24; 0 = none
 
 
 class Control:
-    """Whether this rank has been asked to stop. Only the rank given a folder looks there."""
+    """What this rank has been asked to do. Only the rank given a folder looks there, and at the
+    clock.
+    """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, time_limit: str | None = None) -> None:
         self._file = folder / FILE if folder else None
-        self._asked = False
+        self._interrupted = False
         self._looked = 0.0
         self._before = signal.SIG_DFL
+        self._deadline = deadline(time_limit) if folder else None
+        self.slowest_step = self.slowest_evaluation = self.saving = 0.0  # seconds, measured
 
     def __enter__(self) -> Control:
         self._before = signal.signal(signal.SIGINT, self._on_interrupt)  # type: ignore[assignment]
@@ -34,14 +55,62 @@ class Control:
         signal.signal(signal.SIGINT, self._before)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:  # a second Ctrl-C means it
+        if self._interrupted:  # a second Ctrl-C means it
             raise KeyboardInterrupt
-        self._asked = True
+        self._interrupted = True
+
+    def news(self, waited: float, digest: int) -> News:
+        """What this rank tells all others in its next step."""
+        return News(waited, self.asked(), self.leaving() is not None, digest)
+
+    @property
+    def margin(self) -> float:
+        """Seconds before the deadline at which to leave: for a step, an evaluation and a save."""
+        return SPARE + 2 * self.slowest_step + self.slowest_evaluation + 2 * self.saving
 
     def asked(self) -> bool:
         """Whether to vote for stopping. Looks for the file at most twice a second."""
         now = time.monotonic()
-        if self._file and not self._asked and now - self._looked > LOOK_EVERY:
+        if self._file and not self._interrupted and now - self._looked > LOOK_EVERY:
             self._looked = now
-            self._asked = self._file.exists()
-        return self._asked
+            self._interrupted = self._file.exists()
+        return self._interrupted
+
+    def leaving(self) -> str | None:
+        """Why to vote for leaving: the notice that came, or the time that is up."""
+        if self._deadline is not None and time.time() > self._deadline - self.margin:
+            return "the time is up"
+        return noticed()
+
+
+def deadline(limit: str | None) -> float | None:
+    """When the run must have ended, in seconds since 1970: by --time-limit from now, or by the
+    end of the Slurm job; the earlier of the two.
+    """
+    ends = [time.time() + duration(limit, "--time-limit")] if limit else []
+    if (job := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
+        ends.append(float(job))
+    return min(ends, default=None)
+
+
+def duration(text: str, flag: str) -> float:
+    """Seconds of "90s", "10m", "2h", "H:MM:SS", or minutes where there is no unit. UsageError."""
+    unit = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    clock = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
+    if unit:
+        seconds = float(unit[1]) * {"s": 1, "m": 60, "": 60, "h": 3600}[unit[2]]
+    elif clock:
+        seconds = 3600.0 * int(clock[1]) + 60 * int(clock[2]) + int(clock[3])
+    else:
+        seconds = 0.0
+    if seconds <= 0:
+        raise UsageError(f"{flag} {text}: give a time, such as 30m, 90s or 2:30:00")
+    return seconds
+
+
+def request_stop(folder: Path) -> None:
+    """Ask the run in this folder to stop after its next step. RunError where that cannot be."""
+    try:
+        (folder / FILE).touch()
+    except OSError as error:
+        raise RunError(f"cannot write {folder / FILE}: {error.strerror}") from error

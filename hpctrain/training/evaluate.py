@@ -9,7 +9,7 @@ them apart and rank 0 adds them in block order. Class counts are whole numbers, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def main(settings: EvaluateConfig) -> int:
         result = evaluate(
             network.model, source, network.task, network.prepare, comm, settings.batch
         )
-    if comm.rank == 0:
+    if comm.rank == 0 and result is not None:
         print_evaluation(result.figures(), result.confusion, pack.classes, settings.split)
         if settings.output:
             write_json(Path(settings.output), as_json(result, pack, network.saved, settings.split))
@@ -88,16 +88,29 @@ def blocks_of(rows: int, block: int, size: int, rank: int) -> Iterator[tuple[int
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, source: Source, task: Task, prepare: Prepare, comm: Comm, block: int
-) -> Evaluation:
-    """The figures of `model` in `task` over all rows of `source`. Collective."""
+    model: nn.Module,
+    source: Source,
+    task: Task,
+    prepare: Prepare,
+    comm: Comm,
+    block: int,
+    go_on: Callable[[str], bool] = lambda doing: True,
+) -> Evaluation | None:
+    """The figures of `model` in `task` over all rows of `source`. Collective.
+
+    `go_on` is told what comes next; where it says no on any rank, the rest of that rank's blocks
+    is left out, and None returned on all.
+    """
     total, classes = len(source.labels), task.classes
     shape = (-(-total // block), len(task.sums))
-    figures = np.zeros(shape[0] * shape[1] + classes * classes)
-    sums, counts = figures[: shape[0] * shape[1]].reshape(shape), figures[shape[0] * shape[1] :]
+    figures = np.zeros(shape[0] * shape[1] + classes * classes + 1)
+    sums, counts = figures[: shape[0] * shape[1]].reshape(shape), figures[shape[0] * shape[1] : -1]
     training = model.training
     model.eval()
     for number, rows in blocks_of(total, block, comm.size, comm.rank):
+        if not go_on(f"block {number}"):
+            figures[-1] = 1
+            break
         images = read_rows(source, rows, prepare)
         labels = source.labels[rows]
         key = random_key("evaluation", number)
@@ -108,7 +121,10 @@ def evaluate(
             pairs = labels * classes + answers.cpu().numpy()
             counts += np.bincount(pairs, minlength=classes * classes)
     model.train(training)
+    go_on("waiting for all")
     allreduce(comm, figures)
+    if figures[-1]:
+        return None
     means = {name: sum(sums[:, i].tolist()) / total for i, name in enumerate(task.sums)}
     confusion = counts.round().astype(np.int64).reshape(classes, classes)
     return Evaluation(total, means, confusion if classes else None)

@@ -15,6 +15,9 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
 from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, host_name, library
+from hpctrain.report.jsonlines import cut_back
+from hpctrain.training.control import FILE as STOP
+from hpctrain.training.progress import Progress
 from hpctrain.training.setup import Job
 
 
@@ -35,6 +38,19 @@ def make_run_folder(job: Job) -> Path:
             path.write_text(job.plan.to_json() + "\n")
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)  # the name is free again
+        raise RunError(f"cannot write {folder}: {error.strerror}") from error
+    return folder
+
+
+def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
+    """Make an earlier launch's folder ready to go on after the steps that `state` has done."""
+    try:
+        (folder / STOP).unlink(missing_ok=True)
+        for name, text in (("config.toml", to_toml(job.config)), ("plan.json", job.plan.to_json())):
+            with whole_file(folder / name) as path:
+                path.write_text(text if name.endswith("toml") else text + "\n")
+        cut_back(folder, state.step, state.epoch)
+    except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror}") from error
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,14 @@ import torch
 
 from hpctrain.parallel.mpi import Comm
 from hpctrain.report.record import Recorder
+from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control
 from hpctrain.training.digest import chain
 from hpctrain.training.setup import Job
 from hpctrain.training.step import Trainer
+from hpctrain.training.watchdog import Watchdog
+
+ASKED = ("asked to stop", "asked to leave")  # ends that are none of the run itself
 
 
 @dataclass
@@ -24,12 +29,30 @@ class Progress:
     epoch: int = 0  # epochs done
     validated: int = 0  # step of the last validation
     ended: str | None = None  # why no further step is to be done, before the last epoch
+    leaving: bool = False  # at once, without test
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
     best_loss: float = float("inf")  # of all validations
     best_step: int = 0
     waited: int = 0  # validations since then
     best: list[torch.Tensor] | None = None  # the network of that step, where it is wanted
+    sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the epoch under way: loss,
+    # correct, rows, seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the tensors."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["best"], fields["leaving"]
+        if self.ended in ASKED:
+            fields["ended"] = None  # the next launch goes on
+        return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
+
+    def from_json(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `to_json` gave."""
+        for name in (f.name for f in dataclasses.fields(self)):
+            if name in saved:
+                setattr(self, name, saved[name])
+        self.best_loss, self.sums = float(saved["best_loss"]), tuple(saved["sums"])
 
     def add(self, figures: Mapping[str, Any]) -> None:
         """Make figures a link of the chain."""
@@ -68,3 +91,5 @@ class Run:
     recorder: Recorder
     control: Control
     state: Progress
+    watchdog: Watchdog
+    writer: Writer | None  # on rank 0

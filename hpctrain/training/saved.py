@@ -67,14 +67,6 @@ class Saved:
     metadata: dict[str, Any]
 
 
-def find_run(target: str, runs_dir: str) -> Path:
-    """The folder of a run, by its name or as it is. Raises UsageError."""
-    for path in (Path(runs_dir) / target, Path(target)):
-        if path.is_dir():
-            return path
-    raise UsageError(f"there is no run {target!r} in {runs_dir} and no such folder")
-
-
 def find_model(target: str | None, runs_dir: str) -> Path:
     """The .safetensors file of a run's name, a run's folder, or the file itself."""
     if target is None:

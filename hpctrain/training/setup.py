@@ -35,7 +35,7 @@ from hpctrain.parallel.mpi import (
     same_everywhere,
 )
 from hpctrain.parallel.reduce import broadcast, choose_reduce
-from hpctrain.plan import Facts, Plan, check_ranges, cpu_threads, model_name, resolve
+from hpctrain.plan import Facts, Plan, check_ranges, cpu_threads, go_on, model_name, resolve
 from hpctrain.training.optim import make_optimizer, validate_optimizer
 from hpctrain.training.saved import find_model, require_split
 from hpctrain.training.step import Trainer
@@ -59,8 +59,10 @@ class Job:
     kept_fresh: tuple[str, ...]  # parameters that --init did not fill
 
 
-def set_up(config: Config, comm: Comm) -> Job:
-    """Build a job from its configuration. Raises the same error on all ranks. Collective."""
+def set_up(config: Config, comm: Comm, earlier: Plan | None = None) -> Job:
+    """Build a job from its configuration, and from the plan of its first launch where that was
+    an `earlier` one. Raises the same error on all ranks. Collective.
+    """
     config = comm.bcast(config)
     everywhere(comm, lambda: check_settings(config))
     pack = open_pack(config.data, config.data_dir, "train", comm)
@@ -68,7 +70,8 @@ def set_up(config: Config, comm: Comm) -> Job:
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(config.device, local_rank))
     threads = fair_threads(comm)
-    set_threads(cpu_threads(config, threads))
+    fixed = earlier is not None and earlier.deterministic
+    set_threads(earlier.threads if earlier and fixed else cpu_threads(config, threads))
     keep_memory()
 
     model, fresh = everywhere(comm, lambda: make_model(config, pack))
@@ -91,7 +94,9 @@ def set_up(config: Config, comm: Comm) -> Job:
         pack_uuid=pack.uuid,
         least_rows=probe.least_rows,
     )
-    plan = from_root(comm, lambda: resolve(config, facts))
+    plan = from_root(
+        comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
+    )
     norms.start(probe)
     trainer = make_trainer(model, norms, task, config, plan, comm)
     loader = Loader(

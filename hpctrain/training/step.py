@@ -17,6 +17,7 @@ from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import Reduce
+from hpctrain.training.control import News
 from hpctrain.training.optim import clip_gradient, gate_update
 
 # model, inputs (n, C, H, W), targets -> sum of the rows' losses, number of correct rows
@@ -40,14 +41,14 @@ def train_step(
     trainer: Trainer,
     batches: list[Batch],
     total: int,
-    waited: float = 0.0,
-    stop: bool = False,
-    digest: int = 0,
+    news: News = News(),  # noqa: B008
+    before_waiting: Callable[[], None] = lambda: None,
 ) -> float:
     """Update the weights from this rank's shards of a mini-batch of `total` rows. Collective.
 
-    `waited` (seconds for data), `stop` and `digest` travel in the message. What the step measured
-    is read from the message afterwards (`Message.totals`). Returns the seconds of the reduction.
+    `news` travel in the message; what the step measured is read from it afterwards
+    (`Message.totals`). `before_waiting` is called when this rank has done its part. Returns the
+    seconds of the reduction.
     A step with a loss or gradient that is not finite leaves weights and statistics as they were.
     """
     message, norms = trainer.message, trainer.norms
@@ -62,10 +63,11 @@ def train_step(
         irregular = norms.collect(message.moments, rows, total, batch.shard)
         message.count(loss, correct, rows, irregular)
         trainer.reduce.keep(batch.shard)
-    message.vote(stop)
-    message.sign(digest)
-    message.clock(time.perf_counter() - began, waited)
+    message.vote(news.stop, news.leave)
+    message.sign(news.digest)
+    message.clock(time.perf_counter() - began, news.waited)
 
+    before_waiting()
     reducing = time.perf_counter()
     trainer.reduce(message)
     reduced = time.perf_counter()

@@ -1,30 +1,35 @@
-"""The training loop: epochs of steps, validation, the record, the saved network.
+"""A training run from launch to end: begin or go on, train, stop, or leave in time.
 
-mpirun -n 4 python -m hpctrain --data flowers.h5
+mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from hpctrain.config import Config
 from hpctrain.errors import RunError
 from hpctrain.parallel.determinism import refusal, torch_settings
-from hpctrain.parallel.message import Totals
-from hpctrain.parallel.mpi import Comm, agreed, from_root, start_mpi
+from hpctrain.parallel.mpi import Comm, abort_all, from_root, host_name, start_mpi
 from hpctrain.report.record import Recorder
 from hpctrain.training import saved
-from hpctrain.training.control import Control
-from hpctrain.training.digest import check_digests, rank_digest, run_digest, slot_value
-from hpctrain.training.folder import make_run_folder, run_facts
-from hpctrain.training.optim import learning_rate, set_learning_rate
-from hpctrain.training.outcome import NonFinite, check, time_shares
+from hpctrain.training.checkpoint import Writer
+from hpctrain.training.control import Control, deadline, duration
+from hpctrain.training.digest import run_digest
+from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
+from hpctrain.training.lock import RunLock
+from hpctrain.training.loop import run_epochs, save_checkpoint
+from hpctrain.training.outcome import NonFinite
 from hpctrain.training.progress import Progress, Run
+from hpctrain.training.resume import find_earlier, restore
 from hpctrain.training.setup import set_up
-from hpctrain.training.step import train_step
-from hpctrain.training.validate import show_work, test, validate, validation_due
+from hpctrain.training.validate import show_work, test, validate
+from hpctrain.training.watchdog import Watchdog
+
+LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
 
 
 def main(config: Config) -> int:
@@ -34,144 +39,131 @@ def main(config: Config) -> int:
 
 
 def train(config: Config, comm: Comm) -> int:
-    """Train to the end, or until a stop is asked for; torch's settings are put back. Collective.
+    """Train to the end or until a stop is asked for (0), or until the run has to leave (75), from
+    where an earlier launch of the same run ended; torch's settings are put back. Collective.
 
     Raises UsageError or RunError, the same on all ranks unless one rank alone fails.
     """
     config = comm.bcast(config)
+    timeout = from_root(comm, lambda: check_times(config))
+    watchdog = Watchdog(comm.rank, comm.size, host_name(), timeout, abort_all)
+    lock = RunLock()
     try:
-        with torch_settings(config.deterministic):
-            return _train(config, comm)
+        with torch_settings(config.deterministic), watchdog:
+            return _train(config, comm, watchdog, lock)
     except RuntimeError as error:
         if text := refusal(error):
             raise RunError(text) from error
         raise
+    finally:
+        lock.release()
 
 
-def _train(config: Config, comm: Comm) -> int:
+def check_times(config: Config) -> float:
+    """The --timeout in seconds. UsageError for times that are none."""
+    deadline(config.time_limit)
+    if not config.checkpoint_every.isdigit():
+        duration(config.checkpoint_every, "--checkpoint-every")
+    return duration(config.timeout, "--timeout")
+
+
+def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock) -> int:
     began = time.perf_counter()
-    job = set_up(config, comm)
+    earlier = from_root(comm, lambda: find_earlier(config, lock))
+    if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
+        if comm.rank == 0:
+            print(
+                f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs:"
+                " a larger --epochs extends it"
+            )
+        return 0
+    if earlier and earlier.step:
+        config = dataclasses.replace(config, init=None)
+    job = set_up(config, comm, earlier.plan if earlier else None)
     if config.dry_run:
         if comm.rank == 0:
             print("\n".join(job.plan.lines()))
         return 0
-    folder = from_root(comm, lambda: make_run_folder(job))
+    state = Progress()
+    restore(earlier, job.trainer, state, comm)
+    if earlier and earlier.finished:
+        state.ended = None  # it is extended
+
+    def open_folder() -> Path:
+        if earlier:
+            return open_run_folder(job, earlier.folder, state)
+        folder = make_run_folder(job)
+        lock.take(folder)
+        return folder
+
+    folder = from_root(comm, open_folder)
+    watchdog.keep_in(folder)
     mine = folder if comm.rank == 0 else None
-    with Recorder(mine, config.progress, config.tensorboard) as recorder, Control(mine) as control:
+    with (
+        Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
+        Control(mine, config.time_limit) as control,
+        Writer(mine, config.keep) if mine else nullcontext() as writer,
+    ):
         recorder.run(run_facts(job, folder, comm))
-        run = Run(job, comm, recorder, control, Progress())
-        try:
-            run_epochs(run)
-        except NonFinite as error:
-            if mine:
-                save(run, folder)
-            recorder.end("failed", str(error))
-            raise
-        finish(run, folder, began)
-    return 0
+        for line in earlier.damage if earlier else ():
+            recorder.note(line)
+        if state.step:
+            recorder.note(f"going on after step {state.step}")
+        return train_in(Run(job, comm, recorder, control, state, watchdog, writer), folder, began)
 
 
-def run_epochs(run: Run) -> None:
-    """All epochs from where the run stands, until something ends them. Collective."""
-    while run.state.epoch < run.job.plan.epochs and not run.state.ended:
-        run_epoch(run)
-
-
-def run_epoch(run: Run) -> None:
-    """The steps of one epoch, until something ends them. Collective."""
-    job, state, trainer = run.job, run.state, run.job.trainer
-    loss = correct = rows = 0.0
-    began = before = time.perf_counter()
-    for number, batches in enumerate(job.loader.epoch(state.epoch)):
-        waited = time.perf_counter() - before
-        rate = learning_rate(
-            job.config,
-            job.plan.learning_rate,
-            state.step,
-            job.plan.steps_per_epoch,
-            job.plan.epochs,
-        )
-        set_learning_rate(trainer.optimizer, rate)
-        total, digest = job.plan.partition.total(number), digest_due(run)
-        part = slot_value(digest) if digest else 0
-        reducing = train_step(trainer, batches, total, waited, run.control.asked(), part)
-        totals = trainer.message.totals()
-        check(totals, total, state.step + 1, state.epoch + 1)
-        if digest:
-            compare_digests(run, totals, digest)
-        state.step += 1
-        record_step(run, totals, rate, reducing, time.perf_counter() - before)
-        loss, correct, rows = loss + totals.loss, correct + totals.correct, rows + totals.rows
-        if totals.stop:
-            state.ended = "asked to stop"
-        elif number + 1 < job.plan.steps_per_epoch and validation_due(run):
-            validate(run)
-        if state.ended and number + 1 < job.plan.steps_per_epoch:
-            return
-        before = time.perf_counter()
-    seconds = time.perf_counter() - began
-    accuracy = correct / rows if job.task.classes else None
-    state.epoch += 1
-    state.figures.update(loss=loss / rows, accuracy=accuracy)
-    run.recorder.epoch(state.epoch, loss / rows, accuracy, rows / seconds, seconds)
-    if not state.ended and validation_due(run):
-        validate(run)
-
-
-def digest_due(run: Run) -> str | None:
-    """This rank's digest, where the steps done call for a comparison."""
-    every, step = run.job.config.digest_every, run.state.step
-    return rank_digest(run.job.trainer) if every and step and step % every == 0 else None
-
-
-def compare_digests(run: Run, totals: Totals, digest: str) -> None:
-    """Compare what all ranks sent, raise the same on all where one differs, record rank 0's."""
+def train_in(run: Run, folder: Path, began: float) -> int:
+    """All steps that are left, and what follows the last one; the exit code. Collective."""
+    first = run.state.step
     try:
-        check_digests(totals.digests, run.state.step)
-    except RunError as error:
-        raise agreed(error) from None
-    run.recorder.digest(run.state.step, digest)
+        run_epochs(run)
+    except NonFinite as error:
+        if run.comm.rank == 0:
+            save(run, folder)
+        run.recorder.end("failed", str(error))
+        raise
+    with run.watchdog.phase("saving"):
+        save_checkpoint(run)
+        from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
+    if run.state.leaving:
+        return leave(run, first)
+    return finish(run, folder, began)
 
 
-def record_step(run: Run, totals: Totals, rate: float, reducing: float, seconds: float) -> None:
-    """Write what a step gave; its figures become a link of the chain."""
-    shares, slowest = time_shares(totals, reducing)
-    figures: dict[str, Any] = {
-        "epoch": run.state.epoch + 1,
-        "step": run.state.step,
-        "loss": totals.loss / totals.rows,
-        "accuracy": totals.correct / totals.rows if run.job.task.classes else None,
-        "learning_rate": rate,
-    }
-    run.state.add(figures)
-    run.recorder.step(
-        **figures,
-        images_per_second=totals.rows / seconds,
-        seconds={**shares, "total": seconds},
-        slowest_rank=slowest,
-        rows=totals.rows,
-    )
+def leave(run: Run, first: int) -> int:
+    """End a launch that has to leave: 75 if anything was gained by it, else 1. Collective."""
+    why = run.comm.bcast(next(filter(None, run.comm.allgather(run.control.leaving())), "a signal"))
+    done = run.state.step - first
+    run.recorder.end("left", f"{why}; saved after step {run.state.step}", steps=run.state.step)
+    return LEFT if done > 0 else 1
 
 
-def finish(run: Run, folder: Path, began: float) -> None:
-    """After the last step: validate, choose the network, test it, save it, close the record."""
-    state, trainer = run.state, run.job.trainer
-    if "validation" in run.job.pack.splits and state.validated < state.step:
+def finish(run: Run, folder: Path, began: float) -> int:
+    """After the last step: validate, choose the network, save it, test it, close the record; the
+    exit code. Collective.
+    """
+    state, trainer, last = run.state, run.job.trainer, run.state.step
+    stopped = state.ended == "asked to stop"
+    if not stopped and "validation" in run.job.pack.splits and state.validated < state.step:
         validate(run)
+        if state.leaving:
+            return leave(run, last)
     state.restore_best(trainer)
     from_root(run.comm, lambda: save(run, folder))  # before anything else may fail
-    tests = test(run)
+    tests = test(run) if run.job.config.test else {}
+    if state.leaving:
+        return leave(run, last)
     from_root(run.comm, lambda: save(run, folder))
     from_root(run.comm, lambda: show_work(run, folder))
-    stopped = state.ended == "asked to stop"
     run.recorder.end(
         "stopped" if stopped else "done",
         state.ended,
-        steps=state.step,
+        steps=last,
         digest=run_digest(trainer, state.chain) if run.comm.rank == 0 else None,
         seconds=time.perf_counter() - began,
         **tests,
     )
+    return 0
 
 
 def save(run: Run, folder: Path) -> None:

@@ -17,7 +17,7 @@ from hpctrain.parallel.mpi import everywhere
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.pictures import write_rows
 from hpctrain.training.evaluate import Evaluation, evaluate
-from hpctrain.training.progress import Run
+from hpctrain.training.progress import ASKED, Run
 from hpctrain.training.tasks import Denoising, network_output
 
 SHOWN = 10  # images of the picture that a denoising run leaves
@@ -38,6 +38,8 @@ def validate(run: Run) -> None:
     """Evaluate the split validation; keep the best network, lose patience. Collective."""
     state, patience = run.state, run.job.plan.patience
     result = evaluation(run, "validation")
+    if result is None:
+        return
     state.validated = state.step
     state.keep_best(result.loss, run.job.trainer, run.job.config.output == "best")
     if patience and state.waited >= patience and not state.ended:
@@ -47,20 +49,36 @@ def validate(run: Run) -> None:
         )
 
 
-def evaluation(run: Run, split: str) -> Evaluation:
-    """Evaluate one split and record it. Collective."""
+def evaluation(run: Run, split: str) -> Evaluation | None:
+    """Evaluate one split and record it; None where the run has to leave first. Collective."""
     job, state, comm = run.job, run.state, run.comm
     began = time.perf_counter()
+
+    def go_on(doing: str) -> bool:
+        run.watchdog.doing(f"{doing} in the evaluation of {split} after step {state.step}")
+        return run.control.leaving() is None
+
     source = everywhere(comm, lambda: Rows(job.pack, split))
     with source, statistics_of_rank_0(run):
         result = evaluate(
-            job.trainer.model, source, job.task, job.prepare, comm, job.plan.evaluation_rows
+            job.trainer.model,
+            source,
+            job.task,
+            job.prepare,
+            comm,
+            job.plan.evaluation_rows,
+            go_on,
         )
+    seconds = time.perf_counter() - began
+    run.control.slowest_evaluation = max(run.control.slowest_evaluation, seconds)
+    if result is None:
+        state.ended, state.leaving = ASKED[1], True
+        return None
     state.figures[f"{split}_accuracy"] = result.accuracy
     state.figures[f"{split}_loss"] = result.loss
     figures = {"epoch": state.epoch, "step": state.step, "split": split, **result.figures()}
     state.add(figures)
-    run.recorder.evaluation(**figures, seconds=time.perf_counter() - began)
+    run.recorder.evaluation(**figures, seconds=seconds)
     return result
 
 
@@ -82,10 +100,15 @@ def statistics_of_rank_0(run: Run) -> Iterator[None]:
 def test(run: Run) -> dict[str, float | None]:
     """Evaluate every split that was not used in training; their accuracies. Collective."""
     splits = [name for name in run.job.pack.splits if name not in ("train", "validation")]
-    results = {s: evaluation(run, s) for s in splits if run.job.pack.splits[s].rows}
-    if run.job.task.classes:
-        return {f"{split}_accuracy": result.accuracy for split, result in results.items()}
-    return {f"{split}_loss": result.loss for split, result in results.items()}
+    found: dict[str, float | None] = {}
+    for split in splits:
+        if not run.job.pack.splits[split].rows or (result := evaluation(run, split)) is None:
+            continue
+        if run.job.task.classes:
+            found[f"{split}_accuracy"] = result.accuracy
+        else:
+            found[f"{split}_loss"] = result.loss
+    return found
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from hpctrain.config import Config
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.determinism import torch_settings
 from hpctrain.report.record import read_records
+from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.digest import check_digests, slot_value
 from tests.launch import mpirun, run
@@ -131,7 +132,7 @@ def test_more_ranks_than_the_session_has(settings, comm, ranks, tmp_path):
 
 @pytest.mark.mpi
 def test_all_ranks_compare_digests_and_the_one_that_differs_is_named(comm, settings, monkeypatch):
-    step, odd = loop.train_step, comm.size - 1
+    step, odd = inner.train_step, comm.size - 1
 
     def faulty(trainer, *arguments):
         result = step(trainer, *arguments)
@@ -141,7 +142,7 @@ def test_all_ranks_compare_digests_and_the_one_that_differs_is_named(comm, setti
         return result
 
     faulty.steps = 0
-    monkeypatch.setattr(loop, "train_step", faulty)
+    monkeypatch.setattr(inner, "train_step", faulty)
     config = dataclasses.replace(settings, run="a", digest_every=2)
     if comm.size == 1:
         assert loop.train(config, comm) == 0

@@ -13,6 +13,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model, save_model
 from hpctrain.plan import check_ranges
 from hpctrain.report.record import read_records
+from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.saved import find_model, open_network, open_pack_for, restore
 from tests.packs import make_pack
@@ -100,13 +101,13 @@ def test_a_pack_that_is_replaced_while_training_is_noticed_and_the_weights_are_k
 ):
     monkeypatch.chdir(tmp_path)
     make_pack(tmp_path / "pack.h5", {"train": 29, "test": 7})
-    step = loop.train_step
+    step = inner.train_step
 
     def replacing(*arguments):
         make_pack(tmp_path / "pack.h5", {"train": 29, "test": 7}, seed=1)
         return step(*arguments)
 
-    monkeypatch.setattr(loop, "train_step", replacing)
+    monkeypatch.setattr(inner, "train_step", replacing)
     with pytest.raises(UsageError, match="is not the file that was checked"):
         loop.train(Config(data="pack.h5", run="a", epochs=1, threads=1, progress="none"), comm)
     assert read_model("runs/a/model.safetensors")[1]["step"] == 1

@@ -18,10 +18,10 @@ from hpctrain.models import read_model, save_model
 from hpctrain.plan import Plan
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
-from hpctrain.training.control import Control
-from hpctrain.training.progress import Progress, Run
+from hpctrain.training.loop import run_epochs
 from hpctrain.training.setup import Job, make_model, set_up
 from tests.packs import make_pack
+from tests.training.runs import make_run
 
 pytestmark = pytest.mark.mpi
 ROWS, SHAPE, CLASSES, BATCH = 53, (12, 11, 3), 5, 16
@@ -47,6 +47,12 @@ ELSEWHERE = {  # flag -> where it is tested
     "validate_steps": "tests/training/test_validate.py",
     "patience": "tests/training/test_validate.py",
     "output": "tests/training/test_validate.py",
+    "checkpoint_every": "tests/training/test_resume.py",
+    "keep": "tests/training/test_checkpoint.py",
+    "resume": "tests/training/test_resume.py",
+    "time_limit": "tests/training/test_control.py",
+    "timeout": "tests/training/test_watchdog.py",
+    "test": "tests/training/test_validate.py",
 }
 
 
@@ -129,8 +135,7 @@ def seen(comm, settings):
         result = Seen(job, list(job.loader.epoch(0)), [start], [])
         if not training:
             return result
-        with Control(None) as control:
-            loop.run_epochs(Run(job, comm, result, control, Progress()))
+        run_epochs(make_run(job, comm, result))
         return result
 
     return run

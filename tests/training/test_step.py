@@ -17,6 +17,7 @@ from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import Direct, Staged, choose_reduce
 from hpctrain.parallel.shards import carried
+from hpctrain.training.control import News
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.step import Trainer, train_step
 from hpctrain.training.tasks import Classification
@@ -242,9 +243,10 @@ def test_stop_votes_and_clocks_arrive(comm):
     mine = carried(comm.size, comm.size)[comm.rank]
     batches = next(Loader(Arrays(), partition, mine, 7, to_float64).epoch(0))
     last = comm.size - 1
-    train_step(trainer, batches, 7, waited=1.0 + comm.rank, stop=comm.rank == last)
+    train_step(trainer, batches, 7, News(1.0 + comm.rank, comm.rank == last, True, 5))
     totals = trainer.message.totals()
-    assert totals.stop == 1
+    assert (totals.stop, totals.leave) == (1, comm.size)
+    assert totals.digests == [5] * comm.size
     assert totals.data == [1.0 + r for r in range(comm.size)]
     assert all(seconds > 0 for seconds in totals.compute)
 

@@ -14,12 +14,14 @@ from hpctrain.config import Config, EvaluateConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model
 from hpctrain.report.record import Recorder, read_records
+from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.control import Control
 from hpctrain.training.evaluate import main as evaluate_main
-from hpctrain.training.progress import Progress, Run
+from hpctrain.training.loop import run_epoch
 from hpctrain.training.setup import set_up
 from tests.packs import make_pack
+from tests.training.runs import make_run
 
 pytestmark = pytest.mark.mpi
 ROWS = {"train": 101, "validation": 13, "test": 23}
@@ -78,8 +80,8 @@ def test_exactly_one_mpi_call_a_step(comm, shared_tmp, model, shape, rows):
     job = set_up(config, counting)
     assert job.plan.steps_per_epoch == -(-rows // 16)
     counting.calls.clear()
-    with Recorder(None) as recorder, Control(None) as control:
-        loop.run_epoch(Run(job, counting, recorder, control, Progress()))
+    with Recorder(None) as recorder:
+        run_epoch(make_run(job, counting, recorder))
     assert counting.calls == {"Allreduce": job.plan.steps_per_epoch}
 
 
@@ -118,7 +120,14 @@ def test_the_network_learns(comm, settings):
 def test_a_run_that_exists_is_never_overwritten(comm, settings):
     loop.train(settings, comm)
     with pytest.raises(UsageError, match="exists"):
-        loop.train(settings, comm)
+        loop.train(dataclasses.replace(settings, resume="never"), comm)
+    other = Path(settings.runs_dir) / "b"
+    if comm.rank == 0:
+        other.mkdir()
+        (other / "notes.txt").write_text("mine")
+    comm.Barrier()
+    with pytest.raises(UsageError, match="exists but is no run to continue"):
+        loop.train(dataclasses.replace(settings, run="b"), comm)
 
 
 def test_a_stop_file_ends_training_after_the_same_step_on_all_ranks(comm, settings, monkeypatch):
@@ -205,12 +214,12 @@ def test_a_batch_norm_layer_that_is_skipped_under_way_is_an_error(comm, settings
 
 
 def test_a_step_that_lost_rows_is_an_error(comm, settings, monkeypatch):
-    step = loop.train_step
+    step = inner.train_step
 
     def forgetful(trainer, batches, total, *args):
         return step(trainer, batches[1:], total, *args)
 
-    monkeypatch.setattr(loop, "train_step", forgetful)
+    monkeypatch.setattr(inner, "train_step", forgetful)
     with pytest.raises(RunError, match="step 1 summed 0 rows, but the plan has 16"):
         loop.train(settings, comm)
 

@@ -119,3 +119,12 @@ def test_what_needs_a_validation_split_is_refused_without_one(comm, settings, fl
     with pytest.raises(UsageError, match=f"{name} needs a split validation"):
         loop.train(dataclasses.replace(bare, **flags), comm)
     assert loop.train(dataclasses.replace(bare, patience=0), comm) == 0
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_test_split_is_evaluated_unless_told_otherwise(comm, settings, wanted):
+    loop.train(dataclasses.replace(settings, epochs=1, test=wanted), comm)
+    if comm.rank == 0:
+        records = list(read_records(Path(settings.runs_dir) / "a"))
+        assert any(r.get("split") == "test" for r in records) == wanted
+        assert ("test_accuracy" in records[-1]) == wanted

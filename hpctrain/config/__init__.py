@@ -1,0 +1,31 @@
+"""What the user asks for: one flat frozen dataclass per subcommand.
+
+A dataclass here is the only source of a subcommand's flags, TOML keys, defaults and help
+(``cli.py`` builds the parser from it). Nothing here depends on ranks, the machine or the
+data: ``plan.py`` resolves that. A default of None means "decided by the plan"; the help says how.
+"""
+
+from hpctrain.config.option import to_toml
+from hpctrain.config.others import (
+    BenchConfig,
+    CompareConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    PackConfig,
+    PredictConfig,
+    StopConfig,
+)
+from hpctrain.config.train import DEFAULT_LEARNING_RATES, Config
+
+__all__ = [
+    "DEFAULT_LEARNING_RATES",
+    "BenchConfig",
+    "CompareConfig",
+    "Config",
+    "DoctorConfig",
+    "EvaluateConfig",
+    "PackConfig",
+    "PredictConfig",
+    "StopConfig",
+    "to_toml",
+]

@@ -1,0 +1,27 @@
+"""A setting: a field of a frozen dataclass that is a flag and a TOML key at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+
+def option(
+    default: Any, help: str, group: str, choices: tuple[str, ...] = (), positional: bool = False
+) -> Any:
+    """A dataclass field that is also a flag: its help, the group it is listed in, its choices."""
+    metadata = {"help": help, "group": group, "choices": choices, "positional": positional}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def to_toml(config: Any) -> str:
+    """All settings as TOML; one that is left to the plan stands as a comment."""
+    lines = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None:
+            lines.append(f"# {field.name}: not set, decided by the plan")
+        else:
+            lines.append(f"{field.name} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"

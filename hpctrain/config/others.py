@@ -1,0 +1,128 @@
+"""The settings of all subcommands but train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.config.option import option
+
+
+@dataclass(frozen=True)
+class PackConfig:
+    """Settings of ``hpctrain pack``: image files into one HDF5 pack."""
+
+    source: str | None = option(
+        None,
+        "folder with a folder per class, the same as .tgz/.zip, idx files (a folder, or the"
+        " image file), .npz, or by name: flowers, digits",
+        "Source",
+        positional=True,
+    )
+    size: str | None = option(
+        None, "WIDTHxHEIGHT in pixels; default: as they are, all must agree", "Images"
+    )
+    crop: bool = option(False, "keep proportions and cut the centre; default: stretch", "Images")
+    channels: int | None = option(
+        None, "1 = gray, 3 = colour; default: 3 if any image has colour", "Images"
+    )
+    split: str = option(
+        "0.9,0.1", "shares of train,test or train,validation,test, drawn per class", "Split"
+    )
+    seed: int = option(0, "of split and order", "Split")
+    output: str | None = option(None, "the pack to write; default: the source's name .h5", "Output")
+    overwrite: bool = option(False, "replace an existing pack", "Output")
+    skip_bad: bool = option(False, "leave unreadable files out instead of failing", "Output")
+    jobs: int | None = option(None, "worker processes; default: all cores allowed", "Output")
+    data_dir: str = option("data", "folder where built-in sets are kept once made", "Output")
+    check: str | None = option(None, "verify this pack's checksums and print its table", "Check")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Settings of ``hpctrain evaluate``: loss, accuracy and tables over one split."""
+
+    model: str | None = option(
+        None, "a run, by name or folder, or a .safetensors file", "What", positional=True
+    )
+    data: str | None = option(None, "pack; default: the one it was trained on", "What")
+    split: str = option("test", "split of the pack", "What")
+    runs_dir: str = option("runs", "folder of all runs", "What")
+    data_dir: str = option("data", "folder where built-in sets are kept once made", "What")
+    output: str | None = option(None, "write the figures as JSON too", "Output")
+    batch: int = option(256, "rows computed at a time", "Machine")
+    device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
+    threads: int | None = option(None, "CPU threads per rank", "Machine")
+    precision: str | None = option(
+        None, "arithmetic; default: as in training", "Machine", choices=("fp32", "bf16")
+    )
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    """Settings of ``hpctrain predict``: a CSV of classes and probabilities."""
+
+    model: str | None = option(
+        None, "a run, by name or folder, or a .safetensors file", "What", positional=True
+    )
+    images: tuple[str, ...] = option(
+        (), "image files or folders; none: a split of --data", "What", positional=True
+    )
+    data: str | None = option(None, "pack; default: the one it was trained on", "What")
+    split: str = option("test", "split of the pack, where no images are given", "What")
+    runs_dir: str = option("runs", "folder of all runs", "What")
+    data_dir: str = option("data", "folder where built-in sets are kept once made", "What")
+    output: str = option(
+        "predictions.csv",
+        "the CSV to write (- = standard output), or the folder of restored images",
+        "Output",
+    )
+    batch: int = option(256, "rows computed at a time", "Machine")
+    device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
+    threads: int | None = option(None, "CPU threads per rank", "Machine")
+    precision: str | None = option(
+        None, "arithmetic; default: as in training", "Machine", choices=("fp32", "bf16")
+    )
+
+
+@dataclass(frozen=True)
+class StopConfig:
+    """Settings of ``hpctrain stop``: all ranks end after the same step, saved."""
+
+    target: str | None = option(None, "a run, by name or folder", "What", positional=True)
+    runs_dir: str = option("runs", "folder of all runs", "What")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Settings of ``hpctrain compare``: two runs, bit by bit."""
+
+    first: str | None = option(None, "a run, by name or folder", "What", positional=True)
+    second: str | None = option(None, "another", "What", positional=True)
+    runs_dir: str = option("runs", "folder of all runs", "What")
+    plot: str | None = option(
+        None, "write a bar plot of one tensor's differences (.png, .svg or .pdf)", "Output"
+    )
+    tensor: str | None = option(None, "its name; default: the first convolution's", "Output")
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Settings of ``hpctrain doctor``: what was found on this machine, each with a verdict."""
+
+    mib: int = option(64, "largest message of the bandwidth test, in MiB", "Test")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Settings of ``hpctrain bench``: hpctrain, its limit and PyTorch DDP, in turn."""
+
+    case: str = option(
+        "digits",
+        "what is measured",
+        "Case",
+        choices=("digits", "resnet50", "tree"),
+        positional=True,
+    )
+    data: str | None = option(None, "pack; default: digits, or a made one of 100x100x3", "Case")
+    data_dir: str = option("data", "folder where built-in sets are kept once made", "Case")
+    rounds: int = option(3, "interleaved rounds; the median counts", "Case")

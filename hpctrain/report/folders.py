@@ -1,0 +1,26 @@
+"""Runs by name, and what their records say of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hpctrain.errors import UsageError
+from hpctrain.report.jsonlines import FILE_NAME
+
+
+def find_run(target: str, runs_dir: str) -> Path:
+    """The folder of a run, by its name or as it is. Raises UsageError."""
+    for path in (Path(runs_dir) / target, Path(target)):
+        if path.is_dir():
+            return path
+    raise UsageError(f"there is no run {target!r} in {runs_dir} and no such folder")
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the last launch of a run came to its end by itself."""
+    try:
+        lines = (folder / FILE_NAME).read_bytes().splitlines()
+        return bool(lines) and json.loads(lines[-1]).get("status") == "done"
+    except (OSError, ValueError):
+        return False

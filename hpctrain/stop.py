@@ -1,0 +1,21 @@
+"""``hpctrain stop RUN``: a STOP file, which the run's rank 0 sees within half a second."""
+
+from __future__ import annotations
+
+from hpctrain.config import StopConfig
+from hpctrain.errors import UsageError
+from hpctrain.report.folders import find_run, is_finished
+from hpctrain.training.control import request_stop
+
+
+def main(settings: StopConfig) -> int:
+    """Ask the run to stop; say so where it has ended by itself."""
+    if settings.target is None:
+        raise UsageError("stop what? Name a run")
+    folder = find_run(settings.target, settings.runs_dir)
+    if is_finished(folder):
+        print(f"{folder} has already ended")
+        return 0
+    request_stop(folder)
+    print(f"{folder} is asked to stop after its next step")
+    return 0

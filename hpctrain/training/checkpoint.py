@@ -1,0 +1,185 @@
+"""Checkpoints: all that a run needs to go on, whole or not there.
+
+    checkpoints/00000123.safetensors    tensors
+    checkpoints/00000123.json           everything else, with the size and SHA-256 of the tensors
+
+A pair counts once the JSON is there, which is written last; each file gets its name by rename(2)
+after fsync(2). A pair that does not match its checksum is passed over for the one before. Nothing
+in them is executed when they are read (safetensors and JSON, no pickle).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from hpctrain.errors import RunError, UsageError
+from hpctrain.files import sync, whole_file
+from hpctrain.report.jsonlines import FILE_NAME
+
+FOLDER = "checkpoints"
+FORMAT = 1
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read back and found whole; tensors lie on the CPU."""
+
+    step: int
+    state: dict[str, Any]
+    tensors: Tensors
+
+
+class Writer:
+    """Writes checkpoints of one run in the background and keeps the newest few (rank 0)."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder / FOLDER, keep
+        self._record = folder / FILE_NAME
+        self.saved = time.monotonic()  # when the last one was taken
+        self.stall = 0.0  # seconds for which the last checkpoint held up training
+        self.seconds = 0.0  # that it took to write
+        self._host: Tensors = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        try:
+            self.folder.mkdir(exist_ok=True)
+            for stale in self.folder.glob(".*.tmp"):  # of a writer that was killed
+                stale.unlink()
+        except OSError as error:
+            raise RunError(f"cannot write {self.folder}: {error.strerror}") from error
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        """What is being written is written to its end, whatever happened."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def save(
+        self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+    ) -> None:
+        """Copy the tensors to host memory and write them behind training's back.
+
+        Waits for the checkpoint before this one to be written. RunError where that failed.
+        """
+        began = time.perf_counter()
+        self.wait()
+        for name, tensor in tensors.items():
+            if name not in self._host or self._host[name].shape != tensor.shape:
+                self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._host[name].copy_(tensor.detach())
+        host = {name: self._host[name] for name in tensors}
+        self._thread = threading.Thread(
+            target=self._write, args=(step, host, dict(state)), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        self.saved = time.monotonic()
+        self.stall = time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Return when nothing is left to write. RunError where writing failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            reason = getattr(error, "strerror", None) or str(error)
+            raise RunError(f"cannot write a checkpoint to {self.folder}: {reason}") from error
+
+    def _write(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+        began = time.perf_counter()
+        try:
+            path = self.folder / f"{step:08}.safetensors"
+            with whole_file(path) as temporary:
+                safetensors.torch.save_file(tensors, temporary)
+                known = {"bytes": temporary.stat().st_size, "sha256": _sha256(temporary)}
+            sync(self._record)  # a step that is in the checkpoint is in the record too
+            with whole_file(path.with_suffix(".json")) as temporary:
+                content = {"format": FORMAT, "step": step, **known, "state": state}
+                content["check"] = _check(content)
+                temporary.write_text(json.dumps(content, indent=1) + "\n")
+            self._forget()
+        except BaseException as error:
+            self._error = error
+        self.seconds = time.perf_counter() - began
+
+    def _forget(self) -> None:
+        """Remove all but the newest generations."""
+        for step in steps(self.folder)[: -self.keep]:
+            remove(self.folder, step)
+
+
+def remove(folder: Path, step: int) -> None:
+    """Remove one checkpoint: first what makes it count."""
+    for suffix in (".json", ".safetensors"):
+        (folder / f"{step:08}").with_suffix(suffix).unlink(missing_ok=True)
+    sync(folder)
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of which there are checkpoints, whole or not, in order."""
+    names = [path.name for path in folder.glob("*.json")] if folder.is_dir() else []
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d+)\.json", name)))
+
+
+def newest(run: Path) -> tuple[int, list[str]]:
+    """The step of the newest whole checkpoint of a run, 0 for none; and a line for each newer one
+    that is damaged.
+    """
+    damage: list[str] = []
+    for step in reversed(steps(run / FOLDER)):
+        try:
+            read(run, step)
+            return step, damage
+        except UsageError as error:
+            damage.append(f"{error}: passed over")
+    return 0, damage
+
+
+def read(run: Path, step: int) -> Checkpoint:
+    """Read and verify one checkpoint of a run. UsageError that says what is wrong with it."""
+    path = run / FOLDER / f"{step:08}.safetensors"
+    try:
+        known = json.loads(path.with_suffix(".json").read_text())
+        state, size, sha256 = known["state"], known["bytes"], known["sha256"]
+        if known["format"] > FORMAT or known["step"] != step:
+            raise ValueError(f"format {known['format']}, step {known['step']}")
+        if known.pop("check") != _check(known):
+            raise ValueError("it does not match its own SHA-256")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"checkpoint {path.with_suffix('.json')} cannot be read: {error}"
+        ) from error
+    try:
+        found = path.stat().st_size
+        if found != size:
+            raise UsageError(f"checkpoint {path} has {found:,} bytes of {size:,}")
+        if _sha256(path) != sha256:
+            raise UsageError(f"checkpoint {path} is damaged: its SHA-256 is not {sha256[:16]}...")
+        return Checkpoint(step, state, safetensors.torch.load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"checkpoint {path} cannot be read: {error}") from error
+
+
+def _check(content: dict[str, Any]) -> str:
+    """SHA-256 of what a JSON file says."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,41 @@
+"""One job at a time in a run's folder, also where the one before is not quite dead yet."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from hpctrain.errors import UsageError
+
+FILE = "lock"
+
+
+class RunLock:
+    """A lock of the kernel on a file in the folder; gone with the process that holds it (rank 0).
+
+    Where the file system has no locks, nothing is locked.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+
+    def take(self, folder: Path) -> None:
+        """Lock the folder. UsageError where another process holds it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(folder / FILE, flags, 0o666)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            self.release()
+            raise UsageError(
+                f"another job works in {folder}: wait for it to end, or choose another --run"
+            ) from error
+        except OSError:
+            pass  # no locks here
+
+    def release(self) -> None:
+        """Give the folder free."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

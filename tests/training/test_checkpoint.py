@@ -1,0 +1,174 @@
+"""Checkpoint files: whole or not there, checksummed, few."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import torch
+
+from hpctrain.errors import RunError, UsageError
+from hpctrain.training import checkpoint
+from hpctrain.training.checkpoint import Writer, newest, read, steps
+
+TENSORS = {"weights": torch.arange(101.0), "norms.updates": torch.tensor([3, 4])}
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "progress.jsonl").write_text("")
+    return tmp_path
+
+
+def save(run, step, keep=2, tensors=TENSORS):
+    with Writer(run, keep) as writer:
+        writer.save(step, tensors, {"epoch": step, "figures": {"loss": 0.1 + 0.2}})
+        writer.wait()
+
+
+def test_what_is_written_is_read(run):
+    save(run, 7)
+    found = read(run, 7)
+    assert found.state == {"epoch": 7, "figures": {"loss": 0.1 + 0.2}}
+    assert found.tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert torch.equal(found.tensors[name], tensor)
+        assert found.tensors[name].dtype == tensor.dtype
+
+
+def test_the_newest_few_are_kept(run):
+    for step in (5, 30, 200, 1000):
+        save(run, step)
+    assert steps(run / "checkpoints") == [200, 1000]
+    assert len(list((run / "checkpoints").iterdir())) == 4
+    assert newest(run) == (1000, [])
+
+
+def damage(path, how):
+    content = path.read_bytes()
+    match how:
+        case "flipped":
+            path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        case "short":
+            path.write_bytes(content[:-3])
+        case "empty":
+            path.write_bytes(b"")
+        case "gone":
+            path.unlink()
+        case "nonsense":
+            path.write_bytes(b"{}")
+
+
+@pytest.mark.parametrize("how", ["flipped", "short", "empty", "gone", "nonsense"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_a_damaged_one_is_named_and_passed_over(run, how, suffix):
+    save(run, 5)
+    save(run, 6)
+    damage(run / "checkpoints" / f"00000006{suffix}", how)
+    step, lines = newest(run)
+    assert step == 5
+    if (how, suffix) == ("gone", ".json"):
+        assert lines == []  # it was never finished
+    else:
+        assert len(lines) == 1
+        assert "00000006" in lines[0]
+        with pytest.raises(UsageError, match="00000006"):
+            read(run, 6)
+
+
+def test_every_flipped_bit_is_found(run):
+    save(run, 5)
+    for suffix in (".safetensors", ".json"):
+        path = run / "checkpoints" / f"00000005{suffix}"
+        content = path.read_bytes()
+        for position in range(0, len(content), 7):
+            path.write_bytes(
+                content[:position] + bytes([content[position] ^ 2]) + content[position + 1 :]
+            )
+            with pytest.raises(UsageError):
+                read(run, 5)
+        path.write_bytes(content)
+    assert read(run, 5).step == 5
+
+
+@pytest.mark.parametrize("fails", ["save_file", "whole_file", "sync"])
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypatch, fails):
+    save(run, 5)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    where = checkpoint.safetensors.torch if fails == "save_file" else checkpoint
+    with monkeypatch.context() as patch, Writer(run, 2) as writer:
+        patch.setattr(where, fails, full)
+        writer.save(6, TENSORS, {})
+        with pytest.raises(RunError, match="cannot write a checkpoint to .*: No space left"):
+            writer.wait()
+    assert newest(run) == (5, [])
+
+
+def test_files_reach_the_disk_before_their_names(run, monkeypatch):
+    """fsync of each file before its rename, of the folder after it, of the record in between."""
+    calls = []
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+
+        def noted(*arguments, name=name, original=original):
+            what = os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else arguments[1]
+            calls.append((name, os.path.basename(what)))
+            return original(*arguments)
+
+        monkeypatch.setattr(os, name, noted)
+    save(run, 5)
+    kinds = [
+        (name, "tmp" if what.endswith("tmp") else what.replace("00000005", "5"))
+        for name, what in calls
+    ]
+    assert kinds == [
+        ("fsync", "tmp"),
+        ("replace", "5.safetensors"),
+        ("fsync", "checkpoints"),
+        ("fsync", "progress.jsonl"),
+        ("fsync", "tmp"),
+        ("replace", "5.json"),
+        ("fsync", "checkpoints"),
+    ]
+
+
+def test_training_may_go_on_while_a_checkpoint_is_written(run, monkeypatch):
+    """What is saved is the state at the time of the call, and the call does not wait."""
+    original = checkpoint.safetensors.torch.save_file
+
+    def slow(*arguments):
+        time.sleep(0.5)
+        original(*arguments)
+
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", slow)
+    tensor = torch.zeros(101)
+    with Writer(run, 2) as writer:
+        began = time.perf_counter()
+        writer.save(5, {"weights": tensor}, {})
+        assert time.perf_counter() - began < 0.3
+        assert writer.stall < 0.3
+        tensor += 1
+    assert read(run, 5).tensors["weights"].sum() == 0
+    assert writer.seconds > 0.4
+
+
+def test_what_a_killed_writer_left_is_removed(run):
+    save(run, 5)
+    stale = run / "checkpoints" / ".00000006.safetensors.host-1.tmp"
+    stale.write_bytes(b"half")
+    save(run, 7)
+    assert not stale.exists()
+    assert steps(run / "checkpoints") == [5, 7]
+
+
+def test_a_checkpoint_of_a_later_format_is_refused(run):
+    save(run, 5)
+    path = run / "checkpoints" / "00000005.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(UsageError, match="format 99"):
+        read(run, 5)

@@ -1,0 +1,109 @@
+"""What ends a run from outside: notices, the clock, a STOP file, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from hpctrain import signals
+from hpctrain.cli import main
+from hpctrain.errors import UsageError
+from hpctrain.training.control import Control, deadline, duration
+from tests.launch import run
+
+
+@pytest.fixture
+def notices():
+    signals.listen()
+    yield
+    signals.forget()
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+def test_a_notice_only_sets_a_flag(notices, name):
+    control = Control(None)
+    assert control.news(0.5, 7) == (0.5, False, False, 7)
+    os.kill(os.getpid(), getattr(signal, name))
+    assert control.leaving() == name
+    assert control.news(0.5, 7) == (0.5, False, True, 7)
+
+
+def test_sigterm_is_a_notice_unless_mpirun_sends_it(monkeypatch):
+    for name in signals.UNDER_MPIRUN:
+        monkeypatch.delenv(name, raising=False)
+    assert signal.SIGTERM in signals.notices()
+    for name in signals.UNDER_MPIRUN:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "2")
+            assert signal.SIGTERM not in signals.notices()
+            assert signal.SIGUSR2 in signals.notices()
+
+
+def test_a_notice_is_heard_before_anything_is_imported():
+    """The handler is there once hpctrain begins; numpy and torch come seconds later."""
+    program = (
+        "import runpy, sys, os, signal\n"
+        "sys.argv = ['hpctrain', 'train', '--help']\n"
+        "try: runpy.run_module('hpctrain', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "from hpctrain.signals import noticed\n"
+        "print('heard', noticed(), {'torch', 'numpy'} & set(sys.modules))\n"
+    )
+    assert run([sys.executable, "-c", program]).stdout.endswith("heard SIGUSR2 set()\n")
+    assert run([sys.executable, "-c", program.replace("'train'", "'pack'")]).returncode < 0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("10m", 600), ("2h", 7200), ("5", 300), ("0.5m", 30), ("1:02:03", 3723)],
+)
+def test_durations(text, seconds):
+    assert duration(text, "--time-limit") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "soon", "1:2:3", "5d", "nan"])
+def test_durations_that_are_none(text):
+    with pytest.raises(UsageError, match="--time-limit .*: give a time, such as 30m"):
+        duration(text, "--time-limit")
+
+
+def test_the_deadline_is_the_earlier_of_limit_and_job(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    now = time.time()
+    assert deadline(None) is None
+    assert deadline("10m") == pytest.approx(now + 600, abs=5)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(now + 60)))
+    assert deadline("10m") == pytest.approx(now + 60, abs=2)
+    assert deadline("30s") == pytest.approx(now + 30, abs=5)
+
+
+def test_a_run_leaves_with_time_for_a_step_an_evaluation_and_a_save(tmp_path):
+    control = Control(tmp_path, "60s")
+    assert control.leaving() is None
+    control.slowest_step, control.slowest_evaluation, control.saving = 10.0, 5.0, 10.0
+    assert control.margin == 5 + 2 * 10 + 5 + 2 * 10
+    assert control.leaving() is None
+    control.slowest_evaluation = 20.0  # 65 s
+    assert control.leaving() == "the time is up"
+    assert Control(None, "1s").leaving() is None  # rank 0 alone looks at the clock
+
+
+def test_hpctrain_stop(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    assert main(["stop", "a"]) == 0
+    with Control(folder) as control:
+        assert control.asked()
+    (folder / "STOP").unlink()
+    (folder / "progress.jsonl").write_text('{"kind": "end", "status": "done"}\n')
+    assert main(["stop", "runs/a"]) == 0
+    assert "already ended" in capsys.readouterr().out
+    assert not (folder / "STOP").exists()
+    assert main(["stop", "b"]) == 2
+    assert main(["stop"]) == 2

@@ -1,0 +1,310 @@
+"""Going on: a run that was interrupted ends with the same bits as one that was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from hpctrain.config import Config
+from hpctrain.errors import RunError, UsageError
+from hpctrain.parallel.mpi import agreed
+from hpctrain.report.differences import first_difference
+from hpctrain.report.record import read_records
+from hpctrain.training import loop as inner
+from hpctrain.training import train as program
+from hpctrain.training.checkpoint import steps
+from hpctrain.training.control import Control
+from tests.packs import make_pack
+
+pytestmark = pytest.mark.mpi
+CASES = {
+    "sgdm": {},
+    "adam": {"optimizer": "adam", "lr": 0.01},
+    "local": {"batch_norm": "local"},
+    "dropout": {"model": "tests.odd_models:with_dropout"},
+    "cosine": {"schedule": "cosine"},
+    "denoise, best": {"task": "denoise", "validate_steps": 3, "output": "best"},
+    "patience": {"validate_steps": 2, "patience": 2, "lr": 0.3},
+    "bf16": {"precision": "bf16", "shift": 2},
+}
+
+
+@pytest.fixture
+def settings(comm, shared_tmp):
+    if comm.rank == 0:
+        make_pack(shared_tmp / "pack.h5", {"train": 101, "validation": 13, "test": 23})
+    comm.Barrier()
+    return Config(
+        data=str(shared_tmp / "pack.h5"),
+        runs_dir=str(shared_tmp / "runs"),
+        run="a",
+        epochs=2,
+        batch_size=16,
+        shards=8,
+        deterministic=True,
+        digest_every=4,
+        progress="none",
+    )
+
+
+@pytest.fixture
+def leave_after(comm, monkeypatch):
+    """A function that makes the last rank ask to leave when so many steps are done."""
+
+    def script(*marks):
+        asked = []
+
+        def news(self, waited, digest):
+            found = original(self, waited, digest)
+            asked.append(1)
+            here = comm.rank == comm.size - 1 and len(asked) in marks
+            return found._replace(leave=here)
+
+        monkeypatch.setattr(Control, "news", news)
+        return lambda: asked.clear()
+
+    original = Control.news
+    return script
+
+
+def end(settings, comm, name="a"):
+    """The last record of a run. Collective."""
+    folder = Path(settings.runs_dir) / name
+    return comm.bcast(list(read_records(folder))[-1] if comm.rank == 0 else None)
+
+
+def check_record(settings, other):
+    """The record holds every step once, in order, and the figures of an uninterrupted run."""
+    folders = [Path(settings.runs_dir) / name for name in ("a", other)]
+    records, reference = (list(read_records(folder)) for folder in folders)
+    numbers = [r["step"] for r in records if r["kind"] == "step"]
+    assert numbers == list(range(1, len(numbers) + 1))
+    epochs = [r["epoch"] for r in records if r["kind"] == "epoch"]
+    assert epochs == sorted(set(epochs))
+    assert first_difference(records, reference) is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_as_without_interruption(comm, settings, leave_after, case):
+    config = dataclasses.replace(settings, **CASES[case])
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    whole = end(settings, comm, "whole")
+    again = leave_after(3)
+    for _ in range(4):  # 3 steps a launch, also over the end of an epoch
+        again()
+        code = program.train(config, comm)
+        if code == 0:
+            break
+        assert code == 75
+        assert end(settings, comm)["status"] == "left"
+    else:
+        leave_after()
+        assert program.train(config, comm) == 0
+    assert end(settings, comm)["digest"] == whole["digest"]
+    if comm.rank == 0:
+        check_record(settings, "whole")
+
+
+def test_on_another_number_of_ranks(comm, settings, leave_after):
+    """All ranks, one alone, all again."""
+    alone = comm.Split(comm.rank)
+    assert program.train(dataclasses.replace(settings, run="whole"), comm) == 0
+    again = leave_after(4)
+    assert program.train(settings, comm) == 75
+    comm.Barrier()
+    again()
+    if comm.size > 1:
+        leave_after()
+    if comm.rank == 0:
+        few = dataclasses.replace(settings, checkpoint_every="2")
+        if comm.size > 1:
+            before = Control.news
+            counted = []
+
+            def news(self, waited, digest):
+                counted.append(1)
+                return before(self, waited, digest)._replace(leave=len(counted) == 5)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Control, "news", news)
+                assert program.train(few, alone) == 75
+        else:
+            assert program.train(few, alone) == 75
+    comm.Barrier()
+    leave_after()
+    assert program.train(settings, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        check_record(settings, "whole")
+    alone.Free()
+
+
+@pytest.mark.parametrize("dies_after", [1, 6, 7, 8])
+def test_a_run_that_died_goes_on_after_its_last_checkpoint(comm, settings, monkeypatch, dies_after):
+    config = dataclasses.replace(settings, checkpoint_every="3")
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    step = inner.train_step
+
+    def dying(trainer, *arguments):
+        if trainer.norms.updates[0] == dies_after:
+            raise agreed(RunError("dies"))
+        return step(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inner, "train_step", dying)
+        with pytest.raises(RunError, match="dies"):
+            program.train(config, comm)
+    begun = []
+    monkeypatch.setattr(
+        inner, "train_step", lambda t, *a: (begun.append(int(t.norms.updates[0])), step(t, *a))[1]
+    )
+    assert program.train(config, comm) == 0
+    assert begun[0] == dies_after // 3 * 3
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        check_record(settings, "whole")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(comm, settings, leave_after):
+    config = dataclasses.replace(settings, checkpoint_every="2")
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    leave_after(7)
+    assert program.train(config, comm) == 75
+    folder = Path(settings.runs_dir) / "a" / "checkpoints"
+    if comm.rank == 0:
+        assert steps(folder) == [6, 7]
+        path = folder / "00000007.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-50] ^= 4
+        path.write_bytes(bytes(content))
+    comm.Barrier()
+    leave_after()
+    assert program.train(config, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        notes = [r["text"] for r in read_records(folder.parent) if r["kind"] == "note"]
+        assert "00000007.safetensors is damaged: its SHA-256 is not" in notes[0]
+        assert notes[1] == "going on after step 6"
+
+
+def test_a_finished_run_says_so_and_more_epochs_extend_it(comm, settings, capsys):
+    whole = dataclasses.replace(settings, epochs=3, run="whole")
+    assert program.train(whole, comm) == program.train(settings, comm) == 0
+    folder = Path(settings.runs_dir) / "a"
+    before = comm.bcast((folder / "progress.jsonl").read_bytes() if comm.rank == 0 else None)
+    capsys.readouterr()
+    assert program.train(settings, comm) == 0
+    printed = capsys.readouterr().out
+    if comm.rank == 0:
+        assert printed == (
+            f"The run {folder} is finished, 2 epochs: a larger --epochs extends it\n"
+        )
+        assert (folder / "progress.jsonl").read_bytes() == before
+    assert program.train(dataclasses.replace(settings, epochs=3), comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shards": 7}, "was begun with --shards 8, not 7"),
+        ({"lr": 0.5}, "was begun with --lr not set, not 0.5"),
+        ({"model": "resnet18"}, "was begun with --model auto, not resnet18"),
+        ({"resume": "never"}, "exists: choose another name with --run"),
+        ({"data": "other.h5"}, "was begun with pack .*-.*, not .*: it cannot go on"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_another_run_is_not_continued(comm, settings, leave_after, change, message):
+    leave_after(2)
+    assert program.train(settings, comm) == 75
+    if "data" in change:
+        other = Path(settings.data).with_name("other.h5")
+        if comm.rank == 0:
+            make_pack(other, {"train": 101, "validation": 13, "test": 23}, seed=1)
+        comm.Barrier()
+        change = {"data": str(other)}
+    with pytest.raises(UsageError, match=message):
+        program.train(dataclasses.replace(settings, **change), comm)
+    leave_after()
+    free = dataclasses.replace(settings, threads=2, keep=5, progress="plain", digest_every=0)
+    assert program.train(dataclasses.replace(free, test=False), comm) == 0
+
+
+def test_must_resume(comm, settings, leave_after):
+    must = dataclasses.replace(settings, resume="must")
+    with pytest.raises(UsageError, match="--resume must, but there is no run"):
+        program.train(must, comm)
+    leave_after(2)
+    assert program.train(settings, comm) == 75
+    leave_after()
+    if comm.rank == 0:
+        for path in (Path(settings.runs_dir) / "a" / "checkpoints").glob("*.json"):
+            path.unlink()
+    comm.Barrier()
+    with pytest.raises(UsageError, match="holds no whole checkpoint"):
+        program.train(must, comm)
+    assert program.train(settings, comm) == 0  # from the beginning
+    if comm.rank == 0:
+        numbers = [
+            r["step"] for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == "step"
+        ]
+        assert numbers == list(range(1, 15))
+
+
+def test_a_stop_is_a_pause(comm, settings):
+    assert program.train(dataclasses.replace(settings, run="whole"), comm) == 0
+    folder = Path(settings.runs_dir) / "a"
+    counted = []
+
+    def asked(self):
+        counted.append(1)
+        if comm.rank == 0 and len(counted) == 5:
+            (folder / "STOP").touch()
+            return True
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Control, "asked", asked)
+        assert program.train(settings, comm) == 0
+    assert end(settings, comm)["status"] == "stopped"
+    assert end(settings, comm)["steps"] == 5
+    comm.Barrier()
+    assert program.train(settings, comm) == 0
+    assert not (folder / "STOP").exists()
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+
+
+def test_leaving_in_the_middle_of_a_validation(comm, settings, monkeypatch):
+    assert program.train(dataclasses.replace(settings, run="whole"), comm) == 0
+    asked = []
+
+    def leaving(self):
+        asked.append(1)
+        return "SIGUSR2" if comm.rank == comm.size - 1 and len(asked) > 7 else None
+
+    with monkeypatch.context() as patch:  # after 7 steps comes the validation
+        patch.setattr(Control, "leaving", leaving)
+        assert program.train(settings, comm) == 75
+    assert end(settings, comm)["reason"] == "SIGUSR2; saved after step 7"
+    assert program.train(settings, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        check_record(settings, "whole")
+
+
+def test_without_deterministic_a_run_goes_on_too(comm, settings, leave_after):
+    config = dataclasses.replace(settings, deterministic=False, threads=1)
+    leave_after(5)
+    assert program.train(config, comm) == 75
+    leave_after()
+    assert program.train(config, comm) == 0
+    if comm.rank == 0:
+        folder = Path(settings.runs_dir) / "a"
+        plan = json.loads((folder / "plan.json").read_text())
+        assert (plan["shards"], plan["ranks"]) == (8, comm.size)
+        numbers = [r["step"] for r in read_records(folder) if r["kind"] == "step"]
+        assert numbers == list(range(1, 15))
