@@ -11,6 +11,7 @@ rank and host, and aborts all ranks, because the others may be waiting in a coll
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -22,6 +23,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import launched_rank, launched_size, local_size
 
 T = TypeVar("T")
+_finalize_limit = 60.0  # seconds
 
 
 def _prepare_environment() -> None:
@@ -152,12 +154,27 @@ def fair_threads(comm: Comm) -> int:
 
 
 def run_guarded(function: Callable[[], int]) -> int:
-    """Run a subcommand that talks to other ranks; give its exit code, or end all ranks.
+    """Run a subcommand that talks to other ranks and end MPI; give its exit code, or end all ranks.
 
     An agreed error is printed by rank 0 and returned as exit code. Anything else is printed with
     rank and host and aborts all ranks: the peers may wait in a collective for ever.
     """
     world = MPI.COMM_WORLD
+    code = _guarded(function, world)
+    # A rank that died or stopped now would keep the others waiting in MPI_Finalize.
+    faulthandler.dump_traceback_later(_finalize_limit, exit=True, file=2)
+    MPI.Finalize()
+    faulthandler.cancel_dump_traceback_later()
+    return code
+
+
+def limit_finalize(seconds: float) -> None:
+    """End this process if MPI_Finalize takes longer."""
+    global _finalize_limit
+    _finalize_limit = seconds
+
+
+def _guarded(function: Callable[[], int], world: Comm) -> int:
     try:
         return function()
     except (UsageError, RunError) as error:

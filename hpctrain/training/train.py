@@ -13,7 +13,14 @@ from pathlib import Path
 from hpctrain.config import Config
 from hpctrain.errors import RunError
 from hpctrain.parallel.determinism import refusal, torch_settings
-from hpctrain.parallel.mpi import Comm, abort_all, from_root, host_name, start_mpi
+from hpctrain.parallel.mpi import (
+    Comm,
+    abort_all,
+    from_root,
+    host_name,
+    limit_finalize,
+    start_mpi,
+)
 from hpctrain.report.record import Recorder
 from hpctrain.training import saved
 from hpctrain.training.checkpoint import Writer
@@ -46,6 +53,7 @@ def train(config: Config, comm: Comm) -> int:
     """
     config = comm.bcast(config)
     timeout = from_root(comm, lambda: check_times(config))
+    limit_finalize(min(60.0, timeout))
     watchdog = Watchdog(comm.rank, comm.size, host_name(), timeout, abort_all)
     lock = RunLock()
     try:
