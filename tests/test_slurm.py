@@ -1,0 +1,217 @@
+"""The batch scripts of slurm/, submitted to a real Slurm of four nodes (scripts/slurm_testbed).
+
+Only with HPCTRAIN_TEST_SLURM=1, as root: nobody's machine gets a Slurm by running the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.report.record import read_records
+from tests.launch import ROOT, environment, run
+from tests.packs import make_pack
+
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("HPCTRAIN_TEST_SLURM") != "1", reason="HPCTRAIN_TEST_SLURM is not 1"
+    ),
+    pytest.mark.timeout(400),
+]
+TRAIN = ["--data", "pack.h5", "--batch-size", "16", "--shards", "4", "--deterministic"]
+TRAIN += ["--progress", "none", "--timeout", "60s", "--checkpoint-every", "5"]
+SLOW = [*TRAIN, "--model", "tests.odd_models:slow", "--epochs", "30"]  # 210 steps of 0.1 s
+
+
+class Cluster:
+    """The testbed's commands, in a folder that its nodes see."""
+
+    def __init__(self, folder: Path, conf: str) -> None:
+        self.folder = folder
+        self.env = environment({"SLURM_CONF": conf, "HPCTRAIN_VENV": sys.prefix})
+
+    def call(self, *command: str) -> str:
+        """Run a command of Slurm; its output."""
+        done = subprocess.run(
+            command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=30
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def submit(self, script: str, *words: str, flags: tuple[str, ...] = ()) -> str:
+        """Submit one of the files in slurm/; the job's number."""
+        return self.call("sbatch", "--parsable", *flags, str(ROOT / "slurm" / script), *words)
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm says of a job."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", number)))
+
+    def wait(self, number: str, *states: str, seconds: float = 120) -> dict[str, str]:
+        """The job, once it is in one of these states; a requeued one is started at once."""
+        until = time.monotonic() + seconds
+        while (job := self.job(number))["JobState"] not in states:
+            assert time.monotonic() < until, f"{job['JobState']}\n{self.log(number)}"
+            if job["JobState"] == "PENDING" and job.get("Reason") == "BeginTime":
+                self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
+            time.sleep(0.5)
+        return job
+
+    def log(self, number: str) -> str:
+        """What the job printed so far."""
+        files = list(self.folder.glob(f"hpctrain*{number}*.log"))
+        return "\n".join(file.read_text() for file in files)
+
+    def steps(self, name: str) -> int:
+        """Steps done by a run, as its record tells."""
+        path = self.folder / "runs" / name / "progress.jsonl"
+        if not path.exists():
+            return 0
+        return max((r["step"] for r in read_records(path) if r["kind"] == "step"), default=0)
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        until = time.monotonic() + 60
+        while self.steps(name) < step:
+            assert time.monotonic() < until, f"no step {step} of {name}"
+            time.sleep(0.2)
+
+    def end(self, name: str) -> dict:
+        return list(read_records(self.folder / "runs" / name))[-1]
+
+    def processes(self) -> list[str]:
+        """Ranks that are alive."""
+        found = subprocess.run(["pgrep", "-f", "hpctrain --run"], capture_output=True, text=True)
+        return found.stdout.split()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    make_pack(folder / "pack.h5", {"train": 101, "validation": 13, "test": 23})
+    home = Path("/var/lib") / f"hpctrain-testbed-{os.getpid()}"
+    keep = [str(folder), sys.prefix, str(Path(sys.executable).resolve().parents[1])]
+    env = environment({"HPCTRAIN_TESTBED": str(home), "HPCTRAIN_TESTBED_KEEP": ":".join(keep)})
+    testbed = str(ROOT / "scripts" / "slurm_testbed")
+    done = subprocess.run([testbed, "up"], env=env, capture_output=True, text=True, timeout=300)
+    try:
+        assert done.returncode == 0, done.stderr
+        yield Cluster(folder, re.search(r"SLURM_CONF=(\S+)", done.stdout)[1])
+    finally:
+        subprocess.run([testbed, "down"], env=env, capture_output=True, timeout=60)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster):
+    """The digest of the slow run without interruption, on one rank without Slurm."""
+    words = [*SLOW, "--run", "whole"]
+    done = run([sys.executable, "-m", "hpctrain", *words], 200, cwd=cluster.folder)
+    assert done.returncode == 0, done.stderr
+    return cluster.end("whole")["digest"]
+
+
+def test_two_nodes_with_two_ranks_each(cluster):
+    job = cluster.submit("train.sbatch", *TRAIN, "--epochs", "2", "--run", "plain")
+    cluster.wait(job, "COMPLETED")
+    done = run(
+        [sys.executable, "-m", "hpctrain", *TRAIN, "--epochs", "2", "--run", "one"],
+        100,
+        cwd=cluster.folder,
+    )
+    assert done.returncode == 0, done.stderr
+    assert cluster.end("plain")["digest"] == cluster.end("one")["digest"]
+    first = next(iter(read_records(cluster.folder / "runs" / "plain")))
+    assert first["ranks"] == 4
+
+
+def test_a_notice_before_the_time_limit_requeues_and_the_job_finishes(cluster, whole):
+    """--signal comes up to a minute early, so the first life is short."""
+    flags = ("--time=00:02:00", "--signal=USR2@100")
+    job = cluster.submit("train.sbatch", *SLOW, "--run", "limited", flags=flags)
+    found = cluster.wait(job, "COMPLETED", "FAILED", seconds=240)
+    assert found["JobState"] == "COMPLETED", cluster.log(job)
+    assert int(found["Restarts"]) >= 1
+    assert cluster.end("limited")["digest"] == whole
+    assert "going on after step" in str(list(read_records(cluster.folder / "runs" / "limited")))
+
+
+def test_scancel_ends_for_good(cluster):
+    job = cluster.submit("train.sbatch", *SLOW, "--run", "cancelled")
+    cluster.wait_for_step("cancelled", 3)
+    cluster.call("scancel", job)
+    found = cluster.wait(job, "CANCELLED", "PENDING", "COMPLETED")
+    time.sleep(3)
+    assert cluster.job(job)["JobState"] == found["JobState"] == "CANCELLED"
+    assert found["Restarts"] == "0"
+    until = time.monotonic() + 20
+    while cluster.processes() and time.monotonic() < until:
+        time.sleep(0.5)
+    assert cluster.processes() == []
+
+
+def test_a_job_of_higher_priority_preempts_and_the_first_finishes_after_it(cluster, whole):
+    job = cluster.submit("train.sbatch", *SLOW, "--run", "preempted")
+    cluster.wait_for_step("preempted", 3)
+    urgent = cluster.submit(
+        "train.sbatch",
+        *TRAIN,
+        "--epochs",
+        "1",
+        "--run",
+        "urgent",
+        flags=("-p", "high", "-N4", "--ntasks-per-node=1"),
+    )
+    cluster.wait(urgent, "COMPLETED")
+    found = cluster.wait(job, "COMPLETED", "FAILED", seconds=240)
+    assert found["JobState"] == "COMPLETED", cluster.log(job)
+    assert int(found["Restarts"]) >= 1
+    assert cluster.end("preempted")["digest"] == whole
+
+
+def test_a_killed_rank_fails_the_job_and_the_next_one_goes_on(cluster, whole):
+    job = cluster.submit("train.sbatch", *SLOW, "--run", "killed")
+    cluster.wait_for_step("killed", 12)
+    os.kill(int(cluster.processes()[-1]), signal.SIGKILL)
+    began = time.monotonic()
+    cluster.wait(job, "FAILED", seconds=60)
+    assert time.monotonic() - began < 30
+    again = cluster.submit("train.sbatch", *SLOW, "--run", "killed")
+    cluster.wait(again, "COMPLETED")
+    assert cluster.end("killed")["digest"] == whole
+
+
+def test_mpirun_in_an_allocation(cluster, whole):
+    flags = ("--time=00:02:00", "--signal=B:USR2@100")
+    job = cluster.submit("train_mpirun.sbatch", *SLOW, "--run", "mpirun", flags=flags)
+    found = cluster.wait(job, "COMPLETED", "FAILED", seconds=240)
+    assert found["JobState"] == "COMPLETED", cluster.log(job)
+    assert int(found["Restarts"]) >= 1
+    assert cluster.end("mpirun")["digest"] == whole
+
+
+def test_chain_array_and_staging(cluster):
+    """A chain's second job finds the run finished; an array's runs differ by their seed."""
+    short = [*TRAIN, "--epochs", "1"]
+    chain = cluster.call(
+        str(ROOT / "slurm/chain.sh"), "2", str(ROOT / "slurm/train.sbatch"), *short, "--run", "c"
+    )
+    jobs = re.findall(r"job (\d+)", chain)
+    array = cluster.submit("array.sbatch", *short, flags=("--array=0-1",))
+    for job in jobs:
+        cluster.wait(job, "COMPLETED")
+    assert "The run runs/c is finished" in cluster.log(jobs[1])
+    for seed in (0, 1):
+        cluster.wait(f"{array}_{seed}", "COMPLETED")
+    ends = [cluster.end(f"array-{array}-{seed}") for seed in (0, 1)]
+    assert ends[0]["digest"] != ends[1]["digest"]
+    cluster.env["PACK"] = str(cluster.folder / "pack.h5")
+    staged = cluster.submit("staged.sbatch", *short[2:], "--run", "staged")
+    cluster.wait(staged, "COMPLETED")
+    assert cluster.end("staged")["digest"] == cluster.end("c")["digest"]
