@@ -1,7 +1,14 @@
 """The networks: plain torch modules, built by name, and their weights in safetensors files."""
 
 from hpctrain.models.build import NETWORKS, build, check_forward
-from hpctrain.models.weights import load_init, load_weights, read_model, save_model
+from hpctrain.models.weights import (
+    load_init,
+    load_weights,
+    read_model,
+    save_model,
+    save_tensors,
+    snapshot,
+)
 
 __all__ = [
     "NETWORKS",
@@ -11,4 +18,6 @@ __all__ = [
     "load_weights",
     "read_model",
     "save_model",
+    "save_tensors",
+    "snapshot",
 ]

@@ -25,16 +25,25 @@ from hpctrain.files import whole_file
 ENTRY = "hpctrain"
 
 
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers on the CPU, contiguous in torch's order."""
+    # Parameters may be views of one flat vector, or lie in memory as NHWC: copy each by itself.
+    return {
+        name: value.detach().to("cpu", copy=True).contiguous()
+        for name, value in model.state_dict().items()
+    }
+
+
 def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any]) -> None:
     """Write weights, buffers and `metadata` (what JSON can hold), whole or not at all.
 
     RunError if the disk does not take it.
     """
-    # Parameters may be views of one flat vector, or lie in memory as NHWC: copy each by itself.
-    tensors = {
-        name: value.detach().to("cpu", copy=True).contiguous()
-        for name, value in model.state_dict().items()
-    }
+    save_tensors(path, snapshot(model), metadata)
+
+
+def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write what `snapshot` gave, and `metadata`, as `save_model` does."""
     entry = json.dumps(dict(metadata), sort_keys=True)
     content = safetensors.torch.save(tensors, {ENTRY: entry})
     try:

@@ -15,7 +15,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Writer:
         self._record = folder / FILE_NAME
         self.saved = time.monotonic()  # when the last one was taken
         self.stall = 0.0  # seconds for which the last checkpoint held up training
-        self.seconds = 0.0  # that it took to write
+        self.seconds = 0.0  # that writing took, at most
         self._host: Tensors = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -77,18 +77,21 @@ class Writer:
         Waits for the checkpoint before this one to be written. RunError where that failed.
         """
         began = time.perf_counter()
-        self.wait()
+        self.wait()  # the host copies are in use until then
         for name, tensor in tensors.items():
             if name not in self._host or self._host[name].shape != tensor.shape:
                 self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._host[name].copy_(tensor.detach())
         host = {name: self._host[name] for name in tensors}
-        self._thread = threading.Thread(
-            target=self._write, args=(step, host, dict(state)), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+        self.begin(lambda: self._write(step, host, dict(state)))
         self.saved = time.monotonic()
         self.stall = time.perf_counter() - began
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Run `write` in the background, once nothing else is being written. RunError as `wait`."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="writer", daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
         """Return when nothing is left to write. RunError where writing failed."""
@@ -100,22 +103,25 @@ class Writer:
             reason = getattr(error, "strerror", None) or str(error)
             raise RunError(f"cannot write a checkpoint to {self.folder}: {reason}") from error
 
-    def _write(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+    def _run(self, write: Callable[[], None]) -> None:
         began = time.perf_counter()
         try:
-            path = self.folder / f"{step:08}.safetensors"
-            with whole_file(path) as temporary:
-                safetensors.torch.save_file(tensors, temporary)
-                known = {"bytes": temporary.stat().st_size, "sha256": _sha256(temporary)}
-            sync(self._record)  # a step that is in the checkpoint is in the record too
-            with whole_file(path.with_suffix(".json")) as temporary:
-                content = {"format": FORMAT, "step": step, **known, "state": state}
-                content["check"] = _check(content)
-                temporary.write_text(json.dumps(content, indent=1) + "\n")
-            self._forget()
+            write()
         except BaseException as error:
             self._error = error
-        self.seconds = time.perf_counter() - began
+        self.seconds = max(self.seconds, time.perf_counter() - began)
+
+    def _write(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+        path = self.folder / f"{step:08}.safetensors"
+        with whole_file(path) as temporary:
+            safetensors.torch.save_file(tensors, temporary)
+            known = {"bytes": temporary.stat().st_size, "sha256": _sha256(temporary)}
+        sync(self._record)  # a step that is in the checkpoint is in the record too
+        with whole_file(path.with_suffix(".json")) as temporary:
+            content = {"format": FORMAT, "step": step, **known, "state": state}
+            content["check"] = _check(content)
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+        self._forget()
 
     def _forget(self) -> None:
         """Remove all but the newest generations."""

@@ -19,6 +19,7 @@ from hpctrain.report.jsonlines import cut_back
 from hpctrain.training.control import FILE as STOP
 from hpctrain.training.progress import Progress
 from hpctrain.training.setup import Job
+from hpctrain.training.watchdog import FOLDER as HEARTBEATS
 
 
 def make_run_folder(job: Job) -> Path:
@@ -49,6 +50,8 @@ def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
         for name, text in (("config.toml", to_toml(job.config)), ("plan.json", job.plan.to_json())):
             with whole_file(folder / name) as path:
                 path.write_text(text if name.endswith("toml") else text + "\n")
+        for beat in (folder / HEARTBEATS).glob("*.json"):  # there may be fewer ranks now
+            beat.unlink()
         cut_back(folder, state.step, state.epoch)
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror}") from error

@@ -58,14 +58,15 @@ class Progress:
         """Make figures a link of the chain."""
         self.chain = chain(self.chain, figures)
 
-    def keep_best(self, loss: float, trainer: Trainer, copy: bool) -> None:
-        """Note a validation's loss; with `copy` keep the network where it is the smallest."""
+    def keep_best(self, loss: float, trainer: Trainer, copy: bool) -> bool:
+        """Note a validation's loss; whether it is the smallest. With `copy` keep that network."""
         if not loss < self.best_loss:
             self.waited += 1
-            return
+            return False
         self.best_loss, self.best_step, self.waited = loss, self.step, 0
         if copy:
             self.best = [tensor.clone() for tensor in _network(trainer)]
+        return True
 
     def restore_best(self, trainer: Trainer) -> None:
         """Go back to the network that was kept, if there is one."""

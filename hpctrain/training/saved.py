@@ -20,21 +20,19 @@ from hpctrain.data.builtin import locate
 from hpctrain.data.loader import Prepare, make_prepare
 from hpctrain.data.packed import Pack, read_pack
 from hpctrain.errors import UsageError
-from hpctrain.models import build, load_weights, read_model, save_model
+from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, fair_threads, from_root, local_ranks
 from hpctrain.plan import Plan
 from hpctrain.training.tasks import Task, make_task
 
-FILE = "model.safetensors"
+FILE, BEST = "model.safetensors", "best.safetensors"
 
 
-def save(
-    path: Path, model: nn.Module, config: Config, plan: Plan, pack: Pack, state: dict[str, Any]
-) -> None:
-    """Write weights, buffers and metadata; `state` tells the run, step and figures reached."""
+def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a network; `state` tells the run, step and figures reached."""
     scaling = normalization(config.normalize, pack.mean, pack.std)
-    metadata = {
+    return {
         "hpctrain": __version__,
         "model": plan.model,
         "small_stem": config.small_stem,
@@ -52,7 +50,6 @@ def save(
         "channels_last": plan.channels_last,
         **state,
     }
-    save_model(path, model, metadata)
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,12 @@ def find_model(target: str | None, runs_dir: str) -> Path:
         raise UsageError("name a run or a .safetensors file")
     for path in (Path(runs_dir) / target, Path(target)):
         if path.is_dir():
-            if not (path / FILE).is_file():
-                raise UsageError(f"{path} holds no {FILE}: the run has not ended")
-            return path / FILE
+            files = [path / name for name in (FILE, BEST) if (path / name).is_file()]
+            if not files:
+                raise UsageError(
+                    f"{path} holds no {FILE}: the run has not ended; its command continues it"
+                )
+            return files[0]
         if path.is_file():
             return path
     raise UsageError(f"there is no run {target!r} in {runs_dir} and no such file")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpctrain.config import Config
 from hpctrain.errors import RunError
+from hpctrain.models import save_model
 from hpctrain.parallel.determinism import refusal, torch_settings
 from hpctrain.parallel.mpi import (
     Comm,
@@ -33,7 +34,7 @@ from hpctrain.training.outcome import NonFinite
 from hpctrain.training.progress import Progress, Run
 from hpctrain.training.resume import find_earlier, restore
 from hpctrain.training.setup import set_up
-from hpctrain.training.validate import show_work, test, validate
+from hpctrain.training.validate import describe_network, show_work, test, validate
 from hpctrain.training.watchdog import Watchdog
 
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
@@ -176,6 +177,4 @@ def finish(run: Run, folder: Path, began: float) -> int:
 
 def save(run: Run, folder: Path) -> None:
     """Write model.safetensors (rank 0)."""
-    job, state = run.job, run.state
-    figures = {"run": folder.name, "step": state.step, "epoch": state.epoch, **state.figures}
-    saved.save(folder / saved.FILE, job.trainer.model, job.config, job.plan, job.pack, figures)
+    save_model(folder / saved.FILE, run.job.trainer.model, describe_network(run, folder.name))

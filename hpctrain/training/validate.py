@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ import torch
 from hpctrain.data.loader import read_rows
 from hpctrain.data.packed import Rows
 from hpctrain.keys import random_key
+from hpctrain.models import save_tensors, snapshot
 from hpctrain.parallel.mpi import everywhere
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.pictures import write_rows
+from hpctrain.training import saved
 from hpctrain.training.evaluate import Evaluation, evaluate
 from hpctrain.training.progress import ASKED, Run
 from hpctrain.training.tasks import Denoising, network_output
@@ -41,12 +44,29 @@ def validate(run: Run) -> None:
     if result is None:
         return
     state.validated = state.step
-    state.keep_best(result.loss, run.job.trainer, run.job.config.output == "best")
+    if state.keep_best(result.loss, run.job.trainer, run.job.config.output == "best"):
+        save_best(run)
     if patience and state.waited >= patience and not state.ended:
         state.ended = (
             f"{patience} validations without a loss below the {state.best_loss:.4g}"
             f" of step {state.best_step}"
         )
+
+
+def save_best(run: Run) -> None:
+    """Write the network of the smallest validation loss so far, behind training's back (rank 0)."""
+    if run.writer is not None:
+        tensors = snapshot(run.job.trainer.model)
+        folder = run.writer.folder.parent
+        metadata = describe_network(run, folder.name)
+        run.writer.begin(lambda: save_tensors(folder / saved.BEST, tensors, metadata))
+
+
+def describe_network(run: Run, name: str) -> dict[str, Any]:
+    """The metadata of the network as it is now."""
+    job, state = run.job, run.state
+    figures = {"run": name, "step": state.step, "epoch": state.epoch, **state.figures}
+    return saved.describe(job.config, job.plan, job.pack, figures)
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:

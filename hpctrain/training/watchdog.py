@@ -4,7 +4,7 @@ Every rank's loop says what it is about to do; a thread writes that to the rank'
 every few seconds. Where nothing new is said for the timeout, the thread of some rank ends all:
 it names the ranks that did not arrive, from their heartbeats, and leaves everybody's stack. A rank
 that cannot run its thread either (stopped, or stuck in native code) is ended by faulthandler's own
-timer, or by the others. The kernel ends ranks whose launcher died.
+timer, or by the others. The kernel ends ranks whose mpirun died.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hpctrain.signals import UNDER_MPIRUN
+
 FOLDER = "ranks"
 BEAT_EVERY = 5.0  # seconds
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
@@ -30,9 +32,9 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this process when the one that started it dies (Linux)."""
+    """Let the kernel kill this process when the mpirun that started it dies (Linux)."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None and os.getppid() > 1:
+    if prctl is not None and any(name in os.environ for name in UNDER_MPIRUN):
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

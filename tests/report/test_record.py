@@ -381,3 +381,33 @@ def test_a_run_ends_once(tmp_path: Path) -> None:
     recorder.close()
     recorder.note("after the end")
     assert len(list(read_records(tmp_path))) == 2
+
+
+def test_what_came_after_a_checkpoint_is_taken_out_and_the_rest_stays_as_it_is(tmp_path):
+    from hpctrain.report.jsonlines import cut_back
+
+    def line(**record):
+        return (json.dumps({**record, "time": "x"}) + "\n").encode()
+
+    kept = [
+        line(kind="run", name="a"),
+        line(kind="step", epoch=1, step=1),
+        line(kind="digest", step=1, digest="ab"),
+        line(kind="step", epoch=1, step=2),
+        line(kind="epoch", epoch=1),
+        line(kind="evaluation", epoch=1, step=2, split="validation"),
+        line(kind="note", text="x"),
+    ]
+    late = [
+        line(kind="step", epoch=2, step=3),
+        line(kind="digest", step=3, digest="ab"),
+        line(kind="epoch", epoch=2),
+        line(kind="evaluation", epoch=2, step=3, split="validation"),
+    ]
+    path = tmp_path / "progress.jsonl"
+    path.write_bytes(b"".join(kept + late) + b'{"kind": "step", "epoch": 2, "st')
+    cut_back(tmp_path, step=2, epoch=1)
+    assert path.read_bytes() == b"".join(kept)
+    cut_back(tmp_path, step=2, epoch=1)
+    assert path.read_bytes() == b"".join(kept)
+    cut_back(tmp_path / "nowhere", step=2, epoch=1)

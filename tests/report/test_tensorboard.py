@@ -51,3 +51,20 @@ def test_no_events_unless_asked_for(tmp_path: Path) -> None:
     with Recorder(tmp_path, "none") as recorder:
         recorder.run({"name": "first"})
     assert [path.name for path in tmp_path.iterdir()] == ["progress.jsonl"]
+
+
+@pytest.mark.filterwarnings("default")  # those of the reader are not ours
+def test_steps_that_are_told_again_count_once(tmp_path: Path) -> None:
+    """A run that goes on after step 6 of 9: what came after it is purged."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, done, value in ((1, 0, 1.0), (7, 6, 2.0)):
+        with Recorder(tmp_path, "none", tensorboard=True, done=done) as recorder:
+            recorder.run({"name": "first"})
+            for number in range(first, first + 9):
+                recorder.step(1, number, value, 0.5, 0.5, 101.0, {"total": 1.0}, 0, 101)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    loss = [(event.step, event.value) for event in events.Scalars("training/loss")]
+    assert loss == [(number, 1.0 if number < 7 else 2.0) for number in range(1, 16)]

@@ -141,6 +141,11 @@ def test_more_threads_than_any_machine_has_are_refused():
 
 def test_a_file_or_a_run_is_found(run):
     assert find_model("a", "runs") == Path("runs/a/model.safetensors")
+    Path("runs/b").mkdir()
+    with pytest.raises(UsageError, match="the run has not ended; its command continues it"):
+        find_model("b", "runs")
+    Path("runs/b/best.safetensors").touch()
+    assert find_model("b", "runs") == Path("runs/b/best.safetensors")
     assert find_model("runs/a", "elsewhere") == Path("runs/a/model.safetensors")
     with pytest.raises(UsageError, match="name a run"):
         find_model(None, "runs")

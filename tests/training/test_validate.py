@@ -106,6 +106,9 @@ def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(
         assert metadata["step"] == (8 if output == "best" else 14)
         assert tensors["bn1.num_batches_tracked"] == metadata["step"]
         assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
+        best, known = read_model(folder / "best.safetensors")
+        assert torch.equal(best["conv1.weight"], seen[1])
+        assert known["step"] == 8
         tests = [r for r in read_records(folder) if r.get("split") == "test"]
         assert [t["step"] for t in tests] == [metadata["step"]]
         assert np.isfinite(tests[0]["loss"])
