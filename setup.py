@@ -73,5 +73,5 @@ setup(
         "torch>=2.10",  # older ones execute code from crafted files even under weights_only
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["hpctrain = hpctrain.cli:main"]},
+    entry_points={"console_scripts": ["hpctrain = hpctrain.__main__:program"]},
 )

@@ -1,12 +1,24 @@
-"""``python -m hpctrain``."""
+"""``python -m hpctrain``, and the command ``hpctrain``: the subcommand between two frames."""
 
 import sys
 
 from hpctrain.signals import listen
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == [] or sys.argv[1] == "train" or sys.argv[1].startswith("-"):
+
+def program() -> int:
+    """Catch the scheduler's notices, run the subcommand, end MPI if it began; the exit code."""
+    words = sys.argv[1:]
+    if not words or words[0] == "train" or words[0].startswith("-"):
         listen()  # before anything slow is imported: a notice may come at any moment
     from hpctrain.cli import main
 
-    sys.exit(main())
+    code = main(words)
+    if "mpi4py.MPI" in sys.modules:
+        from hpctrain.parallel.mpi import end_mpi
+
+        end_mpi()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(program())

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.launcher import launched_rank
-from hpctrain.signals import listen
 
 PHASE, FAULT = os.environ.get("TORTURE_PHASE"), os.environ.get("TORTURE_FAULT", "")
 left = int(os.environ.get("TORTURE_COUNT", "1"))
@@ -99,9 +98,8 @@ def arm() -> None:
 
 
 if __name__ == "__main__":
-    listen()
     if PHASE and str(launched_rank()) == os.environ.get("TORTURE_RANK"):
         arm()
-    from hpctrain.cli import main
+    from hpctrain.__main__ import program
 
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(program())

@@ -154,27 +154,12 @@ def fair_threads(comm: Comm) -> int:
 
 
 def run_guarded(function: Callable[[], int]) -> int:
-    """Run a subcommand that talks to other ranks and end MPI; give its exit code, or end all ranks.
+    """Run a subcommand that talks to other ranks; give its exit code, or end all ranks.
 
     An agreed error is printed by rank 0 and returned as exit code. Anything else is printed with
     rank and host and aborts all ranks: the peers may wait in a collective for ever.
     """
     world = MPI.COMM_WORLD
-    code = _guarded(function, world)
-    # A rank that died or stopped now would keep the others waiting in MPI_Finalize.
-    faulthandler.dump_traceback_later(_finalize_limit, exit=True, file=2)
-    MPI.Finalize()
-    faulthandler.cancel_dump_traceback_later()
-    return code
-
-
-def limit_finalize(seconds: float) -> None:
-    """End this process if MPI_Finalize takes longer."""
-    global _finalize_limit
-    _finalize_limit = seconds
-
-
-def _guarded(function: Callable[[], int], world: Comm) -> int:
     try:
         return function()
     except (UsageError, RunError) as error:
@@ -197,6 +182,21 @@ def _abort(world: Comm, text: str, code: int) -> int:
     if world.size > 1:
         world.Abort(code)
     return code
+
+
+def end_mpi() -> None:
+    """MPI_Finalize, as the last thing that a program does: a rank that dies or stops now would
+    keep the others waiting in it, so after a while this process is ended. Collective.
+    """
+    faulthandler.dump_traceback_later(_finalize_limit, exit=True, file=2)
+    MPI.Finalize()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def limit_finalize(seconds: float) -> None:
+    """How long `end_mpi` may take."""
+    global _finalize_limit
+    _finalize_limit = seconds
 
 
 def abort_all(code: int) -> None:

@@ -38,9 +38,9 @@ def end_with_launcher() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def beat_interval(timeout: float) -> float:
-    """Seconds between two heartbeats."""
-    return min(BEAT_EVERY, timeout / 6)
+def beat_interval(timeout: float, size: int) -> float:
+    """Seconds between two heartbeats; many ranks write more rarely, for the file system's sake."""
+    return min(max(BEAT_EVERY, size / 20), timeout / 6)
 
 
 class Watchdog:
@@ -94,9 +94,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         armed = beaten = time.monotonic()
-        while not self._over.wait(min(1.0, beat_interval(self.timeout))):
+        while not self._over.wait(min(1.0, beat_interval(self.timeout, self.size))):
             now = time.monotonic()
-            if now - beaten >= beat_interval(self.timeout):
+            if now - beaten >= beat_interval(self.timeout, self.size):
                 beaten = now
                 self._beat()
             if self._since > armed:
@@ -129,10 +129,10 @@ class Watchdog:
         self._beat()
         where = f"[rank {self.rank} of {self.size} @{self.host}]"
         lines = [f"nothing new for {self.timeout:.0f} s while in: {self._doing}"]
-        lines += hung(self._folder, self.rank, self.timeout)
+        lines += hung(self._folder, self.rank, 2 * beat_interval(self.timeout, self.size))
         print("".join(f"{where} {line}\n" for line in lines), file=sys.stderr, end="", flush=True)
         self._dump()
-        time.sleep(0.2 * self.rank % 2)  # one report is enough, and the others' stacks are written
+        time.sleep(min(2.0, self.timeout / 5))  # the others leave their stacks too
         threading.Thread(target=self._abort, args=(1,), daemon=True).start()
         time.sleep(LAST_WORDS)
         os._exit(1)
@@ -148,8 +148,10 @@ class Watchdog:
             pass
 
 
-def hung(folder: Path | None, own: int, timeout: float) -> list[str]:
-    """A line for each other rank that does not beat, or is not where the others wait."""
+def hung(folder: Path | None, own: int, silence: float) -> list[str]:
+    """A line for each other rank that gave no sign for `silence` seconds, or did not arrive where
+    the others wait.
+    """
     beats = []
     for path in sorted(folder.glob("[0-9]*.json")) if folder else []:
         try:
@@ -160,7 +162,7 @@ def hung(folder: Path | None, own: int, timeout: float) -> list[str]:
     for beat in beats:
         silent = time.time() - beat["time"]
         who = f"rank {beat['rank']} (process {beat['pid']} on {beat['host']})"
-        if beat["rank"] != own and silent > 2 * beat_interval(timeout):
+        if beat["rank"] != own and silent > silence:
             lines.append(f"{who} gave no sign for {silent:.0f} s, last in: {beat['doing']}")
         elif beat["rank"] != own and not beat["doing"].startswith("waiting for all"):
             lines.append(f"{who} did not arrive, it is in: {beat['doing']}")

@@ -186,7 +186,7 @@ def test_heartbeats_tell_who_did_not_arrive(tmp_path):
     beat(1, "step 9", 1)
     beat(2, "step 9", 300)
     (tmp_path / "3.json").write_text("torn")
-    assert hung(tmp_path, 0, 60) == [
+    assert hung(tmp_path, 0, 60.0) == [
         "rank 1 (process 7 on h) did not arrive, it is in: step 9",
         "rank 2 (process 7 on h) gave no sign for 300 s, last in: step 9",
     ]
