@@ -12,6 +12,7 @@ from PIL import Image
 from hpctrain.cli import main
 from hpctrain.models import save_model
 from hpctrain.report.differences import compare_tensors, first_difference
+from hpctrain.report.plots import largest_of_neighbours
 
 F32 = np.float32
 
@@ -118,6 +119,12 @@ def test_runs_that_differ(runs, capsys, tmp_path):
     with Image.open(tmp_path / "apart.png") as image:
         picture = np.asarray(image.convert("RGB")).reshape(-1, 3)
     assert (picture == (0, 114, 178)).all(1).sum() > 20, "no bar is drawn"
+
+
+def test_of_many_values_the_largest_of_neighbours_are_shown():
+    values = np.array([1.0, -3.0, 2.0, 0.5, 0.0, -0.25, 7.0])
+    assert largest_of_neighbours(values, 1).tolist() == values.tolist()
+    assert largest_of_neighbours(values, 3).tolist() == [-3.0, 0.5, 7.0]
 
 
 def test_runs_with_equal_weights_and_other_records_are_different(runs):

@@ -67,15 +67,26 @@ def settings(pack):
 
 
 @pytest.mark.parametrize(
-    ("model", "shape", "rows"), [("digits", (28, 28, 1), 101), ("resnet50", (32, 32, 3), 35)]
+    ("model", "shape", "rows", "per_rank"),
+    [
+        ("digits", (28, 28, 1), 101, 1),
+        ("digits", (28, 28, 1), 101, 3),
+        ("resnet50", (32, 32, 3), 35, 1),
+    ],
 )
-def test_exactly_one_mpi_call_a_step(comm, shared_tmp, model, shape, rows):
+def test_exactly_one_mpi_call_a_step(comm, shared_tmp, model, shape, rows, per_rank):
+    """Whatever the network, and however many shards a rank accumulates."""
     if comm.rank == 0:
         make_pack(shared_tmp / "pack.h5", {"train": rows}, shape, 5)
     comm.Barrier()
     counting = CountingComm(comm)
     config = Config(
-        data=str(shared_tmp / "pack.h5"), model=model, epochs=1, batch_size=16, threads=1
+        data=str(shared_tmp / "pack.h5"),
+        model=model,
+        epochs=1,
+        batch_size=16,
+        threads=1,
+        shards=per_rank * comm.size,
     )
     job = set_up(config, counting)
     assert job.plan.steps_per_epoch == -(-rows // 16)
