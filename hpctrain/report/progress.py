@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.report.bar import Bar
 
 Record = dict[str, Any]
+BEGAN = {"done": "Done in", "stopped": "Stopped after", "left": "Left after"}
 SMOOTHING = 0.1  # weight of the newest step in the bar's images/s
 
 
@@ -113,6 +114,8 @@ class Display:
         self._say(first, style="bold")
         for line in [*others, *cost_lines(self._steps, self._seconds, self._slowest)]:
             self._say(line)
+        if self._facts.get("deterministic") and record.get("digest"):
+            self._say(f"  digest {record['digest']}")
         self._say(f"  {self._folder}")
 
     def _say(self, text: str, style: str = "") -> None:
@@ -215,15 +218,17 @@ def evaluation_line(record: Record, epochs: int | None) -> str:
 
 def summary_lines(record: Record, evaluations: dict[str, Record]) -> list[str]:
     """How a run ended, after how long, and the last evaluation of each split."""
-    began = {"done": "Done in", "stopped": "Stopped after"}.get(record["status"], "Failed after")
+    began = BEGAN.get(record["status"], "Failed after")
     reason = (record.get("reason") or "").partition("\n")[0]
     results = {}
-    for split, last in evaluations.items():
+    for split, last in evaluations.items() if record["status"] in ("done", "stopped") else ():
         name = "loss" if last["accuracy"] is None else "accuracy"
         results[split] = f"{split} {name} {_short(last[name])}"
     first = [f"{began} {duration(record['seconds'])}", reason, results.pop("test", None)]
-    lines = [_joined(first, ": "), "  " + _joined(list(results.values()))]
-    return lines if results else lines[:1]
+    lines = [_joined(first, ": "), "  " + _joined(list(results.values()))][: 1 + bool(results)]
+    if record["status"] in ("stopped", "left"):
+        lines.append("  the same command goes on")
+    return lines
 
 
 def cost_lines(steps: int, seconds: dict[str, float], slowest: Counter[int]) -> list[str]:

@@ -16,7 +16,7 @@ from hpctrain.config import Config, EvaluateConfig, PredictConfig
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.packed import Rows, read_pack
 from hpctrain.errors import UsageError
-from hpctrain.models import build
+from hpctrain.models import build, save_model
 from hpctrain.plan import Facts, resolve
 from hpctrain.training import predict, saved
 from hpctrain.training.evaluate import blocks_of, evaluate
@@ -42,8 +42,10 @@ def network(comm, shared_tmp):
     if comm.rank == 0:
         config = Config()
         state = {"step": 1}
-        saved.save(
-            shared_tmp / "model.safetensors", model, config, resolve(config, facts), pack, state
+        save_model(
+            shared_tmp / "model.safetensors",
+            model,
+            saved.describe(config, resolve(config, facts), pack, state),
         )
     comm.Barrier()
     return shared_tmp, pack, model
