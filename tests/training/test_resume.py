@@ -289,11 +289,26 @@ def test_leaving_in_the_middle_of_a_validation(comm, settings, monkeypatch):
     with monkeypatch.context() as patch:  # after 7 steps comes the validation
         patch.setattr(Control, "leaving", leaving)
         assert program.train(settings, comm) == 75
+        assert program.train(settings, comm) == 1, "nothing was gained: nobody is to start it again"
     assert end(settings, comm)["reason"] == "SIGUSR2; saved after step 7"
     assert program.train(settings, comm) == 0
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
     if comm.rank == 0:
         check_record(settings, "whole")
+
+
+def test_threads_are_those_of_the_first_launch(comm, settings, leave_after):
+    """The bits depend on them."""
+    two = dataclasses.replace(settings, threads=2)
+    assert program.train(dataclasses.replace(two, run="whole"), comm) == 0
+    leave_after(3)
+    assert program.train(two, comm) == 75
+    leave_after()
+    assert program.train(settings, comm) == 0
+    if comm.rank == 0:
+        plan = json.loads((Path(settings.runs_dir) / "a" / "plan.json").read_text())
+        assert plan["threads"] == 2
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
 
 
 def test_without_deterministic_a_run_goes_on_too(comm, settings, leave_after):
