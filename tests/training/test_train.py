@@ -274,3 +274,17 @@ def test_gradients_may_be_finite_where_moments_are_not(comm, settings):
     wild = dataclasses.replace(settings, model="tests.odd_models:overflowing", epochs=1)
     with pytest.raises(RunError, match="step 1 .* is not finite"):
         loop.train(wild, comm)
+
+
+def test_an_epochs_figures_are_the_means_of_its_steps_by_rows(comm, settings):
+    loop.train(settings, comm)
+    if comm.rank == 0:
+        records = list(read_records(Path(settings.runs_dir) / "a"))
+        for epoch in (1, 2):
+            steps = [r for r in records if r["kind"] == "step" and r["epoch"] == epoch]
+            told = next(r for r in records if r["kind"] == "epoch" and r["epoch"] == epoch)
+            rows = sum(r["rows"] for r in steps)
+            assert rows == 101
+            for name in ("loss", "accuracy"):
+                mean = sum(r[name] * r["rows"] for r in steps) / rows
+                assert told[name] == pytest.approx(mean, rel=1e-6)
