@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hpctrain.errors import UsageError
-from hpctrain.report.jsonlines import FILE_NAME
+from hpctrain.report.jsonlines import FILE_NAME, read_records
 
 
 def find_run(target: str, runs_dir: str) -> Path:
@@ -15,6 +15,14 @@ def find_run(target: str, runs_dir: str) -> Path:
         if path.is_dir():
             return path
     raise UsageError(f"there is no run {target!r} in {runs_dir} and no such folder")
+
+
+def last_step(folder: Path) -> int:
+    """The last step of which a run's record tells; 0 for none, or where it cannot be read."""
+    try:
+        return max((r["step"] for r in read_records(folder) if r["kind"] == "step"), default=0)
+    except UsageError:
+        return 0
 
 
 def is_finished(folder: Path) -> bool:

@@ -49,7 +49,7 @@ class Writer:
         self.folder, self.keep = folder / FOLDER, keep
         self._record = folder / FILE_NAME
         self.saved = time.monotonic()  # when the last one was taken
-        self.stall = 0.0  # seconds for which the last checkpoint held up training
+        self.stall = 0.0  # seconds for which a checkpoint held up training, at most
         self.seconds = 0.0  # that writing took, at most
         self._host: Tensors = {}
         self._thread: threading.Thread | None = None
@@ -85,7 +85,7 @@ class Writer:
         host = {name: self._host[name] for name in tensors}
         self.begin(lambda: self._write(step, host, dict(state)))
         self.saved = time.monotonic()
-        self.stall = time.perf_counter() - began
+        self.stall = max(self.stall, time.perf_counter() - began)
 
     def begin(self, write: Callable[[], None]) -> None:
         """Run `write` in the background, once nothing else is being written. RunError as `wait`."""
@@ -98,6 +98,10 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """RunError if something could not be written; does not wait."""
         if self._error is not None:
             error, self._error = self._error, None
             reason = getattr(error, "strerror", None) or str(error)
@@ -142,18 +146,24 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d+)\.json", name)))
 
 
-def newest(run: Path) -> tuple[int, list[str]]:
+def newest(run: Path, recorded: int) -> tuple[int, list[str]]:
     """The step of the newest whole checkpoint of a run, 0 for none; and a line for each newer one
-    that is damaged.
+    that is passed over: damaged, or of a step that the record (of `recorded` steps) has lost.
     """
-    damage: list[str] = []
+    whole, lines = [], []
     for step in reversed(steps(run / FOLDER)):
         try:
             read(run, step)
-            return step, damage
         except UsageError as error:
-            damage.append(f"{error}: passed over")
-    return 0, damage
+            lines.append(f"{error}: passed over")
+            continue
+        if step <= recorded:
+            return step, lines
+        whole.append(step)
+        lines.append(f"the record ends at step {recorded}: the checkpoint of {step} is passed over")
+    if whole:  # better a gap in the record than nothing
+        return whole[0], lines[: -len(whole)]
+    return 0, lines
 
 
 def read(run: Path, step: int) -> Checkpoint:

@@ -136,6 +136,7 @@ def checkpoint_if_due(run: Run) -> None:
     """Save what the run needs to go on, where steps or time since the last one call for it."""
     if run.writer is None:
         return
+    run.writer.check()
     every = run.job.config.checkpoint_every
     if every.isdigit():
         due = run.state.step % int(every) == 0

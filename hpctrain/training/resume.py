@@ -22,7 +22,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.mpi import Comm, from_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
-from hpctrain.report.folders import is_finished
+from hpctrain.report.folders import is_finished, last_step
 from hpctrain.training.checkpoint import FOLDER, Checkpoint, newest, read
 from hpctrain.training.lock import RunLock
 from hpctrain.training.progress import Progress
@@ -64,7 +64,7 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
     before, plan = read_settings(folder)
     check_same(config, before, folder)
     lock.take(folder)
-    step, damage = newest(folder)
+    step, damage = newest(folder, last_step(folder))
     if step == 0 and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
     return Earlier(folder, plan, is_finished(folder), step, damage)

@@ -170,6 +170,7 @@ def finish(run: Run, folder: Path, began: float) -> int:
         steps=last,
         digest=run_digest(trainer, state.chain) if run.comm.rank == 0 else None,
         seconds=time.perf_counter() - began,
+        checkpoint_stall=run.writer.stall if run.writer else None,
         **tests,
     )
     return 0

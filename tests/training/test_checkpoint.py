@@ -43,7 +43,7 @@ def test_the_newest_few_are_kept(run):
         save(run, step)
     assert steps(run / "checkpoints") == [200, 1000]
     assert len(list((run / "checkpoints").iterdir())) == 4
-    assert newest(run) == (1000, [])
+    assert newest(run, 9999) == (1000, [])
 
 
 def damage(path, how):
@@ -67,7 +67,7 @@ def test_a_damaged_one_is_named_and_passed_over(run, how, suffix):
     save(run, 5)
     save(run, 6)
     damage(run / "checkpoints" / f"00000006{suffix}", how)
-    step, lines = newest(run)
+    step, lines = newest(run, 9999)
     assert step == 5
     if (how, suffix) == ("gone", ".json"):
         assert lines == []  # it was never finished
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypa
         writer.save(6, TENSORS, {})
         with pytest.raises(RunError, match="cannot write a checkpoint to .*: No space left"):
             writer.wait()
-    assert newest(run) == (5, [])
+    assert newest(run, 9999) == (5, [])
 
 
 def test_files_reach_the_disk_before_their_names(run, monkeypatch):
@@ -172,3 +172,25 @@ def test_a_checkpoint_of_a_later_format_is_refused(run):
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     with pytest.raises(UsageError, match="format 99"):
         read(run, 5)
+
+
+def test_a_checkpoint_of_steps_that_the_record_lost_is_passed_over(run):
+    save(run, 5)
+    save(run, 8)
+    assert newest(run, 8) == (8, [])
+    step, lines = newest(run, 7)
+    assert step == 5
+    assert lines == ["the record ends at step 7: the checkpoint of 8 is passed over"]
+    assert newest(run, 0) == (8, []), "better a gap in the record than nothing"
+
+
+def test_a_failure_is_told_without_waiting_for_the_next_checkpoint(run, monkeypatch):
+    monkeypatch.setattr(checkpoint, "sync", lambda path: 1 / 0)
+    with Writer(run, 2) as writer:
+        writer.save(6, TENSORS, {})
+        until = time.monotonic() + 10
+        while writer._thread.is_alive() and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(RunError, match="cannot write a checkpoint"):
+            writer.check()
+        writer.check()
