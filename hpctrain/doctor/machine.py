@@ -236,7 +236,7 @@ def _limit_facts() -> dict[str, Any]:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         core_size=resource.getrlimit(resource.RLIMIT_CORE)[0],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        rdma=any(Path("/sys/class/infiniband").glob("*")),
+        rdma=bool(list(Path("/sys/class/infiniband").glob("*"))),
     )
 
 
