@@ -83,7 +83,8 @@ class InTreeOrder:
         self.subtrees = Subtrees(runs[comm.rank], spans[comm.rank], message.tensor)
         dtype = np.dtype(message.array.dtype.name)
         self.exchange = Exchange(comm, spans, len(message.tensor), dtype)
-        gpu = message.device.type != "cpu" and comm.size > 1
+        self._alone = comm.size == 1
+        gpu = message.device.type != "cpu" and not self._alone
         self._hosts = [pinned_like(message.tensor) for _ in spans[comm.rank]] if gpu else None
 
     def keep(self, shard: int) -> None:
@@ -93,6 +94,8 @@ class InTreeOrder:
     def __call__(self, message: Message) -> None:
         """Sum the message over all ranks, in place. Collective."""
         sums = self.subtrees.finish()
+        if self._alone:
+            return  # the tree's root is the message
         if self._hosts is None:
             self.exchange([tensor.numpy() for tensor in sums])
         else:

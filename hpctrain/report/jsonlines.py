@@ -109,9 +109,10 @@ class RecordFile:
         return RunError(f"cannot write {self._path}: {error.strerror}; the record ends here")
 
 
-def cut_back(folder: Path, step: int, epoch: int) -> None:
-    """Take out of a run's record what came after `step` steps and `epoch` epochs were done: the
-    launch that goes on from there tells it again. The rest stays, byte for byte.
+def cut_back(folder: Path, step: int, epoch: int, validated: int) -> None:
+    """Take out of a run's record what came after `step` steps and `epoch` epochs were done, the
+    last validation after step `validated`: the launch that goes on from there tells it again. So
+    it does the digest of that step, the test, and how the run ended. The rest stays, byte for byte.
     """
     path = folder / FILE_NAME
     if not path.exists():
@@ -122,13 +123,26 @@ def cut_back(folder: Path, step: int, epoch: int) -> None:
             if not line.endswith(b"\n"):
                 break  # torn
             record = _decode(line, number, path)
-            late = record.get("step", 0) > step or record.get("epoch", 0) > epoch
-            if record["kind"] in ("step", "evaluation", "digest"):
-                late = record["step"] > step
-            if not late:
+            if not _is_told_again(record, step, epoch, validated):
                 kept.append(line)
     with whole_file(path) as temporary:
         temporary.write_bytes(b"".join(kept))
+
+
+def _is_told_again(record: Mapping[str, Any], step: int, epoch: int, validated: int) -> bool:
+    match record["kind"]:
+        case "step":
+            return bool(record["step"] > step)
+        case "digest":
+            return bool(record["step"] >= step)
+        case "evaluation":
+            last = validated if record["split"] == "validation" else step - 1
+            return bool(record["step"] > min(step, last))
+        case "epoch":
+            return bool(record["epoch"] > epoch)
+        case "end":
+            return record["status"] == "done"
+    return False
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -37,12 +37,13 @@ class Control:
     clock.
     """
 
-    def __init__(self, folder: Path | None, time_limit: str | None = None) -> None:
+    def __init__(self, folder: Path | None, ends: float | None = None) -> None:
+        """`ends` is when the run must have ended, in seconds since 1970."""
         self._file = folder / FILE if folder else None
         self._interrupted = False
         self._looked = 0.0
         self._before = signal.SIG_DFL
-        self._deadline = deadline(time_limit) if folder else None
+        self._deadline = ends if folder else None
         self.slowest_step = self.slowest_evaluation = self.saving = 0.0  # seconds, measured
 
     def __enter__(self) -> Control:

@@ -16,6 +16,8 @@ from hpctrain.files import whole_file
 from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, host_name, library
 from hpctrain.report.jsonlines import cut_back
+from hpctrain.training.checkpoint import FOLDER as CHECKPOINTS
+from hpctrain.training.checkpoint import remove, steps
 from hpctrain.training.control import FILE as STOP
 from hpctrain.training.progress import Progress
 from hpctrain.training.setup import Job
@@ -47,12 +49,15 @@ def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
     """Make an earlier launch's folder ready to go on after the steps that `state` has done."""
     try:
         (folder / STOP).unlink(missing_ok=True)
+        cut_back(folder, state.step, state.epoch, state.validated)
         for name, text in (("config.toml", to_toml(job.config)), ("plan.json", job.plan.to_json())):
             with whole_file(folder / name) as path:
                 path.write_text(text if name.endswith("toml") else text + "\n")
         for beat in (folder / HEARTBEATS).glob("*.json"):  # there may be fewer ranks now
             beat.unlink()
-        cut_back(folder, state.step, state.epoch)
+        for step in steps(folder / CHECKPOINTS):
+            if step > state.step:  # passed over: it must not count as one of the newest
+                remove(folder / CHECKPOINTS, step)
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror}") from error
     return folder

@@ -39,6 +39,7 @@ def run_epoch(run: Run) -> None:
         digest = digest_due(run)
         news = run.control.news(time.perf_counter() - before, slot_value(digest) if digest else 0)
         reducing = train_step(job.trainer, batches, total, news, lambda: wait_for_all(run))
+        run.watchdog.doing(f"recording step {state.step + 1}")
         totals = job.trainer.message.totals()
         check(totals, total, state.step + 1, state.epoch + 1)
         if digest:
@@ -137,6 +138,7 @@ def checkpoint_if_due(run: Run) -> None:
     if run.writer is None:
         return
     run.writer.check()
+    run.control.saving = max(run.writer.seconds, run.writer.stall)
     every = run.job.config.checkpoint_every
     if every.isdigit():
         due = run.state.step % int(every) == 0
@@ -150,7 +152,7 @@ def save_checkpoint(run: Run) -> None:
     """Save what the run needs to go on, behind training's back (rank 0)."""
     if run.writer is None:
         return
+    run.watchdog.doing(f"saving step {run.state.step}")
     run.recorder.flush()
     tensors, state = gather(run.job.trainer, run.state)
     run.writer.save(run.state.step, tensors, state)
-    run.control.saving = max(run.writer.seconds, run.writer.stall)

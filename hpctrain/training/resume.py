@@ -19,6 +19,7 @@ import torch
 
 from hpctrain.config import Config
 from hpctrain.errors import UsageError
+from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, from_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
@@ -108,21 +109,30 @@ def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], 
     norms = trainer.norms
     tensors |= {"norms.running": norms.running, "norms.shift": norms.shift}
     tensors["norms.updates"] = norms.updates
-    tensors |= {f"model.{name}": value for name, value in other_buffers(trainer).items()}
+    tensors |= {f"model.{name}": value for name, value in untrained(trainer).items()}
     tensors |= {f"best.{number}": tensor for number, tensor in enumerate(state.best or ())}
-    return tensors, {"layout": trainer.message.layout.digest(), **state.to_json()}
+    known = {
+        "layout": trainer.message.layout.digest(),
+        "key": hardware_key(trainer.message.device),
+    }
+    return tensors, {**known, **state.to_json()}
 
 
-def other_buffers(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Buffers of the model that are not batch norm's running statistics."""
+def untrained(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Frozen parameters, and buffers that are not batch norm's running statistics."""
     own = {id(b) for layer in trainer.norms.layers.values() for b in layer.buffers()}
-    return {name: b for name, b in trainer.model.named_buffers() if id(b) not in own}
+    found = {name: b for name, b in trainer.model.named_buffers() if id(b) not in own}
+    return found | {n: p.data for n, p in trainer.model.named_parameters() if not p.requires_grad}
 
 
-def restore(earlier: Earlier | None, trainer: Trainer, state: Progress, comm: Comm) -> None:
-    """Put a run into the state that an earlier launch saved; rank 0 reads it. Collective."""
-    if earlier is None or earlier.step == 0:
-        return
+def restore(earlier: Earlier | None, trainer: Trainer, state: Progress, comm: Comm) -> list[str]:
+    """Put a run into the state that an earlier launch saved; rank 0 reads it. Lines worth a note
+    in the record. Collective.
+    """
+    if earlier is None:
+        return []
+    if earlier.step == 0:
+        return earlier.damage
     mine: list[Checkpoint] = []
 
     def look() -> tuple[dict[str, Any], Shapes]:
@@ -144,12 +154,18 @@ def restore(earlier: Earlier | None, trainer: Trainer, state: Progress, comm: Co
         broadcast(comm, tensors[name])
     with torch.no_grad():
         _put(trainer, state, tensors, trainer.message.device)
+    notes = [*earlier.damage, f"going on after step {state.step}"]
+    if earlier.plan.deterministic and saved["key"] != (
+        here := hardware_key(trainer.message.device)
+    ):
+        notes.append(f"begun on {saved['key']}, now on {here}: the bits may differ")
+    return notes
 
 
 def _put(
     trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> None:
-    weights, norms, buffers = trainer.message.weights, trainer.norms, other_buffers(trainer)
+    weights, norms, buffers = trainer.message.weights, trainer.norms, untrained(trainer)
     weights.data.copy_(tensors["weights"])
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")

@@ -54,12 +54,13 @@ def train(config: Config, comm: Comm) -> int:
     """
     config = comm.bcast(config)
     timeout = from_root(comm, lambda: check_times(config))
+    ends = deadline(config.time_limit)
     limit_finalize(min(60.0, timeout))
     watchdog = Watchdog(comm.rank, comm.size, host_name(), timeout, abort_all)
     lock = RunLock()
     try:
         with torch_settings(config.deterministic), watchdog:
-            return _train(config, comm, watchdog, lock)
+            return _train(config, comm, watchdog, lock, ends)
     except RuntimeError as error:
         if text := refusal(error):
             raise RunError(text) from error
@@ -76,7 +77,9 @@ def check_times(config: Config) -> float:
     return duration(config.timeout, "--timeout")
 
 
-def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock) -> int:
+def _train(
+    config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, ends: float | None
+) -> int:
     began = time.perf_counter()
     earlier = from_root(comm, lambda: find_earlier(config, lock))
     if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
@@ -94,7 +97,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock) -> int
             print("\n".join(job.plan.lines()))
         return 0
     state = Progress()
-    restore(earlier, job.trainer, state, comm)
+    notes = restore(earlier, job.trainer, state, comm)
     if earlier and earlier.finished:
         state.ended = None  # it is extended
 
@@ -110,15 +113,17 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock) -> int
     mine = folder if comm.rank == 0 else None
     with (
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
-        Control(mine, config.time_limit) as control,
+        Control(mine, ends) as control,
         Writer(mine, config.keep) if mine else nullcontext() as writer,
     ):
         recorder.run(run_facts(job, folder, comm))
-        for line in earlier.damage if earlier else ():
+        for line in notes:
             recorder.note(line)
-        if state.step:
-            recorder.note(f"going on after step {state.step}")
-        return train_in(Run(job, comm, recorder, control, state, watchdog, writer), folder, began)
+        run = Run(job, comm, recorder, control, state, watchdog, writer)
+        code = train_in(run, folder, began)
+    with watchdog.phase("waiting for all to end"):
+        comm.Barrier()  # rank 0 may still have been writing
+    return code
 
 
 def train_in(run: Run, folder: Path, began: float) -> int:
@@ -135,19 +140,18 @@ def train_in(run: Run, folder: Path, began: float) -> int:
         save_checkpoint(run)
         from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
     if run.state.leaving:
-        return leave(run, first)
-    return finish(run, folder, began)
+        return leave(run, run.state.step - first)
+    return finish(run, folder, began, first)
 
 
-def leave(run: Run, first: int) -> int:
-    """End a launch that has to leave: 75 if anything was gained by it, else 1. Collective."""
+def leave(run: Run, done: int) -> int:
+    """End a launch that has to leave: 75 if it did and saved any step, else 1. Collective."""
     why = run.comm.bcast(next(filter(None, run.comm.allgather(run.control.leaving())), "a signal"))
-    done = run.state.step - first
-    run.recorder.end("left", f"{why}; saved after step {run.state.step}", steps=run.state.step)
+    run.recorder.end("left", f"{why}; saved", steps=run.state.step)
     return LEFT if done > 0 else 1
 
 
-def finish(run: Run, folder: Path, began: float) -> int:
+def finish(run: Run, folder: Path, began: float, first: int) -> int:
     """After the last step: validate, choose the network, save it, test it, close the record; the
     exit code. Collective.
     """
@@ -156,12 +160,13 @@ def finish(run: Run, folder: Path, began: float) -> int:
     if not stopped and "validation" in run.job.pack.splits and state.validated < state.step:
         validate(run)
         if state.leaving:
-            return leave(run, last)
+            return leave(run, last - first)
+        from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
     state.restore_best(trainer)
     from_root(run.comm, lambda: save(run, folder))  # before anything else may fail
     tests = test(run) if run.job.config.test else {}
     if state.leaving:
-        return leave(run, last)
+        return leave(run, last - first)
     from_root(run.comm, lambda: save(run, folder))
     from_root(run.comm, lambda: show_work(run, folder))
     run.recorder.end(

@@ -89,6 +89,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
             job.plan.evaluation_rows,
             go_on,
         )
+    run.watchdog.doing(f"recording the evaluation of {split}")
     seconds = time.perf_counter() - began
     run.control.slowest_evaluation = max(run.control.slowest_evaluation, seconds)
     if result is None:

@@ -67,8 +67,7 @@ class Watchdog:
     ) -> None:
         faulthandler.cancel_dump_traceback_later()
         self._over.set()
-        self._thread.join()
-        self._beat()
+        self._thread.join(LAST_WORDS)  # it may be stuck on a file system
 
     def _arm(self) -> None:
         """The second line: a C timer that needs no interpreter. Later than the thread."""

@@ -397,8 +397,12 @@ def test_what_came_after_a_checkpoint_is_taken_out_and_the_rest_stays_as_it_is(t
         line(kind="epoch", epoch=1),
         line(kind="evaluation", epoch=1, step=2, split="validation"),
         line(kind="note", text="x"),
+        line(kind="end", status="left"),
     ]
     late = [
+        line(kind="digest", step=2, digest="ab"),
+        line(kind="evaluation", epoch=1, step=2, split="test"),
+        line(kind="end", status="done"),
         line(kind="step", epoch=2, step=3),
         line(kind="digest", step=3, digest="ab"),
         line(kind="epoch", epoch=2),
@@ -406,8 +410,10 @@ def test_what_came_after_a_checkpoint_is_taken_out_and_the_rest_stays_as_it_is(t
     ]
     path = tmp_path / "progress.jsonl"
     path.write_bytes(b"".join(kept + late) + b'{"kind": "step", "epoch": 2, "st')
-    cut_back(tmp_path, step=2, epoch=1)
+    cut_back(tmp_path, step=2, epoch=1, validated=2)
     assert path.read_bytes() == b"".join(kept)
-    cut_back(tmp_path, step=2, epoch=1)
+    cut_back(tmp_path, step=2, epoch=1, validated=2)
     assert path.read_bytes() == b"".join(kept)
-    cut_back(tmp_path / "nowhere", step=2, epoch=1)
+    cut_back(tmp_path, step=2, epoch=1, validated=1)  # the validation was interrupted
+    assert b"".join(line for line in kept if b"validation" not in line) == path.read_bytes()
+    cut_back(tmp_path / "nowhere", step=2, epoch=1, validated=2)

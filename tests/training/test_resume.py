@@ -290,7 +290,7 @@ def test_leaving_in_the_middle_of_a_validation(comm, settings, monkeypatch):
         patch.setattr(Control, "leaving", leaving)
         assert program.train(settings, comm) == 75
         assert program.train(settings, comm) == 1, "nothing was gained: nobody is to start it again"
-    assert end(settings, comm)["reason"] == "SIGUSR2; saved after step 7"
+    assert end(settings, comm)["reason"] == "SIGUSR2; saved"
     assert program.train(settings, comm) == 0
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
     if comm.rank == 0:
