@@ -124,3 +124,11 @@ class Slow(nn.Sequential):
 def slow(image_shape, classes):
     height, width, channels = image_shape
     return Slow(nn.Flatten(), nn.Linear(height * width * channels, classes))
+
+
+def frozen(image_shape, classes):
+    """Its first layer is random and never trained."""
+    height, width, channels = image_shape
+    first = nn.Linear(height * width * channels, 8)
+    first.requires_grad_(False)
+    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Linear(8, classes))

@@ -15,6 +15,7 @@ from hpctrain.report.differences import first_difference
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as program
+from hpctrain.training import validate
 from hpctrain.training.checkpoint import steps
 from hpctrain.training.control import Control
 from tests.packs import make_pack
@@ -323,3 +324,59 @@ def test_without_deterministic_a_run_goes_on_too(comm, settings, leave_after):
         assert (plan["shards"], plan["ranks"]) == (8, comm.size)
         numbers = [r["step"] for r in read_records(folder) if r["kind"] == "step"]
         assert numbers == list(range(1, 15))
+
+
+def test_frozen_parameters_are_those_of_the_first_launch(comm, settings, leave_after):
+    """They came from --init, whose file may be gone when the run goes on."""
+    model = {"model": "tests.odd_models:frozen"}
+    first = dataclasses.replace(settings, **model, seed=1, run="first", epochs=1)
+    assert program.train(first, comm) == 0
+    weights = str(Path(settings.runs_dir) / "first" / "model.safetensors")
+    config = dataclasses.replace(settings, **model, init=weights)
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    leave_after(3)
+    assert program.train(config, comm) == 75
+    leave_after()
+    comm.Barrier()
+    if comm.rank == 0:
+        Path(weights).unlink()
+    comm.Barrier()
+    assert program.train(config, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+
+
+def test_checkpoints_that_were_passed_over_do_not_push_out_new_ones(comm, settings, leave_after):
+    config = dataclasses.replace(settings, checkpoint_every="2", keep=2)
+    leave_after(7)
+    assert program.train(config, comm) == 75
+    folder = Path(settings.runs_dir) / "a" / "checkpoints"
+    comm.Barrier()
+    if comm.rank == 0:
+        for path in folder.glob("*.safetensors"):
+            path.write_bytes(b"damaged")
+    comm.Barrier()
+    leave_after(3)
+    assert program.train(config, comm) == 75
+    if comm.rank == 0:
+        assert steps(folder) == [2, 3]
+
+
+def test_leaving_in_the_final_test_is_progress(comm, settings, monkeypatch):
+    assert program.train(dataclasses.replace(settings, run="whole"), comm) == 0
+    with monkeypatch.context() as patch:
+        testing = []
+        evaluation = validate.evaluation
+
+        def noted(run, split):
+            testing.append(split)
+            return evaluation(run, split)
+
+        patch.setattr(validate, "evaluation", noted)
+        patch.setattr(Control, "leaving", lambda self: "SIGUSR2" if "test" in testing else None)
+        assert program.train(settings, comm) == 75
+        testing.clear()
+        assert program.train(settings, comm) == 1, "nothing but the test was left to do"
+    assert program.train(settings, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        check_record(settings, "whole")
