@@ -101,6 +101,8 @@ def cluster(tmp_path_factory):
     testbed = str(ROOT / "scripts" / "slurm_testbed")
     done = subprocess.run([testbed, "up"], env=env, capture_output=True, text=True, timeout=300)
     try:
+        if done.returncode == 3:
+            pytest.skip(f"no Slurm here: {done.stderr.strip().splitlines()[-1]}")
         assert done.returncode == 0, done.stderr
         yield Cluster(folder, re.search(r"SLURM_CONF=(\S+)", done.stdout)[1])
     finally:
