@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from hpctrain import __version__, config
 from hpctrain.configfile import read_settings, take_files
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import Failure, UsageError
 from hpctrain.launcher import launched_rank
 
 
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         name, settings = parse(arguments)
         return COMMANDS[name].run(settings)
-    except (UsageError, RunError) as error:
+    except Failure as error:
         _say_once(f"hpctrain: {error}")
         return error.exit_code
     except KeyboardInterrupt:
@@ -175,10 +175,16 @@ def _positionals(fields: tuple[dataclasses.Field, ...]) -> str:
     return "".join(f"[{name}] " for name in names)
 
 
-def _formatter() -> type:
+def _formatter() -> Any:
     import argparse
 
-    return lambda prog: argparse.HelpFormatter(prog, max_help_position=26, width=100)  # type: ignore
+    class Formatter(argparse.HelpFormatter):
+        """Room for the flags, and the same width everywhere."""
+
+        def __init__(self, prog: str) -> None:
+            super().__init__(prog, max_help_position=26, width=100)
+
+    return Formatter
 
 
 def _add_option(group: Any, field: dataclasses.Field, hint: Any) -> None:

@@ -4,13 +4,18 @@ Anything else that escapes is a bug and is shown with its traceback.
 """
 
 
-class UsageError(Exception):
+class Failure(Exception):
+    """A failure that is told in one line."""
+
+    exit_code = 1
+    agreed = False  # whether all ranks raise it alike: rank 0 prints it then, and nobody aborts
+
+
+class UsageError(Failure):
     """The command line, a file or the data cannot be used as asked: say what, with the numbers."""
 
     exit_code = 2
 
 
-class RunError(Exception):
+class RunError(Failure):
     """The job was well asked for but failed under way (full disk, NaN loss, file cut short)."""
-
-    exit_code = 1

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import Failure, UsageError
 from hpctrain.launcher import launched_rank, launched_size, local_size
 
 T = TypeVar("T")
@@ -84,11 +84,11 @@ def host_name() -> str:
 
 def from_root(comm: Comm, function: Callable[[], T]) -> T:
     """What `function` gives (or raises: UsageError, RunError) on rank 0, for all. Collective."""
-    outcome: tuple[Any, Exception | None] = (None, None)
+    outcome: tuple[Any, Failure | None] = (None, None)
     if comm.rank == 0:
         try:
             outcome = (function(), None)
-        except (UsageError, RunError) as error:
+        except Failure as error:
             outcome = (None, agreed(error))
     result, failure = comm.bcast(outcome)
     if failure is not None:
@@ -98,10 +98,11 @@ def from_root(comm: Comm, function: Callable[[], T]) -> T:
 
 def everywhere(comm: Comm, function: Callable[[], T]) -> T:
     """Run `function` on all ranks; if it fails on any, all raise the first failure. Collective."""
-    result, failure = None, None
+    result: list[T] = []
+    failure = None
     try:
-        result = function()
-    except (UsageError, RunError) as error:
+        result.append(function())
+    except Failure as error:
         failure = error
     failures = comm.allgather(failure)
     for rank, first in enumerate(failures):
@@ -109,12 +110,12 @@ def everywhere(comm: Comm, function: Callable[[], T]) -> T:
             alone = sum(f is not None for f in failures) < comm.size
             text = f"rank {rank}: {first}" if alone else str(first)
             raise agreed(type(first)(text))
-    return result  # type: ignore[return-value]
+    return result[0]
 
 
-def agreed(error: Exception) -> Exception:
+def agreed(error: Failure) -> Failure:
     """Mark an error that all ranks raise alike: rank 0 prints it, nobody aborts."""
-    error.agreed = True  # type: ignore[attr-defined]
+    error.agreed = True
     return error
 
 
@@ -162,8 +163,8 @@ def run_guarded(function: Callable[[], int]) -> int:
     world = MPI.COMM_WORLD
     try:
         return function()
-    except (UsageError, RunError) as error:
-        if getattr(error, "agreed", False) or world.size == 1:
+    except Failure as error:
+        if error.agreed or world.size == 1:
             if world.rank == 0 and launched_rank() == 0:
                 print(f"hpctrain: {error}", file=sys.stderr, flush=True)
             return error.exit_code

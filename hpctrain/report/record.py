@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import Failure, RunError
 from hpctrain.report.jsonlines import FILE_NAME, RecordFile, read_records
 
 __all__ = ["Recorder", "read_records"]
@@ -185,7 +185,7 @@ class Recorder:
         if error is None:
             self.close()
             return
-        name = "" if isinstance(error, RunError | UsageError) else type(error).__name__
+        name = "" if isinstance(error, Failure) else type(error).__name__
         with suppress(RunError):  # the error under way matters more than its record
             if self._started and not self._ended:
                 self.end("failed", ": ".join(filter(None, [name, str(error)])))

@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.signals import noticed
@@ -42,12 +42,12 @@ class Control:
         self._file = folder / FILE if folder else None
         self._interrupted = False
         self._looked = 0.0
-        self._before = signal.SIG_DFL
+        self._before: Any = signal.SIG_DFL  # handler of SIGINT
         self._deadline = ends if folder else None
         self.slowest_step = self.slowest_evaluation = self.saving = 0.0  # seconds, measured
 
     def __enter__(self) -> Control:
-        self._before = signal.signal(signal.SIGINT, self._on_interrupt)  # type: ignore[assignment]
+        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
     def __exit__(
