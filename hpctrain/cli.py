@@ -7,27 +7,32 @@ is imported before the arguments are accepted, so that --help answers at once.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import re
 import sys
 import time
 import typing
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hpctrain import __version__, config
 from hpctrain.configfile import read_settings, take_files
-from hpctrain.errors import Failure, UsageError
+from hpctrain.errors import Failure, UsageError, did_you_mean
 from hpctrain.launcher import launched_rank
 
 
 class Command(typing.NamedTuple):
-    """One subcommand: its settings, what it is for, and the function that does it."""
+    """One subcommand: its settings, what it is for, and the module whose `main` does it."""
 
     settings: type
     summary: str
-    run: Callable[[Any], int]
+    module: str
+    collective: bool = False  # all ranks of a launcher take part
+
+    def run(self, settings: Any) -> int:
+        """Do it; nothing heavy is imported before."""
+        if self.collective:
+            return _on_all_ranks(self.module, settings)
+        return int(importlib.import_module(self.module).main(settings))
 
 
 def _on_all_ranks(module: str, settings: Any) -> int:
@@ -37,57 +42,31 @@ def _on_all_ranks(module: str, settings: Any) -> int:
     return run_guarded(lambda: int(importlib.import_module(module).main(settings)))
 
 
-def _train(settings: config.Config) -> int:
-    return _on_all_ranks("hpctrain.training.train", settings)
-
-
-def _pack(settings: config.PackConfig) -> int:
-    from hpctrain.data.pack import main
-
-    return main(settings)
-
-
-def _stop(settings: config.StopConfig) -> int:
-    from hpctrain.stop import main
-
-    return main(settings)
-
-
-def _evaluate(settings: config.EvaluateConfig) -> int:
-    return _on_all_ranks("hpctrain.training.evaluate", settings)
-
-
-def _predict(settings: config.PredictConfig) -> int:
-    return _on_all_ranks("hpctrain.training.predict", settings)
-
-
-def _compare(settings: config.CompareConfig) -> int:
-    from hpctrain.compare import main
-
-    return main(settings)
-
-
-def _doctor(settings: config.DoctorConfig) -> int:
-    from hpctrain.doctor.command import main
-
-    return main(settings)
-
-
-def _bench(settings: config.BenchConfig) -> int:
-    from hpctrain.bench.command import main
-
-    return main(settings)
-
-
 COMMANDS = {
-    "train": Command(config.Config, "train a network on all ranks (the default)", _train),
-    "pack": Command(config.PackConfig, "turn image files into one HDF5 pack", _pack),
-    "stop": Command(config.StopConfig, "ask a run to stop after its next step", _stop),
-    "evaluate": Command(config.EvaluateConfig, "test a trained network on a split", _evaluate),
-    "predict": Command(config.PredictConfig, "classify image files or a split into CSV", _predict),
-    "compare": Command(config.CompareConfig, "two runs, bit by bit", _compare),
-    "doctor": Command(config.DoctorConfig, "say what was found on this machine", _doctor),
-    "bench": Command(config.BenchConfig, "measure training against its limit", _bench),
+    "train": Command(
+        config.Config, "train a network on all ranks (the default)", "hpctrain.training.train", True
+    ),
+    "pack": Command(config.PackConfig, "turn image files into one HDF5 pack", "hpctrain.data.pack"),
+    "stop": Command(config.StopConfig, "ask a run to stop after its next step", "hpctrain.stop"),
+    "evaluate": Command(
+        config.EvaluateConfig,
+        "test a trained network on a split",
+        "hpctrain.training.evaluate",
+        True,
+    ),
+    "predict": Command(
+        config.PredictConfig,
+        "classify image files or a split into CSV",
+        "hpctrain.training.predict",
+        True,
+    ),
+    "compare": Command(config.CompareConfig, "two runs, bit by bit", "hpctrain.compare"),
+    "doctor": Command(
+        config.DoctorConfig, "say what was found on this machine", "hpctrain.doctor.command"
+    ),
+    "bench": Command(
+        config.BenchConfig, "measure training against its limit", "hpctrain.bench.command"
+    ),
 }
 
 
@@ -110,7 +89,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     if argv and not argv[0].startswith("-"):
         name, rest = argv[0], argv[1:]
         if name not in COMMANDS:
-            raise UsageError(f"there is no subcommand {name!r}{nearest(name, COMMANDS)}")
+            raise UsageError(f"there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
     elif argv and argv[0] in ("-h", "--help"):
         print(_overview())
     elif argv == ["--version"]:
@@ -212,12 +191,6 @@ def _add_option(group: Any, field: dataclasses.Field, hint: Any) -> None:
         group.add_argument(flag, type=base, metavar=metavar, **arguments)
 
 
-def nearest(word: str, known: typing.Iterable[str]) -> str:
-    """', did you mean X?' for the nearest known name, or nothing."""
-    match = difflib.get_close_matches(word.replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f", did you mean {match[0]!r}?" if match else ""
-
-
 def _one_line(message: str, known: list[str]) -> str:
     text = " ".join(str(message).split()).removeprefix("Parser key ")
     number = re.fullmatch(r'"(\w+)": Expected a <class .(int|float|str).>. Got value: (.*)', text)
@@ -226,7 +199,7 @@ def _one_line(message: str, known: list[str]) -> str:
         return f"--{number[1].replace('_', '-')} {number[3]}: {kind} is expected"
     wrong = re.search(r"(?:unrecognized arguments: --|Option ')([\w-]+)", text)
     if wrong:
-        return f"there is no setting {wrong[1]!r}{_flag_hint(nearest(wrong[1], known))}"
+        return f"there is no setting {wrong[1]!r}{_flag_hint(did_you_mean(wrong[1], known))}"
     return text
 
 

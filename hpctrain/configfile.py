@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import tomllib
 from typing import Any
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, did_you_mean
 
 
 def take_files(words: list[str]) -> tuple[list[str], list[str]]:
@@ -40,8 +39,7 @@ def read_settings(path: str, settings: type) -> tuple[list[str], dict[str, Any]]
     flags, words = [], {}
     for name, value in _load(path).items():
         if name not in fields:
-            near = difflib.get_close_matches(name.replace("-", "_"), fields, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, fields)
             if isinstance(value, dict):
                 hint = ": settings stand at the top, not in tables"
             raise UsageError(f"{path}: there is no setting {name!r}{hint}")

@@ -3,6 +3,9 @@
 Anything else that escapes is a bug and is shown with its traceback.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class Failure(Exception):
     """A failure that is told in one line."""
@@ -19,3 +22,9 @@ class UsageError(Failure):
 
 class RunError(Failure):
     """The job was well asked for but failed under way (full disk, NaN loss, file cut short)."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """', did you mean X?' for the nearest known name, or nothing."""
+    match = difflib.get_close_matches(word.replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return f", did you mean {match[0]!r}?" if match else ""
