@@ -34,6 +34,16 @@ def noticed() -> str | None:
     return signal.Signals(_noticed[0]).name if _noticed else None
 
 
+def ignore() -> None:
+    """From now on nothing is left to save: this process ends by itself, with its own exit code.
+
+    Launchers send SIGTERM to all other ranks once the first has ended with an exit code that is
+    not 0, and `srun` would then give 143 (128 + SIGTERM) in place of our 75.
+    """
+    for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def forget() -> None:
     """As if no notice had come, and let signals do what they do by default."""
     _noticed.clear()

@@ -47,11 +47,23 @@ def mpirun() -> str:
     return found
 
 
-class Job(subprocess.Popen[str]):
-    """A process, and all that it starts: they carry a mark in their environment.
+def marked(mark: str) -> list[int]:
+    """The processes alive (on Linux, from /proc) with `mark`, "NAME=value", in their environment.
 
     A session or process group would not do: launchers put their ranks into new ones.
     """
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if mark.encode() in variables and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+class Job(subprocess.Popen[str]):
+    """A process, and all that it starts: they carry a mark in their environment."""
 
     def __init__(
         self,
@@ -73,16 +85,8 @@ class Job(subprocess.Popen[str]):
         )
 
     def members(self) -> list[int]:
-        """The processes of this job that are alive (on Linux, from /proc)."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                variables = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:  # ended meanwhile, or another user's
-                continue
-            if self.mark.encode() in variables:
-                found.append(int(folder.name))
-        return found
+        """The processes of this job that are alive."""
+        return marked(self.mark)
 
     def end(self) -> tuple[str, str]:
         """End the job; what it had printed. SIGTERM first, so that mpirun ends its ranks itself."""

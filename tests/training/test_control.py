@@ -58,6 +58,19 @@ def test_a_notice_is_heard_before_anything_is_imported():
     assert run([sys.executable, "-c", program.replace("'train'", "'pack'")]).returncode < 0
 
 
+def test_a_rank_that_is_done_ends_with_its_own_exit_code():
+    """The first to end with 75 makes srun send SIGTERM to the others."""
+    program = (
+        "import os, signal, sys\n"
+        "from hpctrain.__main__ import program\n"
+        "sys.argv = ['hpctrain', '--epochs', '0']\n"
+        "code = program()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('ended with', code, signal.getsignal(signal.SIGTERM).name)\n"
+    )
+    assert run([sys.executable, "-c", program]).stdout == "ended with 2 SIG_IGN\n"
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("90s", 90), ("10m", 600), ("2h", 7200), ("5", 300), ("0.5m", 30), ("1:02:03", 3723)],
