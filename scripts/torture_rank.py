@@ -6,6 +6,7 @@ TORTURE_FAULT. Without TORTURE_PHASE it is hpctrain alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ def strike() -> None:
     if left:
         return
     if FAULT == "full disk":
-        with open("filler", "wb") as file, __import__("contextlib").suppress(OSError):
+        with open("filler", "wb") as file, contextlib.suppress(OSError):
             while True:
                 file.write(b"\0" * 4096)
                 file.flush()
