@@ -11,11 +11,34 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from hpctrain.hardware import processor_name
 
+
+class Switches(NamedTuple):
+    """What torch lets one choose, for the whole process."""
+
+    algorithms: bool  # only deterministic ones
+    warn_only: bool
+    fill: bool  # new tensors with NaN: finds bugs, changes no result, takes time
+    cudnn: bool  # only deterministic ones
+    choose_by_timing: bool
+    tf32: bool
+    matmul: str
+
+
+DETERMINISTIC = Switches(
+    algorithms=True,
+    warn_only=False,
+    fill=False,
+    cudnn=True,
+    choose_by_timing=False,
+    tf32=False,
+    matmul="highest",
+)
 REFUSAL = "does not have a deterministic implementation"  # torch's words
 
 
@@ -29,7 +52,7 @@ def torch_settings(deterministic: bool) -> Iterator[None]:
         if deterministic:
             # Read when cuBLAS starts; older torch refuses to be deterministic without it.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            _set_switches((True, False, False, True, False, False, "highest"))
+            _set_switches(DETERMINISTIC)
         yield
     finally:
         if switches is not None:
@@ -40,11 +63,8 @@ def torch_settings(deterministic: bool) -> Iterator[None]:
             torch.cuda.set_rng_state_all(on_gpus)
 
 
-Switches = tuple[bool, bool, bool, bool, bool, bool, str]
-
-
 def _switches() -> Switches:
-    return (
+    return Switches(
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
@@ -55,15 +75,13 @@ def _switches() -> Switches:
     )
 
 
-def _set_switches(switches: Switches) -> None:
-    algorithms, warn_only, fill, deterministic, benchmark, tf32, precision = switches
-    torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
-    # Filling every new tensor with NaN finds bugs, costs a tenth, and changes no result.
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic = deterministic
-    torch.backends.cudnn.benchmark = benchmark
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.set_float32_matmul_precision(precision)
+def _set_switches(to: Switches) -> None:
+    torch.use_deterministic_algorithms(to.algorithms, warn_only=to.warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = to.fill  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = to.cudnn
+    torch.backends.cudnn.benchmark = to.choose_by_timing
+    torch.backends.cudnn.allow_tf32 = to.tf32
+    torch.set_float32_matmul_precision(to.matmul)
 
 
 def hardware_key(device: torch.device) -> str:
