@@ -243,19 +243,22 @@ def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
         if old != new:
             raise UsageError(f"the run was begun with {what} {old}, not {new}: it cannot go on")
     runs = carried(plan.shards, facts.ranks, worker_loads(config.worker_load))
-    threads = plan.threads if plan.deterministic else cpu_threads(config, facts.threads)
     epochs = max(plan.epochs, config.epochs or 0)
     return dataclasses.replace(
         plan,
         ranks=facts.ranks,
         runs=tuple((run.start, run.stop) for run in runs),
-        threads=threads,
+        threads=cpu_threads(config, facts.threads, plan),
         epochs=epochs,
     )
 
 
-def cpu_threads(config: Config, allowed: int) -> int:
-    """CPU threads of a rank: as asked for, or `allowed`; deterministic bits depend on them."""
+def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> int:
+    """CPU threads of a rank: as asked for, or `allowed`. Deterministic bits depend on them, so
+    there an `earlier` launch's stay.
+    """
+    if earlier is not None and earlier.deterministic:
+        return earlier.threads
     return config.threads or (1 if config.deterministic else allowed)
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -27,28 +28,53 @@ from safetensors import SafetensorError
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import sync, whole_file
 from hpctrain.report.jsonlines import FILE_NAME
+from hpctrain.training.control import duration
 
 FOLDER = "checkpoints"
 FORMAT = 1
 Tensors = dict[str, torch.Tensor]
 
 
+class Interval(NamedTuple):
+    """What lies between two checkpoints: a number of steps, or seconds."""
+
+    steps: int = 0
+    seconds: float = math.inf
+
+    @staticmethod
+    def parse(text: str) -> Interval:
+        """Of --checkpoint-every: "500" steps or "10m". UsageError."""
+        flag = "--checkpoint-every"
+        if not text.isdecimal():
+            return Interval(seconds=duration(text, flag))
+        if int(text) < 1:
+            raise UsageError(f"{flag} {text}: give 1 step or more, or a time such as 10m")
+        return Interval(steps=int(text))
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read back and found whole; tensors lie on the CPU."""
+    """A checkpoint that was found whole."""
 
     step: int
     state: dict[str, Any]
-    tensors: Tensors
+    path: Path
+
+    def tensors(self) -> Tensors:
+        """Read the tensors, onto the CPU. UsageError."""
+        try:
+            return safetensors.torch.load_file(self.path)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"checkpoint {self.path} cannot be read: {error}") from error
 
 
 class Writer:
     """Writes checkpoints of one run in the background and keeps the newest few (rank 0)."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder / FOLDER, keep
+    def __init__(self, folder: Path, interval: Interval, keep: int) -> None:
+        self.folder, self.interval, self.keep = folder / FOLDER, interval, keep
         self._record = folder / FILE_NAME
-        self.saved = time.monotonic()  # when the last one was taken
+        self._saved = time.monotonic()  # when the last one was taken
         self.stall = 0.0  # seconds for which a checkpoint held up training, at most
         self.seconds = 0.0  # that writing took, at most
         self._host: Tensors = {}
@@ -69,6 +95,13 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
 
+    def due(self, step: int) -> bool:
+        """Whether to save after this step. RunError where something could not be written."""
+        self.check()
+        if self.interval.steps:
+            return step % self.interval.steps == 0
+        return time.monotonic() - self._saved >= self.interval.seconds
+
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]
     ) -> None:
@@ -84,7 +117,7 @@ class Writer:
             self._host[name].copy_(tensor.detach())
         host = {name: self._host[name] for name in tensors}
         self.begin(lambda: self._write(step, host, dict(state)))
-        self.saved = time.monotonic()
+        self._saved = time.monotonic()
         self.stall = max(self.stall, time.perf_counter() - began)
 
     def begin(self, write: Callable[[], None]) -> None:
@@ -146,28 +179,28 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d+)\.json", name)))
 
 
-def newest(run: Path, recorded: int) -> tuple[int, list[str]]:
-    """The step of the newest whole checkpoint of a run, 0 for none; and a line for each newer one
-    that is passed over: damaged, or of a step that the record (of `recorded` steps) has lost.
+def newest(run: Path, recorded: int) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of a run, if there is one; and a line for each newer one that is
+    passed over: damaged, or of a step that the record (of `recorded` steps) has lost.
     """
     whole, lines = [], []
     for step in reversed(steps(run / FOLDER)):
         try:
-            read(run, step)
+            found = verify(run, step)
         except UsageError as error:
             lines.append(f"{error}: passed over")
             continue
         if step <= recorded:
-            return step, lines
-        whole.append(step)
+            return found, lines
+        whole.append(found)
         lines.append(f"the record ends at step {recorded}: the checkpoint of {step} is passed over")
     if whole:  # better a gap in the record than nothing
         return whole[0], lines[: -len(whole)]
-    return 0, lines
+    return None, lines
 
 
-def read(run: Path, step: int) -> Checkpoint:
-    """Read and verify one checkpoint of a run. UsageError that says what is wrong with it."""
+def verify(run: Path, step: int) -> Checkpoint:
+    """One checkpoint of a run, compared with its checksums. UsageError that says what is wrong."""
     path = run / FOLDER / f"{step:08}.safetensors"
     try:
         known = json.loads(path.with_suffix(".json").read_text())
@@ -186,8 +219,8 @@ def read(run: Path, step: int) -> Checkpoint:
             raise UsageError(f"checkpoint {path} has {found:,} bytes of {size:,}")
         if _sha256(path) != sha256:
             raise UsageError(f"checkpoint {path} is damaged: its SHA-256 is not {sha256[:16]}...")
-        return Checkpoint(step, state, safetensors.torch.load_file(path))
-    except (OSError, SafetensorError) as error:
+        return Checkpoint(step, state, path)
+    except OSError as error:
         raise UsageError(f"checkpoint {path} cannot be read: {error}") from error
 
 

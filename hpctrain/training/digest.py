@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,7 @@ from hpctrain.training.step import Trainer
 SLOT_VALUES = 2**24 - 1  # whole numbers above zero that a float32 slot holds exactly
 
 
-def _optimizer_state(trainer: Trainer) -> Iterator[torch.Tensor]:
-    state = trainer.optimizer.state[trainer.message.weights]
-    return (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
-
-
-def _hash(tensors: Iterator[torch.Tensor]) -> Any:
+def _hash(tensors: Iterable[torch.Tensor]) -> Any:
     found = hashlib.sha256()
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().flatten()
@@ -38,14 +33,9 @@ def _hash(tensors: Iterator[torch.Tensor]) -> Any:
 
 def rank_digest(trainer: Trainer) -> str:
     """Of what all ranks must hold alike: weights, optimizer and running statistics (hex)."""
-
-    def tensors() -> Iterator[torch.Tensor]:
-        yield trainer.message.weights
-        yield from _optimizer_state(trainer)
-        if trainer.norms.mode != "local":
-            yield from (trainer.norms.running, trainer.norms.shift, trainer.norms.updates)
-
-    return str(_hash(tensors()).hexdigest())
+    own = "norms." if trainer.norms.mode == "local" else "-"  # what a rank has for itself
+    tensors = trainer.tensors().items()
+    return str(_hash(t for name, t in tensors if not name.startswith(own)).hexdigest())
 
 
 def slot_value(digest: str) -> int:
@@ -73,9 +63,10 @@ def chain(before: str, figures: Mapping[str, Any]) -> str:
 
 def run_digest(trainer: Trainer, figures: str) -> str:
     """Of a whole run (hex): weights and buffers by name, optimizer state, the chain of figures."""
-    found = _hash(_optimizer_state(trainer))
+    memory = (t for name, t in trainer.tensors().items() if name.startswith("optimizer."))
+    found = _hash(memory)
     for name, tensor in sorted(trainer.model.state_dict().items()):
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        found.update(_hash(iter([tensor])).digest())
+        found.update(_hash([tensor]).digest())
     found.update(figures.encode())
     return str(found.hexdigest())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import shutil
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from hpctrain import __version__
 from hpctrain.config import to_toml
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import whole_file
+from hpctrain.files import sync, temporary_name, whole_file
 from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, host_name, library
 from hpctrain.report.jsonlines import cut_back
@@ -27,22 +29,25 @@ from hpctrain.training.watchdog import FOLDER as HEARTBEATS
 def make_run_folder(job: Job) -> Path:
     """Create the run's folder with its configuration and plan. A name is used once."""
     folder = Path(job.config.runs_dir) / (job.config.run or free_name(job))
+    temporary = temporary_name(folder)  # whole or not there, like every file in it
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-    except FileExistsError as error:
-        raise UsageError(f"the run {folder} exists: choose another name with --run") from error
+        temporary.mkdir(parents=True)
+        write_settings(job, temporary)
+        os.rename(temporary, folder)
+        sync(folder.parent)
     except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise UsageError(f"the run {folder} exists: choose another name with --run") from error
         raise RunError(f"cannot make {folder}: {error.strerror}") from error
-    try:
-        with whole_file(folder / "config.toml") as path:
-            path.write_text(to_toml(job.config))
-        with whole_file(folder / "plan.json") as path:
-            path.write_text(job.plan.to_json() + "\n")
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)  # the name is free again
-        raise RunError(f"cannot write {folder}: {error.strerror}") from error
     return folder
+
+
+def write_settings(job: Job, folder: Path) -> None:
+    """Write the configuration and the plan. OSError."""
+    for name, text in (("config.toml", to_toml(job.config)), ("plan.json", job.plan.to_json())):
+        with whole_file(folder / name) as path:
+            path.write_text(text.rstrip() + "\n")
 
 
 def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
@@ -50,9 +55,7 @@ def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
     try:
         (folder / STOP).unlink(missing_ok=True)
         cut_back(folder, state.step, state.epoch, state.validated)
-        for name, text in (("config.toml", to_toml(job.config)), ("plan.json", job.plan.to_json())):
-            with whole_file(folder / name) as path:
-                path.write_text(text if name.endswith("toml") else text + "\n")
+        write_settings(job, folder)
         for beat in (folder / HEARTBEATS).glob("*.json"):  # there may be fewer ranks now
             beat.unlink()
         for step in steps(folder / CHECKPOINTS):

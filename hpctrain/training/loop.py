@@ -8,11 +8,10 @@ from typing import Any
 from hpctrain.errors import RunError
 from hpctrain.parallel.message import Totals
 from hpctrain.parallel.mpi import agreed
-from hpctrain.training.control import duration
 from hpctrain.training.digest import check_digests, rank_digest, slot_value
 from hpctrain.training.optim import learning_rate, set_learning_rate
 from hpctrain.training.outcome import check, time_shares
-from hpctrain.training.progress import ASKED, Run
+from hpctrain.training.progress import LEAVING, STOPPED, Run
 from hpctrain.training.resume import gather
 from hpctrain.training.step import train_step
 from hpctrain.training.validate import validate, validation_due
@@ -47,8 +46,7 @@ def run_epoch(run: Run) -> None:
         state.step += 1
         record_step(run, totals, rate, reducing, time.perf_counter() - before)
         if totals.stop or totals.leave:
-            state.ended = ASKED[0] if totals.stop else ASKED[1]
-            state.leaving = not totals.stop
+            state.ended = STOPPED if totals.stop else LEAVING
         if number + 1 == per_epoch:
             break
         if not state.ended and validation_due(run):
@@ -137,14 +135,8 @@ def checkpoint_if_due(run: Run) -> None:
     """Save what the run needs to go on, where steps or time since the last one call for it."""
     if run.writer is None:
         return
-    run.writer.check()
     run.control.saving = max(run.writer.seconds, run.writer.stall)
-    every = run.job.config.checkpoint_every
-    if every.isdigit():
-        due = run.state.step % int(every) == 0
-    else:
-        due = time.monotonic() - run.writer.saved >= duration(every, "--checkpoint-every")
-    if due:
+    if run.writer.due(run.state.step):
         save_checkpoint(run)
 
 

@@ -18,7 +18,7 @@ from hpctrain.training.setup import Job
 from hpctrain.training.step import Trainer
 from hpctrain.training.watchdog import Watchdog
 
-ASKED = ("asked to stop", "asked to leave")  # ends that are none of the run itself
+STOPPED, LEAVING = "asked to stop", "asked to leave"  # ends that are none of the run itself
 
 
 @dataclass
@@ -29,21 +29,27 @@ class Progress:
     epoch: int = 0  # epochs done
     validated: int = 0  # step of the last validation
     ended: str | None = None  # why no further step is to be done, before the last epoch
-    leaving: bool = False  # at once, without test
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
     best_loss: float = float("inf")  # of all validations
     best_step: int = 0
+    best_epoch: int = 0
+    best_figures: dict[str, float | None] = field(default_factory=dict)
     waited: int = 0  # validations since then
     best: list[torch.Tensor] | None = None  # the network of that step, where it is wanted
     sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the epoch under way: loss,
     # correct, rows, seconds
 
+    @property
+    def leaving(self) -> bool:
+        """Whether to end at once, without test."""
+        return self.ended == LEAVING
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del fields["best"], fields["leaving"]
-        if self.ended in ASKED:
+        del fields["best"]
+        if self.ended in (STOPPED, LEAVING):
             fields["ended"] = None  # the next launch goes on
         return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
 
@@ -64,6 +70,7 @@ class Progress:
             self.waited += 1
             return False
         self.best_loss, self.best_step, self.waited = loss, self.step, 0
+        self.best_epoch, self.best_figures = self.epoch, dict(self.figures)
         if copy:
             self.best = [tensor.clone() for tensor in _network(trainer)]
         return True
@@ -75,12 +82,14 @@ class Progress:
                 for tensor, kept in zip(_network(trainer), self.best, strict=True):
                     tensor.copy_(kept)
             trainer.norms.restore()
-            self.step = self.best_step
+            self.step, self.epoch = self.best_step, self.best_epoch
+            self.figures = dict(self.best_figures)
 
 
 def _network(trainer: Trainer) -> list[torch.Tensor]:
     """What makes the network of a step: weights and running statistics."""
-    return [trainer.message.weights.data, trainer.norms.running, trainer.norms.updates]
+    tensors = trainer.tensors()
+    return [tensors[name] for name in ("weights", "norms.running", "norms.updates")]
 
 
 @dataclass(frozen=True)

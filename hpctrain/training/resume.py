@@ -12,6 +12,7 @@ import dataclasses
 import json
 import tomllib
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import torch
 from hpctrain.config import Config
 from hpctrain.errors import UsageError
 from hpctrain.parallel.determinism import hardware_key
-from hpctrain.parallel.mpi import Comm, from_root
+from hpctrain.parallel.mpi import Comm, agreed, from_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
 from hpctrain.report.folders import is_finished, last_step
-from hpctrain.training.checkpoint import FOLDER, Checkpoint, newest, read
+from hpctrain.training.checkpoint import FOLDER, Checkpoint, newest
 from hpctrain.training.lock import RunLock
 from hpctrain.training.progress import Progress
 from hpctrain.training.step import Trainer
@@ -47,7 +48,7 @@ class Earlier:
     folder: Path
     plan: Plan
     finished: bool  # it did all its epochs, or validation ended it
-    step: int  # of the newest whole checkpoint; 0: the run is to begin again
+    checkpoint: Checkpoint | None  # the newest whole one; without one the run is to begin again
     damage: list[str]  # newer ones, passed over
 
 
@@ -65,10 +66,10 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
     before, plan = read_settings(folder)
     check_same(config, before, folder)
     lock.take(folder)
-    step, damage = newest(folder, last_step(folder))
-    if step == 0 and config.resume == "must":
+    checkpoint, damage = newest(folder, last_step(folder))
+    if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
-    return Earlier(folder, plan, is_finished(folder), step, damage)
+    return Earlier(folder, plan, is_finished(folder), checkpoint, damage)
 
 
 def read_settings(folder: Path) -> tuple[Config, Plan]:
@@ -102,13 +103,7 @@ def _said(value: object) -> str:
 
 def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The state of a run: tensors, and what JSON can hold."""
-    tensors = {"weights": trainer.message.weights.data}
-    for name, value in trainer.optimizer.state[trainer.message.weights].items():
-        if isinstance(value, torch.Tensor):
-            tensors[f"optimizer.{name}"] = value
-    norms = trainer.norms
-    tensors |= {"norms.running": norms.running, "norms.shift": norms.shift}
-    tensors["norms.updates"] = norms.updates
+    tensors = trainer.tensors()
     tensors |= {f"model.{name}": value for name, value in untrained(trainer).items()}
     tensors |= {f"best.{number}": tensor for number, tensor in enumerate(state.best or ())}
     known = {
@@ -129,54 +124,52 @@ def restore(earlier: Earlier | None, trainer: Trainer, state: Progress, comm: Co
     """Put a run into the state that an earlier launch saved; rank 0 reads it. Lines worth a note
     in the record. Collective.
     """
-    if earlier is None:
-        return []
-    if earlier.step == 0:
-        return earlier.damage
-    mine: list[Checkpoint] = []
-
-    def look() -> tuple[dict[str, Any], Shapes]:
-        mine.append(read(earlier.folder, earlier.step))
-        shapes = {name: (t.shape, t.dtype) for name, t in mine[0].tensors.items()}
-        layout = trainer.message.layout.digest()
-        if mine[0].state["layout"] != layout:
-            raise UsageError(
+    if earlier is None or (checkpoint := earlier.checkpoint) is None:
+        return earlier.damage if earlier else []
+    layout, saved = trainer.message.layout.digest(), checkpoint.state
+    if saved["layout"] != layout:
+        raise agreed(
+            UsageError(
                 f"the checkpoint of {earlier.folder} holds parameters laid out as"
-                f" {mine[0].state['layout']}, the model's are {layout}: it is another model"
+                f" {saved['layout']}, the model's are {layout}: it is another model"
             )
-        return mine[0].state, shapes
-
-    saved, shapes = from_root(comm, look)
+        )
     state.from_json(saved)
-    tensors = {}
-    for name, (shape, dtype) in shapes.items():
-        tensors[name] = mine[0].tensors[name] if mine else torch.empty(shape, dtype=dtype)
-        broadcast(comm, tensors[name])
-    with torch.no_grad():
-        _put(trainer, state, tensors, trainer.message.device)
+    _put(trainer, state, _on_all(comm, checkpoint))
     notes = [*earlier.damage, f"going on after step {state.step}"]
-    if earlier.plan.deterministic and saved["key"] != (
-        here := hardware_key(trainer.message.device)
-    ):
+    here = hardware_key(trainer.message.device)
+    if earlier.plan.deterministic and saved["key"] != here:
         notes.append(f"begun on {saved['key']}, now on {here}: the bits may differ")
     return notes
 
 
-def _put(
-    trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor], device: torch.device
-) -> None:
-    weights, norms, buffers = trainer.message.weights, trainer.norms, untrained(trainer)
-    weights.data.copy_(tensors["weights"])
+def _on_all(comm: Comm, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, read by rank 0, on all ranks. Collective."""
+    mine: dict[str, torch.Tensor] = {}
+
+    def shapes() -> Shapes:
+        mine.update(checkpoint.tensors())
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
+
+    for name, (shape, dtype) in from_root(comm, shapes).items():
+        broadcast(comm, mine.setdefault(name, torch.empty(shape, dtype=dtype)))
+    return mine
+
+
+@torch.no_grad()
+def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) -> None:
+    """Give the tensors that `gather` took to their places."""
+    device, memory = trainer.message.device, trainer.optimizer.state[trainer.message.weights]
+    own, buffers, best = trainer.tensors(), untrained(trainer), []
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
-        if kind == "optimizer":
-            # Adam's counter lies beside the weights, like everything else of the fused optimizers.
-            trainer.optimizer.state[weights][rest] = tensor.to(device)
+        if kind == "optimizer":  # some make their memory in the first step
+            memory[rest] = tensor.to(device)
         elif kind == "model":
             buffers[rest].copy_(tensor)
-    norms.running.copy_(tensors["norms.running"])
-    norms.shift.copy_(tensors["norms.shift"])
-    norms.updates.copy_(tensors["norms.updates"])
-    norms.restore()
-    best = [name for name in tensors if name.startswith("best.")]
-    state.best = [tensors[f"best.{i}"].to(device) for i in range(len(best))] or None
+        elif kind == "best":
+            best.append((int(rest), tensor.to(device)))
+        else:
+            own[name].copy_(tensor)
+    state.best = [tensor for _, tensor in sorted(best, key=itemgetter(0))] or None
+    trainer.norms.restore()

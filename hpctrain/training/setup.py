@@ -70,8 +70,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None) -> Job:
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(config.device, local_rank))
     threads = fair_threads(comm)
-    fixed = earlier is not None and earlier.deterministic
-    set_threads(earlier.threads if earlier and fixed else cpu_threads(config, threads))
+    set_threads(cpu_threads(config, threads, earlier))
     keep_memory()
 
     model, fresh = everywhere(comm, lambda: make_model(config, pack))

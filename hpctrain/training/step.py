@@ -36,6 +36,18 @@ class Trainer:
     loss: Loss
     clip_norm: float | None = None
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that steps change, but for the model's own odd buffers: weights, what the
+        optimizer remembers, running statistics. By name, where they lie.
+        """
+        found = {"weights": self.message.weights.data}
+        memory = self.optimizer.state[self.message.weights]
+        for name in sorted(memory):
+            if isinstance(memory[name], torch.Tensor):
+                found[f"optimizer.{name}"] = memory[name]
+        norms = {name: getattr(self.norms, name) for name in ("running", "shift", "updates")}
+        return found | {f"norms.{name}": tensor for name, tensor in norms.items()}
+
 
 def train_step(
     trainer: Trainer,

@@ -9,6 +9,7 @@ import dataclasses
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 from hpctrain.config import Config
 from hpctrain.errors import RunError
@@ -24,20 +25,28 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.report.record import Recorder
 from hpctrain.training import saved
-from hpctrain.training.checkpoint import Writer
+from hpctrain.training.checkpoint import Interval, Writer
 from hpctrain.training.control import Control, deadline, duration
 from hpctrain.training.digest import run_digest
 from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.lock import RunLock
 from hpctrain.training.loop import run_epochs, save_checkpoint
 from hpctrain.training.outcome import NonFinite
-from hpctrain.training.progress import Progress, Run
+from hpctrain.training.progress import STOPPED, Progress, Run
 from hpctrain.training.resume import find_earlier, restore
 from hpctrain.training.setup import set_up
 from hpctrain.training.validate import describe_network, show_work, test, validate
 from hpctrain.training.watchdog import Watchdog
 
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
+
+
+class Times(NamedTuple):
+    """What a run is told about time."""
+
+    timeout: float  # seconds without anything new after which a rank counts as hung
+    ends: float | None  # when the run must have ended, in seconds since 1970
+    checkpoints: Interval
 
 
 def main(config: Config) -> int:
@@ -53,14 +62,13 @@ def train(config: Config, comm: Comm) -> int:
     Raises UsageError or RunError, the same on all ranks unless one rank alone fails.
     """
     config = comm.bcast(config)
-    timeout = from_root(comm, lambda: check_times(config))
-    ends = deadline(config.time_limit)
-    limit_finalize(min(60.0, timeout))
-    watchdog = Watchdog(comm.rank, comm.size, host_name(), timeout, abort_all)
+    times = from_root(comm, lambda: read_times(config))
+    limit_finalize(min(60.0, times.timeout))
+    watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
     lock = RunLock()
     try:
         with torch_settings(config.deterministic), watchdog:
-            return _train(config, comm, watchdog, lock, ends)
+            return _train(config, comm, watchdog, lock, times)
     except RuntimeError as error:
         if text := refusal(error):
             raise RunError(text) from error
@@ -69,17 +77,16 @@ def train(config: Config, comm: Comm) -> int:
         lock.release()
 
 
-def check_times(config: Config) -> float:
-    """The --timeout in seconds. UsageError for times that are none."""
-    deadline(config.time_limit)
-    if not config.checkpoint_every.isdigit():
-        duration(config.checkpoint_every, "--checkpoint-every")
-    return duration(config.timeout, "--timeout")
+def read_times(config: Config) -> Times:
+    """The times that the settings tell. UsageError for those that are none."""
+    return Times(
+        duration(config.timeout, "--timeout"),
+        deadline(config.time_limit),
+        Interval.parse(config.checkpoint_every),
+    )
 
 
-def _train(
-    config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, ends: float | None
-) -> int:
+def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times: Times) -> int:
     began = time.perf_counter()
     earlier = from_root(comm, lambda: find_earlier(config, lock))
     if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
@@ -89,7 +96,7 @@ def _train(
                 " a larger --epochs extends it"
             )
         return 0
-    if earlier and earlier.step:
+    if earlier and earlier.checkpoint:
         config = dataclasses.replace(config, init=None)
     job = set_up(config, comm, earlier.plan if earlier else None)
     if config.dry_run:
@@ -113,8 +120,8 @@ def _train(
     mine = folder if comm.rank == 0 else None
     with (
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
-        Control(mine, ends) as control,
-        Writer(mine, config.keep) if mine else nullcontext() as writer,
+        Control(mine, times.ends) as control,
+        Writer(mine, times.checkpoints, config.keep) if mine else nullcontext() as writer,
     ):
         recorder.run(run_facts(job, folder, comm))
         for line in notes:
@@ -156,7 +163,7 @@ def finish(run: Run, folder: Path, began: float, first: int) -> int:
     exit code. Collective.
     """
     state, trainer, last = run.state, run.job.trainer, run.state.step
-    stopped = state.ended == "asked to stop"
+    stopped = state.ended == STOPPED
     if not stopped and "validation" in run.job.pack.splits and state.validated < state.step:
         validate(run)
         if state.leaving:

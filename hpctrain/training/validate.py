@@ -20,7 +20,7 @@ from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.pictures import write_rows
 from hpctrain.training import saved
 from hpctrain.training.evaluate import Evaluation, evaluate
-from hpctrain.training.progress import ASKED, Run
+from hpctrain.training.progress import LEAVING, Run
 from hpctrain.training.tasks import Denoising, network_output
 
 SHOWN = 10  # images of the picture that a denoising run leaves
@@ -93,7 +93,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     seconds = time.perf_counter() - began
     run.control.slowest_evaluation = max(run.control.slowest_evaluation, seconds)
     if result is None:
-        state.ended, state.leaving = ASKED[1], True
+        state.ended = LEAVING
         return None
     state.figures[f"{split}_accuracy"] = result.accuracy
     state.figures[f"{split}_loss"] = result.loss
@@ -113,9 +113,11 @@ def statistics_of_rank_0(run: Run) -> Iterator[None]:
     own = norms.running.clone()
     broadcast(run.comm, norms.running)
     norms.restore()
-    yield
-    norms.running.copy_(own)
-    norms.restore()
+    try:
+        yield
+    finally:
+        norms.running.copy_(own)
+        norms.restore()
 
 
 def test(run: Run) -> dict[str, float | None]:

@@ -11,8 +11,9 @@ import torch
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.training import checkpoint
-from hpctrain.training.checkpoint import Writer, newest, read, steps
+from hpctrain.training.checkpoint import Interval, Writer, newest, steps, verify
 
+OFTEN = Interval(steps=1)
 TENSORS = {"weights": torch.arange(101.0), "norms.updates": torch.tensor([3, 4])}
 
 
@@ -23,19 +24,51 @@ def run(tmp_path):
 
 
 def save(run, step, keep=2, tensors=TENSORS):
-    with Writer(run, keep) as writer:
+    with Writer(run, OFTEN, keep) as writer:
         writer.save(step, tensors, {"epoch": step, "figures": {"loss": 0.1 + 0.2}})
         writer.wait()
 
 
+def step_of(found):
+    checkpoint, lines = found
+    return checkpoint and checkpoint.step, lines
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [("5", Interval(steps=5)), ("90s", Interval(seconds=90)), ("0.5m", Interval(seconds=30))],
+)
+def test_intervals(text, interval):
+    assert Interval.parse(text) == interval
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "", "often", "0m", "²"])
+def test_intervals_that_are_none(text):
+    with pytest.raises(UsageError, match="--checkpoint-every"):
+        Interval.parse(text)
+
+
+def test_when_a_checkpoint_is_due(run, monkeypatch):
+    with Writer(run, Interval(steps=4), 2) as writer:
+        assert [step for step in range(1, 10) if writer.due(step)] == [4, 8]
+    with Writer(run, Interval(seconds=60), 2) as writer:
+        assert not writer.due(1)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+        assert writer.due(1)
+        writer.save(1, TENSORS, {})
+        assert not writer.due(2)
+
+
 def test_what_is_written_is_read(run):
     save(run, 7)
-    found = read(run, 7)
+    found = verify(run, 7)
     assert found.state == {"epoch": 7, "figures": {"loss": 0.1 + 0.2}}
-    assert found.tensors.keys() == TENSORS.keys()
+    tensors = found.tensors()
+    assert tensors.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert torch.equal(found.tensors[name], tensor)
-        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
+        assert tensors[name].dtype == tensor.dtype
 
 
 def test_the_newest_few_are_kept(run):
@@ -43,7 +76,7 @@ def test_the_newest_few_are_kept(run):
         save(run, step)
     assert steps(run / "checkpoints") == [200, 1000]
     assert len(list((run / "checkpoints").iterdir())) == 4
-    assert newest(run, 9999) == (1000, [])
+    assert step_of(newest(run, 9999)) == (1000, [])
 
 
 def damage(path, how):
@@ -67,7 +100,7 @@ def test_a_damaged_one_is_named_and_passed_over(run, how, suffix):
     save(run, 5)
     save(run, 6)
     damage(run / "checkpoints" / f"00000006{suffix}", how)
-    step, lines = newest(run, 9999)
+    step, lines = step_of(newest(run, 9999))
     assert step == 5
     if (how, suffix) == ("gone", ".json"):
         assert lines == []  # it was never finished
@@ -75,7 +108,7 @@ def test_a_damaged_one_is_named_and_passed_over(run, how, suffix):
         assert len(lines) == 1
         assert "00000006" in lines[0]
         with pytest.raises(UsageError, match="00000006"):
-            read(run, 6)
+            verify(run, 6)
 
 
 def test_every_flipped_bit_is_found(run):
@@ -88,9 +121,9 @@ def test_every_flipped_bit_is_found(run):
                 content[:position] + bytes([content[position] ^ 2]) + content[position + 1 :]
             )
             with pytest.raises(UsageError):
-                read(run, 5)
+                verify(run, 5)
         path.write_bytes(content)
-    assert read(run, 5).step == 5
+    assert verify(run, 5).step == 5
 
 
 @pytest.mark.parametrize("fails", ["save_file", "whole_file", "sync"])
@@ -101,12 +134,12 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypa
         raise OSError(28, "No space left on device")
 
     where = checkpoint.safetensors.torch if fails == "save_file" else checkpoint
-    with monkeypatch.context() as patch, Writer(run, 2) as writer:
+    with monkeypatch.context() as patch, Writer(run, OFTEN, 2) as writer:
         patch.setattr(where, fails, full)
         writer.save(6, TENSORS, {})
         with pytest.raises(RunError, match="cannot write a checkpoint to .*: No space left"):
             writer.wait()
-    assert newest(run, 9999) == (5, [])
+    assert step_of(newest(run, 9999)) == (5, [])
 
 
 def test_files_reach_the_disk_before_their_names(run, monkeypatch):
@@ -147,13 +180,13 @@ def test_training_may_go_on_while_a_checkpoint_is_written(run, monkeypatch):
 
     monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", slow)
     tensor = torch.zeros(101)
-    with Writer(run, 2) as writer:
+    with Writer(run, OFTEN, 2) as writer:
         began = time.perf_counter()
         writer.save(5, {"weights": tensor}, {})
         assert time.perf_counter() - began < 0.3
         assert writer.stall < 0.3
         tensor += 1
-    assert read(run, 5).tensors["weights"].sum() == 0
+    assert verify(run, 5).tensors()["weights"].sum() == 0
     assert writer.seconds > 0.4
 
 
@@ -171,22 +204,22 @@ def test_a_checkpoint_of_a_later_format_is_refused(run):
     path = run / "checkpoints" / "00000005.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     with pytest.raises(UsageError, match="format 99"):
-        read(run, 5)
+        verify(run, 5)
 
 
 def test_a_checkpoint_of_steps_that_the_record_lost_is_passed_over(run):
     save(run, 5)
     save(run, 8)
-    assert newest(run, 8) == (8, [])
-    step, lines = newest(run, 7)
+    assert step_of(newest(run, 8)) == (8, [])
+    step, lines = step_of(newest(run, 7))
     assert step == 5
     assert lines == ["the record ends at step 7: the checkpoint of 8 is passed over"]
-    assert newest(run, 0) == (8, []), "better a gap in the record than nothing"
+    assert step_of(newest(run, 0)) == (8, []), "better a gap in the record than nothing"
 
 
 def test_a_failure_is_told_without_waiting_for_the_next_checkpoint(run, monkeypatch):
     monkeypatch.setattr(checkpoint, "sync", lambda path: 1 / 0)
-    with Writer(run, 2) as writer:
+    with Writer(run, OFTEN, 2) as writer:
         writer.save(6, TENSORS, {})
         until = time.monotonic() + 10
         while writer._thread.is_alive() and time.monotonic() < until:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hpctrain.config import Config, EvaluateConfig, PredictConfig
+from hpctrain.config import EvaluateConfig, PredictConfig
 from hpctrain.data.augment import add_noise
 from hpctrain.errors import UsageError
 from hpctrain.models import build
@@ -21,7 +21,6 @@ from hpctrain.report.tables import psnr
 from hpctrain.training import train as loop
 from hpctrain.training.evaluate import main as evaluate_main
 from hpctrain.training.predict import main as predict_main
-from tests.packs import make_pack
 
 
 def load(path):
@@ -69,22 +68,8 @@ def test_psnr_is_in_decibels():
 
 
 @pytest.fixture
-def settings(comm, shared_tmp):
-    if comm.rank == 0:
-        make_pack(shared_tmp / "pack.h5", {"train": 101, "validation": 13, "test": 23})
-    comm.Barrier()
-    return Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
-        run="a",
-        task="denoise",
-        lr=0.01,
-        epochs=12,
-        batch_size=16,
-        shards=4,
-        threads=1,
-        progress="none",
-    )
+def settings(settings):
+    return dataclasses.replace(settings, task="denoise", lr=0.01, epochs=12, shards=4)
 
 
 @pytest.mark.mpi

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.config import Config
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.determinism import torch_settings
 from hpctrain.report.record import read_records
@@ -41,20 +40,9 @@ CASES = {
 
 
 @pytest.fixture
-def settings(comm, shared_tmp):
-    if comm.rank == 0:
-        make_pack(shared_tmp / "pack.h5", ROWS)
-    comm.Barrier()
-    return Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
-        epochs=2,
-        batch_size=16,
-        shards=8,
-        deterministic=True,
-        digest_every=3,
-        progress="none",
-    )
+def settings(settings):
+    own = {"shards": 8, "deterministic": True, "digest_every": 3, "threads": None, "run": None}
+    return dataclasses.replace(settings, **own)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.config import Config
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.mpi import agreed
 from hpctrain.report.differences import first_difference
@@ -34,21 +33,9 @@ CASES = {
 
 
 @pytest.fixture
-def settings(comm, shared_tmp):
-    if comm.rank == 0:
-        make_pack(shared_tmp / "pack.h5", {"train": 101, "validation": 13, "test": 23})
-    comm.Barrier()
-    return Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
-        run="a",
-        epochs=2,
-        batch_size=16,
-        shards=8,
-        deterministic=True,
-        digest_every=4,
-        progress="none",
-    )
+def settings(settings):
+    own = {"shards": 8, "deterministic": True, "digest_every": 4, "threads": None}
+    return dataclasses.replace(settings, **own)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.saved import find_model, open_network, open_pack_for, restore
+from hpctrain.training.setup import set_up
 from tests.packs import make_pack
 
 
@@ -78,7 +79,9 @@ def test_weights_that_are_not_finite_give_no_answers(run, comm):
 
 
 def test_first_weights_may_come_from_a_run_by_name(run, comm, capsys):
-    loop.train(Config(data="pack.h5", run="b", init="a", threads=1, dry_run=True), comm)
+    job = set_up(Config(data="pack.h5", init="a", threads=1), comm)
+    weights, _ = read_model(Path("runs/a/model.safetensors"))
+    assert torch.equal(job.trainer.model.conv1.weight, weights["conv1.weight"])
     with pytest.raises(UsageError, match="there is no run 'c'"):
         loop.train(Config(data="pack.h5", run="b", init="c", threads=1), comm)
 
@@ -120,9 +123,9 @@ def test_a_run_that_cannot_begin_leaves_its_name_free(run, comm, monkeypatch):
     settings = Config(data="pack.h5", run="b", epochs=1, threads=1, progress="none")
     with monkeypatch.context() as patch:
         patch.setattr("hpctrain.training.folder.to_toml", full)
-        with pytest.raises(RunError, match="cannot write runs/b: No space left"):
+        with pytest.raises(RunError, match="cannot make runs/b: No space left"):
             loop.train(settings, comm)
-    assert not Path("runs/b").exists()
+    assert [path.name for path in Path("runs").iterdir()] == ["a"]
     assert loop.train(settings, comm) == 0
     assert list(read_records(Path("runs/b")))[-1]["status"] == "done"
 

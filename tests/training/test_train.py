@@ -24,7 +24,6 @@ from tests.packs import make_pack
 from tests.training.runs import make_run
 
 pytestmark = pytest.mark.mpi
-ROWS = {"train": 101, "validation": 13, "test": 23}
 
 
 class CountingComm:
@@ -43,27 +42,6 @@ class CountingComm:
             return value(*args, **kwargs)
 
         return counted
-
-
-@pytest.fixture
-def pack(comm, shared_tmp):
-    if comm.rank == 0:
-        make_pack(shared_tmp / "pack.h5", ROWS)
-    comm.Barrier()
-    return shared_tmp / "pack.h5"
-
-
-@pytest.fixture
-def settings(pack):
-    return Config(
-        data=str(pack),
-        runs_dir=str(pack.parent / "runs"),
-        run="a",
-        epochs=2,
-        batch_size=16,
-        threads=1,
-        progress="none",
-    )
 
 
 @pytest.mark.parametrize(
@@ -118,6 +96,28 @@ def test_a_run_leaves_records_configuration_plan_and_weights(comm, settings):
     for field in dataclasses.fields(Config):
         assert field.name in text
     assert json.loads((folder / "plan.json").read_text())["ranks"] == comm.size
+
+
+def test_what_a_step_an_evaluation_and_a_save_take_is_measured(comm, settings, monkeypatch):
+    """From these the run knows when to leave before its time is up."""
+    seen = []
+    original = Control.news
+
+    def news(self, waited, digest):
+        found = self.slowest_step, self.slowest_evaluation, self.saving
+        seen.append((*found, self.margin))
+        return original(self, waited, digest)
+
+    monkeypatch.setattr(Control, "news", news)
+    loop.train(dataclasses.replace(settings, validate_steps=4, checkpoint_every="3"), comm)
+    assert seen[0][:3] == (0, 0, 0)
+    assert 0 < seen[1][0] < 30
+    steps, evaluations, saves, margins = zip(*seen, strict=True)
+    assert [s == 0 for s in evaluations] == [True] * 4 + [False] * 10
+    assert list(steps) == sorted(steps)
+    assert list(margins) == sorted(margins)
+    if comm.rank == 0:
+        assert (saves[3], saves[-1] > 0) == (0, True)
 
 
 def test_the_network_learns(comm, settings):
@@ -260,8 +260,9 @@ def test_validation_comes_at_the_end_where_no_epoch_asks_for_it(comm, settings):
         assert found == [("validation", 14), ("test", 14)]
 
 
-def test_a_damaged_pack_is_refused(comm, settings, pack):
+def test_a_damaged_pack_is_refused(comm, settings):
     if comm.rank == 0:
+        pack = Path(settings.data)
         data = bytearray(pack.read_bytes())
         data[len(data) // 2] ^= 1
         pack.write_bytes(bytes(data))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.config import Config
 from hpctrain.errors import UsageError
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
@@ -20,23 +19,6 @@ from tests.packs import make_pack
 
 pytestmark = pytest.mark.mpi
 STEPS = 7  # of an epoch: 101 rows in mini-batches of 16
-
-
-@pytest.fixture
-def settings(comm, shared_tmp):
-    if comm.rank == 0:
-        make_pack(shared_tmp / "pack.h5", {"train": 101, "validation": 13, "test": 23})
-        make_pack(shared_tmp / "none.h5", {"train": 101, "test": 23})
-    comm.Barrier()
-    return Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
-        run="a",
-        epochs=2,
-        batch_size=16,
-        threads=1,
-        progress="none",
-    )
 
 
 @pytest.fixture
@@ -108,7 +90,9 @@ def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(
         assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
         best, known = read_model(folder / "best.safetensors")
         assert torch.equal(best["conv1.weight"], seen[1])
-        assert known["step"] == 8
+        assert (known["step"], known["epoch"]) == (8, 1)
+        assert known["validation_loss"] != metadata["validation_loss"] or output == "best"
+        assert metadata["epoch"] == (1 if output == "best" else 2)
         tests = [r for r in read_records(folder) if r.get("split") == "test"]
         assert [t["step"] for t in tests] == [metadata["step"]]
         assert np.isfinite(tests[0]["loss"])
@@ -118,7 +102,11 @@ def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(
 def test_what_needs_a_validation_split_is_refused_without_one(comm, settings, flags):
     name = "--" + next(iter(flags)).replace("_", "-")
     name += " best" if "output" in flags else ""
-    bare = dataclasses.replace(settings, data=settings.data.replace("pack.h5", "none.h5"))
+    none = Path(settings.data).with_name("none.h5")
+    if comm.rank == 0:
+        make_pack(none, {"train": 101, "test": 23})
+    comm.Barrier()
+    bare = dataclasses.replace(settings, data=str(none))
     with pytest.raises(UsageError, match=f"{name} needs a split validation"):
         loop.train(dataclasses.replace(bare, **flags), comm)
     assert loop.train(dataclasses.replace(bare, patience=0), comm) == 0
