@@ -38,8 +38,8 @@ class PackConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    """Settings of ``hpctrain evaluate``: loss, accuracy and tables over one split."""
+class NetworkConfig:
+    """Settings of everything that uses a trained network."""
 
     model: str | None = option(
         None, "a run, by name or folder, or a .safetensors file", "What", positional=True
@@ -48,7 +48,6 @@ class EvaluateConfig:
     split: str = option("test", "split of the pack", "What")
     runs_dir: str = option("runs", "folder of all runs", "What")
     data_dir: str = option("data", "folder where built-in sets are kept once made", "What")
-    output: str | None = option(None, "write the figures as JSON too", "Output")
     batch: int = option(256, "rows computed at a time", "Machine")
     device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(None, "CPU threads per rank", "Machine")
@@ -58,29 +57,24 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
-class PredictConfig:
+class EvaluateConfig(NetworkConfig):
+    """Settings of ``hpctrain evaluate``: loss, accuracy and tables over one split."""
+
+    output: str | None = option(None, "write the figures as JSON too", "Output")
+
+
+@dataclass(frozen=True)
+class PredictConfig(NetworkConfig):
     """Settings of ``hpctrain predict``: a CSV of classes and probabilities."""
 
-    model: str | None = option(
-        None, "a run, by name or folder, or a .safetensors file", "What", positional=True
-    )
+    split: str = option("test", "split of the pack, where no images are given", "What")
     images: tuple[str, ...] = option(
         (), "image files or folders; none: a split of --data", "What", positional=True
     )
-    data: str | None = option(None, "pack; default: the one it was trained on", "What")
-    split: str = option("test", "split of the pack, where no images are given", "What")
-    runs_dir: str = option("runs", "folder of all runs", "What")
-    data_dir: str = option("data", "folder where built-in sets are kept once made", "What")
     output: str = option(
         "predictions.csv",
         "the CSV to write (- = standard output), or the folder of restored images",
         "Output",
-    )
-    batch: int = option(256, "rows computed at a time", "Machine")
-    device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
-    threads: int | None = option(None, "CPU threads per rank", "Machine")
-    precision: str | None = option(
-        None, "arithmetic; default: as in training", "Machine", choices=("fp32", "bf16")
     )
 
 

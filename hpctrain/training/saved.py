@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config, EvaluateConfig, PredictConfig
+from hpctrain.config import Config, EvaluateConfig, NetworkConfig, PredictConfig
 from hpctrain.data.augment import normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.loader import Prepare, make_prepare
@@ -159,7 +159,7 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     return Network(saved, model, device, precision, task, prepare)
 
 
-def open_pack_for(saved: Saved, settings: EvaluateConfig | PredictConfig, comm: Comm) -> Pack:
+def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
     """The pack to ask about: --data, else the one of training. Collective.
 
     Raises UsageError where its images or classes are not those that the network knows.
