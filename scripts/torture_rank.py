@@ -1,7 +1,8 @@
 """One rank of scripts/torture: hpctrain, with one fault at one moment.
 
-From the environment: TORTURE_PHASE, TORTURE_COUNT (which time the phase begins), TORTURE_RANK and
-TORTURE_FAULT. Without TORTURE_PHASE it is hpctrain alone.
+From the environment: TORTURE_PHASE, TORTURE_COUNT (which time the phase begins), TORTURE_RANK,
+TORTURE_FAULT and TORTURE_STRUCK (the file that tells when it happened). Without TORTURE_PHASE it is
+hpctrain alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ def strike() -> None:
     left -= 1
     if left:
         return
+    Path(os.environ["TORTURE_STRUCK"]).write_text(repr(time.time()))
     if FAULT == "full disk":
         with open("filler", "wb") as file, contextlib.suppress(OSError):
             while True:
