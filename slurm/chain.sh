@@ -7,9 +7,10 @@
 set -euo pipefail
 count=$1 script=$2
 shift 2
+case " $* " in *" --run "*) ;; *) set -- "$@" --run "chain-$(date +%Y%m%d-%H%M%S)" ;; esac
 after=()
 for ((number = 1; number <= count; number++)); do
-    id=$(sbatch --parsable --no-requeue "${after[@]}" "$script" "$@")
+    id=$(sbatch --parsable --no-requeue ${after[@]+"${after[@]}"} "$script" "$@")
     echo "job $id, $number of $count"
     after=(--dependency="afterany:${id%%;*}")
 done

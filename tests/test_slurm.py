@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.report.folders import last_step
 from hpctrain.report.record import read_records
 from tests.launch import ROOT, environment, marked, run
 from tests.packs import make_pack
@@ -82,10 +83,7 @@ class Cluster:
 
     def steps(self, name: str) -> int:
         """Steps done by a run, as its record tells."""
-        path = self.folder / "runs" / name / "progress.jsonl"
-        if not path.exists():
-            return 0
-        return max((r["step"] for r in read_records(path) if r["kind"] == "step"), default=0)
+        return last_step(self.folder / "runs" / name)
 
     def wait_for_step(self, name: str, step: int) -> None:
         until = time.monotonic() + 60

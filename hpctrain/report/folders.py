@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.errors import UsageError
@@ -18,11 +19,13 @@ def find_run(target: str, runs_dir: str) -> Path:
 
 
 def last_step(folder: Path) -> int:
-    """The last step of which a run's record tells; 0 for none, or where it cannot be read."""
-    try:
-        return max((r["step"] for r in read_records(folder) if r["kind"] == "step"), default=0)
-    except UsageError:
-        return 0
+    """The last step of which a run's record tells, as far as it can be read; 0 for none."""
+    last = 0
+    with suppress(UsageError):
+        for record in read_records(folder):
+            if record["kind"] == "step":
+                last = max(last, record["step"])
+    return last
 
 
 def is_finished(folder: Path) -> bool:

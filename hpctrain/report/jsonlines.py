@@ -120,9 +120,10 @@ def cut_back(folder: Path, step: int, epoch: int, validated: int) -> None:
     kept = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break  # torn
-            record = _decode(line, number, path)
+            try:
+                record = _decode(line, number, path)
+            except UsageError:
+                break  # torn, or lost in a power failure: what follows it cannot be trusted
             if not _is_told_again(record, step, epoch, validated):
                 kept.append(line)
     with whole_file(path) as temporary:
@@ -136,8 +137,7 @@ def _is_told_again(record: Mapping[str, Any], step: int, epoch: int, validated: 
         case "digest":
             return bool(record["step"] >= step)
         case "evaluation":
-            last = validated if record["split"] == "validation" else step - 1
-            return bool(record["step"] > min(step, last))
+            return record["split"] != "validation" or bool(record["step"] > validated)
         case "epoch":
             return bool(record["epoch"] > epoch)
         case "end":

@@ -1,15 +1,19 @@
 """Checkpoints: all that a run needs to go on, whole or not there.
 
     checkpoints/00000123.safetensors    tensors
-    checkpoints/00000123.json           everything else, with the size and SHA-256 of the tensors
+    checkpoints/00000123.json           everything else, with name, size and SHA-256 of the tensors
 
 A pair counts once the JSON is there, which is written last; each file gets its name by rename(2)
-after fsync(2). A pair that does not match its checksum is passed over for the one before. Nothing
-in them is executed when they are read (safetensors and JSON, no pickle).
+after fsync(2). A step that is saved again writes its tensors under another name, so that the JSON
+that is there stays true until it is replaced. A pair that does not match its checksum is passed
+over for the one before; one that cannot be read for another reason (a file system that is away, a
+newer format) ends the launch, because it may be whole. Nothing in them is executed when they are
+read (safetensors and JSON, no pickle).
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -75,6 +79,7 @@ class Writer:
         self.folder, self.interval, self.keep = folder / FOLDER, interval, keep
         self._record = folder / FILE_NAME
         self._saved = time.monotonic()  # when the last one was taken
+        self._last: tuple[int, dict[str, Any]] | None = None  # its step and state
         self.stall = 0.0  # seconds for which a checkpoint held up training, at most
         self.seconds = 0.0  # that writing took, at most
         self._host: Tensors = {}
@@ -82,8 +87,9 @@ class Writer:
         self._error: BaseException | None = None
         try:
             self.folder.mkdir(exist_ok=True)
-            for stale in self.folder.glob(".*.tmp"):  # of a writer that was killed
-                stale.unlink()
+            for stale in (*folder.glob(".*.tmp"), *self.folder.glob(".*.tmp")):
+                stale.unlink()  # of a writer that was killed
+            _sweep(self.folder)
         except OSError as error:
             raise RunError(f"cannot write {self.folder}: {error.strerror}") from error
 
@@ -107,16 +113,21 @@ class Writer:
     ) -> None:
         """Copy the tensors to host memory and write them behind training's back.
 
-        Waits for the checkpoint before this one to be written. RunError where that failed.
+        Waits for the checkpoint before this one to be written. RunError where that failed. Does
+        nothing where the last one was the same.
         """
         began = time.perf_counter()
         self.wait()  # the host copies are in use until then
+        if self._last == (step, state):
+            return
         for name, tensor in tensors.items():
             if name not in self._host or self._host[name].shape != tensor.shape:
                 self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._host[name].copy_(tensor.detach())
         host = {name: self._host[name] for name in tensors}
-        self.begin(lambda: self._write(step, host, dict(state)))
+        own = copy.deepcopy(dict(state))
+        self._last = step, own
+        self.begin(lambda: self._write(step, own, host))
         self._saved = time.monotonic()
         self.stall = max(self.stall, time.perf_counter() - began)
 
@@ -148,29 +159,47 @@ class Writer:
             self._error = error
         self.seconds = max(self.seconds, time.perf_counter() - began)
 
-    def _write(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+    def _write(self, step: int, state: dict[str, Any], tensors: Tensors) -> None:
         path = self.folder / f"{step:08}.safetensors"
+        while path.exists():  # saved before
+            path = path.with_stem(f"{path.stem}-2")
         with whole_file(path) as temporary:
             safetensors.torch.save_file(tensors, temporary)
-            known = {"bytes": temporary.stat().st_size, "sha256": _sha256(temporary)}
+            size, sha256 = temporary.stat().st_size, _sha256(temporary)
         sync(self._record)  # a step that is in the checkpoint is in the record too
-        with whole_file(path.with_suffix(".json")) as temporary:
+        with whole_file(_json(self.folder, step)) as temporary:
+            known = {"file": path.name, "bytes": size, "sha256": sha256}
             content = {"format": FORMAT, "step": step, **known, "state": state}
             content["check"] = _check(content)
             temporary.write_text(json.dumps(content, indent=1) + "\n")
-        self._forget()
-
-    def _forget(self) -> None:
-        """Remove all but the newest generations."""
-        for step in steps(self.folder)[: -self.keep]:
-            remove(self.folder, step)
+        for old in steps(self.folder)[: -self.keep]:
+            _json(self.folder, old).unlink()
+        _sweep(self.folder)
 
 
-def remove(folder: Path, step: int) -> None:
-    """Remove one checkpoint: first what makes it count."""
-    for suffix in (".json", ".safetensors"):
-        (folder / f"{step:08}").with_suffix(suffix).unlink(missing_ok=True)
-    sync(folder)
+def forget_after(run: Path, step: int) -> None:
+    """Remove a run's checkpoints of later steps: they were passed over."""
+    for later in steps(run / FOLDER):
+        if later > step:
+            _json(run / FOLDER, later).unlink()
+    _sweep(run / FOLDER)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove tensors that no JSON file tells of."""
+    told = set()
+    for step in steps(folder):
+        try:
+            told.add(json.loads(_json(folder, step).read_text())["file"])
+        except (OSError, ValueError, KeyError, TypeError):
+            told.update(path.name for path in folder.glob(f"{step:08}*.safetensors"))
+    for path in folder.glob("*.safetensors"):
+        if path.name not in told:
+            path.unlink()
+
+
+def _json(folder: Path, step: int) -> Path:
+    return folder / f"{step:08}.json"
 
 
 def steps(folder: Path) -> list[int]:
@@ -179,49 +208,69 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d+)\.json", name)))
 
 
+class Damaged(UsageError):
+    """A checkpoint that is not what was written."""
+
+
 def newest(run: Path, recorded: int) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint of a run, if there is one; and a line for each newer one that is
     passed over: damaged, or of a step that the record (of `recorded` steps) has lost.
+
+    UsageError or RunError where one cannot be read but may be whole.
     """
-    whole, lines = [], []
+    damaged: list[str] = []
+    beyond: list[Checkpoint] = []  # the record
     for step in reversed(steps(run / FOLDER)):
         try:
             found = verify(run, step)
-        except UsageError as error:
-            lines.append(f"{error}: passed over")
+        except Damaged as error:
+            damaged.append(f"{error}: passed over")
             continue
-        if step <= recorded:
-            return found, lines
-        whole.append(found)
-        lines.append(f"the record ends at step {recorded}: the checkpoint of {step} is passed over")
-    if whole:  # better a gap in the record than nothing
-        return whole[0], lines[: -len(whole)]
-    return None, lines
+        if found.step <= recorded:
+            passed = [
+                f"the record ends at step {recorded}: the checkpoint of {c.step} is passed over"
+                for c in beyond
+            ]
+            return found, damaged + passed
+        beyond.append(found)
+    return next(iter(beyond), None), damaged  # better a gap in the record than nothing
 
 
 def verify(run: Path, step: int) -> Checkpoint:
-    """One checkpoint of a run, compared with its checksums. UsageError that says what is wrong."""
-    path = run / FOLDER / f"{step:08}.safetensors"
+    """One checkpoint of a run, compared with its checksums. Damaged says what is wrong with it;
+    UsageError for a newer format, RunError where it cannot be read.
+    """
+    described = _json(run / FOLDER, step)
     try:
-        known = json.loads(path.with_suffix(".json").read_text())
+        known = json.loads(described.read_bytes())
+        if known["format"] > FORMAT:
+            raise UsageError(
+                f"{described} has format {known['format']}, this hpctrain knows {FORMAT}: use the"
+                " hpctrain that wrote it"
+            )
         state, size, sha256 = known["state"], known["bytes"], known["sha256"]
-        if known["format"] > FORMAT or known["step"] != step:
-            raise ValueError(f"format {known['format']}, step {known['step']}")
-        if known.pop("check") != _check(known):
-            raise ValueError("it does not match its own SHA-256")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"checkpoint {path.with_suffix('.json')} cannot be read: {error}"
-        ) from error
+        path = described.with_name(known["file"])
+        if known["step"] != step or known.pop("check") != _check(known):
+            raise Damaged(f"checkpoint {described} is damaged: it does not match its own SHA-256")
+    except OSError as error:
+        raise _unreadable(described, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"checkpoint {described} is damaged: {error}") from error
     try:
         found = path.stat().st_size
         if found != size:
-            raise UsageError(f"checkpoint {path} has {found:,} bytes of {size:,}")
+            raise Damaged(f"checkpoint {path} has {found:,} bytes of {size:,}")
         if _sha256(path) != sha256:
-            raise UsageError(f"checkpoint {path} is damaged: its SHA-256 is not {sha256[:16]}...")
-        return Checkpoint(step, state, path)
+            raise Damaged(f"checkpoint {path} is damaged: its SHA-256 is not {sha256[:16]}...")
+    except FileNotFoundError as error:
+        raise Damaged(f"checkpoint {path} is gone") from error
     except OSError as error:
-        raise UsageError(f"checkpoint {path} cannot be read: {error}") from error
+        raise _unreadable(path, error) from error
+    return Checkpoint(step, state, path)
+
+
+def _unreadable(path: Path, error: OSError) -> RunError:
+    return RunError(f"checkpoint {path} cannot be read: {error.strerror}; it may be whole")
 
 
 def _check(content: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ step. A stop is a wish (exit code 0), leaving is forced from outside (75: start 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -40,7 +41,7 @@ class Control:
     def __init__(self, folder: Path | None, ends: float | None = None) -> None:
         """`ends` is when the run must have ended, in seconds since 1970."""
         self._file = folder / FILE if folder else None
-        self._interrupted = False
+        self._interrupted = self._stop_seen = False
         self._looked = 0.0
         self._before: Any = signal.SIG_DFL  # handler of SIGINT
         self._deadline = ends if folder else None
@@ -64,22 +65,30 @@ class Control:
         """What this rank tells all others in its next step."""
         return News(waited, self.asked(), self.leaving() is not None, digest)
 
-    @property
-    def margin(self) -> float:
-        """Seconds before the deadline at which to leave: for a step, an evaluation and a save."""
-        return SPARE + 2 * self.slowest_step + self.slowest_evaluation + 2 * self.saving
+    def margin(self, evaluating: bool = False) -> float:
+        """Seconds before the deadline at which to leave: for a step, an evaluation (one that is
+        `evaluating` looks at the clock itself) and a save.
+        """
+        evaluation = 0.0 if evaluating else self.slowest_evaluation
+        return SPARE + 2 * self.slowest_step + evaluation + 2 * self.saving
 
     def asked(self) -> bool:
         """Whether to vote for stopping. Looks for the file at most twice a second."""
         now = time.monotonic()
-        if self._file and not self._interrupted and now - self._looked > LOOK_EVERY:
+        if self._file and not self._stop_seen and now - self._looked > LOOK_EVERY:
             self._looked = now
-            self._interrupted = self._file.exists()
-        return self._interrupted
+            self._stop_seen = self._file.exists()
+        return self._stop_seen or self._interrupted
 
-    def leaving(self) -> str | None:
+    def ended(self) -> None:
+        """The run has ended: take away the STOP file, what it asked for is done."""
+        if self._file:
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+
+    def leaving(self, evaluating: bool = False) -> str | None:
         """Why to vote for leaving: the notice that came, or the time that is up."""
-        if self._deadline is not None and time.time() > self._deadline - self.margin:
+        if self._deadline is not None and time.time() > self._deadline - self.margin(evaluating):
             return "the time is up"
         return noticed()
 

@@ -45,15 +45,22 @@ def slot_value(digest: str) -> int:
 
 def check_digests(values: list[int], step: int) -> None:
     """RunError that names the ranks whose digest after `step` is not that of most ranks."""
-    (usual, _), *others = Counter(values).most_common()
-    if others:
-        odd = [rank for rank, value in enumerate(values) if value != usual]
-        names = ", ".join(map(str, odd))
+    (usual, count), *others = Counter(values).most_common()
+    if not others:
+        return
+    cause = "a fault of memory or GPU there, or something that changes the model outside the step"
+    if 2 * count <= len(values):
+        found = ", ".join(f"{value:06x}" for value in values)
         raise RunError(
-            f"after step {step} rank{'s' if len(odd) > 1 else ''} {names} of {len(values)} held"
-            f" other weights than the rest (digest {values[odd[0]]:06x}, not {usual:06x}): a fault"
-            " of memory or GPU there, or something that changes the model outside the step"
+            f"after step {step} the ranks did not hold the same weights (digests by rank: {found}),"
+            f" and no more than half agree: {cause}"
         )
+    odd = [rank for rank, value in enumerate(values) if value != usual]
+    names = ", ".join(map(str, odd))
+    raise RunError(
+        f"after step {step} rank{'s' if len(odd) > 1 else ''} {names} of {len(values)} held"
+        f" other weights than the rest (digest {values[odd[0]]:06x}, not {usual:06x}): {cause}"
+    )
 
 
 def chain(before: str, figures: Mapping[str, Any]) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,29 +18,32 @@ from hpctrain.files import sync, temporary_name, whole_file
 from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, host_name, library
 from hpctrain.report.jsonlines import cut_back
-from hpctrain.training.checkpoint import FOLDER as CHECKPOINTS
-from hpctrain.training.checkpoint import remove, steps
-from hpctrain.training.control import FILE as STOP
+from hpctrain.training.checkpoint import forget_after
 from hpctrain.training.progress import Progress
 from hpctrain.training.setup import Job
 from hpctrain.training.watchdog import FOLDER as HEARTBEATS
 
 
 def make_run_folder(job: Job) -> Path:
-    """Create the run's folder with its configuration and plan. A name is used once."""
-    folder = Path(job.config.runs_dir) / (job.config.run or free_name(job))
-    temporary = temporary_name(folder)  # whole or not there, like every file in it
-    try:
-        temporary.mkdir(parents=True)
-        write_settings(job, temporary)
-        os.rename(temporary, folder)
-        sync(folder.parent)
-    except OSError as error:
+    """Create the run's folder with its configuration and plan, whole or not at all. A name is used
+    once.
+    """
+    runs = Path(job.config.runs_dir)
+    for name in [job.config.run] if job.config.run else names(job):
+        folder = runs / name
+        temporary = temporary_name(folder)
         shutil.rmtree(temporary, ignore_errors=True)
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise UsageError(f"the run {folder} exists: choose another name with --run") from error
-        raise RunError(f"cannot make {folder}: {error.strerror}") from error
-    return folder
+        try:
+            temporary.mkdir(parents=True)
+            write_settings(job, temporary)
+            os.rename(temporary, folder)
+            sync(runs)
+            return folder
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise RunError(f"cannot make {folder}: {error.strerror}") from error
+    raise UsageError(f"the run {folder} exists: choose another name with --run")
 
 
 def write_settings(job: Job, folder: Path) -> None:
@@ -53,25 +56,22 @@ def write_settings(job: Job, folder: Path) -> None:
 def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
     """Make an earlier launch's folder ready to go on after the steps that `state` has done."""
     try:
-        (folder / STOP).unlink(missing_ok=True)
         cut_back(folder, state.step, state.epoch, state.validated)
         write_settings(job, folder)
         for beat in (folder / HEARTBEATS).glob("*.json"):  # there may be fewer ranks now
             beat.unlink()
-        for step in steps(folder / CHECKPOINTS):
-            if step > state.step:  # passed over: it must not count as one of the newest
-                remove(folder / CHECKPOINTS, step)
+        forget_after(folder, state.step)  # they must not count as the newest
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror}") from error
     return folder
 
 
-def free_name(job: Job) -> str:
-    """Time and model, with a number where another run began in the same second."""
+def names(job: Job) -> Iterator[str]:
+    """Time and model, then with numbers, for runs that began in the same second."""
     model = Path(job.plan.model).name.replace(":", ".")
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
-    names = (base if number == 1 else f"{base}-{number}" for number in itertools.count(1))
-    return next(name for name in names if not (Path(job.config.runs_dir) / name).exists())
+    yield base
+    yield from (f"{base}-{number}" for number in range(2, 1000))
 
 
 def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:

@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 
 FILE = "lock"
 
@@ -21,10 +21,15 @@ class RunLock:
         self._descriptor = -1
 
     def take(self, folder: Path) -> None:
-        """Lock the folder. UsageError where another process holds it."""
+        """Lock the folder. UsageError where another process holds it, RunError where nothing can
+        be written there.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             self._descriptor = os.open(folder / FILE, flags, 0o666)
+        except OSError as error:
+            raise RunError(f"cannot write {folder / FILE}: {error.strerror}") from error
+        try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             self.release()

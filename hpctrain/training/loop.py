@@ -11,7 +11,7 @@ from hpctrain.parallel.mpi import agreed
 from hpctrain.training.digest import check_digests, rank_digest, slot_value
 from hpctrain.training.optim import learning_rate, set_learning_rate
 from hpctrain.training.outcome import check, time_shares
-from hpctrain.training.progress import LEAVING, STOPPED, Run
+from hpctrain.training.progress import Run, Why
 from hpctrain.training.resume import gather
 from hpctrain.training.step import train_step
 from hpctrain.training.validate import validate, validation_due
@@ -33,10 +33,11 @@ def run_epoch(run: Run) -> None:
     before = time.perf_counter()
     for number, batches in enumerate(job.loader.epoch(state.epoch, first), start=first):
         run.watchdog.doing(f"step {state.step + 1}")
+        waited = time.perf_counter() - before
         total, rate = job.plan.partition.total(number), rate_now(run)
         set_learning_rate(job.trainer.optimizer, rate)
         digest = digest_due(run)
-        news = run.control.news(time.perf_counter() - before, slot_value(digest) if digest else 0)
+        news = run.control.news(waited, slot_value(digest) if digest else 0)
         reducing = train_step(job.trainer, batches, total, news, lambda: wait_for_all(run))
         run.watchdog.doing(f"recording step {state.step + 1}")
         totals = job.trainer.message.totals()
@@ -44,9 +45,9 @@ def run_epoch(run: Run) -> None:
         if digest:
             compare_digests(run, totals, digest)
         state.step += 1
-        record_step(run, totals, rate, reducing, time.perf_counter() - before)
+        tell_step(run, totals, rate, reducing, time.perf_counter() - before)
         if totals.stop or totals.leave:
-            state.ended = STOPPED if totals.stop else LEAVING
+            state.ended = Why.STOP if totals.stop else Why.LEAVE
         if number + 1 == per_epoch:
             break
         if not state.ended and validation_due(run):
@@ -102,8 +103,8 @@ def compare_digests(run: Run, totals: Totals, digest: str) -> None:
     run.recorder.digest(run.state.step, digest)
 
 
-def record_step(run: Run, totals: Totals, rate: float, reducing: float, seconds: float) -> None:
-    """Write what a step gave; its figures become a link of the chain."""
+def tell_step(run: Run, totals: Totals, rate: float, reducing: float, seconds: float) -> None:
+    """What a step gave: for the record, the chain of figures, the epoch's sums, the clock."""
     state = run.state
     shares, slowest = time_shares(totals, reducing)
     figures: dict[str, Any] = {
@@ -135,7 +136,7 @@ def checkpoint_if_due(run: Run) -> None:
     """Save what the run needs to go on, where steps or time since the last one call for it."""
     if run.writer is None:
         return
-    run.control.saving = max(run.writer.seconds, run.writer.stall)
+    run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
     if run.writer.due(run.state.step):
         save_checkpoint(run)
 

@@ -57,8 +57,8 @@ def main(settings: PredictConfig) -> int:
             return read_rows(source, rows, network.prepare)
 
     chances = predict(network, len(names), load, settings, comm)
-    if comm.rank == 0 and chances is not None:
-        write_csv(settings.output, names, labels, chances, network.saved.classes)
+    classes = network.saved.classes
+    from_root(comm, lambda: write_csv(settings.output, names, labels, chances, classes))
     return 0
 
 
@@ -68,8 +68,8 @@ def predict(
     load: Callable[[np.ndarray], torch.Tensor],
     settings: PredictConfig,
     comm: Comm,
-) -> np.ndarray | None:
-    """Class probabilities of all rows on rank 0, (N, K) float32, None elsewhere. Collective."""
+) -> np.ndarray:
+    """Class probabilities of all rows, (N, K) float32, on rank 0; elsewhere none. Collective."""
 
     @torch.no_grad()
     def mine() -> list[np.ndarray]:
@@ -80,8 +80,9 @@ def predict(
             for x in inputs
         ]
 
-    parts = comm.gather(everywhere(comm, mine))
-    return np.concatenate([b for part in parts for b in part]) if parts else None
+    parts = comm.gather(everywhere(comm, mine)) or []
+    blocks = [block for part in parts for block in part]
+    return np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
 
 
 def restore_files(
@@ -113,13 +114,15 @@ def own_names(folder: Path, files: list[Path]) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"cannot make {folder}: {error.strerror}") from error
-    seen: Counter[str] = Counter()
-    names = []
+    names: dict[str, None] = {}  # in order
+    again: Counter[str] = Counter()
     for file in files:
-        seen[file.stem] += 1
-        again = seen[file.stem]
-        names.append(f"{file.stem}-{again}.png" if again > 1 else f"{file.stem}.png")
-    return names
+        name = file.stem
+        while f"{name}.png" in names:
+            again[file.stem] += 1
+            name = f"{file.stem}-{again[file.stem] + 1}"
+        names[f"{name}.png"] = None
+    return list(names)
 
 
 def list_images(targets: tuple[str, ...]) -> list[Path]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,17 +19,33 @@ from hpctrain.training.setup import Job
 from hpctrain.training.step import Trainer
 from hpctrain.training.watchdog import Watchdog
 
-STOPPED, LEAVING = "asked to stop", "asked to leave"  # ends that are none of the run itself
+
+class Why(StrEnum):
+    """Why no further step is to be done, before the last epoch."""
+
+    STOP = "asked to stop"  # a wish: save, test, exit code 0
+    LEAVE = "asked to leave"  # forced from outside: save, exit code 75
+    PATIENCE = "no better validation"  # the run's own end
+
+
+class Reached(NamedTuple):
+    """A place in a run, and the figures known there."""
+
+    step: int
+    epoch: int
+    figures: dict[str, float | None]
 
 
 @dataclass
 class Progress:
     """How far a run has come."""
 
+    planned: int = 0  # epochs
     step: int = 0  # steps done
     epoch: int = 0  # epochs done
     validated: int = 0  # step of the last validation
-    ended: str | None = None  # why no further step is to be done, before the last epoch
+    ended: Why | None = None
+    reason: str | None = None  # of that end, for the reader
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
     best_loss: float = float("inf")  # of all validations
@@ -37,28 +54,36 @@ class Progress:
     best_figures: dict[str, float | None] = field(default_factory=dict)
     waited: int = 0  # validations since then
     best: list[torch.Tensor] | None = None  # the network of that step, where it is wanted
+    went_back: bool = False  # to the best network
     sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the epoch under way: loss,
     # correct, rows, seconds
 
     @property
-    def leaving(self) -> bool:
-        """Whether to end at once, without test."""
-        return self.ended == LEAVING
+    def network(self) -> Reached:
+        """Where the network that the model holds comes from."""
+        if self.went_back:
+            return Reached(self.best_step, self.best_epoch, self.best_figures)
+        return Reached(self.step, self.epoch, self.figures)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the tensors."""
+        """What the next launch needs, but for the tensors. It goes on after any end but the run's
+        own.
+        """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del fields["best"]
-        if self.ended in (STOPPED, LEAVING):
-            fields["ended"] = None  # the next launch goes on
+        del fields["best"], fields["went_back"]
+        if self.ended is not Why.PATIENCE:
+            fields["ended"] = fields["reason"] = None
         return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
 
     def from_json(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `to_json` gave."""
+        """Take over what `to_json` gave. More epochs than were planned then go on after the end."""
+        planned = self.planned
         for name in (f.name for f in dataclasses.fields(self)):
             if name in saved:
                 setattr(self, name, saved[name])
         self.best_loss, self.sums = float(saved["best_loss"]), tuple(saved["sums"])
+        self.ended = Why(saved["ended"]) if saved["ended"] and planned <= self.planned else None
+        self.planned = planned
 
     def add(self, figures: Mapping[str, Any]) -> None:
         """Make figures a link of the chain."""
@@ -82,8 +107,7 @@ class Progress:
                 for tensor, kept in zip(_network(trainer), self.best, strict=True):
                     tensor.copy_(kept)
             trainer.norms.restore()
-            self.step, self.epoch = self.best_step, self.best_epoch
-            self.figures = dict(self.best_figures)
+            self.went_back = True
 
 
 def _network(trainer: Trainer) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ from hpctrain.training.step import Trainer
 
 # Settings that may change from launch to launch: they do not change what is computed.
 FREE = {
-    *("run", "runs_dir", "data", "data_dir", "init", "epochs", "worker_load", "device", "threads"),
+    *("run", "runs_dir", "data", "data_dir", "epochs", "worker_load", "device", "threads"),
     *("checkpoint_every", "keep", "resume", "time_limit", "timeout", "digest_every", "test"),
     *("progress", "tensorboard", "dry_run"),
 }
@@ -65,6 +65,11 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
         raise UsageError(f"the run {folder} exists: choose another name with --run")
     before, plan = read_settings(folder)
     check_same(config, before, folder)
+    if config.epochs and config.epochs < plan.epochs and not is_finished(folder):
+        raise UsageError(
+            f"the run {folder} was begun with {plan.epochs} epochs, which --epochs {config.epochs}"
+            " cannot take back: ask it to stop, or choose another name with --run"
+        )
     lock.take(folder)
     checkpoint, damage = newest(folder, last_step(folder))
     if checkpoint is None and config.resume == "must":

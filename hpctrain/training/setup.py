@@ -59,9 +59,12 @@ class Job:
     kept_fresh: tuple[str, ...]  # parameters that --init did not fill
 
 
-def set_up(config: Config, comm: Comm, earlier: Plan | None = None) -> Job:
+def set_up(
+    config: Config, comm: Comm, earlier: Plan | None = None, first_weights: bool = True
+) -> Job:
     """Build a job from its configuration, and from the plan of its first launch where that was
-    an `earlier` one. Raises the same error on all ranks. Collective.
+    an `earlier` one; without `first_weights` a checkpoint will give them, not --init. Raises the
+    same error on all ranks. Collective.
     """
     config = comm.bcast(config)
     everywhere(comm, lambda: check_settings(config))
@@ -73,7 +76,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None) -> Job:
     set_threads(cpu_threads(config, threads, earlier))
     keep_memory()
 
-    model, fresh = everywhere(comm, lambda: make_model(config, pack))
+    model, fresh = everywhere(comm, lambda: make_model(config, pack, first_weights))
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
     norms = everywhere(comm, lambda: BatchNorms(model, config.batch_norm))
@@ -147,15 +150,18 @@ def open_pack(data: str, data_dir: str, split: str, comm: Comm) -> Pack:
     return from_root(comm, find)
 
 
-def make_model(config: Config, pack: Pack) -> tuple[nn.Module, tuple[str, ...]]:
+def make_model(
+    config: Config, pack: Pack, first_weights: bool = True
+) -> tuple[nn.Module, tuple[str, ...]]:
     """The network with its first weights, equal on all ranks, and the names --init left fresh."""
     torch.manual_seed(random_key(config.seed, "weights"))
     classes = len(pack.classes)
     name = model_name(config, pack.image_shape)
     model = build(name, pack.image_shape, classes, config.small_stem)
     check_forward(model, pack.image_shape, output_shape(config.task, pack.image_shape, classes))
-    path = find_model(config.init, config.runs_dir) if config.init else None
-    fresh = load_init(model, path, classes) if path else []
+    fresh: list[str] = []
+    if config.init and first_weights:
+        fresh = load_init(model, find_model(config.init, config.runs_dir), classes)
     model.train()
     return model, tuple(fresh)
 

@@ -5,19 +5,19 @@ mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.config import Config
-from hpctrain.errors import RunError
+from hpctrain.errors import Failure, RunError
 from hpctrain.models import save_model
 from hpctrain.parallel.determinism import refusal, torch_settings
 from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
+    everywhere,
     from_root,
     host_name,
     limit_finalize,
@@ -32,12 +32,14 @@ from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.lock import RunLock
 from hpctrain.training.loop import run_epochs, save_checkpoint
 from hpctrain.training.outcome import NonFinite
-from hpctrain.training.progress import STOPPED, Progress, Run
+from hpctrain.training.progress import Progress, Run, Why
 from hpctrain.training.resume import find_earlier, restore
 from hpctrain.training.setup import set_up
+from hpctrain.training.step import Trainer
 from hpctrain.training.validate import describe_network, show_work, test, validate
 from hpctrain.training.watchdog import Watchdog
 
+SLOW_DISK = 100e6  # bytes/s
 LEFT = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
 
 
@@ -87,7 +89,6 @@ def read_times(config: Config) -> Times:
 
 
 def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times: Times) -> int:
-    began = time.perf_counter()
     earlier = from_root(comm, lambda: find_earlier(config, lock))
     if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
         if comm.rank == 0:
@@ -96,17 +97,18 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
                 " a larger --epochs extends it"
             )
         return 0
-    if earlier and earlier.checkpoint:
-        config = dataclasses.replace(config, init=None)
-    job = set_up(config, comm, earlier.plan if earlier else None)
+    job = set_up(
+        config,
+        comm,
+        earlier.plan if earlier else None,
+        first_weights=earlier is None or earlier.checkpoint is None,
+    )
     if config.dry_run:
         if comm.rank == 0:
             print("\n".join(job.plan.lines()))
         return 0
-    state = Progress()
+    state = Progress(planned=job.plan.epochs)
     notes = restore(earlier, job.trainer, state, comm)
-    if earlier and earlier.finished:
-        state.ended = None  # it is extended
 
     def open_folder() -> Path:
         if earlier:
@@ -116,9 +118,10 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         return folder
 
     folder = from_root(comm, open_folder)
-    watchdog.keep_in(folder)
+    everywhere(comm, lambda: watchdog.keep_in(folder))
     mine = folder if comm.rank == 0 else None
     with (
+        together(comm, watchdog),
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
         Control(mine, times.ends) as control,
         Writer(mine, times.checkpoints, config.keep) if mine else nullcontext() as writer,
@@ -126,14 +129,32 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         recorder.run(run_facts(job, folder, comm))
         for line in notes:
             recorder.note(line)
-        run = Run(job, comm, recorder, control, state, watchdog, writer)
-        code = train_in(run, folder, began)
+        control.saving = saving_seconds(job.trainer)
+        return train_in(Run(job, comm, recorder, control, state, watchdog, writer), folder)
+
+
+@contextmanager
+def together(comm: Comm, watchdog: Watchdog) -> Iterator[None]:
+    """Let all ranks end when the last has: rank 0 may still be writing. Collective."""
+    failure = None
+    try:
+        yield
+    except Failure as error:
+        if not error.agreed:
+            raise
+        failure = error
     with watchdog.phase("waiting for all to end"):
-        comm.Barrier()  # rank 0 may still have been writing
-    return code
+        comm.Barrier()
+    if failure is not None:
+        raise failure
 
 
-def train_in(run: Run, folder: Path, began: float) -> int:
+def saving_seconds(trainer: Trainer) -> float:
+    """What a checkpoint may take, before the first was written."""
+    return sum(tensor.nbytes for tensor in trainer.tensors().values()) / SLOW_DISK
+
+
+def train_in(run: Run, folder: Path) -> int:
     """All steps that are left, and what follows the last one; the exit code. Collective."""
     first = run.state.step
     try:
@@ -146,9 +167,9 @@ def train_in(run: Run, folder: Path, began: float) -> int:
     with run.watchdog.phase("saving"):
         save_checkpoint(run)
         from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
-    if run.state.leaving:
+    if run.state.ended is Why.LEAVE:
         return leave(run, run.state.step - first)
-    return finish(run, folder, began, first)
+    return finish(run, folder, first)
 
 
 def leave(run: Run, done: int) -> int:
@@ -158,33 +179,32 @@ def leave(run: Run, done: int) -> int:
     return LEFT if done > 0 else 1
 
 
-def finish(run: Run, folder: Path, began: float, first: int) -> int:
+def finish(run: Run, folder: Path, first: int) -> int:
     """After the last step: validate, choose the network, save it, test it, close the record; the
     exit code. Collective.
     """
-    state, trainer, last = run.state, run.job.trainer, run.state.step
-    stopped = state.ended == STOPPED
+    state, trainer, stopped = run.state, run.job.trainer, run.state.ended is Why.STOP
     if not stopped and "validation" in run.job.pack.splits and state.validated < state.step:
         validate(run)
-        if state.leaving:
-            return leave(run, last - first)
+        if state.ended is Why.LEAVE:
+            return leave(run, state.step - first)
         from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
     state.restore_best(trainer)
     from_root(run.comm, lambda: save(run, folder))  # before anything else may fail
     tests = test(run) if run.job.config.test else {}
-    if state.leaving:
-        return leave(run, last - first)
+    if state.ended is Why.LEAVE:
+        return leave(run, state.step - first)
     from_root(run.comm, lambda: save(run, folder))
     from_root(run.comm, lambda: show_work(run, folder))
     run.recorder.end(
         "stopped" if stopped else "done",
-        state.ended,
-        steps=last,
+        state.ended if stopped else state.reason,
+        steps=state.step,
         digest=run_digest(trainer, state.chain) if run.comm.rank == 0 else None,
-        seconds=time.perf_counter() - began,
         checkpoint_stall=run.writer.stall if run.writer else None,
         **tests,
     )
+    run.control.ended()
     return 0
 
 

@@ -20,7 +20,7 @@ from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.pictures import write_rows
 from hpctrain.training import saved
 from hpctrain.training.evaluate import Evaluation, evaluate
-from hpctrain.training.progress import LEAVING, Run
+from hpctrain.training.progress import Run, Why
 from hpctrain.training.tasks import Denoising, network_output
 
 SHOWN = 10  # images of the picture that a denoising run leaves
@@ -47,9 +47,12 @@ def validate(run: Run) -> None:
     if state.keep_best(result.loss, run.job.trainer, run.job.config.output == "best"):
         save_best(run)
     if patience and state.waited >= patience and not state.ended:
-        state.ended = (
-            f"{patience} validations without a loss below the {state.best_loss:.4g}"
-            f" of step {state.best_step}"
+        state.ended, state.reason = (
+            Why.PATIENCE,
+            (
+                f"{patience} validations without a loss below the {state.best_loss:.4g}"
+                f" of step {state.best_step}"
+            ),
         )
 
 
@@ -63,9 +66,9 @@ def save_best(run: Run) -> None:
 
 
 def describe_network(run: Run, name: str) -> dict[str, Any]:
-    """The metadata of the network as it is now."""
-    job, state = run.job, run.state
-    figures = {"run": name, "step": state.step, "epoch": state.epoch, **state.figures}
+    """The metadata of the network that the model holds."""
+    job, reached = run.job, run.state.network
+    figures = {"run": name, "step": reached.step, "epoch": reached.epoch, **reached.figures}
     return saved.describe(job.config, job.plan, job.pack, figures)
 
 
@@ -76,7 +79,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
     def go_on(doing: str) -> bool:
         run.watchdog.doing(f"{doing} in the evaluation of {split} after step {state.step}")
-        return run.control.leaving() is None
+        return run.control.leaving(evaluating=True) is None
 
     source = everywhere(comm, lambda: Rows(job.pack, split))
     with source, statistics_of_rank_0(run):
@@ -93,11 +96,12 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     seconds = time.perf_counter() - began
     run.control.slowest_evaluation = max(run.control.slowest_evaluation, seconds)
     if result is None:
-        state.ended = LEAVING
+        state.ended = state.ended if state.ended is Why.STOP else Why.LEAVE
         return None
-    state.figures[f"{split}_accuracy"] = result.accuracy
-    state.figures[f"{split}_loss"] = result.loss
-    figures = {"epoch": state.epoch, "step": state.step, "split": split, **result.figures()}
+    step, epoch, known = state.network
+    known[f"{split}_accuracy"] = result.accuracy
+    known[f"{split}_loss"] = result.loss
+    figures = {"epoch": epoch, "step": step, "split": split, **result.figures()}
     state.add(figures)
     run.recorder.evaluation(**figures, seconds=seconds)
     return result

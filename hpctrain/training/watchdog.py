@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hpctrain.errors import UsageError
 from hpctrain.signals import UNDER_MPIRUN
 
 FOLDER = "ranks"
@@ -65,18 +66,24 @@ class Watchdog:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        faulthandler.cancel_dump_traceback_later()
         self._over.set()
         self._thread.join(LAST_WORDS)  # it may be stuck on a file system
+        faulthandler.cancel_dump_traceback_later()  # the thread arms it
 
     def _arm(self) -> None:
         """The second line: a C timer that needs no interpreter. Later than the thread."""
         faulthandler.dump_traceback_later(2 * self.timeout + LAST_WORDS, exit=True, file=2)
 
     def keep_in(self, run: Path) -> None:
-        """Write heartbeats into this run's folder from now on."""
+        """Write heartbeats into this run's folder from now on. UsageError where that cannot be."""
         folder = run / FOLDER
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot make {folder} on {self.host}: {error.strerror}; --runs-dir must be a"
+                " folder that all ranks see"
+            ) from error
         self._folder = folder
         self._beat()
 

@@ -203,8 +203,8 @@ def test_a_checkpoint_of_a_later_format_is_refused(run):
     save(run, 5)
     path = run / "checkpoints" / "00000005.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(UsageError, match="format 99"):
-        verify(run, 5)
+    with pytest.raises(UsageError, match="has format 99, this hpctrain knows 1"):
+        newest(run, 9999)
 
 
 def test_a_checkpoint_of_steps_that_the_record_lost_is_passed_over(run):
@@ -227,3 +227,68 @@ def test_a_failure_is_told_without_waiting_for_the_next_checkpoint(run, monkeypa
         with pytest.raises(RunError, match="cannot write a checkpoint"):
             writer.check()
         writer.check()
+
+
+def test_lines_tell_what_was_passed_over(run):
+    for step in (7, 8, 9):
+        save(run, step, keep=3)
+    damage(run / "checkpoints" / "00000008.safetensors", "flipped")
+    step, lines = step_of(newest(run, 7))
+    assert step == 7
+    assert len(lines) == 2
+    assert "00000008.safetensors is damaged" in lines[0]
+    assert lines[1] == "the record ends at step 7: the checkpoint of 9 is passed over"
+    step, lines = step_of(newest(run, 0))
+    assert step == 9
+    assert len(lines) == 1
+    assert "00000008.safetensors is damaged" in lines[0]
+
+
+def test_a_step_that_is_saved_again_is_whole_at_every_moment(run, monkeypatch):
+    """Its tensors may be others: those of the best network."""
+    save(run, 5, keep=1)
+    other = {name: tensor + 1 for name, tensor in TENSORS.items()}
+    names = []
+    original = checkpoint.whole_file
+
+    def dies_at_the_second(path):
+        names.append(path.name)
+        if len(names) == 2:
+            raise OSError(28, "No space left on device")
+        return original(path)
+
+    with monkeypatch.context() as patch, Writer(run, OFTEN, 1) as writer:
+        patch.setattr(checkpoint, "whole_file", dies_at_the_second)
+        writer.save(5, other, {"epoch": 6})
+        with pytest.raises(RunError):
+            writer.wait()
+    found, lines = newest(run, 9)
+    assert (found.state["epoch"], lines) == (5, [])
+    assert torch.equal(found.tensors()["weights"], TENSORS["weights"])
+    with Writer(run, OFTEN, 1) as writer:
+        assert len(list((run / "checkpoints").iterdir())) == 2, "what nobody tells of is removed"
+        writer.save(5, other, {"epoch": 6})
+    found, _ = newest(run, 9)
+    assert found.state["epoch"] == 6
+    assert torch.equal(found.tensors()["weights"], other["weights"])
+    assert len(list((run / "checkpoints").iterdir())) == 2
+
+
+def test_the_same_state_is_not_written_twice(run):
+    with Writer(run, OFTEN, 2) as writer:
+        writer.save(5, TENSORS, {"epoch": 1})
+        writer.wait()
+        path = run / "checkpoints" / "00000005.json"
+        path.unlink()
+        writer.save(5, TENSORS, {"epoch": 1})
+        writer.wait()
+        assert not path.exists()
+        writer.save(5, TENSORS, {"epoch": 2})
+    assert path.exists()
+
+
+def test_what_a_killed_writer_left_in_the_runs_folder_is_removed(run):
+    stale = run / ".best.safetensors.host-1.tmp"
+    stale.write_bytes(b"half")
+    save(run, 5)
+    assert not stale.exists()

@@ -99,11 +99,22 @@ def test_a_run_leaves_with_time_for_a_step_an_evaluation_and_a_save(tmp_path):
     control = Control(tmp_path, time.time() + 60)
     assert control.leaving() is None
     control.slowest_step, control.slowest_evaluation, control.saving = 10.0, 5.0, 10.0
-    assert control.margin == 5 + 2 * 10 + 5 + 2 * 10
+    assert control.margin() == 5 + 2 * 10 + 5 + 2 * 10
     assert control.leaving() is None
     control.slowest_evaluation = 20.0  # 65 s
     assert control.leaving() == "the time is up"
+    assert control.leaving(evaluating=True) is None, "an evaluation looks at the clock itself"
     assert Control(None, time.time() + 1).leaving() is None  # rank 0 alone looks at the clock
+
+
+def test_the_first_ctrl_c_after_a_stop_file_is_not_the_second(tmp_path):
+    (tmp_path / "STOP").touch()
+    with Control(tmp_path) as control:
+        assert control.asked()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
 
 
 def test_hpctrain_stop(tmp_path, monkeypatch, capsys):

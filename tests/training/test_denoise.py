@@ -21,6 +21,7 @@ from hpctrain.report.tables import psnr
 from hpctrain.training import train as loop
 from hpctrain.training.evaluate import main as evaluate_main
 from hpctrain.training.predict import main as predict_main
+from hpctrain.training.predict import own_names
 
 
 def load(path):
@@ -118,6 +119,12 @@ def test_images_are_restored_into_a_folder(comm, settings, shared_tmp, monkeypat
     assert {np.asarray(load(p)).shape for p in Path(output).iterdir()} == {(28, 28)}
     with pytest.raises(UsageError, match="name image files"):
         predict_main(dataclasses.replace(predict, images=()))
+
+
+def test_restored_images_never_share_a_name(tmp_path):
+    files = [Path(name) for name in ("a/x.png", "b/x.png", "c/x-2.png", "d/x.png", "e/y.jpg")]
+    names = own_names(tmp_path / "out", files)
+    assert names == ["x.png", "x-2.png", "x-2-2.png", "x-3.png", "y.png"]
 
 
 @pytest.mark.mpi

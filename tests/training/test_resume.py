@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.mpi import agreed
 from hpctrain.report.differences import first_difference
 from hpctrain.report.record import read_records
+from hpctrain.training import checkpoint, validate
 from hpctrain.training import loop as inner
 from hpctrain.training import train as program
-from hpctrain.training import validate
 from hpctrain.training.checkpoint import steps
 from hpctrain.training.control import Control
 from tests.packs import make_pack
@@ -270,7 +271,7 @@ def test_leaving_in_the_middle_of_a_validation(comm, settings, monkeypatch):
     assert program.train(dataclasses.replace(settings, run="whole"), comm) == 0
     asked = []
 
-    def leaving(self):
+    def leaving(self, evaluating=False):
         asked.append(1)
         return "SIGUSR2" if comm.rank == comm.size - 1 and len(asked) > 7 else None
 
@@ -359,7 +360,7 @@ def test_leaving_in_the_final_test_is_progress(comm, settings, monkeypatch):
             return evaluation(run, split)
 
         patch.setattr(validate, "evaluation", noted)
-        patch.setattr(Control, "leaving", lambda self: "SIGUSR2" if "test" in testing else None)
+        patch.setattr(Control, "leaving", lambda *_, **__: "SIGUSR2" if "test" in testing else None)
         assert program.train(settings, comm) == 75
         testing.clear()
         assert program.train(settings, comm) == 1, "nothing but the test was left to do"
@@ -367,3 +368,173 @@ def test_leaving_in_the_final_test_is_progress(comm, settings, monkeypatch):
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
     if comm.rank == 0:
         check_record(settings, "whole")
+
+
+def test_a_stop_that_was_asked_for_before_the_first_step_is_honoured(comm, settings, leave_after):
+    """As where the job waits in the queue when `hpctrain stop` is called."""
+    leave_after(2)
+    assert program.train(settings, comm) == 75
+    leave_after()
+    folder = Path(settings.runs_dir) / "a"
+    if comm.rank == 0:
+        (folder / "STOP").touch()
+    comm.Barrier()
+    assert program.train(settings, comm) == 0
+    assert (end(settings, comm)["status"], end(settings, comm)["steps"]) == ("stopped", 3)
+    assert not (folder / "STOP").exists()
+
+
+def test_a_notice_does_not_take_back_a_stop(comm, settings, monkeypatch):
+    """It comes while the network is tested: the job must not be started again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Control, "asked", lambda self: self.slowest_step > 0)
+        original = Control.leaving
+        patch.setattr(
+            Control,
+            "leaving",
+            lambda self, evaluating=False: "SIGUSR2" if evaluating else original(self),
+        )
+        assert program.train(settings, comm) == 0
+    found = end(settings, comm)
+    assert (found["status"], found["steps"]) == ("stopped", 2)
+    assert "test_accuracy" not in found
+
+
+@pytest.mark.parametrize("bad", [b"\0" * 40 + b"\n", b'{"no": "kind"}\n', b"5\n"])
+def test_a_record_that_lost_a_line_is_told_again_from_there(comm, settings, leave_after, bad):
+    """As after a power failure: only what a checkpoint covers has reached the disk for sure."""
+    config = dataclasses.replace(settings, checkpoint_every="2")
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    leave_after(6)
+    assert program.train(config, comm) == 75
+    leave_after()
+    if comm.rank == 0:
+        path = Path(settings.runs_dir) / "a" / "progress.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        place = next(i for i, line in enumerate(lines) if b'"step": 5,' in line)
+        path.write_bytes(b"".join([*lines[:place], bad, *lines[place + 1 :]]))
+    comm.Barrier()
+    assert program.train(config, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        notes = [
+            r["text"] for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == "note"
+        ]
+        passed = "the record ends at step 4: the checkpoint of 6 is passed over"
+        assert notes == [passed, "going on after step 4"]
+        check_record(settings, "whole")
+
+
+def test_a_run_that_patience_ended_goes_on_when_extended_even_if_killed_at_once(
+    comm, settings, monkeypatch
+):
+    flags = {"validate_steps": 2, "patience": 1, "checkpoint_every": "1000"}
+    config = dataclasses.replace(settings, **flags)
+    original = validate.evaluation
+
+    def worse(run, split):
+        found = original(run, split)
+        if split == "validation":
+            return dataclasses.replace(found, means={"loss": float(run.state.step)})
+        return found
+
+    monkeypatch.setattr(validate, "evaluation", worse)
+    assert program.train(config, comm) == 0
+    assert (end(settings, comm)["status"], end(settings, comm)["steps"]) == ("done", 4)
+    more = dataclasses.replace(config, epochs=3)
+    step = inner.train_step
+    with monkeypatch.context() as patch:
+        patch.setattr(inner, "train_step", lambda *a: (_ for _ in ()).throw(agreed(RunError("x"))))
+        with pytest.raises(RunError, match="x"):
+            program.train(more, comm)
+    assert inner.train_step is step
+    assert program.train(more, comm) == 0
+    assert end(settings, comm)["steps"] == 6, "one more validation, which is no better"
+
+
+def test_the_best_network_is_tested_once_in_the_record_of_an_extended_run(
+    comm, settings, monkeypatch
+):
+    config = dataclasses.replace(settings, validate_steps=3, output="best")
+    original = validate.evaluation
+
+    def first_is_best(run, split):
+        found = original(run, split)
+        if split == "validation":
+            return dataclasses.replace(found, means={"loss": float(run.state.step)})
+        return found
+
+    monkeypatch.setattr(validate, "evaluation", first_is_best)
+    longer = dataclasses.replace(config, epochs=3)
+    assert program.train(dataclasses.replace(longer, run="whole"), comm) == 0
+    assert program.train(config, comm) == program.train(longer, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        check_record(settings, "whole")
+        records = list(read_records(Path(settings.runs_dir) / "a"))
+        assert [r["step"] for r in records if r.get("split") == "test"] == [3]
+        assert records[-1]["steps"] == 21
+
+
+def test_what_a_run_was_begun_from_stays_in_its_configuration(comm, settings, leave_after):
+    assert program.train(dataclasses.replace(settings, epochs=1, run="first"), comm) == 0
+    tuned = dataclasses.replace(settings, init="first")
+    leave_after(2)
+    assert program.train(tuned, comm) == 75
+    leave_after()
+    assert program.train(tuned, comm) == 0
+    if comm.rank == 0:
+        text = (Path(settings.runs_dir) / "a" / "config.toml").read_text()
+        assert 'init = "first"' in text
+
+
+def test_fewer_epochs_are_refused(comm, settings, leave_after):
+    leave_after(2)
+    assert program.train(settings, comm) == 75
+    leave_after()
+    with pytest.raises(UsageError, match="begun with 2 epochs, which --epochs 1 cannot take back"):
+        program.train(dataclasses.replace(settings, epochs=1), comm)
+    assert program.train(dataclasses.replace(settings, epochs=None), comm) == 0
+
+
+@pytest.mark.parametrize("how", ["format", "unreadable"])
+def test_checkpoints_that_may_be_whole_are_not_thrown_away(
+    comm, settings, leave_after, monkeypatch, how
+):
+    config = dataclasses.replace(settings, checkpoint_every="2")
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    leave_after(3)
+    assert program.train(config, comm) == 75
+    leave_after()
+    folder = Path(settings.runs_dir) / "a" / "checkpoints"
+    before = comm.bcast(sorted(p.name for p in folder.iterdir()))
+    with monkeypatch.context() as patch:
+        if how == "format":
+            patch.setattr(checkpoint, "FORMAT", 0)
+            message = "has format 1, this hpctrain knows 0"
+        else:
+            patch.setattr(checkpoint, "_sha256", lambda path: open(path / "x").close())
+            message = "cannot be read: Not a directory; it may be whole"
+        with pytest.raises((UsageError, RunError), match=message):
+            program.train(config, comm)
+    assert comm.bcast(sorted(p.name for p in folder.iterdir())) == before
+    assert program.train(config, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+
+
+def test_no_rank_ends_before_rank_0_has_written(comm, settings, monkeypatch):
+    """Also where all ranks raise the same error: the others would give up waiting in Finalize."""
+    written = []
+    original = program.save
+
+    def slow(run, folder):
+        time.sleep(0.5)
+        original(run, folder)
+        written.append(time.time())
+
+    monkeypatch.setattr(program, "save", slow)
+    with pytest.raises(RunError, match="is not finite"):
+        program.train(dataclasses.replace(settings, lr=1e30, deterministic=False), comm)
+    ended = comm.gather(time.time())
+    if comm.rank == 0:
+        assert min(ended) >= written[-1]

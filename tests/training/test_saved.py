@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,16 @@ def test_a_run_that_cannot_begin_leaves_its_name_free(run, comm, monkeypatch):
     assert [path.name for path in Path("runs").iterdir()] == ["a"]
     assert loop.train(settings, comm) == 0
     assert list(read_records(Path("runs/b")))[-1]["status"] == "done"
+
+
+def test_runs_that_begin_in_the_same_second_have_names_of_their_own(run, comm, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    settings = Config(data="pack.h5", epochs=1, threads=1, progress="none")
+    for _ in range(3):
+        assert loop.train(settings, comm) == 0
+    found = sorted(path.name for path in Path("runs").iterdir())
+    base = "20260101-000000-digits"
+    assert found == [base, f"{base}-2", f"{base}-3", "a"]
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "/tmp/x", "a/b", "a\nb", "n" * 201])

@@ -105,19 +105,19 @@ def test_what_a_step_an_evaluation_and_a_save_take_is_measured(comm, settings, m
 
     def news(self, waited, digest):
         found = self.slowest_step, self.slowest_evaluation, self.saving
-        seen.append((*found, self.margin))
+        seen.append((*found, self.margin()))
         return original(self, waited, digest)
 
     monkeypatch.setattr(Control, "news", news)
     loop.train(dataclasses.replace(settings, validate_steps=4, checkpoint_every="3"), comm)
-    assert seen[0][:3] == (0, 0, 0)
+    assert seen[0][:2] == (0, 0)
+    assert 0 < seen[0][2] < 1, "guessed, until one was saved"
     assert 0 < seen[1][0] < 30
     steps, evaluations, saves, margins = zip(*seen, strict=True)
     assert [s == 0 for s in evaluations] == [True] * 4 + [False] * 10
     assert list(steps) == sorted(steps)
-    assert list(margins) == sorted(margins)
-    if comm.rank == 0:
-        assert (saves[3], saves[-1] > 0) == (0, True)
+    assert all(margin > 5 for margin in margins)
+    assert (saves[-1] != saves[0]) == (comm.rank == 0)
 
 
 def test_the_network_learns(comm, settings):

@@ -70,7 +70,7 @@ def test_a_rank_that_is_stopped_is_named_and_all_end(start, tmp_path):
     os.kill(pid, signal.SIGSTOP)
     code, err, _ = ended(job, 40)
     assert code == 1
-    assert re.search(r"\[rank 0 of 2 @.*nothing new for 6 s while in: waiting for all in step", err)
+    assert re.search(r"\[rank 0 of 2 @.*nothing new for 6 s while in: waiting for all in ", err)
     assert f"rank 1 (process {pid} on " in err
     assert "gave no sign for" in err
     stack = (tmp_path / "runs/a/ranks/0.stack").read_text()
