@@ -2,15 +2,19 @@
 
 import sys
 
+from hpctrain.launcher import end_with_launcher
 from hpctrain.signals import ignore, listen
+from hpctrain.start import watch_start
 
 
 def program() -> int:
     """Catch the scheduler's notices, run the subcommand, end MPI if it began; the exit code."""
     words = sys.argv[1:]
     trains = not words or words[0] == "train" or words[0].startswith("-")
-    if trains:
-        listen()  # before anything slow is imported: a notice may come at any moment
+    if trains:  # before anything slow is imported: it may come at any moment
+        listen()
+        end_with_launcher()
+        watch_start(words)
     from hpctrain.cli import main
 
     code = main(words)

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+UMASK = os.umask(0o022)
+os.umask(UMASK)
+
 
 def temporary_name(path: Path) -> Path:
     """The hidden name beside `path` under which this process of this host writes it."""
@@ -33,6 +36,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary = temporary_name(path)
     try:
         yield temporary
+        os.chmod(temporary, 0o666 & ~UMASK)  # some writers keep others from reading
         sync(temporary)
         os.replace(temporary, path)
     except BaseException:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
 
 
 def _first_number(*names: str) -> int | None:
     values = [os.environ.get(name, "") for name in names]
     return next((int(value) for value in values if value.isdigit()), None)
+
+
+def under_mpirun() -> bool:
+    """Whether an mpirun, and not srun, started this process."""
+    return any(name in os.environ for name in UNDER_MPIRUN)
+
+
+def end_with_launcher() -> None:
+    """Let the kernel kill this process when the mpirun that started it dies (Linux)."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None and under_mpirun():
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def launched_size() -> int | None:

@@ -8,18 +8,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
-import os
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
-from hpctrain.config import DEFAULT_LEARNING_RATES, Config
+from hpctrain.config import DEFAULT_LEARNING_RATES, Config, worker_loads
 from hpctrain.data.partition import Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
-MOST_THREADS = 64  # that a run may ask for on a small machine, to repeat one of a larger
-LONGEST_NAME = 200
+KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
 EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
 
 
@@ -90,10 +88,18 @@ class Plan:
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Plan:
-        """The plan that `to_json` wrote. Raises TypeError where fields lack or are too many."""
-        lists = {name: tuple(fields[name]) for name in ("image_shape", "shares", "last")}
-        runs = tuple((first, end) for first, end in fields["runs"])
-        return Plan(**{**fields, **lists, "runs": runs})
+        """The plan that `to_json` wrote. Raises TypeError or KeyError where fields lack, are too
+        many or of another type.
+        """
+        tuples = ("image_shape", "shares", "last")
+        lists = {name: tuple(map(index, fields[name])) for name in tuples}
+        runs = tuple((index(first), index(end)) for first, end in fields["runs"])
+        plan = Plan(**{**fields, **lists, "runs": runs})
+        for field in dataclasses.fields(Plan):
+            value = getattr(plan, field.name)
+            if not isinstance(value, KINDS.get(str(field.type), object)):
+                raise TypeError(f"{field.name} is {value!r}")
+        return plan
 
     def lines(self) -> list[str]:
         """The plan for a reader, a line per decision."""
@@ -176,59 +182,6 @@ def resolve(config: Config, facts: Facts) -> Plan:
     )
 
 
-def check_ranges(config: Config) -> None:
-    """Raise UsageError for a number that is out of its range whatever the data."""
-    at_least_one: dict[str, Any] = {
-        "--epochs": config.epochs,
-        "--batch-size": config.batch_size,
-        "--batch-per-rank": config.batch_per_rank,
-        "--shards": config.shards,
-        "--threads": config.threads,
-        "--validate-steps": config.validate_steps,
-        "--keep": config.keep,
-    }
-    for flag, value in at_least_one.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} {value}: give 1 or more")
-    cores = os.cpu_count() or 1
-    if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
-        raise UsageError(f"--threads {config.threads}: this machine has {cores} cores")
-    if config.run is not None and (
-        config.run in ("", ".", "..")
-        or "/" in config.run
-        or not config.run.isprintable()
-        or len(config.run.encode()) > LONGEST_NAME
-    ):
-        raise UsageError(
-            f"--run {config.run!r}: give the name of a folder in --runs-dir, of at most"
-            f" {LONGEST_NAME} bytes and without /"
-        )
-    at_least_zero = {
-        "--evaluate-every": config.evaluate_every,
-        "--digest-every": config.digest_every,
-        "--patience": config.patience,
-    }
-    for flag, value in at_least_zero.items():
-        if value is not None and value < 0:
-            raise UsageError(f"{flag} {value}: give 0 or more")
-    worker_loads(config.worker_load)
-    if config.task == "denoise":
-        _check_denoising(config)
-    if config.deterministic and config.local_buffers:
-        raise UsageError(
-            "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"
-            " for itself depend on the number of ranks"
-        )
-
-
-def _check_denoising(config: Config) -> None:
-    if not 0 < config.noise_level <= 1:
-        raise UsageError(f"--noise-level is {config.noise_level}; it must be in (0, 1]")
-    if config.normalize != "unit" or config.label_smoothing:
-        flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
-        raise UsageError(f"{flag} has no meaning for --task denoise: images stay in [0, 1]")
-
-
 def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
     """The plan of a run's first launch for this launch's ranks, and its --epochs where they are
     more. Raises UsageError, with the difference, where the data or the machine is another.
@@ -260,19 +213,6 @@ def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> in
     if earlier is not None and earlier.deterministic:
         return earlier.threads
     return config.threads or (1 if config.deterministic else allowed)
-
-
-def worker_loads(text: str | None) -> tuple[float, ...]:
-    """The positive numbers of --worker-load, one per rank; none where it is not given."""
-    if text is None:
-        return ()
-    try:
-        loads = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        loads = (0.0,)
-    if not all(0 < load < math.inf for load in loads):
-        raise UsageError(f"--worker-load {text}: give a positive number for every rank, as in 3,1")
-    return loads
 
 
 def _batch_size(config: Config, facts: Facts, shards: int) -> int:

@@ -7,11 +7,10 @@ process. Under mpirun it is none: the ranks are killed a quarter of a second lat
 
 from __future__ import annotations
 
-import os
 import signal
 from types import FrameType
 
-UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
+from hpctrain.launcher import under_mpirun
 
 _noticed: list[int] = []
 
@@ -25,8 +24,7 @@ def listen() -> None:
 def notices() -> tuple[signal.Signals, ...]:
     """The signals that are a notice here."""
     always = (signal.SIGUSR2, signal.SIGUSR1)
-    under_mpirun = any(name in os.environ for name in UNDER_MPIRUN)
-    return always if under_mpirun else (*always, signal.SIGTERM)
+    return always if under_mpirun() else (*always, signal.SIGTERM)
 
 
 def noticed() -> str | None:

@@ -13,6 +13,8 @@ def main(settings: StopConfig) -> int:
     if settings.target is None:
         raise UsageError("stop what? Name a run")
     folder = find_run(settings.target, settings.runs_dir)
+    if not (folder / "config.toml").is_file():
+        raise UsageError(f"{folder} is not the folder of a run: it has no config.toml")
     if is_finished(folder):
         print(f"{folder} has already ended")
         return 0

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from hpctrain.config import Config
+from hpctrain.config import Config, check_ranges
 from hpctrain.errors import UsageError
-from hpctrain.plan import Facts, check_ranges, resolve
+from hpctrain.plan import Facts, resolve
 
 FACTS = Facts(
     ranks=4,

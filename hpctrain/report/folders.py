@@ -33,5 +33,5 @@ def is_finished(folder: Path) -> bool:
     try:
         lines = (folder / FILE_NAME).read_bytes().splitlines()
         return bool(lines) and json.loads(lines[-1]).get("status") == "done"
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return False

@@ -36,6 +36,13 @@ from hpctrain.files import whole_file
 
 FILE_NAME = "progress.jsonl"
 BEGINNING = b'{"kind": '  # of every line
+NEEDS: dict[str, dict[str, type]] = {  # what readers rely on, by kind
+    "step": {"step": int, "epoch": int},
+    "epoch": {"epoch": int},
+    "evaluation": {"step": int, "split": str},
+    "digest": {"step": int, "digest": str},
+    "end": {"status": str},
+}
 
 LONGEST_WAIT = 1.0  # seconds a step may wait to be written
 COST_RATIO = 2000  # time between two writes, at least, in units of what the last one took
@@ -177,14 +184,15 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def _decode(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    """The record in one line; UsageError where it is none."""
+    """The record in one line; UsageError where it is none, or lacks what its kind must have."""
     try:
         record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        raise _foreign(path, number)
-    return record
+        needs = NEEDS.get(record["kind"], {})
+        if all(isinstance(record[name], kind) for name, kind in needs.items()):
+            return dict(record)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise _foreign(path, number)
 
 
 def _foreign(path: Path, number: int) -> UsageError:

@@ -36,6 +36,7 @@ from hpctrain.training.control import duration
 
 FOLDER = "checkpoints"
 FORMAT = 1
+MOST_DIGITS = 15  # of a number of steps
 Tensors = dict[str, torch.Tensor]
 
 
@@ -51,8 +52,8 @@ class Interval(NamedTuple):
         flag = "--checkpoint-every"
         if not text.isdecimal():
             return Interval(seconds=duration(text, flag))
-        if int(text) < 1:
-            raise UsageError(f"{flag} {text}: give 1 step or more, or a time such as 10m")
+        if len(text) > MOST_DIGITS or int(text) < 1:
+            raise UsageError(f"{flag} {text[:50]}: give 1 step or more, or a time such as 10m")
         return Interval(steps=int(text))
 
 
@@ -85,13 +86,6 @@ class Writer:
         self._host: Tensors = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        try:
-            self.folder.mkdir(exist_ok=True)
-            for stale in (*folder.glob(".*.tmp"), *self.folder.glob(".*.tmp")):
-                stale.unlink()  # of a writer that was killed
-            _sweep(self.folder)
-        except OSError as error:
-            raise RunError(f"cannot write {self.folder}: {error.strerror}") from error
 
     def __enter__(self) -> Writer:
         return self
@@ -177,8 +171,13 @@ class Writer:
         _sweep(self.folder)
 
 
-def forget_after(run: Path, step: int) -> None:
-    """Remove a run's checkpoints of later steps: they were passed over."""
+def make_ready(run: Path, step: int) -> None:
+    """Make a run's folder for checkpoints, without what killed writers left and without those of
+    later steps than `step`: they were passed over. OSError.
+    """
+    (run / FOLDER).mkdir(exist_ok=True)
+    for stale in (*run.glob(".*.tmp"), *(run / FOLDER).glob(".*.tmp")):
+        stale.unlink()
     for later in steps(run / FOLDER):
         if later > step:
             _json(run / FOLDER, later).unlink()

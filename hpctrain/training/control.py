@@ -21,6 +21,7 @@ from hpctrain.signals import noticed
 
 FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between looks at the file system
+LONGEST = 10 * 365 * 86400.0  # seconds of a duration that a timer takes
 SPARE = 5.0  # seconds, besides what is measured
 
 
@@ -77,7 +78,7 @@ class Control:
         now = time.monotonic()
         if self._file and not self._stop_seen and now - self._looked > LOOK_EVERY:
             self._looked = now
-            self._stop_seen = self._file.exists()
+            self._stop_seen = self._file.is_file()
         return self._stop_seen or self._interrupted
 
     def ended(self) -> None:
@@ -113,7 +114,7 @@ def duration(text: str, flag: str) -> float:
         seconds = 3600.0 * int(clock[1]) + 60 * int(clock[2]) + int(clock[3])
     else:
         seconds = 0.0
-    if seconds <= 0:
+    if not 0 < seconds <= LONGEST:
         raise UsageError(f"{flag} {text}: give a time, such as 30m, 90s or 2:30:00")
     return seconds
 

@@ -18,7 +18,7 @@ from hpctrain.files import sync, temporary_name, whole_file
 from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, host_name, library
 from hpctrain.report.jsonlines import cut_back
-from hpctrain.training.checkpoint import forget_after
+from hpctrain.training.checkpoint import make_ready
 from hpctrain.training.progress import Progress
 from hpctrain.training.setup import Job
 from hpctrain.training.watchdog import FOLDER as HEARTBEATS
@@ -36,12 +36,13 @@ def make_run_folder(job: Job) -> Path:
         try:
             temporary.mkdir(parents=True)
             write_settings(job, temporary)
+            make_ready(temporary, 0)
             os.rename(temporary, folder)
             sync(runs)
             return folder
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise RunError(f"cannot make {folder}: {error.strerror}") from error
     raise UsageError(f"the run {folder} exists: choose another name with --run")
 
@@ -60,9 +61,10 @@ def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
         write_settings(job, folder)
         for beat in (folder / HEARTBEATS).glob("*.json"):  # there may be fewer ranks now
             beat.unlink()
-        forget_after(folder, state.step)  # they must not count as the newest
+        make_ready(folder, state.step)
     except OSError as error:
-        raise RunError(f"cannot write {folder}: {error.strerror}") from error
+        where = error.filename or folder
+        raise RunError(f"cannot write {where}: {error.strerror}") from error
     return folder
 
 

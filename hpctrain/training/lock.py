@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from hpctrain.errors import RunError, UsageError
 
 FILE = "lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunLock:
@@ -36,8 +38,9 @@ class RunLock:
             raise UsageError(
                 f"another job works in {folder}: wait for it to end, or choose another --run"
             ) from error
-        except OSError:
-            pass  # no locks here
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise RunError(f"cannot lock {folder / FILE}: {error.strerror}") from error
 
     def release(self) -> None:
         """Give the folder free."""

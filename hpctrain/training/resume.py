@@ -84,9 +84,15 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
         plan = json.loads((folder / "plan.json").read_text())
         config = Config(**{n: v for n, v in given.items() if n in Config.__dataclass_fields__})
         return config, Plan.from_json(plan)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{folder} exists but is no run to continue, it has no {Path(error.filename).name}:"
+            " choose another name with --run"
+        ) from error
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(
-            f"{folder} exists but is no run to continue ({error}): choose another name with --run"
+            f"{folder} cannot be continued, its config.toml or plan.json is damaged ({error}):"
+            " choose another name with --run"
         ) from error
 
 

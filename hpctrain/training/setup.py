@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config
+from hpctrain.config import Config, check_ranges
 from hpctrain.data.augment import check_shift, normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
@@ -35,7 +35,7 @@ from hpctrain.parallel.mpi import (
     same_everywhere,
 )
 from hpctrain.parallel.reduce import broadcast, choose_reduce
-from hpctrain.plan import Facts, Plan, check_ranges, cpu_threads, go_on, model_name, resolve
+from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.training.optim import make_optimizer, validate_optimizer
 from hpctrain.training.saved import find_model, require_split
 from hpctrain.training.step import Trainer

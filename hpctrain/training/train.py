@@ -34,7 +34,7 @@ from hpctrain.training.loop import run_epochs, save_checkpoint
 from hpctrain.training.outcome import NonFinite
 from hpctrain.training.progress import Progress, Run, Why
 from hpctrain.training.resume import find_earlier, restore
-from hpctrain.training.setup import set_up
+from hpctrain.training.setup import check_settings, set_up
 from hpctrain.training.step import Trainer
 from hpctrain.training.validate import describe_network, show_work, test, validate
 from hpctrain.training.watchdog import Watchdog
@@ -64,6 +64,7 @@ def train(config: Config, comm: Comm) -> int:
     Raises UsageError or RunError, the same on all ranks unless one rank alone fails.
     """
     config = comm.bcast(config)
+    from_root(comm, lambda: check_settings(config))
     times = from_root(comm, lambda: read_times(config))
     limit_finalize(min(60.0, times.timeout))
     watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)

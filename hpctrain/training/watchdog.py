@@ -9,11 +9,9 @@ timer, or by the others. The kernel ends ranks whose mpirun died.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -24,19 +22,11 @@ from types import TracebackType
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.signals import UNDER_MPIRUN
+from hpctrain.launcher import end_with_launcher
 
 FOLDER = "ranks"
 BEAT_EVERY = 5.0  # seconds
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
-PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-def end_with_launcher() -> None:
-    """Let the kernel kill this process when the mpirun that started it dies (Linux)."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None and any(name in os.environ for name in UNDER_MPIRUN):
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def beat_interval(timeout: float, size: int) -> float:

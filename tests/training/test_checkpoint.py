@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hpctrain.errors import RunError, UsageError
+from hpctrain.files import UMASK
 from hpctrain.training import checkpoint
-from hpctrain.training.checkpoint import Interval, Writer, newest, steps, verify
+from hpctrain.training.checkpoint import Interval, Writer, make_ready, newest, steps, verify
 
 OFTEN = Interval(steps=1)
 TENSORS = {"weights": torch.arange(101.0), "norms.updates": torch.tensor([3, 4])}
@@ -20,6 +21,7 @@ TENSORS = {"weights": torch.arange(101.0), "norms.updates": torch.tensor([3, 4])
 @pytest.fixture
 def run(tmp_path):
     (tmp_path / "progress.jsonl").write_text("")
+    make_ready(tmp_path, 0)
     return tmp_path
 
 
@@ -42,7 +44,7 @@ def test_intervals(text, interval):
     assert Interval.parse(text) == interval
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "", "often", "0m", "²"])
+@pytest.mark.parametrize("text", ["0", "-3", "", "often", "0m", "²", "9" * 5000, "9" * 400 + "s"])
 def test_intervals_that_are_none(text):
     with pytest.raises(UsageError, match="--checkpoint-every"):
         Interval.parse(text)
@@ -194,9 +196,9 @@ def test_what_a_killed_writer_left_is_removed(run):
     save(run, 5)
     stale = run / "checkpoints" / ".00000006.safetensors.host-1.tmp"
     stale.write_bytes(b"half")
-    save(run, 7)
+    make_ready(run, 5)
     assert not stale.exists()
-    assert steps(run / "checkpoints") == [5, 7]
+    assert steps(run / "checkpoints") == [5]
 
 
 def test_a_checkpoint_of_a_later_format_is_refused(run):
@@ -265,8 +267,9 @@ def test_a_step_that_is_saved_again_is_whole_at_every_moment(run, monkeypatch):
     found, lines = newest(run, 9)
     assert (found.state["epoch"], lines) == (5, [])
     assert torch.equal(found.tensors()["weights"], TENSORS["weights"])
+    make_ready(run, 5)
+    assert len(list((run / "checkpoints").iterdir())) == 2, "what nobody tells of is removed"
     with Writer(run, OFTEN, 1) as writer:
-        assert len(list((run / "checkpoints").iterdir())) == 2, "what nobody tells of is removed"
         writer.save(5, other, {"epoch": 6})
     found, _ = newest(run, 9)
     assert found.state["epoch"] == 6
@@ -290,5 +293,11 @@ def test_the_same_state_is_not_written_twice(run):
 def test_what_a_killed_writer_left_in_the_runs_folder_is_removed(run):
     stale = run / ".best.safetensors.host-1.tmp"
     stale.write_bytes(b"half")
-    save(run, 5)
+    make_ready(run, 0)
     assert not stale.exists()
+
+
+def test_others_may_read_what_this_user_lets_them_read(run):
+    save(run, 5)
+    modes = {path.stat().st_mode & 0o777 for path in (run / "checkpoints").iterdir()}
+    assert modes == {0o666 & ~UMASK}

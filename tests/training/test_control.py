@@ -12,6 +12,8 @@ import pytest
 from hpctrain import signals
 from hpctrain.cli import main
 from hpctrain.errors import UsageError
+from hpctrain.launcher import UNDER_MPIRUN
+from hpctrain.start import start_limit
 from hpctrain.training.control import Control, deadline, duration
 from tests.launch import run
 
@@ -33,10 +35,10 @@ def test_a_notice_only_sets_a_flag(notices, name):
 
 
 def test_sigterm_is_a_notice_unless_mpirun_sends_it(monkeypatch):
-    for name in signals.UNDER_MPIRUN:
+    for name in UNDER_MPIRUN:
         monkeypatch.delenv(name, raising=False)
     assert signal.SIGTERM in signals.notices()
-    for name in signals.UNDER_MPIRUN:
+    for name in UNDER_MPIRUN:
         with monkeypatch.context() as patch:
             patch.setenv(name, "2")
             assert signal.SIGTERM not in signals.notices()
@@ -121,6 +123,9 @@ def test_hpctrain_stop(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
+    assert main(["stop", "a"]) == 2, "this is no run"
+    assert "it has no config.toml" in capsys.readouterr().err
+    (folder / "config.toml").touch()
     assert main(["stop", "a"]) == 0
     with Control(folder) as control:
         assert control.asked()
@@ -131,3 +136,18 @@ def test_hpctrain_stop(tmp_path, monkeypatch, capsys):
     assert not (folder / "STOP").exists()
     assert main(["stop", "b"]) == 2
     assert main(["stop"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ([], 1830),
+        (["--timeout", "6s"], 36),
+        (["train", "--timeout=2m", "--run", "a"], 150),
+        (["--timeout", "1"], 90),
+        (["--timeout", "soon"], 1830),
+        (["--run", "--timeout"], 1830),
+    ],
+)
+def test_how_long_starting_may_take(words, seconds):
+    assert start_limit(words) == seconds

@@ -400,7 +400,7 @@ def test_a_notice_does_not_take_back_a_stop(comm, settings, monkeypatch):
     assert "test_accuracy" not in found
 
 
-@pytest.mark.parametrize("bad", [b"\0" * 40 + b"\n", b'{"no": "kind"}\n', b"5\n"])
+@pytest.mark.parametrize("bad", [b"\0" * 40 + b"\n", b"[5]\n", b'{"kind": "step", "step": "x"}\n'])
 def test_a_record_that_lost_a_line_is_told_again_from_there(comm, settings, leave_after, bad):
     """As after a power failure: only what a checkpoint covers has reached the disk for sure."""
     config = dataclasses.replace(settings, checkpoint_every="2")
@@ -538,3 +538,55 @@ def test_no_rank_ends_before_rank_0_has_written(comm, settings, monkeypatch):
     ended = comm.gather(time.time())
     if comm.rank == 0:
         assert min(ended) >= written[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("plan.json", "{}", "its config.toml or plan.json is damaged"),
+        ("plan.json", "[]", "its config.toml or plan.json is damaged"),
+        ("plan.json", ('"epochs": 2', '"epochs": "x"'), "damaged .epochs is 'x'"),
+        ("config.toml", "batch_size = ", "its config.toml or plan.json is damaged"),
+        ("config.toml", None, "no run to continue, it has no config.toml"),
+    ],
+)
+def test_a_damaged_folder_is_told_in_one_line(comm, settings, leave_after, name, text, message):
+    leave_after(2)
+    assert program.train(settings, comm) == 75
+    leave_after()
+    path = Path(settings.runs_dir) / "a" / name
+    if comm.rank == 0:
+        before = path.read_text()
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(before.replace(*text) if isinstance(text, tuple) else text)
+        assert not path.exists() or path.read_text() != before
+    comm.Barrier()
+    with pytest.raises(UsageError, match=message):
+        program.train(settings, comm)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "n" * 300])
+def test_impossible_names_are_refused_before_anything_is_looked_up(comm, settings, name):
+    with pytest.raises(UsageError, match="--run .*: give the name of a folder"):
+        program.train(dataclasses.replace(settings, run=name), comm)
+
+
+def test_no_folder_for_runs_where_a_file_is(comm, settings):
+    with pytest.raises(RunError, match="cannot make .*: Not a directory"):
+        program.train(dataclasses.replace(settings, runs_dir=settings.data), comm)
+
+
+@pytest.mark.parametrize("name", ["ranks", "checkpoints", "lock"])
+def test_what_stands_in_the_way_is_told_in_one_line(comm, settings, leave_after, name):
+    leave_after(2)
+    assert program.train(settings, comm) == 75
+    leave_after()
+    path = Path(settings.runs_dir) / "a" / name
+    if comm.rank == 0:
+        path.rename(path.with_suffix(".old"))
+        path.mkdir() if name == "lock" else path.touch()
+    comm.Barrier()
+    with pytest.raises((UsageError, RunError), match=f"cannot (make|write) .*/{name}"):
+        program.train(settings, comm)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.config import Config, EvaluateConfig
+from hpctrain.config import Config, EvaluateConfig, check_ranges
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model, save_model
-from hpctrain.plan import check_ranges
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop

@@ -137,7 +137,7 @@ def test_a_run_that_exists_is_never_overwritten(comm, settings):
         other.mkdir()
         (other / "notes.txt").write_text("mine")
     comm.Barrier()
-    with pytest.raises(UsageError, match="exists but is no run to continue"):
+    with pytest.raises(UsageError, match="exists but is no run to continue, it has no config.toml"):
         loop.train(dataclasses.replace(settings, run="b"), comm)
 
 

@@ -175,6 +175,22 @@ def test_a_rank_that_hangs_while_starting_ends_all(start, tmp_path):
     assert "stuck.py" in err
 
 
+def test_a_rank_that_stops_before_mpi_runs_ends_all(start):
+    """While modules are imported: nobody knows of anybody yet."""
+    job = start("--timeout", "1s", wait=False)
+    until = time.monotonic() + 30
+    ranks = []
+    while len(ranks) < 2 and time.monotonic() < until:
+        ranks = [p for p in job.members() if p != job.pid and b"hpctrain" in command(p)]
+        time.sleep(0.02)
+    time.sleep(0.4)  # the interpreter itself has to come up first
+    os.kill(ranks[-1], signal.SIGSTOP)
+    code, err, seconds = ended(job, 90)
+    assert code not in (0, 75)
+    assert seconds < 60
+    assert "Timeout" in err
+
+
 def test_heartbeats_tell_who_did_not_arrive(tmp_path):
     def beat(rank, doing, age):
         found = {"rank": rank, "host": "h", "pid": 7, "doing": doing, "time": time.time() - age}
