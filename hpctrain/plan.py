@@ -8,16 +8,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from hpctrain.config import DEFAULT_LEARNING_RATES, Config, worker_loads
+from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_loads
 from hpctrain.data.partition import Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
 KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
+RUN_BYTES = 4 << 20  # read in one go
 EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
 
 
@@ -30,6 +32,7 @@ class Facts:
     threads: int  # CPU threads a rank may use
     rows: int  # of the training split
     image_shape: tuple[int, int, int]  # (H, W, C)
+    value_bytes: int  # of one value of an image
     classes: int
     pack_uuid: str
     least_rows: int  # rows a shard needs in a step: 2 where a layer has one value per row
@@ -51,6 +54,9 @@ class Plan:
     shares: tuple[int, ...]  # of the mini-batch, by shard
     last: tuple[int, ...]  # of the last step of an epoch, by shard
     rows: int  # of the training split
+    shuffle: str
+    block_rows: int  # of a run, for shuffle "blocks"
+    window_blocks: int  # runs whose rows are shuffled among themselves
     epochs: int
     steps_per_epoch: int
     optimizer: str
@@ -101,6 +107,11 @@ class Plan:
                 raise TypeError(f"{field.name} is {value!r}")
         return plan
 
+    def _order(self) -> str:
+        if self.shuffle != "blocks":
+            return self.shuffle
+        return f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}"
+
     def lines(self) -> list[str]:
         """The plan for a reader, a line per decision."""
         height, width, channels = self.image_shape
@@ -112,6 +123,7 @@ class Plan:
             f"ranks          {self.ranks} on {self.device}, {self.threads} CPU threads each",
             f"shards         {self.shards}, partitions of {_range(sizes)} images,"
             f" {_range(tuple(end - first for first, end in self.runs))} on a rank",
+            f"order          {self._order()}",
             f"mini-batch     {self.batch_size}, shares of {_range(self.shares)} images",
             f"steps          {self.epochs} epochs x {self.steps_per_epoch} = {self.steps:,};"
             f" last step of an epoch {sum(self.last)} images",
@@ -147,6 +159,9 @@ def resolve(config: Config, facts: Facts) -> Plan:
     shards = config.shards or (round(sum(loads)) if loads else facts.ranks)
     runs = carried(shards, facts.ranks, loads)
     partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.least_rows)
+    row_bytes = math.prod(facts.image_shape) * facts.value_bytes
+    block_rows = -(-RUN_BYTES // row_bytes)
+    buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
     denoise = config.task == "denoise"
     optimizer = config.optimizer or ("adam" if denoise else "sgdm")
     default_rate = DEFAULT_LEARNING_RATES[optimizer]
@@ -163,6 +178,9 @@ def resolve(config: Config, facts: Facts) -> Plan:
         shares=partition.shares,
         last=partition.last,
         rows=facts.rows,
+        shuffle=config.shuffle,
+        block_rows=block_rows,
+        window_blocks=max(1, buffer // (2 * shards * block_rows * row_bytes)),
         epochs=config.epochs or (5 if denoise else 20 if model == "digits" else 100),
         steps_per_epoch=partition.steps,
         optimizer=optimizer,

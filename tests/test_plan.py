@@ -16,6 +16,7 @@ FACTS = Facts(
     threads=2,
     rows=3301,
     image_shape=(100, 100, 3),
+    value_bytes=1,
     classes=5,
     pack_uuid="u",
     least_rows=1,

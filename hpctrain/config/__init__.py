@@ -16,7 +16,7 @@ from hpctrain.config.others import (
     PredictConfig,
     StopConfig,
 )
-from hpctrain.config.ranges import check_ranges, worker_loads
+from hpctrain.config.ranges import byte_count, check_ranges, worker_loads
 from hpctrain.config.train import DEFAULT_LEARNING_RATES, Config
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "PackConfig",
     "PredictConfig",
     "StopConfig",
+    "byte_count",
     "check_ranges",
     "to_toml",
     "worker_loads",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Any
 
 from hpctrain.config.train import Config
@@ -49,6 +50,7 @@ def check_ranges(config: Config) -> None:
         if value is not None and value < 0:
             raise UsageError(f"{flag} {value}: give 0 or more")
     worker_loads(config.worker_load)
+    byte_count(config.read_buffer, "--read-buffer")
     if config.task == "denoise":
         _check_denoising(config)
     if config.deterministic and config.local_buffers:
@@ -64,6 +66,15 @@ def _check_denoising(config: Config) -> None:
     if config.normalize != "unit" or config.label_smoothing:
         flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
         raise UsageError(f"{flag} has no meaning for --task denoise: images stay in [0, 1]")
+
+
+def byte_count(text: str, flag: str) -> int:
+    """Bytes of "256M", "1.5G", "64KiB" or "4096": K, M and G stand for 2^10, 2^20 and 2^30."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    size = int(float(found[1]) * 1024 ** " KMGT".find(found[2].upper() or " ")) if found else 0
+    if size < 1:
+        raise UsageError(f"{flag} {text}: give a size, such as 256M or 1.5G")
+    return size
 
 
 def worker_loads(text: str | None) -> tuple[float, ...]:

@@ -26,6 +26,17 @@ class Config:
     flip: bool = option(False, "augment by random horizontal flips", DATA)
     shift: int = option(0, "augment by random shifts of up to this many pixels in x and y", DATA)
 
+    shuffle: str = option(
+        "partition",
+        "order of the rows: partition = each shard's own, anew every epoch; global = dealt anew to"
+        " all shards; blocks = runs of 4 MiB, shuffled within a window, for slow disks",
+        DATA,
+        choices=("partition", "global", "blocks"),
+    )
+    read_buffer: str = option(
+        "256M", "memory of a rank for rows; what fits is read once and kept", DATA
+    )
+
     task: str = option(
         "classify",
         "what is learnt: the class of an image, or an image without its noise",

@@ -107,6 +107,7 @@ def to_input(
     channels_last: bool = True,
 ) -> Tensor:
     """Bytes (n, H, W, C) -> (n, C, H, W) in [0, 1], then (x - mean) / std per channel if given.
+    Floats are taken as they are instead of being divided by 255.
 
     A copy, in memory as NHWC or NCHW. Computed in float32 (float64 for that `dtype`). `mean` and
     `std` (C,) lie on the device of the images.
@@ -121,10 +122,11 @@ def to_input(
         memory_format=memory,
     )
     values.copy_(images.permute(0, 3, 1, 2))
+    whole = 1.0 if images.is_floating_point() else 255.0
     if mean is None or std is None:
         # Not divided: a GPU divides by a number by multiplying, so CPU and GPU give the same bits.
-        return values.mul_(1 / 255).to(dtype)
-    scale = (1 / (255 * std.double())).to(values.dtype)  # (C,)
+        return values.mul_(1 / whole).to(dtype) if whole > 1 else values.to(dtype)
+    scale = (1 / (whole * std.double())).to(values.dtype)  # (C,)
     offset = (-mean.double() / std.double()).to(values.dtype)
     # Per image as one row, as it lies in memory: loops over C values would cost five times as much.
     if channels_last:

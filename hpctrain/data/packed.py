@@ -70,9 +70,12 @@ def library_versions() -> str:
 class Rows:
     """The rows of one split. Reading is thread-safe and knows nothing of HDF5.
 
-    ``labels`` is an (N,) int64 array. Opening raises UsageError where the file is missing, is
-    not the one that was checked or has labels beyond its classes, RunError where it cannot be read.
+    ``labels`` is an (N,) int64 array, images are of ``dtype`` uint8. Opening raises UsageError
+    where the file is missing, is not the one that was checked or has labels beyond its classes,
+    RunError where it cannot be read.
     """
+
+    dtype = np.dtype(np.uint8)
 
     def __init__(self, pack: Pack, split_name: str) -> None:
         if split_name not in pack.splits:

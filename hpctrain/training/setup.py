@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config, check_ranges
+from hpctrain.config import Config, byte_count, check_ranges
 from hpctrain.data.augment import check_shift, normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
+from hpctrain.data.orders import make_order
 from hpctrain.data.packed import Pack, Rows, read_pack, verify
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
@@ -92,6 +93,7 @@ def set_up(
         threads=threads,
         rows=len(source.labels),
         image_shape=pack.image_shape,
+        value_bytes=source.dtype.itemsize,
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
         least_rows=probe.least_rows,
@@ -108,6 +110,8 @@ def set_up(
         plan.seed,
         make_prepare(device, dtype, config.channels_last, scaling, config.flip, config.shift),
         task.pair,
+        make_order(plan.shuffle, plan.partition, plan.seed, plan.block_rows, plan.window_blocks),
+        byte_count(config.read_buffer, "--read-buffer"),
     )
     return Job(config, plan, pack, task, trainer, loader, prepare, fresh)
 

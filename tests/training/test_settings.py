@@ -20,7 +20,7 @@ from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training.loop import run_epochs
 from hpctrain.training.setup import Job, make_model, set_up
-from tests.packs import make_pack
+from tests.packs import make_pack, order_of
 from tests.training.runs import make_run
 
 pytestmark = pytest.mark.mpi
@@ -44,6 +44,8 @@ ELSEWHERE = {  # flag -> where it is tested
     "task": "tests/training/test_denoise.py",
     "noise": "tests/training/test_denoise.py",
     "noise_level": "tests/training/test_denoise.py",
+    "shuffle": "tests/data/test_orders.py",
+    "read_buffer": "tests/data/test_loader.py",
     "validate_steps": "tests/training/test_validate.py",
     "patience": "tests/training/test_validate.py",
     "output": "tests/training/test_validate.py",
@@ -421,7 +423,7 @@ def statistics(images: np.ndarray, plan: Plan, within_shards: bool) -> tuple:
     """
     values = images.astype(np.float64) / 255
     mean, variance = np.zeros(images.shape[3]), np.ones(images.shape[3])
-    orders = [plan.partition.order(plan.seed, 0, j) for j in range(plan.shards)]
+    orders = [order_of(plan.partition, plan.seed, 0, j) for j in range(plan.shards)]
     for step in range(plan.steps_per_epoch):
         parts = [values[orders[j][plan.partition.slice(step, j)]] for j in range(plan.shards)]
         union = np.concatenate(parts)

@@ -21,6 +21,7 @@ from hpctrain.training.control import News
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.step import Trainer, train_step
 from hpctrain.training.tasks import Classification
+from tests.packs import order_of
 
 pytestmark = pytest.mark.mpi
 ROWS, SHAPE, CLASSES = 23, (6, 5, 2), 3
@@ -32,7 +33,7 @@ class Arrays:
     def __init__(self, rows=ROWS, shape=SHAPE, classes=CLASSES):
         rng = np.random.default_rng(1)
         self.images = rng.integers(0, 256, (rows, *shape), dtype=np.uint8)
-        self.image_shape = shape
+        self.image_shape, self.dtype = shape, np.dtype(np.uint8)
         self.labels = rng.integers(0, classes, rows)
 
     def gather(self, indices, out):
@@ -89,7 +90,7 @@ def plain_torch(source, partition, config, epochs=2):
     )
     shards = range(len(partition.shares))
     for epoch in range(epochs):
-        orders = [partition.order(7, epoch, j) for j in shards]
+        orders = [order_of(partition, 7, epoch, j) for j in shards]
         for step in range(partition.steps):
             rows = np.concatenate([orders[j][partition.slice(step, j)] for j in shards])
             optimizer.zero_grad()
