@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,7 +25,18 @@ class Source(Protocol):
     @property
     def image_shape(self) -> tuple[int, int, int]: ...  # (H, W, C)
 
-    def gather(self, indices: np.ndarray, out: np.ndarray) -> np.ndarray: ...
+    def gather(self, indices: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """The rows `indices` (n,), in that order, into `out` (n, H, W, C) of `dtype`; returns it.
+        Thread-safe. RunError where they cannot be read.
+        """
+
+
+class Opened(Source, Protocol):
+    """A source that is closed by leaving a ``with`` block."""
+
+    def __enter__(self) -> Opened: ...
+
+    def __exit__(self, *error: Any) -> None: ...
 
 
 class Resident:

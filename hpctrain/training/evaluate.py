@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig
-from hpctrain.data.loader import Prepare, Source, read_rows
-from hpctrain.data.packed import Pack, Rows
+from hpctrain.data.loader import Prepare, read_rows
+from hpctrain.data.opened import open_split
+from hpctrain.data.pack_format import Pack
+from hpctrain.data.source import Source
 from hpctrain.keys import random_key
 from hpctrain.parallel.mpi import Comm, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
@@ -55,7 +57,7 @@ def main(settings: EvaluateConfig) -> int:
     comm = start_mpi()
     network = open_network(settings, comm)
     pack = open_pack_for(network.saved, settings, comm)
-    with everywhere(comm, lambda: Rows(pack, settings.split)) as source:
+    with everywhere(comm, lambda: open_split(pack, settings.split)) as source:
         result = evaluate(
             network.model, source, network.task, network.prepare, comm, settings.batch
         )

@@ -18,8 +18,10 @@ from hpctrain.config import Config, byte_count, check_ranges
 from hpctrain.data.augment import check_shift, normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
+from hpctrain.data.opened import open_split
 from hpctrain.data.orders import make_order
-from hpctrain.data.packed import Pack, Rows, read_pack, verify
+from hpctrain.data.packed import Pack, read_pack, verify
+from hpctrain.data.source import Source
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 from hpctrain.models import build, check_forward, load_init
@@ -82,7 +84,7 @@ def set_up(
     place(model, device, config.channels_last)
     norms = everywhere(comm, lambda: BatchNorms(model, config.batch_norm))
     task = make_task(dataclasses.asdict(config), len(pack.classes))
-    source = everywhere(comm, lambda: Rows(pack, "train"))
+    source = everywhere(comm, lambda: open_split(pack, "train"))
     scaling = everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
     probe = from_root(comm, lambda: probe_model(norms, task, source, prepare, config))
@@ -171,7 +173,7 @@ def make_model(
 
 
 def probe_model(
-    norms: BatchNorms, task: Task, source: Rows, prepare: Prepare, config: Config
+    norms: BatchNorms, task: Task, source: Source, prepare: Prepare, config: Config
 ) -> Probe:
     """Look at one training forward of the first rows. Refuses buffers that cannot be combined and,
     under --deterministic, operations that have no deterministic form.
