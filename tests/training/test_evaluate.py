@@ -38,7 +38,7 @@ def network(comm, shared_tmp):
     pack = read_pack(path)
     torch.manual_seed(3)
     model = build("digits", pack.image_shape, 10).eval()
-    facts = Facts(comm.size, "cpu", 1, 29, pack.image_shape, 10, pack.uuid, 1)
+    facts = Facts(comm.size, "cpu", 1, 29, pack.image_shape, 1, 10, pack.uuid, 1)
     if comm.rank == 0:
         config = Config()
         state = {"step": 1}
