@@ -71,6 +71,7 @@ class Plan:
     device: str
     threads: int
     deterministic: bool
+    wire: str
     evaluation_rows: int
     seed: int
 
@@ -112,6 +113,11 @@ class Plan:
             return self.shuffle
         return f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}"
 
+    def _sums(self) -> str:
+        if self.deterministic:
+            return "tree order, deterministic"
+        return "Allreduce" if self.wire == "fp32" else f"gradients in {self.wire}"
+
     def lines(self) -> list[str]:
         """The plan for a reader, a line per decision."""
         height, width, channels = self.image_shape
@@ -131,7 +137,7 @@ class Plan:
             f"batch norm     {self.batch_norm}",
             f"precision      {self.precision}, {'NHWC' if self.channels_last else 'NCHW'}",
             f"seed           {self.seed}",
-            f"sums           {'tree order, deterministic' if self.deterministic else 'Allreduce'}",
+            f"sums           {self._sums()}",
             f"plan           {self.digest()}",
         ]
 
@@ -195,6 +201,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         device=facts.device,
         threads=cpu_threads(config, facts.threads),
         deterministic=config.deterministic,
+        wire=config.wire,
         evaluation_rows=EVALUATION_ROWS,
         seed=config.seed,
     )

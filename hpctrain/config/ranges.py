@@ -53,6 +53,11 @@ def check_ranges(config: Config) -> None:
     byte_count(config.read_buffer, "--read-buffer")
     if config.task == "denoise":
         _check_denoising(config)
+    if config.deterministic and config.wire != "fp32":
+        raise UsageError(
+            f"--deterministic and --wire {config.wire} exclude each other: what is rounded on the"
+            " way depends on the number of ranks"
+        )
     if config.deterministic and config.local_buffers:
         raise UsageError(
             "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"

@@ -124,6 +124,12 @@ class Config:
         "fp32", "arithmetic of forward and backward", MACHINE, choices=("fp32", "bf16")
     )
     channels_last: bool = option(True, "memory format NHWC (faster) instead of NCHW", MACHINE)
+    wire: str = option(
+        "fp32",
+        "type in which gradients travel: fp32, or bf16 for half the bytes, rounded twice",
+        MACHINE,
+        choices=("fp32", "bf16"),
+    )
     deterministic: bool = option(
         False,
         "the same bits in every run, and with --shards on any number of ranks; 1 CPU thread a rank"

@@ -3,7 +3,8 @@
 MPI sums host memory in place (`Direct`). A GPU message is staged through pinned host memory that
 is kept for the whole run (`Staged`): any MPI works then, and Open MPI's own path for device
 pointers does the same copies, into pageable memory. `InTreeOrder` adds in an order that belongs to
-the shards (tree.py, exchange.py). The device is synchronised here and nowhere else.
+the shards (tree.py, exchange.py), `NarrowWire` sends less (wire.py). Nothing else in a step waits
+for the device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import MPI, MPI_TYPES, Comm
 from hpctrain.parallel.tree import Subtrees, subtrees
+from hpctrain.parallel.wire import NarrowWire
 
 
 class Reduce(Protocol):
@@ -107,10 +109,15 @@ class InTreeOrder:
         self.subtrees.release(sums)
 
 
-def choose_reduce(comm: Comm, message: Message, runs: Sequence[range] | None = None) -> Reduce:
+def choose_reduce(
+    comm: Comm, message: Message, runs: Sequence[range] | None = None, wire: str = "fp32"
+) -> Reduce:
     """The reduction for this message: in tree order where `runs`, the shards that each rank
-    carries, are given; else one Allreduce, in place on the CPU, staged on a GPU.
+    carries, are given; with the `wire` "bf16" gradients travel in half the bytes; else one
+    Allreduce, in place on the CPU, staged on a GPU.
     """
     if runs is not None:
         return InTreeOrder(comm, message, runs)
+    if wire == "bf16":
+        return NarrowWire(comm, message)
     return Staged(comm, message) if message.device.type == "cuda" else Direct(comm)

@@ -243,7 +243,7 @@ def make_trainer(
         message,
         norms,
         make_optimizer(plan.optimizer, plan.learning_rate, config, [message.weights]),
-        choose_reduce(comm, message, runs if plan.deterministic else None),
+        choose_reduce(comm, message, runs if plan.deterministic else None, plan.wire),
         task,
         config.clip_norm,
     )

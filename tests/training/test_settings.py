@@ -45,6 +45,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "noise": "tests/training/test_denoise.py",
     "noise_level": "tests/training/test_denoise.py",
     "shuffle": "tests/data/test_orders.py",
+    "wire": "tests/parallel/test_wire.py",
     "read_buffer": "tests/data/test_loader.py",
     "validate_steps": "tests/training/test_validate.py",
     "patience": "tests/training/test_validate.py",
