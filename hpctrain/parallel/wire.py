@@ -42,6 +42,8 @@ class NarrowWire:
         self._places = [sum(self._bytes[:rank]) for rank in range(comm.size)]
         self._all = np.empty(sum(self._bytes), np.uint8)  # what goes out, then what came back
         self._own = np.empty((comm.size, self._bytes[comm.rank]), np.uint8)
+        own = self._wide[comm.rank]
+        self._sum, self._widened = torch.empty(2, own.stop - own.start).unbind()
         self._staged = None  # on a GPU: gradients, already rounded, and the rest
         if message.device.type != "cpu":
             narrow = message.gradients.to(torch.bfloat16)
@@ -77,9 +79,10 @@ class NarrowWire:
     def _added(self) -> Pair:
         """Sum of the slices that all ranks sent here, in the order of ranks."""
         rows = [self._parts(row, self.comm.rank) for row in self._own]
-        wide, rest = rows[0][0].float(), rows[0][1].clone()
+        wide, rest = self._sum, rows[0][1]
+        wide.copy_(rows[0][0])
         for more, others in rows[1:]:
-            wide += more.float()  # adding what is narrow itself takes ten times as long
+            wide += self._widened.copy_(more)  # adding what is narrow takes ten times as long
             rest += others
         return wide, rest
 
