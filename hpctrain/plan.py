@@ -19,6 +19,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
 KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
+SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
 RUN_BYTES = 4 << 20  # read in one go
 EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
 
@@ -60,7 +61,9 @@ class Plan:
     epochs: int
     steps_per_epoch: int
     optimizer: str
-    learning_rate: float
+    learning_rate: float  # once warm
+    warmup_steps: int
+    warmup_from: float  # share of the learning rate in the first step
     label_smoothing: float
     noise: str
     noise_level: float
@@ -133,7 +136,8 @@ class Plan:
             f"mini-batch     {self.batch_size}, shares of {_range(self.shares)} images",
             f"steps          {self.epochs} epochs x {self.steps_per_epoch} = {self.steps:,};"
             f" last step of an epoch {sum(self.last)} images",
-            f"optimizer      {self.optimizer}, learning rate {self.learning_rate:g}",
+            f"optimizer      {self.optimizer}, learning rate {self.learning_rate:g}"
+            + (f" after {self.warmup_steps:,} steps" if self.warmup_steps else ""),
             f"batch norm     {self.batch_norm}",
             f"precision      {self.precision}, {'NHWC' if self.channels_last else 'NCHW'}",
             f"seed           {self.seed}",
@@ -162,7 +166,8 @@ def resolve(config: Config, facts: Facts) -> Plan:
     """The plan of a first launch. Raises UsageError where the numbers do not fit together."""
     model = model_name(config, facts.image_shape)
     loads = worker_loads(config.worker_load)
-    shards = config.shards or (round(sum(loads)) if loads else facts.ranks)
+    usual = SHARDS_TO_MOVE * facts.ranks if config.worker_load == "auto" else facts.ranks
+    shards = config.shards or (round(sum(loads)) if loads else usual)
     runs = carried(shards, facts.ranks, loads)
     partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.least_rows)
     row_bytes = math.prod(facts.image_shape) * facts.value_bytes
@@ -170,7 +175,9 @@ def resolve(config: Config, facts: Facts) -> Plan:
     buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
     denoise = config.task == "denoise"
     optimizer = config.optimizer or ("adam" if denoise else "sgdm")
-    default_rate = DEFAULT_LEARNING_RATES[optimizer]
+    rate = DEFAULT_LEARNING_RATES[optimizer] if config.lr is None else config.lr
+    growth = rate_growth(config, partition.batch_size)
+    warm = config.warmup_epochs if config.warmup_epochs is not None else 5.0 * (growth > 1)
     return Plan(
         task=config.task,
         model=model,
@@ -190,7 +197,9 @@ def resolve(config: Config, facts: Facts) -> Plan:
         epochs=config.epochs or (5 if denoise else 20 if model == "digits" else 100),
         steps_per_epoch=partition.steps,
         optimizer=optimizer,
-        learning_rate=default_rate if config.lr is None else config.lr,
+        learning_rate=rate * growth,
+        warmup_steps=round(warm * partition.steps),
+        warmup_from=1 / growth if growth > 1 else 0.1,
         label_smoothing=config.label_smoothing,
         noise=config.noise,
         noise_level=config.noise_level,
@@ -240,6 +249,21 @@ def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> in
     return config.threads or (1 if config.deterministic else allowed)
 
 
+def usual_batch(config: Config) -> int:
+    """The mini-batch of a single worker where none is asked for."""
+    return 500 if config.task == "denoise" else 128
+
+
+def rate_growth(config: Config, batch_size: int) -> float:
+    """By what the learning rate is multiplied because the mini-batch is that of many workers.
+
+    In proportion (Goyal et al. 2017, arXiv:1706.02677), or to the square root (Krizhevsky 2014,
+    arXiv:1404.5997; usual for adam).
+    """
+    times = batch_size / (config.batch_per_rank or usual_batch(config))
+    return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.lr_scaling]
+
+
 def _batch_size(config: Config, facts: Facts, shards: int) -> int:
     if config.batch_size is not None and config.batch_per_rank is not None:
         raise UsageError(
@@ -251,5 +275,4 @@ def _batch_size(config: Config, facts: Facts, shards: int) -> int:
         return config.batch_per_rank * workers
     if config.batch_size is not None:
         return config.batch_size
-    usual = 500 if config.task == "denoise" else 128
-    return usual * (workers if facts.device == "cuda" else 1)
+    return usual_batch(config) * (workers if facts.device == "cuda" else 1)

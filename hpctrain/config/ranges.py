@@ -83,8 +83,8 @@ def byte_count(text: str, flag: str) -> int:
 
 
 def worker_loads(text: str | None) -> tuple[float, ...]:
-    """The positive numbers of --worker-load, one per rank; none where it is not given."""
-    if text is None:
+    """The positive numbers of --worker-load, one per rank; none where they are not given."""
+    if text is None or text == "auto":
         return ()
     try:
         loads = tuple(float(part) for part in text.split(","))

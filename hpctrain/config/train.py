@@ -90,7 +90,10 @@ class Config:
         None, "logical workers; default one per rank, more accumulate gradients", BATCH
     )
     worker_load: str | None = option(
-        None, "share of the shards by rank, such as 3,1; without --shards it makes 4 of them", BATCH
+        None,
+        "share of the shards by rank, such as 3,1 (without --shards it makes 4 of them); auto ="
+        " measured, shards move between epochs (without --shards 4 a rank)",
+        BATCH,
     )
     seed: int = option(0, "of weights, order, augmentation and dropout", BATCH)
 
@@ -102,6 +105,16 @@ class Config:
     )
     lr: float | None = option(
         None, "learning rate; default 0.01 for sgdm, 0.001 for adam and adamw", OPTIMIZER
+    )
+    lr_scaling: str = option(
+        "none",
+        "of the learning rate with the mini-batch, against that of one rank (--batch-per-rank, else"
+        " the default): linear for sgdm, sqrt for adam",
+        OPTIMIZER,
+        choices=("none", "linear", "sqrt"),
+    )
+    warmup_epochs: float | None = option(
+        None, "epochs in which the learning rate rises; default 5 where it was scaled", OPTIMIZER
     )
     momentum: float = option(0.9, "of sgdm", OPTIMIZER)
     weight_decay: float = option(0.0, "L2 penalty (sgdm, adam) or decoupled (adamw)", OPTIMIZER)

@@ -98,14 +98,22 @@ class Loader:
         is bounded by `read_buffer` bytes; what fits into it is read once and kept.
         """
         self.source, self.partition = source, partition
-        self.shards = range(shards[0], shards[-1] + 1)
         self.seed, self.prepare = seed, prepare or make_prepare()
         self.pair = pair or (lambda images, labels, key: (images, labels))
         self.order = order or ByPartition(partition, seed)
-        largest = max(partition.shares[j] for j in shards)
-        self._buffer = np.empty((largest, *source.image_shape), source.dtype)  # (m_j, H, W, C)
         self._read_buffer = read_buffer
         self._reader: Reader | None = None
+        self.carry(shards)
+
+    def carry(self, shards: Sequence[int]) -> None:
+        """Read these consecutive shards from the next epoch on."""
+        self.shards = range(shards[0], shards[-1] + 1)
+        largest = max(self.partition.shares[j] for j in shards)
+        shape = (largest, *self.source.image_shape)
+        self._buffer = np.empty(shape, self.source.dtype)  # (m_j, H, W, C)
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
         """The steps of an epoch from `first_step` on: for each, a batch per shard with rows.

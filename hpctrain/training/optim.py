@@ -52,6 +52,11 @@ def learning_rate(config: Config, lr: float, step: int, steps_per_epoch: int, ep
     return lr
 
 
+def warm_up(step: int, steps: int, first: float) -> float:
+    """The share of the learning rate in global step 0, 1, ...: from `first` to 1 in `steps`."""
+    return 1.0 if step >= steps else first + (1 - first) * step / steps
+
+
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Use `lr` from the next step on."""
     for group in optimizer.param_groups:
@@ -97,6 +102,12 @@ def validate_optimizer(config: Config) -> None:
             config.clip_norm,
             config.clip_norm is None or 0 < config.clip_norm < infinity,
             "above 0",
+        ),
+        (
+            "--warmup-epochs",
+            config.warmup_epochs,
+            config.warmup_epochs is None or 0 <= config.warmup_epochs < infinity,
+            "0 or more",
         ),
         ("--step-epochs", config.step_epochs, config.step_epochs >= 1, "1 or more"),
         ("--step-factor", config.step_factor, 0 < config.step_factor <= 1, "in (0, 1]"),

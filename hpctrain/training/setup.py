@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +38,7 @@ from hpctrain.parallel.mpi import (
     local_ranks,
     same_everywhere,
 )
-from hpctrain.parallel.reduce import broadcast, choose_reduce
+from hpctrain.parallel.reduce import Reduce, broadcast, choose_reduce
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.training.optim import make_optimizer, validate_optimizer
 from hpctrain.training.saved import find_model, require_split
@@ -243,10 +244,23 @@ def make_trainer(
         message,
         norms,
         make_optimizer(plan.optimizer, plan.learning_rate, config, [message.weights]),
-        choose_reduce(comm, message, runs if plan.deterministic else None, plan.wire),
+        reduce_for(plan, message, runs, comm),
         task,
         config.clip_norm,
     )
+
+
+def reduce_for(plan: Plan, message: Message, runs: Sequence[range], comm: Comm) -> Reduce:
+    """The reduction where ranks carry these shards."""
+    return choose_reduce(comm, message, runs if plan.deterministic else None, plan.wire)
+
+
+def carry(job: Job, runs: Sequence[range], comm: Comm) -> None:
+    """Let every rank carry these shards from the next epoch on."""
+    own = runs[comm.rank]
+    job.loader.carry(own)
+    job.trainer.norms.first_shard = own.start
+    job.trainer.reduce = reduce_for(job.plan, job.trainer.message, runs, comm)
 
 
 def _fixed_state(model: nn.Module) -> str:

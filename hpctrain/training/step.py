@@ -24,7 +24,7 @@ from hpctrain.training.optim import clip_gradient, gate_update
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trainer:
     """What a step works on: the model and everything that is allocated once for it."""
 

@@ -25,6 +25,7 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.report.record import Recorder
 from hpctrain.training import saved
+from hpctrain.training.balance import Balance
 from hpctrain.training.checkpoint import Interval, Writer
 from hpctrain.training.control import Control, deadline, duration
 from hpctrain.training.digest import run_digest
@@ -131,7 +132,10 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         for line in notes:
             recorder.note(line)
         control.saving = saving_seconds(job.trainer)
-        return train_in(Run(job, comm, recorder, control, state, watchdog, writer), folder)
+        auto = config.worker_load == "auto"
+        balance = Balance([range(*run) for run in job.plan.runs]) if auto else None
+        run = Run(job, comm, recorder, control, state, watchdog, writer, balance)
+        return train_in(run, folder)
 
 
 @contextmanager

@@ -298,6 +298,15 @@ def weight_decay(seen, comm):
         assert torch.allclose(difference, -LR * 0.5 * start, rtol=1e-3, atol=1e-5) == decoupled
 
 
+@of("lr_scaling", "warmup_epochs")
+def growing_rate(seen, comm):
+    scaled = seen(lr_scaling="sqrt", batch_per_rank=4, batch_size=None, warmup_epochs=0.0)
+    assert scaled.rates == pytest.approx([LR * 2] * len(scaled.rates))  # four shards
+    rates = seen(epochs=2, warmup_epochs=1.0).rates
+    assert rates[:5] == pytest.approx([LR * share for share in (0.1, 0.325, 0.55, 0.775, 1.0)])
+    assert rates[4:] == [LR] * 4
+
+
 @of("schedule", "step_epochs", "step_factor")
 def schedule(seen, comm):
     assert seen(epochs=2).rates == [LR] * 8
