@@ -4,12 +4,13 @@ Every line has ``kind`` and ``time`` (UTC, ISO 8601, milliseconds); by kind it h
 
     run          format, name, model, ranks, batch_size, epochs … whatever the run is described by
     step         epoch, step, loss, accuracy, learning_rate, images_per_second, slowest_rank, rows,
-                 seconds {data, compute, reduce, total}
+                 seconds {data, compute, reduce, total; idle: of a rank, waiting for the slowest}
     epoch        epoch, loss, accuracy, images_per_second, seconds
     evaluation   epoch, step, split, loss, accuracy, rows, seconds
     note         text
     digest       step, digest
-    end          status (done, stopped, left, failed), reason, seconds since the run line
+    end          status (done, stopped, left, failed), reason, seconds since the run line,
+                 step_seconds, shares {data, compute, reduce, other} of them, idle, advice
 
 Epochs and steps count from 1, steps over the whole run. A run that is taken up again goes on in
 the same file with another run line; what came after its checkpoint is taken out first. JSON

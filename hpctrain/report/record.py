@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpctrain.errors import Failure, RunError
+from hpctrain.report.costs import Costs
 from hpctrain.report.jsonlines import FILE_NAME, RecordFile, read_records
 
 __all__ = ["Recorder", "read_records"]
@@ -55,6 +56,7 @@ class Recorder:
         self._sinks: list[Sink] = []
         self._started = 0.0  # when the run line was written; 0 = not yet
         self._ended = False
+        self._costs = Costs()
         if folder is None:
             return
         if tensorboard:
@@ -101,6 +103,7 @@ class Recorder:
             "rows": rows,
             "seconds": dict(seconds),
         }
+        self._costs.add(seconds, slowest_rank)
         self._put("step", fields)
 
     def epoch(
@@ -162,12 +165,13 @@ class Recorder:
         self._put("note", {"text": text})
 
     def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
-        """Record how the run ended ("done", "stopped", "failed") and show a short summary."""
+        """Record how the run ended ("done", "stopped", "failed"), where the time of its steps went,
+        and show a short summary.
+        """
         self._ended = True
         seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
-        self._put(
-            "end", {"status": status, "reason": reason, "seconds": seconds, **_checked(facts)}
-        )
+        fields = {"status": status, "reason": reason, "seconds": seconds, **self._costs.facts()}
+        self._put("end", {**fields, **_checked(facts)})
 
     def close(self) -> None:
         """Write what is pending and close the file; harmless when repeated."""

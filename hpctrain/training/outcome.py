@@ -45,4 +45,5 @@ def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]
         "data": totals.data[slowest],
         "compute": totals.compute[slowest],
         "reduce": max(0.0, reducing - (busy[slowest] - busy[0])),
+        "idle": max(busy) - sum(busy) / len(busy),
     }, slowest
