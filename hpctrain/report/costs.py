@@ -54,8 +54,7 @@ def advice(facts: Mapping[str, Any]) -> list[str]:
     found = [
         (
             shares.get("data", 0.0) / DATA,
-            "data-bound: keep the pack on a local disk (--stage), raise --read-buffer, or give"
-            " ranks more cores",
+            "data-bound: keep the pack on a local disk (--stage) or use more cores",
         ),
         (
             shares.get("reduce", 0.0) / REDUCE,
