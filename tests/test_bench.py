@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from hpctrain import cli
+from hpctrain.bench import balance, jobs, tree
 from hpctrain.bench import command as bench
-from hpctrain.bench import jobs, tree
 from hpctrain.bench.report import (
     BF16,
     DEFAULT,
@@ -200,7 +200,9 @@ def test_what_tree_order_costs_is_a_ratio_of_medians():
     rates = {(r, way): [100.0, 50.0, 80.0] for r in tree.RANKS for way in (False, True)}
     rates[2, True] = [90.0, 64.0, 64.0]
     assert tree.step_ratio(rates, 2) == 1.25
-    figures = [{"tree": t, "allreduce": 2.0, "sent": 8, "ring": 4} for t in (1.0, 3.0, 2.5)]
+    figures = [
+        {"tree": t, "allreduce": 2.0, "bf16": 1.0, "sent": 8, "ring": 4} for t in (1.0, 3.0, 2.5)
+    ]
     sums = {(2, n): figures for n in tree.LENGTHS}
     assert tree.sum_ratio(sums, 2, tree.LENGTHS[0]) == 1.25
     lines = tree.target_lines(rates, sums)
@@ -221,3 +223,10 @@ def test_both_ways_to_sum_are_timed_in_one_job(alone, tmp_path):
     assert 0 < figures["tree"] < 1
     assert 0 < figures["allreduce"] < 1
     assert figures["sent"] == figures["ring"] == 4 * 1001
+
+
+def test_what_auto_gets_back_is_a_share_of_what_the_told_split_saves():
+    rates = {"even": [1.0, 1.0, 9.0], "3,1": [2.0, 2.0, 2.0], "auto": [1.6, 1.0, 2.0]}
+    assert balance.recovered(rates) == pytest.approx(0.75)
+    assert balance.lines(rates)[-1].startswith("MISSED  0.750")
+    assert balance.lines({**rates, "auto": [1.9, 1.9, 1.9]})[-1].startswith("reached 0.947")

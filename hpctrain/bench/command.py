@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.bench import tree
+from hpctrain.bench import balance, tree
 from hpctrain.bench.jobs import ROOT, free_port, moment, mpirun, run_job, steps_rate
 from hpctrain.bench.report import (
     START,
@@ -42,6 +42,7 @@ from hpctrain.launcher import launched_size
 
 PEERS = ROOT / "scripts" / "bench_ddp.py"
 RANKS = 2
+OTHERS = {"tree": tree, "balance": balance}
 RESNET_STEPS, RESNET_WARM, RESNET_BATCH = 15, 3, 32
 RESNET_SHAPE, RESNET_CLASSES = (100, 100, 3), 5  # without --data
 
@@ -68,8 +69,8 @@ def main(config: BenchConfig) -> int:
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    if config.case == "tree":
-        tree.run(config, console.print)
+    if config.case in OTHERS:
+        OTHERS[config.case].run(config, console.print)
         return 0
     contestants = TRAINERS + ((START,) if config.case == "digits" else ())
     with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:

@@ -114,7 +114,7 @@ class BenchConfig:
         "digits",
         "what is measured",
         "Case",
-        choices=("digits", "resnet50", "tree"),
+        choices=("digits", "resnet50", "tree", "balance"),
         positional=True,
     )
     data: str | None = option(None, "pack; default: digits, or a made one of 100x100x3", "Case")
