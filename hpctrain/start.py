@@ -8,12 +8,13 @@ error, and the launcher ends the rest.
 from __future__ import annotations
 
 import faulthandler
-import re
+import itertools
 from collections.abc import Sequence
 
+from hpctrain.config import Config, duration
+from hpctrain.errors import UsageError
+
 IMPORTS = 30.0  # seconds, besides --timeout
-USUAL = 1800.0  # --timeout where none can be told this early
-UNITS = {"s": 1, "m": 60, "": 60, "h": 3600}
 
 
 def watch_start(words: Sequence[str]) -> None:
@@ -25,5 +26,11 @@ def watch_start(words: Sequence[str]) -> None:
 
 def start_limit(words: Sequence[str]) -> float:
     """Seconds that starting may take. What is wrong with --timeout is for others to say."""
-    given = re.search(r"(?:^|\0)--timeout[=\0](\d{1,6})([smh]?)(?:\0|$)", "\0".join(words))
-    return (float(given[1]) * UNITS[given[2]] if given else USUAL) + IMPORTS
+    text, flag = Config.timeout, "--timeout"
+    for word, following in itertools.pairwise([*words, ""]):
+        if word == flag or word.startswith(f"{flag}="):
+            text = following if word == flag else word.partition("=")[2]
+    try:
+        return duration(text, flag) + IMPORTS
+    except UsageError:
+        return duration(Config.timeout, flag) + IMPORTS

@@ -16,7 +16,7 @@ from hpctrain.config.others import (
     PredictConfig,
     StopConfig,
 )
-from hpctrain.config.ranges import byte_count, check_ranges, worker_loads
+from hpctrain.config.ranges import byte_count, check_ranges, duration, worker_loads
 from hpctrain.config.train import DEFAULT_LEARNING_RATES, Config
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "StopConfig",
     "byte_count",
     "check_ranges",
+    "duration",
     "to_toml",
     "worker_loads",
 ]

@@ -5,29 +5,31 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import Any
 
 from hpctrain.config.train import Config
 from hpctrain.errors import UsageError
 
 MOST_THREADS = 64  # that a run may ask for on a small machine, to repeat one of a larger
 LONGEST_NAME = 200
+LONGEST = 10 * 365 * 86400.0  # seconds of a duration that a timer takes
 
 
 def check_ranges(config: Config) -> None:
     """Raise UsageError for a number that is out of its range whatever the data."""
-    at_least_one: dict[str, Any] = {
-        "--epochs": config.epochs,
-        "--batch-size": config.batch_size,
-        "--batch-per-rank": config.batch_per_rank,
-        "--shards": config.shards,
-        "--threads": config.threads,
-        "--validate-steps": config.validate_steps,
-        "--keep": config.keep,
-    }
-    for flag, value in at_least_one.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} {value}: give 1 or more")
+    for flag, value, least in (
+        ("--epochs", config.epochs, 1),
+        ("--batch-size", config.batch_size, 1),
+        ("--batch-per-rank", config.batch_per_rank, 1),
+        ("--shards", config.shards, 1),
+        ("--threads", config.threads, 1),
+        ("--validate-steps", config.validate_steps, 1),
+        ("--keep", config.keep, 1),
+        ("--evaluate-every", config.evaluate_every, 0),
+        ("--digest-every", config.digest_every, 0),
+        ("--patience", config.patience, 0),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{flag} {value}: give {least} or more")
     cores = os.cpu_count() or 1
     if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
         raise UsageError(f"--threads {config.threads}: this machine has {cores} cores")
@@ -41,14 +43,6 @@ def check_ranges(config: Config) -> None:
             f"--run {config.run!r}: give the name of a folder in --runs-dir, of at most"
             f" {LONGEST_NAME} bytes and without /"
         )
-    at_least_zero = {
-        "--evaluate-every": config.evaluate_every,
-        "--digest-every": config.digest_every,
-        "--patience": config.patience,
-    }
-    for flag, value in at_least_zero.items():
-        if value is not None and value < 0:
-            raise UsageError(f"{flag} {value}: give 0 or more")
     worker_loads(config.worker_load)
     byte_count(config.read_buffer, "--read-buffer")
     if config.task == "denoise":
@@ -93,3 +87,18 @@ def worker_loads(text: str | None) -> tuple[float, ...]:
     if not all(0 < load < math.inf for load in loads):
         raise UsageError(f"--worker-load {text}: give a positive number for every rank, as in 3,1")
     return loads
+
+
+def duration(text: str, flag: str) -> float:
+    """Seconds of "90s", "10m", "2h", "H:MM:SS", or minutes where there is no unit. UsageError."""
+    unit = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    clock = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
+    if unit:
+        seconds = float(unit[1]) * {"s": 1, "m": 60, "": 60, "h": 3600}[unit[2]]
+    elif clock:
+        seconds = 3600.0 * int(clock[1]) + 60 * int(clock[2]) + int(clock[3])
+    else:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST:
+        raise UsageError(f"{flag} {text}: give a time, such as 30m, 90s or 2:30:00")
+    return seconds

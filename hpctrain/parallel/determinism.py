@@ -63,6 +63,7 @@ def torch_settings(deterministic: bool) -> Iterator[None]:
             torch.cuda.set_rng_state_all(on_gpus)
 
 
+# fill_uninitialized_memory is a property that torch adds to its module; the stubs do not know it.
 def _switches() -> Switches:
     return Switches(
         torch.are_deterministic_algorithms_enabled(),

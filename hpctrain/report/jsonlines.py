@@ -38,7 +38,7 @@ from hpctrain.files import whole_file
 FILE_NAME = "progress.jsonl"
 BEGINNING = b'{"kind": '  # of every line
 NEEDS: dict[str, dict[str, type]] = {  # what readers rely on, by kind
-    "step": {"step": int, "epoch": int},
+    "step": {"step": int},
     "epoch": {"epoch": int},
     "evaluation": {"step": int, "split": str},
     "digest": {"step": int, "digest": str},

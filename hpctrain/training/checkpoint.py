@@ -29,10 +29,10 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from hpctrain.config import duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import sync, whole_file
 from hpctrain.report.jsonlines import FILE_NAME
-from hpctrain.training.control import duration
 
 FOLDER = "checkpoints"
 FORMAT = 1

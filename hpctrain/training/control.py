@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-from hpctrain.errors import RunError, UsageError
+from hpctrain.config import duration
+from hpctrain.errors import RunError
 from hpctrain.signals import noticed
 
 FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between looks at the file system
-LONGEST = 10 * 365 * 86400.0  # seconds of a duration that a timer takes
 SPARE = 5.0  # seconds, besides what is measured
 
 
@@ -102,21 +101,6 @@ def deadline(limit: str | None) -> float | None:
     if (job := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
         ends.append(float(job))
     return min(ends, default=None)
-
-
-def duration(text: str, flag: str) -> float:
-    """Seconds of "90s", "10m", "2h", "H:MM:SS", or minutes where there is no unit. UsageError."""
-    unit = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    clock = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
-    if unit:
-        seconds = float(unit[1]) * {"s": 1, "m": 60, "": 60, "h": 3600}[unit[2]]
-    elif clock:
-        seconds = 3600.0 * int(clock[1]) + 60 * int(clock[2]) + int(clock[3])
-    else:
-        seconds = 0.0
-    if not 0 < seconds <= LONGEST:
-        raise UsageError(f"{flag} {text}: give a time, such as 30m, 90s or 2:30:00")
-    return seconds
 
 
 def request_stop(folder: Path) -> None:

@@ -33,9 +33,10 @@ def _hash(tensors: Iterable[torch.Tensor]) -> Any:
 
 def rank_digest(trainer: Trainer) -> str:
     """Of what all ranks must hold alike: weights, optimizer and running statistics (hex)."""
-    own = "norms." if trainer.norms.mode == "local" else "-"  # what a rank has for itself
-    tensors = trainer.tensors().items()
-    return str(_hash(t for name, t in tensors if not name.startswith(own)).hexdigest())
+    tensors = trainer.tensors()
+    if trainer.norms.mode == "local":  # there a rank has its own
+        tensors = {n: t for n, t in tensors.items() if not n.startswith("norms.")}
+    return str(_hash(tensors.values()).hexdigest())
 
 
 def slot_value(digest: str) -> int:

@@ -65,6 +65,7 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 def gate_update(optimizer: Optimizer, finite: Tensor) -> None:
     """Let the next `step` change nothing unless `finite`, a bool on the device, is true."""
+    # torch's own GradScaler sets this attribute; its type stubs do not know it.
     optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
 
 

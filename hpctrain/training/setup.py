@@ -66,12 +66,11 @@ class Job:
 def set_up(
     config: Config, comm: Comm, earlier: Plan | None = None, first_weights: bool = True
 ) -> Job:
-    """Build a job from its configuration, and from the plan of its first launch where that was
-    an `earlier` one; without `first_weights` a checkpoint will give them, not --init. Raises the
-    same error on all ranks. Collective.
+    """Build a job from a configuration that passed `check_settings`, and from the plan of its first
+    launch where that was an `earlier` one; without `first_weights` a checkpoint will give them, not
+    --init. Raises the same error on all ranks. Collective.
     """
     config = comm.bcast(config)
-    everywhere(comm, lambda: check_settings(config))
     pack = open_pack(config.data, config.data_dir, "train", comm)
     everywhere(comm, lambda: check_data(config, pack))
     local_rank, _ = local_ranks(comm)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.config import Config
+from hpctrain.config import Config, duration
 from hpctrain.errors import Failure, RunError
 from hpctrain.models import save_model
 from hpctrain.parallel.determinism import refusal, torch_settings
@@ -27,7 +27,7 @@ from hpctrain.report.record import Recorder
 from hpctrain.training import saved
 from hpctrain.training.balance import Balance
 from hpctrain.training.checkpoint import Interval, Writer
-from hpctrain.training.control import Control, deadline, duration
+from hpctrain.training.control import Control, deadline
 from hpctrain.training.digest import run_digest
 from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.lock import RunLock

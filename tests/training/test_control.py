@@ -11,10 +11,11 @@ import pytest
 
 from hpctrain import signals
 from hpctrain.cli import main
+from hpctrain.config import duration
 from hpctrain.errors import UsageError
 from hpctrain.launcher import UNDER_MPIRUN
 from hpctrain.start import start_limit
-from hpctrain.training.control import Control, deadline, duration
+from hpctrain.training.control import Control, deadline
 from tests.launch import run
 
 

@@ -425,20 +425,26 @@ def test_a_record_that_lost_a_line_is_told_again_from_there(comm, settings, leav
         check_record(settings, "whole")
 
 
-def test_a_run_that_patience_ended_goes_on_when_extended_even_if_killed_at_once(
-    comm, settings, monkeypatch
-):
-    flags = {"validate_steps": 2, "patience": 1, "checkpoint_every": "1000"}
-    config = dataclasses.replace(settings, **flags)
+@pytest.fixture
+def ever_worse(monkeypatch):
+    """Validations find the step's number as loss."""
     original = validate.evaluation
 
-    def worse(run, split):
+    def evaluation(run, split):
         found = original(run, split)
         if split == "validation":
             return dataclasses.replace(found, means={"loss": float(run.state.step)})
         return found
 
-    monkeypatch.setattr(validate, "evaluation", worse)
+    monkeypatch.setattr(validate, "evaluation", evaluation)
+
+
+@pytest.mark.usefixtures("ever_worse")
+def test_a_run_that_patience_ended_goes_on_when_extended_even_if_killed_at_once(
+    comm, settings, monkeypatch
+):
+    flags = {"validate_steps": 2, "patience": 1, "checkpoint_every": "1000"}
+    config = dataclasses.replace(settings, **flags)
     assert program.train(config, comm) == 0
     assert (end(settings, comm)["status"], end(settings, comm)["steps"]) == ("done", 4)
     more = dataclasses.replace(config, epochs=3)
@@ -452,19 +458,9 @@ def test_a_run_that_patience_ended_goes_on_when_extended_even_if_killed_at_once(
     assert end(settings, comm)["steps"] == 6, "one more validation, which is no better"
 
 
-def test_the_best_network_is_tested_once_in_the_record_of_an_extended_run(
-    comm, settings, monkeypatch
-):
+@pytest.mark.usefixtures("ever_worse")
+def test_the_best_network_is_tested_once_in_the_record_of_an_extended_run(comm, settings):
     config = dataclasses.replace(settings, validate_steps=3, output="best")
-    original = validate.evaluation
-
-    def first_is_best(run, split):
-        found = original(run, split)
-        if split == "validation":
-            return dataclasses.replace(found, means={"loss": float(run.state.step)})
-        return found
-
-    monkeypatch.setattr(validate, "evaluation", first_is_best)
     longer = dataclasses.replace(config, epochs=3)
     assert program.train(dataclasses.replace(longer, run="whole"), comm) == 0
     assert program.train(config, comm) == program.train(longer, comm) == 0

@@ -22,7 +22,7 @@ from typing import IO, BinaryIO, NamedTuple, cast
 import numpy as np
 
 from hpctrain.data.packing.layout import Item, Source
-from hpctrain.data.packing.scratch import UNZIP_ERRORS, copy_exactly, scratch_file
+from hpctrain.data.packing.scratch import UNZIP_ERRORS, ZIP_ERRORS, copy_exactly, scratch_file
 from hpctrain.errors import UsageError
 
 NPZ_NAMES = (
@@ -140,7 +140,7 @@ def npz_source(path: Path, scratch: Path, stack: ExitStack) -> Source:
                 if set(names_of_part[1:]) <= names
             ]
             named = _npz_array(archive, path, "classes") if "classes" in names else None
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, *UNZIP_ERRORS) as error:
+    except (*ZIP_ERRORS, *UNZIP_ERRORS) as error:
         raise UsageError(f"source {path} is no whole .npz file: {error}") from None
     if not parts:
         known = ", ".join(f"{images} and {labels}" for _, images, labels in NPZ_NAMES)

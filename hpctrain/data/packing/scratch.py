@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from hpctrain.errors import UsageError
 
 BLOCK = 2**20
 SPARE, RATIO = 2**30, 200  # a .gz may grow to SPARE bytes plus RATIO times its size
+# A broken directory of files, or a compression that Python does not know.
+ZIP_ERRORS = (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError)
 UNZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile)
 
 

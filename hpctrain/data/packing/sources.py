@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from hpctrain.data.packing import arrays
 from hpctrain.data.packing.layout import Item, Source, arrange, hidden, shown
-from hpctrain.data.packing.scratch import unzipped
+from hpctrain.data.packing.scratch import ZIP_ERRORS, unzipped
 from hpctrain.data.packing.worker import FILE_LIMIT
 from hpctrain.errors import UsageError
 
@@ -167,7 +167,7 @@ def _zip(path: Path) -> Source:
         with zipfile.ZipFile(path) as archive:
             listed = enumerate(archive.infolist())
             members = {_safe_name(member.filename, path): (i, member) for i, member in listed}
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
+    except (*ZIP_ERRORS, OSError, ValueError) as error:
         raise UsageError(f"source {path} is no whole zip archive: {error}") from None
     members.pop("", None)
     files = [name for name, (_, member) in members.items() if not member.is_dir()]
