@@ -23,7 +23,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,7 +161,7 @@ def _cut_again(
 
 def _pack_images(config: PackConfig, path: Path, output: Path, team: Team) -> None:
     wish, shares = team.from_root(lambda: (image_wish(config), parse_split(config.split)))
-    with shared_work(path, output, team) as work:
+    with shared_work(path, output, team) as work, ExitStack() as stack:
         jobs = team.everywhere(lambda: job_count(config, len(work.mine.items), team.cores))
         fit, decoded = decode_shared(work, wish, jobs, output, team)
 
@@ -169,22 +169,19 @@ def _pack_images(config: PackConfig, path: Path, output: Path, team: Team) -> No
             assert work.source
             whole = joined(work.source, fit, decoded)
             _check_decoded(work.source, whole, config.skip_bad)
-            return _chosen(
-                work.source, whole, config, fit, shares, scratch_rows(work.counts, row_bytes(fit))
-            )
+            places = scratch_rows(work.counts, row_bytes(fit))
+            return _chosen(work.source, whole, config, fit, shares, places)
 
         chosen, provenance = team.from_root(choose)
         shape = (fit.height, fit.width, fit.channels)
-        with reread(work.store, team) as store:
-            parts = {
-                name: Part(labels, _fetch(store, rows, shape))
-                for name, (rows, labels) in chosen.items()
-            }
-            total, own = row_counts(parts, row_bytes(fit), team)
-            with report.progress("writing", total, own, team) as advance:
-                write_parts(
-                    output, parts, shape, work.mine.classes, provenance, jobs, advance, team
-                )
+        store = team.everywhere(lambda: reread(work.store, team, stack))
+        parts = {
+            n: Part(labels, _fetch(store, rows, shape)) for n, (rows, labels) in chosen.items()
+        }
+        total, own = row_counts(parts, row_bytes(fit), team)
+        classes = work.mine.classes
+        with report.progress("writing", total, own, team) as advance:
+            write_parts(output, parts, shape, classes, provenance, jobs, advance, team)
 
 
 def _chosen(

@@ -68,6 +68,9 @@ def workers(jobs: int, files: list[int]) -> Iterator[Run]:
 @contextmanager
 def worker_threads(jobs: int) -> Iterator[Run]:
     """The same as `workers`, in `jobs` threads of this process."""
+    if jobs == 1:
+        yield lambda tasks: map(run_task, tasks)
+        return
     with quiet(), ThreadPoolExecutor(jobs) as threads:
         try:
             yield lambda tasks: _in_order(threads, decode_task, tasks, 3 * jobs)

@@ -72,15 +72,10 @@ def flush(store: BinaryIO, team: Team) -> None:
         os.fsync(store.fileno())
 
 
-@contextmanager
-def reread(store: BinaryIO, team: Team) -> Iterator[BinaryIO]:
+def reread(store: BinaryIO, team: Team, stack: ExitStack) -> BinaryIO:
     """The same file, for reading what others have written: those on other hosts are sure to be
-    seen only by opening it anew."""
-    if team.one_host:
-        yield store
-    else:
-        with open(store.name, "rb") as again:
-            yield again
+    seen only by opening it anew. It is closed with `stack`."""
+    return store if team.one_host else stack.enter_context(Path(store.name).open("rb"))
 
 
 @contextmanager
