@@ -4,11 +4,11 @@ In four passes, memory bounded by a few blocks of pixels and a few hundred bytes
 
 1. list the source (``sources.py``, ``arrays.py``);
 2. decode every image, in all worker processes, into its row of a scratch file, with a digest of
-   its pixels (``packing/decode.py``, ``packing/worker.py``, ``images.py``);
+   its pixels (``packing/decode_shared.py``, ``packing/worker.py``, ``images.py``);
 3. cut each class into splits from the seed, equal images together, and shuffle
    (``packing/split.py``);
 4. write the rows in their new order, with checksums, under a temporary name that becomes the
-   pack's when all is on disk (``packing/write.py``).
+   pack's when all is on disk (``packing/write.py``, ``packing/fill.py``).
 
 Needs room for the pixels twice, in the folder of the pack.
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.data.packed import read_pack, verify
 from tests.data.pictures import class_folders, encode, idx, picture, tar, zipped
-from tests.launch import Job, mpirun, run_cli, run_mpi
+from tests.launch import Job, mpirun, run, run_cli, run_mpi
 
 SIZE = {"width": 61, "height": 59}  # 97 images a block
 ALL = ["--split", "0.8,0.1,0.1"]
@@ -34,8 +34,7 @@ def said(done):
     """Exit code and words, without the time it took and what mpirun adds about exit codes."""
     lines = done.stderr.split("\n" + "-" * 74)[0].splitlines()
     words = [line for line in lines if not re.fullmatch(r"-{74}|.* images/s|", line)]
-    table = re.sub(r"one\.h5|[0-9]\.h5", "", done.stdout)
-    return done.returncode, words, [line.strip() for line in table.splitlines()]
+    return done.returncode, words, done.stdout.partition("┏")[2]  # the title is the file's name
 
 
 def same(source, tmp_path, sizes, *flags, code=0):
@@ -101,17 +100,16 @@ def test_digits_by_name(tmp_path):
     same("digits", tmp_path, (2,), "--seed", "3")
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_ranks_without_an_image(tmp_path, size):
+def test_ranks_without_an_image(tmp_path):
     source = class_folders(tmp_path / "images", {"a": 1, "b": 1})
     out = tmp_path / "out"
     out.mkdir()
-    same(source, out, (size,), "--split", "1")
+    same(source, out, (3,), "--split", "1")
 
 
 def test_mistakes_are_told_once_as_by_one_process(folder, tmp_path):
     (tmp_path / "out").mkdir()
-    words = same(folder, tmp_path / "out", (2, 3), code=2)
+    words = same(folder, tmp_path / "out", (3,), code=2)
     assert "3 of 400 files cannot be read" in words and words.count("unreadable: ") == 3
     linked = class_folders(tmp_path / "images", {"a": 5, "b": 5})
     (linked / "a" / "002x.png").symlink_to(linked / "none")
@@ -130,6 +128,11 @@ def test_the_first_image_of_another_size_is_named(tmp_path):
     out.mkdir()
     words = same(source, out, (2, 3), code=2)
     assert "a/000.png has 13x11 pixels and c/x/000.png 17x11" in words
+    whole = (source / "a" / "000.png").read_bytes()
+    (source / "a" / "000.png").write_bytes(whole[:50])  # its header says a size, no more
+    (source / "a" / "001.png").write_bytes(encode(picture(1, 19, 11)))
+    words = same(source, out, (3,), code=2)
+    assert "the first image has 13x11 pixels and a/001.png 19x11" in words
 
 
 def test_an_image_of_colour_anywhere_makes_all_of_three_channels(tmp_path):
@@ -167,7 +170,7 @@ CHANGED = """
 import errno, os, resource, sys, time
 from hpctrain import pack
 from hpctrain.data.packing import fill, worker
-from hpctrain.launcher import launched_rank
+from hpctrain.launcher import launched_rank, launched_size
 {change}
 from hpctrain.cli import main
 sys.exit(main(["pack", *sys.argv[1:]]))
@@ -227,6 +230,38 @@ def test_a_bug_on_one_rank_ends_all(folder, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+ALONE_ON_ROOT = """
+import subprocess
+from hpctrain.data import flowers
+def fetch(data_dir):
+    assert not launched_rank()
+    return {path!r}
+flowers.fetch_archive = fetch
+if launched_size():
+    os.fork = subprocess.Popen.__init__ = None  # not beside MPI
+"""
+
+
+def test_flowers_are_fetched_once_and_nothing_is_forked_beside_mpi(folder, tmp_path):
+    change = ALONE_ON_ROOT.format(path=str(tar(folder.parent / "images.tgz", folder)))
+    program = CHANGED.format(change=change)
+    one = run([sys.executable, "-c", program, "flowers", "--skip-bad"], cwd=tmp_path)
+    assert one.returncode == 0, one.stderr
+    three = changed(3, change, "flowers", "--skip-bad", "--output", "3.h5", cwd=tmp_path)
+    assert said(three) == said(one)
+    assert (tmp_path / "3.h5").read_bytes() == (tmp_path / "data/flowers.h5").read_bytes()
+    assert read_pack(tmp_path / "3.h5").image_shape == (100, 100, 3)
+
+
+def test_one_process_starts_no_mpi(folder, tmp_path):
+    lines = "import atexit\natexit.register(lambda: print('mpi4py' in sys.modules))"
+    program = CHANGED.format(change=lines)
+    words = [sys.executable, "-c", program, str(folder), "--skip-bad", "--output", "a.h5"]
+    assert run(words, cwd=tmp_path).stdout.endswith("False\n")
+    done = changed(2, lines, folder, "--skip-bad", "--output", "b.h5", cwd=tmp_path)
+    assert done.stdout.count("True") == 2
+
+
 SLOW = """
 old = {where}.os.pwrite
 def slow(*arguments):
@@ -237,8 +272,7 @@ def slow(*arguments):
 """
 
 
-@pytest.mark.parametrize("rank", ["0", "2"])
-@pytest.mark.parametrize("where", ["worker", "fill"])
+@pytest.mark.parametrize(("where", "rank"), [("worker", "2"), ("fill", "0"), ("fill", "1")])
 def test_a_rank_that_is_killed_leaves_nothing_that_looks_whole(folder, tmp_path, where, rank):
     program = CHANGED.format(change=SLOW.format(where=where))
     words = ["-c", program, str(folder), "--skip-bad", "--output", "a.h5", "--size", "601x601"]

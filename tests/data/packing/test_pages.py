@@ -8,7 +8,8 @@ import pytest
 
 from hpctrain.data.packing import fill as filling
 from hpctrain.data.packing import write
-from hpctrain.data.packing.fill import Part, fill, slices, total
+from hpctrain.data.packing.decode import first_rows, scratch_rows
+from hpctrain.data.packing.fill import Part, fill, row_counts, slices, total
 from hpctrain.data.packing.pages import PAGE, cut_pages, outside, overlaps
 from hpctrain.data.packing.team import parts
 
@@ -89,6 +90,19 @@ def test_parts_differ_by_one():
             assert max(map(len, cut)) - min(map(len, cut)) <= 1
 
 
+@pytest.mark.parametrize("row_bytes", [1, 7, 429, 4096, 10_797, 30_000])
+def test_no_two_decode_into_one_page_of_the_scratch_file(row_bytes):
+    counts = [5000, 1, 0, 4096, 3, 0]
+    firsts = first_rows(counts, row_bytes)
+    ends = [first + count for first, count in zip(firsts, counts, strict=True)]
+    for end, following in zip(ends, firsts[1:], strict=False):
+        assert following >= end and following * row_bytes % PAGE == 0
+    rows = scratch_rows(counts, row_bytes)
+    assert len(rows) == sum(counts) and rows.max() == max(ends) - 1
+    assert (np.diff(rows) >= 1).all()
+    assert (scratch_rows([31], row_bytes) == np.arange(31)).all()
+
+
 @pytest.mark.parametrize("size", [2, 3, 7, 40])
 @pytest.mark.parametrize("row_shape", [(61, 59, 3), (7, 5, 1), (1201, 1103, 1)])
 def test_processes_fill_what_one_fills(tmp_path, monkeypatch, size, row_shape):
@@ -102,14 +116,17 @@ def test_processes_fill_what_one_fills(tmp_path, monkeypatch, size, row_shape):
     _, rooms = write._lay_out(whole, made, row_shape)
     assert write._lay_out(shared, made, row_shape)[1] == rooms
     alone = fill(whole, rooms, made, SimpleNamespace(rank=0, size=1), 1, lambda n: None)
-    written, done = {}, []
+    written, done, synced = {}, [], []
 
     def pwrite(descriptor, data, offset):
         for page in range(offset // PAGE, -(-(offset + len(data)) // PAGE)):
             written.setdefault(page, set()).add(team.rank)
         return os.pwrite(descriptor, data, offset)
 
-    recording = SimpleNamespace(**{**vars(os), "pwrite": pwrite})
+    def fsync(descriptor):
+        synced.append(team.rank)
+
+    recording = SimpleNamespace(**{**vars(os), "pwrite": pwrite, "fsync": fsync})
     monkeypatch.setattr(filling, "os", recording)
     every = []
     for rank in reversed(range(size)):
@@ -118,6 +135,9 @@ def test_processes_fill_what_one_fills(tmp_path, monkeypatch, size, row_shape):
     with open(whole, "rb") as one, open(shared, "rb") as other:
         assert one.read() == other.read()
     assert {len(ranks) for ranks in written.values()} == {1}
-    assert sum(done) == 2 * rows
+    assert sum(done) == 2 * rows and sorted(synced) == list(range(size))
+    teams = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+    own = [row_counts(made, rooms[0].row_bytes, team) for team in teams]
+    assert {count for count, _ in own} == {2 * rows} == {sum(count for _, count in own)}
     for mine, theirs in zip(total([alone]), total(every), strict=True):
         assert all((a == b).all() and len(a) == len(b) for a, b in zip(mine, theirs, strict=True))
