@@ -17,21 +17,14 @@ T = TypeVar("T")
 
 def main(config: PackConfig) -> int:
     """Pack, or check a pack; the exit code. Collective."""
-    if (launched_size() or 1) > 1:
-        from hpctrain.parallel.mpi import run_guarded
+    from hpctrain.data import pack  # before MPI runs: importing h5py starts a process (uname)
 
-        end_with_launcher()
-        return run_guarded(lambda: _on_all_ranks(config))
-    from hpctrain.data import pack
+    if (launched_size() or 1) == 1:
+        return pack.main(config)
+    end_with_launcher()
+    from hpctrain.parallel.mpi import run_guarded, start_mpi
 
-    return pack.main(config)
-
-
-def _on_all_ranks(config: PackConfig) -> int:
-    from hpctrain.data import pack
-    from hpctrain.parallel.mpi import start_mpi
-
-    return pack.main(config, Ranks(start_mpi()))
+    return run_guarded(lambda: pack.main(config, Ranks(start_mpi())))
 
 
 class Ranks:
