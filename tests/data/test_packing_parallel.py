@@ -207,6 +207,13 @@ def test_a_source_that_a_rank_does_not_see(folder, tmp_path):
         ours = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: ")]
         assert done.returncode == 2 and len(ours) == 1, done.stderr
         assert re.search("rank 1: .* is not on this host what it is on rank 0's", ours[0])
+    lost = (  # the scratch file, where only the folder of the pack is not shared
+        "from hpctrain.data.packing import shared\n"
+        "if launched_rank() == 1: shared.open = lambda path, mode: open(path + 'x', mode)"
+    )
+    done = changed(2, lost, "images", "--output", "a.h5", cwd=tmp_path)
+    assert done.returncode == 2 and "hpctrain: rank 1: " in done.stderr
+    assert "the folder of the pack must be where all hosts see them" in done.stderr
     assert list(tmp_path.glob("*.h5")) == [] and list(tmp_path.glob(".*")) == []
 
 
