@@ -46,7 +46,11 @@ COMMANDS = {
     "train": Command(
         config.Config, "train a network on all ranks (the default)", "hpctrain.training.train", True
     ),
-    "pack": Command(config.PackConfig, "turn image files into one HDF5 pack", "hpctrain.data.pack"),
+    "pack": Command(
+        config.PackConfig,
+        "turn image files into one HDF5 pack, on one or all ranks",
+        "hpctrain.pack",
+    ),
     "stop": Command(config.StopConfig, "ask a run to stop after its next step", "hpctrain.stop"),
     "evaluate": Command(
         config.EvaluateConfig,

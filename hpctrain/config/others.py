@@ -32,7 +32,12 @@ class PackConfig:
     output: str | None = option(None, "the pack to write; default: the source's name .h5", "Output")
     overwrite: bool = option(False, "replace an existing pack", "Output")
     skip_bad: bool = option(False, "leave unreadable files out instead of failing", "Output")
-    jobs: int | None = option(None, "worker processes; default: all cores allowed", "Output")
+    jobs: int | None = option(
+        None,
+        "worker processes, or threads of each rank under mpirun and srun; default: one for each"
+        " core allowed, among ranks a fair share",
+        "Output",
+    )
     data_dir: str = option("data", "folder where built-in sets are kept once made", "Output")
     check: str | None = option(None, "verify this pack's checksums and print its table", "Check")
 

@@ -4,13 +4,16 @@ In four passes, memory bounded by a few blocks of pixels and a few hundred bytes
 
 1. list the source (``sources.py``, ``arrays.py``);
 2. decode every image, in all worker processes, into its row of a scratch file, with a digest of
-   its pixels (``packing/decode.py``, ``packing/worker.py``, ``images.py``);
+   its pixels (``packing/decode_shared.py``, ``packing/worker.py``, ``images.py``);
 3. cut each class into splits from the seed, equal images together, and shuffle
    (``packing/split.py``);
 4. write the rows in their new order, with checksums, under a temporary name that becomes the
-   pack's when all is on disk (``packing/write.py``).
+   pack's when all is on disk (``packing/write.py``, ``packing/fill.py``).
 
 Needs room for the pixels twice, in the folder of the pack.
+
+Several processes (a ``Team``, ``packing/team.py``) share passes 2 and 4 and give the same bytes as
+one; the root alone lists, draws the splits and talks.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,18 +37,12 @@ from hpctrain.data.images import Fit
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packed import gather_rows, read_pack, verify
 from hpctrain.data.packing import report
-from hpctrain.data.packing.decode import (
-    Decoded,
-    choose_fit,
-    decode_all,
-    descriptors,
-    row_bytes,
-)
-from hpctrain.data.packing.jobs import workers
+from hpctrain.data.packing.decode import Decoded, joined, row_bytes, scratch_rows
+from hpctrain.data.packing.decode_shared import decode_shared
+from hpctrain.data.packing.fill import Fetch, Part, row_counts
 from hpctrain.data.packing.layout import Source
-from hpctrain.data.packing.scratch import scratch_file
-from hpctrain.data.packing.settings import check_room, image_wish, job_count, output_path
-from hpctrain.data.packing.sources import open_source
+from hpctrain.data.packing.settings import image_wish, job_count, output_path
+from hpctrain.data.packing.shared import reread, shared_work
 from hpctrain.data.packing.split import (
     LEFT_OUT,
     TRAIN,
@@ -54,9 +51,9 @@ from hpctrain.data.packing.split import (
     parse_split,
     rows_by_split,
 )
-from hpctrain.data.packing.write import Fetch, Part, write_pack, write_parts
+from hpctrain.data.packing.team import ASK, Framed, Team
+from hpctrain.data.packing.write import ALONE, write_pack, write_parts
 from hpctrain.errors import RunError, UsageError
-from hpctrain.launcher import launched_size
 
 __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
 
@@ -64,21 +61,25 @@ SKIPPED_NAMED = 100  # files left out that the provenance names
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def main(config: PackConfig) -> int:
-    """The subcommand: pack, or check a pack. Its exit code."""
+def main(config: PackConfig, team: Team = ALONE) -> int:
+    """The subcommand: pack, or check a pack. Its exit code. Collective."""
     if config.check is not None:
-        if config.source is not None:
-            raise UsageError(f"--check {config.check} packs nothing: leave out {config.source}")
-        return check_pack(config.check)
-    create_pack(config)
+        return team.from_root(lambda: _check(config, team.columns))
+    create_pack(config, team)
     return 0
 
 
-def check_pack(path: str) -> int:
+def _check(config: PackConfig, columns: int | None) -> int:
+    if config.source is not None:
+        raise UsageError(f"--check {config.check} packs nothing: leave out {config.source}")
+    return check_pack(str(config.check), columns)
+
+
+def check_pack(path: str, columns: int | None = ASK) -> int:
     """Verify all checksums and print the pack's table. 0: as it was written, 1: damaged."""
     pack = read_pack(path)
     damage = verify(pack)
-    report.print_table(pack)
+    report.print_table(pack, columns)
     for line in damage:
         report.say(f"{pack.path}: {line}")
     if damage:
@@ -88,46 +89,47 @@ def check_pack(path: str) -> int:
     return 0
 
 
-def create_pack(config: PackConfig) -> Path:
-    """Make the pack that `config` asks for and print its table; the path of the pack.
-
-    Refused where a launcher started several processes: all of them would do the same.
-    """
-    size = launched_size() or 1
-    if size > 1:
-        raise UsageError(
-            f"pack runs as one process, but {size} were started: leave out mpirun or srun"
-        )
+def create_pack(config: PackConfig, team: Team = ALONE) -> Path:
+    """Make the pack that `config` asks for and print its table; its path. Collective."""
     start = time.perf_counter()
-    path = make_pack(config)
+    path = make_pack(config, team)
     seconds = time.perf_counter() - start
-    pack = read_pack(path)
-    report.print_table(pack)
-    images = sum(split.rows for split in pack.splits.values())
-    report.say(f"{images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
+    team.from_root(lambda: _say_made(path, seconds, team.columns))
     return path
 
 
-def make_pack(config: PackConfig) -> Path:
+def _say_made(path: Path, seconds: float, columns: int | None) -> None:
+    pack = read_pack(path)
+    report.print_table(pack, columns)
+    images = sum(split.rows for split in pack.splits.values())
+    report.say(f"{images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
+
+
+def make_pack(config: PackConfig, team: Team = ALONE) -> Path:
     """Make the pack without a table, in whatever process this is; the path of the pack.
 
     Raises UsageError where the source or the settings cannot be used, RunError where the disk is
-    full; then, and when interrupted, nothing is left under the pack's name.
+    full; then, and when interrupted, nothing is left under the pack's name. Collective.
     """
+    path, output = team.from_root(lambda: _places(config))
+    team = Framed(team, lambda: _writing(output))
+    if config.source == "digits":
+        team.from_root(lambda: _pack_digits(config, output))
+    else:
+        _pack_images(config, path, output, team)
+    return output
+
+
+def _places(config: PackConfig) -> tuple[Path, Path]:
+    """Where the source is, fetched if need be, and where the pack goes."""
     if config.source is None:
         raise UsageError("pack what? Give a folder, .tgz, .zip, idx, .npz, flowers or digits")
     output = output_path(config)
-    path = Path(config.source)
-    if config.source == "flowers":
-        from hpctrain.data.flowers import fetch_archive
+    if config.source != "flowers":
+        return Path(config.source), output
+    from hpctrain.data.flowers import fetch_archive
 
-        path = fetch_archive(config.data_dir)
-    with _writing(output):
-        if config.source == "digits":
-            _pack_digits(config, output)
-        else:
-            _pack_images(config, path, output)
-    return output
+    return fetch_archive(config.data_dir), output
 
 
 def _pack_digits(config: PackConfig, output: Path) -> None:
@@ -157,26 +159,29 @@ def _cut_again(
     return {name: (images[of], labels[of]) for name, of in rows.items()}
 
 
-def _pack_images(config: PackConfig, path: Path, output: Path) -> None:
-    wish = image_wish(config)
-    shares = parse_split(config.split)
-    with open_source(path, output.parent) as source, scratch_file(output.parent) as store:
-        jobs = job_count(config, len(source.items))
-        with workers(jobs, descriptors(source, store)) as run:
-            fit = choose_fit(source, wish, run)
-            check_room(output, len(source.items) * row_bytes(fit))
-            with report.progress("decoding", len(source.items)) as advance:
-                decoded = decode_all(source, fit, store, run, advance)
-        _check_decoded(source, decoded, config.skip_bad)
-        chosen, provenance = _chosen(source, decoded, config, fit, shares)
+def _pack_images(config: PackConfig, path: Path, output: Path, team: Team) -> None:
+    wish, shares = team.from_root(lambda: (image_wish(config), parse_split(config.split)))
+    with shared_work(path, output, team) as work, ExitStack() as stack:
+        jobs = team.everywhere(lambda: job_count(config, len(work.mine.items), team.cores))
+        fit, decoded = decode_shared(work, wish, jobs, output, team)
+
+        def choose() -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
+            assert work.source
+            whole = joined(work.source, fit, decoded)
+            _check_decoded(work.source, whole, config.skip_bad)
+            places = scratch_rows(work.counts, row_bytes(fit))
+            return _chosen(work.source, whole, config, fit, shares, places)
+
+        chosen, provenance = team.from_root(choose)
         shape = (fit.height, fit.width, fit.channels)
+        store = team.everywhere(lambda: reread(work.store, team, stack))
         parts = {
-            name: Part(labels, _fetch(store, rows, shape))
-            for name, (rows, labels) in chosen.items()
+            n: Part(labels, _fetch(store, rows, shape)) for n, (rows, labels) in chosen.items()
         }
-        total = sum(len(part.labels) for part in parts.values())
-        with report.progress("writing", total) as advance:
-            write_parts(output, parts, shape, source.classes, provenance, jobs, advance)
+        total, own = row_counts(parts, row_bytes(fit), team)
+        classes = work.mine.classes
+        with report.progress("writing", total, own, team) as advance:
+            write_parts(output, parts, shape, classes, provenance, jobs, advance, team)
 
 
 def _chosen(
@@ -185,8 +190,10 @@ def _chosen(
     config: PackConfig,
     fit: Fit,
     shares: tuple[Fraction, Fraction, Fraction],
+    places: np.ndarray,
 ) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
-    """Of every split the scratch rows in final order and their labels; and the provenance."""
+    """Of every split the scratch rows in final order and their labels; and the provenance.
+    `places`: the scratch row (N,) of every image of the source."""
     good = np.flatnonzero(decoded.good)
     items = [source.items[row] for row in good.tolist()]
     labels = np.array([item.label for item in items], np.int64)
@@ -213,7 +220,7 @@ def _chosen(
         "across_classes": sum(len(set(labels[group].tolist())) > 1 for group in equal),
         "left_out": left_out,
     }
-    return {name: (good[part], labels[part]) for name, part in rows.items()}, facts
+    return {name: (places[good[part]], labels[part]) for name, part in rows.items()}, facts
 
 
 def _provenance(source: Source, decoded: Decoded, config: PackConfig, fit: Fit) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -34,12 +33,11 @@ def image_wish(config: PackConfig) -> Wish:
     return Wish(size, config.channels, config.crop)
 
 
-def job_count(config: PackConfig, images: int) -> int:
-    """--jobs, by default one for each core allowed; no more than have something to do."""
+def job_count(config: PackConfig, images: int, cores: int) -> int:
+    """--jobs, by default one for each of the cores; no more than have something to do."""
     if config.jobs is not None and config.jobs < 1:
         raise UsageError(f"--jobs {config.jobs}: at least 1 process is needed")
-    jobs = config.jobs or len(os.sched_getaffinity(0))
-    return max(1, min(jobs, images // IMAGES_PER_TASK))
+    return max(1, min(config.jobs or cores, images // IMAGES_PER_TASK))
 
 
 def output_path(config: PackConfig) -> Path:

@@ -16,7 +16,10 @@ import traceback
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 from hpctrain.data.images import BadImage, Fit, WrongSize, decode, fit_pixels, probe
@@ -24,6 +27,7 @@ from hpctrain.data.images import BadImage, Fit, WrongSize, decode, fit_pixels, p
 FILE_LIMIT = 2**30  # bytes of one image file
 # zipfile's own are BadZipFile and, for what it cannot do, RuntimeError
 READ_ERRORS = (OSError, EOFError, RuntimeError, ValueError, zlib.error, zipfile.BadZipFile)
+_zip_lock = Lock()
 
 
 class Task(NamedTuple):
@@ -44,9 +48,21 @@ class Task(NamedTuple):
 def run_task(task: Task) -> list[list[Any]]:
     """For each image [row, "ok", digest of the pixels], [row, "header", width, height, colour],
     [row, "bad", why] or [row, "size", width, height]. Raises OSError where the store is full."""
+    with quiet():
+        return decode_task(task)
+
+
+def decode_task(task: Task) -> list[list[Any]]:
+    """As `run_task`, but for threads, which may not change warnings: within `quiet`."""
+    return [[image[0], *_one(task, *image)] for image in task.images]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Pillow's remarks on odd metadata."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata
-        return [[image[0], *_one(task, *image)] for image in task.images]
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _one(task: Task, row: int, name: str, descriptor: int, offset: int, size: int) -> list[Any]:
@@ -72,7 +88,7 @@ def _bytes(task: Task, name: str, descriptor: int, offset: int, size: int) -> by
         if task.kind == "folder":
             return _file(os.path.join(task.root, name))
         if task.kind == "zip":
-            return _member(_archive(task.root), offset, size)
+            return _member(task.root, offset, size)
         data = os.pread(descriptor, size, offset)
     except READ_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -90,10 +106,16 @@ def _file(path: str) -> bytes:
         return file.read()
 
 
-def _member(archive: zipfile.ZipFile, number: int, size: int) -> bytes:
+def _member(path: str, number: int, size: int) -> bytes:
     """A member by its place in the archive; never more bytes than it said it has."""
-    with archive.open(archive.infolist()[number]) as file:
+    with _zip_lock:  # of a ZipFile only reading is safe in threads, not opening and closing
+        archive = _archive(path)
+        file = archive.open(archive.infolist()[number])
+    try:
         return file.read(size)
+    finally:
+        with _zip_lock:
+            file.close()
 
 
 @lru_cache(maxsize=1)

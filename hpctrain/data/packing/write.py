@@ -1,8 +1,12 @@
-"""Write a pack (``pack_format.py``): HDF5 lays out the file, threads fill it by byte offset.
+"""Write a pack (``pack_format.py``), in three phases:
+
+1. HDF5 lays out the file with room for all rows, and closes it (the root);
+2. threads fill it by byte offset and make checksums and sums (every process its share);
+3. HDF5 adds checksums and attributes (the root).
 
 The datasets are contiguous, allocated at once and aligned to 4,096 bytes; nothing in the file
-depends on time, place or the number of threads, so equal rows give equal bytes. Mean and standard
-deviation come from exact integer sums.
+depends on time, place or the number of threads and processes, so equal rows give equal bytes.
+Mean and standard deviation come from exact integer sums.
 """
 
 from __future__ import annotations
@@ -10,38 +14,21 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
 
 from hpctrain.data.pack_format import FORMAT, VERSION, content_uuid, ordered, rows_per_block
+from hpctrain.data.packing.fill import Part, Room, Sums, fill, slices, total
+from hpctrain.data.packing.pages import PAGE
+from hpctrain.data.packing.team import Alone, Team, on_root
 from hpctrain.files import whole_file
 
-ALIGNMENT = 4096
+ALONE = Alone()
 LIBRARY = ("v110", "v110")  # checksums on metadata, a mark while written, long attributes
-
-
-Fetch = Callable[[int, int], np.ndarray]  # rows start to stop, C-contiguous
-
-
-class Part(NamedTuple):
-    """One split to write: labels (N,) int64, and what gives its images (n, H, W, C) uint8."""
-
-    labels: np.ndarray
-    fetch: Fetch
-
-
-class Sums(NamedTuple):
-    """What is known of rows once they are written."""
-
-    checksums: np.ndarray  # (blocks,) uint32, CRC-32 of each block
-    values: np.ndarray  # (C,) uint64, sum of the pixels of each channel
-    squares: np.ndarray  # (C,) uint64, sum of their squares
 
 
 def write_pack(
@@ -64,7 +51,7 @@ def write_pack(
             raise ValueError(f"{name}: {images.dtype} {images.shape}, labels {labels.shape}")
         if images.size == 0 or not 0 <= labels.min() <= labels.max() < len(classes):
             raise ValueError(f"{name}: no images, or labels beyond the {len(classes)} classes")
-        parts[name] = Part(labels, _slices(images))
+        parts[name] = Part(labels, slices(images))
     height, width, channels = shapes.pop()
     write_parts(Path(path), parts, (height, width, channels), tuple(classes), provenance)
 
@@ -77,72 +64,73 @@ def write_parts(
     provenance: dict[str, Any],
     jobs: int = 1,
     advance: Callable[[int], None] = lambda rows: None,
+    team: Team = ALONE,
 ) -> None:
-    """Write all parts with `jobs` threads; `advance` is told the rows of each finished block."""
-    sums: dict[str, tuple[int, np.ndarray, np.ndarray]] = {}
-    with (
-        whole_file(path) as temporary,
-        h5py.File(
-            temporary,
-            "w",
-            libver=LIBRARY,
-            locking=False,
-            alignment_threshold=ALIGNMENT,
-            alignment_interval=ALIGNMENT,
-        ) as file,
-        ThreadPoolExecutor(jobs) as threads,
-    ):
+    """Write all parts with `jobs` threads; `advance` is told the rows of each finished block.
+    Collective: every process has all parts."""
+    with on_root(team, lambda: whole_file(path)) as temporary:
+        name, rooms = team.from_root(lambda: _lay_out(temporary, parts, image_shape))
+        sums = team.everywhere(lambda: fill(name, rooms, parts, team, jobs, advance))
+        every = team.gather(sums)
+        team.from_root(lambda: _finish(name, rooms, total(every), image_shape, classes, provenance))
+
+
+def _open_hdf5(path: str, mode: str) -> h5py.File:
+    return h5py.File(
+        path,
+        mode,
+        libver=LIBRARY,
+        locking=False,
+        alignment_threshold=PAGE,
+        alignment_interval=PAGE,
+    )
+
+
+def _lay_out(
+    path: Path | None, parts: dict[str, Part], image_shape: tuple[int, int, int]
+) -> tuple[str, list[Room]]:
+    """Make the file at `path` with room for all rows; its name and that room."""
+    rooms: list[Room] = []
+    with _open_hdf5(str(path), "w") as file:
         for name in ordered(parts):
-            labels = np.ascontiguousarray(parts[name].labels, "<i8")  # (N,)
-            group = file.create_group(name)
-            images = Part(labels, parts[name].fetch)
-            image_sums = _store(group, "images", image_shape, images, threads, advance)
-            numbers = Part(labels, _slices(labels))
-            label_sums = _store(group, "labels", (), numbers, threads, lambda rows: None)
-            sums[name] = (len(labels), image_sums.checksums, label_sums.checksums)
-            if name == "train":
-                pixels = len(labels) * image_shape[0] * image_shape[1]
-                file.attrs["mean"], file.attrs["std"] = _mean_std(image_sums, pixels)
+            group, rows = file.create_group(name), len(parts[name].labels)
+            for kind, number, row_shape in (
+                ("images", h5py.h5t.STD_U8LE, image_shape),
+                ("labels", h5py.h5t.STD_I64LE, ()),
+            ):
+                offset = _allocate(group, kind, number, (rows, *row_shape))
+                row_bytes = math.prod(row_shape) * number.get_size()
+                rooms.append(Room(name, kind, offset, rows, row_bytes))
+    return str(path), rooms
+
+
+def _finish(
+    path: str,
+    rooms: list[Room],
+    sums: list[Sums],
+    image_shape: tuple[int, int, int],
+    classes: tuple[str, ...],
+    provenance: dict[str, Any],
+) -> None:
+    """Add checksums and attributes to the file, whose rows are there."""
+    checksums = {(room.split, room.kind): s.checksums for room, s in zip(rooms, sums, strict=True)}
+    content = {
+        room.split: (room.rows, checksums[room.split, "images"], checksums[room.split, "labels"])
+        for room in rooms
+    }
+    with _open_hdf5(path, "r+") as file:
+        for room, room_sums in zip(rooms, sums, strict=True):
+            name = f"{room.split}/{room.kind}_crc32"
+            data = file.create_dataset(name, data=room_sums.checksums)
+            data.attrs["rows_per_block"] = rows_per_block(room.row_bytes)
+            if (room.split, room.kind) == ("train", "images"):
+                pixels = room.rows * image_shape[0] * image_shape[1]
+                file.attrs["mean"], file.attrs["std"] = _mean_std(room_sums, pixels)
         file.attrs["format"] = np.bytes_(FORMAT)
         file.attrs["version"] = VERSION
-        file.attrs["uuid"] = np.bytes_(content_uuid(image_shape, classes, sums))
+        file.attrs["uuid"] = np.bytes_(content_uuid(image_shape, classes, content))
         file.attrs["classes"] = _texts(classes)
         file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
-
-
-def _slices(rows: np.ndarray) -> Fetch:
-    return lambda start, stop: np.ascontiguousarray(rows[start:stop])
-
-
-def _store(
-    group: h5py.Group,
-    kind: str,
-    row_shape: tuple[int, ...],
-    part: Part,
-    threads: ThreadPoolExecutor,
-    advance: Callable[[int], None],
-) -> Sums:
-    """Make the dataset `kind` and its checksums in `group`, filled with all rows of `part`."""
-    number = h5py.h5t.STD_U8LE if kind == "images" else h5py.h5t.STD_I64LE
-    row_bytes = math.prod(row_shape) * number.get_size()
-    rows, block_rows = len(part.labels), rows_per_block(row_bytes)
-    offset = _allocate(group, kind, number, (rows, *row_shape))
-    descriptor = os.open(group.file.filename, os.O_WRONLY | os.O_CLOEXEC)
-
-    def store_block(start: int) -> tuple[int, np.ndarray, np.ndarray]:
-        block = part.fetch(start, min(rows, start + block_rows))
-        _write(descriptor, block.data.cast("B"), offset + start * row_bytes)
-        advance(len(block))
-        return zlib.crc32(block.data), *(_channel_sums(block) if kind == "images" else ((), ()))
-
-    try:
-        blocks = list(threads.map(store_block, range(0, rows, block_rows)))
-    finally:
-        os.close(descriptor)
-    checksums, values, squares = zip(*blocks, strict=True)
-    data = group.create_dataset(f"{kind}_crc32", data=np.array(checksums, "<u4"))
-    data.attrs["rows_per_block"] = block_rows
-    return Sums(data[:], np.sum(values, axis=0), np.sum(squares, axis=0))
 
 
 def _allocate(group: h5py.Group, name: str, number: h5py.h5t.TypeID, shape: tuple[int, ...]) -> int:
@@ -154,25 +142,6 @@ def _allocate(group: h5py.Group, name: str, number: h5py.h5t.TypeID, shape: tupl
     properties.set_obj_track_times(False)
     space = h5py.h5s.create_simple(shape)
     return h5py.h5d.create(group.id, name.encode(), number, space, properties).get_offset()
-
-
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
-
-
-def _channel_sums(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sum and sum of squares per channel of (n, H, W, C) uint8: two (C,) uint64, exact."""
-    channels = block.shape[-1]
-    wide = np.uint32 if len(block) <= 2**16 else np.uint64  # 2^16 * 255^2 < 2^32
-    values = block.reshape(len(block), -1).astype(wide)  # (n, H * W * C)
-    total = values.sum(axis=0, dtype=wide)
-    squares = np.square(values, out=values).sum(axis=0, dtype=wide)
-    by_channel = (
-        sums.reshape(-1, channels).sum(axis=0, dtype=np.uint64) for sums in (total, squares)
-    )
-    return next(by_channel), next(by_channel)
 
 
 def _mean_std(sums: Sums, pixels: int) -> tuple[np.ndarray, np.ndarray]:
