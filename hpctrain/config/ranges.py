@@ -49,6 +49,10 @@ def check_ranges(config: Config) -> None:
     for flag, value in at_least_zero.items():
         if value is not None and value < 0:
             raise UsageError(f"{flag} {value}: give 0 or more")
+    if not 0 <= config.random_crop <= 1:
+        raise UsageError(
+            f"--random-crop {config.random_crop:g}: give a share of the area, such as 0.08, up to 1"
+        )
     worker_loads(config.worker_load)
     byte_count(config.read_buffer, "--read-buffer")
     if config.task == "denoise":

@@ -3,14 +3,15 @@
 In four passes, memory bounded by a few blocks of pixels and a few hundred bytes an image:
 
 1. list the source (``sources.py``, ``arrays.py``);
-2. decode every image, in all worker processes, into its row of a scratch file, with a digest of
-   its pixels (``packing/decode.py``, ``packing/worker.py``, ``images.py``);
+2. decode every image, in all worker processes, into its row of a scratch file (or append it as a
+   JPEG file), with a digest of its pixels (``packing/decode.py``,
+   ``packing/worker.py``, ``images.py``);
 3. cut each class into splits from the seed, equal images together, and shuffle
-   (``packing/split.py``);
+   (``packing/choose.py``, ``packing/split.py``);
 4. write the rows in their new order, with checksums, under a temporary name that becomes the
    pack's when all is on disk (``packing/write.py``).
 
-Needs room for the pixels twice, in the folder of the pack.
+Needs room for what the pack holds twice, in the folder of the pack.
 """
 
 from __future__ import annotations
@@ -20,47 +21,47 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from fractions import Fraction
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
-import PIL
 
-import hpctrain
 from hpctrain.config import PackConfig
-from hpctrain.data.images import Fit
-from hpctrain.data.pack_format import SPLITS
+from hpctrain.data.pack_format import JPEG, SPLITS
 from hpctrain.data.packed import gather_rows, read_pack, verify
 from hpctrain.data.packing import report
+from hpctrain.data.packing.choose import check_decoded, choose
 from hpctrain.data.packing.decode import (
-    Decoded,
     choose_fit,
     decode_all,
     descriptors,
-    row_bytes,
+    shared_counter,
 )
 from hpctrain.data.packing.jobs import workers
-from hpctrain.data.packing.layout import Source
 from hpctrain.data.packing.scratch import scratch_file
-from hpctrain.data.packing.settings import check_room, image_wish, job_count, output_path
+from hpctrain.data.packing.settings import (
+    bytes_of,
+    check_encoding,
+    check_room,
+    image_wish,
+    job_count,
+    output_path,
+)
 from hpctrain.data.packing.sources import open_source
 from hpctrain.data.packing.split import (
     LEFT_OUT,
-    TRAIN,
     assign,
-    equal_pixels,
     parse_split,
     rows_by_split,
 )
 from hpctrain.data.packing.write import Fetch, Part, write_pack, write_parts
+from hpctrain.data.packing.write_encoded import write_encoded
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import launched_size
 
 __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
 
-SKIPPED_NAMED = 100  # files left out that the provenance names
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -131,7 +132,7 @@ def make_pack(config: PackConfig) -> Path:
 
 
 def _pack_digits(config: PackConfig, output: Path) -> None:
-    for name in ("size", "channels", "crop"):
+    for name in ("size", "channels", "crop", "encoding"):
         if getattr(config, name) != getattr(PackConfig, name):
             raise UsageError(f"--{name} does not apply to digits: they are made as they are")
     from hpctrain.data.digits import generate
@@ -160,77 +161,34 @@ def _cut_again(
 def _pack_images(config: PackConfig, path: Path, output: Path) -> None:
     wish = image_wish(config)
     shares = parse_split(config.split)
-    with open_source(path, output.parent) as source, scratch_file(output.parent) as store:
+    counting = shared_counter() if config.encoding == JPEG else nullcontext()
+    with (
+        open_source(path, output.parent) as source,
+        scratch_file(output.parent) as store,
+        counting as counter,
+    ):
+        check_encoding(config, source)
         jobs = job_count(config, len(source.items))
-        with workers(jobs, descriptors(source, store)) as run:
+        with workers(jobs, descriptors(source, store, counter)) as run:
             fit = choose_fit(source, wish, run)
-            check_room(output, len(source.items) * row_bytes(fit))
+            check_room(output, bytes_of(source, fit, config.encoding))
             with report.progress("decoding", len(source.items)) as advance:
-                decoded = decode_all(source, fit, store, run, advance)
-        _check_decoded(source, decoded, config.skip_bad)
-        chosen, provenance = _chosen(source, decoded, config, fit, shares)
-        shape = (fit.height, fit.width, fit.channels)
-        parts = {
-            name: Part(labels, _fetch(store, rows, shape))
-            for name, (rows, labels) in chosen.items()
-        }
-        total = sum(len(part.labels) for part in parts.values())
+                decoded = decode_all(source, fit, store, run, advance, counter)
+        check_decoded(source, decoded, config.skip_bad)
+        chosen, provenance = choose(source, decoded, config, fit, shares)
+        shape, facts = (fit.height, fit.width, fit.channels), (source.classes, provenance)
+        total = sum(len(labels) for _, labels in chosen.values())
         with report.progress("writing", total) as advance:
-            write_parts(output, parts, shape, source.classes, provenance, jobs, advance)
-
-
-def _chosen(
-    source: Source,
-    decoded: Decoded,
-    config: PackConfig,
-    fit: Fit,
-    shares: tuple[Fraction, Fraction, Fraction],
-) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
-    """Of every split the scratch rows in final order and their labels; and the provenance."""
-    good = np.flatnonzero(decoded.good)
-    items = [source.items[row] for row in good.tolist()]
-    labels = np.array([item.label for item in items], np.int64)
-    given = np.array(
-        [SPLITS.index(item.split) if item.split else LEFT_OUT for item in items], np.int8
-    )
-    groups, equal = equal_pixels(decoded.digests[good])
-    splits = assign(labels, given, groups, shares, config.seed)
-    by_source = bool((given > TRAIN).any())
-    wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share and not by_source]
-    rows = rows_by_split(splits, labels, source.classes, wanted, config.seed)
-    left_out = int((splits == LEFT_OUT).sum())
-    for note in source.notes:
-        report.say(note)
-    if by_source:
-        report.say(f"{source.name} says which images are for testing or validation: kept")
-    report.say_duplicates([item.name for item in items], labels, equal, left_out)
-    facts = _provenance(source, decoded, config, fit)
-    facts["split_by"] = "source" if by_source else "seed"
-    facts["images"] = {name: len(part) for name, part in rows.items()}
-    facts["duplicates"] = {
-        "groups": len(equal),
-        "images": sum(len(group) for group in equal),
-        "across_classes": sum(len(set(labels[group].tolist())) > 1 for group in equal),
-        "left_out": left_out,
-    }
-    return {name: (good[part], labels[part]) for name, part in rows.items()}, facts
-
-
-def _provenance(source: Source, decoded: Decoded, config: PackConfig, fit: Fit) -> dict[str, Any]:
-    """What the pack was made of and how, without places or times."""
-    skipped = [name for name, _ in decoded.bad]
-    return {
-        "source": source.name,
-        "kind": source.kind,
-        "size": f"{fit.width}x{fit.height}",
-        "fit": "as is" if fit.exact else "crop" if fit.crop else "stretch",
-        "channels": fit.channels,
-        "split": config.split,
-        "seed": config.seed,
-        "hpctrain": hpctrain.__version__,
-        "pillow": PIL.__version__,
-        "skipped": {"files": len(skipped), "names": skipped[:SKIPPED_NAMED]},
-    }
+            if counter:
+                write_encoded(
+                    output, chosen, store, decoded.files, fit, *facts, jobs=jobs, advance=advance
+                )
+            else:
+                parts = {
+                    name: Part(labels, _fetch(store, rows, shape))
+                    for name, (rows, labels) in chosen.items()
+                }
+                write_parts(output, parts, shape, *facts, jobs=jobs, advance=advance)
 
 
 def _fetch(store: BinaryIO, rows: np.ndarray, shape: tuple[int, int, int]) -> Fetch:
@@ -242,21 +200,6 @@ def _fetch(store: BinaryIO, rows: np.ndarray, shape: tuple[int, int, int]) -> Fe
         return block
 
     return fetch
-
-
-def _check_decoded(source: Source, decoded: Decoded, skip_bad: bool) -> None:
-    """Files that could not be read are listed, and refused unless they may be left out."""
-    report.say_bad(decoded.bad)
-    count, total = len(decoded.bad), len(decoded.bad) + int(decoded.good.sum())
-    if count == total:
-        raise UsageError(f"source {source.name}: none of its {total:,} files can be read")
-    if count and not skip_bad:
-        raise UsageError(
-            f"{count:,} of {total:,} files cannot be read, they are listed above: repair or remove"
-            " them, or leave them out with --skip-bad"
-        )
-    if count:
-        report.say(f"{count:,} of {total:,} files left out, they cannot be read")
 
 
 @contextmanager

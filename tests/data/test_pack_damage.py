@@ -217,9 +217,10 @@ def test_attributes_are_checked(path):
     def attribute(name, value):
         return lambda f: f.attrs.__setitem__(name, value)
 
-    assert "format version 2, this hpctrain reads version 1" in spoiled(
-        path, attribute("version", 2)
+    assert "format version 3, this hpctrain reads versions 1 and 2" in spoiled(
+        path, attribute("version", 3)
     )
+    assert "'encoding' is missing" in spoiled(path, attribute("version", 2))
     assert "not a pack" in spoiled(path, attribute("format", np.bytes_("another")))
     assert "'mean' is not 3 finite" in spoiled(path, attribute("mean", np.zeros(2)))
     assert "'std' is not 3 finite" in spoiled(path, attribute("std", np.full(3, np.nan)))

@@ -46,6 +46,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "noise_level": "tests/training/test_denoise.py",
     "shuffle": "tests/data/test_orders.py",
     "read_buffer": "tests/data/test_loader.py",
+    "random_crop": "tests/training/test_jpeg.py",
     "validate_steps": "tests/training/test_validate.py",
     "patience": "tests/training/test_validate.py",
     "output": "tests/training/test_validate.py",

@@ -1,12 +1,15 @@
-"""Decode a listed source into a scratch file of rows, in worker processes.
+"""Decode a listed source into a scratch file, in worker processes.
 
-Row i of the scratch file is image i of the source, whatever process decoded it and when.
+Row i of the scratch file is image i of the source, whatever process decoded it and when. JPEG
+files, which differ in size, lie where there was room, and it is remembered where.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -14,7 +17,7 @@ import numpy as np
 from hpctrain.data.images import Fit
 from hpctrain.data.packing.jobs import Run
 from hpctrain.data.packing.layout import Item, Source, shown
-from hpctrain.data.packing.worker import Task
+from hpctrain.data.packing.worker import COUNTER_BYTES, Task
 from hpctrain.errors import UsageError
 
 IMAGES_PER_TASK, ROWS_PER_TASK = 16, 256  # of files to decode, of raw pixels
@@ -29,12 +32,23 @@ class Wish(NamedTuple):
     crop: bool
 
 
+class Files(NamedTuple):
+    """JPEG files in the scratch file, one after the other in any order, and their pixels."""
+
+    places: np.ndarray  # (N,) int64: where each begins
+    sizes: np.ndarray  # (N,) int64
+    kept: np.ndarray  # (N,) bool: the very bytes of the source
+    values: np.ndarray  # (N, C) uint64: sum of the pixels of each channel, decoded
+    squares: np.ndarray  # (N, C) uint64: sum of their squares
+
+
 class Decoded(NamedTuple):
     """Which images are in the scratch file, and their pixels' digests."""
 
     good: np.ndarray  # (N,) bool
     digests: np.ndarray  # (N,) S16
     bad: list[tuple[str, str]]  # (name, why)
+    files: Files  # of no meaning where pixels were stored
 
 
 def choose_fit(source: Source, wish: Wish, run: Run) -> Fit:
@@ -61,28 +75,49 @@ def choose_fit(source: Source, wish: Wish, run: Run) -> Fit:
 
 
 def decode_all(
-    source: Source, fit: Fit, store: BinaryIO, run: Run, advance: Advance = lambda images: None
+    source: Source,
+    fit: Fit,
+    store: BinaryIO,
+    run: Run,
+    advance: Advance = lambda images: None,
+    counter: tuple[int, int] | None = None,
 ) -> Decoded:
-    """Every image into its row of `store`. Raises UsageError where sizes differ and none was asked,
-    OSError where the disk is full."""
+    """Every image into its row of `store`, or as a JPEG file into room that the `counter` gives.
+    Raises UsageError where sizes differ and none was asked, OSError where the disk is full."""
     count = len(source.items)
     good, digests = np.zeros(count, bool), np.zeros(count, "S16")
+    files = _no_files(count if counter else 0, fit.channels)
     bad = list(source.bad)
-    for answer in run(_tasks(source, fit, store.fileno())):
+    for answer in run(_tasks(source, fit, store.fileno(), counter)):
         for row, outcome, *facts in answer:
             if outcome == "ok":
                 good[row], digests[row] = True, bytes.fromhex(facts[0])
+                for column, value in zip(files, facts[1:], strict=False):
+                    column[row] = value
             elif outcome == "bad":
                 bad.append((source.items[row].name, facts[0]))
             else:
                 raise _sizes_differ(source, fit, row, good, (facts[0], facts[1]))
         advance(len(answer))
-    return Decoded(good, digests, sorted(bad))
+    return Decoded(good, digests, sorted(bad), files)
 
 
-def descriptors(source: Source, store: BinaryIO) -> list[int]:
+@contextmanager
+def shared_counter() -> Iterator[tuple[int, int]]:
+    """The ends of a pipe that holds one number, 0 at first: who reads it must put another back,
+    so that one process at a time takes room in the scratch file, on whatever file system."""
+    ends = os.pipe()
+    try:
+        os.write(ends[1], bytes(COUNTER_BYTES))
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def descriptors(source: Source, store: BinaryIO, counter: tuple[int, int] | None) -> list[int]:
     """The open files that worker processes need."""
-    return [store.fileno(), *(file.fileno() for file in source.files)]
+    return [store.fileno(), *(counter or ()), *(file.fileno() for file in source.files)]
 
 
 def row_bytes(fit: Fit) -> int:
@@ -97,7 +132,14 @@ def _headers(source: Source, run: Run) -> Iterator[tuple[int, int, bool]]:
                 yield facts[0], facts[1], facts[2]
 
 
-def _tasks(source: Source, fit: Fit | None, store: int) -> Iterator[Task]:
+def _no_files(count: int, channels: int) -> Files:
+    numbers = (np.zeros(count, kind) for kind in (np.int64, np.int64, bool))
+    return Files(*numbers, *(np.zeros((count, channels), np.uint64) for _ in range(2)))
+
+
+def _tasks(
+    source: Source, fit: Fit | None, store: int, counter: tuple[int, int] | None = None
+) -> Iterator[Task]:
     slots = [file.fileno() for file in source.files] or [-1]
     step = ROWS_PER_TASK if source.shape else IMAGES_PER_TASK
     for start in range(0, len(source.items), step):
@@ -105,7 +147,7 @@ def _tasks(source: Source, fit: Fit | None, store: int) -> Iterator[Task]:
             (start + i, item.name, slots[item.slot], item.offset, item.size)
             for i, item in enumerate(source.items[start : start + step])
         ]
-        yield Task(source.kind, source.root, store, fit, source.shape, images)
+        yield Task(source.kind, source.root, store, fit, source.shape, images, counter)
 
 
 def _sizes_differ(

@@ -19,8 +19,11 @@ import zlib
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hpctrain.data.images import BadImage, Fit, WrongSize, decode, fit_pixels, probe
+from PIL import Image
 
+from hpctrain.data.images import BadImage, Fit, WrongSize, as_jpeg, decode, fit_pixels, probe
+
+COUNTER_BYTES = 8
 FILE_LIMIT = 2**30  # bytes of one image file
 # zipfile's own are BadZipFile and, for what it cannot do, RuntimeError
 READ_ERRORS = (OSError, EOFError, RuntimeError, ValueError, zlib.error, zipfile.BadZipFile)
@@ -30,7 +33,8 @@ class Task(NamedTuple):
     """Some images to decode, or only to look at (`fit` None).
 
     kind and root as in Source; store: descriptor of the scratch file; images: (row, name,
-    descriptor, offset, size) of each; shape of raw pixels.
+    descriptor, offset, size) of each; shape of raw pixels; counter: where JPEG files are stored
+    instead of pixels, the ends of the pipe that says where there is room.
     """
 
     kind: str
@@ -39,11 +43,13 @@ class Task(NamedTuple):
     fit: Fit | None
     shape: tuple[int, int, int] | None
     images: list[tuple[int, str, int, int, int]]
+    counter: tuple[int, int] | None = None
 
 
 def run_task(task: Task) -> list[list[Any]]:
     """For each image [row, "ok", digest of the pixels], [row, "header", width, height, colour],
-    [row, "bad", why] or [row, "size", width, height]. Raises OSError where the store is full."""
+    [row, "bad", why] or [row, "size", width, height]; "ok" of a JPEG file goes on with its place,
+    its size, whether its bytes were kept, and two sums a channel. OSError: the store is full."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata
         return [[image[0], *_one(task, *image)] for image in task.images]
@@ -57,13 +63,36 @@ def _one(task: Task, row: int, name: str, descriptor: int, offset: int, size: in
         if task.shape:
             pixels = fit_pixels(data, task.shape, task.fit)
         else:
+            given = data
+            data = as_jpeg(given) if task.counter else given
             pixels = decode(data, task.fit)
     except BadImage as error:
         return ["bad", str(error)]
     except WrongSize as error:
         return ["size", *error.size]
+    digest = hashlib.blake2b(pixels, digest_size=16).hexdigest()
+    if task.counter:
+        facts = _store_file(task.store, task.counter, data)
+        return ["ok", digest, *facts, data is given, *_sums(pixels, task.fit.channels)]
     _store(task.store, pixels, row * len(pixels))
-    return ["ok", hashlib.blake2b(pixels, digest_size=16).hexdigest()]
+    return ["ok", digest]
+
+
+def _store_file(store: int, counter: tuple[int, int], data: bytes) -> tuple[int, int]:
+    """Append a file to the store that all processes share: its place and its size."""
+    place = int.from_bytes(os.read(counter[0], COUNTER_BYTES), "little")  # one process at a time
+    os.write(counter[1], (place + len(data)).to_bytes(COUNTER_BYTES, "little"))
+    _store(store, data, place)
+    return place, len(data)
+
+
+def _sums(pixels: bytes, channels: int) -> tuple[list[int], list[int]]:
+    """Of each channel the sum of the values and that of their squares."""
+    mode, width = ("L", len(pixels)) if channels == 1 else ("RGB", len(pixels) // 3)
+    counts = Image.frombytes(mode, (width, 1), pixels).histogram()
+    by_channel = [counts[start : start + 256] for start in range(0, len(counts), 256)]
+    values = [sum(v * n for v, n in enumerate(part)) for part in by_channel]
+    return values, [sum(v * v * n for v, n in enumerate(part)) for part in by_channel]
 
 
 def _bytes(task: Task, name: str, descriptor: int, offset: int, size: int) -> bytes:

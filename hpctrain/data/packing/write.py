@@ -11,8 +11,9 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,15 @@ class Part(NamedTuple):
     """One split to write: labels (N,) int64, and what gives its images (n, H, W, C) uint8."""
 
     labels: np.ndarray
+    fetch: Fetch
+
+
+class Column(NamedTuple):
+    """A dataset to write: its name, uint8 or int64, its shape, and what gives its rows."""
+
+    name: str
+    dtype: type
+    shape: tuple[int, ...]
     fetch: Fetch
 
 
@@ -79,7 +89,25 @@ def write_parts(
     advance: Callable[[int], None] = lambda rows: None,
 ) -> None:
     """Write all parts with `jobs` threads; `advance` is told the rows of each finished block."""
-    sums: dict[str, tuple[int, np.ndarray, np.ndarray]] = {}
+    sums: dict[str, tuple[int, list[np.ndarray]]] = {}
+    with new_file(path) as file, ThreadPoolExecutor(jobs) as threads:
+        for name in ordered(parts):
+            labels = np.ascontiguousarray(parts[name].labels, "<i8")  # (N,)
+            group = file.create_group(name)
+            images = Column("images", np.uint8, (len(labels), *image_shape), parts[name].fetch)
+            image_sums = store(group, images, threads, advance, channel_sums)
+            label_sums = store(group, numbers("labels", labels), threads)
+            sums[name] = (len(labels), [image_sums.checksums, label_sums.checksums])
+            if name == "train":
+                pixels = len(labels) * image_shape[0] * image_shape[1]
+                found = mean_std(image_sums.values, image_sums.squares, pixels)
+                file.attrs["mean"], file.attrs["std"] = found
+        describe(file, VERSION, content_uuid(image_shape, classes, sums), classes, provenance)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[h5py.File]:
+    """An empty HDF5 file that becomes `path` when all is on disk."""
     with (
         whole_file(path) as temporary,
         h5py.File(
@@ -90,57 +118,61 @@ def write_parts(
             alignment_threshold=ALIGNMENT,
             alignment_interval=ALIGNMENT,
         ) as file,
-        ThreadPoolExecutor(jobs) as threads,
     ):
-        for name in ordered(parts):
-            labels = np.ascontiguousarray(parts[name].labels, "<i8")  # (N,)
-            group = file.create_group(name)
-            images = Part(labels, parts[name].fetch)
-            image_sums = _store(group, "images", image_shape, images, threads, advance)
-            numbers = Part(labels, _slices(labels))
-            label_sums = _store(group, "labels", (), numbers, threads, lambda rows: None)
-            sums[name] = (len(labels), image_sums.checksums, label_sums.checksums)
-            if name == "train":
-                pixels = len(labels) * image_shape[0] * image_shape[1]
-                file.attrs["mean"], file.attrs["std"] = _mean_std(image_sums, pixels)
-        file.attrs["format"] = np.bytes_(FORMAT)
-        file.attrs["version"] = VERSION
-        file.attrs["uuid"] = np.bytes_(content_uuid(image_shape, classes, sums))
-        file.attrs["classes"] = _texts(classes)
-        file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
+        yield file
+
+
+def describe(
+    file: h5py.File,
+    version: int,
+    identity: str,
+    classes: tuple[str, ...],
+    provenance: dict[str, Any],
+) -> None:
+    """The root attributes that every pack has, but mean and std."""
+    file.attrs["format"] = np.bytes_(FORMAT)
+    file.attrs["version"] = version
+    file.attrs["uuid"] = np.bytes_(identity)
+    file.attrs["classes"] = _texts(classes)
+    file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
+
+
+def numbers(name: str, values: np.ndarray) -> Column:
+    """A column of (n,) int64 that are in memory."""
+    return Column(name, np.int64, values.shape, _slices(values))
 
 
 def _slices(rows: np.ndarray) -> Fetch:
     return lambda start, stop: np.ascontiguousarray(rows[start:stop])
 
 
-def _store(
+def store(
     group: h5py.Group,
-    kind: str,
-    row_shape: tuple[int, ...],
-    part: Part,
+    column: Column,
     threads: ThreadPoolExecutor,
-    advance: Callable[[int], None],
+    advance: Callable[[int], None] = lambda rows: None,
+    summed: Callable[[np.ndarray], tuple[Any, Any]] = lambda block: ((), ()),
 ) -> Sums:
-    """Make the dataset `kind` and its checksums in `group`, filled with all rows of `part`."""
-    number = h5py.h5t.STD_U8LE if kind == "images" else h5py.h5t.STD_I64LE
-    row_bytes = math.prod(row_shape) * number.get_size()
-    rows, block_rows = len(part.labels), rows_per_block(row_bytes)
-    offset = _allocate(group, kind, number, (rows, *row_shape))
+    """Make a dataset and its checksums in `group`, filled with all rows of `column`."""
+    kind = h5py.h5t.STD_U8LE if column.dtype is np.uint8 else h5py.h5t.STD_I64LE
+    rows, *row_shape = column.shape
+    row_bytes = math.prod(row_shape) * kind.get_size()
+    block_rows = rows_per_block(row_bytes)
+    offset = _allocate(group, column.name, kind, column.shape)
     descriptor = os.open(group.file.filename, os.O_WRONLY | os.O_CLOEXEC)
 
-    def store_block(start: int) -> tuple[int, np.ndarray, np.ndarray]:
-        block = part.fetch(start, min(rows, start + block_rows))
+    def store_block(start: int) -> tuple[int, Any, Any]:
+        block = column.fetch(start, min(rows, start + block_rows))
         _write(descriptor, block.data.cast("B"), offset + start * row_bytes)
         advance(len(block))
-        return zlib.crc32(block.data), *(_channel_sums(block) if kind == "images" else ((), ()))
+        return zlib.crc32(block.data), *summed(block)
 
     try:
         blocks = list(threads.map(store_block, range(0, rows, block_rows)))
     finally:
         os.close(descriptor)
     checksums, values, squares = zip(*blocks, strict=True)
-    data = group.create_dataset(f"{kind}_crc32", data=np.array(checksums, "<u4"))
+    data = group.create_dataset(f"{column.name}_crc32", data=np.array(checksums, "<u4"))
     data.attrs["rows_per_block"] = block_rows
     return Sums(data[:], np.sum(values, axis=0), np.sum(squares, axis=0))
 
@@ -162,7 +194,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _channel_sums(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def channel_sums(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum and sum of squares per channel of (n, H, W, C) uint8: two (C,) uint64, exact."""
     channels = block.shape[-1]
     wide = np.uint32 if len(block) <= 2**16 else np.uint64  # 2^16 * 255^2 < 2^32
@@ -175,10 +207,11 @@ def _channel_sums(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return next(by_channel), next(by_channel)
 
 
-def _mean_std(sums: Sums, pixels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Per channel mean and standard deviation (of the population) in [0, 1]: two (C,) float64."""
+def mean_std(values: np.ndarray, squares: np.ndarray, pixels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation (of the population) in [0, 1], (C,) float64 each, from the sum
+    of the values of each channel and the sum of their squares."""
     mean, std = [], []
-    for value, square in zip(sums.values.tolist(), sums.squares.tolist(), strict=True):
+    for value, square in zip(values.tolist(), squares.tolist(), strict=True):
         mean.append(value / (255 * pixels))
         std.append(math.sqrt(pixels * square - value**2) / (255 * pixels))  # integers: exact
     return np.array(mean), np.array(std)
