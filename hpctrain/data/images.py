@@ -233,6 +233,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def reason(error: Exception) -> str:
+    """What to say of a file that Pillow could not read, in one line."""
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image of a known format"  # Pillow names a memory address here
     text = str(error).strip().split("\n")[0]
