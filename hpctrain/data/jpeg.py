@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
+import PIL
+from PIL import Image, features
 
 from hpctrain.data.images import BadImage, Fit, reason, resized
 
@@ -52,6 +53,11 @@ class Crop(NamedTuple):
         h = min(height, max(1, round(width / LEAST_RATIO)))
         left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
+
+
+def decoder_versions() -> str:
+    """Versions of what decodes, such as "Pillow 12.0.0, libjpeg 6.2": bits depend on them."""
+    return f"Pillow {PIL.__version__}, libjpeg {features.version('jpg')}"
 
 
 def draw_crops(least: float, count: int, key: int) -> list[Crop]:

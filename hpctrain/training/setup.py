@@ -17,6 +17,7 @@ from hpctrain import __version__
 from hpctrain.config import Config, byte_count, check_ranges
 from hpctrain.data.augment import check_shift, normalization
 from hpctrain.data.builtin import locate
+from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
 from hpctrain.data.opened import open_split
 from hpctrain.data.orders import make_order
@@ -85,6 +86,8 @@ def set_up(
     norms = everywhere(comm, lambda: BatchNorms(model, config.batch_norm))
     task = make_task(dataclasses.asdict(config), len(pack.classes))
     source = everywhere(comm, lambda: open_split(pack, "train"))
+    if pack.encoded:
+        same_everywhere(comm, {"what decodes JPEG files": decoder_versions()})
     scaling = everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
     probe = from_root(comm, lambda: probe_model(norms, task, source, prepare, config))

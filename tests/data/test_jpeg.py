@@ -15,6 +15,7 @@ from hpctrain.data.orders import ORDERS, make_order
 from hpctrain.data.packed import Rows, read_pack
 from hpctrain.data.partition import cut_epoch
 from hpctrain.errors import UsageError
+from hpctrain.keys import random_key
 from tests.data.pictures import class_folders, encode, pack, picture
 from tests.packs import make_pack
 
@@ -201,6 +202,28 @@ def test_batches_are_the_same_however_rows_are_read_and_carried(made, order):
         whole = batches(rows, 0.0, order=order)
         assert [t.tolist() for _, _, t in whole] == [t.tolist() for _, _, t in all_of]
         assert not same(all_of, whole)
+
+
+def test_every_batch_has_its_own_key(made, monkeypatch):
+    """Else the image at a place would be cut alike in every step or epoch."""
+    keys = []
+    with open_split(made, "train") as rows:
+        inner = type(rows).decode
+
+        def told(self, files, numbers, out, least, key):
+            keys.append(key)
+            return inner(self, files, numbers, out, least, key)
+
+        monkeypatch.setattr(type(rows), "decode", told)
+        for epoch in (1, 2):
+            batches(rows, 0.08, epoch=epoch)
+    assert keys == [
+        random_key(random_key(4, "batch", epoch, step, shard), "crop")
+        for epoch in (1, 2)
+        for step in range(4)
+        for shard in range(3)
+    ]
+    assert len(set(keys)) == 24
 
 
 def test_the_whole_area_at_the_ratio_of_the_image_is_the_image(made):

@@ -110,6 +110,17 @@ def test_the_same_weights_as_from_a_pack_of_pixels(comm, jpegs, shared_tmp):
 
 
 @pytest.mark.mpi
+def test_ranks_that_decode_otherwise_are_refused(comm, jpegs, monkeypatch):
+    version = "old" if comm.rank == comm.size - 1 else "new"
+    monkeypatch.setattr("hpctrain.training.setup.decoder_versions", lambda: version)
+    if comm.size == 1:
+        set_up(dataclasses.replace(jpegs, run="a"), comm)
+        return
+    with pytest.raises(UsageError, match="what decodes JPEG files differs between ranks: new on"):
+        set_up(dataclasses.replace(jpegs, run="a", shards=4), comm)
+
+
+@pytest.mark.mpi
 def test_windows_of_files_fill_the_read_buffer_by_their_size_not_that_of_pixels(comm, jpegs):
     mean = read_pack(jpegs.data).splits["train"]
     size = -(-mean.files_bytes // mean.rows)
