@@ -176,7 +176,8 @@ def resized(
     image = image.resize(size, Image.Resampling.BILINEAR, box=box)
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
-    return image.convert("L" if fit.channels == 1 else "RGB")
+    mode = "L" if fit.channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)  # it would copy
 
 
 def _centre(

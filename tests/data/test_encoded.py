@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from PIL import Image
 
 from hpctrain.data import encoded
 from hpctrain.data.encoded import Encoded
+from hpctrain.data.images import BadImage
 from hpctrain.data.opened import open_split
 from hpctrain.data.packed import read_pack, verify
 from hpctrain.data.source import Croppable
@@ -135,6 +137,9 @@ def test_long_runs_are_read_in_pieces_few_and_bounded(made, monkeypatch):
         monkeypatch.setattr(os, "preadv", counted)
         rows.files.gather(np.arange(ROWS)[::-1].copy(), np.empty(ROWS, object))
         assert len(calls) == 1
+        rows.gather(np.random.default_rng(0).permutation(ROWS), out_of(ROWS))
+        assert len(calls) == 1 + 8  # tasks of 8 rows, each a run of the file
+        del calls[1:]
         monkeypatch.setattr(encoded, "READ_BYTES", 4000)
         whole = rows.files.gather(np.arange(ROWS), np.empty(ROWS, object))
         assert max(calls[1:]) < 4000 + max(len(data) for data in whole)
@@ -178,6 +183,24 @@ def test_a_row_that_cannot_be_decoded_is_named(copy, crop):
             assert caught.value.exit_code == 1
         read(np.arange(48, ROWS))
     assert len(verify(read_pack(copy))) == 1
+
+
+def test_no_thread_writes_any_longer_when_an_error_is_raised(made, monkeypatch):
+    running = []
+
+    def slow(data, fit, crop=None):
+        running.append(1)
+        if len(running) == 1:
+            raise BadImage("for once")
+        time.sleep(0.01)
+        running.append(-1)
+        return bytes(13 * 17 * 3)
+
+    monkeypatch.setattr(encoded, "decode_row", slow)
+    with Encoded(made, "train", 3) as rows:
+        with pytest.raises(RunError, match="for once"):
+            rows.gather(np.arange(ROWS), out_of(ROWS))
+        assert sum(running) == 1 and len(running) > 3
 
 
 def test_files_of_other_kinds_are_not_decoded(copy):
