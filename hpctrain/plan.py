@@ -37,6 +37,7 @@ class Facts:
     classes: int
     pack_uuid: str
     least_rows: int  # rows a shard needs in a step: 2 where a layer has one value per row
+    held_bytes: int = 0  # memory of a row that waits to be used; 0 = that of its values
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     shards = config.shards or (round(sum(loads)) if loads else usual)
     runs = carried(shards, facts.ranks, loads)
     partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.least_rows)
-    row_bytes = math.prod(facts.image_shape) * facts.value_bytes
+    row_bytes = facts.held_bytes or math.prod(facts.image_shape) * facts.value_bytes
     block_rows = -(-RUN_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
     denoise = config.task == "denoise"

@@ -102,8 +102,9 @@ def write_resnet_pack(data: str | None, path: Path) -> None:
     """A pack of as many rows as the timed steps need, all in the split train."""
     import numpy as np
 
+    from hpctrain.data.opened import open_split
     from hpctrain.data.pack import write_pack
-    from hpctrain.data.packed import Rows, read_pack
+    from hpctrain.data.packed import read_pack
 
     rows = RESNET_STEPS * RESNET_BATCH
     if data is None:
@@ -119,7 +120,7 @@ def write_resnet_pack(data: str | None, path: Path) -> None:
                 f"{data} has {found:,} training images; {RESNET_STEPS} steps of {RESNET_BATCH}"
                 f" need {rows}: give a larger pack, or none for made images"
             )
-        with Rows(pack, "train") as source:
+        with open_split(pack, "train") as source:
             images = source.gather(np.arange(rows), np.empty((rows, *pack.image_shape), np.uint8))
             labels, classes = source.labels[:rows], pack.classes
     write_pack(path, {"train": (images, labels)}, classes, {"source": "hpctrain bench"})

@@ -25,6 +25,12 @@ class PackConfig:
     channels: int | None = option(
         None, "1 = gray, 3 = colour; default: 3 if any image has colour", "Images"
     )
+    encoding: str = option(
+        "raw",
+        "what the pack holds: raw = pixels; jpeg = JPEG files, decoded when they are read",
+        "Images",
+        choices=("raw", "jpeg"),
+    )
     split: str = option(
         "0.9,0.1", "shares of train,test or train,validation,test, drawn per class", "Split"
     )

@@ -43,6 +43,10 @@ def check_ranges(config: Config) -> None:
             f"--run {config.run!r}: give the name of a folder in --runs-dir, of at most"
             f" {LONGEST_NAME} bytes and without /"
         )
+    if not 0 <= config.random_crop <= 1:
+        raise UsageError(
+            f"--random-crop {config.random_crop:g}: give a share of the area, such as 0.08, up to 1"
+        )
     worker_loads(config.worker_load)
     byte_count(config.read_buffer, "--read-buffer")
     if config.task == "denoise":

@@ -25,6 +25,12 @@ class Config:
     )
     flip: bool = option(False, "augment by random horizontal flips", DATA)
     shift: int = option(0, "augment by random shifts of up to this many pixels in x and y", DATA)
+    random_crop: float = option(
+        0.0,
+        "augment by a random part of each image of at least this share of its area, such as 0.08,"
+        " at ratios from 3/4 to 4/3; for packs of JPEG files (0 = whole images)",
+        DATA,
+    )
 
     shuffle: str = option(
         "partition",

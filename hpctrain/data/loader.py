@@ -18,7 +18,8 @@ import torch
 from hpctrain.data.augment import augment, to_input
 from hpctrain.data.orders import ByPartition, Order
 from hpctrain.data.partition import Partition
-from hpctrain.data.source import Reader, Source, make_reader
+from hpctrain.data.source import Croppable, Reader, Source, as_kept, make_reader
+from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 
 AHEAD = 2  # steps that are ready before they are needed
@@ -89,19 +90,30 @@ class Loader:
         pair: Pair | None = None,
         order: Order | None = None,
         read_buffer: int = READ_BUFFER,
+        random_crop: float = 0.0,
     ) -> None:
         """Read consecutive `shards` of `partition` from `source`.
 
         `prepare` makes the network's input from rows; None stands for float32 in [0, 1] on the
         CPU. `pair` makes the target; None stands for the labels. `order` says which rows come
         when; None stands for a new order of each shard's own rows in every epoch. Memory for rows
-        is bounded by `read_buffer` bytes; what fits into it is read once and kept.
+        is bounded by `read_buffer` bytes; what fits into it is read once and kept. With
+        `random_crop` every image is a random part of its file, of at least that share of the area:
+        UsageError unless the rows are files.
         """
+        self._cropped: Croppable | None = None
+        if random_crop:
+            if not isinstance(source, Croppable):
+                raise UsageError(
+                    "--random-crop cuts image files as they are decoded, but these rows are pixels:"
+                    " pack with --encoding jpeg"
+                )
+            self._cropped = source
         self.source, self.partition = source, partition
         self.seed, self.prepare = seed, prepare or make_prepare()
         self.pair = pair or (lambda images, labels, key: (images, labels))
         self.order = order or ByPartition(partition, seed)
-        self._read_buffer = read_buffer
+        self._read_buffer, self._random_crop = read_buffer, random_crop
         self._reader: Reader | None = None
         self.carry(shards)
 
@@ -132,10 +144,7 @@ class Loader:
 
         def read() -> None:
             try:
-                reader = self._reader or make_reader(
-                    self.source, self.order, self.shards, self._read_buffer
-                )
-                self._reader = reader
+                reader = self._reader = self._reader or self._make_reader()
                 for step in range(first_step, self.partition.steps):
                     # Preparing needs the interpreter, which the step needs to get going: let it
                     # start its kernels first, unless it waits for this very batch.
@@ -157,13 +166,23 @@ class Loader:
             closed.set()
             thread.join()
 
+    def _make_reader(self) -> Reader:
+        stored = as_kept(self.source, self._random_crop)
+        return make_reader(stored, self.order, self.shards, self._read_buffer)
+
     def _batch(self, reader: Reader, epoch: int, step: int, shard: int) -> Batch | None:
         count = self.partition.count(step, shard)
         if count == 0:
             return None
-        images = self._buffer[:count]
-        rows = reader.read(epoch, shard, step * self.partition.shares[shard], images)
+        images, first = self._buffer[:count], step * self.partition.shares[shard]
         key = random_key(self.seed, "batch", epoch, step, shard)
+        if self._cropped:
+            files = np.empty(count, object)
+            rows = reader.read(epoch, shard, first, files)
+            crop_key = random_key(key, "crop")
+            self._cropped.decode(files, rows, images, self._random_crop, crop_key)
+        else:
+            rows = reader.read(epoch, shard, first, images)
         inputs = self.prepare(torch.from_numpy(images), key)
         labels = torch.from_numpy(self.source.labels[rows]).to(inputs.device)
         return Batch(shard, *self.pair(inputs, labels, key), key)

@@ -1,33 +1,57 @@
 """Where rows come from, and how they reach a batch's buffer.
 
 A `Source` gives the rows of one split, whatever the file: ``packed.Rows`` reads a pack by byte
-offset. A `Reader` fills the loader's buffer with the rows at some places of an epoch, by an
-`Order`: row by row, or by windows that are read ahead in long runs.
+offset, ``encoded.Encoded`` decodes JPEG files. A `Reader` fills the loader's buffer with the rows
+at some places of an epoch, by an `Order`: row by row, or by windows that are read ahead in long
+runs. It handles whatever a `Stored` holds: images, or files that are decoded later.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from hpctrain.data.orders import Blocks, Order
 
 
-class Source(Protocol):
-    """Rows of one split."""
+class Stored(Protocol):
+    """Rows of one split, as they are read: images, or (of shape ()) the bytes of files."""
 
     labels: np.ndarray  # (N,) int64
     dtype: np.dtype  # of images: uint8, or floats that are used as they are
 
     @property
-    def image_shape(self) -> tuple[int, int, int]: ...  # (H, W, C)
+    def image_shape(self) -> tuple[int, ...]: ...  # (H, W, C) or ()
 
     def gather(self, indices: np.ndarray, out: np.ndarray) -> np.ndarray:
         """The rows `indices` (n,), in that order, into `out` (n, H, W, C) of `dtype`; returns it.
         Thread-safe. RunError where they cannot be read.
+        """
+
+
+class Source(Stored, Protocol):
+    """Images of one split."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]: ...  # (H, W, C)
+
+
+@runtime_checkable
+class Croppable(Source, Protocol):
+    """Images that are made of files as they are read, and so can be parts of what a file holds."""
+
+    @property
+    def files(self) -> Stored: ...
+
+    def decode(
+        self, files: np.ndarray, rows: np.ndarray, out: np.ndarray, least: float, key: int
+    ) -> np.ndarray:
+        """A random part of each of the `files` (n,) of `rows` (n,) into `out` (n, H, W, C), of at
+        least the share `least` of its area, by `key` and its place; returns `out`.
         """
 
 
@@ -42,7 +66,7 @@ class Opened(Source, Protocol):
 class Resident:
     """Consecutive rows of a split, read once and kept in memory."""
 
-    def __init__(self, source: Source, first: int, count: int) -> None:
+    def __init__(self, source: Stored, first: int, count: int) -> None:
         self.labels, self.image_shape, self.dtype = source.labels, source.image_shape, source.dtype
         self._first = first
         self._images = np.empty((count, *source.image_shape), source.dtype)  # (n, H, W, C)
@@ -68,7 +92,7 @@ class Reader(Protocol):
 class RowByRow:
     """Reads the rows that are asked for, wherever they lie."""
 
-    def __init__(self, source: Source, order: Order) -> None:
+    def __init__(self, source: Stored, order: Order) -> None:
         self.source, self.order = source, order
 
     def read(self, epoch: int, shard: int, first: int, out: np.ndarray) -> np.ndarray:
@@ -84,7 +108,7 @@ class RowByRow:
 class ByWindow:
     """Reads windows of long runs, the next one of every shard while this one is used."""
 
-    def __init__(self, source: Source, order: Blocks, shards: Sequence[int]) -> None:
+    def __init__(self, source: Stored, order: Blocks, shards: Sequence[int]) -> None:
         self.source, self.order = source, order
         self._windows: dict[tuple[int, int, int], Future[np.ndarray]] = {}
         self._thread = ThreadPoolExecutor(1, "windows")
@@ -127,13 +151,23 @@ class ByWindow:
         return self.source.gather(rows, out)
 
 
-def make_reader(source: Source, order: Order, shards: range, buffer: int) -> Reader:
+def as_kept(source: Source, random_crop: float) -> Stored:
+    """What readers read ahead and keep: images, or for random parts of them their files."""
+    return source.files if random_crop and isinstance(source, Croppable) else source
+
+
+def held_bytes(source: Stored) -> int:
+    """Memory that a row takes; of files, which differ, the mean."""
+    pixels = math.prod(source.image_shape) * source.dtype.itemsize
+    return int(getattr(source, "row_bytes", pixels))
+
+
+def make_reader(source: Stored, order: Order, shards: range, buffer: int) -> Reader:
     """How these shards read: rows that they may reach and that fit into `buffer` bytes are kept in
     memory; else windows are read ahead, or single rows.
     """
     reach = order.reach(shards)
-    row_bytes = int(np.prod(source.image_shape)) * source.dtype.itemsize
-    if len(reach) * row_bytes <= buffer:
+    if len(reach) * held_bytes(source) <= buffer:
         return RowByRow(Resident(source, reach.start, len(reach)), order)
     if isinstance(order, Blocks):
         return ByWindow(source, order, shards)

@@ -18,11 +18,12 @@ from hpctrain import __version__
 from hpctrain.config import Config, byte_count, check_ranges
 from hpctrain.data.augment import check_shift, normalization
 from hpctrain.data.builtin import locate
+from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
 from hpctrain.data.opened import open_split
 from hpctrain.data.orders import make_order
 from hpctrain.data.packed import Pack, read_pack, verify
-from hpctrain.data.source import Source
+from hpctrain.data.source import Source, as_kept, held_bytes
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 from hpctrain.models import build, check_forward, load_init
@@ -85,6 +86,8 @@ def set_up(
     norms = everywhere(comm, lambda: BatchNorms(model, config.batch_norm))
     task = make_task(dataclasses.asdict(config), len(pack.classes))
     source = everywhere(comm, lambda: open_split(pack, "train"))
+    if pack.encoded:
+        same_everywhere(comm, {"what decodes JPEG files": decoder_versions()})
     scaling = everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
     probe = from_root(comm, lambda: probe_model(norms, task, source, prepare, config))
@@ -96,6 +99,7 @@ def set_up(
         rows=len(source.labels),
         image_shape=pack.image_shape,
         value_bytes=source.dtype.itemsize,
+        held_bytes=held_bytes(as_kept(source, config.random_crop)),
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
         least_rows=probe.least_rows,
@@ -114,6 +118,7 @@ def set_up(
         task.pair,
         make_order(plan.shuffle, plan.partition, plan.seed, plan.block_rows, plan.window_blocks),
         byte_count(config.read_buffer, "--read-buffer"),
+        config.random_crop,
     )
     return Job(config, plan, pack, task, trainer, loader, prepare, fresh)
 
@@ -129,6 +134,11 @@ def check_settings(config: Config) -> None:
 def check_data(config: Config, pack: Pack) -> None:
     """Refuse settings that do not fit the pack."""
     check_shift(config.shift, pack.image_shape)
+    if config.random_crop and not pack.encoded:
+        raise UsageError(
+            f"--random-crop cuts JPEG files as they are decoded, but {pack.path} holds pixels: pack"
+            " with --encoding jpeg"
+        )
     needs = {
         "--output best": config.output == "best",
         "--patience": config.patience,

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from hpctrain.data.packed import read_pack, verify
+from hpctrain.data.packing import worker
+from hpctrain.data.packing.decode import shared_counter
 from tests.data.pictures import class_folders, encode, idx, picture, tar, zipped
 from tests.launch import Job, mpirun, run, run_cli, run_mpi
 
@@ -94,6 +97,32 @@ def test_unpacked_sources(folder, tmp_path):
         same(source, out, (3,), *flags)
         for file in out.glob("*"):
             file.unlink()
+
+
+@pytest.mark.parametrize("make", [lambda path, root: root, zipped], ids=["folder", "zip"])
+def test_jpeg_files_are_kept_in_the_same_order(folder, tmp_path, make):
+    """Most of these images are not JPEG: their files are encoded anew."""
+    root = class_folders(tmp_path / "images", {"c": 31, "d": 23}, ".jpg", width=41, height=37)
+    shutil.copytree(folder / "a", root / "e")
+    out = tmp_path / "out"
+    out.mkdir()
+    source = make(tmp_path / "images.zip", root)
+    same(source, out, (2, 3), "--skip-bad", "--encoding", "jpeg", "--size", "32x32", *ALL)
+
+
+def test_processes_take_room_for_files_in_turns(tmp_path, monkeypatch):
+    """Pieces of 100 bytes: none is another's, and no file lies in two."""
+    monkeypatch.setattr(worker, "FILE_LIMIT", 100)
+    taken = {}
+    with open(tmp_path / "store", "w+b") as store:
+        for rank in range(3):
+            with shared_counter(rank, 3) as counter:
+                for size in (60, 60, 30, 100, 1):
+                    place, stored = worker._store_file(store.fileno(), counter, bytes(size))
+                    assert stored == size and place // 100 % 3 == rank
+                    assert place // 100 == (place + size - 1) // 100
+                    taken.update({byte: rank for byte in range(place, place + size)})
+    assert len(taken) == 3 * (60 + 60 + 30 + 100 + 1)
 
 
 def test_digits_by_name(tmp_path):

@@ -47,6 +47,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "shuffle": "tests/data/test_orders.py",
     "wire": "tests/parallel/test_wire.py",
     "read_buffer": "tests/data/test_loader.py",
+    "random_crop": "tests/training/test_jpeg.py",
     "validate_steps": "tests/training/test_validate.py",
     "patience": "tests/training/test_validate.py",
     "output": "tests/training/test_validate.py",

@@ -1,13 +1,16 @@
 """Decode a listed source into a scratch file of rows, by workers and among several processes.
 
 Every process decodes consecutive images of the source into consecutive rows of the scratch file,
-one image a row, from a first row of its own on (`first_rows`).
+one image a row, from a first row of its own on (`first_rows`). JPEG files, which differ in size,
+lie where there was room, and it is remembered where.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -16,7 +19,7 @@ from hpctrain.data.images import Fit
 from hpctrain.data.packing.jobs import Run
 from hpctrain.data.packing.layout import Item, Source, shown
 from hpctrain.data.packing.pages import PAGE
-from hpctrain.data.packing.worker import Task
+from hpctrain.data.packing.worker import COUNTER_BYTES, Counter, Task
 from hpctrain.errors import UsageError
 
 IMAGES_PER_TASK, ROWS_PER_TASK = 16, 256  # of files to decode, of raw pixels
@@ -38,12 +41,23 @@ class Seen(NamedTuple):
     colour: bool
 
 
+class Files(NamedTuple):
+    """JPEG files in the scratch file, in any order, and their pixels."""
+
+    places: np.ndarray  # (N,) int64: where each begins
+    sizes: np.ndarray  # (N,) int64
+    kept: np.ndarray  # (N,) bool: the very bytes of the source
+    values: np.ndarray  # (N, C) uint64: sum of the pixels of each channel, decoded
+    squares: np.ndarray  # (N, C) uint64: sum of their squares
+
+
 class Decoded(NamedTuple):
     """Which images are in the scratch file, and their pixels' digests."""
 
     good: np.ndarray  # (N,) bool
     digests: np.ndarray  # (N,) S16
     bad: list[tuple[str, str]]  # (name, why)
+    files: Files | None = None  # where files were stored, not pixels
     odd: tuple[int, int, int] | None = None  # an image of another size: number, width, height
 
 
@@ -86,23 +100,27 @@ def decode_all(
     first_row: int,
     run: Run,
     advance: Advance = lambda images: None,
+    counter: Counter | None = None,
 ) -> Decoded:
-    """Every image into its row of `store`; ends early at one of a size that was not asked for.
-    Raises OSError where the disk is full."""
+    """Every image into its row of `store`, or as a JPEG file into room that the `counter` gives;
+    ends early at one of a size that was not asked for. OSError where the disk is full."""
     count = len(source.items)
     good, digests = np.zeros(count, bool), np.zeros(count, "S16")
-    bad: list[tuple[str, str]] = []
-    for answer in run(_tasks(source, fit, store.fileno(), first_row)):
+    files = _no_files(count, fit.channels) if counter else None
+    decoded = Decoded(good, digests, [], files)
+    for answer in run(_tasks(source, fit, store.fileno(), first_row, counter)):
         for row, outcome, *facts in answer:
             number = row - first_row
             if outcome == "ok":
                 good[number], digests[number] = True, bytes.fromhex(facts[0])
+                for column, value in zip(files or (), facts[1:], strict=True):
+                    column[number] = value
             elif outcome == "bad":
-                bad.append((source.items[number].name, facts[0]))
+                decoded.bad.append((source.items[number].name, facts[0]))
             else:
-                return Decoded(good, digests, bad, (number, facts[0], facts[1]))
+                return decoded._replace(odd=(number, facts[0], facts[1]))
         advance(len(answer))
-    return Decoded(good, digests, bad)
+    return decoded
 
 
 def joined(source: Source, fit: Fit, decoded: list[Decoded]) -> Decoded:
@@ -116,7 +134,22 @@ def joined(source: Source, fit: Fit, decoded: list[Decoded]) -> Decoded:
         first += len(part.good)
     digests = np.concatenate([part.digests for part in decoded])
     bad = [*source.bad, *(entry for part in decoded for entry in part.bad)]
-    return Decoded(good, digests, sorted(bad))
+    by_part = [part.files for part in decoded if part.files]
+    columns = [np.concatenate(column) for column in zip(*by_part, strict=True)]
+    return Decoded(good, digests, sorted(bad), Files(*columns) if columns else None)
+
+
+@contextmanager
+def shared_counter(rank: int, size: int) -> Iterator[Counter]:
+    """A pipe that holds one number, 0 at first: who reads it must put another back, so that one
+    worker of the process `rank` of `size` at a time takes room, on whatever file system."""
+    ends = os.pipe()
+    try:
+        os.write(ends[1], bytes(COUNTER_BYTES))
+        yield Counter(*ends, rank, size)
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def first_rows(counts: list[int], row_bytes: int) -> list[int]:
@@ -130,9 +163,10 @@ def first_rows(counts: list[int], row_bytes: int) -> list[int]:
     return firsts
 
 
-def descriptors(source: Source, store: BinaryIO) -> list[int]:
+def descriptors(source: Source, store: BinaryIO, counter: Counter | None) -> list[int]:
     """The open files that worker processes need."""
-    return [store.fileno(), *(file.fileno() for file in source.files)]
+    ends = (counter.read_end, counter.write_end) if counter else ()
+    return [store.fileno(), *ends, *(file.fileno() for file in source.files)]
 
 
 def row_bytes(fit: Fit) -> int:
@@ -154,7 +188,14 @@ def _headers(source: Source, run: Run) -> Iterator[tuple[int, int, bool]]:
                 yield facts[0], facts[1], facts[2]
 
 
-def _tasks(source: Source, fit: Fit | None, store: int, first_row: int) -> Iterator[Task]:
+def _no_files(count: int, channels: int) -> Files:
+    numbers = (np.zeros(count, kind) for kind in (np.int64, np.int64, bool))
+    return Files(*numbers, *(np.zeros((count, channels), np.uint64) for _ in range(2)))
+
+
+def _tasks(
+    source: Source, fit: Fit | None, store: int, first_row: int, counter: Counter | None = None
+) -> Iterator[Task]:
     slots = [file.fileno() for file in source.files] or [-1]
     step = ROWS_PER_TASK if source.shape else IMAGES_PER_TASK
     for start in range(0, len(source.items), step):
@@ -162,7 +203,7 @@ def _tasks(source: Source, fit: Fit | None, store: int, first_row: int) -> Itera
             (first_row + start + i, item.name, slots[item.slot], item.offset, item.size)
             for i, item in enumerate(source.items[start : start + step])
         ]
-        yield Task(source.kind, source.root, store, fit, source.shape, images)
+        yield Task(source.kind, source.root, store, fit, source.shape, images, counter)
 
 
 def _sizes_differ(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from hpctrain.data.images import Fit
+from hpctrain.data.pack_format import JPEG
 from hpctrain.data.packing import report
 from hpctrain.data.packing.decode import (
     Decoded,
@@ -16,32 +17,36 @@ from hpctrain.data.packing.decode import (
     first_rows,
     look,
     row_bytes,
+    shared_counter,
 )
 from hpctrain.data.packing.jobs import Run, worker_threads, workers
-from hpctrain.data.packing.settings import check_room
+from hpctrain.data.packing.settings import bytes_of, check_room
 from hpctrain.data.packing.shared import Work, flush
 from hpctrain.data.packing.team import Team
 
 
 def decode_shared(
-    work: Work, wish: Wish, jobs: int, output: Path, team: Team
+    work: Work, wish: Wish, encoding: str, jobs: int, output: Path, team: Team
 ) -> tuple[Fit, list[Decoded]]:
     """Decode all images; what they became, and on the root what each process knows of its own."""
     mine, store, total = work.mine, work.store, sum(work.counts)
     own = len(mine.items)
-    with _workers(jobs, descriptors(mine, store), team) as run:
+    counting = shared_counter(team.rank, team.size) if encoding == JPEG else nullcontext()
+    with counting as counter, _workers(jobs, descriptors(mine, store, counter), team) as run:
         seen = team.gather(team.everywhere(lambda: look(mine, wish, run)))
 
         def plan() -> Fit:
             assert work.source
             fit = choose_fit(work.source, wish, seen)
-            check_room(output, total * row_bytes(fit))
+            check_room(output, bytes_of(work.source, fit, encoding))
             return fit
 
         fit = team.from_root(plan)
         first = first_rows(work.counts, row_bytes(fit))[team.rank]
         with report.progress("decoding", total, own, team) as advance:
-            decoded = team.everywhere(lambda: decode_all(mine, fit, store, first, run, advance))
+            decoded = team.everywhere(
+                lambda: decode_all(mine, fit, store, first, run, advance, counter)
+            )
         team.everywhere(lambda: flush(store, team))
     return fit, team.gather(decoded)
 

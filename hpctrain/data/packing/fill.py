@@ -15,101 +15,72 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.data.pack_format import rows_per_block
+from hpctrain.data.packing.columns import Column
 from hpctrain.data.packing.pages import cut_pages, outside, overlaps
-from hpctrain.data.packing.team import Team, part
+from hpctrain.data.packing.team import Team
 
 NOTHING = np.zeros(1, np.uint64)
 
-Fetch = Callable[[int, int], np.ndarray]  # rows start to stop, C-contiguous
-
-
-class Part(NamedTuple):
-    """One split to write: labels (N,) int64, and what gives its images (n, H, W, C) uint8."""
-
-    labels: np.ndarray
-    fetch: Fetch
-
-
-class Room(NamedTuple):
-    """Where the rows of one dataset go: from byte `offset` of the file on."""
-
-    split: str
-    kind: str  # of KINDS
-    offset: int
-    rows: int
-    row_bytes: int
-
 
 class Sums(NamedTuple):
-    """What is known of rows once they are written; of labels the checksums alone."""
+    """What is known of rows once they are written; the checksums alone where nothing is summed."""
 
     checksums: np.ndarray  # (blocks,) uint32, CRC-32 of each block
     values: np.ndarray  # (C,) uint64, sum of the pixels of each channel
     squares: np.ndarray  # (C,) uint64, sum of their squares
 
 
-def row_counts(parts: dict[str, Part], row_bytes: int, team: Team) -> tuple[int, int]:
-    """The rows of all parts, and how many of them are in blocks of this process."""
-    total, own, block_rows = 0, 0, rows_per_block(row_bytes)
-    for labels, _ in parts.values():
-        blocks = part(-(-len(labels) // block_rows), team)
-        rows = range(len(labels))[blocks.start * block_rows : blocks.stop * block_rows]
-        own, total = own + len(rows), total + len(labels)
-    return total, own
-
-
 def fill(
     path: str,
-    rooms: list[Room],
-    parts: dict[str, Part],
+    columns: list[Column],
+    offsets: list[int],
     team: Team,
     jobs: int,
     advance: Callable[[int], None],
 ) -> list[Sums]:
-    """Write this process's share of every room, and make the checksums of its blocks."""
+    """Write this process's share of every column, which begins at the byte of the file that
+    `offsets` says, and make the checksums of its blocks."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         with ThreadPoolExecutor(jobs) as threads:
-            sums = []
-            for room in rooms:
-                labels, fetch = parts[room.split]
-                labels = np.ascontiguousarray(labels, "<i8")  # (N,)
-                work = (fetch, advance) if room.kind == "images" else (slices(labels), None)
-                sums.append(_fill_room(descriptor, room, team, threads, *work))
+            sums = [
+                _fill_column(descriptor, column, offset, team, threads, advance)
+                for column, offset in zip(columns, offsets, strict=True)
+            ]
         os.fsync(descriptor)  # the root syncs what its own host has written, no more
     finally:
         os.close(descriptor)
     return sums
 
 
-def _fill_room(
+def _fill_column(
     descriptor: int,
-    room: Room,
+    column: Column,
+    offset: int,
     team: Team,
     threads: ThreadPoolExecutor,
-    fetch: Fetch,
-    advance: Callable[[int], None] | None,
+    advance: Callable[[int], None],
 ) -> Sums:
-    block_rows, row_bytes = rows_per_block(room.row_bytes), room.row_bytes
-    length, block_bytes = room.rows * row_bytes, block_rows * row_bytes
-    blocks, spans = cut_pages(room.offset, length, block_bytes, team.size)[team.rank]
+    rows, block_rows, row_bytes = column.shape[0], column.block_rows, column.row_bytes
+    length, block_bytes = rows * row_bytes, block_rows * row_bytes
+    blocks, spans = cut_pages(offset, length, block_bytes, team.size)[team.rank]
 
     def store(start: int, stop: int) -> np.ndarray:
         """Write those bytes of rows `start` to `stop` that are this process's."""
-        rows = fetch(start, stop)
-        data, first = rows.data.cast("B"), start * row_bytes
+        values = column.fetch(start, stop)
+        data, first = values.data.cast("B"), start * row_bytes
         for low, high in overlaps(spans, first, stop * row_bytes):
-            _write(descriptor, data[low - first : high - first], room.offset + low)
-        return rows
+            _write(descriptor, data[low - first : high - first], offset + low)
+        return values
 
     def store_block(number: int) -> tuple[int, np.ndarray, np.ndarray]:
         start = number * block_rows
-        block = store(start, min(room.rows, start + block_rows))
-        if advance is None:
-            return zlib.crc32(block.data), NOTHING, NOTHING
-        advance(len(block))
-        return zlib.crc32(block.data), *_channel_sums(block)
+        stop = min(rows, start + block_rows)
+        block = store(start, stop)
+        if column.images:
+            advance(column.images(start, stop))
+        sums = _channel_sums(block) if column.summed else (NOTHING, NOTHING)
+        return zlib.crc32(block.data), *sums
 
     done = list(threads.map(store_block, blocks))
     for low, high in outside(spans, blocks.start * block_bytes, blocks.stop * block_bytes):
@@ -124,20 +95,15 @@ def _added(sums: list[np.ndarray]) -> np.ndarray:
     return functools.reduce(np.add, sums, NOTHING)
 
 
-def slices(rows: np.ndarray) -> Fetch:
-    """Reads rows of an array."""
-    return lambda start, stop: np.ascontiguousarray(rows[start:stop])
-
-
 def total(every: list[list[Sums]]) -> list[Sums]:
-    """What all processes, in their order, know of their blocks, for each room."""
+    """What all processes, in their order, know of their blocks, for each column."""
     return [
         Sums(
-            np.concatenate([sums.checksums for sums in room]),
-            _added([sums.values for sums in room]),
-            _added([sums.squares for sums in room]),
+            np.concatenate([sums.checksums for sums in column]),
+            _added([sums.values for sums in column]),
+            _added([sums.squares for sums in column]),
         )
-        for room in zip(*every, strict=True)
+        for column in zip(*every, strict=True)
     ]
 
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hpctrain.data.packed import Pack, Rows
+from hpctrain.data.opened import open_split
+from hpctrain.data.pack_format import Pack
 from hpctrain.data.packing.layout import shown
 from hpctrain.data.packing.team import ASK, Team
 
@@ -47,7 +48,7 @@ def progress(what: str, total: int, own: int, team: Team) -> Iterator[Callable[[
         nonlocal done
         with lock:
             done += images
-            bar.update(task, completed=done * total // own)
+            bar.update(task, completed=done * total // max(own, 1))
 
     columns = (
         TextColumn("{task.description:<8}"),
@@ -113,15 +114,24 @@ def _plain(name: str) -> str:
 
 
 def _class_counts(pack: Pack, split: str) -> np.ndarray:
-    with Rows(pack, split) as rows:
+    with open_split(pack, split, threads=1) as rows:
         return np.bincount(rows.labels, minlength=len(pack.classes))
+
+
+def _files(pack: Pack) -> str:
+    """What there is to say of a pack's files."""
+    splits = pack.splits.values()
+    mean = sum(split.files_bytes for split in splits) / sum(split.rows for split in splits)
+    how = "stretched" if pack.fit == "stretch" else "cut"
+    return f"{how} from JPEG files of {mean / 2**10:,.1f} KiB on average"
 
 
 def _facts(pack: Pack) -> list[tuple[str, str]]:
     height, width, channels = pack.image_shape
     made = pack.provenance
+    size = f"{width} x {height} pixels, {channels} channel{'s' if channels > 1 else ''}"
     facts = [
-        ("images", f"{width} x {height} pixels, {channels} channel{'s' if channels > 1 else ''}"),
+        ("images", size + (f", {_files(pack)}" if pack.encoded else "")),
         ("file", f"{pack.file_size / 2**20:,.1f} MiB"),
         ("mean", " ".join(f"{value:.4f}" for value in pack.mean) + " of train, in [0, 1]"),
         ("std", " ".join(f"{value:.4f}" for value in pack.std)),

@@ -16,19 +16,39 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
-from hpctrain.data.pack_format import FORMAT, VERSION, content_uuid, ordered, rows_per_block
-from hpctrain.data.packing.fill import Part, Room, Sums, fill, slices, total
+from hpctrain.data.pack_format import (
+    ENCODED_VERSION,
+    FORMAT,
+    JPEG,
+    VERSION,
+    content_uuid,
+    ordered,
+)
+from hpctrain.data.packing.columns import Column, pixel_columns, slices
+from hpctrain.data.packing.fill import Sums, fill, total
 from hpctrain.data.packing.pages import PAGE
 from hpctrain.data.packing.team import Alone, Team, on_root
 from hpctrain.files import whole_file
 
 ALONE = Alone()
 LIBRARY = ("v110", "v110")  # checksums on metadata, a mark while written, long attributes
+
+
+class Content(NamedTuple):
+    """What a pack says of its rows. Of JPEG files `fit` is how they are to be fitted and `moments`
+    are the sum of the pixels of train by channel and that of their squares; pixels are summed as
+    they are written."""
+
+    image_shape: tuple[int, int, int]
+    classes: tuple[str, ...]
+    provenance: dict[str, Any]
+    fit: str = ""
+    moments: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def write_pack(
@@ -45,34 +65,34 @@ def write_pack(
     shapes = {images.shape[1:] for images, _ in splits.values()}
     if "train" not in splits or len(shapes) != 1:
         raise ValueError(f"splits {list(splits)} with image shapes {shapes}: train, and one shape")
-    parts: dict[str, Part] = {}
-    for name, (images, labels) in splits.items():
+    height, width, channels = shapes.pop()
+    columns: list[Column] = []
+    for name in ordered(splits):
+        images, labels = splits[name]
         if images.dtype != np.uint8 or images.ndim != 4 or labels.shape != (len(images),):
             raise ValueError(f"{name}: {images.dtype} {images.shape}, labels {labels.shape}")
         if images.size == 0 or not 0 <= labels.min() <= labels.max() < len(classes):
             raise ValueError(f"{name}: no images, or labels beyond the {len(classes)} classes")
-        parts[name] = Part(labels, slices(images))
-    height, width, channels = shapes.pop()
-    write_parts(Path(path), parts, (height, width, channels), tuple(classes), provenance)
+        columns += pixel_columns(name, labels, (height, width, channels), slices(images))
+    content = Content((height, width, channels), tuple(classes), provenance)
+    write_columns(Path(path), columns, content)
 
 
-def write_parts(
+def write_columns(
     path: Path,
-    parts: dict[str, Part],
-    image_shape: tuple[int, int, int],
-    classes: tuple[str, ...],
-    provenance: dict[str, Any],
+    columns: list[Column],
+    content: Content,
     jobs: int = 1,
-    advance: Callable[[int], None] = lambda rows: None,
+    advance: Callable[[int], None] = lambda images: None,
     team: Team = ALONE,
 ) -> None:
-    """Write all parts with `jobs` threads; `advance` is told the rows of each finished block.
-    Collective: every process has all parts."""
+    """Write all columns with `jobs` threads; `advance` is told the images of each finished block.
+    Collective: every process has all columns."""
     with on_root(team, lambda: whole_file(path)) as temporary:
-        name, rooms = team.from_root(lambda: _lay_out(temporary, parts, image_shape))
-        sums = team.everywhere(lambda: fill(name, rooms, parts, team, jobs, advance))
+        name, offsets = team.from_root(lambda: _lay_out(temporary, columns))
+        sums = team.everywhere(lambda: fill(name, columns, offsets, team, jobs, advance))
         every = team.gather(sums)
-        team.from_root(lambda: _finish(name, rooms, total(every), image_shape, classes, provenance))
+        team.from_root(lambda: _finish(name, columns, total(every), content))
 
 
 def _open_hdf5(path: str, mode: str) -> h5py.File:
@@ -86,68 +106,63 @@ def _open_hdf5(path: str, mode: str) -> h5py.File:
     )
 
 
-def _lay_out(
-    path: Path | None, parts: dict[str, Part], image_shape: tuple[int, int, int]
-) -> tuple[str, list[Room]]:
-    """Make the file at `path` with room for all rows; its name and that room."""
-    rooms: list[Room] = []
+def _lay_out(path: Path | None, columns: list[Column]) -> tuple[str, list[int]]:
+    """Make the file at `path` with room for all columns; its name, and where each begins."""
     with _open_hdf5(str(path), "w") as file:
-        for name in ordered(parts):
-            group, rows = file.create_group(name), len(parts[name].labels)
-            for kind, number, row_shape in (
-                ("images", h5py.h5t.STD_U8LE, image_shape),
-                ("labels", h5py.h5t.STD_I64LE, ()),
-            ):
-                offset = _allocate(group, kind, number, (rows, *row_shape))
-                row_bytes = math.prod(row_shape) * number.get_size()
-                rooms.append(Room(name, kind, offset, rows, row_bytes))
-    return str(path), rooms
+        offsets = [_allocate(file.require_group(column.split), column) for column in columns]
+    return str(path), offsets
 
 
-def _finish(
-    path: str,
-    rooms: list[Room],
-    sums: list[Sums],
-    image_shape: tuple[int, int, int],
-    classes: tuple[str, ...],
-    provenance: dict[str, Any],
-) -> None:
+def _finish(path: str, columns: list[Column], sums: list[Sums], content: Content) -> None:
     """Add checksums and attributes to the file, whose rows are there."""
-    checksums = {(room.split, room.kind): s.checksums for room, s in zip(rooms, sums, strict=True)}
-    content = {
-        room.split: (room.rows, checksums[room.split, "images"], checksums[room.split, "labels"])
-        for room in rooms
-    }
+    image_shape, classes, provenance, fit, moments = content
+    rows: dict[str, int] = {}
+    checksums: dict[str, list[np.ndarray]] = {}
     with _open_hdf5(path, "r+") as file:
-        for room, room_sums in zip(rooms, sums, strict=True):
-            name = f"{room.split}/{room.kind}_crc32"
-            data = file.create_dataset(name, data=room_sums.checksums)
-            data.attrs["rows_per_block"] = rows_per_block(room.row_bytes)
-            if (room.split, room.kind) == ("train", "images"):
-                pixels = room.rows * image_shape[0] * image_shape[1]
-                file.attrs["mean"], file.attrs["std"] = _mean_std(room_sums, pixels)
+        for column, found in zip(columns, sums, strict=True):
+            group = file[column.split]
+            data = group.create_dataset(f"{column.name}_crc32", data=found.checksums)
+            data.attrs["rows_per_block"] = column.block_rows
+            checksums.setdefault(column.split, []).append(found.checksums)
+            if column.name == "labels":
+                rows[column.split] = column.shape[0]
+            if column.summed and column.split == "train":
+                moments = found.values, found.squares
+        assert moments is not None  # of files they are given, of pixels they were made
+        pixels = rows["train"] * image_shape[0] * image_shape[1]
+        file.attrs["mean"], file.attrs["std"] = _mean_std(*moments, pixels)
         file.attrs["format"] = np.bytes_(FORMAT)
-        file.attrs["version"] = VERSION
-        file.attrs["uuid"] = np.bytes_(content_uuid(image_shape, classes, content))
+        file.attrs["version"] = ENCODED_VERSION if fit else VERSION
+        by_split = {name: (rows[name], checksums[name]) for name in rows}
+        file.attrs["uuid"] = np.bytes_(content_uuid(image_shape, classes, by_split, fit))
         file.attrs["classes"] = _texts(classes)
         file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
+        if fit:
+            file.attrs["encoding"] = np.bytes_(JPEG)
+            file.attrs["image_shape"] = np.array(image_shape, "<i8")
+            file.attrs["fit"] = np.bytes_(fit)
 
 
-def _allocate(group: h5py.Group, name: str, number: h5py.h5t.TypeID, shape: tuple[int, ...]) -> int:
+def _allocate(group: h5py.Group, column: Column) -> int:
     """A contiguous dataset whose bytes exist but are not written yet; its offset in the file."""
+    kind = h5py.h5t.STD_U8LE if column.dtype == "u1" else h5py.h5t.STD_I64LE
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     properties.set_obj_track_times(False)
-    space = h5py.h5s.create_simple(shape)
-    return h5py.h5d.create(group.id, name.encode(), number, space, properties).get_offset()
+    space = h5py.h5s.create_simple(column.shape)
+    name = column.name.encode()
+    return h5py.h5d.create(group.id, name, kind, space, properties).get_offset()
 
 
-def _mean_std(sums: Sums, pixels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Per channel mean and standard deviation (of the population) in [0, 1]: two (C,) float64."""
+def _mean_std(
+    values: np.ndarray, squares: np.ndarray, pixels: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation (of the population) in [0, 1], (C,) float64 each, from the sum
+    of the values of each channel and the sum of their squares."""
     mean, std = [], []
-    for value, square in zip(sums.values.tolist(), sums.squares.tolist(), strict=True):
+    for value, square in zip(values.tolist(), squares.tolist(), strict=True):
         mean.append(value / (255 * pixels))
         std.append(math.sqrt(pixels * square - value**2) / (255 * pixels))  # integers: exact
     return np.array(mean), np.array(std)

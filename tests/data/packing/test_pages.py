@@ -8,8 +8,9 @@ import pytest
 
 from hpctrain.data.packing import fill as filling
 from hpctrain.data.packing import write
+from hpctrain.data.packing.columns import image_counts, pixel_columns, slices
 from hpctrain.data.packing.decode import first_rows, scratch_rows
-from hpctrain.data.packing.fill import Part, fill, row_counts, slices, total
+from hpctrain.data.packing.fill import fill, total
 from hpctrain.data.packing.pages import PAGE, cut_pages, outside, overlaps
 from hpctrain.data.packing.team import parts
 
@@ -108,14 +109,14 @@ def test_no_two_decode_into_one_page_of_the_scratch_file(row_bytes):
 def test_processes_fill_what_one_fills(tmp_path, monkeypatch, size, row_shape):
     rows = 3 if row_shape[0] > 1000 else 353
     rng = np.random.default_rng(size)
-    made = {}
+    columns = []
     for name in ("train", "test"):
         images = rng.integers(0, 256, (rows, *row_shape), np.uint8)
-        made[name] = Part(rng.integers(0, 9, rows), slices(images))
+        columns += pixel_columns(name, rng.integers(0, 9, rows), row_shape, slices(images))
     whole, shared = str(tmp_path / "whole"), str(tmp_path / "shared")
-    _, rooms = write._lay_out(whole, made, row_shape)
-    assert write._lay_out(shared, made, row_shape)[1] == rooms
-    alone = fill(whole, rooms, made, SimpleNamespace(rank=0, size=1), 1, lambda n: None)
+    _, offsets = write._lay_out(whole, columns)
+    assert write._lay_out(shared, columns)[1] == offsets
+    alone = fill(whole, columns, offsets, SimpleNamespace(rank=0, size=1), 1, lambda n: None)
     written, done, synced = {}, [], []
 
     def pwrite(descriptor, data, offset):
@@ -131,13 +132,13 @@ def test_processes_fill_what_one_fills(tmp_path, monkeypatch, size, row_shape):
     every = []
     for rank in reversed(range(size)):
         team = SimpleNamespace(rank=rank, size=size)
-        every.insert(0, fill(shared, rooms, made, team, 1, done.append))
+        every.insert(0, fill(shared, columns, offsets, team, 1, done.append))
     with open(whole, "rb") as one, open(shared, "rb") as other:
         assert one.read() == other.read()
     assert {len(ranks) for ranks in written.values()} == {1}
     assert sum(done) == 2 * rows and sorted(synced) == list(range(size))
     teams = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
-    own = [row_counts(made, rooms[0].row_bytes, team) for team in teams]
+    own = [image_counts(columns, team) for team in teams]
     assert {count for count, _ in own} == {2 * rows} == {sum(count for _, count in own)}
     for mine, theirs in zip(total([alone]), total(every), strict=True):
         assert all((a == b).all() and len(a) == len(b) for a, b in zip(mine, theirs, strict=True))
