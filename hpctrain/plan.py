@@ -36,6 +36,8 @@ class Facts:
     classes: int
     pack_uuid: str
     least_rows: int  # rows a shard needs in a step: 2 where a layer has one value per row
+    run_rows: int = 0  # rows of the runs in which the file was dealt to splits; 0 = it was not
+    chunk_rows: int = 0  # rows of a chunk of the file; 0 = it has none
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Plan:
     deterministic: bool
     evaluation_rows: int
     seed: int
+    scattered: bool = False  # runs are dealt to the shards at random
+    chunk_rows: int = 0  # of the file; 0 = it has no chunks
 
     @property
     def partition(self) -> Partition:
@@ -108,9 +112,11 @@ class Plan:
         return plan
 
     def _order(self) -> str:
+        chunks = f"; the file has chunks of {self.chunk_rows:,} images" if self.chunk_rows else ""
         if self.shuffle != "blocks":
-            return self.shuffle
-        return f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}"
+            return self.shuffle + chunks
+        runs = f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}"
+        return runs + chunks
 
     def lines(self) -> list[str]:
         """The plan for a reader, a line per decision."""
@@ -160,7 +166,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     runs = carried(shards, facts.ranks, loads)
     partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.least_rows)
     row_bytes = math.prod(facts.image_shape) * facts.value_bytes
-    block_rows = -(-RUN_BYTES // row_bytes)
+    block_rows = facts.run_rows or -(-RUN_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
     denoise = config.task == "denoise"
     optimizer = config.optimizer or ("adam" if denoise else "sgdm")
@@ -178,7 +184,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         shares=partition.shares,
         last=partition.last,
         rows=facts.rows,
-        shuffle=config.shuffle,
+        shuffle=config.shuffle or ("blocks" if facts.chunk_rows else "partition"),
         block_rows=block_rows,
         window_blocks=max(1, buffer // (2 * shards * block_rows * row_bytes)),
         epochs=config.epochs or (5 if denoise else 20 if model == "digits" else 100),
@@ -197,6 +203,8 @@ def resolve(config: Config, facts: Facts) -> Plan:
         deterministic=config.deterministic,
         evaluation_rows=EVALUATION_ROWS,
         seed=config.seed,
+        scattered=facts.run_rows > 0,
+        chunk_rows=facts.chunk_rows,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.config import Config
+from hpctrain.data.foreign import reading_note
 from hpctrain.errors import Failure, RunError
 from hpctrain.models import save_model
 from hpctrain.parallel.determinism import refusal, torch_settings
@@ -130,6 +131,8 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         recorder.run(run_facts(job, folder, comm))
         for line in notes:
             recorder.note(line)
+        if note := reading_note(job.pack, job.plan.shuffle):
+            recorder.note(note)
         control.saving = saving_seconds(job.trainer)
         return train_in(Run(job, comm, recorder, control, state, watchdog, writer), folder)
 
