@@ -96,7 +96,8 @@ def deal(
         if share and not len(drawn[name]):
             raise UsageError(
                 f"--split {foreign.split} leaves no image of {foreign.path} for {name}: there are"
-                f" {foreign.rows:,} images, dealt {_by(foreign)}; give {name} a larger share"
+                f" {foreign.rows:,} images, dealt {_by(foreign)}; give {name} a larger share,"
+                " or train on all of them with --split 1"
             )
     missing = np.setdiff1d(labels, labels[drawn["train"]])
     if len(missing):
@@ -109,7 +110,9 @@ def deal(
 
 
 def _by(foreign: Foreign) -> str:
-    return f"in runs of {foreign.run_rows:,}" if foreign.run_rows else "class by class"
+    if not foreign.run_rows:
+        return "class by class"
+    return f"in {'whole chunks' if foreign.chunk_rows else 'runs'} of {foreign.run_rows:,} rows"
 
 
 def _draw_rows(
