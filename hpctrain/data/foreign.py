@@ -1,10 +1,7 @@
 """The rows of an HDF5 file of somebody else, used where it lies.
 
-Such a file has one set of rows and no splits: they are dealt from a seed, and a split is a list of
-row numbers. Where rows can be read one by one, each class is dealt by the shares and every split is
-put into random order, so that a file ordered by class does no harm. Where rows should be read in
-long runs (chunks, or --shuffle blocks), whole runs are dealt, and a split keeps the file's order:
-``orders.Blocks`` then deals the runs to the shards at random.
+Such a file has one set of rows and no splits: ``foreign_split.py`` deals them from a seed, and a
+split is a list of row numbers, nothing is copied.
 
 Data sets of one piece are read by byte offset as in ``packed.py``, chunks in ``foreign_chunks.py``.
 """
@@ -16,20 +13,20 @@ import json
 import os
 import uuid
 import zlib
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
-from hpctrain.data.pack_format import SPLITS, Foreign, Pack, Split
+from hpctrain.data.foreign_split import deal, run_rows_of
+from hpctrain.data.pack_format import Foreign, Pack, Split
 from hpctrain.data.packed import gather_rows
-from hpctrain.data.packing.split import LEFT_OUT, assign, cut, parse_split, permutation
+from hpctrain.data.packing.split import parse_split
 from hpctrain.errors import RunError, UsageError
-from hpctrain.keys import random_key
 from hpctrain.plan import RUN_BYTES
 
-MOST_RUNS = 1000  # that a file is cut into before they grow: shares and classes stay even
+FEW_RUNS = 32  # in a window: too few to mix the classes of an ordered file
+DEFAULT_SPLIT = "0.9,0.1"
 SAMPLE = 64  # images that tell one file from another
 
 
@@ -50,15 +47,15 @@ def read_foreign(
     """
     from hpctrain.data import foreign_check  # brings h5py
 
-    shares = parse_split(split or "0.9,0.1")
+    parse_split(split or DEFAULT_SPLIT)  # before anything is opened
     found, shape, values = foreign_check.inspect(os.path.abspath(path), images, labels, layout)
     foreign = dataclasses.replace(
         found,
-        run_rows=_run_rows(found, run_rows),
-        split=split or "0.9,0.1",
+        run_rows=run_rows_of(found, int(values.max()) + 1, run_rows),
+        split=split or DEFAULT_SPLIT,
         seed=seed,
     )
-    rows = deal(foreign, values, shares)
+    rows = deal(foreign, values)
     return Pack(
         foreign.path,
         _identity(foreign, shape),
@@ -71,75 +68,6 @@ def read_foreign(
         provenance={"source": os.path.basename(foreign.path), "images": foreign.images},
         foreign=foreign,
     )
-
-
-def _run_rows(foreign: Foreign, wanted: int | None) -> int:
-    """Rows that are dealt together: whole chunks of about RUN_BYTES, fewer in a small file."""
-    unit = foreign.chunk_rows or 1
-    if wanted == 0 and not foreign.chunk_rows:
-        return 0
-    if wanted and 0 < wanted <= foreign.rows and wanted % unit == 0:
-        return wanted
-    units = -(-foreign.rows // unit)
-    return unit * max(1, min(RUN_BYTES // (unit * foreign.row_bytes), units // MOST_RUNS))
-
-
-def deal(
-    foreign: Foreign, labels: np.ndarray, shares: tuple[Fraction, Fraction, Fraction]
-) -> dict[str, np.ndarray]:
-    """The rows of every split, from labels (N,). Raises UsageError where a split that has a share
-    gets none, or a class is in no row of train.
-    """
-    draw = _draw_runs if foreign.run_rows else _draw_rows
-    drawn = draw(foreign, labels, shares)
-    for name, share in zip(SPLITS, shares, strict=True):
-        if share and not len(drawn[name]):
-            raise UsageError(
-                f"--split {foreign.split} leaves no image of {foreign.path} for {name}: there are"
-                f" {foreign.rows:,} images, dealt {_by(foreign)}; give {name} a larger share,"
-                " or train on all of them with --split 1"
-            )
-    missing = np.setdiff1d(labels, labels[drawn["train"]])
-    if len(missing):
-        raise UsageError(
-            f"class {missing[0]} of {foreign.path} has {int((labels == missing[0]).sum()):,} images"
-            f" and none of them in train, dealt {_by(foreign)}: give train a larger share, or"
-            " another --seed"
-        )
-    return {name: rows for name, rows in drawn.items() if len(rows)}
-
-
-def _by(foreign: Foreign) -> str:
-    if not foreign.run_rows:
-        return "class by class"
-    return f"in {'whole chunks' if foreign.chunk_rows else 'runs'} of {foreign.run_rows:,} rows"
-
-
-def _draw_rows(
-    foreign: Foreign, labels: np.ndarray, shares: tuple[Fraction, Fraction, Fraction]
-) -> dict[str, np.ndarray]:
-    """Each class by the shares; every split in random order."""
-    nothing_given = np.full(len(labels), LEFT_OUT, np.int8)
-    splits = assign(labels, nothing_given, np.arange(len(labels)), shares, foreign.seed)
-    drawn = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
-    return {
-        name: rows[permutation(len(rows), random_key(foreign.seed, "pack order", name))]
-        for name, rows in drawn.items()
-    }
-
-
-def _draw_runs(
-    foreign: Foreign, labels: np.ndarray, shares: tuple[Fraction, Fraction, Fraction]
-) -> dict[str, np.ndarray]:
-    """Whole runs by the shares; every split in the order of the file."""
-    runs = -(-foreign.rows // foreign.run_rows)
-    order = permutation(runs, random_key(foreign.seed, "pack split"))
-    drawn, first = {}, 0
-    for name, count in zip(SPLITS, cut(runs, shares), strict=True):
-        chosen = np.sort(order[first : first + count])
-        rows = (chosen[:, None] * foreign.run_rows + np.arange(foreign.run_rows)).ravel()
-        drawn[name], first = rows[rows < foreign.rows], first + count  # the last run may be short
-    return drawn
 
 
 class Store(Protocol):
@@ -250,7 +178,7 @@ def _dealt(foreign: Foreign) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     from hpctrain.data import foreign_check
 
     labels = foreign_check.read_labels(foreign)
-    return labels, deal(foreign, labels, parse_split(foreign.split))
+    return labels, deal(foreign, labels)
 
 
 def _identity(foreign: Foreign, shape: tuple[int, ...]) -> str:
@@ -266,18 +194,30 @@ def _identity(foreign: Foreign, shape: tuple[int, ...]) -> str:
             store.close()
     except RunError as error:
         raise UsageError(str(error)) from None
+    if not np.isfinite(images).all():
+        raise UsageError(f"{foreign.path}: the images {foreign.images} hold NaN or infinite values")
     sample = zlib.crc32(images.reshape(-1).view(np.uint8).data)
     known: list[Any] = [foreign.dtype, list(shape), foreign.layout, foreign.images, foreign.labels]
     text = json.dumps([*known, foreign.labels_crc32, sample])
     return str(uuid.uuid5(uuid.NAMESPACE_OID, text))
 
 
-def reading_note(pack: Pack, shuffle: str) -> str | None:
-    """What is worth a note in the record where chunks are read in an order that does not suit
-    them.
+def reading_note(pack: Pack, shuffle: str, window_runs: int) -> str | None:
+    """What is worth a note in the record where such a file is read in an order that does not suit
+    it: chunks row by row, or windows of few runs.
     """
     foreign = pack.foreign
-    if foreign is None or not foreign.chunk_rows or shuffle == "blocks":
+    if foreign is None:
+        return None
+    if shuffle == "blocks":
+        if window_runs >= FEW_RUNS:
+            return None
+        return (
+            f"a window of --shuffle blocks holds {window_runs} runs of {foreign.run_rows:,} images:"
+            f" if {foreign.images} is ordered by class, batches are too; a larger --read-buffer"
+            " helps"
+        )
+    if not foreign.chunk_rows:
         return None
     size = foreign.chunk_rows * foreign.row_bytes
     return (

@@ -133,7 +133,7 @@ def _check_format(path: str, file: h5py.File) -> None:
     if not _marked(file):
         raise UsageError(
             f"{path} is an HDF5 file but not a pack (no attribute format = {FORMAT!r}); make one"
-            " with 'hpctrain pack', or name its data sets with --images and --labels"
+            " with 'hpctrain pack', or train on it as it is with --images and --labels"
         )
     version = int(file.attrs["version"])
     if version != VERSION:

@@ -131,7 +131,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         recorder.run(run_facts(job, folder, comm))
         for line in notes:
             recorder.note(line)
-        if note := reading_note(job.pack, job.plan.shuffle):
+        if note := reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks):
             recorder.note(note)
         control.saving = saving_seconds(job.trainer)
         return train_in(Run(job, comm, recorder, control, state, watchdog, writer), folder)

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from hpctrain.data import foreign
+from hpctrain.data import foreign, foreign_split
 from hpctrain.data.foreign import ForeignRows, read_foreign, reading_note
 from hpctrain.data.foreign_chunks import Chunks
 from hpctrain.data.opened import open_split, read_again
@@ -166,8 +166,24 @@ def test_splits_are_dealt_class_by_class_or_in_runs(tmp_path):
         assert all(run[0] % 10 == 0 and (len(run) % 10 == 0 or run[-1] == ROWS - 1) for run in runs)
 
 
+def test_runs_of_an_ordered_file_are_dealt_evenly_over_its_classes(tmp_path):
+    images, labels = pixels(20_011, (2, 1, 1), 97)
+    path = write(tmp_path / "a.h5", images, labels)
+    found = read_foreign(path, "x", "y")
+    assert found.foreign.run_rows == 20_011 // (20 * 97)
+    with ForeignRows(found, "test") as rows:
+        shares = np.bincount(rows.labels, minlength=97) / np.bincount(labels)
+    assert 0.9 * 2001 < found.splits["test"].rows < 1.1 * 2001
+    assert 0.02 < shares.min() < shares.max() < 0.2
+    mixed_up = np.random.default_rng(1).permutation(labels)
+    with ForeignRows(read_foreign(write(path, images, mixed_up), "x", "y"), "test") as rows:
+        shares = np.bincount(rows.labels, minlength=97) / np.bincount(labels)
+    assert 0.01 < shares.min() < shares.max() < 0.25
+
+
 def test_runs_are_whole_chunks_long_in_large_files_and_short_in_small_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(foreign, "MOST_RUNS", 10)
+    monkeypatch.setattr(foreign_split, "RUNS", 10)
+    monkeypatch.setattr(foreign_split, "RUNS_OF_CLASS", 2)
 
     def run_of(wanted=None, **storage):
         path = write(tmp_path / "a.h5", IMAGES, LABELS, **storage)
@@ -176,7 +192,7 @@ def test_runs_are_whole_chunks_long_in_large_files_and_short_in_small_ones(tmp_p
     assert run_of() == 21
     assert run_of(chunks=(3, 7, 5, 3)) == 21  # 71 chunks, 7 a run
     assert run_of(chunks=(19, 7, 5, 3)) == 19
-    monkeypatch.setattr(foreign, "RUN_BYTES", 13 * 105)
+    monkeypatch.setattr(foreign_split, "RUN_BYTES", 13 * 105)
     assert run_of() == 13
     assert run_of(chunks=(3, 7, 5, 3)) == 12
     assert run_of(chunks=(19, 7, 5, 3)) == 19
@@ -323,7 +339,8 @@ def test_rows_are_found_again_by_what_a_network_names(tmp_path):
 
 def test_reading_chunks_row_by_row_is_worth_a_note(tmp_path):
     chunked = read_foreign(write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3)), "x", "y")
-    assert "reads a whole chunk for nearly every image" in reading_note(chunked, "global")
-    assert reading_note(chunked, "blocks") is None
+    assert "reads a whole chunk for nearly every image" in reading_note(chunked, "global", 99)
+    assert reading_note(chunked, "blocks", 32) is None
+    assert "window of --shuffle blocks holds 31 runs of 6 im" in reading_note(chunked, "blocks", 31)
     plain = read_foreign(write(tmp_path / "a.h5", IMAGES, LABELS), "x", "y")
-    assert reading_note(plain, "global") is None
+    assert reading_note(plain, "global", 1) is None

@@ -62,6 +62,10 @@ def sparse(file, name):
     file.create_dataset(name, IMAGES.shape, "u1", chunks=(6, 7, 5, 3))[:60] = 1
 
 
+def sparse_labels(file, name):
+    file.create_dataset(name, ROWS, "u1", chunks=20)[3] = 1
+
+
 def bomb(file, name):
     file.create_dataset(name, (10**12, 7, 5, 3), "u1", chunks=(6, 7, 5, 3))
 
@@ -85,6 +89,18 @@ def with_nan():
     labels = LABELS.astype("f4")
     labels[5] = np.nan
     return labels
+
+
+def not_finite(value):
+    images = IMAGES.astype("f4")
+    images[-1, 2, 1, 0] = value
+    return images
+
+
+def virtual_labels(file, name):
+    layout = h5py.VirtualLayout((ROWS,), "i8")
+    layout[:] = h5py.VirtualSource("b.h5", "y", (ROWS,))
+    file.create_virtual_dataset(name, layout)
 
 
 def negative():
@@ -176,6 +192,19 @@ BAD = {  # what is done to the file, what is asked for, what is said
     "whole floats": (rewritten(y=LABELS.astype("f8")), {}, "labels /y are float64, not integers"),
     "truth": (rewritten(y=LABELS > 0), {}, "labels /y are bool, not integers"),
     "names": (rewritten(y=np.array([b"cat"] * ROWS)), {}, "labels /y are bytes24, not integers"),
+    "virtual labels": (rewritten(y=virtual_labels), {}, "/y is a virtual data set"),
+    "labels elsewhere": (
+        rewritten(y=lambda f, n: f.create_dataset(n, ROWS, "u1", external=[("b.h5", 0, ROWS)])),
+        {},
+        "/y is stored in other files",
+    ),
+    "half the labels": (
+        rewritten(y=sparse_labels),
+        {},
+        "/y was not written to its end: 1 of 11 chunks",
+    ),
+    "NaN images": (rewritten(x=not_finite(np.nan)), {}, "images /x hold NaN or infinite values"),
+    "infinite images": (rewritten(x=not_finite(np.inf)), {}, "images /x hold NaN or infinite"),
     "negative": (
         rewritten(y=negative()),
         {},
