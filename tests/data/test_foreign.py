@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -130,7 +131,8 @@ def test_a_chunk_is_read_once_a_call_and_the_last_ones_are_kept(tmp_path, monkey
 
     def asked(*rows):
         loads.clear()
-        source.gather(np.array(rows), np.empty((len(rows), *SHAPE), np.uint8))
+        found = source.gather(np.array(rows), np.empty((len(rows), *SHAPE), np.uint8))
+        assert np.array_equal(found, IMAGES[list(rows)])
         return list(loads)
 
     with ForeignRows(found, "train") as source:
@@ -139,8 +141,32 @@ def test_a_chunk_is_read_once_a_call_and_the_last_ones_are_kept(tmp_path, monkey
         assert asked(8, 12, 5, 60) == [(0, 0), (2, 2), (10, 10)]
         assert asked(13, 61) == []
         assert asked(1) == [(0, 0)]  # no longer kept
+        assert asked(61) == []  # used again, so the other one goes
+        assert (asked(30), asked(61), asked(1)) == ([(5, 5)], [], [(0, 0)])
         assert asked(*np.random.default_rng(0).permutation(48)) == [(1, 4), (5, 7)]
         assert asked(*range(ROWS - 30, ROWS)) == [(30, 33), (34, 35)]
+
+
+def test_chunks_are_read_by_one_thread_at_a_time(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3))
+    inside, most, original = [], [], Chunks._slabs
+
+    def watched(self, first, last):
+        inside.append(first)
+        most.append(len(inside))
+        time.sleep(0.002)
+        inside.pop()
+        return original(self, first, last)
+
+    monkeypatch.setattr(Chunks, "_slabs", watched)
+    with ForeignRows(read_foreign(path, "x", "y"), "train") as rows:
+        out = np.empty((4, 20, *SHAPE), np.uint8)
+        asked = [threading.Thread(target=rows.gather, args=(np.arange(20), o)) for o in out]
+        for thread in asked:
+            thread.start()
+        for thread in asked:
+            thread.join()
+    assert len(most) > 4 and max(most) == 1
 
 
 def test_splits_are_dealt_class_by_class_or_in_runs(tmp_path):
@@ -305,6 +331,9 @@ def test_another_file_in_its_place_is_noticed(tmp_path, chunks):
     found = read_foreign(path, "x", "y")
     changes = {
         "it was replaced meanwhile": lambda: write(path, IMAGES, LABELS[::-1], chunks=chunks),
+        "it is not the file that was checked": lambda: write(
+            path, IMAGES.reshape(ROWS, 5, 7, 3), LABELS, chunks=chunks and (6, 5, 7, 3)
+        ),
         "bytes here, but": lambda: write(path, IMAGES[1:], LABELS[1:], chunks=chunks),
         "no data set /x": lambda: write(path, IMAGES, LABELS, ("a", "y"), chunks=chunks),
         "cannot be opened: No such file": path.unlink,
