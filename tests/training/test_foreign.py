@@ -114,7 +114,13 @@ def test_every_training_row_once_and_every_batch_mixed(comm, settings, case, shu
     config = dataclasses.replace(stored(settings, comm, case), shuffle=shuffle, batch_size=64)
     job = set_up(config, comm)
     assert job.plan.shuffle == shuffle
-    steps = [[b.targets for b in batches] for batches in job.loader.epoch(0)]
+    own = {shard: set() for shard in job.loader.shards}  # classes that a shard meets
+    steps = []
+    for batches in job.loader.epoch(0):
+        steps.append([b.targets for b in batches])
+        for batch in batches:
+            own[batch.shard] |= set(batch.targets.tolist())
+    assert all(len(classes) >= 6 for classes in own.values())  # 3 where runs are not dealt
     mine = [torch.cat([*targets, torch.empty(0, dtype=torch.int64)]).numpy() for targets in steps]
     parts = comm.allgather(mine)
     labels = [np.concatenate(ranks) for ranks in zip(*parts, strict=True)]
