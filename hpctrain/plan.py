@@ -38,6 +38,8 @@ class Facts:
     pack_uuid: str
     least_rows: int  # rows a shard needs in a step: 2 where a layer has one value per row
     held_bytes: int = 0  # memory of a row that waits to be used; 0 = that of its values
+    run_rows: int = 0  # rows of the runs in which the file was dealt to splits; 0 = it was not
+    chunk_rows: int = 0  # rows of a chunk of the file; 0 = it has none
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Plan:
     wire: str
     evaluation_rows: int
     seed: int
+    scattered: bool = False  # runs are dealt to the shards at random
+    chunk_rows: int = 0  # of the file; 0 = it has no chunks
 
     @property
     def partition(self) -> Partition:
@@ -113,9 +117,11 @@ class Plan:
         return plan
 
     def _order(self) -> str:
+        chunks = f"; the file has chunks of {self.chunk_rows:,} images" if self.chunk_rows else ""
         if self.shuffle != "blocks":
-            return self.shuffle
-        return f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}"
+            return self.shuffle + chunks
+        runs = f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}"
+        return runs + chunks
 
     def _sums(self) -> str:
         if self.deterministic:
@@ -172,7 +178,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     runs = carried(shards, facts.ranks, loads)
     partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.least_rows)
     row_bytes = facts.held_bytes or math.prod(facts.image_shape) * facts.value_bytes
-    block_rows = -(-RUN_BYTES // row_bytes)
+    block_rows = facts.run_rows or -(-RUN_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
     denoise = config.task == "denoise"
     optimizer = config.optimizer or ("adam" if denoise else "sgdm")
@@ -192,7 +198,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         shares=partition.shares,
         last=partition.last,
         rows=facts.rows,
-        shuffle=config.shuffle,
+        shuffle=config.shuffle or ("blocks" if facts.chunk_rows else "partition"),
         block_rows=block_rows,
         window_blocks=max(1, buffer // (2 * shards * block_rows * row_bytes)),
         epochs=config.epochs or (5 if denoise else 20 if model == "digits" else 100),
@@ -214,6 +220,8 @@ def resolve(config: Config, facts: Facts) -> Plan:
         wire=config.wire,
         evaluation_rows=EVALUATION_ROWS,
         seed=config.seed,
+        scattered=facts.run_rows > 0,
+        chunk_rows=facts.chunk_rows,
     )
 
 

@@ -49,6 +49,7 @@ def check_ranges(config: Config) -> None:
         )
     worker_loads(config.worker_load)
     byte_count(config.read_buffer, "--read-buffer")
+    _check_foreign(config)
     if config.task == "denoise":
         _check_denoising(config)
     if config.deterministic and config.wire != "fp32":
@@ -60,6 +61,23 @@ def check_ranges(config: Config) -> None:
         raise UsageError(
             "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"
             " for itself depend on the number of ranks"
+        )
+
+
+def _check_foreign(config: Config) -> None:
+    """What belongs to a file that is no pack comes together."""
+    if (config.images is None) != (config.labels is None):
+        there, missing = ("labels", "images") if config.images is None else ("images", "labels")
+        raise UsageError(f"--{there} goes with --{missing}: name both data sets of the file")
+    if config.images is None and (config.layout or config.split):
+        flag = "--layout" if config.layout else "--split"
+        raise UsageError(
+            f"{flag} goes with --images and --labels, for a file that is no pack: packs have theirs"
+        )
+    if config.images is not None and config.normalize == "pack":
+        raise UsageError(
+            "--normalize pack takes the mean and std that a pack holds, and the file of --images"
+            " holds none: use unit or imagenet"
         )
 
 

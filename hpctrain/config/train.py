@@ -15,7 +15,12 @@ OPTIMIZER, MACHINE, RECORD = "Optimizer", "Machine", "Run and records"
 class Config:
     """All settings of one training run."""
 
-    data: str = option("digits", "a pack, or a built-in set by name: digits, flowers", DATA)
+    data: str = option(
+        "digits",
+        "a pack, a built-in set by name (digits, flowers), or with --images and --labels any HDF5"
+        " file",
+        DATA,
+    )
     data_dir: str = option("data", "folder where built-in sets are kept once made", DATA)
     normalize: str = option(
         "unit",
@@ -32,10 +37,27 @@ class Config:
         DATA,
     )
 
-    shuffle: str = option(
-        "partition",
+    images: str | None = option(
+        None, "data set of the images in an HDF5 file that is no pack, such as /train/images", DATA
+    )
+    labels: str | None = option(None, "data set of their labels, whole numbers 0 ... K-1", DATA)
+    layout: str | None = option(
+        None,
+        "how --images lie; default: NHWC for 4 dimensions, NHW for 3",
+        DATA,
+        choices=("NHWC", "NCHW", "NHW"),
+    )
+    split: str | None = option(
+        None,
+        "of such a file: shares of train,test or train,validation,test, drawn by --seed; default"
+        " 0.9,0.1",
+        DATA,
+    )
+    shuffle: str | None = option(
+        None,
         "order of the rows: partition = each shard's own, anew every epoch; global = dealt anew to"
-        " all shards; blocks = runs of 4 MiB, shuffled within a window, for slow disks",
+        " all shards; blocks = runs of 4 MiB, shuffled within a window, for slow disks; default"
+        " partition, for images stored in chunks blocks",
         DATA,
         choices=("partition", "global", "blocks"),
     )

@@ -1,10 +1,21 @@
-"""Open the rows of a split, whatever the file holds."""
+"""Open a pack or a file of somebody else, and the rows of a split, whatever the file holds."""
 
 from __future__ import annotations
 
+from os import PathLike
+from typing import Any
+
+from hpctrain.data.foreign import ForeignRows, read_foreign
 from hpctrain.data.pack_format import Pack
-from hpctrain.data.packed import Rows
+from hpctrain.data.packed import Rows, is_pack, read_pack
 from hpctrain.data.source import Opened
+
+
+def read_again(path: str | PathLike[str], named: dict[str, Any] | None) -> Pack:
+    """The pack of this path; or, where it is none, the file of somebody else in which a network
+    was trained on the rows that are `named`. Raises UsageError.
+    """
+    return read_pack(path) if named is None or is_pack(path) else read_foreign(path, **named)
 
 
 def open_split(pack: Pack, split: str, threads: int | None = None) -> Opened:
@@ -18,4 +29,4 @@ def open_split(pack: Pack, split: str, threads: int | None = None) -> Opened:
         from hpctrain.data.encoded import Encoded  # brings Pillow
 
         return Encoded(pack, split, threads)
-    return Rows(pack, split)
+    return ForeignRows(pack, split) if pack.foreign else Rows(pack, split)

@@ -159,13 +159,26 @@ def _cause(path: str, text: str) -> str:
     return f"is damaged: {reason or 'HDF5 cannot read it'}; copy or pack it again"
 
 
+def is_pack(path: str) -> bool:
+    """Whether this is an HDF5 file that has the format mark, whatever else is wrong with it."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return _marked(file)
+    except Exception:  # damaged metadata makes HDF5 and h5py raise many kinds
+        return False
+
+
+def _marked(file: h5py.File) -> bool:
+    mark = file.attrs.get("format")
+    return isinstance(mark, bytes | np.bytes_) and mark == FORMAT.encode()
+
+
 def _check_format(path: str, file: h5py.File) -> int:
     """The format mark first: everything else is only meant where it is there. The version."""
-    mark = file.attrs.get("format")
-    if not isinstance(mark, bytes | np.bytes_) or mark != FORMAT.encode():
+    if not _marked(file):
         raise UsageError(
-            f"{path} is an HDF5 file but not a pack (no attribute format = {FORMAT!r});"
-            " make one with 'hpctrain pack'"
+            f"{path} is an HDF5 file but not a pack (no attribute format = {FORMAT!r}); make one"
+            " with 'hpctrain pack', or train on it as it is with --images and --labels"
         )
     version = int(file.attrs["version"])
     if version not in (VERSION, ENCODED_VERSION):

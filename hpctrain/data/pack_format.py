@@ -25,6 +25,7 @@ of ``bytes`` is one byte.
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -62,9 +63,50 @@ class Split:
     offsets_offset: int = -1  # of the (rows + 1,) int64 that say where each file begins
 
 
+NAMED_IN_FOREIGN = {
+    "images": str,
+    "labels": str,
+    "layout": str,
+    "split": str,
+    "seed": int,
+    "run_rows": int,
+}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Where a file of somebody else keeps its rows, and how they are dealt to splits."""
+
+    path: str
+    file_size: int
+    images: str  # path of the data set within the file
+    labels: str
+    layout: str  # of the images: NHWC, NCHW or NHW
+    dtype: str  # uint8, float16, float32 or float64
+    rows: int
+    image_shape: tuple[int, int, int]  # (H, W, C)
+    offset: int  # byte of the first image; -1 where they are stored in chunks
+    chunk_rows: int  # rows that a chunk spans; 0 where they are one piece of the file
+    labels_crc32: int  # of all labels as int64, to know the file again
+    run_rows: int = 0  # rows are dealt in runs of so many; 0 = one by one, class by class
+    split: str = "1"  # shares, as for the packer
+    seed: int = 0
+
+    def named(self) -> dict[str, Any]:
+        """What finds the same rows of the same splits again, wherever the file lies."""
+        return {name: getattr(self, name) for name in NAMED_IN_FOREIGN}
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one image."""
+        return math.prod(self.image_shape) * np.dtype(self.dtype).itemsize
+
+
 @dataclass(frozen=True)
 class Pack:
-    """All that is needed to read a pack by byte offset; small and picklable."""
+    """All that is needed to read a pack by byte offset; small and picklable. A file of somebody
+    else is described by `foreign`; its splits then have no offsets, and no mean or std is known.
+    """
 
     path: str
     uuid: str
@@ -77,6 +119,7 @@ class Pack:
     provenance: dict[str, Any]
     uuid_offset: int = -1  # where the uuid stands in the file, to know it again; -1 = not found
     fit: str = ""  # of a pack of JPEG files: one of FITS
+    foreign: Foreign | None = None
 
     @property
     def encoded(self) -> bool:

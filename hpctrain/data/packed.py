@@ -41,6 +41,13 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     return pack
 
 
+def is_pack(path: str | os.PathLike[str]) -> bool:
+    """Whether this is an HDF5 file that calls itself a pack."""
+    from hpctrain.data import pack_check
+
+    return pack_check.is_pack(os.path.abspath(path))
+
+
 def verify(pack: Pack) -> list[str]:
     """Recompute all checksums: one line per damaged block. None: all is as it was written."""
     from hpctrain.data import pack_check

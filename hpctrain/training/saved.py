@@ -18,7 +18,8 @@ from hpctrain.config import Config, EvaluateConfig, NetworkConfig, PredictConfig
 from hpctrain.data.augment import normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.loader import Prepare, make_prepare
-from hpctrain.data.packed import Pack, read_pack
+from hpctrain.data.opened import read_again
+from hpctrain.data.pack_format import NAMED_IN_FOREIGN, Pack
 from hpctrain.errors import UsageError
 from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
@@ -43,6 +44,7 @@ def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> d
         "pack": str(Path(pack.path).resolve()),
         "pack_uuid": pack.uuid,
         "provenance": pack.provenance,
+        "foreign": pack.foreign.named() if pack.foreign else None,
         "task": plan.task,
         "noise": plan.noise,
         "noise_level": plan.noise_level,
@@ -115,6 +117,7 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
         "std": std is None if mean is None else numbers(std, float, channels, 0.0),
         "pack": isinstance(metadata.get("pack", ""), str),
         "provenance": isinstance(metadata.get("provenance", {}), dict),
+        "foreign": metadata.get("foreign") is None or _names_rows(metadata["foreign"]),
         "precision": metadata.get("precision", "fp32") in ("fp32", "bf16"),
         "channels_last": isinstance(metadata.get("channels_last", True), bool),
         "task": metadata.get("task", "classify") in ("classify", "denoise"),
@@ -122,6 +125,11 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
     for name, fine in good.items():
         if not fine:
             raise UsageError(f"{path}: its metadata are damaged, {name} is {metadata.get(name)!r}")
+
+
+def _names_rows(named: Any) -> bool:
+    """Whether this is what `Foreign.named` gives."""
+    return isinstance(named, dict) and {n: type(v) for n, v in named.items()} == NAMED_IN_FOREIGN
 
 
 @dataclass(frozen=True)
@@ -173,7 +181,7 @@ def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
             raise UsageError(
                 f"the pack that {saved.path} was trained on, {source}, is gone: give --data"
             )
-        pack = read_pack(locate(source, settings.data_dir))
+        pack = read_again(locate(source, settings.data_dir), saved.metadata.get("foreign"))
         require_split(pack, settings.split)
         if pack.image_shape != saved.image_shape:
             raise UsageError(

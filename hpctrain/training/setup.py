@@ -18,10 +18,11 @@ from hpctrain import __version__
 from hpctrain.config import Config, byte_count, check_ranges
 from hpctrain.data.augment import check_shift, normalization
 from hpctrain.data.builtin import locate
+from hpctrain.data.foreign import read_foreign
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
 from hpctrain.data.opened import open_split
-from hpctrain.data.orders import make_order
+from hpctrain.data.orders import Order, make_order
 from hpctrain.data.packed import Pack, read_pack, verify
 from hpctrain.data.source import Source, as_kept, held_bytes
 from hpctrain.errors import UsageError
@@ -72,7 +73,7 @@ def set_up(
     --init. Raises the same error on all ranks. Collective.
     """
     config = comm.bcast(config)
-    pack = open_pack(config.data, config.data_dir, "train", comm)
+    pack = open_pack(config, "train", comm)
     everywhere(comm, lambda: check_data(config, pack))
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(config.device, local_rank))
@@ -103,6 +104,8 @@ def set_up(
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
         least_rows=probe.least_rows,
+        run_rows=pack.foreign.run_rows if pack.foreign else 0,
+        chunk_rows=pack.foreign.chunk_rows if pack.foreign else 0,
     )
     plan = from_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
@@ -116,11 +119,17 @@ def set_up(
         plan.seed,
         make_prepare(device, dtype, config.channels_last, scaling, config.flip, config.shift),
         task.pair,
-        make_order(plan.shuffle, plan.partition, plan.seed, plan.block_rows, plan.window_blocks),
+        order_of(plan),
         byte_count(config.read_buffer, "--read-buffer"),
         config.random_crop,
     )
     return Job(config, plan, pack, task, trainer, loader, prepare, fresh)
+
+
+def order_of(plan: Plan) -> Order:
+    """In which order the shards read the training rows."""
+    runs = plan.block_rows, plan.window_blocks, plan.scattered
+    return make_order(plan.shuffle, plan.partition, plan.seed, *runs)
 
 
 def check_settings(config: Config) -> None:
@@ -147,16 +156,23 @@ def check_data(config: Config, pack: Pack) -> None:
     for flag, given in needs.items():
         if given and "validation" not in pack.splits:
             raise UsageError(
-                f"{flag} needs a split validation, and {pack.path} has none: pack with"
-                " --split 0.8,0.1,0.1"
+                f"{flag} needs a split validation, and {pack.path} has none:"
+                f" {'train' if pack.foreign else 'pack'} with --split 0.8,0.1,0.1"
             )
 
 
-def open_pack(data: str, data_dir: str, split: str, comm: Comm) -> Pack:
-    """The pack, found (or made) and validated by rank 0, seen by all ranks. Collective."""
+def open_pack(config: Config, split: str, comm: Comm) -> Pack:
+    """The pack, found (or made) and validated by rank 0, seen by all ranks; or the file that
+    --images is about. Collective.
+    """
 
     def find() -> Pack:
-        pack = read_pack(locate(data, data_dir))
+        path = locate(config.data, config.data_dir)
+        if config.images is not None and config.labels is not None:
+            names = config.images, config.labels, config.layout
+            runs = None if config.shuffle == "blocks" else 0
+            return read_foreign(path, *names, config.split, config.seed, runs)
+        pack = read_pack(path)
         require_split(pack, split)
         damage = verify(pack) if pack.file_size <= VERIFIED_BYTES else []
         if damage:

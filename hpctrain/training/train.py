@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.config import Config, duration
+from hpctrain.data.foreign import reading_note
 from hpctrain.errors import Failure, RunError
 from hpctrain.models import save_model
 from hpctrain.parallel.determinism import refusal, torch_settings
@@ -131,6 +132,8 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         recorder.run(run_facts(job, folder, comm))
         for line in notes:
             recorder.note(line)
+        if note := reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks):
+            recorder.note(note)
         control.saving = saving_seconds(job.trainer)
         auto = config.worker_load == "auto"
         balance = Balance([range(*run) for run in job.plan.runs]) if auto else None
