@@ -5,12 +5,14 @@ For tests of what aborts, hangs, prints or starts MPI. Works with Open MPI 4 and
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,12 +22,17 @@ from hpctrain.launcher import launched_size
 ROOT = Path(__file__).resolve().parents[1]
 #: What Open MPI, MPICH and Slurm tell the ranks they start.
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
+#: For the sockets of mpirun: one that was killed leaves them, and the next of its number trips.
+SESSIONS = tempfile.mkdtemp(prefix="hpctrain-")
+atexit.register(shutil.rmtree, SESSIONS, ignore_errors=True)
 #: As root, and with more ranks than cores. Open MPI 4 and 5 read different names.
 ALLOWED = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_orte_tmpdir_base": SESSIONS,
+    "PRTE_MCA_prte_tmpdir_base": SESSIONS,
 }
 
 
