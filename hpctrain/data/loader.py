@@ -91,6 +91,7 @@ class Loader:
         order: Order | None = None,
         read_buffer: int = READ_BUFFER,
         random_crop: float = 0.0,
+        least_rows: int = 1,
     ) -> None:
         """Read consecutive `shards` of `partition` from `source`.
 
@@ -99,7 +100,8 @@ class Loader:
         when; None stands for a new order of each shard's own rows in every epoch. Memory for rows
         is bounded by `read_buffer` bytes; what fits into it is read once and kept. With
         `random_crop` every image is a random part of its file, of at least that share of the area:
-        UsageError unless the rows are files.
+        UsageError unless the rows are files. Where bad rows are left out, a shard that keeps fewer
+        than `least_rows` of a step has no batch.
         """
         self._cropped: Croppable | None = None
         if random_crop:
@@ -114,6 +116,7 @@ class Loader:
         self.pair = pair or (lambda images, labels, key: (images, labels))
         self.order = order or ByPartition(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
+        self._least_rows = least_rows
         self._reader: Reader | None = None
         self.carry(shards)
 
@@ -183,6 +186,11 @@ class Loader:
             self._cropped.decode(files, rows, images, self._random_crop, crop_key)
         else:
             rows = reader.read(epoch, shard, first, images)
+        usable = self.source.bad.usable(rows)
+        if usable is not None:
+            rows, images = rows[usable], images[usable]
+            if len(rows) < self._least_rows:
+                return None
         inputs = self.prepare(torch.from_numpy(images), key)
         labels = torch.from_numpy(self.source.labels[rows]).to(inputs.device)
         return Batch(shard, *self.pair(inputs, labels, key), key)

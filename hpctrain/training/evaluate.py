@@ -23,8 +23,9 @@ from hpctrain.data.loader import Prepare, read_rows
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source
+from hpctrain.errors import RunError
 from hpctrain.keys import random_key
-from hpctrain.parallel.mpi import Comm, everywhere, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.tables import print_evaluation, write_json
 from hpctrain.training.saved import Saved, open_network, open_pack_for
@@ -98,15 +99,15 @@ def evaluate(
     block: int,
     go_on: Callable[[str], bool] = lambda doing: True,
 ) -> Evaluation | None:
-    """The figures of `model` in `task` over all rows of `source`. Collective.
+    """The figures of `model` in `task` over all rows of `source` that can be used. Collective.
 
     `go_on` is told what comes next; where it says no on any rank, the rest of that rank's blocks
     is left out, and None returned on all.
     """
     total, classes = len(source.labels), task.classes
     shape = (-(-total // block), len(task.sums))
-    figures = np.zeros(shape[0] * shape[1] + classes * classes + 1)
-    sums, counts = figures[: shape[0] * shape[1]].reshape(shape), figures[shape[0] * shape[1] : -1]
+    figures = np.zeros(shape[0] * shape[1] + classes * classes + 2)
+    sums, counts = figures[: shape[0] * shape[1]].reshape(shape), figures[shape[0] * shape[1] : -2]
     training = model.training
     model.eval()
     for number, rows in blocks_of(total, block, comm.size, comm.rank):
@@ -114,6 +115,12 @@ def evaluate(
             figures[-1] = 1
             break
         images = read_rows(source, rows, prepare)
+        usable = source.bad.usable(rows)
+        if usable is not None:
+            rows, images = rows[usable], images[torch.from_numpy(usable).to(images.device)]
+            if not len(rows):
+                continue
+        figures[-2] += len(rows)
         labels = source.labels[rows]
         key = random_key("evaluation", number)
         inputs, targets = task.pair(images, torch.from_numpy(labels).to(images.device), key)
@@ -127,6 +134,9 @@ def evaluate(
     allreduce(comm, figures)
     if figures[-1]:
         return None
+    total = round(figures[-2])
+    if not total:
+        raise agreed(RunError("no row of the split can be used"))
     means = {name: sum(sums[:, i].tolist()) / total for i, name in enumerate(task.sums)}
     confusion = counts.round().astype(np.int64).reshape(classes, classes)
     return Evaluation(total, means, confusion if classes else None)
