@@ -20,6 +20,8 @@ from hpctrain.data.pack_file import PackFile, as_bytes, find_uuid, open_file, re
 from hpctrain.data.pack_format import Pack, content_uuid
 from hpctrain.errors import UsageError
 
+NOT_OF_UUID = "shape, classes or checksums are not those that the uuid was made from"
+
 
 def read_pack(path: str | os.PathLike[str]) -> Pack:
     """Open a pack and check everything but the checksums.
@@ -49,15 +51,33 @@ def is_pack(path: str | os.PathLike[str]) -> bool:
 
 
 def read_sums(pack: Pack) -> Sums:
-    """The checksums of all blocks of a pack. Raises UsageError."""
+    """The checksums of all blocks of a pack. Raises UsageError where they, the image shape or the
+    classes are not those of which the uuid was made.
+    """
+    sums = _stored_sums(pack)
+    if not _is_of(pack, sums):
+        raise UsageError(f"{pack.path} is damaged: {NOT_OF_UUID}; copy or pack it again")
+    return sums
+
+
+def _stored_sums(pack: Pack) -> Sums:
     from hpctrain.data import pack_check
 
     return pack_check.read_checksums(pack)
 
 
+def _is_of(pack: Pack, sums: Sums) -> bool:
+    """Whether the uuid is that of this shape, these classes and these checksums."""
+    stored = {
+        name: (split.rows, [sums[name, kind][0] for kind in pack.columns(name)])
+        for name, split in pack.splits.items()
+    }
+    return content_uuid(pack.image_shape, pack.classes, stored, pack.fit) == pack.uuid
+
+
 def verify(pack: Pack) -> list[str]:
     """Recompute all checksums: one line per damaged block. None: all is as it was written."""
-    sums = read_sums(pack)
+    sums = _stored_sums(pack)
     damage: list[str] = []
     descriptor = open_file(pack.path)
     try:
@@ -67,12 +87,8 @@ def verify(pack: Pack) -> list[str]:
                 damage += _damaged_blocks(pack.path, descriptor, seals)
     finally:
         os.close(descriptor)
-    stored = {
-        name: (split.rows, [sums[name, kind][0] for kind in pack.columns(name)])
-        for name, split in pack.splits.items()
-    }
-    if not damage and content_uuid(pack.image_shape, pack.classes, stored, pack.fit) != pack.uuid:
-        damage.append("shape, classes or checksums are not those that the uuid was made from")
+    if not damage and not _is_of(pack, sums):
+        damage.append(NOT_OF_UUID)
     return damage
 
 
