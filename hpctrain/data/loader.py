@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from hpctrain.keys import random_key
 AHEAD = 2  # steps that are ready before they are needed
 HEAD_START = 0.002  # seconds
 READ_BUFFER = 256 << 20  # bytes
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,19 @@ def read_rows(
     images = np.empty((len(rows), *source.image_shape), source.dtype)  # (n, H, W, C)
     source.gather(np.asarray(rows), images)
     return (prepare or make_prepare())(torch.from_numpy(images), 0)
+
+
+def ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """What `make` gives for each item, made by a thread while the one before is used."""
+    with ThreadPoolExecutor(1, "ahead") as thread:
+        waiting: Future[Made] | None = None
+        for item in items:
+            following = thread.submit(make, item)
+            if waiting:
+                yield waiting.result()
+            waiting = following
+        if waiting:
+            yield waiting.result()
 
 
 class Loader:

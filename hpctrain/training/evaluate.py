@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig
-from hpctrain.data.loader import Prepare, read_rows
+from hpctrain.data.loader import Prepare, ahead, read_rows
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source
@@ -110,11 +110,14 @@ def evaluate(
     sums, counts = figures[: shape[0] * shape[1]].reshape(shape), figures[shape[0] * shape[1] : -2]
     training = model.training
     model.eval()
-    for number, rows in blocks_of(total, block, comm.size, comm.rank):
+
+    def read(part: tuple[int, np.ndarray]) -> tuple[int, np.ndarray, torch.Tensor]:
+        return *part, read_rows(source, part[1], prepare)
+
+    for number, rows, images in ahead(read, blocks_of(total, block, comm.size, comm.rank)):
         if not go_on(f"block {number}"):
             figures[-1] = 1
             break
-        images = read_rows(source, rows, prepare)
         usable = source.bad.usable(rows)
         if usable is not None:
             rows, images = rows[usable], images[torch.from_numpy(usable).to(images.device)]

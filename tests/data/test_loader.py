@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.data.bad_rows import BadRows
-from hpctrain.data.loader import Loader, make_prepare, read_rows
+from hpctrain.data.loader import Loader, ahead, make_prepare, read_rows
 from hpctrain.data.orders import make_order
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.source import Resident, RowByRow
@@ -329,3 +329,25 @@ def test_bad_rows_are_left_out_of_their_batches():
     assert [len(batch.targets) for batch in kept] == [1]
     steps = Loader(source, PARTITION, range(3), SEED, least_rows=2).epoch(0)
     assert not any(steps)
+
+
+def test_one_thing_is_made_while_the_one_before_is_used():
+    begun, used = [], []
+    for made in ahead(lambda n: begun.append(n) or n * n, range(5)):
+        used.append(made)
+        deadline = time.monotonic() + 20
+        while len(begun) < min(5, len(used) + 1) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert begun == list(range(min(5, len(used) + 1)))
+    assert used == [0, 1, 4, 9, 16]
+    assert list(ahead(str, [])) == []
+
+    def fail(n):
+        if n == 2:
+            raise RunError("two")
+        return n
+
+    made = ahead(fail, range(4))
+    assert [next(made), next(made)] == [0, 1]
+    with pytest.raises(RunError, match="two"):
+        next(made)
