@@ -110,6 +110,7 @@ class Loader:
         read_buffer: int = READ_BUFFER,
         random_crop: float = 0.0,
         least_rows: int = 1,
+        pinned: bool = False,
     ) -> None:
         """Read consecutive `shards` of `partition` from `source`.
 
@@ -119,7 +120,7 @@ class Loader:
         is bounded by `read_buffer` bytes; what fits into it is read once and kept. With
         `random_crop` every image is a random part of its file, of at least that share of the area:
         UsageError unless the rows are files. Where bad rows are left out, a shard that keeps fewer
-        than `least_rows` of a step has no batch.
+        than `least_rows` of a step has no batch. `pinned` memory is what GPUs copy from at once.
         """
         self._cropped: Croppable | None = None
         if random_crop:
@@ -134,7 +135,7 @@ class Loader:
         self.pair = pair or (lambda images, labels, key: (images, labels))
         self.order = order or ByPartition(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
-        self._least_rows = least_rows
+        self._least_rows, self._pinned = least_rows, pinned
         self._reader: Reader | None = None
         self.carry(shards)
 
@@ -143,7 +144,9 @@ class Loader:
         self.shards = range(shards[0], shards[-1] + 1)
         largest = max(self.partition.shares[j] for j in shards)
         shape = (largest, *self.source.image_shape)
-        self._buffer = np.empty(shape, self.source.dtype)  # (m_j, H, W, C)
+        empty = torch.from_numpy(np.empty(0, self.source.dtype))
+        buffer = torch.empty(shape, dtype=empty.dtype, pin_memory=self._pinned)
+        self._buffer = buffer.numpy()  # (m_j, H, W, C)
         if self._reader is not None:
             self._reader.close()
             self._reader = None

@@ -122,16 +122,17 @@ def make_loader(
     reading: Reading,
     plan: Plan,
     config: Config,
-    rank: int,
+    shards: range,
     prepare: Prepare,
     pair: Pair,
     least_rows: int,
+    pinned: bool,
 ) -> Loader:
-    """The batches of a rank."""
+    """The batches of the rank that carries these shards."""
     return Loader(
         reading.source,
         plan.partition,
-        range(*plan.runs[rank]),
+        shards,
         plan.seed,
         prepare,
         pair,
@@ -139,6 +140,7 @@ def make_loader(
         byte_count(config.read_buffer, "--read-buffer"),
         config.random_crop,
         least_rows,
+        pinned,
     )
 
 

@@ -124,13 +124,15 @@ def set_up(
     )
     norms.start(probe)
     trainer = make_trainer(model, norms, task, config, plan, comm)
+    own = range(*plan.runs[comm.rank])
     reading = Reading(pack, checks, source, order_of(plan))
     if config.stage and not config.dry_run:
-        reading = staged(config.stage, reading, range(*plan.runs[comm.rank]), comm, doing)
+        reading = staged(config.stage, reading, own, comm, doing)
     augmented = make_prepare(
         device, dtype, config.channels_last, scaling, config.flip, config.shift
     )
-    loader = make_loader(reading, plan, config, comm.rank, augmented, task.pair, probe.least_rows)
+    pinned = device.type == "cuda"
+    loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, pinned)
     return Job(config, plan, pack, reading, task, trainer, loader, prepare, fresh)
 
 

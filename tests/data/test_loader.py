@@ -351,3 +351,10 @@ def test_one_thing_is_made_while_the_one_before_is_used():
     assert [next(made), next(made)] == [0, 1]
     with pytest.raises(RunError, match="two"):
         next(made)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_rows_are_read_into_pinned_memory():
+    loader = Loader(Source(), PARTITION, MINE, SEED, pinned=True)
+    assert torch.from_numpy(loader._buffer).is_pinned()
+    assert bits(loader.epoch(0)) == bits(Loader(Source(), PARTITION, MINE, SEED).epoch(0))
