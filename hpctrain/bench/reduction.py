@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+import torch
 from torch.nn import Linear
 
 from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import Comm, start_mpi
-from hpctrain.parallel.reduce import allreduce
 from hpctrain.parallel.shards import carried
+from hpctrain.parallel.transport import HostMemory
 from hpctrain.parallel.tree import subtrees
 from hpctrain.parallel.wire import NarrowWire
 
@@ -42,12 +42,13 @@ def seconds_of(function: Callable[[], None], comm: Comm) -> float:
 def measure(comm: Comm, length: int, shards: int) -> dict[str, float]:
     """Medians of both, in turn. Collective."""
     spans = [subtrees(run, (0, shards)) for run in carried(shards, comm.size)]
-    sums = [np.ones(length, np.float32) for _ in spans[comm.rank]]
-    exchange = Exchange(comm, spans, length, sums[0].dtype)
+    sums = [torch.ones(length) for _ in spans[comm.rank]]
+    transport = HostMemory(comm)
+    exchange = Exchange(transport, spans, sums[0])
     message = Message(Linear(1, length, bias=False), 0, comm.rank, comm.size)
-    narrow = NarrowWire(comm, message)
+    narrow = NarrowWire(transport, message)
     ways = {
-        "allreduce": lambda: allreduce(comm, sums[-1]),
+        "allreduce": lambda: transport.allreduce(sums[-1]),
         "tree": lambda: exchange(sums),
         "bf16": lambda: narrow(message),
     }
@@ -56,7 +57,7 @@ def measure(comm: Comm, length: int, shards: int) -> dict[str, float]:
         way()  # connections and first-touched pages
     while (done := len(times["tree"])) < LEAST or (done < MOST and sum(times["tree"]) < SECONDS):
         for name, way in ways.items():
-            sums[-1].fill(1)
+            sums[-1].fill_(1)
             message.tensor.fill_(1)
             times[name].append(seconds_of(way, comm))
     ring = 2 * length * (comm.size - 1) / comm.size

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.device import pinned_like, synchronize
 from hpctrain.parallel.message import ALIGNMENT, Message
-from hpctrain.parallel.mpi import MPI, Comm
+from hpctrain.parallel.transport import Transport
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # gradients, everything else
 
@@ -25,60 +23,49 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # gradients, everything else
 class NarrowWire:
     """Sums messages with gradients rounded to bfloat16 where they travel."""
 
-    def __init__(self, comm: Comm, message: Message) -> None:
+    def __init__(self, transport: Transport, message: Message) -> None:
         """UsageError for a model that is not float32."""
         if message.tensor.dtype != torch.float32:
             raise UsageError(
                 f"--wire bf16 is for float32 models; this one is {message.tensor.dtype}"
             )
-        self.comm = comm
-        length = len(message.gradients)
-        self._wide = _cuts(length, comm.size, ALIGNMENT)  # of gradients, by owner
-        self._rest = _cuts(len(message.tensor) - length, comm.size, 1)  # of everything else
+        self.transport, self.rank, self.size = transport, transport.comm.rank, transport.comm.size
+        length, device = len(message.gradients), message.device
+        self._wide = _cuts(length, self.size, ALIGNMENT)  # of gradients, by owner
+        self._rest = _cuts(len(message.tensor) - length, self.size, 1)  # of everything else
         self._bytes = [
             2 * (wide.stop - wide.start) + 4 * (rest.stop - rest.start)
             for wide, rest in zip(self._wide, self._rest, strict=True)
         ]
-        self._places = [sum(self._bytes[:rank]) for rank in range(comm.size)]
-        self._all = np.empty(sum(self._bytes), np.uint8)  # what goes out, then what came back
-        self._own = np.empty((comm.size, self._bytes[comm.rank]), np.uint8)
-        own = self._wide[comm.rank]
-        self._sum, self._widened = torch.empty(2, own.stop - own.start).unbind()
-        self._staged = None  # on a GPU: gradients, already rounded, and the rest
-        if message.device.type != "cpu":
-            narrow = message.gradients.to(torch.bfloat16)
-            self._staged = pinned_like(narrow), pinned_like(message.tensor[length:])
+        self._places = [sum(self._bytes[:rank]) for rank in range(self.size)]
+        own, wide = self._bytes[self.rank], self._wide[self.rank]
+        # what goes out, then what came back; and the slices that all ranks sent here
+        self._all = torch.empty(sum(self._bytes), dtype=torch.uint8, device=device)
+        self._own = torch.empty((self.size, own), dtype=torch.uint8, device=device)
+        sums = torch.empty(2, wide.stop - wide.start, device=device)
+        self._sum, self._widened = sums.unbind()
 
     def keep(self, shard: int) -> None:
         """Nothing to do: the next shard adds to the message."""
 
     def __call__(self, message: Message) -> None:
         """Sum the message over all ranks, in place. Collective."""
-        if self.comm.size == 1:
+        if self.size == 1:
             return
-        there = message.gradients, message.tensor[len(message.gradients) :]
-        here = self._staged or there
-        if self._staged:
-            here[0].copy_(there[0].to(torch.bfloat16), non_blocking=True)
-            here[1].copy_(there[1], non_blocking=True)
-            synchronize(message.device)
-        for rank in range(self.comm.size):
-            self._copy(self._slices(here, rank), self._place(rank))  # rounds to the nearest
-        size, own = self.comm.size, self._bytes[self.comm.rank]
-        self.comm.Alltoallv(
-            [self._all, (self._bytes, self._places), MPI.BYTE],
-            [self._own, ([own] * size, [own * rank for rank in range(size)]), MPI.BYTE],
-        )
-        self._copy(self._added(), self._place(self.comm.rank))
-        self.comm.Allgatherv(MPI.IN_PLACE, [self._all, (self._bytes, self._places), MPI.BYTE])
-        for rank in range(self.comm.size):
-            self._copy(self._place(rank), self._slices(here, rank))
-        if self._staged:
-            self._copy(here, there)
+        whole = message.gradients, message.tensor[len(message.gradients) :]
+        for rank in range(self.size):
+            _copy(self._slices(whole, rank), self._place(rank))  # rounds to the nearest
+        blocks, own = (self._bytes, self._places), self._bytes[self.rank]
+        places = [own] * self.size, [own * rank for rank in range(self.size)]
+        self.transport.alltoallv(self._all, blocks, self._own.flatten(), places)
+        _copy(self._added(), self._place(self.rank))
+        self.transport.allgatherv(self._all, blocks)
+        for rank in range(self.size):
+            _copy(self._place(rank), self._slices(whole, rank))
 
     def _added(self) -> Pair:
         """Sum of the slices that all ranks sent here, in the order of ranks."""
-        rows = [self._parts(row, self.comm.rank) for row in self._own]
+        rows = [self._parts(row, self.rank) for row in self._own]
         wide, rest = self._sum, rows[0][1]
         wide.copy_(rows[0][0])
         for more, others in rows[1:]:
@@ -86,11 +73,10 @@ class NarrowWire:
             rest += others
         return wide, rest
 
-    def _parts(self, row: np.ndarray, rank: int) -> Pair:
+    def _parts(self, row: torch.Tensor, rank: int) -> Pair:
         """The two slices that `rank` owns, as they lie in `row` (bytes,)."""
-        data = torch.from_numpy(row)
         border = 2 * (self._wide[rank].stop - self._wide[rank].start)
-        return data[:border].view(torch.bfloat16), data[border:].view(torch.float32)
+        return row[:border].view(torch.bfloat16), row[border:].view(torch.float32)
 
     def _place(self, rank: int) -> Pair:
         start = self._places[rank]
@@ -99,10 +85,10 @@ class NarrowWire:
     def _slices(self, whole: Pair, rank: int) -> Pair:
         return whole[0][self._wide[rank]], whole[1][self._rest[rank]]
 
-    @staticmethod
-    def _copy(source: Pair, target: Pair) -> None:
-        for a, b in zip(source, target, strict=True):
-            b.copy_(a, non_blocking=True)
+
+def _copy(source: Pair, target: Pair) -> None:
+    for a, b in zip(source, target, strict=True):
+        b.copy_(a)
 
 
 def _cuts(length: int, parts: int, unit: int) -> list[slice]:

@@ -13,7 +13,8 @@ from torch import nn
 from hpctrain.config import Config, check_ranges
 from hpctrain.errors import UsageError
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.reduce import Direct, choose_reduce
+from hpctrain.parallel.reduce import Plain, choose_reduce
+from hpctrain.parallel.transport import HostMemory
 from hpctrain.parallel.wire import NarrowWire, _cuts
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
@@ -55,7 +56,7 @@ def test_the_sum_is_rounded_twice_and_the_rest_is_exact(comm):
     counting = Counting(comm)
     message = filled(comm, comm.rank)
     own = message.tensor.clone()
-    NarrowWire(counting, message)(message)
+    NarrowWire(HostMemory(counting), message)(message)
     everybody = [filled(comm, rank) for rank in range(comm.size)]
     length = len(message.gradients)
     if comm.size == 1:
@@ -81,7 +82,7 @@ def test_the_sum_is_rounded_twice_and_the_rest_is_exact(comm):
 def test_not_for_float64(comm):
     with pytest.raises(UsageError, match="--wire bf16 is for float32 models; this one is .*64"):
         choose_reduce(comm, filled(comm, 0, torch.float64), None, "bf16")
-    assert isinstance(choose_reduce(comm, filled(comm, 0)), Direct)
+    assert isinstance(choose_reduce(comm, filled(comm, 0)), Plain)
 
 
 def test_not_with_deterministic():
