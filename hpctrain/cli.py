@@ -65,6 +65,9 @@ COMMANDS = {
         True,
     ),
     "compare": Command(config.CompareConfig, "two runs, bit by bit", "hpctrain.compare"),
+    "plot": Command(
+        config.PlotConfig, "accuracy and loss of runs by epoch, as a figure", "hpctrain.plot"
+    ),
     "doctor": Command(
         config.DoctorConfig, "say what was found on this machine", "hpctrain.doctor.command"
     ),

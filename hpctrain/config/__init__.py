@@ -13,6 +13,7 @@ from hpctrain.config.others import (
     EvaluateConfig,
     NetworkConfig,
     PackConfig,
+    PlotConfig,
     PredictConfig,
     StopConfig,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "EvaluateConfig",
     "NetworkConfig",
     "PackConfig",
+    "PlotConfig",
     "PredictConfig",
     "StopConfig",
     "byte_count",

@@ -111,6 +111,24 @@ class CompareConfig:
 
 
 @dataclass(frozen=True)
+class PlotConfig:
+    """Settings of ``hpctrain plot``: accuracy and loss of runs by epoch."""
+
+    targets: tuple[str, ...] = option(
+        (), "runs or sweeps, by name or folder", "What", positional=True
+    )
+    runs_dir: str = option("runs", "folder of all runs", "What")
+    confusion: bool = option(False, "a second figure: the confusion matrix of a split", "What")
+    split: str = option("test", "split of the confusion matrix", "What")
+    output: str | None = option(
+        None,
+        "the figure to write (.png, .svg or .pdf); default: training.png in the folder of the run"
+        " or sweep, for several in that of all runs",
+        "Output",
+    )
+
+
+@dataclass(frozen=True)
 class DoctorConfig:
     """Settings of ``hpctrain doctor``: what was found on this machine, each with a verdict."""
 
