@@ -32,8 +32,9 @@ def empty_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure  # without pyplot, so no window system is asked for
     except ImportError as error:
         raise UsageError("plots need matplotlib: pip install 'hpctrain[plot]'") from error
-    matplotlib.rcParams.update(FONTS)
-    figure = Figure(figsize=(width, height), layout="constrained")
+    settings: Any = matplotlib.rcParams
+    settings.update(FONTS)
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08)
     return figure
 

@@ -96,7 +96,7 @@ def _draw(
         loss.set_ylim(*limits.loss)
         _curves(loss, network.loss, network.validation_loss)
         _outer(loss, limits.name, outer)
-    first, last = list(panels.values())[0], list(panels.values())[-1]
+    first, *_, last = [*panels.values()] * 2
     for axes in panels.values():
         axes.set_xlim(0, limits.epochs * 1.02)
         whole = limits.epochs >= 3

@@ -27,7 +27,7 @@ from hpctrain.keys import random_key
 from hpctrain.parallel.mpi import Comm, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.tables import print_evaluation, write_json
-from hpctrain.training.saved import Saved, open_network, open_pack_for
+from hpctrain.training.saved import open_network, open_pack_for
 from hpctrain.training.tasks import Task
 
 
@@ -38,6 +38,7 @@ class Evaluation:
     rows: int
     means: dict[str, float]  # over rows, of what the task adds up
     confusion: np.ndarray | None  # (K, K) int64: rows of true class i answered as class j
+    mistakes: np.ndarray  # (n, 2) int64: the first rows answered wrongly, and the answers
 
     @property
     def loss(self) -> float:
@@ -64,14 +65,16 @@ def main(settings: EvaluateConfig) -> int:
     if comm.rank == 0 and result is not None:
         print_evaluation(result.figures(), result.confusion, pack.classes, settings.split)
         if settings.output:
-            write_json(Path(settings.output), as_json(result, pack, network.saved, settings.split))
+            write_json(
+                Path(settings.output), as_json(result, pack, network.saved.path, settings.split)
+            )
     return 0
 
 
-def as_json(result: Evaluation, pack: Pack, saved: Saved, split: str) -> dict[str, Any]:
-    """The figures of an evaluation for --output."""
+def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str, Any]:
+    """The figures of an evaluation for --output and for the folder of a run."""
     return {
-        "model": str(saved.path),
+        "model": str(model),
         "pack": pack.path,
         "pack_uuid": pack.uuid,
         "split": split,
@@ -97,21 +100,25 @@ def evaluate(
     comm: Comm,
     block: int,
     go_on: Callable[[str], bool] = lambda doing: True,
+    kept: int = 0,
 ) -> Evaluation | None:
-    """The figures of `model` in `task` over all rows of `source`. Collective.
+    """The figures of `model` in `task` over all rows of `source`, and its first `kept` mistakes.
+    Collective.
 
     `go_on` is told what comes next; where it says no on any rank, the rest of that rank's blocks
     is left out, and None returned on all.
     """
     total, classes = len(source.labels), task.classes
     shape = (-(-total // block), len(task.sums))
-    figures = np.zeros(shape[0] * shape[1] + classes * classes + 1)
-    sums, counts = figures[: shape[0] * shape[1]].reshape(shape), figures[shape[0] * shape[1] : -1]
+    sizes = [shape[0] * shape[1], classes * classes, comm.size * kept * 2, 1]
+    figures = np.zeros(sum(sizes))
+    sums, counts, mistakes, left = np.split(figures, np.cumsum(sizes)[:-1])  # views
+    sums, mistakes, noted = sums.reshape(shape), mistakes.reshape(comm.size, kept, 2), 0
     training = model.training
     model.eval()
     for number, rows in blocks_of(total, block, comm.size, comm.rank):
         if not go_on(f"block {number}"):
-            figures[-1] = 1
+            left[0] = 1
             break
         images = read_rows(source, rows, prepare)
         labels = source.labels[rows]
@@ -120,13 +127,18 @@ def evaluate(
         found, answers = task.judge(model, inputs, targets)
         sums[number] = [value.item() for value in found]
         if answers is not None:
-            pairs = labels * classes + answers.cpu().numpy()
-            counts += np.bincount(pairs, minlength=classes * classes)
+            answered = answers.cpu().numpy()
+            counts += np.bincount(labels * classes + answered, minlength=classes * classes)
+            wrong = np.flatnonzero(answered != labels)[: kept - noted]
+            found_now = np.stack([rows[wrong] + 1, answered[wrong]], 1)  # 0 = none
+            mistakes[comm.rank, noted : noted + len(wrong)] = found_now
+            noted += len(wrong)
     model.train(training)
     go_on("waiting for all")
     allreduce(comm, figures)
-    if figures[-1]:
+    if left[0]:
         return None
     means = {name: sum(sums[:, i].tolist()) / total for i, name in enumerate(task.sums)}
     confusion = counts.round().astype(np.int64).reshape(classes, classes)
-    return Evaluation(total, means, confusion if classes else None)
+    first = mistakes[mistakes[:, :, 0] > 0][:kept].astype(np.int64) - [1, 0]
+    return Evaluation(total, means, confusion if classes else None, first)

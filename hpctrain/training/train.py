@@ -199,7 +199,7 @@ def finish(run: Run, folder: Path, first: int) -> int:
         from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
     state.restore_best(trainer)
     from_root(run.comm, lambda: save(run, folder))  # before anything else may fail
-    tests = test(run) if run.job.config.test else {}
+    tests = test(run, folder) if run.job.config.test else {}
     if state.ended is Why.LEAVE:
         return leave(run, state.step - first)
     from_root(run.comm, lambda: save(run, folder))
