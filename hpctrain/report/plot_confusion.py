@@ -15,6 +15,7 @@ from hpctrain.report.figures import columns_for, empty_figure, wrapped
 from hpctrain.report.folders import evaluation_file
 
 NUMBERED = 16  # classes whose counts still fit their cells
+CELL = 0.34  # inches of one of these
 NAMED = 40  # classes whose names still fit an axis
 
 
@@ -61,34 +62,40 @@ def plot_confusion(networks: Sequence[Confusion]) -> Any:
     columns = columns_for(len(networks), 3)
     rows = -(-len(networks) // columns)
     most = max(len(network.classes) for network in networks)
-    side = min(9.0, max(3.6, 0.42 * most + 1.4)) if most <= NUMBERED else 6.0
-    figure = empty_figure(side * columns + 0.9, (side + 0.4) * rows)
+    side = max(3.2, CELL * most + 1.0) if most <= NUMBERED else 6.0
+    figure = empty_figure(side * columns, (side + 0.5) * rows + 0.6)
     cells = figure.add_gridspec(rows, columns)
     panels = [figure.add_subplot(cells[divmod(i, columns)]) for i in range(len(networks))]
     for axes, network in zip(panels, networks, strict=True):
         image = _draw(axes, network)
-    figure.colorbar(image, ax=panels, label="share of the true class (%)", shrink=0.7, pad=0.02)
+    label = "share of the true class (%)"
+    figure.colorbar(image, ax=panels, label=label, location="bottom", shrink=0.6, aspect=30)
     return figure
 
 
 def _draw(axes: Any, network: Confusion) -> Any:
     counts, many = network.counts, len(network.classes)
     shares = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+    from matplotlib.colors import PowerNorm
+
+    shade = PowerNorm(0.5, 0, 100)  # rare confusions are seen too
+    image = axes.imshow(shares, cmap="Blues", norm=shade)
     if many <= NUMBERED:
+        size = 7 if counts.max() < 10_000 else 6
         for (i, j), count in np.ndenumerate(counts):
             if count:
-                shade = "white" if shares[i, j] > 55 else "black"
-                axes.text(j, i, f"{count}", ha="center", va="center", color=shade, fontsize=7)
+                ink = "white" if shares[i, j] > 35 else "black"
+                axes.text(j, i, f"{count}", ha="center", va="center", color=ink, fontsize=size)
     if many <= NAMED:
-        labels = [wrapped(name, 16, 1)[0] for name in network.classes]
+        labels = [wrapped(name, 22, 1)[0] for name in network.classes]
         turned = 90 if max(map(len, labels)) > 3 else 0
         axes.set_xticks(range(many), labels, rotation=turned, parse_math=False)
         axes.set_yticks(range(many), labels, parse_math=False)
     if NUMBERED < many <= NAMED:
         axes.tick_params(labelsize=6)
-    axes.set_xlabel("class answered")
-    axes.set_ylabel("true class")
+    number = "" if many <= NAMED else " (number)"
+    axes.set_xlabel(f"class answered{number}")
+    axes.set_ylabel(f"true class{number}")
     right = 100 * np.trace(counts) / max(counts.sum(), 1)
     title = [*wrapped(network.name, 40, 3), f"{network.split}: {right:.2f} % of {counts.sum():,}"]
     axes.set_title("\n".join(title), parse_math=False)
