@@ -223,7 +223,10 @@ def test_a_confusion_matrix_of_any_size(runs, classes):
         (["a", "--output", "no/x.png"], "--output no/x.png: there is no folder no"),
         (["new"], "new has recorded nothing to plot yet"),
         (["sweep"], "sweep: none of its runs has begun yet"),
-        (["a", "--confusion"], "a has no figures of the split test; this makes them: hpctrain eval"),
+        (
+            ["a", "--confusion"],
+            "a has no figures of the split test; this makes them: hpctrain eval",
+        ),
         (["odd", "--confusion"], "evaluation-test.json is not what hpctrain evaluate --output"),
         (["den", "--confusion"], "den restores images: there are no classes to confuse"),
     ],
