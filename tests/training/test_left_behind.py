@@ -69,7 +69,7 @@ def test_tensorboard_shows_mistakes_after_each_evaluation(comm, settings, task):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    loop.train(dataclasses.replace(settings, tensorboard=True, task=task), comm)
+    loop.train(dataclasses.replace(settings, tensorboard=True, task=task, lr=1e-6), comm)
     if comm.rank == 0:
         events = EventAccumulator(str(folder_of(settings)), size_guidance={"images": 0})
         events.Reload()
@@ -89,7 +89,7 @@ def test_the_mistakes_are_those_of_the_network(comm, settings, monkeypatch):
 
     monkeypatch.setattr(validate, "draw_captioned", draw)
     monkeypatch.setattr(validate, "MISTAKES", 1000)
-    loop.train(dataclasses.replace(settings, tensorboard=True), comm)
+    loop.train(dataclasses.replace(settings, tensorboard=True, lr=1e-6), comm)
     if comm.rank == 0:
         images, captions = shown[-1]
         figures = json.loads(evaluation_file(folder_of(settings), "test").read_text())
