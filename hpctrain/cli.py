@@ -1,4 +1,4 @@
-"""The command line: ``python -m hpctrain [train|pack|evaluate|predict|doctor] ...``.
+"""The command line: ``python -m hpctrain [train|pack|evaluate|predict|plot|doctor] ...``.
 
 A parser is built from the subcommand's dataclass in config.py; nothing heavy (torch, MPI, HDF5)
 is imported before the arguments are accepted, so that --help answers at once.
