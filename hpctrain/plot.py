@@ -13,7 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.curves import Curves, read_curves
 from hpctrain.report.figures import check_name, distinct_names, save
 from hpctrain.report.find import find_folder, find_runs
-from hpctrain.report.plot_confusion import plot_confusion, read_confusion
+from hpctrain.report.plot_confusion import Confusion, plot_confusion, read_confusion
 from hpctrain.report.plot_training import outcome, plot_training
 
 FILE = "training.png"
@@ -36,11 +36,7 @@ def main(settings: PlotConfig) -> int:
     if not shown:
         verb = "has" if len(names) == 1 else "have"
         raise UsageError(f"{', '.join(names)} {verb} recorded nothing to plot yet")
-    matrices = [
-        read_confusion(folder, curves.name, settings.split)
-        for folder, curves in shown
-        if settings.confusion
-    ]
+    matrices = confusions(shown, settings.split) if settings.confusion else []
     tell([curves for _, curves in found])
     save(plot_training([curves for _, curves in shown]), path)
     print(f"{path}: accuracy and loss by epoch")
@@ -58,6 +54,21 @@ def output_path(settings: PlotConfig) -> Path:
     if len(settings.targets) == 1:
         return find_folder(settings.targets[0], settings.runs_dir) / FILE
     return Path(settings.runs_dir) / FILE
+
+
+def confusions(runs: Sequence[tuple[Path, Curves]], split: str) -> list[Confusion]:
+    """The confusion matrices of the runs that have one, the others named. UsageError if none."""
+    found, missing = [], []
+    for folder, curves in runs:
+        try:
+            found.append(read_confusion(folder, curves.name, split))
+        except UsageError as error:
+            missing.append(error)
+    if not found:
+        raise missing[0]
+    for error in missing:
+        print(error)
+    return found
 
 
 def tell(networks: Sequence[Curves]) -> None:

@@ -68,6 +68,8 @@ def test_accuracy_above_loss(runs):
         assert (validation.get_linestyle(), validation.get_marker()) == ("None", "o")
         assert validation.get_xdata().tolist() == [0.5, 1.5, 2.5]
     assert above.get_window_extent().y0 > below.get_window_extent().y1
+    numbered = [axes.xaxis.get_tick_params()["labelbottom"] for axes in (above, below)]
+    assert numbered == [False, True]
 
 
 def test_networks_share_their_axes(runs):
@@ -184,7 +186,8 @@ def write_confusion(folder, classes, counts, split="test"):
 
 
 def test_the_confusion_matrix_is_a_second_figure(runs, capsys):
-    write_confusion(write_record(runs / "a"), ["$x$", "y"], [[7, 3], [0, 0]])
+    no_formula = "$\\no$"  # matplotlib would refuse it as one
+    write_confusion(write_record(runs / "a"), [no_formula, "y"], [[7, 3], [0, 0]])
     write_confusion(runs / "a", ["x", "y"], [[1, 0], [0, 1]], "validation")
     assert main(["plot", "a", "--confusion"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == (
@@ -192,6 +195,20 @@ def test_the_confusion_matrix_is_a_second_figure(runs, capsys):
     )
     assert (runs / "a/training-confusion.png").stat().st_size > 1000
     assert main(["plot", "a", "--confusion", "--split", "validation"]) == 0
+    write_record(runs / "b")
+    capsys.readouterr()
+    assert main(["plot", "a", "b", "--confusion"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "b has no figures of the split test; this makes them: hpctrain evaluate runs/b --split test"
+        " --output runs/b/evaluation-test.json",
+        "runs/training.png: accuracy and loss by epoch",
+        "runs/training-confusion.png: confusion matrix of the split test",
+    ]
+
+
+def test_a_name_is_no_formula(runs):
+    (above, _) = panels(write_record(runs / "a$\\no$b"))
+    assert title(above)[0] == "a$\\no$b"
 
 
 @pytest.mark.parametrize("classes", [2, 10, 30, 100])
