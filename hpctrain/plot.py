@@ -58,7 +58,8 @@ def output_path(settings: PlotConfig) -> Path:
 
 def confusions(runs: Sequence[tuple[Path, Curves]], split: str) -> list[Confusion]:
     """The confusion matrices of the runs that have one, the others named. UsageError if none."""
-    found, missing = [], []
+    found: list[Confusion] = []
+    missing: list[UsageError] = []
     for folder, curves in runs:
         try:
             found.append(read_confusion(folder, curves.name, split))
@@ -66,8 +67,8 @@ def confusions(runs: Sequence[tuple[Path, Curves]], split: str) -> list[Confusio
             missing.append(error)
     if not found:
         raise missing[0]
-    for error in missing:
-        print(error)
+    for line in missing:
+        print(line)
     return found
 
 
