@@ -19,7 +19,7 @@ SMALL = (2.5, 1.4)
 LEGEND = 0.35
 HEAD = 0.75  # above and below a pair of panels
 DIVERGED = 20  # a loss so many times that of the beginning needs a logarithmic axis
-FEW = 60  # validations whose dots do not crowd
+FEW = 100  # validations whose dots do not crowd
 STEPS = [1, 2, 5, 10]  # between numbers of an axis, times a power of ten
 DOTS: dict[str, Any] = {
     "linestyle": "none",
@@ -124,7 +124,7 @@ def _curves(axes: Any, training: Points, validation: Points) -> None:
         marker = {"marker": "s", "markersize": 4} if alone else {}
         axes.plot(training.x, training.y, color=BLUE, linewidth=1.3, clip_on=False, **marker)
     if validation.shown:
-        size = 4.0 if validation.x.size <= FEW else 2.0
+        size = 4.0 if validation.x.size <= FEW else 2.4
         axes.plot(validation.x, validation.y, clip_on=False, zorder=3, **DOTS, markersize=size)
 
 
