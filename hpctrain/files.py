@@ -30,6 +30,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` from byte `offset` of an open file on. OSError."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Give a temporary path to write; on success it becomes `path`, on any error it is removed."""

@@ -22,7 +22,7 @@ FLOORS = (
 ONLY_IN = {
     "mpi4py": "parallel.mpi",
     "cupy": "parallel.device parallel.reduce",
-    "h5py": "data.pack* data.foreign_*",
+    "h5py": "data.pack* data.foreign_* bench.data bench.readers",
 }
 
 

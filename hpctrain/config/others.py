@@ -143,9 +143,13 @@ class BenchConfig:
         "digits",
         "what is measured",
         "Case",
-        choices=("digits", "resnet50", "tree", "balance"),
+        choices=("digits", "resnet50", "tree", "balance", "data"),
         positional=True,
     )
-    data: str | None = option(None, "pack; default: digits, or a made one of 100x100x3", "Case")
+    data: str | None = option(
+        None,
+        "pack, for data any source of a pack; default: digits, or made images of 100x100x3",
+        "Case",
+    )
     data_dir: str = option("data", "folder where built-in sets are kept once made", "Case")
     rounds: int = option(3, "interleaved rounds; the median counts", "Case")

@@ -65,6 +65,20 @@ class Config:
         "256M", "memory of a rank for rows; what fits is read once and kept", DATA
     )
 
+    stage: str | None = option(
+        None, "folder on each host's own disk to copy the host's part of the pack to first", DATA
+    )
+    verify: str = option(
+        "auto",
+        "when the pack's checksums are compared: start = before the first step; first-touch = a"
+        " block when it is first read; never; auto = start up to 1 GiB, else first-touch",
+        DATA,
+        choices=("auto", "start", "first-touch", "never"),
+    )
+    skip_bad: bool = option(
+        False, "give rows of a pack that are damaged or no image no weight, instead of ending", DATA
+    )
+
     task: str = option(
         "classify",
         "what is learnt: the class of an image, or an image without its noise",

@@ -19,12 +19,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from hpctrain.data.checks import Checks
 from hpctrain.data.images import BadImage, Fit
 from hpctrain.data.jpeg import Crop, decode_row, draw_crops
 from hpctrain.data.offsets import read_offsets
 from hpctrain.data.pack_file import PackFile, read_exactly
 from hpctrain.data.pack_format import Pack
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import UsageError
 
 MOST_THREADS = 8
 TASK_ROWS = 8  # that a thread takes at a time
@@ -40,12 +41,18 @@ class Encoded(PackFile):
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, pack: Pack, split_name: str, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        pack: Pack,
+        split_name: str,
+        threads: int | None = None,
+        checks: Checks | None = None,
+    ) -> None:
         """Decode with `threads` threads; by default as many as cores may be used, at most 8."""
         if not pack.encoded:
             raise UsageError(f"{pack.path} holds pixels, not JPEG files: pack with --encoding jpeg")
         warnings.filterwarnings("ignore", module=r"PIL\.")  # remarks on odd metadata
-        super().__init__(pack, split_name)
+        super().__init__(pack, split_name, checks)
         height, width, channels = pack.image_shape
         self._fit = Fit(width, height, channels, crop=pack.fit == "crop")
         count = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
@@ -94,6 +101,7 @@ class Encoded(PackFile):
         """The files of `rows` (n,), in that order; consecutive ones are read together."""
         if len(rows) == 0:
             return
+        self.touch("bytes", rows, self._offsets[rows], self._offsets[rows + 1])
         apart = (np.diff(rows) != 1) | (np.diff(self._offsets[rows] // READ_BYTES) != 0)
         cuts = (np.flatnonzero(apart) + 1).tolist()
         for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
@@ -104,6 +112,10 @@ class Encoded(PackFile):
             bounds = (ends - ends[0]).tolist()
             yield from (data[a:b] for a, b in pairwise(bounds))
 
+    def extent(self, rows: range) -> tuple[int, int]:
+        """The bytes of the files' column, first and after the last, that hold these rows."""
+        return int(self._offsets[rows.start]), int(self._offsets[rows.stop])
+
     def close(self) -> None:
         """End the threads and close the file; labels stay."""
         if hasattr(self, "_threads"):  # else opening failed
@@ -113,14 +125,15 @@ class Encoded(PackFile):
     def __enter__(self) -> Encoded:
         return self
 
-    def _row(self, row: int, data: bytes | memoryview, crop: Crop | None = None) -> np.ndarray:
+    def _row(
+        self, row: int, data: bytes | memoryview, crop: Crop | None = None
+    ) -> np.ndarray | int:
+        """The pixels (H, W, C) of a row; 0 for one that cannot be used."""
         try:
             pixels = decode_row(data, self._fit, crop)
         except BadImage as error:
-            raise RunError(
-                f"{self.pack.path}: row {row} of split {self.split.name!r} cannot be decoded"
-                f" ({error}): 'hpctrain pack --check' finds what else is damaged"
-            ) from None
+            self.meet_bad(row, f"cannot be decoded ({error})")
+            return 0
         return np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
 
     def _share(self, make: Callable[[slice], None], count: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.foreign_split import deal, run_rows_of
 from hpctrain.data.pack_format import Foreign, Pack, Split
 from hpctrain.data.packed import gather_rows
@@ -130,6 +131,7 @@ class ForeignRows:
         if foreign is None or split_name not in pack.splits:
             there = ", ".join(pack.splits)
             raise UsageError(f"{pack.path} has no split {split_name!r}; it has {there}")
+        self.bad, self._foreign = BadRows(), foreign
         self._store = _open(foreign)  # first: that the file is still the one is found out here
         labels, rows = _dealt(foreign)
         self._rows = rows[split_name]
@@ -147,6 +149,10 @@ class ForeignRows:
             raise IndexError(f"rows {indices.min()} to {indices.max()} asked of {len(self)}")
         self._store.read(self._rows[indices], out)
         return out
+
+    def extent(self, rows: range) -> tuple[int, int]:
+        """Rows of such a file may lie anywhere in it."""
+        return 0, self._foreign.file_size
 
     def close(self) -> None:
         """Close the file; rows can no longer be read, labels stay."""

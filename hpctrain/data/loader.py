@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from hpctrain.keys import random_key
 AHEAD = 2  # steps that are ready before they are needed
 HEAD_START = 0.002  # seconds
 READ_BUFFER = 256 << 20  # bytes
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,19 @@ def read_rows(
     return (prepare or make_prepare())(torch.from_numpy(images), 0)
 
 
+def ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """What `make` gives for each item, made by a thread while the one before is used."""
+    with ThreadPoolExecutor(1, "ahead") as thread:
+        waiting: Future[Made] | None = None
+        for item in items:
+            following = thread.submit(make, item)
+            if waiting:
+                yield waiting.result()
+            waiting = following
+        if waiting:
+            yield waiting.result()
+
+
 class Loader:
     """The batches of the shards that this rank carries."""
 
@@ -91,6 +109,8 @@ class Loader:
         order: Order | None = None,
         read_buffer: int = READ_BUFFER,
         random_crop: float = 0.0,
+        least_rows: int = 1,
+        pinned: bool = False,
     ) -> None:
         """Read consecutive `shards` of `partition` from `source`.
 
@@ -99,7 +119,8 @@ class Loader:
         when; None stands for a new order of each shard's own rows in every epoch. Memory for rows
         is bounded by `read_buffer` bytes; what fits into it is read once and kept. With
         `random_crop` every image is a random part of its file, of at least that share of the area:
-        UsageError unless the rows are files.
+        UsageError unless the rows are files. Where bad rows are left out, a shard that keeps fewer
+        than `least_rows` of a step has no batch. `pinned` memory is what GPUs copy from at once.
         """
         self._cropped: Croppable | None = None
         if random_crop:
@@ -114,6 +135,7 @@ class Loader:
         self.pair = pair or (lambda images, labels, key: (images, labels))
         self.order = order or ByPartition(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
+        self._least_rows, self._pinned = least_rows, pinned
         self._reader: Reader | None = None
         self.carry(shards)
 
@@ -122,7 +144,9 @@ class Loader:
         self.shards = range(shards[0], shards[-1] + 1)
         largest = max(self.partition.shares[j] for j in shards)
         shape = (largest, *self.source.image_shape)
-        self._buffer = np.empty(shape, self.source.dtype)  # (m_j, H, W, C)
+        empty = torch.from_numpy(np.empty(0, self.source.dtype))
+        buffer = torch.empty(shape, dtype=empty.dtype, pin_memory=self._pinned)
+        self._buffer = buffer.numpy()  # (m_j, H, W, C)
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -183,6 +207,11 @@ class Loader:
             self._cropped.decode(files, rows, images, self._random_crop, crop_key)
         else:
             rows = reader.read(epoch, shard, first, images)
+        usable = self.source.bad.usable(rows)
+        if usable is not None:
+            rows, images = rows[usable], images[usable]
+            if len(rows) < self._least_rows:
+                return None
         inputs = self.prepare(torch.from_numpy(images), key)
         labels = torch.from_numpy(self.source.labels[rows]).to(inputs.device)
         return Batch(shard, *self.pair(inputs, labels, key), key)

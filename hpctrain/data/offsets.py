@@ -14,7 +14,7 @@ def read_offsets(file: PackFile) -> np.ndarray:
     Raises UsageError unless they go up, from 0 to the bytes that there are.
     """
     split = file.split
-    offsets = file.numbers(split.offsets_offset, split.rows + 1)
+    offsets = file.numbers("offsets", split.offsets_offset, split.rows + 1)
     if (
         offsets[0] != 0
         or offsets[-1] != split.files_bytes

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import numpy as np
 
+from hpctrain.data.checks import Checks, Seals, compare_whole
 from hpctrain.data.pack_format import Pack
 from hpctrain.errors import RunError, UsageError
 
@@ -26,12 +27,14 @@ class PackFile:
     such split or labels beyond its classes, RunError where it cannot be read.
     """
 
-    def __init__(self, pack: Pack, split_name: str) -> None:
+    def __init__(self, pack: Pack, split_name: str, checks: Checks | None = None) -> None:
         if split_name not in pack.splits:
             there = ", ".join(pack.splits)
             raise UsageError(f"{pack.path} has no split {split_name!r}; it has {there}")
         self.pack = pack
         self.split = pack.splits[split_name]
+        self.checks = checks or Checks()
+        self.bad = self.checks.bad(split_name)
         self.descriptor = open_file(pack.path)
         try:
             size = os.fstat(self.descriptor).st_size
@@ -45,7 +48,7 @@ class PackFile:
                     f"{pack.path} is not the file that was checked (uuid {pack.uuid}): it was"
                     " replaced or overwritten meanwhile"
                 )
-            self.labels = self.numbers(self.split.labels_offset, self.split.rows)  # (N,)
+            self.labels = self.numbers("labels", self.split.labels_offset, self.split.rows)  # (N,)
             _check_labels(pack, split_name, self.labels)
         except BaseException:
             self.close()
@@ -56,11 +59,38 @@ class PackFile:
         """(H, W, C) of every row."""
         return self.pack.image_shape
 
-    def numbers(self, offset: int, count: int) -> np.ndarray:
-        """The (count,) int64 that begin at byte `offset`. Raises RunError."""
+    def numbers(self, kind: str, offset: int, count: int) -> np.ndarray:
+        """The (count,) int64 of the column `kind`, which begin at byte `offset`. RunError where
+        they cannot be read or are damaged."""
+        if seals := self.seals(kind):
+            compare_whole(self.pack.path, seals, self.read_into)
         values = np.empty(count, np.int64)
-        read_exactly(self.pack.path, self.descriptor, [as_bytes(values)], offset)
+        self.read_into([as_bytes(values)], offset)
         return values
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        """Fill the buffers from byte `offset` of the file on. Raises RunError."""
+        read_exactly(self.pack.path, self.descriptor, buffers, offset)
+
+    def seals(self, kind: str) -> Seals | None:
+        """The checksums of one of the split's columns, where they are to be compared."""
+        return self.checks.seals(self.split.name, kind, self.pack.columns(self.split.name)[kind])
+
+    def touch(self, kind: str, rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Compare the blocks of a column in which `rows` (n,) lie, at bytes `starts` to `stops`,
+        where that is wanted. A row of a damaged block is a bad row."""
+        seals = self.seals(kind)
+        if seals is None or not len(rows):
+            return
+        broken = seals.broken(starts, stops, self.read_into)
+        for place in np.flatnonzero(broken >= 0).tolist():
+            row, cause = int(rows[place]), seals.describe(int(broken[place]))
+            self.meet_bad(row, f"cannot be used ({cause})")
+
+    def meet_bad(self, row: int, what: str) -> None:
+        """A row that is bad, as `what` says. RunError where it may not be left out."""
+        where = f"{self.pack.path}: row {row} of split {self.split.name!r}"
+        self.bad.meet([row], f"{where} {what}")
 
     def check_rows(self, indices: np.ndarray) -> None:
         """IndexError unless the split has all rows of `indices`."""

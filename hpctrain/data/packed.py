@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
 
 import numpy as np
 
+from hpctrain.data.checks import Checks, Seals, Sums
 from hpctrain.data.offsets import read_offsets
 from hpctrain.data.pack_file import PackFile, as_bytes, find_uuid, open_file, read_exactly
-from hpctrain.data.pack_format import Column, Pack, content_uuid
+from hpctrain.data.pack_format import Pack, content_uuid
 from hpctrain.errors import UsageError
+
+NOT_OF_UUID = "shape, classes or checksums are not those that the uuid was made from"
 
 
 def read_pack(path: str | os.PathLike[str]) -> Pack:
@@ -48,28 +50,45 @@ def is_pack(path: str | os.PathLike[str]) -> bool:
     return pack_check.is_pack(os.path.abspath(path))
 
 
-def verify(pack: Pack) -> list[str]:
-    """Recompute all checksums: one line per damaged block. None: all is as it was written."""
+def read_sums(pack: Pack) -> Sums:
+    """The checksums of all blocks of a pack. Raises UsageError where they, the image shape or the
+    classes are not those of which the uuid was made.
+    """
+    sums = _stored_sums(pack)
+    if not _is_of(pack, sums):
+        raise UsageError(f"{pack.path} is damaged: {NOT_OF_UUID}; copy or pack it again")
+    return sums
+
+
+def _stored_sums(pack: Pack) -> Sums:
     from hpctrain.data import pack_check
 
-    sums = pack_check.read_checksums(pack)
+    return pack_check.read_checksums(pack)
+
+
+def _is_of(pack: Pack, sums: Sums) -> bool:
+    """Whether the uuid is that of this shape, these classes and these checksums."""
+    stored = {
+        name: (split.rows, [sums[name, kind][0] for kind in pack.columns(name)])
+        for name, split in pack.splits.items()
+    }
+    return content_uuid(pack.image_shape, pack.classes, stored, pack.fit) == pack.uuid
+
+
+def verify(pack: Pack) -> list[str]:
+    """Recompute all checksums: one line per damaged block. None: all is as it was written."""
+    sums = _stored_sums(pack)
     damage: list[str] = []
     descriptor = open_file(pack.path)
     try:
         for name in pack.splits:
             for kind, column in pack.columns(name).items():
-                expected, block_rows = sums[name, kind]
-                unit = "bytes" if kind == "bytes" else "rows"
-                found = _damaged_blocks(pack.path, descriptor, column, unit, expected, block_rows)
-                damage += [f"{name}/{kind}: {text}" for text in found]
+                seals = Seals(f"{name}/{kind}", column, *sums[name, kind])
+                damage += _damaged_blocks(pack.path, descriptor, seals)
     finally:
         os.close(descriptor)
-    stored = {
-        name: (split.rows, [sums[name, kind][0] for kind in pack.columns(name)])
-        for name, split in pack.splits.items()
-    }
-    if not damage and content_uuid(pack.image_shape, pack.classes, stored, pack.fit) != pack.uuid:
-        damage.append("shape, classes or checksums are not those that the uuid was made from")
+    if not damage and not _is_of(pack, sums):
+        damage.append(NOT_OF_UUID)
     return damage
 
 
@@ -90,10 +109,10 @@ class Rows(PackFile):
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, pack: Pack, split_name: str) -> None:
+    def __init__(self, pack: Pack, split_name: str, checks: Checks | None = None) -> None:
         if pack.encoded:
             raise UsageError(f"{pack.path} holds JPEG files, not pixels: pack without --encoding")
-        super().__init__(pack, split_name)
+        super().__init__(pack, split_name, checks)
 
     def gather(self, indices: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Read the rows `indices` (n,), in that order, into `out` (n, H, W, C) uint8; returns it.
@@ -102,9 +121,14 @@ class Rows(PackFile):
         """
         self.check_out(len(indices), out)
         self.check_rows(indices)
-        offset = self.split.images_offset
+        row_bytes, offset = self.pack.row_bytes, self.split.images_offset
+        self.touch("images", indices, indices * row_bytes, (indices + 1) * row_bytes)
         gather_rows(self.pack.path, self.descriptor, offset, indices, as_bytes(out))
         return out
+
+    def extent(self, rows: range) -> tuple[int, int]:
+        """The bytes of the images column, first and after the last, that hold these rows."""
+        return rows.start * self.pack.row_bytes, rows.stop * self.pack.row_bytes
 
     def __enter__(self) -> Rows:
         return self
@@ -134,17 +158,7 @@ def gather_rows(
         read_exactly(path, descriptor, buffers, offset + int(rows[start]) * row_bytes)
 
 
-def _damaged_blocks(
-    path: str, descriptor: int, column: Column, unit: str, expected: np.ndarray, block_rows: int
-) -> list[str]:
-    """What to say of each block of a column whose CRC-32 is not `expected`."""
-    buffer = memoryview(bytearray(min(block_rows, column.rows) * column.row_bytes))
-    damage = []
-    for block, checksum in enumerate(expected.tolist()):
-        start = block * block_rows
-        stop = min(column.rows, start + block_rows)
-        part = buffer[: (stop - start) * column.row_bytes]
-        read_exactly(path, descriptor, [part], column.offset + start * column.row_bytes)
-        if zlib.crc32(part) != checksum:
-            damage.append(f"{unit} {start} to {stop - 1} (block {block}) are damaged")
-    return damage
+def _damaged_blocks(path: str, descriptor: int, seals: Seals) -> list[str]:
+    """What to say of each damaged block of a column."""
+    found = seals.damaged(lambda buffers, offset: read_exactly(path, descriptor, buffers, offset))
+    return [seals.describe(block) for block in found]

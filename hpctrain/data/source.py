@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.orders import Blocks, Order
 
 
@@ -35,6 +36,8 @@ class Stored(Protocol):
 
 class Source(Stored, Protocol):
     """Images of one split."""
+
+    bad: BadRows  # those met so far; what `gather` gives of them has no meaning
 
     @property
     def image_shape(self) -> tuple[int, int, int]: ...  # (H, W, C)
@@ -57,6 +60,12 @@ class Croppable(Source, Protocol):
 
 class Opened(Source, Protocol):
     """A source that is closed by leaving a ``with`` block."""
+
+    def extent(self, rows: range) -> tuple[int, int]:
+        """Where these rows lie among the bytes of the split's images: first, and after the last."""
+
+    def close(self) -> None:
+        """Close the file; labels stay."""
 
     def __enter__(self) -> Opened: ...
 

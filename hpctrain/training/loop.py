@@ -42,7 +42,7 @@ def run_epoch(run: Run) -> None:
         reducing = train_step(job.trainer, batches, total, news, lambda: wait_for_all(run))
         run.watchdog.doing(f"recording step {state.step + 1}")
         totals = job.trainer.message.totals()
-        check(totals, total, state.step + 1, state.epoch + 1)
+        check(totals, total, state.step + 1, state.epoch + 1, job.trainer.skips_rows)
         if digest:
             compare_digests(run, totals, digest)
         state.step += 1
@@ -67,6 +67,8 @@ def end_epoch(run: Run) -> None:
     loss, correct, rows, seconds = state.sums
     accuracy = correct / rows if run.job.task.classes else None
     state.epoch += 1
+    if missing := run.job.plan.partition.rows - round(rows):
+        run.recorder.note(f"epoch {state.epoch}: {missing:,} rows could not be used")
     state.sums = (0.0, 0.0, 0.0, 0.0)
     state.figures.update(loss=loss / rows, accuracy=accuracy)
     run.recorder.epoch(state.epoch, loss / rows, accuracy, rows / seconds, seconds)

@@ -15,15 +15,12 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config, byte_count, check_ranges
-from hpctrain.data.augment import check_shift, normalization
-from hpctrain.data.builtin import locate
-from hpctrain.data.foreign import read_foreign
+from hpctrain.config import Config, check_ranges
+from hpctrain.data.augment import normalization
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
 from hpctrain.data.opened import open_split
-from hpctrain.data.orders import Order, make_order
-from hpctrain.data.packed import Pack, read_pack, verify
+from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source, as_kept, held_bytes
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
@@ -43,11 +40,20 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.reduce import Reduce, broadcast, choose_reduce
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.training.optim import make_optimizer, validate_optimizer
-from hpctrain.training.saved import find_model, require_split
+from hpctrain.training.reading import (
+    Doing,
+    Reading,
+    check_data,
+    make_checks,
+    make_loader,
+    open_pack,
+    order_of,
+    staged,
+)
+from hpctrain.training.saved import find_model
 from hpctrain.training.step import Trainer
 from hpctrain.training.tasks import Task, make_task, output_shape
 
-VERIFIED_BYTES = 1 << 30  # packs up to this size are verified at start, about 1 s per GB
 PROBE_ROWS = 32  # of the training split, for the first shift of the batch-norm moments
 
 
@@ -58,6 +64,7 @@ class Job:
     config: Config
     plan: Plan
     pack: Pack
+    reading: Reading
     task: Task
     trainer: Trainer
     loader: Loader
@@ -66,11 +73,15 @@ class Job:
 
 
 def set_up(
-    config: Config, comm: Comm, earlier: Plan | None = None, first_weights: bool = True
+    config: Config,
+    comm: Comm,
+    earlier: Plan | None = None,
+    first_weights: bool = True,
+    doing: Doing = lambda what: None,
 ) -> Job:
     """Build a job from a configuration that passed `check_settings`, and from the plan of its first
     launch where that was an `earlier` one; without `first_weights` a checkpoint will give them, not
-    --init. Raises the same error on all ranks. Collective.
+    --init. `doing` is told of what takes long. Raises the same error on all ranks. Collective.
     """
     config = comm.bcast(config)
     pack = open_pack(config, "train", comm)
@@ -86,7 +97,8 @@ def set_up(
     place(model, device, config.channels_last)
     norms = everywhere(comm, lambda: BatchNorms(model, config.batch_norm))
     task = make_task(dataclasses.asdict(config), len(pack.classes))
-    source = everywhere(comm, lambda: open_split(pack, "train"))
+    checks = make_checks(config, pack, comm)
+    source = everywhere(comm, lambda: open_split(pack, "train", checks=checks))
     if pack.encoded:
         same_everywhere(comm, {"what decodes JPEG files": decoder_versions()})
     scaling = everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
@@ -112,24 +124,16 @@ def set_up(
     )
     norms.start(probe)
     trainer = make_trainer(model, norms, task, config, plan, comm)
-    loader = Loader(
-        source,
-        plan.partition,
-        range(*plan.runs[comm.rank]),
-        plan.seed,
-        make_prepare(device, dtype, config.channels_last, scaling, config.flip, config.shift),
-        task.pair,
-        order_of(plan),
-        byte_count(config.read_buffer, "--read-buffer"),
-        config.random_crop,
+    own = range(*plan.runs[comm.rank])
+    reading = Reading(pack, checks, source, order_of(plan))
+    if config.stage and not config.dry_run:
+        reading = staged(config.stage, reading, own, comm, doing)
+    augmented = make_prepare(
+        device, dtype, config.channels_last, scaling, config.flip, config.shift
     )
-    return Job(config, plan, pack, task, trainer, loader, prepare, fresh)
-
-
-def order_of(plan: Plan) -> Order:
-    """In which order the shards read the training rows."""
-    runs = plan.block_rows, plan.window_blocks, plan.scattered
-    return make_order(plan.shuffle, plan.partition, plan.seed, *runs)
+    pinned = device.type == "cuda"
+    loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, pinned)
+    return Job(config, plan, pack, reading, task, trainer, loader, prepare, fresh)
 
 
 def check_settings(config: Config) -> None:
@@ -138,48 +142,6 @@ def check_settings(config: Config) -> None:
     validate_optimizer(config)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError("--tensorboard needs its package: pip install 'hpctrain[tensorboard]'")
-
-
-def check_data(config: Config, pack: Pack) -> None:
-    """Refuse settings that do not fit the pack."""
-    check_shift(config.shift, pack.image_shape)
-    if config.random_crop and not pack.encoded:
-        raise UsageError(
-            f"--random-crop cuts JPEG files as they are decoded, but {pack.path} holds pixels: pack"
-            " with --encoding jpeg"
-        )
-    needs = {
-        "--output best": config.output == "best",
-        "--patience": config.patience,
-        "--validate-steps": config.validate_steps,
-    }
-    for flag, given in needs.items():
-        if given and "validation" not in pack.splits:
-            raise UsageError(
-                f"{flag} needs a split validation, and {pack.path} has none:"
-                f" {'train' if pack.foreign else 'pack'} with --split 0.8,0.1,0.1"
-            )
-
-
-def open_pack(config: Config, split: str, comm: Comm) -> Pack:
-    """The pack, found (or made) and validated by rank 0, seen by all ranks; or the file that
-    --images is about. Collective.
-    """
-
-    def find() -> Pack:
-        path = locate(config.data, config.data_dir)
-        if config.images is not None and config.labels is not None:
-            names = config.images, config.labels, config.layout
-            runs = None if config.shuffle == "blocks" else 0
-            return read_foreign(path, *names, config.split, config.seed, runs)
-        pack = read_pack(path)
-        require_split(pack, split)
-        damage = verify(pack) if pack.file_size <= VERIFIED_BYTES else []
-        if damage:
-            raise UsageError(f"{pack.path} is damaged: {damage[0]} ({len(damage)} damaged blocks)")
-        return pack
-
-    return from_root(comm, find)
 
 
 def make_model(
@@ -272,6 +234,7 @@ def make_trainer(
         reduce_for(plan, message, runs, comm),
         task,
         config.clip_norm,
+        config.skip_bad,
     )
 
 

@@ -105,6 +105,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         comm,
         earlier.plan if earlier else None,
         first_weights=earlier is None or earlier.checkpoint is None,
+        doing=watchdog.doing,
     )
     if config.dry_run:
         if comm.rank == 0:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from hpctrain.data.loader import read_rows
-from hpctrain.data.opened import open_split
 from hpctrain.keys import random_key
 from hpctrain.models import save_tensors, snapshot
 from hpctrain.parallel.mpi import everywhere, from_root
@@ -85,7 +84,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
         run.watchdog.doing(f"{doing} in the evaluation of {split} after step {state.step}")
         return run.control.leaving(evaluating=True) is None
 
-    source = everywhere(comm, lambda: open_split(job.pack, split))
+    source = everywhere(comm, lambda: job.reading.split(split))
     with source, statistics_of_rank_0(run):
         result = evaluate(
             job.trainer.model,
@@ -173,7 +172,7 @@ def show_work(run: Run, folder: Path) -> None:
     split = next((s for s in splits if job.pack.splits[s].rows), None)
     if not isinstance(job.task, Denoising) or split is None:
         return
-    with open_split(job.pack, split) as source:
+    with job.reading.split(split) as source:
         rows = np.arange(min(SHOWN, len(source.labels)))
         clean = read_rows(source, rows, job.prepare)
     noisy, _ = job.task.pair(clean, torch.empty(0), random_key("evaluation", 0))

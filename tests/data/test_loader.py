@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.loader import Loader, make_prepare, read_rows
+from hpctrain.data.bad_rows import BadRows
+from hpctrain.data.loader import Loader, ahead, make_prepare, read_rows
 from hpctrain.data.orders import make_order
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.source import Resident, RowByRow
@@ -33,6 +34,7 @@ class Source:
         self.images = rng.integers(0, 256, (rows, *SHAPE), dtype=np.uint8)
         self.labels = rng.integers(0, 10, rows)
         self.asked = []
+        self.bad = BadRows()
 
     def gather(self, indices, out):
         self.asked.append(indices.copy())
@@ -297,3 +299,62 @@ def test_a_torn_file_is_an_error_with_windows_too():
     with pytest.raises(RunError, match="cut short"):
         list(steps)
     assert not loader_threads()
+
+
+def test_bad_rows_are_left_out_of_their_batches():
+    """Each batch keeps its other rows, labels and key; one of too few rows is no batch."""
+    source, clean = Source(), Source()
+    told = []
+    source.bad = BadRows(told.append)
+    bad = {3, 4, 40}
+    source.bad.meet(bad, "rows of no use")
+    source.bad.meet([4], "once more")
+    assert told == ["rows of no use: left out"]
+    for step, (batches, whole) in enumerate(
+        zip(
+            Loader(source, PARTITION, MINE, SEED).epoch(0),
+            Loader(clean, PARTITION, MINE, SEED).epoch(0),
+            strict=True,
+        )
+    ):
+        for batch, other in zip(batches, whole, strict=True):
+            rows = order_of(PARTITION, SEED, 0, batch.shard)
+            share = PARTITION.shares[batch.shard]
+            rows = rows[step * share : step * share + len(other.targets)]
+            keep = torch.from_numpy(~np.isin(rows, list(bad)))
+            assert torch.equal(batch.images, other.images[keep]) and batch.key == other.key
+            assert torch.equal(batch.targets, other.targets[keep])
+    source.bad.meet(range(ROWS - 1), "nearly all")
+    kept = [b for s in Loader(source, PARTITION, range(3), SEED).epoch(0) for b in s]
+    assert [len(batch.targets) for batch in kept] == [1]
+    steps = Loader(source, PARTITION, range(3), SEED, least_rows=2).epoch(0)
+    assert not any(steps)
+
+
+def test_one_thing_is_made_while_the_one_before_is_used():
+    begun, used = [], []
+    for made in ahead(lambda n: begun.append(n) or n * n, range(5)):
+        used.append(made)
+        deadline = time.monotonic() + 20
+        while len(begun) < min(5, len(used) + 1) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert begun == list(range(min(5, len(used) + 1)))
+    assert used == [0, 1, 4, 9, 16]
+    assert list(ahead(str, [])) == []
+
+    def fail(n):
+        if n == 2:
+            raise RunError("two")
+        return n
+
+    made = ahead(fail, range(4))
+    assert [next(made), next(made)] == [0, 1]
+    with pytest.raises(RunError, match="two"):
+        next(made)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_rows_are_read_into_pinned_memory():
+    loader = Loader(Source(), PARTITION, MINE, SEED, pinned=True)
+    assert torch.from_numpy(loader._buffer).is_pinned()
+    assert bits(loader.epoch(0)) == bits(Loader(Source(), PARTITION, MINE, SEED).epoch(0))

@@ -163,7 +163,7 @@ def test_wrong_settings_are_one_line(jpegs, tmp_path, capsys):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("crop", [0.0, 0.08])
-def test_an_image_that_cannot_be_decoded_ends_the_run_by_name(comm, jpegs, monkeypatch, crop):
+def test_an_image_that_cannot_be_decoded_ends_the_run_by_name(comm, jpegs, crop):
     packed = read_pack(jpegs.data)
     split = packed.splits["train"]
     comm.Barrier()
@@ -177,11 +177,13 @@ def test_an_image_that_cannot_be_decoded_ends_the_run_by_name(comm, jpegs, monke
     config = dataclasses.replace(jpegs, run="a", random_crop=crop, shards=4)
     with pytest.raises(UsageError, match="is damaged: train/bytes"):
         loop.train(config, comm)
-    monkeypatch.setattr("hpctrain.training.setup.VERIFIED_BYTES", 0)  # as for a larger pack
     if comm.size > 1:
         return  # the rank that meets it fails alone, and ends all
     with pytest.raises(RunError, match=r"pack.h5: row 53 of split 'train' cannot be decoded"):
-        loop.train(config, comm)
+        loop.train(dataclasses.replace(config, verify="never"), comm)
+    damaged = r"pack.h5: row \d+ of split 'train' cannot be used \(train/bytes: .* \(block 0\)"
+    with pytest.raises(RunError, match=damaged):
+        loop.train(dataclasses.replace(config, verify="first-touch"), comm)
 
 
 def test_a_row_is_named_whatever_rank_reads_it(comm, jpegs):
@@ -191,11 +193,10 @@ def test_a_row_is_named_whatever_rank_reads_it(comm, jpegs):
     with open(jpegs.data, "r+b") as file:
         file.seek(packed.splits["train"].images_offset + start)
         file.write(b"nothing at all")
-    code = "import sys, hpctrain.training.setup as setup, hpctrain.__main__ as main;"
-    code += "setup.VERIFIED_BYTES = 0; sys.exit(main.program())"
     flags = ["--data", jpegs.data, "--runs-dir", jpegs.runs_dir, "--run", "a", "--model", "digits"]
     flags += ["--batch-size", "16", "--progress", "none"]
-    done = run([mpirun(), "-n", "2", sys.executable, "-c", code, *flags], 100)
+    flags += ["--verify", "never"]
+    done = run([mpirun(), "-n", "2", sys.executable, "-m", "hpctrain", *flags], 100)
     assert done.returncode == 1, done.stderr
     assert "row 53 of split 'train' cannot be decoded" in done.stderr
     assert "Traceback" not in done.stderr

@@ -49,6 +49,8 @@ ELSEWHERE = {  # flag -> where it is tested
     "wire": "tests/parallel/test_wire.py",
     "read_buffer": "tests/data/test_loader.py",
     "random_crop": "tests/training/test_jpeg.py",
+    "stage": "tests/training/test_stage.py",
+    **dict.fromkeys(("verify", "skip_bad"), "tests/training/test_bad_rows.py"),
     "validate_steps": "tests/training/test_validate.py",
     "patience": "tests/training/test_validate.py",
     "output": "tests/training/test_validate.py",

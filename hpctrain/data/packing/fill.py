@@ -18,6 +18,7 @@ import numpy as np
 from hpctrain.data.packing.columns import Column
 from hpctrain.data.packing.pages import cut_pages, outside, overlaps
 from hpctrain.data.packing.team import Team
+from hpctrain.files import write_at
 
 NOTHING = np.zeros(1, np.uint64)
 
@@ -70,7 +71,7 @@ def _fill_column(
         values = column.fetch(start, stop)
         data, first = values.data.cast("B"), start * row_bytes
         for low, high in overlaps(spans, first, stop * row_bytes):
-            _write(descriptor, data[low - first : high - first], offset + low)
+            write_at(descriptor, data[low - first : high - first], offset + low)
         return values
 
     def store_block(number: int) -> tuple[int, np.ndarray, np.ndarray]:
@@ -105,12 +106,6 @@ def total(every: list[list[Sums]]) -> list[Sums]:
         )
         for column in zip(*every, strict=True)
     ]
-
-
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
 
 
 def _channel_sums(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from hpctrain.data.images import BadImage, Fit, WrongSize, as_jpeg, decode, fit_pixels, probe
+from hpctrain.files import write_at
 
 COUNTER_BYTES = 8
 FILE_LIMIT = 2**30  # bytes of one image file
@@ -101,7 +102,7 @@ def _one(task: Task, row: int, name: str, descriptor: int, offset: int, size: in
     if task.counter:
         facts = _store_file(task.store, task.counter, data)
         return ["ok", digest, *facts, data is given, *_sums(pixels, task.fit.channels)]
-    _store(task.store, pixels, row * len(pixels))
+    write_at(task.store, memoryview(pixels), row * len(pixels))
     return ["ok", digest]
 
 
@@ -113,7 +114,7 @@ def _store_file(store: int, counter: Counter, data: bytes) -> tuple[int, int]:
     os.write(counter.write_end, (taken + len(data)).to_bytes(COUNTER_BYTES, "little"))
     piece, within = divmod(taken, FILE_LIMIT)
     place = (piece * counter.size + counter.rank) * FILE_LIMIT + within
-    _store(store, data, place)
+    write_at(store, memoryview(data), place)
     return place, len(data)
 
 
@@ -165,13 +166,6 @@ def _member(path: str, number: int, size: int) -> bytes:
 @lru_cache(maxsize=1)
 def _archive(path: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
-
-
-def _store(descriptor: int, pixels: bytes, offset: int) -> None:
-    data = memoryview(pixels)
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
 
 
 def main() -> None:

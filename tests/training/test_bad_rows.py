@@ -1,0 +1,115 @@
+"""--verify and --skip-bad in whole runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hpctrain.config import Config
+from hpctrain.data.opened import open_split
+from hpctrain.data.packed import read_pack
+from hpctrain.errors import RunError, UsageError
+from hpctrain.report.record import read_records
+from hpctrain.training import train as loop
+from tests.data.pictures import class_folders, pack
+from tests.packs import make_pack
+
+pytestmark = pytest.mark.mpi
+
+
+def overwrite(path, offset, data=b"nothing at all"):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+@pytest.fixture
+def settings(comm, shared_tmp):
+    """A run of two epochs over files, of which one in train and one in validation is no image."""
+    if comm.rank == 0:
+        counts = {"a": 43, "b": 31}
+        folder = class_folders(shared_tmp / "images", counts, ".jpg", width=41, height=37)
+        split = {"split": "0.7,0.3,0", "encoding": "jpeg"}
+        packed = pack(folder, shared_tmp / "pack.h5", size="17x13", **split)
+        for name, row in (("train", 20), ("validation", 4)):
+            with open_split(packed, name) as rows:
+                start = int(rows._offsets[row])
+            overwrite(packed.path, packed.splits[name].images_offset + start)
+    comm.Barrier()
+    return Config(
+        data=str(shared_tmp / "pack.h5"),
+        runs_dir=str(shared_tmp / "runs"),
+        model="digits",
+        epochs=2,
+        batch_size=16,
+        shards=4,
+        deterministic=True,
+        skip_bad=True,
+        verify="never",
+        progress="none",
+    )
+
+
+def figures(config, name):
+    folder = Path(config.runs_dir) / name
+    return [r for r in read_records(folder) if r["kind"] in ("note", "digest", "evaluation", "end")]
+
+
+@pytest.mark.parametrize("crop", [0.0, 0.3])
+def test_images_that_cannot_be_decoded_have_no_weight_on_any_number_of_ranks(
+    comm, settings, crop, capfd
+):
+    config = dataclasses.replace(settings, random_crop=crop, digest_every=2)
+    assert loop.train(dataclasses.replace(config, run="all"), comm) == 0
+    told = comm.allreduce(capfd.readouterr().err)
+    assert told.count("row 20 of split 'train' cannot be decoded") == 1
+    assert told.count("row 4 of split 'validation' cannot be decoded") == 1
+    assert told.count(": left out") == 2
+    alone = comm.Split(comm.rank)
+    assert loop.train(dataclasses.replace(config, run=f"alone{comm.rank}"), alone) == 0
+    alone.Free()
+    if comm.rank == 0:
+        found, expected = figures(config, "all"), figures(config, "alone0")
+        for one, other in zip(found, expected, strict=True):
+            for key in ("digest", "loss", "accuracy", "rows", "text", "status"):
+                assert one.get(key) == other.get(key)
+        rows = read_pack(config.data).splits["validation"].rows
+        assert {r["rows"] for r in found if r["kind"] == "evaluation"} == {rows - 1}
+        notes = [r["text"] for r in found if r["kind"] == "note"]
+        assert [f"epoch {n}: 1 rows could not be used" for n in (1, 2)] == [
+            text for text in notes if "used" in text
+        ]
+
+
+def test_a_step_of_bad_rows_alone_ends_the_run(comm, shared_tmp):
+    if comm.rank == 0:
+        path = make_pack(shared_tmp / "pack.h5", {"train": 12}, (28, 28, 1))
+        overwrite(path, read_pack(path).splits["train"].images_offset)  # all are in one block
+    comm.Barrier()
+    config = Config(
+        data=str(shared_tmp / "pack.h5"),
+        runs_dir=str(shared_tmp / "runs"),
+        model="digits",
+        epochs=1,
+        batch_size=12,
+        progress="none",
+        verify="first-touch",
+    )
+    with pytest.raises(RunError, match=r"step 1 \(epoch 1\): none of its 12 rows can be used"):
+        loop.train(dataclasses.replace(config, skip_bad=True), comm)
+    with pytest.raises(RunError, match="row 0 of split 'train' cannot be used"):
+        loop.train(config, comm)  # rank 0 looks at the first rows before all others
+    with pytest.raises(UsageError, match=r"is damaged: train/images: rows 0 to 11 \(block 0\)"):
+        loop.train(dataclasses.replace(config, verify="start"), comm)
+    with pytest.raises(UsageError, match="is damaged: train/images"):  # a small pack
+        loop.train(dataclasses.replace(config, verify="auto"), comm)
+    assert loop.train(dataclasses.replace(config, verify="never"), comm) == 0
+
+
+def test_a_large_pack_is_verified_as_it_is_read(comm, settings, monkeypatch):
+    monkeypatch.setattr("hpctrain.training.reading.VERIFIED_BYTES", 0)
+    config = dataclasses.replace(settings, verify="auto", skip_bad=False)
+    with pytest.raises(RunError, match=r"split 'train' cannot be used \(train/bytes"):
+        loop.train(config, comm)
