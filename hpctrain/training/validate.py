@@ -117,7 +117,7 @@ def show_mistakes(run: Run, split: str, mistakes: np.ndarray) -> None:
     """Hand a picture of wrongly answered rows to TensorBoard (rank 0): `mistakes` (n, 2) holds row
     and answer.
     """
-    with open_split(run.job.pack, split) as source:
+    with run.job.reading.split(split) as source:
         rows, answers = mistakes[:, 0], mistakes[:, 1]
         images = np.empty((len(rows), *source.image_shape), source.dtype)
         source.gather(rows, images)
