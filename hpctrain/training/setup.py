@@ -105,20 +105,8 @@ def set_up(
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
     probe = from_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
-    facts = Facts(
-        ranks=comm.size,
-        device=device.type,
-        threads=threads,
-        rows=len(source.labels),
-        image_shape=pack.image_shape,
-        value_bytes=source.dtype.itemsize,
-        held_bytes=held_bytes(as_kept(source, config.random_crop)),
-        classes=len(pack.classes),
-        pack_uuid=pack.uuid,
-        least_rows=probe.least_rows,
-        run_rows=pack.foreign.run_rows if pack.foreign else 0,
-        chunk_rows=pack.foreign.chunk_rows if pack.foreign else 0,
-    )
+    machine = comm.size, device.type, threads
+    facts = facts_of(pack, held_bytes(as_kept(source, config.random_crop)), machine, probe)
     plan = from_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
@@ -134,6 +122,25 @@ def set_up(
     pinned = device.type == "cuda"
     loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, pinned)
     return Job(config, plan, pack, reading, task, trainer, loader, prepare, fresh)
+
+
+def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], probe: Probe) -> Facts:
+    """What the plan follows from, beside the settings. `held`: bytes of memory of a row that waits;
+    `machine`: ranks, kind of device, threads of a rank.
+    """
+    foreign = pack.foreign
+    return Facts(
+        *machine,
+        rows=pack.splits["train"].rows,
+        image_shape=pack.image_shape,
+        value_bytes=np.dtype(foreign.dtype if foreign else np.uint8).itemsize,
+        held_bytes=held,
+        classes=len(pack.classes),
+        pack_uuid=pack.uuid,
+        least_rows=probe.least_rows,
+        run_rows=foreign.run_rows if foreign else 0,
+        chunk_rows=foreign.chunk_rows if foreign else 0,
+    )
 
 
 def check_settings(config: Config) -> None:
