@@ -15,6 +15,7 @@ from hpctrain.config.others import (
     PackConfig,
     PredictConfig,
     StopConfig,
+    WatchConfig,
 )
 from hpctrain.config.ranges import byte_count, check_ranges, duration, worker_loads
 from hpctrain.config.train import DEFAULT_LEARNING_RATES, Config
@@ -30,6 +31,7 @@ __all__ = [
     "PackConfig",
     "PredictConfig",
     "StopConfig",
+    "WatchConfig",
     "byte_count",
     "check_ranges",
     "duration",

@@ -14,17 +14,17 @@ class Point(NamedTuple):
     value: float
     least: float
     most: float
-    count: int
+    number: int  # of values
 
     def merged(self, other: Point) -> Point:
         """Both in one."""
-        count = self.count + other.count
+        number = self.number + other.number
         return Point(
-            (self.step * self.count + other.step * other.count) / count,
-            (self.value * self.count + other.value * other.count) / count,
+            (self.step * self.number + other.step * other.number) / number,
+            (self.value * self.number + other.value * other.number) / number,
             min(self.least, other.least),
             max(self.most, other.most),
-            count,
+            number,
         )
 
 
