@@ -23,7 +23,7 @@ from hpctrain.data.checks import Checks
 from hpctrain.data.images import BadImage, Fit
 from hpctrain.data.jpeg import Crop, decode_row, draw_crops
 from hpctrain.data.offsets import read_offsets
-from hpctrain.data.pack_file import PackFile, read_exactly
+from hpctrain.data.pack_file import PackFile, check_out, check_rows, read_exactly
 from hpctrain.data.pack_format import Pack
 from hpctrain.errors import UsageError
 
@@ -68,8 +68,8 @@ class Encoded(PackFile):
         """Read and decode the rows `indices` (n,), in that order, into `out` (n, H, W, C) uint8;
         returns it. RunError where the file has become shorter, or names a row that is no image.
         """
-        self.check_out(len(indices), out)
-        self.check_rows(indices)
+        check_out(out, (len(indices), *self.image_shape), self.dtype)
+        check_rows(indices, len(self))
         order = np.argsort(indices, kind="stable")  # as they lie in the file
 
         def make(part: slice) -> None:
@@ -87,7 +87,7 @@ class Encoded(PackFile):
         of at least the share `least` of its area, by `key` and its place alone; returns `out`.
         RunError as in `gather`.
         """
-        self.check_out(len(files), out)
+        check_out(out, (len(files), *self.image_shape), self.dtype)
         crops = draw_crops(least, len(files), key)
 
         def make(part: slice) -> None:
@@ -162,7 +162,7 @@ class Files:
         """Read the files of the rows `indices` (n,), in that order, into `out` (n,) of objects;
         returns it. RunError where the pack's file has become shorter.
         """
-        self._encoded.check_rows(indices)
+        check_rows(indices, len(self.labels))
         order = np.argsort(indices, kind="stable")
         for place, data in zip(order.tolist(), self._encoded.read(indices[order]), strict=True):
             out[place] = bytes(data)  # on its own: what is kept shall not hold its neighbours

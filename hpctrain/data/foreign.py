@@ -20,6 +20,7 @@ import numpy as np
 
 from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.foreign_split import deal, run_rows_of
+from hpctrain.data.pack_file import check_out, check_rows
 from hpctrain.data.pack_format import Foreign, Pack, Split
 from hpctrain.data.packed import gather_rows
 from hpctrain.data.packing.split import parse_split
@@ -142,11 +143,8 @@ class ForeignRows:
         """Read the rows `indices` (n,) of the split, in that order, into `out` (n, H, W, C) of
         `dtype`; returns it. Raises RunError where they cannot be read.
         """
-        shape = (len(indices), *self.image_shape)
-        if out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.dtype} {out.shape}, not C-contiguous {shape}")
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(f"rows {indices.min()} to {indices.max()} asked of {len(self)}")
+        check_out(out, (len(indices), *self.image_shape), self.dtype)
+        check_rows(indices, len(self))
         self._store.read(self._rows[indices], out)
         return out
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.data.hdf5_words import cause
 from hpctrain.data.pack_format import Foreign
 from hpctrain.data.packing.layout import shown
 from hpctrain.errors import UsageError
@@ -104,23 +104,7 @@ def told(path: str) -> Iterator[None]:
     except Unfit as error:
         raise UsageError(f"{path}: {error}") from None
     except Exception as error:  # damaged metadata makes HDF5 and h5py raise many kinds
-        raise UsageError(f"{path} {cause(error)}") from None
-
-
-def cause(error: Exception) -> str:
-    """HDF5's words -> what happened to the file."""
-    text = str(error)
-    if "file signature not found" in text:
-        return "is no HDF5 file"
-    lengths = re.search(r"truncated file: eof = (\d+).*stored_eof = (\d+)", text)
-    if lengths:
-        there, meant = (int(length) for length in lengths.groups())
-        return f"is cut short: it has {there:,} of {meant:,} bytes; copy it again"
-    if "already open for write" in text or "bad object header version" in text:
-        return "was not written to its end (or is still being written)"
-    inner = re.search(r"\((.*)\)", text)
-    reason = (inner.group(1) if inner else text).strip().split("\n")[0]
-    return f"is damaged: {reason or 'HDF5 cannot read it'}; copy it again"
+        raise UsageError(f"{path} {cause(error, 'copy it again')}") from None
 
 
 def find(file: h5py.File, name: str) -> h5py.Dataset:

@@ -12,7 +12,8 @@ from collections import OrderedDict
 
 import numpy as np
 
-from hpctrain.data.foreign_check import cause, check_same, length, open_file, told
+from hpctrain.data.foreign_check import check_same, length, open_file, told
+from hpctrain.data.hdf5_words import cause
 from hpctrain.data.pack_format import Foreign
 from hpctrain.errors import RunError
 from hpctrain.plan import RUN_BYTES
@@ -92,7 +93,7 @@ class Chunks:
             self._check_length()
             raise RunError(
                 f"{found.path}: images {start:,} to {stop - 1:,} of {found.images} cannot be read,"
-                f" the file {cause(error)}"
+                f" the file {cause(error, 'copy it again')}"
             ) from None
         self._check_length()
         if found.layout == "NCHW":

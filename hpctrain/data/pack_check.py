@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.data.hdf5_words import NO_HDF5, cause
 from hpctrain.data.pack_format import (
     ENCODED_VERSION,
     FITS,
@@ -141,22 +141,10 @@ def _opened(path: str) -> Iterator[h5py.File]:
     except _Damage as error:
         raise UsageError(f"{path} is not a usable pack: {error}") from None
     except Exception as error:  # damaged metadata makes HDF5 and h5py raise many kinds
-        raise UsageError(f"{path} {_cause(path, str(error))}") from None
-
-
-def _cause(path: str, text: str) -> str:
-    """HDF5's words -> what happened to the file."""
-    if "file signature not found" in text:
-        return "is not a pack: it is no HDF5 file; make one with 'hpctrain pack'"
-    lengths = re.search(r"truncated file: eof = (\d+).*stored_eof = (\d+)", text)
-    if lengths:
-        there, meant = (int(length) for length in lengths.groups())
-        return f"is cut short: it has {there:,} of {meant:,} bytes; copy or pack it again"
-    if "already open for write" in text or "bad object header version" in text:
-        return "was not written to its end (or is still being written): pack it again"
-    inner = re.search(r"\((.*)\)", text)
-    reason = (inner.group(1) if inner else text).strip().split("\n")[0]
-    return f"is damaged: {reason or 'HDF5 cannot read it'}; copy or pack it again"
+        found = cause(error, "copy or pack it again")
+        if found == NO_HDF5:
+            found = "is not a pack: it is no HDF5 file; make one with 'hpctrain pack'"
+        raise UsageError(f"{path} {found}") from None
 
 
 def is_pack(path: str) -> bool:

@@ -98,20 +98,6 @@ class PackFile:
         where = f"{self.pack.path}: row {row} of split {self.split.name!r}"
         self.bad.meet([row], f"{where} {what}", cause)
 
-    def check_rows(self, indices: np.ndarray) -> None:
-        """IndexError unless the split has all rows of `indices`."""
-        if len(indices) and not 0 <= indices.min() <= indices.max() < self.split.rows:
-            raise IndexError(
-                f"rows {indices.min()} to {indices.max()} asked of split {self.split.name!r},"
-                f" which has {self.split.rows}"
-            )
-
-    def check_out(self, count: int, out: np.ndarray) -> None:
-        """ValueError unless `out` is C-contiguous (count, H, W, C) uint8."""
-        shape = (count, *self.pack.image_shape)
-        if out.shape != shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.dtype} {out.shape}, not C-contiguous uint8 {shape}")
-
     def close(self) -> None:
         """Close the file; rows can no longer be read, labels stay."""
         if self.descriptor >= 0:
@@ -128,6 +114,20 @@ class PackFile:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def check_rows(indices: np.ndarray, rows: int) -> None:
+    """IndexError unless `indices` are of `rows` rows."""
+    if len(indices) and not 0 <= indices.min() <= indices.max() < rows:
+        raise IndexError(
+            f"rows {indices.min()} to {indices.max()} asked of a split that has {rows}"
+        )
+
+
+def check_out(out: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """ValueError unless `out` is C-contiguous of this shape and type."""
+    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous:
+        raise ValueError(f"out is {out.dtype} {out.shape}, not C-contiguous {dtype} {shape}")
 
 
 def read_exactly(path: str, descriptor: int, buffers: list[memoryview], offset: int) -> None:

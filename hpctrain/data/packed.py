@@ -16,7 +16,15 @@ import numpy as np
 
 from hpctrain.data.checks import Checks, Seals, Sums
 from hpctrain.data.offsets import read_offsets
-from hpctrain.data.pack_file import PackFile, as_bytes, find_uuid, open_file, read_exactly
+from hpctrain.data.pack_file import (
+    PackFile,
+    as_bytes,
+    check_out,
+    check_rows,
+    find_uuid,
+    open_file,
+    read_exactly,
+)
 from hpctrain.data.pack_format import Pack, content_uuid
 from hpctrain.errors import UsageError
 
@@ -119,8 +127,8 @@ class Rows(PackFile):
 
         Consecutive rows are read together. Raises RunError where the file has become shorter.
         """
-        self.check_out(len(indices), out)
-        self.check_rows(indices)
+        check_out(out, (len(indices), *self.image_shape), self.dtype)
+        check_rows(indices, len(self))
         row_bytes, offset = self.pack.row_bytes, self.split.images_offset
         self.touch("images", indices, indices * row_bytes, (indices + 1) * row_bytes)
         gather_rows(self.pack.path, self.descriptor, offset, indices, as_bytes(out))

@@ -152,7 +152,7 @@ def test_what_is_asked_wrongly_is_an_error_of_the_programmer(made):
             with pytest.raises(ValueError, match="not C-contiguous uint8"):
                 rows.gather(np.array([0, 1]), wrong)
         for index in (-1, ROWS):
-            with pytest.raises(IndexError, match="which has 59"):
+            with pytest.raises(IndexError, match="that has 59"):
                 rows.gather(np.array([index]), out_of(1))
             with pytest.raises(IndexError):
                 rows.files.gather(np.array([index]), np.empty(1, object))

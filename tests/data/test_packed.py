@@ -133,7 +133,7 @@ def test_wrong_use_is_named(path):
     pack = read_pack(path)
     with Rows(pack, "train") as rows:
         for indices in ([-1], [101], [0, 1000]):
-            with pytest.raises(IndexError, match="which has 101"):
+            with pytest.raises(IndexError, match="that has 101"):
                 rows.gather(np.array(indices), np.empty((len(indices), *SHAPE), np.uint8))
         two = np.array([0, 1])
         with pytest.raises(ValueError, match="C-contiguous"):
