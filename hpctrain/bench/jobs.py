@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from hpctrain import launch
-from hpctrain.errors import RunError
+from hpctrain.errors import RunError, UsageError
 
 JOB_LIMIT = 1800.0  # seconds
 
@@ -28,8 +29,10 @@ def moment(record: dict[str, Any]) -> float:
     return datetime.fromisoformat(record["time"]).timestamp()
 
 
-def run_job(command: list[str], name: str) -> None:
-    """Run a job to its end. RunError with its last words if it fails or takes too long."""
+def run_job(command: list[str], name: str, env: Mapping[str, str] | None = None) -> None:
+    """Run a job to its end, by default in `environment()`. RunError with its last words if it fails
+    or takes too long; UsageError if it says that it was wrongly asked for.
+    """
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -37,7 +40,7 @@ def run_job(command: list[str], name: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment(),
+        env=env or environment(),
     )
     try:
         printed, _ = process.communicate(timeout=JOB_LIMIT)
@@ -53,7 +56,11 @@ def run_job(command: list[str], name: str) -> None:
                 process.communicate()
     if process.returncode:
         words = launch.last_words(printed)
-        raise RunError(f"{name} failed ({process.returncode}): {words}")
+        if process.returncode == UsageError.exit_code:
+            raise UsageError(words.removeprefix("hpctrain: "))
+        error = RunError(f"{name} failed ({process.returncode}): {words}")
+        error.add_note(printed)  # for a log; whoever tells the error tells the line above
+        raise error
 
 
 def environment() -> dict[str, str]:
