@@ -1,0 +1,109 @@
+"""Where the rows of ``scripts/gpu_check`` measure: on a GPU, or rehearsing on the CPU; and what
+they share: packs of made images, a network ready for its first step, whole runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpctrain import launch
+from hpctrain.bench.jobs import run_job
+from hpctrain.cli import parse
+
+if TYPE_CHECKING:
+    from hpctrain.data.loader import Batch
+    from hpctrain.training.setup import Job
+
+T = TypeVar("T")
+CLASSES = 5
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a row is told. A rehearsal goes the same way on the CPU, with tiny sizes."""
+
+    folder: Path  # for packs and runs of this row alone
+    rehearsal: bool = False
+    data: str | None = None  # pack of the flowers; without one the built-in set is downloaded
+
+    @property
+    def device(self) -> str:
+        """What --device and torch are told."""
+        return "cpu" if self.rehearsal else "cuda"
+
+    def size(self, real: T, tiny: T) -> T:
+        """The one that fits."""
+        return tiny if self.rehearsal else real
+
+
+def made_pack(
+    case: Case, rows: int, shape: tuple[int, int, int], smooth: bool = False, test: int = 0
+) -> str:
+    """A pack of `rows` made images (H, W, C) of five classes to train on, and some to test: noise,
+    or `smooth` patches of colour.
+    """
+    import numpy as np
+
+    from hpctrain.data.pack import write_pack
+
+    draw = np.random.default_rng(0)
+    height, width, channels = shape
+    grid = (4, 4) if smooth else (height, width)
+    images = draw.integers(256, size=(rows + test, *grid, channels), dtype=np.uint8)
+    if smooth:
+        images = images.repeat(-(-height // 4), 1).repeat(-(-width // 4), 2)[:, :height, :width]
+    labels = np.arange(rows + test) % CLASSES
+    splits = {"train": (np.ascontiguousarray(images[:rows]), labels[:rows])}
+    if test:
+        splits["test"] = (np.ascontiguousarray(images[rows:]), labels[rows:])
+    path = case.folder / f"{rows}-{height}x{width}x{channels}.h5"
+    write_pack(path, splits, "abcde", {"source": "scripts/gpu_check"})
+    return str(path)
+
+
+def ready(case: Case, *flags: str, device: str = "") -> Job:
+    """What ``train`` has with these flags before its first step, alone in this process. UsageError
+    for flags that cannot be.
+    """
+    from hpctrain.parallel.mpi import start_mpi
+    from hpctrain.training.setup import check_settings, set_up
+
+    _, config = parse(["train", *flags, "--device", device or case.device, *_threads(case)])
+    check_settings(config)
+    return set_up(config, start_mpi())
+
+
+def first_batches(job: Job, count: int = 1) -> list[list[Batch]]:
+    """The batches of the first `count` steps, where the network is."""
+    return list(itertools.islice(job.loader.epoch(0), count))
+
+
+def train(case: Case, *flags: str, ranks: int = 1) -> list[dict[str, Any]]:
+    """The records of one whole run. UsageError for flags that cannot be, RunError if it fails."""
+    from hpctrain.report.record import read_records
+
+    name = f"run{next(_numbers)}"
+    words = ["train", *flags, "--device", case.device, *_threads(case)]
+    words += ["--runs-dir", str(case.folder), "--run", name, "--progress", "none"]
+    parse(words)  # says in one line what is wrong
+    launcher = [launch.mpirun(), "-n", str(ranks)] if ranks > 1 else []
+    command = [*launcher, sys.executable, "-m", "hpctrain", *words]
+    print(shlex.join(command), flush=True)
+    run_job(command, f"hpctrain on {ranks} rank(s)", launch.environment(launch.UNBOUND))
+    return list(read_records(case.folder / name))
+
+
+def steps_of(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of a run's records those of its steps."""
+    return (record for record in records if record["kind"] == "step")
+
+
+def _threads(case: Case) -> list[str]:
+    return ["--threads", "1"] if case.rehearsal else []

@@ -1,0 +1,176 @@
+"""``scripts/gpu_check``: all rows in turn, each a process with a clock of its own; one table; and a
+folder with the table, the figures as JSON with the facts of the machine, and the log.
+
+Exit code 0 where all that was run is as wanted; 1 where something missed its target or failed; 2
+where there is no GPU, so that nothing was checked. A rehearsal fails only where a row failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpctrain import launch
+from hpctrain.bench.gpu.machine import facts
+from hpctrain.bench.gpu.result import FAILED, MISSED, NOT_RUN, Result, not_run
+from hpctrain.bench.gpu.rows import RESULTS, ROWS
+from hpctrain.errors import Failure, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Found = dict[str, list[Result]]  # by row
+SECONDS = 460.0  # for all rows
+LEAST = 10.0  # seconds, for which no row is begun
+REHEARSAL = "R E H E A R S A L   O N   T H E   C P U :   N O   R E S U L T"
+
+
+def main() -> int:
+    """The command; its exit code."""
+    options = parse()
+    try:
+        return check(options, chosen(options.only), make_folder(options.output))
+    except Failure as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Run everything that needs a GPU, in 8 minutes.")
+    parser.add_argument("--only", help=f"rows to run, separated by commas: {', '.join(ROWS)}")
+    parser.add_argument("--data", help="pack of the flowers; else they are downloaded")
+    parser.add_argument("--output", type=Path, help="new folder; default runs/gpu_check-DATE")
+    parser.add_argument("--rehearse", action="store_true", help="every row, tiny, on the CPU")
+    return parser.parse_args()
+
+
+def chosen(only: str | None) -> list[str]:
+    """The rows to run. UsageError for one that there is not."""
+    names = only.split(",") if only else list(ROWS)
+    for name in names:
+        if name not in ROWS:
+            hint = did_you_mean(name, ROWS) or f"; there are {', '.join(ROWS)}"
+            raise UsageError(f"--only {name}: there is no such row{hint}")
+    return names
+
+
+def make_folder(output: Path | None) -> Path:
+    """The folder for what was found, which must be new. UsageError."""
+    folder = output or Path("runs") / f"gpu_check-{datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--output {folder}: {error.strerror}; name a new folder") from None
+    return folder
+
+
+def check(options: argparse.Namespace, names: list[str], folder: Path) -> int:
+    """Run the rows, show and write what they found; the exit code."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    blind = not options.rehearse and torch.cuda.device_count() == 0
+    known = facts()
+    ends = time.monotonic() + SECONDS
+    found: Found = {}
+    for name in names:
+        if blind:
+            found[name] = [not_run(ROWS[name].about, "no GPU here")]
+            continue
+        found[name] = run_row(name, options, folder / "log.txt", ends - time.monotonic())
+        write(folder, options.rehearse, known, found)  # what a crash leaves
+    write(folder, options.rehearse, known, found)
+    if options.rehearse:
+        console.rule(f"[bold red]{REHEARSAL}")
+    made = table(found, plain=not console.is_terminal)
+    console.print(made)
+    with open(folder / "table.txt", "w") as file:
+        Console(file=file, width=160).print(table(found, plain=True))
+    if options.rehearse:
+        console.rule(f"[bold red]{REHEARSAL}")
+    print(f"{folder}: table.txt, results.json, log.txt")
+    if blind:
+        raise UsageError("torch sees no GPU, nothing was checked; --rehearse runs all on the CPU")
+    verdicts = {result.verdict for results in found.values() for result in results}
+    return int(bool(verdicts & ({FAILED} if options.rehearse else {FAILED, MISSED})))
+
+
+def run_row(name: str, options: argparse.Namespace, log: Path, left: float) -> list[Result]:
+    """What a row found in a process of its own, until its seconds or those of all are over."""
+    row = ROWS[name]
+    if left < LEAST:
+        return [not_run(row.about, f"the {SECONDS:.0f} s for all rows were over")]
+    print(f"{name}: {row.about} ...", file=sys.stderr, flush=True)
+    limit = min(row.seconds, left)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-gpu-") as work:
+        words = [name, work, *(["--rehearse"] if options.rehearse else [])]
+        words += ["--data", options.data] if options.data else []
+        with open(log, "a") as file:
+            print(f"== {name}: {row.about}", file=file)
+        start = log.stat().st_size
+        code = run_for([sys.executable, "-m", "hpctrain.bench.gpu.rows", *words], log, limit)
+        file_of_results = Path(work) / RESULTS
+        text = file_of_results.read_text() if file_of_results.exists() else ""
+    results = [Result(**json.loads(line)) for line in text.splitlines()]
+    if code is None:
+        results.append(not_run(f"the rest of {row.about}", f"its {limit:.0f} s were over"))
+    elif code or not results:
+        said = log.read_text(errors="replace")[start:]
+        results.append(Result(row.about, FAILED, remark=f"({code}) {launch.last_words(said)}"))
+    return results
+
+
+def run_for(command: list[str], log: Path, limit: float) -> int | None:
+    """Run a command; its exit code, or None where its time was over and it was ended."""
+    process = launch.start(command, log, launch.environment(launch.UNBOUND))
+    try:
+        return process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):  # also on Ctrl-C; mpirun ends its ranks
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                try:
+                    process.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+def write(folder: Path, rehearsal: bool, known: dict[str, object], found: Found) -> None:
+    """results.json: facts of the machine and all results."""
+    rows = {name: [result._asdict() for result in results] for name, results in found.items()}
+    content = {"rehearsal": rehearsal, "machine": known, "rows": rows}
+    (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def table(found: Found, plain: bool) -> Table:
+    """All results, a section per row; `plain` without lines."""
+    from rich import box
+    from rich.table import Table
+
+    colours = {MISSED: "bold red", FAILED: "bold red", NOT_RUN: "yellow"}
+    made = Table(box=None if plain else box.HEAVY_HEAD, padding=(0, 1))
+    for heading in ("row", "what", "value", "target", "n"):
+        made.add_column(heading, justify="right" if heading in ("value", "n") else "left")
+    made.add_column("verdict", overflow="fold")
+    for name, results in found.items():
+        for number, result in enumerate(results):
+            text = f"{result.verdict}: {result.remark}" if result.remark else result.verdict
+            cells = [name if number == 0 else "", result.what, result.value, result.target]
+            cells += [f"{result.n:,}" if result.n else "", text]
+            made.add_row(*cells, style=colours.get(result.verdict))
+        made.add_section()
+    return made

@@ -1,0 +1,58 @@
+"""The digest at the end of deterministic runs: the same when repeated, on any number of ranks that
+share a GPU, with and without CUDA graphs, with and without overlap; another one with another seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from hpctrain.bench.gpu.case import Case, made_pack, train
+from hpctrain.bench.gpu.result import Result, attempt, shown
+
+SHARDS = 4
+SAME = ("--reduce", "host", "--deterministic", "--shards", str(SHARDS))
+WAYS: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (1, ()),
+    (2, ()),
+    (4, ()),
+    (1, ("--graphs",)),
+    (4, ("--overlap", "3")),
+    (4, ("--graphs",)),
+    (1, ("--overlap", "3")),
+    (2, ("--graphs", "--overlap", "3")),
+)
+
+
+def measure(case: Case) -> Iterator[Result]:
+    """A line per way to run; the first run is what all others are compared with."""
+    flags = workload(case)
+    first = digest(case, *flags)
+    other = digest(case, *flags, "--seed", "1")
+    what, target = "digest of another seed (control)", f"not {first[:12]}"
+    yield shown(what, other != first, other[:12], target, n=1)
+    for ranks, more in case.size(WAYS, WAYS[1:5:2] + WAYS[4:5]):
+        start = "again on 1 rank" if ranks == 1 else f"on {ranks} ranks"
+        yield attempt(
+            what := " ".join(("digest", start, *more)),
+            partial(compared, case, what, first, *flags, *more, ranks=ranks),
+        )
+
+
+def workload(case: Case) -> list[str]:
+    """ResNet-18 on images of noise, with a ragged end; the digits network in a rehearsal."""
+    pack = made_pack(case, case.size(413, 101), case.size((64, 64, 3), (28, 28, 1)))
+    network = case.size("resnet18", "digits")
+    flags = ["--data", pack, "--model", network, "--batch-size", "32", "--flip", "--shift", "2"]
+    return [*flags, "--epochs", "1", "--digest-every", "5", *SAME]
+
+
+def digest(case: Case, *flags: str, ranks: int = 1) -> str:
+    """At the end of one run."""
+    return str(train(case, *flags, ranks=ranks)[-1]["digest"])
+
+
+def compared(case: Case, what: str, first: str, *flags: str, ranks: int) -> Result:
+    """Whether a run ends with the digest of the first."""
+    found = digest(case, *flags, ranks=ranks)
+    return shown(what, found == first, found[:12], first[:12], n=1)

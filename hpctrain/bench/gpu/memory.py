@@ -1,0 +1,129 @@
+"""Whose memory it is: the message is one block that CuPy (NumPy on a CPU) and torch both see, plain
+device memory; and the bytes that the loader brings there are those that a CPU computes with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpctrain.bench.gpu.case import Case, first_batches, made_pack, ready
+from hpctrain.bench.gpu.result import Result, attempt, not_run, shown
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.message import Message
+
+# Of cuPointerGetAttribute, CUDA Driver API, "Unified Addressing".
+MEMORY_TYPE, IS_MANAGED, IS_LEGACY_IPC_CAPABLE, MEMPOOL_HANDLE = 2, 8, 10, 17
+DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+STEPS = 3
+
+
+def message(case: Case) -> Iterator[Result]:
+    """No copy between CuPy and torch, none between gradients and message."""
+    from hpctrain.training.step import train_step
+
+    pack = made_pack(case, 64, (28, 28, 1))
+    job = ready(case, "--data", pack, "--batch-size", "32")
+    found = job.trainer.message
+    for batches in first_batches(job, 2):
+        train_step(job.trainer, batches, 32)  # whoever replaced a view would have done it by now
+    tensor = found.tensor
+    owner, seen = pointer(found), tensor.data_ptr()
+    same = "array and tensor are one memory"
+    yield shown(same, owner == seen, f"{owner:#x} and {seen:#x}", "equal")
+    grads = [p.grad for p in job.trainer.model.parameters() if p.requires_grad]
+    inside = sum(grad is not None and within(grad, tensor) for grad in grads)
+    what = "every .grad lies in the message"
+    yield shown(what, inside == len(grads), f"{inside} of {len(grads)}", "all")
+    what = "message outside of torch's caching allocator"
+    if case.rehearsal:
+        yield not_run(what, "that allocator is for GPUs")
+        return
+    weights = job.trainer.message.weights
+    good = not in_torch_pool(tensor) and in_torch_pool(weights)
+    places = {True: "torch's", False: "outside"}
+    value = f"message {places[in_torch_pool(tensor)]}, weights {places[in_torch_pool(weights)]}"
+    yield shown(what, good, value, "outside, torch's")
+
+
+def memory(case: Case) -> Iterator[Result]:
+    """Plain device memory; batches as a CPU would have them."""
+    what = "message is plain cudaMalloc memory"
+    if case.rehearsal:
+        yield not_run(what, "cudaMalloc is CUDA's")
+    else:
+        yield attempt(what, lambda: plain_memory(case, what))
+    flags = ("--flip", "--shift", "3", "--normalize", "pack")
+    pack = made_pack(case, 101, (40, 36, 3))
+    for name, more in (("plain", ()), ("flipped, shifted, normalised", flags)):
+        what = f"batches as on the CPU, bit by bit: {name}"
+        here, there = (batches(case, pack, device, *more) for device in (case.device, "cpu"))
+        equal = sum(map(torch.equal, here, there))
+        yield shown(what, equal == len(there), f"{equal} of {len(there)}", "all", n=len(there))
+    other = batches(case, pack, "cpu", *flags, "--seed", "1")
+    equal = sum(map(torch.equal, here, other))
+    yield shown("control: batches of another seed", equal == 0, f"{equal} equal", "none")
+
+
+def batches(case: Case, pack: str, device: str, *flags: str) -> list[torch.Tensor]:
+    """Images and labels of the first steps, on the CPU."""
+    words = ["--data", pack, "--model", "resnet18", "--batch-size", "32", *flags]
+    job = ready(case, *words, device=device)
+    found = [batch for step in first_batches(job, STEPS) for batch in step]
+    return [tensor.cpu() for batch in found for tensor in (batch.images, batch.targets)]
+
+
+def pointer(message: Message) -> int:
+    """Where the array of a message lies: a CuPy array's memory, or a NumPy array's."""
+    data = message.array.data
+    return int(data.ptr if hasattr(data, "ptr") else message.array.ctypes.data)
+
+
+def within(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a dense tensor lies in another's memory."""
+    first = part.data_ptr() - whole.data_ptr()
+    return 0 <= first <= whole.nbytes - part.nbytes
+
+
+def in_torch_pool(tensor: torch.Tensor) -> bool:
+    """Whether the memory comes from torch's caching allocator: one of its segments holds it."""
+    place = tensor.data_ptr()
+    return any(
+        segment["address"] <= place < segment["address"] + segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+    )
+
+
+def plain_memory(case: Case, what: str) -> Result:
+    """What the driver says of the message's memory, and of pinned host memory as a control."""
+    job = ready(case, "--data", made_pack(case, 32, (28, 28, 1)), "--batch-size", "32")
+    found = told(pointer(job.trainer.message))
+    host = torch.zeros(1024, pin_memory=True)
+    good = found == PLAIN and told(host.data_ptr()) != PLAIN
+    value = ", ".join(f"{name} {number}" for name, number in found.items())
+    return shown(what, good, value, ", ".join(f"{k} {v}" for k, v in PLAIN.items()))
+
+
+PLAIN = {"memory type": DEVICE_MEMORY, "managed": 0, "legacy IPC": 1, "pool": 0}
+
+
+def told(place: int) -> dict[str, int]:
+    """The driver's attributes of the memory at an address."""
+    numbers = (MEMORY_TYPE, IS_MANAGED, IS_LEGACY_IPC_CAPABLE, MEMPOOL_HANDLE)
+    return dict(zip(PLAIN, (attribute(place, number) for number in numbers), strict=True))
+
+
+def attribute(place: int, number: int) -> int:
+    """cuPointerGetAttribute: an int, a bool or a handle. RuntimeError where the driver refuses."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    value = ctypes.c_uint64(0)
+    code = driver.cuPointerGetAttribute(
+        ctypes.byref(value), ctypes.c_int(number), ctypes.c_uint64(place)
+    )
+    if code:
+        raise RuntimeError(f"cuPointerGetAttribute {number}: CUDA error {code}")
+    return value.value

@@ -1,0 +1,68 @@
+"""The rows of ``scripts/gpu_check``, each a function of a module of this folder, and the process in
+which one of them runs:
+
+    python -m hpctrain.bench.gpu.rows ROW FOLDER [--rehearse] [--data PACK]
+
+A line of JSON for every result goes to FOLDER/results.jsonl as soon as it is known: what a row that
+hangs or crashes had found until then is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from hpctrain.bench.gpu.case import Case
+
+RESULTS = "results.jsonl"
+
+
+class Row(NamedTuple):
+    """One part of the check."""
+
+    about: str
+    place: str  # module:function
+    seconds: float  # after which it is ended
+
+
+ROWS = {
+    "parity": Row("gradients against float64", "parity:measure", 45),
+    "message": Row("the message is shared, not copied", "memory:message", 30),
+    "memory": Row("device memory, batches", "memory:memory", 30),
+    "trace": Row("what a step does to the device", "trace:measure", 45),
+    "staging": Row("through pinned host memory", "staging:measure", 30),
+    "digits": Row("learning the digits", "learning:digits", 45),
+    "flowers": Row("learning the flowers", "learning:flowers", 150),
+    "peers": Row("against plain torch and DDP", "peers:measure", 75),
+    "digests": Row("the same bits", "digests:measure", 120),
+    "several": Row("several GPUs", "several:measure", 120),
+    "speed": Row("images/s of ResNet-50", "speed:measure", 200),
+}
+
+
+def main() -> None:
+    """Run one row."""
+    parser = argparse.ArgumentParser(description="Run one row of scripts/gpu_check.")
+    parser.add_argument("row", choices=ROWS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--data")
+    options = parser.parse_args()
+    module, _, function = ROWS[options.row].place.partition(":")
+    measure = getattr(importlib.import_module(f"hpctrain.bench.gpu.{module}"), function)
+    with open(options.folder / RESULTS, "w") as file:
+        for result in measure(Case(options.folder, options.rehearse, options.data)):
+            print(result, flush=True)
+            print(json.dumps(result._asdict()), file=file, flush=True)
+    if "mpi4py.MPI" in sys.modules:
+        from hpctrain.parallel.mpi import end_mpi
+
+        end_mpi()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What a step does to the device: reductions, copies to the host, waits for the device.
+
+Kernels and copies are read from torch.profiler's trace in Chrome's format: events of the category
+kernel and gpu_memcpy, the latter with their bytes. NCCL with one rank sums in place by doing
+nothing (ncclLaunchOneRank in its enqueue.cc): then there is no kernel to count, but the call is.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpctrain.bench.gpu.case import Case, first_batches, made_pack, ready
+from hpctrain.bench.gpu.result import Result, attempt, judged, not_run, shown
+
+if TYPE_CHECKING:
+    from hpctrain.training.setup import Job
+
+STEPS, WARM = 5, 3
+BATCH = 32
+FEW_BYTES = 4096  # that may come to the host in a step: losses, counts, times
+
+
+def measure(case: Case) -> Iterator[Result]:
+    """The trace with NCCL, and steps under torch's alarm for waits without and with it."""
+    nccl = case.size(("--reduce", "nccl"), ())
+    name = case.size("NCCL", "MPI in place of NCCL")
+    yield from traced(case, nccl, name)
+    for text, flags in (("no transport", ()), (name, nccl)):
+        what = f"no step waits for the device, {text}"
+        if case.rehearsal:
+            yield not_run(what, "torch's alarm for waits is CUDA's")
+        else:
+            yield attempt(what, partial(unwaiting, case, what, flags))
+
+
+def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Job, Callable[[], None]]:
+    """A network, and what does one step of it, as the loop does it but for reading the totals."""
+    from hpctrain.training.step import train_step
+
+    shape = case.size((100, 100, 3), (28, 28, 1))
+    words = ["--data", made_pack(case, BATCH, shape), "--batch-size", str(BATCH), *flags]
+    job = ready(case, *words, "--model", case.size("resnet50", "digits"))
+    (batches,) = first_batches(job)
+
+    def step() -> None:
+        train_step(job.trainer, batches, BATCH)
+
+    for _ in range(WARM):
+        step()
+        job.trainer.message.totals()
+    return job, step
+
+
+def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
+    """Reductions and bytes to the host, a step."""
+    job, step = make_job(case, flags)
+    calls = count_calls(job.trainer.reduce.transport, "allreduce")
+
+    def step_and_totals() -> None:
+        step()
+        job.trainer.message.totals()
+
+    events = profiled(step_and_totals, case.folder / "trace.json", on_gpu=not case.rehearsal)
+    what = f"reductions asked of {name} a step"
+    yield shown(what, len(calls) == STEPS, f"{len(calls) / STEPS:g}", "1", n=STEPS)
+    kernels = nccl_kernels(events) / STEPS
+    remark = "of one rank it launches none, of more it must be 1"
+    yield judged("NCCL kernels a step", kernels, most=1, n=STEPS, remark=remark)
+    down = copied_bytes(events, "DtoH") / STEPS
+    remark = f"of a message of {job.trainer.message.tensor.nbytes:,} bytes"
+    what = "bytes to the host a step"
+    yield judged(what, down, "bytes", most=FEW_BYTES, n=STEPS, remark=remark)
+
+
+def count_calls(target: Any, name: str) -> list[int]:
+    """A list that grows by one with every call of this method of this object."""
+    method, calls = getattr(target, name), []
+
+    def counted(*words: Any) -> Any:
+        calls.append(1)
+        return method(*words)
+
+    setattr(target, name, counted)
+    return calls
+
+
+def profiled(step: Callable[[], None], path: Path, on_gpu: bool) -> list[dict[str, Any]]:
+    """The events of the trace of STEPS steps."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        for _ in range(STEPS):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    profile.export_chrome_trace(str(path))
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def nccl_kernels(events: list[dict[str, Any]]) -> int:
+    """Kernels of NCCL in a trace."""
+    return sum(e.get("cat") == "kernel" and "nccl" in e["name"].lower() for e in events)
+
+
+def copied_bytes(events: list[dict[str, Any]], way: str) -> int:
+    """Bytes that a trace's copies moved, `way` being DtoH, HtoD or DtoD."""
+    copies = (e for e in events if e.get("cat") == "gpu_memcpy" and way in e["name"])
+    return sum(int(copy["args"]["bytes"]) for copy in copies)
+
+
+def unwaiting(case: Case, what: str, flags: tuple[str, ...]) -> Result:
+    """Steps while torch raises where an operation waits; reading a number must raise."""
+    job, step = make_job(case, flags)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            waits = alarm(steps)
+            control = alarm(job.trainer.message.scalars.tolist)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = waits or ("none" if control else "alarm silent")
+    return shown(what, not waits and bool(control), found, "none", n=STEPS)
+
+
+def alarm(work: Callable[[], object]) -> str:
+    """What torch says of the first wait in this work; nothing if there was none."""
+    try:
+        work()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return str(error).splitlines()[0]
+    return ""

@@ -1,0 +1,34 @@
+"""On a real GPU: rows of scripts/gpu_check that take seconds, each line as wanted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.bench.gpu import memory, parity, trace
+from hpctrain.bench.gpu.case import Case
+from hpctrain.bench.gpu.result import NOT_RUN, OK
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [parity.measure, memory.message, memory.memory, trace.measure],
+    ids=lambda row: row.__qualname__,
+)
+def test_on_a_gpu(row, tmp_path):
+    results = list(row(Case(tmp_path)))
+    assert {result.verdict for result in results} <= {OK, NOT_RUN}, results
+    assert any(result.verdict == OK for result in results)
+
+
+def test_staging_sums_what_lies_on_the_gpu(comm):
+    """Through pinned memory in pieces, and back to where it was."""
+    from hpctrain.parallel.device import shared_zeros
+    from hpctrain.parallel.transport import Pinned
+
+    vector = shared_zeros(1003, torch.float32, torch.device("cuda"))[1]
+    vector.copy_(torch.arange(1003))
+    Pinned(comm, piece_bytes=64).allreduce(vector)
+    assert torch.equal(vector.cpu(), torch.arange(1003.0))
