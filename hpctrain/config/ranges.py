@@ -134,6 +134,10 @@ class Interval(NamedTuple):
     steps: int = 0
     seconds: float = math.inf
 
+    def follows(self, step: int) -> bool:
+        """Whether a checkpoint follows this step, whatever the time."""
+        return bool(self.steps) and step % self.steps == 0
+
     @staticmethod
     def parse(text: str) -> Interval:
         """Of --checkpoint-every: "500" steps or "10m". UsageError."""

@@ -209,13 +209,16 @@ class BatchNorms:
             self._private_share += share
         return (self.calls != 1).sum()
 
-    def _bessel(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bessel(self, rows: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Bessel's correction by channel for n = rows x elements: (n - 1) / n, and n / (n - 1)."""
-        if rows not in self._factors:
-            n = (rows * self.elements).to(torch.float64)
-            remove, apply = (n - 1) / n, n / (n - 1).clamp(min=1)
-            self._factors[rows] = (remove.to(self.scratch.dtype), apply.to(self.scratch.dtype))
-        return self._factors[rows]
+        if isinstance(rows, int) and rows in self._factors:
+            return self._factors[rows]
+        n = (rows * self.elements).to(torch.float64)
+        remove, apply = (n - 1) / n, n / (n - 1).clamp(min=1)
+        found = remove.to(self.scratch.dtype), apply.to(self.scratch.dtype)
+        if isinstance(rows, int):
+            self._factors[rows] = found
+        return found
 
     def _weight(self) -> torch.Tensor | float:
         """phi by channel; 1 / (number of this update) where momentum is None."""
@@ -224,8 +227,9 @@ class BatchNorms:
         average = 1.0 / (self.updates[self._of_layer] + 1).to(self.scratch.dtype)
         return torch.where(self.momentum < 0, average, self.momentum)
 
-    def merge(self, summed: torch.Tensor, rows: int, finite: torch.Tensor) -> None:
-        """Update the running statistics from the reduced moments (2, C) of `rows` rows.
+    def merge(self, summed: torch.Tensor, rows: int | torch.Tensor, finite: torch.Tensor) -> None:
+        """Update the running statistics from the reduced moments (2, C) of `rows` rows, a number
+        or one on the device.
 
         `finite` gates the update on the device: a step that is not finite leaves no trace.
         """

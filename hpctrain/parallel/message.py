@@ -23,9 +23,10 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.device import shared_zeros
+from hpctrain.parallel.late import Snapshot
 
 ALIGNMENT = 64  # elements
-SCALARS = ("loss", "correct", "rows", "irregular", "stop", "leave")
+SCALARS = ("loss", "correct", "rows", "irregular", "stop", "leave", "save")
 SLOTS = ("compute", "data", "nonfinite", "digest")
 
 
@@ -112,6 +113,7 @@ class Totals(NamedTuple):
     irregular: int  # batch-norm layers that did not run exactly once
     stop: int  # votes
     leave: int  # votes
+    save: int  # votes
     nonfinite: list[int]  # ranks that met a loss that is not finite
     compute: list[float]  # seconds, by rank
     data: list[float]  # seconds waiting for data, by rank
@@ -136,7 +138,7 @@ class Message:
         self.slots = slots.view(size, len(SLOTS))
         self._ends = self.tensor[-len(SCALARS) - size * len(SLOTS) :]
         self._loss, self._correct, self._rows, self._irregular, *votes = self.scalars.unbind()
-        self._stop, self._leave = votes
+        self._stop, self._leave, self._save = votes
         self._own = self.slots[rank].unbind()
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
@@ -175,49 +177,70 @@ class Message:
         self._rows.add_(rows)
         self._irregular.add_(irregular)
 
-    def vote(self, stop: bool, leave: bool = False) -> None:
-        """Ask all ranks to stop, or to leave, after this step."""
+    def vote(self, stop: bool, leave: bool = False, save: bool = False) -> None:
+        """Ask all ranks to stop, to leave, or to have the run saved, after this step."""
         self._stop.fill_(stop)
         self._leave.fill_(leave)
+        self._save.fill_(save)
 
     def clock(self, compute: float, data: float) -> None:
         """Put this rank's seconds of this step into its slots."""
         self._own[0].fill_(compute)
         self._own[1].fill_(data)
 
-    def sign(self, digest: int) -> None:
+    def sign(self, digest: torch.Tensor | int) -> None:
         """Put a part of this rank's digest, below 2^24, into its slot."""
         self._own[3].fill_(digest)
 
-    def rescale(self, planned: int) -> int:
+    def rescale(self, planned: int) -> torch.Tensor:
         """Make the reduced sums, weighted by 1 / `planned` rows, those of the rows that were
-        counted; their number (waits for the device).
+        counted; their number, float64 on the device.
         """
-        counted = _whole(self._rows.item())
-        if counted != planned and counted:
-            self.gradients.mul_(planned / counted)
-            self.moments.mul_(planned / counted)
-        return counted or planned
+        counted = self._rows.to(torch.float64)
+        counted = torch.where(counted > 0, counted, planned)
+        factor = (planned / counted).to(self.tensor.dtype)
+        self.gradients.mul_(factor)
+        self.moments.mul_(factor)
+        return counted
 
-    def finite(self) -> torch.Tensor:
-        """Whether the reduced message is free of NaN and infinity: a bool on the device.
+    def finite(self, lasting: bool = False) -> torch.Tensor:
+        """Whether the reduced message is free of NaN and infinity: a bool on the device. Where it
+        is `lasting`, no step counts as finite after one that was not.
 
         A sum over the gradients is finite only if all are: NaN and infinity survive addition.
         """
-        self._finite = ~_is_bad(self.gradients.sum() + self.moments.sum() + self._loss)
+        finite = ~_is_bad(self.gradients.sum() + self.moments.sum() + self._loss)
+        self._finite = finite & self._finite if lasting else finite
         return self._finite
+
+    def report(self) -> Report:
+        """Send scalars and slots of the reduced message to the host. Nothing waits."""
+        return Report(Snapshot(torch.cat((self._finite[None], self._ends))))
 
     def totals(self) -> Totals:
         """Read scalars and slots of the reduced message (waits for the device)."""
-        numbers, finite = self._ends.tolist(), bool(self._finite)
-        loss, *counts = numbers[: len(SCALARS)]
-        correct, rows, irregular, stop, leave = map(_whole, counts)
-        slots = [numbers[i :: len(SLOTS)] for i in range(len(SCALARS), len(SCALARS) + len(SLOTS))]
-        bad = [rank for rank, flag in enumerate(slots[2]) if flag]
-        digests = [_whole(value) for value in slots[3]]
-        compute, data = slots[:2]
-        known = loss, correct, rows, finite, irregular, stop, leave
-        return Totals(*known, bad, compute, data, digests)
+        return self.report().totals()
+
+
+class Report:
+    """What a reduced message says, on its way to the host."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def totals(self) -> Totals:
+        """It, as soon as it is there."""
+        finite, loss, *numbers = self._snapshot.numbers()
+        votes = len(SCALARS) - 1
+        correct, rows, irregular, stop, leave, save = map(_whole, numbers[:votes])
+        compute, data, flags, digests = (
+            numbers[slot :: len(SLOTS)] for slot in range(votes, votes + len(SLOTS))
+        )
+        return Totals(
+            *(loss, correct, rows, bool(finite), irregular, stop, leave, save),
+            [rank for rank, flag in enumerate(flags) if flag],
+            *(compute, data, [_whole(digest) for digest in digests]),
+        )
 
 
 def _is_bad(number: torch.Tensor) -> torch.Tensor:

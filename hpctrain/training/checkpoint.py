@@ -76,11 +76,9 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
 
-    def due(self, step: int) -> bool:
-        """Whether to save after this step. RunError where something could not be written."""
+    def overdue(self) -> bool:
+        """Whether it is time to save. RunError where something could not be written."""
         self.check()
-        if self.interval.steps:
-            return step % self.interval.steps == 0
         return time.monotonic() - self._saved >= self.interval.seconds
 
     def save(
@@ -97,7 +95,7 @@ class Writer:
             return
         for name, tensor in tensors.items():
             if name not in self._host or self._host[name].shape != tensor.shape:
-                self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                self._host[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._host[name].copy_(tensor.detach())
         host = {name: self._host[name] for name in tensors}
         own = copy.deepcopy(dict(state))

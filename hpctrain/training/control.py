@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
+import torch
+
 from hpctrain.config import duration
 from hpctrain.errors import RunError
 from hpctrain.signals import noticed
@@ -30,7 +32,8 @@ class News(NamedTuple):
     waited: float = 0.0  # seconds for data
     stop: bool = False  # a vote for stopping
     leave: bool = False  # a vote for leaving
-    digest: int = 0  # part of the digest of its state, below 2^24; 0 = none
+    save: bool = False  # a vote for a checkpoint
+    digest: torch.Tensor | int = 0  # part of the digest of its state, below 2^24; 0 = none
 
 
 class Control:
@@ -61,9 +64,9 @@ class Control:
             raise KeyboardInterrupt
         self._interrupted = True
 
-    def news(self, waited: float, digest: int) -> News:
+    def news(self, waited: float, save: bool, digest: torch.Tensor | int) -> News:
         """What this rank tells all others in its next step."""
-        return News(waited, self.asked(), self.leaving() is not None, digest)
+        return News(waited, self.asked(), self.leaving() is not None, save, digest)
 
     def margin(self, evaluating: bool = False) -> float:
         """Seconds before the deadline at which to leave: for a step, an evaluation (one that is

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hpctrain.config import Interval
 from hpctrain.parallel.mpi import Comm
 from hpctrain.report.record import Recorder
 from hpctrain.training.balance import Balance
@@ -46,6 +47,7 @@ class Progress:
     epoch: int = 0  # epochs done
     validated: int = 0  # step of the last validation
     ended: Why | None = None
+    save: bool = False  # a checkpoint was asked for
     reason: str | None = None  # of that end, for the reader
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
@@ -71,7 +73,7 @@ class Progress:
         own.
         """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del fields["best"], fields["went_back"]
+        del fields["best"], fields["went_back"], fields["save"]
         if self.ended is not Why.PATIENCE:
             fields["ended"] = fields["reason"] = None
         return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
@@ -127,5 +129,6 @@ class Run:
     control: Control
     state: Progress
     watchdog: Watchdog
+    checkpoints: Interval
     writer: Writer | None  # on rank 0
     balance: Balance | None = None  # where shards may move

@@ -5,9 +5,8 @@ The README shows a training loop of one's own on the same parts.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 from hpctrain.data.loader import Batch
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import seed_torch
+from hpctrain.parallel.late import Clock
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.training.control import News
@@ -36,6 +36,11 @@ class Trainer:
     loss: Loss
     clip_norm: float | None = None
     skips_rows: bool = False  # a step may have fewer rows than it was planned with
+    late: int = 0  # steps that are begun before the totals of one are read
+    clock: Clock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.message.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that steps change, but for the model's own odd buffers: weights, what the
@@ -56,17 +61,17 @@ def train_step(
     total: int,
     news: News = News(),  # noqa: B008
     before_waiting: Callable[[], None] = lambda: None,
-) -> float:
+) -> None:
     """Update the weights from this rank's shards of a mini-batch of `total` rows. Collective.
 
     `news` travel in the message; what the step measured is read from it afterwards
-    (`Message.totals`). `before_waiting` is called when this rank has done its part. Returns the
-    seconds of the reduction.
+    (`Message.report`). `before_waiting` is called when this rank has done its part.
     Where bad rows were left out, the sum is scaled to the rows that there were.
-    A step with a loss or gradient that is not finite leaves weights and statistics as they were.
+    A step with a loss or gradient that is not finite leaves weights and statistics as they were;
+    so do those that follow before its totals are read.
     """
-    message, norms = trainer.message, trainer.norms
-    began = time.perf_counter()
+    message, norms, clock = trainer.message, trainer.norms, trainer.clock
+    clock.begin()
     message.zero()
     for batch in batches:
         seed_torch(batch.key, message.device)  # dropout belongs to the shard, not to the rank
@@ -77,21 +82,18 @@ def train_step(
         irregular = norms.collect(message.moments, rows, total, batch.shard)
         message.count(loss, correct, rows, irregular)
         trainer.reduce.keep(batch.shard)
-    message.vote(news.stop, news.leave)
+    message.vote(news.stop, news.leave, news.save)
     message.sign(news.digest)
-    message.clock(time.perf_counter() - began, news.waited)
+    message.clock(clock.computed(), news.waited)
 
     before_waiting()
-    reducing = time.perf_counter()
     trainer.reduce(message)
-    reduced = time.perf_counter()
+    clock.reduced()
 
-    if trainer.skips_rows:
-        total = message.rescale(total)
-    finite = message.finite()
-    norms.merge(message.moments, total, finite)
+    finite = message.finite(lasting=trainer.late > 0)
+    counted = message.rescale(total) if trainer.skips_rows else total
+    norms.merge(message.moments, counted, finite)
     if trainer.clip_norm is not None:
         clip_gradient(message.gradients, trainer.clip_norm)
     gate_update(trainer.optimizer, finite)
     trainer.optimizer.step()
-    return reduced - reducing

@@ -138,7 +138,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         control.saving = saving_seconds(job.trainer)
         auto = config.worker_load == "auto"
         balance = Balance([range(*run) for run in job.plan.runs]) if auto else None
-        run = Run(job, comm, recorder, control, state, watchdog, writer, balance)
+        run = Run(job, comm, recorder, control, state, watchdog, times.checkpoints, writer, balance)
         return train_in(run, folder)
 
 

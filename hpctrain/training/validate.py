@@ -29,15 +29,15 @@ MISTAKES = 16  # shown in TensorBoard after an evaluation
 SHOWN = 10  # images of the picture that a denoising run leaves
 
 
-def validation_due(run: Run) -> bool:
-    """Whether the steps and epochs done call for a validation."""
-    config, state = run.job.config, run.state
+def validation_due(run: Run, step: int) -> bool:
+    """Whether a validation follows this step, or the end of its epoch."""
+    config, per_epoch = run.job.config, run.job.plan.steps_per_epoch
     if "validation" not in run.job.pack.splits:
         return False
     if config.validate_steps:
-        return state.step % config.validate_steps == 0
-    at_end = state.step % run.job.plan.steps_per_epoch == 0
-    return bool(at_end and config.evaluate_every and state.epoch % config.evaluate_every == 0)
+        return step % config.validate_steps == 0
+    every = config.evaluate_every * per_epoch
+    return bool(every) and step % every == 0
 
 
 def validate(run: Run) -> None:

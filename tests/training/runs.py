@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from hpctrain.config import Interval
 from hpctrain.report.record import read_records
 from hpctrain.training.control import Control
 from hpctrain.training.progress import Progress, Run
@@ -15,7 +16,9 @@ from hpctrain.training.watchdog import Watchdog
 def make_run(job, comm, recorder, control=None):
     """What the training loop works with."""
     watchdog = Watchdog(comm.rank, comm.size, "here", 60, lambda code: None)
-    return Run(job, comm, recorder, control or Control(None), Progress(), watchdog, None)
+    return Run(
+        job, comm, recorder, control or Control(None), Progress(), watchdog, Interval(), None
+    )
 
 
 def digest(config, comm, name):

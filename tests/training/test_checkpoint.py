@@ -51,15 +51,15 @@ def test_intervals_that_are_none(text):
 
 
 def test_when_a_checkpoint_is_due(run, monkeypatch):
-    with Writer(run, Interval(steps=4), 2) as writer:
-        assert [step for step in range(1, 10) if writer.due(step)] == [4, 8]
-    with Writer(run, Interval(seconds=60), 2) as writer:
-        assert not writer.due(1)
+    every = Interval(steps=4)
+    assert [step for step in range(1, 10) if every.follows(step)] == [4, 8]
+    with Writer(run, every, 2) as by_steps, Writer(run, Interval(seconds=60), 2) as by_time:
+        assert not by_time.interval.follows(4) and not by_time.overdue()
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-        assert writer.due(1)
-        writer.save(1, TENSORS, {})
-        assert not writer.due(2)
+        assert by_time.overdue() and not by_steps.overdue()
+        by_time.save(1, TENSORS, {})
+        assert not by_time.overdue()
 
 
 def test_what_is_written_is_read(run):

@@ -15,7 +15,7 @@ from hpctrain.parallel.determinism import torch_settings
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
-from hpctrain.training.digest import check_digests, slot_value
+from hpctrain.training.digest import AT_ONCE, as_hex, check_digests, checksum, slot_value
 from tests.launch import mpirun, run
 from tests.packs import make_pack
 from tests.training.runs import digest
@@ -157,7 +157,25 @@ def test_the_rank_in_the_minority_is_named():
         check_digests([1, 5, 2, 5, 5], 7)
     with pytest.raises(RunError, match=r"by rank: 000005, 000007\), and no more than half agree"):
         check_digests([5, 7], 100)
-    assert all(0 < slot_value(f"{n:064x}") < 2**24 for n in (0, 1, 2**24 - 2, 2**256 - 1))
+    values = slot_value(torch.tensor([0, 1, 2**24 - 2, 2**63 - 1, -1, -(2**63)]))
+    assert values.min() > 0 and values.max() < 2**24 and len(set(values.tolist())) > 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
+def test_a_checksum_shows_every_change(dtype, monkeypatch):
+    tensor = torch.arange(1, 1004).to(dtype)
+    found = checksum(tensor).item()
+    assert checksum(tensor.clone()).item() == found
+    monkeypatch.setitem(AT_ONCE, "cpu", 10)
+    assert checksum(tensor).item() == found  # whatever is summed at once
+    assert checksum(tensor.flip(0)).item() != found
+    bits = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    for place, bit in ((0, 0), (1, 7), (500, 14), (1002, 3)):
+        bits[place] ^= 1 << bit
+        assert checksum(tensor).item() != found
+        bits[place] ^= 1 << bit
+    assert checksum(tensor).item() == found
+    assert as_hex(-1) == "f" * 16 and as_hex(5) == "0" * 15 + "5"
 
 
 @pytest.mark.mpi

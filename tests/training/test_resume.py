@@ -46,8 +46,8 @@ def leave_after(comm, monkeypatch):
     def script(*marks):
         asked = []
 
-        def news(self, waited, digest):
-            found = original(self, waited, digest)
+        def news(self, *told):
+            found = original(self, *told)
             asked.append(1)
             here = comm.rank == comm.size - 1 and len(asked) in marks
             return found._replace(leave=here)
@@ -113,9 +113,9 @@ def test_on_another_number_of_ranks(comm, settings, leave_after):
             before = Control.news
             counted = []
 
-            def news(self, waited, digest):
+            def news(self, *told):
                 counted.append(1)
-                return before(self, waited, digest)._replace(leave=len(counted) == 5)
+                return before(self, *told)._replace(leave=len(counted) == 5)
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Control, "news", news)

@@ -244,9 +244,9 @@ def test_stop_votes_and_clocks_arrive(comm):
     mine = carried(comm.size, comm.size)[comm.rank]
     batches = next(Loader(Arrays(), partition, mine, 7, to_float64).epoch(0))
     last = comm.size - 1
-    train_step(trainer, batches, 7, News(1.0 + comm.rank, comm.rank == last, True, 5))
+    train_step(trainer, batches, 7, News(1.0 + comm.rank, comm.rank == last, True, last == 0, 5))
     totals = trainer.message.totals()
-    assert (totals.stop, totals.leave) == (1, comm.size)
+    assert (totals.stop, totals.leave, totals.save) == (1, comm.size, last == 0)
     assert totals.digests == [5] * comm.size
     assert totals.data == [1.0 + r for r in range(comm.size)]
     assert all(seconds > 0 for seconds in totals.compute)
