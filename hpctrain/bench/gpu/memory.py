@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Of cuPointerGetAttribute, CUDA Driver API, "Unified Addressing".
 MEMORY_TYPE, IS_MANAGED, IS_LEGACY_IPC_CAPABLE, MEMPOOL_HANDLE = 2, 8, 10, 17
 DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+PLAIN = {"memory type": DEVICE_MEMORY, "managed": 0, "legacy IPC": 1, "pool": 0}
 STEPS = 3
 
 
@@ -102,13 +103,14 @@ def plain_memory(case: Case, what: str) -> Result:
     """What the driver says of the message's memory, and of pinned host memory as a control."""
     job = ready(case, "--data", made_pack(case, 32, (28, 28, 1)), "--batch-size", "32")
     found = told(pointer(job.trainer.message))
-    host = torch.zeros(1024, pin_memory=True)
-    good = found == PLAIN and told(host.data_ptr()) != PLAIN
+    good = found == PLAIN and told(pinned_memory().data_ptr()) != PLAIN
     value = ", ".join(f"{name} {number}" for name, number in found.items())
     return shown(what, good, value, ", ".join(f"{k} {v}" for k, v in PLAIN.items()))
 
 
-PLAIN = {"memory type": DEVICE_MEMORY, "managed": 0, "legacy IPC": 1, "pool": 0}
+def pinned_memory() -> torch.Tensor:
+    """Host memory that the driver knows."""
+    return torch.zeros(1024, pin_memory=True)
 
 
 def told(place: int) -> dict[str, int]:

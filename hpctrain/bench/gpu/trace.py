@@ -20,6 +20,7 @@ from hpctrain.bench.gpu.case import Case, first_batches, made_pack, ready
 from hpctrain.bench.gpu.result import Result, attempt, judged, not_run, shown
 
 if TYPE_CHECKING:
+    from hpctrain.parallel.message import Report
     from hpctrain.training.setup import Job
 
 STEPS, WARM = 5, 3
@@ -40,8 +41,10 @@ def measure(case: Case) -> Iterator[Result]:
             yield attempt(what, partial(unwaiting, case, what, flags))
 
 
-def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Job, Callable[[], None]]:
-    """A network, and what does one step of it, as the loop does it but for reading the totals."""
+def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Job, Callable[[], Report]]:
+    """A network, and what does one step of it and sends what came of it to the host, as the loop
+    does.
+    """
     from hpctrain.training.step import train_step
 
     shape = case.size((100, 100, 3), (28, 28, 1))
@@ -49,12 +52,12 @@ def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Job, Callable[[], None
     job = ready(case, *words, "--model", case.size("resnet50", "digits"))
     (batches,) = first_batches(job)
 
-    def step() -> None:
+    def step() -> Report:
         train_step(job.trainer, batches, BATCH)
+        return job.trainer.message.report()
 
     for _ in range(WARM):
-        step()
-        job.trainer.message.totals()
+        step().totals()
     return job, step
 
 
@@ -62,12 +65,8 @@ def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
     """Reductions and bytes to the host, a step."""
     job, step = make_job(case, flags)
     calls = count_calls(job.trainer.reduce.transport, "allreduce")
-
-    def step_and_totals() -> None:
-        step()
-        job.trainer.message.totals()
-
-    events = profiled(step_and_totals, case.folder / "trace.json", on_gpu=not case.rehearsal)
+    path, on_gpu = case.folder / "trace.json", not case.rehearsal
+    events = profiled(lambda: step().totals(), path, on_gpu)
     what = f"reductions asked of {name} a step"
     yield shown(what, len(calls) == STEPS, f"{len(calls) / STEPS:g}", "1", n=STEPS)
     kernels = nccl_kernels(events) / STEPS
@@ -91,7 +90,7 @@ def count_calls(target: Any, name: str) -> list[int]:
     return calls
 
 
-def profiled(step: Callable[[], None], path: Path, on_gpu: bool) -> list[dict[str, Any]]:
+def profiled(step: Callable[[], object], path: Path, on_gpu: bool) -> list[dict[str, Any]]:
     """The events of the trace of STEPS steps."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
