@@ -1,4 +1,4 @@
-"""scripts/gpu_check: its processes and clocks, its table and exit code, a rehearsal of every row."""
+"""scripts/gpu_check: its processes and clocks, its table and exit code, a rehearsal of all rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpctrain.bench.gpu.rows import ROWS
 from hpctrain.errors import UsageError
 from tests.launch import ROOT, run
 
-CUDA_ONLY = {  # what a rehearsal cannot look at, by the start of its reason
+CUDA_ONLY = {  # why a rehearsal leaves lines out, by row
     "parity": {"TF32 is arithmetic of GPUs"},
     "message": {"that allocator is for GPUs"},
     "memory": {"cudaMalloc is CUDA's"},
