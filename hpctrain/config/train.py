@@ -180,6 +180,12 @@ class Config:
         "fp32", "arithmetic of forward and backward", MACHINE, choices=("fp32", "bf16")
     )
     channels_last: bool = option(True, "memory format NHWC (faster) instead of NCHW", MACHINE)
+    compile: bool = option(
+        False, "let torch.compile make the kernels (minutes at the start)", MACHINE
+    )
+    graphs: bool = option(
+        False, "GPUs: record forward and backward as CUDA graphs, and launch them at once", MACHINE
+    )
     reduce: str = option(
         "auto",
         "how messages of GPUs travel: nccl; host = through pinned host memory; mpi-gpu = device"

@@ -8,8 +8,9 @@ RDMA registration handle best; torch sees the same memory through DLPack.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 
+Made = TypeVar("Made")
 NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -196,3 +198,21 @@ def nccl_version() -> int:
     except ImportError:
         return 0
     return int(nccl.get_version())
+
+
+class GraphRecorder:
+    """Records work as CUDA graphs, which share one pool of memory: they run one after another."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, work: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
+        """Record `work`, which ran before and now does not: its results, which lie where every
+        replay puts them, and the replay, queued on the current stream. Other threads may use the
+        GPU meanwhile.
+        """
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            found = work()
+        return found, graph.replay

@@ -41,6 +41,7 @@ from hpctrain.parallel.reduce import Reduce, broadcast, choose_reduce
 from hpctrain.parallel.select import Choice, choose, make, place_of
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
+from hpctrain.training.backward import Backward, make_backward
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.reading import (
     Doing,
@@ -116,7 +117,8 @@ def set_up(
     )
     norms.start(probe)
     choice = agree_on_transport(comm, device, config.reduce)
-    trainer = make_trainer(model, norms, task, config, plan, make(choice, comm))
+    backward = everywhere(comm, lambda: make_backward(model, task, config.compile, config.graphs))
+    trainer = make_trainer(model, norms, backward, config, plan, make(choice, comm))
     own = range(*plan.runs[comm.rank])
     reading = Reading(pack, checks, source, order_of(plan))
     if config.stage and not config.dry_run:
@@ -224,7 +226,7 @@ def check_backward(
 def make_trainer(
     model: nn.Module,
     norms: BatchNorms,
-    task: Task,
+    backward: Backward,
     config: Config,
     plan: Plan,
     transport: Transport,
@@ -252,7 +254,7 @@ def make_trainer(
         norms,
         make_optimizer(plan.optimizer, plan.learning_rate, config, [message.weights]),
         reduce_for(plan, message, runs, transport),
-        task,
+        backward,
         config.clip_norm,
         config.skip_bad,
         LATE[message.device.type],

@@ -17,11 +17,9 @@ from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.late import Clock
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import Reduce
+from hpctrain.training.backward import Backward
 from hpctrain.training.control import News
 from hpctrain.training.optim import clip_gradient, gate_update
-
-# model, inputs (n, C, H, W), targets -> sum of the rows' losses, number of correct rows
-Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Trainer:
     norms: BatchNorms
     optimizer: torch.optim.Optimizer
     reduce: Reduce
-    loss: Loss
+    backward: Backward
     clip_norm: float | None = None
     skips_rows: bool = False  # a step may have fewer rows than it was planned with
     late: int = 0  # steps that are begun before the totals of one are read
@@ -76,8 +74,7 @@ def train_step(
     for batch in batches:
         seed_torch(batch.key, message.device)  # dropout belongs to the shard, not to the rank
         norms.clear()
-        loss, correct = trainer.loss(trainer.model, batch.images, batch.targets)
-        (loss / total).backward()
+        loss, correct = trainer.backward(batch.images, batch.targets, total)
         rows = len(batch.targets)
         irregular = norms.collect(message.moments, rows, total, batch.shard)
         message.count(loss, correct, rows, irregular)

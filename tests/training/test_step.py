@@ -17,6 +17,7 @@ from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import Plain, choose_reduce
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import HostMemory, Pinned
+from hpctrain.training.backward import Eager
 from hpctrain.training.control import News
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.step import Trainer, train_step
@@ -63,7 +64,7 @@ def make_trainer(model, comm, config=None, reduce=None):
         norms,
         make_optimizer(config.optimizer or "sgdm", config.lr, config, [message.weights]),
         reduce or choose_reduce(comm, message),
-        Classification(label_smoothing=config.label_smoothing),
+        Eager(model, Classification(label_smoothing=config.label_smoothing)),
         config.clip_norm,
     )
 

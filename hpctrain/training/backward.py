@@ -1,0 +1,121 @@
+"""Forward and backward of one batch: what a step spends its time on, and how it is launched.
+
+    Eager     kernel by kernel, or as torch.compile made them (--compile)
+    Graphs    the kernels of both recorded once for every shape and then launched together
+              (--graphs): where a batch is small, a GPU otherwise waits for the host
+
+All add the gradients of loss / total to the parameters' `.grad`, where they lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from hpctrain.errors import RunError, UsageError
+from hpctrain.parallel.device import GraphRecorder
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+# model, inputs (n, C, H, W), targets -> sum of the rows' losses, number of correct rows
+Loss = Callable[[nn.Module, Tensor, Tensor], Pair]
+# work that is recorded -> its results, always in the same memory, and what fills them anew
+Record = Callable[[Callable[[], Pair]], tuple[Pair, Callable[[], None]]]
+
+WARM = 3  # batches of a shape before it is recorded: libraries choose their algorithms in these
+MOST_GRAPHS = 8  # shapes; a run has few: whole batches, and those that end an epoch
+
+
+class Backward(Protocol):
+    """Adds the gradients of a batch."""
+
+    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
+        """From inputs (n, C, H, W) of a mini-batch of `total` rows: sum of the rows' losses and
+        number of correct rows, on the device.
+        """
+
+
+class Eager:
+    """Launches forward and backward kernel by kernel."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        self._model, self._loss = model, loss
+
+    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
+        """As in Backward."""
+        loss, correct = self._loss(self._model, inputs, targets)
+        (loss / total).backward()
+        return loss.detach(), correct
+
+
+class Compiled(Eager):
+    """The same with what torch.compile makes of the model, for every shape on its own: what runs
+    shall not depend on which shape came first.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__(cast(nn.Module, torch.compile(model, dynamic=False)), loss)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
+        """As in Backward. RunError where torch cannot compile the model."""
+        try:
+            return super().__call__(inputs, targets, total)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)
+            words = next(filter(None, str(cause).splitlines()), type(cause).__name__)
+            raise RunError(f"--compile: torch cannot compile this model here: {words}") from error
+
+
+class Graphs:
+    """Records forward and backward of every shape that comes often, and replays them."""
+
+    def __init__(self, backward: Backward, record: Record | None = None) -> None:
+        """`record` stands in for that of a GPU."""
+        self._backward, self._record = backward, record or GraphRecorder()
+        self._seen: Counter[tuple] = Counter()
+        self._graphs: dict[tuple, Graph] = {}
+
+    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
+        """As in Backward; the results are overwritten by the next call."""
+        shape = *_form(inputs), *_form(targets), total
+        if shape not in self._graphs:
+            self._seen[shape] += 1
+            if self._seen[shape] <= WARM or len(self._graphs) == MOST_GRAPHS:
+                return self._backward(inputs, targets, total)
+            self._graphs[shape] = Graph(self._backward, inputs, targets, total, self._record)
+        return self._graphs[shape](inputs, targets)
+
+
+class Graph:
+    """Forward and backward of one shape."""
+
+    def __init__(
+        self, backward: Backward, inputs: Tensor, targets: Tensor, total: int, record: Record
+    ) -> None:
+        self._inputs, self._targets = inputs.clone(), targets.clone()  # strides are kept
+        self._found, self._replay = record(partial(backward, self._inputs, self._targets, total))
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Pair:
+        """As in Backward."""
+        self._inputs.copy_(inputs)
+        self._targets.copy_(targets)
+        self._replay()
+        return self._found
+
+
+def _form(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def make_backward(model: nn.Module, loss: Loss, compiled: bool, graphs: bool) -> Backward:
+    """How a run computes gradients. UsageError for graphs without a GPU."""
+    device = next(model.parameters()).device
+    if graphs and device.type != "cuda":
+        raise UsageError("--graphs is for GPUs: this rank computes on the CPU")
+    backward = Compiled(model, loss) if compiled else Eager(model, loss)
+    return Graphs(backward) if graphs else backward
