@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,12 +18,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.bench.gpu.case import CLASSES, Case, first_batches, made_pack, ready
-from hpctrain.bench.gpu.result import Result, attempt, judged
+from hpctrain.bench.gpu.result import Result, judged, not_run
 from hpctrain.bench.jobs import free_port
-from hpctrain.bench.plain import Step, plain_step
+from hpctrain.bench.plain import plain_step
+from hpctrain.errors import UsageError
 from hpctrain.models import build
 
 if TYPE_CHECKING:
+    from hpctrain.data.loader import Batch
     from hpctrain.training.setup import Job
 
 TARGET = 0.98
@@ -49,7 +50,7 @@ TINY = (Work("digits", (28, 28, 1), "fp32", 8, 3), Work("resnet18", (32, 32, 3),
 
 
 def measure(case: Case) -> Iterator[Result]:
-    """Two lines per network: against the plain loop, and against DDP."""
+    """Per network, hpctrain's step without and with --graphs against the plain loop and DDP."""
     benchmark = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     dist.init_process_group(
@@ -67,42 +68,57 @@ def measure(case: Case) -> Iterator[Result]:
 
 
 def compared(case: Case, work: Work) -> Iterator[Result]:
-    """hpctrain's step against the others on one network."""
+    """hpctrain's steps against the others' on one network."""
     from hpctrain.parallel.determinism import torch_settings
 
-    what = f"{work.network} at {work.shape[0]}, {work.precision}: hpctrain's step"
+    name = f"{work.network} at {work.shape[0]}, {work.precision}: hpctrain's step"
     flags = ["--data", made_pack(case, work.batch * BATCHES, work.shape), "--model", work.network]
     flags += ["--batch-size", str(work.batch), "--precision", work.precision]
     with torch_settings(False):
         job = ready(case, *flags)
-        seconds = rounds(contestants(case, work, job), work.steps)
+        batches = first_batches(job, BATCHES)
+        own = {name: stepping(job, batches)}
+        try:
+            own[f"{name}, --graphs"] = stepping(ready(case, *flags, "--graphs"), batches)
+        except UsageError as error:
+            yield not_run(f"{name}, --graphs", str(error))
+        others = {
+            "plain torch": plain(case, work, batches, lambda model: model),
+            f"DDP over {case.size('NCCL', 'gloo')}": plain(
+                case, work, batches, DistributedDataParallel
+            ),
+        }
+        seconds = rounds(own | others, work.steps)
     rates = {name: [work.batch * work.steps / s for s in found] for name, found in seconds.items()}
-    for other in list(rates)[1:]:
-        yield attempt(f"{what} / {other}", partial(ratio, f"{what} / {other}", rates, other))
+    for ours in own:
+        for other in others:
+            yield ratio(ours, other, rates)
 
 
-def contestants(case: Case, work: Work, job: Job) -> dict[str, Callable[[int], object]]:
-    """By name, hpctrain first: what does the n-th step."""
+def stepping(job: Job, batches: list[list[Batch]]) -> Callable[[int], object]:
+    """What does hpctrain's n-th step."""
     from hpctrain.training.step import train_step
 
-    batches = first_batches(job, BATCHES)
-    device = torch.device(case.device)
+    def step(number: int) -> None:
+        batch = batches[number % BATCHES]
+        train_step(job.trainer, batch, len(batch[0].targets))
 
-    def plain(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[int], object]:
-        model = build(work.network, work.shape, CLASSES).to(device)
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        step: Step = plain_step(wrap(model.train()), work.precision)
-        return lambda number: step(*pair(number))
+    return step
 
-    def pair(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = batches[number % BATCHES][0]
-        return batch.images, batch.targets
 
-    return {
-        "hpctrain": lambda number: train_step(job.trainer, batches[number % BATCHES], work.batch),
-        "plain torch": plain(lambda model: model),
-        f"DDP over {case.size('NCCL', 'gloo')}": plain(DistributedDataParallel),
-    }
+def plain(
+    case: Case, work: Work, batches: list[list[Batch]], wrap: Callable[[nn.Module], nn.Module]
+) -> Callable[[int], object]:
+    """What does the n-th step of plain torch on the network as `wrap` has it."""
+    model = build(work.network, work.shape, CLASSES).to(torch.device(case.device))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    train = plain_step(wrap(model.train()), work.precision)
+
+    def step(number: int) -> None:
+        (batch,) = batches[number % BATCHES]
+        train(batch.images, batch.targets)
+
+    return step
 
 
 def rounds(ways: Mapping[str, Callable[[int], object]], steps: int) -> dict[str, list[float]]:
@@ -126,8 +142,9 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def ratio(what: str, rates: dict[str, list[float]], other: str) -> Result:
+def ratio(ours: str, other: str, rates: dict[str, list[float]]) -> Result:
     """Median over median, against the target; both speeds beside it."""
-    own, theirs = (statistics.median(rates[name]) for name in ("hpctrain", other))
+    own, theirs = (statistics.median(rates[name]) for name in (ours, other))
     remark = f"{own:,.0f} against {theirs:,.0f} images/s"
-    return judged(what, own / theirs, least=TARGET, n=len(rates[other]), remark=remark)
+    n = len(rates[other])
+    return judged(f"{ours} / {other}", own / theirs, least=TARGET, n=n, remark=remark)

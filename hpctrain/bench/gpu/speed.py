@@ -10,7 +10,7 @@ from hpctrain.bench.gpu.result import Result, attempt, judged
 from hpctrain.bench.jobs import steps_rate
 
 BATCH, PACK_STEPS = 128, 8
-EPOCHS, WARM_EPOCHS = 6, 2
+EPOCHS, WARM_EPOCHS = 10, 2
 SIDES = (100, 224)
 BASE, NO_SLOWER = "bf16", 0.98  # of its images/s, for the ways that are to make it faster
 WAYS = {
