@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import uuid
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from hpctrain.bench.gpu.result import (
 )
 from hpctrain.bench.gpu.rows import ROWS
 from hpctrain.errors import UsageError
-from tests.launch import ROOT, run
+from tests.launch import ROOT, marked, run
 
 CUDA_ONLY = {  # why a rehearsal leaves lines out, by row
     "parity": {"TF32 is arithmetic of GPUs"},
@@ -64,11 +66,18 @@ def test_a_row_that_dies_keeps_what_it_found(monkeypatch, tmp_path):
     assert nothing.verdict == FAILED
 
 
-def test_a_row_that_hangs_is_ended(monkeypatch, tmp_path):
+def test_a_row_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
     monkeypatch.setattr(check, "LEAST", 0.1)
-    use_script(monkeypatch, "import time; time.sleep(60)")
+    mark = f"HPCTRAIN_TEST_JOB={uuid.uuid4()}"
+    monkeypatch.setenv(*mark.split("="))
+    # Deaf to SIGTERM, as a run that saves first.
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    text = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {deaf!r}]);"
+    use_script(monkeypatch, text + "time.sleep(60)")
+    monkeypatch.setattr(check, "PATIENCE", 0.5)
     (found,) = check.run_row("parity", options(), tmp_path / "log", 1.0)
     assert (found.verdict, found.remark) == (NOT_RUN, "its 1 s were over")
+    assert set(marked(mark)) <= {os.getpid()}
     (late,) = check.run_row("parity", options(), tmp_path / "log", 0.0)
     assert "for all rows were over" in late.remark
 

@@ -101,7 +101,7 @@ def test_parts_lie_within_the_whole():
     assert memory.within(whole[4:], whole) and memory.within(whole, whole)
     assert not memory.within(torch.zeros(3), whole)
     assert not memory.within(whole, whole[4:])
-    assert not memory.within(whole[2:8], whole[4:])
+    assert not memory.within(whole[2:8], whole[4:]) and not memory.within(whole[4:], whole[2:8])
 
 
 def test_a_silent_alarm_proves_nothing(case, monkeypatch):
@@ -119,16 +119,15 @@ def test_a_silent_alarm_proves_nothing(case, monkeypatch):
 
 
 def test_memory_is_plain_where_the_driver_says_so_of_it_alone(case, monkeypatch):
-    def plain(*answers):
-        told = iter(answers)
-        monkeypatch.setattr(memory, "told", lambda place: next(told))
+    def plain(told, host):
+        monkeypatch.setattr(memory, "told", lambda place: told)
+        monkeypatch.setattr(memory, "attribute", lambda place, number: host)
         return memory.plain_memory(case, "a").verdict
 
-    pinned = {**memory.PLAIN, "memory type": 1}
     monkeypatch.setattr(memory, "pinned_memory", lambda: torch.zeros(4))
-    assert plain(memory.PLAIN, pinned) == OK
-    assert plain(pinned, pinned) == plain(memory.PLAIN, memory.PLAIN) == MISSED
-    assert plain({**memory.PLAIN, "legacy IPC": 0}, pinned) == MISSED
+    assert plain(memory.PLAIN, host=1) == OK
+    assert plain(memory.PLAIN, host=memory.DEVICE_MEMORY) == MISSED
+    assert plain({**memory.PLAIN, "legacy IPC": 0}, host=1) == MISSED
 
 
 def test_the_pool_of_torch_is_known_by_its_segments(monkeypatch):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 Found = dict[str, list[Result]]  # by row
 SECONDS = 460.0  # for all rows
 LEAST = 10.0  # seconds, for which no row is begun
+PATIENCE = 5.0  # seconds to end in
 REHEARSAL = "R E H E A R S A L   O N   T H E   C P U :   N O   R E S U L T"
 
 
@@ -140,13 +142,19 @@ def run_for(command: list[str], log: Path, limit: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):  # also on Ctrl-C; mpirun ends its ranks
-            if process.poll() is None:
-                os.killpg(process.pid, number)
-                try:
-                    process.wait(timeout=10)
-                except subprocess.TimeoutExpired:
-                    continue
+        end_group(process)  # also on Ctrl-C
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End what a process has started, and itself: asked first, so that mpirun ends its ranks."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):  # nobody is left
+            os.killpg(process.pid, number)
+            patience = time.monotonic() + PATIENCE
+            while time.monotonic() < patience:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
 
 
 def write(folder: Path, rehearsal: bool, known: dict[str, object], found: Found) -> None:

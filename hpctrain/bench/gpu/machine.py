@@ -34,6 +34,7 @@ def facts() -> dict[str, Any]:
         "GPUs": gpus.splitlines() or "none",
         "CUDA of torch": torch.version.cuda or "none",
         "cuDNN": str(cudnn or "none"),
+        "NCCL of torch": _nccl() if torch.version.cuda else "none",
         "torch": torch.__version__,
         "cupy": ", ".join(sorted(packages("cupy"))) or "none",
         "mpi4py": ", ".join(packages("mpi4py")) or "none",
@@ -41,6 +42,10 @@ def facts() -> dict[str, Any]:
         "processor": f"{processor_name()}, {len(os.sched_getaffinity(0))} cores allowed",
         "load before": round(os.getloadavg()[0], 2),
     }
+
+
+def _nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def said(*command: str) -> str:

@@ -103,7 +103,8 @@ def plain_memory(case: Case, what: str) -> Result:
     """What the driver says of the message's memory, and of pinned host memory as a control."""
     job = ready(case, "--data", made_pack(case, 32, (28, 28, 1)), "--batch-size", "32")
     found = told(pointer(job.trainer.message))
-    good = found == PLAIN and told(pinned_memory().data_ptr()) != PLAIN
+    control = attribute(pinned_memory().data_ptr(), MEMORY_TYPE) != DEVICE_MEMORY
+    good = found == PLAIN and control
     value = ", ".join(f"{name} {number}" for name, number in found.items())
     return shown(what, good, value, ", ".join(f"{k} {v}" for k, v in PLAIN.items()))
 

@@ -51,7 +51,7 @@ def rate(case: Case, side: int, *flags: str, ranks: int = 1) -> tuple[float, int
     batch, steps, epochs = case.size((BATCH, PACK_STEPS, EPOCHS), (4, 2, 3))
     pack = made_pack(case, batch * steps * ranks, (side, side, 3))
     words = ["--data", pack, "--model", network(case), "--batch-per-rank", str(batch)]
-    words += ["--epochs", str(epochs), "--evaluate-every", "0", "--read-buffer", "4G"]
+    words += ["--epochs", str(epochs), "--evaluate-every", "0"]
     found = list(steps_of(train(case, *words, *flags, ranks=ranks)))
     warm = WARM_EPOCHS * steps
     return steps_rate(found, warm)[0], len(found) - warm
