@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.config import Config
 from tests.packs import make_pack
+from tests.training.runs import short_run
 
 
 @pytest.fixture
@@ -14,14 +14,13 @@ def settings(comm, shared_tmp):
     if comm.rank == 0:
         make_pack(shared_tmp / "pack.h5", {"train": 101, "validation": 13, "test": 23})
     comm.Barrier()
-    return Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
+    return short_run(
+        shared_tmp,
+        "pack.h5",
         run="a",
         epochs=2,
         batch_size=16,
         threads=1,
-        progress="none",
     )
 
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from hpctrain.config import Interval
+from hpctrain.config import Config, Interval
 from hpctrain.report.record import read_records
 from hpctrain.training.control import Control
 from hpctrain.training.progress import Progress, Run
 from hpctrain.training.train import train
 from hpctrain.training.watchdog import Watchdog
+
+
+def short_run(folder, pack, **settings):
+    """Settings of one epoch over a pack in this folder, which gets the runs too; prints nothing."""
+    given = {"epochs": 1, "progress": "none"} | settings
+    return Config(data=str(folder / pack), runs_dir=str(folder / "runs"), **given)
 
 
 def make_run(job, comm, recorder, control=None):

@@ -10,7 +10,6 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.config import Config
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import content_uuid
 from hpctrain.data.packed import read_pack
@@ -20,6 +19,7 @@ from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from tests.data.pictures import class_folders, pack
 from tests.packs import make_pack
+from tests.training.runs import short_run
 
 pytestmark = pytest.mark.mpi
 
@@ -43,9 +43,9 @@ def settings(comm, shared_tmp):
                 start = int(rows._offsets[row])
             overwrite(packed.path, packed.splits[name].images_offset + start)
     comm.Barrier()
-    return Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
+    return short_run(
+        shared_tmp,
+        "pack.h5",
         model="digits",
         epochs=2,
         batch_size=16,
@@ -53,7 +53,6 @@ def settings(comm, shared_tmp):
         deterministic=True,
         skip_bad=True,
         verify="never",
-        progress="none",
     )
 
 
@@ -95,13 +94,11 @@ def test_a_step_of_bad_rows_alone_ends_the_run(comm, shared_tmp):
         path = make_pack(shared_tmp / "pack.h5", {"train": 12}, (28, 28, 1))
         overwrite(path, read_pack(path).splits["train"].images_offset)  # all are in one block
     comm.Barrier()
-    config = Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
+    config = short_run(
+        shared_tmp,
+        "pack.h5",
         model="digits",
-        epochs=1,
         batch_size=12,
-        progress="none",
         verify="first-touch",
     )
     with pytest.raises(RunError, match=r"step 1 \(epoch 1\): none of its 12 rows can be used"):
@@ -167,14 +164,12 @@ def test_a_small_pack_is_not_refused_where_damaged_rows_are_left_out(comm, share
         path = make_pack(shared_tmp / "pack.h5", {"train": 900}, (32, 32, 3))  # 341 rows a block
         overwrite(path, read_pack(path).splits["train"].images_offset + 400 * 3072)
     comm.Barrier()
-    config = Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
+    config = short_run(
+        shared_tmp,
+        "pack.h5",
         run="a",
         model="digits",
-        epochs=1,
         batch_size=450,
-        progress="none",
         skip_bad=True,
     )
     assert loop.train(config, comm) == 0

@@ -22,6 +22,7 @@ from hpctrain.training.setup import set_up
 from tests.foreign import pixels, write
 from tests.launch import run_mpi
 from tests.packs import make_pack
+from tests.training.runs import short_run
 
 IMAGES, LABELS = pixels(211, (28, 28, 1), 10)
 FLOATS = IMAGES.astype(np.float32) * np.float32(1 / 255)  # as bytes are scaled
@@ -47,15 +48,14 @@ def settings(comm, shared_tmp):
     if comm.rank == 0:
         write(shared_tmp / "a.h5", IMAGES, LABELS, ("g/x", "g/y"))
     comm.Barrier()
-    return Config(
-        data=str(shared_tmp / "a.h5"),
+    return short_run(
+        shared_tmp,
+        "a.h5",
         images="g/x",
         labels="/g/y",
-        runs_dir=str(shared_tmp / "runs"),
         run="a",
         epochs=2,
         batch_size=16,
-        progress="none",
         threads=1,
         deterministic=True,
         shards=8,

@@ -20,7 +20,7 @@ from hpctrain.training.setup import set_up
 from tests.data.pictures import class_folders, pack
 from tests.launch import mpirun, run
 from tests.packs import make_pack
-from tests.training.runs import digest
+from tests.training.runs import digest, short_run
 
 CASES = {
     "whole": {},
@@ -38,15 +38,14 @@ def jpegs(comm, shared_tmp):
         split = {"split": "0.8,0.1,0.1", "encoding": "jpeg"}
         pack(folder, shared_tmp / "pack.h5", size="17x13", **split)
     comm.Barrier()
-    return Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
+    return short_run(
+        shared_tmp,
+        "pack.h5",
         model="digits",
         epochs=2,
         batch_size=16,
         shards=2,
         deterministic=True,
-        progress="none",
     )
 
 

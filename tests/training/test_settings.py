@@ -21,7 +21,7 @@ from hpctrain.training import train as loop
 from hpctrain.training.loop import run_epochs
 from hpctrain.training.setup import Job, make_model, set_up
 from tests.packs import make_pack, order_of
-from tests.training.runs import make_run
+from tests.training.runs import make_run, short_run
 
 pytestmark = pytest.mark.mpi
 ROWS, SHAPE, CLASSES, BATCH = 53, (12, 11, 3), 5, 16
@@ -57,6 +57,8 @@ ELSEWHERE = {  # flag -> where it is tested
     "output": "tests/training/test_validate.py",
     "checkpoint_every": "tests/training/test_resume.py",
     "keep": "tests/training/test_checkpoint.py",
+    "compile": "tests/training/test_backward.py",
+    "graphs": "tests/training/test_backward.py",
     "resume": "tests/training/test_resume.py",
     "time_limit": "tests/training/test_control.py",
     "timeout": "tests/training/test_watchdog.py",
@@ -116,12 +118,11 @@ def settings(comm, shared_tmp):
         rows = {"train": ROWS, "validation": 7, "test": 11}
         make_pack(shared_tmp / "pack.h5", rows, SHAPE, CLASSES)
     comm.Barrier()
-    return Config(
-        data=str(shared_tmp / "pack.h5"),
-        runs_dir=str(shared_tmp / "runs"),
+    return short_run(
+        shared_tmp,
+        "pack.h5",
         run="a",
         model="digits",
-        epochs=1,
         batch_size=BATCH,
         shards=4,
         lr=LR,
@@ -129,7 +130,6 @@ def settings(comm, shared_tmp):
         evaluate_every=0,
         device="cpu",
         threads=1,
-        progress="none",
     )
 
 

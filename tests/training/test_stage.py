@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.config import Config
 from hpctrain.data import staging
 from hpctrain.data.checks import Checks
 from hpctrain.data.opened import open_split
@@ -20,6 +19,7 @@ from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training.balance import Balance
 from tests.packs import make_pack
+from tests.training.runs import short_run
 from tests.training.test_bad_rows import overwrite
 
 SHAPE = (32, 32, 3)  # 341 rows a block
@@ -116,18 +116,16 @@ def test_a_staged_run_computes_the_same_bits(comm, shared_tmp, shuffle):
     if comm.rank == 0:
         make_pack(shared_tmp / "a.h5", {"train": 601, "validation": 99}, SHAPE)
     comm.Barrier()
-    config = Config(
-        data=str(shared_tmp / "a.h5"),
-        runs_dir=str(shared_tmp / "runs"),
+    config = short_run(
+        shared_tmp,
+        "a.h5",
         model="digits",
-        epochs=1,
         batch_size=64,
         shards=4,
         shuffle=shuffle,
         read_buffer="1K",
         digest_every=2,
         deterministic=True,
-        progress="none",
     )
     local = shared_tmp / "local"
     plain, first, again = (dataclasses.replace(config, run=name) for name in ("a", "b", "c"))
@@ -173,9 +171,9 @@ def test_shards_that_move_to_another_host_find_their_rows_there(comm, shared_tmp
         original(self, [time * len(run) for time, run in zip(times, self.runs, strict=True)])
 
     monkeypatch.setattr(Balance, "add", slowed)
-    config = Config(
-        data=str(shared_tmp / "a.h5"),
-        runs_dir=str(shared_tmp / "runs"),
+    config = short_run(
+        shared_tmp,
+        "a.h5",
         model="digits",
         epochs=2,
         batch_size=64,
@@ -183,7 +181,6 @@ def test_shards_that_move_to_another_host_find_their_rows_there(comm, shared_tmp
         worker_load="auto",
         digest_every=2,
         deterministic=True,
-        progress="none",
         test=False,
     )
     folders = {"plain": None, "staged": str(shared_tmp / f"host{comm.rank}")}
@@ -215,14 +212,12 @@ def test_a_damaged_pack_is_not_staged(comm, shared_tmp):
         path = make_pack(shared_tmp / "a.h5", {"train": 1001}, SHAPE)
         overwrite(path, read_pack(path).splits["train"].images_offset + 900 * 3072)
     comm.Barrier()
-    config = Config(
-        data=str(shared_tmp / "a.h5"),
-        runs_dir=str(shared_tmp / "runs"),
+    config = short_run(
+        shared_tmp,
+        "a.h5",
         model="digits",
-        epochs=1,
         verify="never",
         stage=str(shared_tmp / "local"),
-        progress="none",
     )
     with pytest.raises(RunError, match="train/images: block 2 is damaged"):
         loop.train(config, comm)
