@@ -9,7 +9,10 @@ from hpctrain.bench.gpu import memory, parity, trace
 from hpctrain.bench.gpu.case import Case
 from hpctrain.bench.gpu.result import NOT_RUN, OK
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU"),
+    pytest.mark.filterwarnings("default"),  # torch tells of prototypes and of its profiler's ways
+]
 
 
 @pytest.mark.parametrize(
