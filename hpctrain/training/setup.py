@@ -124,8 +124,7 @@ def set_up(
     augmented = make_prepare(
         device, dtype, config.channels_last, scaling, config.flip, config.shift
     )
-    pinned = device.type == "cuda"
-    loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, pinned)
+    loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, device)
     return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, fresh)
 
 

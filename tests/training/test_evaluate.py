@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from hpctrain.config import Config, EvaluateConfig, PredictConfig
+from hpctrain.data import upload
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.packed import Rows, read_pack
 from hpctrain.errors import RunError, UsageError
@@ -23,6 +24,7 @@ from hpctrain.training.evaluate import blocks_of, evaluate
 from hpctrain.training.evaluate import main as evaluate_main
 from hpctrain.training.tasks import Classification
 from tests.packs import make_pack
+from tests.streams import Recorder, noted
 from tests.training.test_bad_rows import overwrite
 
 pytestmark = pytest.mark.mpi
@@ -84,6 +86,34 @@ def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
     alone.Free()
     assert together.loss == single.loss
     assert np.array_equal(together.confusion, single.confusion)
+
+
+def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monkeypatch):
+    _, pack, model = network
+    stream = Recorder()
+    monkeypatch.setattr(upload, "make_stream", lambda device: stream)
+    task = Classification(classes=10)
+    with Rows(pack, "test") as source:
+        monkeypatch.setattr(source, "gather", noted(stream, "write", source.gather))
+        prepare = noted(stream, "prepare", make_prepare())
+        evaluate(noted_model(stream, model), source, task, prepare, comm, 7)
+    blocks = len(list(blocks_of(ROWS, 7, comm.size, comm.rank)))
+    reading = [entry for entry in stream.log if entry[0] not in ("hand over", "network")]
+    expected, copied = [("mark", 0)], 0
+    for block in range(blocks):
+        expected += [("wait", copied), ("write", None), ("+mark", 2 * block + 1)]
+        expected += [("+prepare", None), ("mark", 2 * block + 2)]
+        copied = 2 * block + 1
+    assert reading == expected
+    asking = [entry for entry in stream.log if entry[0] in ("hand over", "network")]
+    marks = range(2, 2 * blocks + 1, 2)
+    assert asking == [e for mark in marks for e in (("hand over", mark), ("network", None))]
+
+
+def noted_model(stream, model):
+    """The model, noted whenever it is asked."""
+    model.register_forward_pre_hook(lambda *_: stream.note("network"))
+    return model
 
 
 @pytest.mark.parametrize("kept", [1, 5, 1000])
