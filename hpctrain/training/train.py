@@ -110,6 +110,8 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
     if config.dry_run:
         if comm.rank == 0:
             print("\n".join(job.plan.lines()))
+            if job.sharing:
+                print(f"note           {job.sharing}")
         return 0
     state = Progress(planned=job.plan.epochs)
     notes = restore(earlier, job.trainer, state, comm)
@@ -131,7 +133,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         Writer(mine, times.checkpoints, config.keep) if mine else nullcontext() as writer,
     ):
         recorder.run(run_facts(job, folder, comm))
-        for line in notes:
+        for line in (*notes, *filter(None, [job.sharing])):
             recorder.note(line)
         if note := reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks):
             recorder.note(note)
