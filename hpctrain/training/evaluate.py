@@ -29,6 +29,7 @@ from hpctrain.errors import RunError
 from hpctrain.keys import random_key
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
+from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.tables import print_evaluation, write_json
 from hpctrain.training.saved import first_touch, open_network, open_pack_for
 from hpctrain.training.tasks import Task
@@ -62,7 +63,9 @@ def main(settings: EvaluateConfig) -> int:
     network = open_network(settings, comm)
     pack = open_pack_for(network.saved, settings, comm)
     checks = first_touch(pack, comm)
-    with everywhere(comm, lambda: open_split(pack, settings.split, checks=checks)) as source:
+    # Algorithms chosen by timing would let the figures depend on the ranks.
+    exact = torch_settings(network.precision, by_timing=False)
+    with everywhere(comm, lambda: open_split(pack, settings.split, checks=checks)) as source, exact:
         result = evaluate(
             network.model, source, network.task, network.prepare, comm, settings.batch
         )

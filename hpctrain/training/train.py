@@ -15,7 +15,7 @@ from hpctrain.data.foreign import reading_note
 from hpctrain.errors import Failure, RunError
 from hpctrain.launcher import LEFT
 from hpctrain.models import save_model
-from hpctrain.parallel.determinism import refusal, torch_settings
+from hpctrain.parallel.determinism import refusal
 from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
@@ -25,6 +25,7 @@ from hpctrain.parallel.mpi import (
     limit_finalize,
     start_mpi,
 )
+from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.record import Recorder
 from hpctrain.training import saved
 from hpctrain.training.balance import Balance
@@ -72,7 +73,7 @@ def train(config: Config, comm: Comm) -> int:
     watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
     lock = RunLock()
     try:
-        with torch_settings(config.deterministic), watchdog:
+        with torch_settings(config.precision, config.deterministic), watchdog:
             return _train(config, comm, watchdog, lock, times)
     except RuntimeError as error:
         if text := refusal(error):
