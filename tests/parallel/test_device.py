@@ -117,7 +117,13 @@ def test_what_cupy_says_while_it_looks_for_nccl_is_not_shown(monkeypatch):
     cuda.__getattr__ = warns
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", None)  # a real one stays out of it
-    assert nccl_version() == 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert nccl_version() == 0
+        assert not said
+        with pytest.raises(AttributeError):
+            _ = cuda.nccl
+        assert len(said) == 1
 
 
 def test_on_the_cpu_nothing_touches_cupy(tmp_path):
