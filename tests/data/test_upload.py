@@ -5,6 +5,7 @@ GPU the very bits of the CPU, without a host that waits.
 from __future__ import annotations
 
 import contextlib
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -109,6 +110,32 @@ def test_on_the_cpu_the_buffer_is_the_batch_and_nothing_is_waited_for():
     way.take(way.mark(), [rows])
     numbers = torch.arange(3)
     assert sent(numbers, torch.device("cpu")) is numbers
+
+
+def test_what_is_asked_of_cuda(monkeypatch):
+    """The event is recorded on the own stream; the user's stream waits for it, not the host, and
+    the memory of every tensor stays until that stream is done with it.
+    """
+    device, own, user, event = torch.device("cuda", 1), Mock(device="cuda:1"), Mock(), Mock()
+    cuda = Mock()
+    cuda.Stream.return_value, cuda.Event.return_value = own, event
+    cuda.current_stream.return_value = user
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    stream = upload.make_stream(device)
+    assert stream.pinned and stream.current() is cuda.stream.return_value
+    assert stream.mark() is event
+    tensors = [Mock(), Mock()]
+    stream.hand_over(event, iter(tensors))
+    assert cuda.mock_calls == [
+        call.Stream(device),
+        call.stream(own),
+        call.Event(blocking=True),
+        call.Event().record(own),
+        call.current_stream("cuda:1"),
+        call.current_stream().wait_event(event),
+    ]
+    assert [t.mock_calls for t in tensors] == [[call.record_stream(user)]] * 2
 
 
 CASES = {
