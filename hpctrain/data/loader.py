@@ -176,8 +176,8 @@ class Loader:
                     wanted.wait(0.0 if ready.empty() else HEAD_START)
                     if closed.is_set():
                         return
-                    batches = [self._batch(reader, epoch, step, j) for j in self.shards]
-                    put(([b for b in batches if b], self._upload.mark()))
+                    # No name holds the step here: its memory would be missing for the next.
+                    put(self._step(reader, epoch, step))
                 put(None)
             except BaseException as error:
                 put(error)
@@ -205,6 +205,10 @@ class Loader:
     def _make_reader(self) -> Reader:
         stored = as_kept(self.source, self._random_crop)
         return make_reader(stored, self.order, self.shards, self._read_buffer)
+
+    def _step(self, reader: Reader, epoch: int, step: int) -> Ready:
+        made = [b for j in self.shards if (b := self._batch(reader, epoch, step, j))]
+        return made, self._upload.mark()
 
     def _batch(self, reader: Reader, epoch: int, step: int, shard: int) -> Batch | None:
         count = self.partition.count(step, shard)
