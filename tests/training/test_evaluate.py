@@ -110,6 +110,19 @@ def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
     assert np.array_equal(together.confusion, single.confusion)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_finds_the_figures_of_the_cpu(comm, network):
+    _, pack, model = network
+    task, found = Classification(classes=10), []
+    with Rows(pack, "test") as source:
+        for device in ("cpu", "cuda"):
+            prepare = make_prepare(device)
+            found.append(evaluate(model.to(device), source, task, prepare, comm, 7))
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-3)  # TF32 is allowed here
+    assert found[0].rows == found[1].rows
+    assert np.abs(found[0].confusion - found[1].confusion).sum() <= 2
+
+
 def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monkeypatch):
     _, pack, model = network
     stream = Recorder()
