@@ -231,7 +231,8 @@ def test_gpus_of_ranks():
     assert row(sound, "GPU of rank").found == "rank -> GPU: 0 -> 0, 1 -> 1, 2 -> 2, 3 -> 3"
     shared = with_gpus(4, 1)
     assert concerns(shared) == {"GPU of rank": "note"}
-    assert "shared by 4 ranks: mpirun -n 1 " in row(shared, "GPU of rank").advice
+    advice = "4 ranks share 1 GPU of node1: mpirun -n 1 python -m hpctrain gives each its own"
+    assert row(shared, "GPU of rank").advice == advice
     idle = with_gpus(1, 4)
     assert concerns(idle) == {"GPU of rank": "note", **ALONE}
     advice = "3 of 4 GPUs idle: mpirun -n 4 python -m hpctrain would use all"
@@ -239,10 +240,11 @@ def test_gpus_of_ranks():
     # The queue gave each rank one GPU, which each sees as number 0.
     own = [dataclasses.replace(r, gpus=(r.gpus[n],), gpu=0) for n, r in enumerate(with_gpus(2, 2))]
     assert concerns(own) == {}
+    assert row(own, "GPU of rank").found == "rank -> GPU: 0 -> 0, 1 -> 0"
     without = [*with_gpus(2, 2)[:1], job(2)[1]]
     without[1] = dataclasses.replace(without[1], versions=without[0].versions)
-    assert concerns(without) == {"GPU of rank": "warn"}
-    assert "rank 1 without GPU" in row(without, "GPU of rank").advice
+    assert concerns(without) == {"GPU of rank": "fail"}
+    assert "rank 1 without GPU, which train refuses" in row(without, "GPU of rank").advice
 
 
 def test_how_messages_of_gpus_travel():

@@ -21,10 +21,11 @@ from hpctrain.config.others import (
     WatchConfig,
 )
 from hpctrain.config.ranges import Interval, byte_count, check_ranges, duration, worker_loads
-from hpctrain.config.train import DEFAULT_LEARNING_RATES, Config
+from hpctrain.config.train import DEFAULT_LEARNING_RATES, PRECISIONS, Config
 
 __all__ = [
     "DEFAULT_LEARNING_RATES",
+    "PRECISIONS",
     "BenchConfig",
     "CompareConfig",
     "Config",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.option import option
+from hpctrain.config.train import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class NetworkConfig:
     device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(None, "CPU threads per rank", "Machine")
     precision: str | None = option(
-        None, "arithmetic; default: as in training", "Machine", choices=("fp32", "bf16")
+        None, "arithmetic; default: as in training", "Machine", choices=PRECISIONS
     )
 
 

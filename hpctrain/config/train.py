@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hpctrain.config.option import option
 
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
+PRECISIONS = ("fp32", "tf32", "bf16")
 DATA, NETWORK, BATCH = "Data", "Network", "Mini-batch"
 OPTIMIZER, MACHINE, RECORD = "Optimizer", "Machine", "Run and records"
 
@@ -177,7 +178,11 @@ class Config:
         None, "CPU threads per rank; default: cores allowed / ranks of the host", MACHINE
     )
     precision: str = option(
-        "fp32", "arithmetic of forward and backward", MACHINE, choices=("fp32", "bf16")
+        "fp32",
+        "arithmetic of forward and backward; tf32 = fp32, but products of numbers that GPUs round"
+        " to 10 bits first; bf16 = products in bfloat16",
+        MACHINE,
+        choices=PRECISIONS,
     )
     channels_last: bool = option(True, "memory format NHWC (faster) instead of NCHW", MACHINE)
     compile: bool = option(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hpctrain.data.upload import sent
 from hpctrain.errors import UsageError
 
 # Of the training images in [0, 1], red, green, blue: what published ResNet weights expect.
@@ -78,7 +79,7 @@ def augment(images: Tensor, flip: bool, shift: int, key: int) -> Tensor:
 
 def _flip(images: Tensor, chosen: Tensor) -> Tensor:
     """A copy with the images at the places `chosen` (k,) mirrored."""
-    chosen = chosen.to(images.device)
+    chosen = sent(chosen, images.device)
     mirrored = images.index_select(0, chosen).flip(2)  # (k, H, W, C)
     return images.index_copy(0, chosen, mirrored)
 
@@ -97,7 +98,7 @@ def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
     runs = bordered.as_strided((bordered.numel() - run + 1, run), (1, 1))
     lines = torch.arange(height) + (torch.arange(n) * tall + shift - down)[:, None]  # (n, H)
     starts = (lines * wide + (shift - right)[:, None]) * channels
-    return runs.index_select(0, starts.flatten().to(images.device)).view(images.shape)
+    return runs.index_select(0, sent(starts.flatten(), images.device)).view(images.shape)
 
 
 def to_input(
@@ -159,8 +160,9 @@ def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(key)
     draw = torch.randn if kind == "gaussian" else torch.rand
-    drawn = draw(images.shape, generator=generator).to(images)
+    drawn = sent(draw(images.shape, generator=generator), images.device).to(images.dtype)
     noisy = images.clone()  # with the same strides
     if kind == "gaussian":
-        return noisy.add_(drawn, alpha=level).clamp_(0, 1)
+        # Not add_(drawn, alpha=level), of which some devices round only the sum.
+        return noisy.add_(drawn.mul_(level)).clamp_(0, 1)
     return noisy.masked_fill_(drawn < level / 2, 0).masked_fill_(drawn >= 1 - level / 2, 1)

@@ -1,8 +1,9 @@
 """One rank's batches, read and augmented in the background.
 
 A thread (never a forked process: MPI is running) gathers the rows of the next steps into reused
-uint8 buffers and turns them into what the network takes, so that a batch is ready before it is
-needed. What a batch holds is a pure function of (seed, epoch, step, shard).
+buffers and turns them into what the network takes, so that a batch is ready before it is needed,
+on a GPU beside the kernels that train (upload.py). What a batch holds is a pure function of (seed,
+epoch, step, shard).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hpctrain.data.augment import augment, to_input
 from hpctrain.data.orders import ByPartition, Order
 from hpctrain.data.partition import Partition
 from hpctrain.data.source import Croppable, Reader, Source, as_kept, make_reader
+from hpctrain.data.upload import Mark, Upload, sent
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 
@@ -42,6 +44,7 @@ class Batch:
     key: int  # of this step's and shard's random numbers
 
 
+Ready = tuple[list[Batch], Mark]  # the batches of a step, and when they are
 # rows (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W),
 # a copy: the rows' memory is used again for the next batch
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
@@ -110,7 +113,7 @@ class Loader:
         read_buffer: int = READ_BUFFER,
         random_crop: float = 0.0,
         least_rows: int = 1,
-        pinned: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Read consecutive `shards` of `partition` from `source`.
 
@@ -120,7 +123,7 @@ class Loader:
         is bounded by `read_buffer` bytes; what fits into it is read once and kept. With
         `random_crop` every image is a random part of its file, of at least that share of the area:
         UsageError unless the rows are files. Where bad rows are left out, a shard that keeps fewer
-        than `least_rows` of a step has no batch. `pinned` memory is what GPUs copy from at once.
+        than `least_rows` of a step has no batch. What `prepare` gets lies on `device`.
         """
         self._cropped: Croppable | None = None
         if random_crop:
@@ -135,7 +138,7 @@ class Loader:
         self.pair = pair or (lambda images, labels, key: (images, labels))
         self.order = order or ByPartition(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
-        self._least_rows, self._pinned = least_rows, pinned
+        self._least_rows, self._device = least_rows, device
         self._reader: Reader | None = None
         self.carry(shards)
 
@@ -144,9 +147,7 @@ class Loader:
         self.shards = range(shards[0], shards[-1] + 1)
         largest = max(self.partition.shares[j] for j in shards)
         shape = (largest, *self.source.image_shape)
-        empty = torch.from_numpy(np.empty(0, self.source.dtype))
-        buffer = torch.empty(shape, dtype=empty.dtype, pin_memory=self._pinned)
-        self._buffer = buffer.numpy()  # (m_j, H, W, C)
+        self._upload = Upload(shape, self.source.dtype, self._device)
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -156,10 +157,10 @@ class Loader:
 
         An error of the reading thread (a file cut short) is raised here.
         """
-        ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(AHEAD)
+        ready: queue.Queue[Ready | BaseException | None] = queue.Queue(AHEAD)
         closed, wanted = threading.Event(), threading.Event()
 
-        def put(item: list[Batch] | BaseException | None) -> None:
+        def put(item: Ready | BaseException | None) -> None:
             while not closed.is_set():
                 try:
                     return ready.put(item, timeout=0.1)
@@ -175,7 +176,8 @@ class Loader:
                     wanted.wait(0.0 if ready.empty() else HEAD_START)
                     if closed.is_set():
                         return
-                    put([b for j in self.shards if (b := self._batch(reader, epoch, step, j))])
+                    # No name holds the step here: its memory would be missing for the next.
+                    put(self._step(reader, epoch, step))
                 put(None)
             except BaseException as error:
                 put(error)
@@ -192,7 +194,9 @@ class Loader:
                     return
                 if isinstance(item, BaseException):
                     raise item
-                yield item
+                batches, mark = item
+                self._upload.take(mark, [t for b in batches for t in (b.images, b.targets)])
+                yield batches
         finally:
             closed.set()
             wanted.set()
@@ -202,11 +206,15 @@ class Loader:
         stored = as_kept(self.source, self._random_crop)
         return make_reader(stored, self.order, self.shards, self._read_buffer)
 
+    def _step(self, reader: Reader, epoch: int, step: int) -> Ready:
+        made = [b for j in self.shards if (b := self._batch(reader, epoch, step, j))]
+        return made, self._upload.mark()
+
     def _batch(self, reader: Reader, epoch: int, step: int, shard: int) -> Batch | None:
         count = self.partition.count(step, shard)
         if count == 0:
             return None
-        images, first = self._buffer[:count], step * self.partition.shares[shard]
+        images, first = self._upload.room(count), step * self.partition.shares[shard]
         key = random_key(self.seed, "batch", epoch, step, shard)
         if self._cropped:
             files = np.empty(count, object)
@@ -217,9 +225,13 @@ class Loader:
             rows = reader.read(epoch, shard, first, images)
         usable = self.source.bad.usable(rows)
         if usable is not None:
-            rows, images = rows[usable], images[usable]
+            rows = rows[usable]
+            images[: len(rows)] = images[usable]
             if len(rows) < self._least_rows:
                 return None
-        inputs = self.prepare(torch.from_numpy(images), key)
-        labels = torch.from_numpy(self.source.labels[rows]).to(inputs.device)
-        return Batch(shard, *self.pair(inputs, labels, key), key)
+        labels = torch.from_numpy(self.source.labels[rows])
+
+        def pair(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.pair(self.prepare(images, key), sent(labels, images.device), key)
+
+        return Batch(shard, *self._upload.make(len(rows), pair), key)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from hpctrain.doctor.facts import RankFacts
 from hpctrain.doctor.finding import GIB, Finding, numbered, row
+from hpctrain.parallel.places import Place, choose, sharing
 
 
 def gpu_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -27,15 +28,14 @@ def gpu_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     without = [number for number, rank in enumerate(ranks) if not rank.gpus]
     pairs = [f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus]
     found = "rank -> GPU: " + ", ".join(pairs[:8]) + (", ..." if len(pairs) > 8 else "")
-    used = Counter((rank.host, rank.gpus[rank.gpu].uuid) for rank in ranks if rank.gpus)
+    used = {(rank.host, rank.gpus[rank.gpu].uuid) for rank in ranks if rank.gpus}
     mpirun = "srun" if ranks[0].launcher == "srun" else "mpirun"
     start = f"{mpirun} -n {len(seen)} python -m hpctrain"
     if without:
-        advice = f"{numbered(without)} without GPU, the others wait for the CPU: {start}"
-        yield Finding("GPU of rank", found, "warn", advice)
-    elif max(used.values()) > 1:
-        advice = f"a GPU is shared by {max(used.values())} ranks: {start} gives each its own"
-        yield Finding("GPU of rank", found, "note", advice)
+        advice = f"{numbered(without)} without GPU, which train refuses: {start}, or --device cpu"
+        yield Finding("GPU of rank", found, "fail", advice)
+    elif shared := sharing([place(rank) for rank in ranks]):
+        yield Finding("GPU of rank", found, "note", f"{shared}: {start} gives each its own")
     else:
         idle = len(seen) - len(used)
         advice = f"{idle} of {len(seen)} GPUs idle: {start} would use all"
@@ -68,17 +68,15 @@ def cupy_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
 
 def transport_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     """How the messages of GPUs would travel."""
-    if not any(rank.gpus for rank in ranks) or any(rank.torch_error for rank in ranks):
-        return
-    from hpctrain.parallel.select import Place, choose
-
-    choice = choose([Place(*_place(rank)) for rank in ranks])
-    yield Finding("messages", f"--reduce auto is {choice.name}: {choice.reason}")
+    if all(rank.gpus for rank in ranks):
+        choice = choose([place(rank) for rank in ranks])
+        yield Finding("messages", f"--reduce auto is {choice.name}: {choice.reason}")
 
 
-def _place(rank: RankFacts) -> tuple[str, str, str, int]:
+def place(rank: RankFacts) -> Place:
+    """Where a rank would compute."""
     if not rank.gpus:
-        return rank.host, "cpu", "", 0
+        return Place(rank.host, "cpu")
     major, minor, patch = (int(part) for part in (rank.nccl or "0.0.0").split("."))
     version = 10000 * major + 100 * minor + patch
-    return rank.host, "cuda", rank.gpus[rank.gpu].uuid, version
+    return Place(rank.host, "cuda", rank.gpus[rank.gpu].uuid, version)

@@ -158,14 +158,16 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
 
 
 def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
-    from hpctrain.parallel.device import choose_device
+    from hpctrain.parallel.places import which_gpu
 
     gpus = []
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
         uuid = str(getattr(about, "uuid", number))
         gpus.append(Gpu(about.name, about.total_memory, uuid, (about.major, about.minor)))
-    return dict(gpus=tuple(gpus), gpu=choose_device("auto", local_rank).index)
+    own = which_gpu(local_rank, len(gpus))
+    torch.cuda.set_device(own)
+    return dict(gpus=tuple(gpus), gpu=own)
 
 
 def _cupy_facts(torch: Any, gpu: int) -> dict[str, Any]:
@@ -178,8 +180,7 @@ def _cupy_facts(torch: Any, gpu: int) -> dict[str, Any]:
         tensor += 1
         device.synchronize(place)
         seen = float(array[0])
-        nccl_version = getattr(device, "nccl_version", None)
-        nccl = nccl_version() if nccl_version else 0  # 22304 is 2.23.4
+        nccl = device.nccl_version()  # 22304 is 2.23.4
     except Exception as error:  # CuPy's own errors cannot be named without importing it
         text = str(error) if isinstance(error, UsageError) else _first_line(error)
         return {"cupy_problem": text}

@@ -8,6 +8,7 @@ RDMA registration handle best; torch sees the same memory through DLPack.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
@@ -17,17 +18,17 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.places import which_gpu
 
 Made = TypeVar("Made")
 NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
-    """The device of a rank: GPU = local rank modulo visible GPUs, so that each has its own where
-    there are enough, and the only one it sees where the launcher bound it to that; CPU for none.
+    """The device of a rank, by `which_gpu`; the CPU where it sees none.
 
     Makes the GPU the current one (DLPack exports from the current device only).
-    Raises UsageError where CUDA is asked for and missing.
+    Raises UsageError where CUDA is asked for and missing, or a GPU cannot be used.
     """
     count = torch.cuda.device_count() if requested != "cpu" else 0
     if requested == "cuda" and count == 0:
@@ -35,11 +36,17 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
             f"--device cuda, but torch {torch.__version__} sees no GPU"
             + ("" if torch.version.cuda else " (this torch was built without CUDA)")
         )
-    if count == 0:
+    number = which_gpu(local_rank, count)
+    if number is None:
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % count)
-    torch.cuda.set_device(device)
-    return device
+    try:
+        torch.cuda.set_device(number)
+    except RuntimeError as error:  # an old driver, a GPU in exclusive mode that is taken
+        raise UsageError(
+            f"GPU {number} of {count} cannot be used ({str(error).splitlines()[0]}):"
+            " python -m hpctrain doctor says more; --device cpu does without"
+        ) from error
+    return torch.device("cuda", number)
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -192,12 +199,15 @@ def keep_memory() -> None:
 
 
 def nccl_version() -> int:
-    """Version of the NCCL that CuPy finds, such as 22304; 0 without one."""
+    """Version of the NCCL that CuPy finds, such as 22304; 0 without one that works."""
     try:
-        from cupy.cuda import nccl
-    except ImportError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy's advice where there is none
+            from cupy.cuda import nccl
+
+            return int(nccl.get_version())
+    except Exception:  # missing, it is a module without names; broken, a RuntimeError
         return 0
-    return int(nccl.get_version())
 
 
 class GraphRecorder:

@@ -13,21 +13,23 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig
-from hpctrain.data.loader import Prepare, ahead, read_rows
+from hpctrain.data.loader import Prepare, ahead
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source
+from hpctrain.data.upload import Mark, Upload, sent
 from hpctrain.errors import RunError
 from hpctrain.keys import random_key
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
+from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.tables import print_evaluation, write_json
 from hpctrain.training.saved import first_touch, open_network, open_pack_for
 from hpctrain.training.tasks import Task
@@ -61,7 +63,9 @@ def main(settings: EvaluateConfig) -> int:
     network = open_network(settings, comm)
     pack = open_pack_for(network.saved, settings, comm)
     checks = first_touch(pack, comm)
-    with everywhere(comm, lambda: open_split(pack, settings.split, checks=checks)) as source:
+    # Algorithms chosen by timing would let the figures depend on the ranks.
+    exact = torch_settings(network.precision, by_timing=False)
+    with everywhere(comm, lambda: open_split(pack, settings.split, checks=checks)) as source, exact:
         result = evaluate(
             network.model, source, network.task, network.prepare, comm, settings.batch
         )
@@ -92,6 +96,34 @@ def blocks_of(rows: int, block: int, size: int, rank: int) -> Iterator[tuple[int
     blocks = -(-rows // block)
     for number in range(blocks * rank // size, blocks * (rank + 1) // size):
         yield number, np.arange(number * block, min(rows, (number + 1) * block))
+
+
+class Block(NamedTuple):
+    """What is asked of the network at once."""
+
+    number: int
+    rows: np.ndarray  # those that can be used, (n,)
+    inputs: torch.Tensor  # (n, C, H, W)
+    targets: torch.Tensor
+    mark: Mark  # when both are ready
+
+
+def read_block(
+    source: Source, number: int, rows: np.ndarray, prepare: Prepare, task: Task, upload: Upload
+) -> Block:
+    """Read these rows and make of them what `task` wants."""
+    images = upload.room(len(rows))
+    source.gather(rows, images)
+    usable = source.bad.usable(rows)
+    if usable is not None:
+        rows = rows[usable]
+        images[: len(rows)] = images[usable]
+    labels, key = torch.from_numpy(source.labels[rows]), random_key("evaluation", number)
+
+    def pair(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return task.pair(prepare(images, 0), sent(labels, images.device), key)
+
+    return Block(number, rows, *upload.make(len(rows), pair), upload.mark())
 
 
 class Tally:
@@ -156,26 +188,24 @@ def evaluate(
     training = model.training
     model.eval()
 
-    def read(part: tuple[int, np.ndarray]) -> tuple[int, np.ndarray, torch.Tensor]:
-        return *part, read_rows(source, part[1], prepare)
+    device = next(model.parameters()).device
+    upload = Upload((min(block, total), *source.image_shape), source.dtype, device)
 
-    for number, rows, images in ahead(read, blocks_of(total, block, comm.size, comm.rank)):
+    def read(part: tuple[int, np.ndarray]) -> Block:
+        return read_block(source, *part, prepare, task, upload)
+
+    for number, rows, *pair, mark in ahead(read, blocks_of(total, block, comm.size, comm.rank)):
         if not go_on(f"block {number}"):
             tally.left[0] = 1
             break
-        usable = source.bad.usable(rows)
-        if usable is not None:
-            rows, images = rows[usable], images[torch.from_numpy(usable).to(images.device)]
-            if not len(rows):
-                continue
+        if not len(rows):
+            continue
         tally.rows += len(rows)
-        labels = source.labels[rows]
-        key = random_key("evaluation", number)
-        inputs, targets = task.pair(images, torch.from_numpy(labels).to(images.device), key)
-        found, answers = task.judge(model, inputs, targets)
+        upload.take(mark, pair)
+        found, answers = task.judge(model, *pair)
         tally.sums[number] = [value.item() for value in found]
         if answers is not None:
-            tally.answers(comm.rank, rows, labels, answers.cpu().numpy())
+            tally.answers(comm.rank, rows, source.labels[rows], answers.cpu().numpy())
     model.train(training)
     go_on("waiting for all")
     allreduce(comm, tally.vector)

@@ -25,6 +25,7 @@ from hpctrain.data.opened import open_split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, from_root, start_mpi
+from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.pictures import write_image
 from hpctrain.training.evaluate import blocks_of
 from hpctrain.training.saved import Network, first_touch, open_network, open_pack_for
@@ -37,6 +38,12 @@ def main(settings: PredictConfig) -> int:
     """``hpctrain predict``: the most probable class of every image. Collective."""
     comm = start_mpi()
     network = open_network(settings, comm)
+    with torch_settings(network.precision, by_timing=False):
+        return answer(network, settings, comm)
+
+
+def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
+    """Ask the network about image files or a split, and write what it says. Collective."""
     restores = network.saved.metadata.get("task") == "denoise"
     if restores and not settings.images:
         raise agreed(UsageError("this network restores images: name image files"))

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from hpctrain.config import Config, byte_count
 from hpctrain.data.augment import check_shift
 from hpctrain.data.builtin import locate
@@ -132,7 +134,7 @@ def make_loader(
     prepare: Prepare,
     pair: Pair,
     least_rows: int,
-    pinned: bool,
+    device: torch.device,
 ) -> Loader:
     """The batches of the rank that carries these shards."""
     return Loader(
@@ -146,7 +148,7 @@ def make_loader(
         byte_count(config.read_buffer, "--read-buffer"),
         config.random_crop,
         least_rows,
-        pinned,
+        device,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config, EvaluateConfig, NetworkConfig, PredictConfig
+from hpctrain.config import PRECISIONS, Config, EvaluateConfig, NetworkConfig, PredictConfig
 from hpctrain.data.augment import normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks
@@ -135,7 +135,7 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
         "pack": isinstance(metadata.get("pack", ""), str),
         "provenance": isinstance(metadata.get("provenance", {}), dict),
         "foreign": metadata.get("foreign") is None or _names_rows(metadata["foreign"]),
-        "precision": metadata.get("precision", "fp32") in ("fp32", "bf16"),
+        "precision": metadata.get("precision", "fp32") in PRECISIONS,
         "channels_last": isinstance(metadata.get("channels_last", True), bool),
         "task": metadata.get("task", "classify") in ("classify", "denoise"),
     }

@@ -37,8 +37,9 @@ from hpctrain.parallel.mpi import (
     local_ranks,
     same_everywhere,
 )
+from hpctrain.parallel.places import Choice, choose, sharing
 from hpctrain.parallel.reduce import Reduce, broadcast, choose_reduce
-from hpctrain.parallel.select import Choice, choose, make, place_of
+from hpctrain.parallel.select import make, place_of
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.training.backward import Backward, make_backward
@@ -70,6 +71,7 @@ class Job:
     pack: Pack
     reading: Reading
     transport: Choice
+    sharing: str  # of GPUs by ranks, if any
     task: Task
     trainer: Trainer
     loader: Loader
@@ -116,7 +118,8 @@ def set_up(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
     norms.start(probe)
-    choice = agree_on_transport(comm, device, config.reduce)
+    places = comm.allgather(everywhere(comm, lambda: place_of(device, config.reduce)))
+    choice = everywhere(comm, lambda: choose(places, config.reduce))
     backward = everywhere(comm, lambda: make_backward(model, task, config.compile, config.graphs))
     trainer = make_trainer(model, norms, backward, config, plan, make(choice, comm))
     own = range(*plan.runs[comm.rank])
@@ -127,9 +130,9 @@ def set_up(
     augmented = make_prepare(
         device, dtype, config.channels_last, scaling, config.flip, config.shift
     )
-    pinned = device.type == "cuda"
-    loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, pinned)
-    return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, fresh)
+    loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, device)
+    shared = sharing(places)
+    return Job(config, plan, pack, reading, choice, shared, task, trainer, loader, prepare, fresh)
 
 
 def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], probe: Probe) -> Facts:
@@ -149,12 +152,6 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], probe: Probe)
         run_rows=foreign.run_rows if foreign else 0,
         chunk_rows=foreign.chunk_rows if foreign else 0,
     )
-
-
-def agree_on_transport(comm: Comm, device: torch.device, wanted: str) -> Choice:
-    """How messages travel, the same for all ranks. UsageError where it cannot be. Collective."""
-    places = comm.allgather(everywhere(comm, lambda: place_of(device, wanted)))
-    return everywhere(comm, lambda: choose(places, wanted))
 
 
 def check_settings(config: Config) -> None:

@@ -15,7 +15,7 @@ from hpctrain.data.foreign import reading_note
 from hpctrain.errors import Failure, RunError
 from hpctrain.launcher import LEFT
 from hpctrain.models import save_model
-from hpctrain.parallel.determinism import refusal, torch_settings
+from hpctrain.parallel.determinism import refusal
 from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
@@ -25,6 +25,7 @@ from hpctrain.parallel.mpi import (
     limit_finalize,
     start_mpi,
 )
+from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.record import Recorder
 from hpctrain.training import saved
 from hpctrain.training.balance import Balance
@@ -72,7 +73,7 @@ def train(config: Config, comm: Comm) -> int:
     watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
     lock = RunLock()
     try:
-        with torch_settings(config.deterministic), watchdog:
+        with torch_settings(config.precision, config.deterministic), watchdog:
             return _train(config, comm, watchdog, lock, times)
     except RuntimeError as error:
         if text := refusal(error):
@@ -110,6 +111,8 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
     if config.dry_run:
         if comm.rank == 0:
             print("\n".join(job.plan.lines()))
+            if job.sharing:
+                print(f"note           {job.sharing}")
         return 0
     state = Progress(planned=job.plan.epochs)
     notes = restore(earlier, job.trainer, state, comm)
@@ -131,7 +134,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         Writer(mine, times.checkpoints, config.keep) if mine else nullcontext() as writer,
     ):
         recorder.run(run_facts(job, folder, comm))
-        for line in notes:
+        for line in (*notes, *filter(None, [job.sharing])):
             recorder.note(line)
         if note := reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks):
             recorder.note(note)

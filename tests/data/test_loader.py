@@ -356,13 +356,6 @@ def test_one_thing_is_made_while_the_one_before_is_used():
         next(made)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_rows_are_read_into_pinned_memory():
-    loader = Loader(Source(), PARTITION, MINE, SEED, pinned=True)
-    assert torch.from_numpy(loader._buffer).is_pinned()
-    assert bits(loader.epoch(0)) == bits(Loader(Source(), PARTITION, MINE, SEED).epoch(0))
-
-
 def test_parts_of_images_are_other_ones_in_every_step_and_epoch(tmp_path, monkeypatch):
     source = class_folders(tmp_path / "images", {"a": 9, "b": 9}, ".jpg", width=41, height=37)
     packed = pack(source, tmp_path / "b.h5", size="8x8", encoding="jpeg", split="1")

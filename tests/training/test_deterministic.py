@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.determinism import torch_settings
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
@@ -190,37 +189,6 @@ def test_an_operation_without_deterministic_form_is_refused_by_name(comm, settin
 def test_buffers_that_ranks_keep_for_themselves_are_refused(comm, settings):
     with pytest.raises(UsageError, match="--deterministic and --local-buffers exclude"):
         loop.train(dataclasses.replace(settings, local_buffers=True), comm)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_torchs_settings_are_put_back(fails):
-    def seen():
-        return (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,
-            torch.backends.cudnn.deterministic,
-            torch.backends.cudnn.benchmark,
-            torch.backends.cudnn.allow_tf32,
-            torch.get_float32_matmul_precision(),
-            torch.get_num_threads(),
-            torch.initial_seed(),
-            torch.get_rng_state().sum().item(),
-        )
-
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
-    try:
-        before = seen()
-        with pytest.raises(ZeroDivisionError) if fails else torch.no_grad(), torch_settings(True):
-            torch.set_num_threads(2)
-            torch.manual_seed(99)
-            torch.rand(3)
-            assert seen()[:6] == (True, False, True, False, False, "highest")
-            assert 1 / (0 if fails else 1)
-        assert seen() == before
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.benchmark = False
 
 
 @pytest.mark.mpi

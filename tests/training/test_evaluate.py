@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 
 from hpctrain.config import Config, EvaluateConfig, PredictConfig
+from hpctrain.data import upload
+from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.packed import Rows, read_pack
 from hpctrain.errors import RunError, UsageError
@@ -23,6 +25,7 @@ from hpctrain.training.evaluate import blocks_of, evaluate
 from hpctrain.training.evaluate import main as evaluate_main
 from hpctrain.training.tasks import Classification
 from tests.packs import make_pack
+from tests.streams import Recorder, noted
 from tests.training.test_bad_rows import overwrite
 
 pytestmark = pytest.mark.mpi
@@ -75,6 +78,27 @@ def test_the_figures_are_those_of_one_process(comm, network):
     assert result.accuracy == (scores.argmax(1) == labels).double().mean().item()
 
 
+def test_bad_rows_are_left_out_of_the_figures(comm, network):
+    """A whole block of them, too."""
+    _, pack, model = network
+    bad = [0, 3, *range(14, 21), 99]
+    with Rows(pack, "test") as source:
+        source.bad = BadRows(lambda text: None)
+        source.bad.meet(bad, "of no use")
+        result = evaluate(model, source, Classification(classes=10), make_prepare(), comm, 7)
+        images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
+    kept = np.delete(np.arange(ROWS), bad)
+    labels = torch.from_numpy(source.labels)
+    scores = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255)
+    losses = torch.nn.functional.cross_entropy(scores, labels, reduction="none")
+    assert result.rows == len(kept)
+    assert result.loss == pytest.approx(losses[kept].mean().item(), rel=1e-5)
+    assert result.loss != pytest.approx(losses.mean().item(), rel=1e-5)
+    expected = np.zeros((10, 10), np.int64)
+    np.add.at(expected, (labels.numpy()[kept], scores.argmax(1).numpy()[kept]), 1)
+    assert np.array_equal(result.confusion, expected)
+
+
 def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
     _, pack, model = network
     alone = comm.Split(comm.rank)
@@ -84,6 +108,47 @@ def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
     alone.Free()
     assert together.loss == single.loss
     assert np.array_equal(together.confusion, single.confusion)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_finds_the_figures_of_the_cpu(comm, network):
+    _, pack, model = network
+    task, found = Classification(classes=10), []
+    with Rows(pack, "test") as source:
+        for device in ("cpu", "cuda"):
+            prepare = make_prepare(device)
+            found.append(evaluate(model.to(device), source, task, prepare, comm, 7))
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-3)  # TF32 is allowed here
+    assert found[0].rows == found[1].rows
+    assert np.abs(found[0].confusion - found[1].confusion).sum() <= 2
+
+
+def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monkeypatch):
+    _, pack, model = network
+    stream = Recorder()
+    monkeypatch.setattr(upload, "make_stream", lambda device: stream)
+    task = Classification(classes=10)
+    with Rows(pack, "test") as source:
+        monkeypatch.setattr(source, "gather", noted(stream, "write", source.gather))
+        prepare = noted(stream, "prepare", make_prepare())
+        evaluate(noted_model(stream, model), source, task, prepare, comm, 7)
+    blocks = len(list(blocks_of(ROWS, 7, comm.size, comm.rank)))
+    reading = [entry for entry in stream.log if entry[0] not in ("hand over", "network")]
+    expected, copied = [("mark", 0)], 0
+    for block in range(blocks):
+        expected += [("wait", copied), ("write", None), ("+mark", 2 * block + 1)]
+        expected += [("+prepare", None), ("mark", 2 * block + 2)]
+        copied = 2 * block + 1
+    assert reading == expected
+    asking = [entry for entry in stream.log if entry[0] in ("hand over", "network")]
+    marks = range(2, 2 * blocks + 1, 2)
+    assert asking == [e for mark in marks for e in (("hand over", mark), ("network", None))]
+
+
+def noted_model(stream, model):
+    """The model, noted whenever it is asked."""
+    model.register_forward_pre_hook(lambda *_: stream.note("network"))
+    return model
 
 
 @pytest.mark.parametrize("kept", [1, 5, 1000])

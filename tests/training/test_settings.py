@@ -350,7 +350,8 @@ def label_smoothing(seen, comm):
 
 @of("precision")
 def precision(seen, comm):
-    full, half = seen(), seen(precision="bf16")
+    full, rounded, half = (seen(precision=name) for name in ("fp32", "tf32", "bf16"))
+    assert rounded.loss == pytest.approx(full.loss, rel=1e-3)  # on a CPU mostly the same
     assert full.loss != half.loss
     assert half.loss == pytest.approx(full.loss, rel=0.05)
     assert full.weights[0].dtype == half.weights[-1].dtype == torch.float32

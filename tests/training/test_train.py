@@ -13,6 +13,7 @@ import torch
 from hpctrain.config import Config, EvaluateConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model
+from hpctrain.parallel.places import Place
 from hpctrain.report.record import Recorder, read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
@@ -118,6 +119,23 @@ def test_what_a_step_an_evaluation_and_a_save_take_is_measured(comm, settings, m
     assert list(steps) == sorted(steps)
     assert all(margin > 5 for margin in margins)
     assert (saves[-1] != saves[0]) == (comm.rank == 0)
+
+
+def test_ranks_that_share_a_gpu_are_told_so(comm, settings, monkeypatch, capsys):
+    """In the record, and with the plan; for ranks on CPUs nothing is said."""
+    assert loop.train(dataclasses.replace(settings, run="cpu", epochs=1), comm) == 0
+    shared = Place("n1", "cuda", "the only GPU", 22304)
+    monkeypatch.setattr("hpctrain.training.setup.place_of", lambda device, wanted: shared)
+    assert loop.train(dataclasses.replace(settings, run="gpu", epochs=1), comm) == 0
+    capsys.readouterr()
+    assert loop.train(dataclasses.replace(settings, run="dry", dry_run=True), comm) == 0
+    expected = [f"{comm.size} ranks share 1 GPU of n1"] if comm.size > 1 else []
+    planned = [line for line in capsys.readouterr().out.splitlines() if line[:4] == "note"]
+    if comm.rank == 0:
+        for run, text in (("cpu", []), ("gpu", expected)):
+            records = read_records(Path(settings.runs_dir) / run)
+            assert [r["text"] for r in records if r["kind"] == "note"] == text
+        assert planned == [f"note           {text}" for text in expected]
 
 
 def test_the_network_learns(comm, settings):

@@ -1,0 +1,104 @@
+"""Where the ranks compute, and what follows: who uses which GPU, and which transport carries the
+messages. From what is true on all ranks and from the settings alone.
+
+mpi       all ranks compute on CPUs: MPI sums host memory
+none      one rank with a GPU: nothing travels
+nccl      every rank has a GPU of its own, and CuPy finds the same NCCL everywhere
+host      GPUs, through pinned host memory: works everywhere, with any MPI
+mpi-gpu   GPUs, whose memory MPI is given: only where asked for, after a trial in another process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hpctrain.errors import UsageError
+
+
+class Place(NamedTuple):
+    """Where one rank computes, and what it can do there."""
+
+    host: str
+    device: str  # "cpu" or "cuda"
+    gpu: str = ""  # its UUID
+    nccl: int = 0  # version that CuPy finds, such as 22304; 0 = none
+    refusal: str | None = None  # why MPI may not be given device memory; None = it may; see trial
+
+
+def which_gpu(local_rank: int, visible: int) -> int | None:
+    """The number of a rank's GPU among those that it sees, None for none: GPU = local rank, again
+    from 0 where ranks are more. Where the launcher shows every rank one GPU, its own, that is 0.
+    """
+    return local_rank % visible if visible else None
+
+
+def sharing(places: Sequence[Place]) -> str:
+    """Where more ranks than GPUs compute on a host, with the numbers; nothing where none do."""
+    gpus: dict[str, list[str]] = {}
+    for place in places:
+        if place.device != "cpu":
+            gpus.setdefault(place.host, []).append(place.gpu)
+    shared = [(host, used) for host, used in gpus.items() if len(set(used)) < len(used)]
+    if not shared:
+        return ""
+    (host, used), distinct = shared[0], len(set(shared[0][1]))
+    others = f", and so on {len(shared) - 1} more hosts" if len(shared) > 1 else ""
+    return f"{len(used)} ranks share {distinct} GPU{'s' * (distinct > 1)} of {host}{others}"
+
+
+class Choice(NamedTuple):
+    """A transport by name, and why it is that one."""
+
+    name: str
+    reason: str
+
+
+def choose(places: Sequence[Place], wanted: str = "auto") -> Choice:
+    """The transport for these ranks. UsageError where the one `wanted` cannot be, and why, and
+    where some ranks have a GPU and others not: these round differently, so weights that every rank
+    updates for itself would drift apart.
+    """
+    on_cpu = [rank for rank, place in enumerate(places) if place.device == "cpu"]
+    if wanted in ("nccl", "mpi-gpu") and on_cpu:
+        raise UsageError(f"--reduce {wanted} is for GPUs: {_named(places, on_cpu[0])} has none")
+    if len(on_cpu) == len(places):
+        return Choice("mpi", "all ranks compute on CPUs")
+    if on_cpu:
+        raise UsageError(
+            f"{len(on_cpu)} of {len(places)} ranks see no GPU, such as {_named(places, on_cpu[0])}:"
+            " weights would differ; give every rank a GPU, or all --device cpu"
+        )
+    against = _against_nccl(places)
+    if wanted == "nccl" and against:
+        raise UsageError(f"--reduce nccl: {against}")
+    if wanted == "mpi-gpu":
+        for rank, place in enumerate(places):
+            if place.refusal is not None:
+                raise UsageError(f"--reduce mpi-gpu: on {_named(places, rank)} {place.refusal}")
+        return Choice("mpi-gpu", "asked for, and MPI took device memory in a trial")
+    if wanted == "host":
+        return Choice("host", "asked for")
+    if against:
+        return Choice("host", against)
+    if wanted == "auto" and len(places) == 1:
+        return Choice("none", "one rank")
+    return Choice("nccl", "every rank has a GPU of its own" if wanted == "auto" else "asked for")
+
+
+def _against_nccl(places: Sequence[Place]) -> str:
+    """What NCCL cannot do with these ranks; nothing where it can."""
+    seen: dict[tuple[str, str], int] = {}
+    for rank, place in enumerate(places):
+        if not place.nccl:
+            return f"{_named(places, rank)} finds no NCCL through CuPy"
+        if place.nccl != places[0].nccl:
+            return f"NCCL is {places[0].nccl} on rank 0, {place.nccl} on {_named(places, rank)}"
+        other = seen.setdefault((place.host, place.gpu), rank)
+        if other != rank:
+            return f"ranks {other} and {rank} share a GPU of {place.host}"
+    return ""
+
+
+def _named(places: Sequence[Place], rank: int) -> str:
+    return f"rank {rank} ({places[rank].host})"

@@ -1,0 +1,93 @@
+"""torch's settings for a run, put back afterwards as they were.
+
+float32 is float32: unless ``--precision tf32`` allows it, GPUs do not round the factors of matrix
+products and convolutions to TF32, 10 bits of mantissa, which cuDNN does by default
+(https://docs.pytorch.org/docs/stable/notes/cuda.html). Where bits need not repeat, cuDNN tries its
+algorithms for each shape and takes the fastest.
+
+Under ``--deterministic`` torch uses algorithms that give the same bits every time and refuses
+operations that have none (https://docs.pytorch.org/docs/stable/notes/randomness.html), and cuDNN
+does not choose by timing. TF32 repeats its bits on the same kind of GPU, so it may be asked for.
+The number of CPU threads is set too, because oneDNN and MKL cut their sums by it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+
+class Switches(NamedTuple):
+    """What torch lets one choose, for the whole process."""
+
+    algorithms: bool  # only deterministic ones
+    warn_only: bool
+    fill: bool  # new tensors with NaN: finds bugs, changes no result, takes time
+    cudnn: bool  # only deterministic ones
+    choose_by_timing: bool
+    tf32: bool
+    matmul: str
+
+
+def chosen(precision: str, deterministic: bool, by_timing: bool) -> Switches:
+    """The switches for arithmetic in "fp32", "tf32" or "bf16" (torch's autocast does the rest)."""
+    tf32 = precision == "tf32"
+    return Switches(
+        algorithms=deterministic,
+        warn_only=False,
+        fill=False,
+        cudnn=deterministic,
+        choose_by_timing=by_timing and not deterministic,
+        tf32=tf32,
+        matmul="high" if tf32 else "highest",
+    )
+
+
+@contextmanager
+def torch_settings(
+    precision: str, deterministic: bool = False, by_timing: bool = True
+) -> Iterator[None]:
+    """Compute in "fp32", "tf32" or "bf16", with algorithms that are `deterministic` or chosen
+    `by_timing`; at the end put back torch's switches, threads and random generators.
+    """
+    threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    switches = _switches()
+    try:
+        if deterministic:
+            # Read when cuBLAS starts; older torch refuses to be deterministic without it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        _set_switches(chosen(precision, deterministic, by_timing))
+        yield
+    finally:
+        _set_switches(switches)
+        torch.set_num_threads(threads)
+        torch.set_rng_state(generator)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+
+# fill_uninitialized_memory is a property that torch adds to its module; the stubs do not know it.
+def _switches() -> Switches:
+    return Switches(
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _set_switches(to: Switches) -> None:
+    torch.use_deterministic_algorithms(to.algorithms, warn_only=to.warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = to.fill  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = to.cudnn
+    torch.backends.cudnn.benchmark = to.choose_by_timing
+    torch.backends.cudnn.allow_tf32 = to.tf32
+    torch.set_float32_matmul_precision(to.matmul)

@@ -1,0 +1,227 @@
+"""How rows reach a device: what is copied, waited for and handed over, in which order; on a real
+GPU the very bits of the CPU, without a host that waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from unittest.mock import Mock, call
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.data import upload
+from hpctrain.data.augment import add_noise
+from hpctrain.data.bad_rows import BadRows
+from hpctrain.data.loader import Loader, make_prepare
+from hpctrain.data.partition import cut_epoch
+from hpctrain.data.upload import Upload, sent
+from tests.streams import Recorder, noted, watched
+
+ROWS, SHAPE, SEED = 101, (12, 10, 3), 3
+PARTITION = cut_epoch(ROWS, 16, 3)  # 7 steps; the last has 5 rows
+SCALING = (torch.tensor([0.1, 0.4, 0.7]), torch.tensor([0.3, 0.2, 0.5]))
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Source:
+    """Rows in memory."""
+
+    image_shape = SHAPE
+
+    def __init__(self, dtype=np.uint8):
+        rng = np.random.default_rng(1)
+        self.images = rng.integers(0, 256, (ROWS, *SHAPE)).astype(dtype)
+        self.dtype = self.images.dtype
+        self.labels, self.bad = rng.integers(0, 10, ROWS), BadRows()
+
+    def gather(self, indices, out):
+        out[:] = self.images[indices]
+        return out
+
+
+def noisy(kind):
+    """Make noisy images and clean ones, and a task of it."""
+    return lambda images, labels, key: (add_noise(images, kind, 0.3, key), images)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    found = Recorder()
+    monkeypatch.setattr(upload, "make_stream", lambda device: found)
+    return found
+
+
+def test_the_order_of_copies_marks_and_waits(stream):
+    """Of three steps of two batches each."""
+    source = Source()
+    source.gather = noted(stream, "write", source.gather)
+    prepare = noted(stream, "prepare", make_prepare(flip=True))
+    pair = noted(stream, "pair", lambda images, labels, key: (images, labels))
+    loader = Loader(source, PARTITION, [1, 2], SEED, prepare, pair, read_buffer=0)
+    watched(loader._upload, stream)
+    steps = list(loader.epoch(0, PARTITION.steps - 3))
+    assert [len(step) for step in steps] == [2, 2, 2]
+
+    expected, copied = [("mark", 0)], 0
+    for step in range(3):
+        for batch in range(2):
+            expected += [("wait", copied), ("write", None)]  # never before the copy is done
+            copied = 1 + 3 * step + batch
+            expected += [("+copy", True), ("+mark", copied), ("+prepare", None), ("+pair", None)]
+        expected += [("mark", 3 * step + 3)]  # after all that was made of the step
+    assert [entry for entry in stream.log if entry[0] != "hand over"] == expected
+    for number, (mark, tensors) in enumerate(stream.taken):
+        assert mark == 3 * number + 3
+        handed = [t for b in steps[number] for t in (b.images, b.targets)]
+        assert [id(t) for t in tensors] == [id(t) for t in handed]
+
+
+def test_what_is_used_was_handed_over_before(stream):
+    for number, _ in enumerate(Loader(Source(), PARTITION, [0], SEED).epoch(0)):
+        assert len(stream.taken) == number + 1
+        made = [entry for entry in stream.log if entry[0] == "mark"]
+        assert stream.log.index(("hand over", stream.taken[-1][0])) > stream.log.index(made[number])
+
+
+def test_bad_rows_are_left_out_before_the_copy(stream):
+    """So that it is one copy of a part of the buffer, and no mask has to be looked at there."""
+    source = Source()
+    source.bad = BadRows(lambda text: None)
+    source.bad.meet(range(0, ROWS, 2), "every other one")
+    loader = Loader(source, PARTITION, [0], SEED)
+    watched(loader._upload, stream)
+    batches = [b for step in loader.epoch(0) for b in step]
+    plain = [b for step in Loader(source, PARTITION, [0], SEED).epoch(0) for b in step]
+    assert 0 < sum(len(b.targets) for b in batches) < sum(PARTITION.sizes()[:1])
+    for batch, other in zip(batches, plain, strict=True):
+        assert torch.equal(batch.images, other.images)
+    assert sum(what == "+copy" for what, _ in stream.log) == len(batches)
+
+
+def test_on_the_cpu_the_buffer_is_the_batch_and_nothing_is_waited_for():
+    way = Upload((4, *SHAPE), np.dtype(np.uint8))
+    room = way.room(3)
+    room[:] = 7
+    rows = way.make(3, lambda rows: rows)
+    assert rows.data_ptr() == room.ctypes.data and rows.shape == (3, *SHAPE)
+    assert not rows.is_pinned()
+    way.take(way.mark(), [rows])
+    numbers = torch.arange(3)
+    assert sent(numbers, torch.device("cpu")) is numbers
+
+
+def test_what_is_asked_of_cuda(monkeypatch):
+    """The event is recorded on the own stream; the user's stream waits for it, not the host, and
+    the memory of every tensor stays until that stream is done with it.
+    """
+    device, own, user, event = torch.device("cuda", 1), Mock(device="cuda:1"), Mock(), Mock()
+    cuda = Mock()
+    cuda.Stream.return_value, cuda.Event.return_value = own, event
+    cuda.current_stream.return_value = user
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    stream = upload.make_stream(device)
+    assert stream.pinned and stream.current() is cuda.stream.return_value
+    assert stream.mark() is event
+    tensors = [Mock(), Mock()]
+    stream.hand_over(event, iter(tensors))
+    assert cuda.mock_calls == [
+        call.Stream(device),
+        call.stream(own),
+        call.Event(blocking=True),
+        call.Event().record(own),
+        call.current_stream("cuda:1"),
+        call.current_stream().wait_event(event),
+    ]
+    assert [t.mock_calls for t in tensors] == [[call.record_stream(user)]] * 2
+
+
+CASES = {
+    "plain": ({}, None),
+    "flips, shifts": ({"flip": True, "shift": 3}, None),
+    "normalised": ({"flip": True, "shift": 2, "scaling": SCALING}, None),
+    "NCHW": ({"shift": 1, "scaling": SCALING, "channels_last": False}, None),
+    "bfloat16": ({"flip": True, "scaling": SCALING, "dtype": torch.bfloat16}, None),
+    "float64": ({"scaling": SCALING, "dtype": torch.float64}, None),
+    "salt and pepper": ({"flip": True}, noisy("salt-pepper")),
+    "gaussian": ({"shift": 1}, noisy("gaussian")),
+}
+
+
+def batches(device, prepare, pair, source=None, use=lambda batch: batch):
+    """What `use` makes of every batch of two epochs."""
+    prepare = make_prepare(device, **prepare)
+    source = source or Source()
+    loader = Loader(source, PARTITION, [0, 1, 2], SEED, prepare, pair, device=device)
+    return [use(b) for epoch in (0, 1) for step in loader.epoch(epoch) for b in step]
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_makes_the_very_bits_of_the_cpu(case):
+    here, there = batches("cpu", *CASES[case]), batches("cuda", *CASES[case])
+    for one, other in zip(here, there, strict=True):
+        assert (one.shard, one.key, other.images.device.type) == (other.shard, other.key, "cuda")
+        assert torch.equal(one.images, other.images.cpu())
+        assert torch.equal(one.targets, other.targets.cpu())
+        assert one.images.stride() == other.images.stride()
+    first, second = there[0].images, there[-3].images
+    assert first.shape[1:] == second.shape[1:] and not torch.equal(first[:1], second[:1])
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_floats_too(dtype):
+    source = Source(dtype)
+    here, there = (batches(device, {"flip": True}, None, source) for device in ("cpu", "cuda"))
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.images, other.images.cpu())
+
+
+@needs_gpu
+def test_a_slow_user_sees_the_batch_that_it_took():
+    """Every batch is dropped while the kernel that reads it still waits behind a slow one, and the
+    thread goes on to use memory again: without `record_stream` or the wait, other bits.
+    """
+
+    def slowly(batch):
+        torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
+        return batch.images.clone(), batch.targets.clone()
+
+    prepare = {"flip": True, "shift": 2, "scaling": SCALING}
+    expected = batches("cpu", prepare, None)
+    found = batches("cuda", prepare, None, use=slowly)
+    for one, (images, targets) in zip(expected, found, strict=True):
+        assert torch.equal(one.images, images.cpu()) and torch.equal(one.targets, targets.cpu())
+
+
+@contextlib.contextmanager
+def no_hidden_waits():
+    """torch refuses what would let the host wait for the GPU without being asked to."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", CASES)
+def test_no_host_waits_for_the_gpu_unasked(case):
+    """Neither the thread that trains nor the one that reads."""
+    prepare, pair = CASES[case]
+    made = make_prepare("cuda", **prepare)  # copies mean and std, once
+    loader = Loader(Source(), PARTITION, [0, 1, 2], SEED, made, pair, device="cuda")
+    with no_hidden_waits():
+        assert sum(len(step) for step in loader.epoch(0)) > 14
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.zeros(1, device="cuda").item()
+
+
+@needs_gpu
+def test_rows_are_read_into_pinned_memory():
+    way = Upload((4, *SHAPE), np.dtype(np.uint8), "cuda")
+    assert torch.from_numpy(way.room(2)).is_pinned()
+    assert sent(torch.zeros(0, dtype=torch.int64), way.device).shape == (0,)

@@ -1,0 +1,61 @@
+"""Training, evaluation and prediction compute in the --precision that is asked for, or was."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.config import EvaluateConfig, PredictConfig
+from hpctrain.training import evaluate, predict
+from hpctrain.training.train import train
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def seen():
+    """What was allowed while a module ran: (TF32 in cuDNN, in products, by timing, autocast)."""
+    found = set()
+
+    def note(module, inputs):
+        tf32, timed = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+        half = torch.is_autocast_enabled("cpu")
+        found.add((tf32, torch.get_float32_matmul_precision(), timed, half))
+
+    handle = nn.modules.module.register_module_forward_pre_hook(note)
+    yield found
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("precision", "tf32", "product", "half"),
+    [
+        ("fp32", False, "highest", False),
+        ("tf32", True, "high", False),
+        ("bf16", False, "highest", True),
+    ],
+)
+def test_trained_saved_evaluated_and_predicted(
+    comm, settings, seen, tmp_path, precision, tf32, product, half
+):
+    config = dataclasses.replace(settings, epochs=1, precision=precision)
+    assert train(config, comm) == 0
+    assert (tf32, product, True, half) in seen
+    # A check of the fresh network's shapes is not in bfloat16.
+    assert seen <= {(tf32, product, True, half), (tf32, product, True, False)}
+    comm.Barrier()
+    common = {"model": "a", "runs_dir": settings.runs_dir, "threads": 1, "batch": 4}
+    output = str(tmp_path / "answers.csv")
+    for asked in (None, "fp32", "tf32", "bf16"):
+        expected = {"fp32": (False, "highest", False, False), "tf32": (True, "high", False, False)}
+        expected["bf16"] = (False, "highest", False, True)
+        for main, config in (
+            (evaluate.main, EvaluateConfig(**common, precision=asked)),
+            (predict.main, PredictConfig(**common, precision=asked, output=output)),
+        ):
+            seen.clear()
+            assert main(config) == 0
+            assert seen == {expected[asked or precision]}
