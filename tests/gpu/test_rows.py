@@ -67,8 +67,15 @@ def test_a_trace_tells_kernels_and_copies():
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 999}},
         {"ph": "M", "name": "process_name"},
     ]
-    assert trace.nccl_kernels(events) == 1
+    assert (trace.kernels(events, "nccl"), trace.kernels(events)) == (1, 2)
     assert trace.copied_bytes(events, "DtoH") == 72
+
+
+def test_an_empty_trace_proves_nothing(case, monkeypatch):
+    monkeypatch.setattr(trace, "profiled", lambda step, path, on_gpu: [])
+    monkeypatch.setattr(Case, "size", lambda case, real, tiny: real if real == 1 else tiny)
+    found = {result.what: result.verdict for result in trace.traced(case, (), "MPI")}
+    assert list(found.values()) == [MISSED, OK, MISSED, MISSED]  # calls, NCCL, kernels, bytes
 
 
 def test_calls_of_one_object_are_counted_and_made():

@@ -51,11 +51,11 @@ def compared(
 
 def gradient(case: Case, pack: str, network: str, precision: str, device: str) -> torch.Tensor:
     """The gradient vector of one step, in float64 on the CPU."""
-    from hpctrain.parallel.determinism import torch_settings
+    from hpctrain.parallel.switches import torch_settings
     from hpctrain.training.step import train_step
 
     flags = ["--data", pack, "--model", f"{__name__}:{network}", "--precision", precision]
-    with torch_settings(False):
+    with torch_settings(precision):
         job = ready(case, *flags, "--batch-size", str(ROWS), "--normalize", "pack", device=device)
         train_step(job.trainer, first_batches(job)[0], ROWS)
         return job.trainer.message.gradients.double().cpu()

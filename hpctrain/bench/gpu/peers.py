@@ -1,8 +1,8 @@
 """hpctrain's step against a plain torch loop and against DDP, in one process, in turn.
 
 All have the same network, precision, memory format, fused SGD and the same batches, which lie on
-the GPU; cudnn.benchmark is on for all. A round is a number of steps and the wait for the device at
-its end; ratios are of medians over rounds in which each has its turn.
+the GPU, and cuDNN chooses by timing for all. A round is a number of steps and the wait for the
+device at its end; ratios are of medians over rounds in which each has its turn.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ TINY = (Work("digits", (28, 28, 1), "fp32", 8, 3), Work("resnet18", (32, 32, 3),
 
 def measure(case: Case) -> Iterator[Result]:
     """Per network, hpctrain's step without and with --graphs against the plain loop and DDP."""
-    benchmark = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
     dist.init_process_group(
         case.size("nccl", "gloo"),
         init_method=f"tcp://127.0.0.1:{free_port()}",
@@ -64,17 +62,16 @@ def measure(case: Case) -> Iterator[Result]:
             yield from compared(case, work)
     finally:
         dist.destroy_process_group()
-        torch.backends.cudnn.benchmark = benchmark
 
 
 def compared(case: Case, work: Work) -> Iterator[Result]:
     """hpctrain's steps against the others' on one network."""
-    from hpctrain.parallel.determinism import torch_settings
+    from hpctrain.parallel.switches import torch_settings
 
     name = f"{work.network} at {work.shape[0]}, {work.precision}: hpctrain's step"
     flags = ["--data", made_pack(case, work.batch * BATCHES, work.shape), "--model", work.network]
     flags += ["--batch-size", str(work.batch), "--precision", work.precision]
-    with torch_settings(False):
+    with torch_settings(work.precision):
         job = ready(case, *flags)
         batches = first_batches(job, BATCHES)
         own = {name: stepping(job, batches)}

@@ -69,13 +69,15 @@ def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
     events = profiled(lambda: step().totals(), path, on_gpu)
     what = f"reductions asked of {name} a step"
     yield shown(what, len(calls) == STEPS, f"{len(calls) / STEPS:g}", "1", n=STEPS)
-    kernels = nccl_kernels(events) / STEPS
     remark = "of one rank it launches none, of more it must be 1"
-    yield judged("NCCL kernels a step", kernels, most=1, n=STEPS, remark=remark)
+    yield judged("NCCL kernels a step", kernels(events, "nccl") / STEPS, most=1, remark=remark)
+    # A trace in which nothing was recorded would prove all: the totals must be in it, and kernels.
+    least = case.size(1, None)
+    yield judged("all kernels a step (control)", kernels(events) / STEPS, least=least, n=STEPS)
     down = copied_bytes(events, "DtoH") / STEPS
     remark = f"of a message of {job.trainer.message.tensor.nbytes:,} bytes"
     what = "bytes to the host a step"
-    yield judged(what, down, "bytes", most=FEW_BYTES, n=STEPS, remark=remark)
+    yield judged(what, down, "bytes", least, FEW_BYTES, n=STEPS, remark=remark)
 
 
 def count_calls(target: Any, name: str) -> list[int]:
@@ -105,9 +107,9 @@ def profiled(step: Callable[[], object], path: Path, on_gpu: bool) -> list[dict[
     return events
 
 
-def nccl_kernels(events: list[dict[str, Any]]) -> int:
-    """Kernels of NCCL in a trace."""
-    return sum(e.get("cat") == "kernel" and "nccl" in e["name"].lower() for e in events)
+def kernels(events: list[dict[str, Any]], name: str = "") -> int:
+    """Kernels in a trace, or those whose names hold this one."""
+    return sum(e.get("cat") == "kernel" and name in e["name"].lower() for e in events)
 
 
 def copied_bytes(events: list[dict[str, Any]], way: str) -> int:
