@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.bench.gpu import learning, memory, parity, trace
+from hpctrain.bench.gpu import (
+    digests,
+    learning,
+    memory,
+    parity,
+    peers,
+    several,
+    speed,
+    staging,
+    trace,
+)
 from hpctrain.bench.gpu.case import Case, made_pack, ready, train
 from hpctrain.bench.gpu.result import (
     FAILED,
@@ -211,3 +221,61 @@ def test_made_packs_hold_what_was_asked(case):
     pack = read_pack(made_pack(case, 11, (6, 5, 3), smooth=True, test=4))
     assert {name: split.rows for name, split in pack.splits.items()} == {"train": 11, "test": 4}
     assert pack.image_shape == (6, 5, 3)
+
+
+def test_peers_are_measured_in_turn_and_by_medians(monkeypatch):
+    monkeypatch.setattr(peers, "ROUNDS", 2)
+    calls = []
+    ways = {name: lambda number, name=name: calls.append((name, number)) for name in "ab"}
+    seconds = peers.rounds(ways, 2)
+    assert calls == 3 * [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+    found = peers.ratio("a", "b", {"a": [3.0, 9.0, 2.0], "b": [4.0, 6.0, 9.0]})
+    assert (found.what, found.number, found.verdict, found.n) == ("a / b", 0.5, MISSED, 3)
+
+
+def test_staging_is_what_is_reached_of_the_copies(case, monkeypatch):
+    monkeypatch.setattr(staging, "rounds", lambda ways, steps: {"staged": [5.0], "copies": [4.0]})
+    (found,) = staging.measure(case)
+    assert (found.number, found.verdict) == (0.8, OK)
+
+
+def rates(monkeypatch, by_flag):
+    """Let a run's speed be that of the flag it has, the last of `by_flag` that it has."""
+
+    def rate(case, side, *flags, ranks=1):
+        words = [*flags, str(ranks)]
+        return next(number for flag, number in reversed(by_flag.items()) if flag in words), 7
+
+    monkeypatch.setattr(speed, "rate", rate)
+
+
+def test_ways_to_be_faster_are_compared_with_none(case, monkeypatch):
+    rates(monkeypatch, {"fp32": 10.0, "tf32": 9.0, "bf16": 100.0, "--graphs": 98, "--compile": 97})
+    found = {result.what.split(", ", 1)[1]: result for result in speed.measure(case)}
+    assert {what: result.verdict for what, result in found.items()} == {
+        **dict.fromkeys(("fp32", "tf32", "bf16", "bf16, graphs"), OK),
+        "bf16, compile": MISSED,
+    }
+    assert found["bf16"].target == "" and found["bf16"].n == 7
+
+
+def test_several_gpus_are_compared_with_one(case, monkeypatch):
+    rates(monkeypatch, {"1": 100.0, "2": 180.0, "--overlap": 170.0})
+    monkeypatch.setattr(digests, "digest", lambda case, *flags, ranks=1: str(ranks))
+    same, growth, gain = several.measure(case)
+    assert (same.verdict, growth.verdict, gain.verdict) == (MISSED, OK, MISSED)
+    assert (growth.number, gain.number) == (0.9, 170 / 180)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (alone,) = several.measure(Case(case.folder))
+    assert (alone.verdict, alone.remark) == (NOT_RUN, "needs 2 GPUs")
+
+
+@pytest.mark.parametrize(("accuracy", "verdict"), [(0.6649, MISSED), (0.67, OK)])
+def test_the_reference_is_to_be_beaten(case, monkeypatch, accuracy, verdict):
+    evaluation = {"kind": "evaluation", "split": "test", "accuracy": accuracy, "rows": 367}
+    records = [{"kind": "epoch"}, {"kind": "epoch"}, evaluation, {"kind": "end"}]
+    monkeypatch.setattr(learning, "train", lambda case, *flags: records)
+    found, seconds = learning.flowers(case)
+    assert (found.verdict, found.n, found.what[-8:]) == (verdict, 367, "2 epochs")
+    assert seconds.number < 1

@@ -35,7 +35,7 @@ def message(case: Case) -> Iterator[Result]:
     tensor = found.tensor
     owner, seen = pointer(found), tensor.data_ptr()
     same = "array and tensor are one memory"
-    yield shown(same, owner == seen, f"{owner:#x} and {seen:#x}", "equal")
+    yield shown(same, owner == seen, f"{owner:#x}", f"{seen:#x}")
     grads = [p.grad for p in job.trainer.model.parameters() if p.requires_grad]
     inside = sum(grad is not None and within(grad, tensor) for grad in grads)
     what = "every .grad lies in the message"

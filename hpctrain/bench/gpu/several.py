@@ -25,7 +25,7 @@ def measure(case: Case) -> Iterator[Result]:
     nccl = case.size(("--reduce", "nccl"), ())
     flags = digests.workload(case)
     first = digests.digest(case, *flags)
-    what = f"digest on {many}, NCCL, against one through the host"
+    what = f"digest on {many}, {case.size('NCCL', 'MPI')}, against one through the host"
     same = partial(digests.compared, case, what, first, *flags, *nccl, ranks=min(4, ranks))
     yield attempt(what, same)
     side = case.size(SIDE, 28)

@@ -70,7 +70,8 @@ def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
     what = f"reductions asked of {name} a step"
     yield shown(what, len(calls) == STEPS, f"{len(calls) / STEPS:g}", "1", n=STEPS)
     remark = "of one rank it launches none, of more it must be 1"
-    yield judged("NCCL kernels a step", kernels(events, "nccl") / STEPS, most=1, remark=remark)
+    of_nccl = kernels(events, "nccl") / STEPS
+    yield judged("NCCL kernels a step", of_nccl, most=1, n=STEPS, remark=remark)
     # A trace in which nothing was recorded would prove all: the totals must be in it, and kernels.
     least = case.size(1, None)
     yield judged("all kernels a step (control)", kernels(events) / STEPS, least=least, n=STEPS)
