@@ -37,7 +37,8 @@ from hpctrain.parallel.mpi import (
     local_ranks,
     same_everywhere,
 )
-from hpctrain.parallel.reduce import Reduce, broadcast, choose_reduce
+from hpctrain.parallel.plain import Reduce
+from hpctrain.parallel.reduce import broadcast, choose_reduce
 from hpctrain.parallel.select import Choice, choose, make, place_of
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve

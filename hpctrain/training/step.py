@@ -16,7 +16,7 @@ from hpctrain.data.loader import Batch
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.reduce import Reduce
+from hpctrain.parallel.plain import Reduce
 from hpctrain.training.control import News
 from hpctrain.training.optim import clip_gradient, gate_update
 
@@ -83,7 +83,7 @@ def train_step(
 
     before_waiting()
     reducing = time.perf_counter()
-    trainer.reduce(message)
+    trainer.reduce()
     reduced = time.perf_counter()
 
     if trainer.skips_rows:
