@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hpctrain.parallel.transport import Transport
@@ -12,12 +14,18 @@ class Reduce:
 
     transport: Transport
 
+    def begin(self, shards: Sequence[int]) -> None:
+        """A step begins in which this rank works through `shards`, one batch of each."""
+
     def keep(self, shard: int) -> None:
         """The vector holds what this rank's shards gave so far, `shard` being the last of them."""
 
     def __call__(self) -> None:
         """Sum over all ranks, in place. Collective."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """After the last step: let hooks and threads go."""
 
 
 class Plain(Reduce):

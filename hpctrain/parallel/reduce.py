@@ -1,8 +1,9 @@
 """reduce(): the one communication of a step, which sums the message over all ranks.
 
 `Plain` sums a vector by one Allreduce (plain.py). `InTreeOrder` adds in an order that belongs to
-the shards (tree.py, exchange.py), `NarrowWire` sends less (wire.py). A `Transport` says how the
-bytes travel (transport.py). Nothing else in a step waits for the device.
+the shards (tree.py, exchange.py), `NarrowWire` sends less (wire.py). The vector is the whole
+message, or `Overlapped` has one reduction for each segment of it (overlap.py). A `Transport` says
+how the bytes travel (transport.py). Nothing else in a step waits for the device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import MPI, Comm
+from hpctrain.parallel.overlap import Overlapped, cut
 from hpctrain.parallel.plain import Plain, Reduce
 from hpctrain.parallel.transport import HostMemory, Pinned, Transport
 from hpctrain.parallel.tree import Subtrees, subtrees
@@ -67,15 +69,26 @@ def choose_reduce(
     runs: Sequence[range] | None = None,
     wire: str = "fp32",
     transport: Transport | None = None,
+    overlap: int = 0,
 ) -> Reduce:
     """The reduction for this message: in tree order where `runs`, the shards that each rank
     carries, are given; with the `wire` "bf16" gradients travel in half the bytes; else one
-    Allreduce. Without a `transport`, MPI's, staged from a GPU.
+    Allreduce. Without a `transport`, MPI's, staged from a GPU. With `overlap`, in at most so many
+    segments of gradients that are summed while backward runs. UsageError where that cannot be.
     """
-    transport = transport or usual_transport(comm, message)
-    if runs is not None:
-        return InTreeOrder(transport, message.tensor, runs)
-    if wire == "bf16":
-        length = len(message.gradients)
-        return NarrowWire(transport, message.gradients, message.tensor[length:])
-    return Plain(transport, message.tensor)
+    way, length = transport or usual_transport(comm, message), message.layout.length
+
+    def over(span: range) -> Reduce:
+        vector = message.tensor[span.start : span.stop]
+        if runs is not None:
+            return InTreeOrder(way, vector, runs)
+        if wire == "bf16":
+            border = max(0, length - span.start)
+            return NarrowWire(way, vector[:border], vector[border:])
+        return Plain(way, vector)
+
+    if not overlap:
+        return over(range(len(message.tensor)))
+    spans = cut(message.layout, overlap)
+    rest = range(length, len(message.tensor))
+    return Overlapped(message, spans, [over(span) for span in (*spans, rest)])

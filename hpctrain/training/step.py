@@ -49,6 +49,10 @@ class Trainer:
         norms = {name: getattr(self.norms, name) for name in ("running", "shift", "updates")}
         return found | {f"norms.{name}": tensor for name, tensor in norms.items()}
 
+    def close(self) -> None:
+        """After the last step: let the reduction's hooks and thread go."""
+        self.reduce.close()
+
 
 def train_step(
     trainer: Trainer,
@@ -68,6 +72,7 @@ def train_step(
     message, norms = trainer.message, trainer.norms
     began = time.perf_counter()
     message.zero()
+    trainer.reduce.begin([batch.shard for batch in batches])
     for batch in batches:
         seed_torch(batch.key, message.device)  # dropout belongs to the shard, not to the rank
         norms.clear()
