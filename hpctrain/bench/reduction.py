@@ -48,11 +48,11 @@ def measure(comm: Comm, length: int, shards: int) -> dict[str, float]:
     transport = HostMemory(comm)
     exchange = Exchange(transport, spans, sums[0])
     message = Message(Linear(1, length, bias=False), 0, comm.rank, comm.size)
-    narrow = NarrowWire(transport, message)
-    ways = {
+    narrow = NarrowWire(transport, message.gradients, message.tensor[message.layout.length :])
+    ways: dict[str, Callable[[], None]] = {
         "allreduce": lambda: transport.allreduce(sums[-1]),
         "tree": lambda: exchange(sums),
-        "bf16": lambda: narrow(message),
+        "bf16": narrow,
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():

@@ -11,6 +11,7 @@ from hpctrain.config.train import Config
 from hpctrain.errors import UsageError
 
 MOST_THREADS = 64  # that a run may ask for on a small machine, to repeat one of a larger
+MOST_SEGMENTS = 64
 LONGEST_NAME = 200
 MOST_DIGITS = 15  # of a number of steps
 LONGEST = 10 * 365 * 86400.0  # seconds of a duration that a timer takes
@@ -28,6 +29,7 @@ def check_ranges(config: Config) -> None:
         ("--keep", config.keep, 1),
         ("--evaluate-every", config.evaluate_every, 0),
         ("--digest-every", config.digest_every, 0),
+        ("--overlap", config.overlap, 0),
         ("--patience", config.patience, 0),
     ):
         if value is not None and value < least:
@@ -35,6 +37,13 @@ def check_ranges(config: Config) -> None:
     cores = os.cpu_count() or 1
     if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
         raise UsageError(f"--threads {config.threads}: this machine has {cores} cores")
+    if config.overlap > MOST_SEGMENTS:
+        raise UsageError(f"--overlap {config.overlap}: give at most {MOST_SEGMENTS} segments")
+    if config.overlap and config.graphs:
+        raise UsageError(
+            f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
+            " come at once"
+        )
     if config.run is not None and (
         config.run in ("", ".", "..")
         or "/" in config.run

@@ -199,6 +199,12 @@ class Config:
         MACHINE,
         choices=("auto", "nccl", "host", "mpi-gpu"),
     )
+    overlap: int = option(
+        0,
+        "gradient segments that are summed while backward still runs, at most; 0 = one Allreduce a"
+        " step",
+        MACHINE,
+    )
     wire: str = option(
         "fp32",
         "type in which gradients travel: fp32, or bf16 for half the bytes, rounded twice",

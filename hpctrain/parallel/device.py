@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -120,8 +121,8 @@ def pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 class Lane:
-    """A queue of copies beside torch's current stream: a stream of a GPU; on the CPU copies are
-    done at once.
+    """A queue of work beside torch's current stream: a stream of a GPU; on the CPU all is done at
+    once.
     """
 
     def __init__(self) -> None:
@@ -133,6 +134,17 @@ class Lane:
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
+    @contextmanager
+    def after(self, ready: Arrival, device: torch.device) -> Iterator[None]:
+        """What this thread queues in the block comes on this lane, after `ready`."""
+        if device.type != "cuda":
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):  # makes the device the thread's current one too
+            ready.hold(self._stream)
+            yield
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
         """Queue a copy; when it has arrived."""
         if self._stream is None:
@@ -143,13 +155,13 @@ class Lane:
             return Arrival(self._stream.record_event())
 
     def lead_current(self, device: torch.device) -> None:
-        """What is queued on the current stream from now on comes after all copies."""
+        """What is queued on the current stream from now on comes after all on this lane."""
         if self._stream is not None:
             torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
 class Arrival:
-    """That a copy is done."""
+    """That a copy, or all that was queued until then, is done."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
@@ -158,6 +170,18 @@ class Arrival:
         """Let the host wait for it."""
         if self._event is not None:
             self._event.synchronize()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait for it, and the host not."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+def queued_so_far(device: torch.device) -> Arrival:
+    """When what this thread queued so far, on its current stream, will be done."""
+    if device.type != "cuda":
+        return Arrival(None)
+    return Arrival(torch.cuda.current_stream(device).record_event())
 
 
 def synchronize(device: torch.device) -> None:

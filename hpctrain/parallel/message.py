@@ -143,15 +143,15 @@ class Message:
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
         self._finite = torch.ones((), dtype=torch.bool, device=self.device)
-        self._parameters = dict(model.named_parameters())
+        self.parameters = dict(model.named_parameters())  # by name, frozen ones too
         for segment in self.layout.segments:
-            self._parameters[segment.name].grad = segment.of(self.gradients)
+            self.parameters[segment.name].grad = segment.of(self.gradients)
 
     def zero(self) -> None:
         """Start a step. Also the reason why no `zero_grad` is called: it would drop the views."""
         self.tensor.zero_()
         for segment in (self.layout.segments[0], self.layout.segments[-1]):
-            grad = self._parameters[segment.name].grad
+            grad = self.parameters[segment.name].grad
             address = self.gradients.data_ptr() + segment.offset * self.gradients.element_size()
             if grad is None or grad.data_ptr() != address:
                 raise RuntimeError(

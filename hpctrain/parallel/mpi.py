@@ -202,6 +202,15 @@ def limit_finalize(seconds: float) -> None:
     _finalize_limit = seconds
 
 
+def check_threads(flag: str) -> None:
+    """UsageError where MPI may be called by the thread alone that started it."""
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise UsageError(
+            f"{flag} calls MPI from a thread of its own, and {library()} was started without"
+            f" MPI_THREAD_SERIALIZED: use {flag} 0"
+        )
+
+
 def abort_all(code: int) -> None:
     """End all ranks at once with this exit code, from any thread."""
     MPI.COMM_WORLD.Abort(code)

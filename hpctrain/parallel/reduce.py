@@ -1,14 +1,14 @@
-"""reduce(message): the one communication of a step.
+"""reduce(): the one communication of a step, which sums the message over all ranks.
 
-`Plain` sums the message by one Allreduce, wherever it lies. `InTreeOrder` adds in an order that
-belongs to the shards (tree.py, exchange.py), `NarrowWire` sends less (wire.py). A `Transport` says
+`Plain` sums a vector by one Allreduce (plain.py). `InTreeOrder` adds in an order that belongs to
+the shards (tree.py, exchange.py), `NarrowWire` sends less (wire.py). The vector is the whole
+message, or `Overlapped` has one reduction for each segment of it (overlap.py). A `Transport` says
 how the bytes travel (transport.py). Nothing else in a step waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,21 +16,11 @@ import torch
 from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import MPI, Comm
+from hpctrain.parallel.overlap import Overlapped, cut
+from hpctrain.parallel.plain import Plain, Reduce
 from hpctrain.parallel.transport import HostMemory, Pinned, Transport
 from hpctrain.parallel.tree import Subtrees, subtrees
 from hpctrain.parallel.wire import NarrowWire
-
-
-class Reduce(Protocol):
-    """The one communication of a step: after the call every rank holds the sum."""
-
-    transport: Transport
-
-    def keep(self, shard: int) -> None:
-        """The message holds what this rank's shards gave so far, `shard` being the last of them."""
-
-    def __call__(self, message: Message) -> None:
-        """Sum the message over all ranks, in place. Collective."""
 
 
 def allreduce(comm: Comm, array: np.ndarray) -> None:
@@ -45,39 +35,25 @@ def broadcast(comm: Comm, tensor: torch.Tensor) -> None:
     tensor.data.copy_(host)
 
 
-class Plain:
-    """Sum messages where they lie. Shards accumulate in the message."""
+class InTreeOrder(Reduce):
+    """Sums a vector in tree order: the same bits however many ranks carry the shards."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-
-    def keep(self, shard: int) -> None:
-        """Nothing to do: the next shard adds to the message."""
-
-    def __call__(self, message: Message) -> None:
-        """Sum the message over all ranks, in place. Collective."""
-        self.transport.allreduce(message.tensor)
-
-
-class InTreeOrder:
-    """Sum messages in tree order: the same bits however many ranks carry the shards."""
-
-    def __init__(self, transport: Transport, message: Message, runs: Sequence[range]) -> None:
+    def __init__(self, transport: Transport, vector: torch.Tensor, runs: Sequence[range]) -> None:
         """`runs` are the shards that each rank carries, together 0 ... S-1."""
         self.transport, rank = transport, transport.comm.rank
         spans = [subtrees(run, (0, runs[-1].stop)) for run in runs]
-        self.subtrees = Subtrees(runs[rank], spans[rank], message.tensor)
-        self.exchange = Exchange(transport, spans, message.tensor)
+        self.subtrees = Subtrees(runs[rank], spans[rank], vector)
+        self.exchange = Exchange(transport, spans, vector)
         self._alone = transport.comm.size == 1
 
     def keep(self, shard: int) -> None:
-        """Take the leaf of `shard` into the tree; the message is zero for the next one."""
+        """Take the leaf of `shard` into the tree; the vector is zero for the next one."""
         self.subtrees.keep(shard)
 
-    def __call__(self, message: Message) -> None:
-        """Sum the message over all ranks, in place. Collective."""
+    def __call__(self) -> None:
+        """Sum the vector over all ranks, in place. Collective."""
         sums = self.subtrees.finish()
-        if not self._alone:  # else the tree's root is the message
+        if not self._alone:  # else the tree's root is the vector
             self.exchange(sums)
         self.subtrees.release(sums)
 
@@ -93,12 +69,26 @@ def choose_reduce(
     runs: Sequence[range] | None = None,
     wire: str = "fp32",
     transport: Transport | None = None,
+    overlap: int = 0,
 ) -> Reduce:
     """The reduction for this message: in tree order where `runs`, the shards that each rank
     carries, are given; with the `wire` "bf16" gradients travel in half the bytes; else one
-    Allreduce. Without a `transport`, MPI's, staged from a GPU.
+    Allreduce. Without a `transport`, MPI's, staged from a GPU. With `overlap`, in at most so many
+    segments of gradients that are summed while backward runs. UsageError where that cannot be.
     """
-    transport = transport or usual_transport(comm, message)
-    if runs is not None:
-        return InTreeOrder(transport, message, runs)
-    return NarrowWire(transport, message) if wire == "bf16" else Plain(transport)
+    way, length = transport or usual_transport(comm, message), message.layout.length
+
+    def over(span: range) -> Reduce:
+        vector = message.tensor[span.start : span.stop]
+        if runs is not None:
+            return InTreeOrder(way, vector, runs)
+        if wire == "bf16":
+            border = max(0, length - span.start)
+            return NarrowWire(way, vector[:border], vector[border:])
+        return Plain(way, vector)
+
+    if not overlap:
+        return over(range(len(message.tensor)))
+    spans = cut(message.layout, overlap)
+    rest = range(length, len(message.tensor))
+    return Overlapped(message, spans, [over(span) for span in (*spans, rest)])

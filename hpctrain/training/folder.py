@@ -95,6 +95,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "device": job.plan.device,
         "transport": job.transport.name,
         "transport_reason": job.transport.reason,
+        "overlap": job.config.overlap,
         "threads": job.plan.threads,
         "precision": job.plan.precision,
         "wire": job.plan.wire,

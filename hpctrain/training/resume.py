@@ -33,7 +33,7 @@ from hpctrain.training.step import Trainer
 # Settings that may change from launch to launch: they do not change what is computed.
 FREE = {
     *("run", "runs_dir", "data", "data_dir", "read_buffer", "epochs", "worker_load"),
-    *("stage", "verify", "skip_bad", "reduce"),
+    *("stage", "verify", "skip_bad", "reduce", "overlap"),
     *("device", "threads", "checkpoint_every", "keep", "resume", "time_limit", "timeout"),
     *("digest_every", "test", "progress", "tensorboard", "dry_run"),
 }

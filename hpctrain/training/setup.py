@@ -38,7 +38,8 @@ from hpctrain.parallel.mpi import (
     same_everywhere,
 )
 from hpctrain.parallel.places import Choice, choose, sharing
-from hpctrain.parallel.reduce import Reduce, broadcast, choose_reduce
+from hpctrain.parallel.plain import Reduce
+from hpctrain.parallel.reduce import broadcast, choose_reduce
 from hpctrain.parallel.select import make, place_of
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
@@ -250,7 +251,7 @@ def make_trainer(
         message,
         norms,
         make_optimizer(plan.optimizer, plan.learning_rate, config, [message.weights]),
-        reduce_for(plan, message, runs, transport),
+        everywhere(comm, lambda: reduce_for(plan, config.overlap, message, runs, transport)),
         backward,
         config.clip_norm,
         config.skip_bad,
@@ -258,10 +259,12 @@ def make_trainer(
     )
 
 
-def reduce_for(plan: Plan, message: Message, runs: Sequence[range], transport: Transport) -> Reduce:
+def reduce_for(
+    plan: Plan, overlap: int, message: Message, runs: Sequence[range], transport: Transport
+) -> Reduce:
     """The reduction where ranks carry these shards."""
     in_order = runs if plan.deterministic else None
-    return choose_reduce(transport.comm, message, in_order, plan.wire, transport)
+    return choose_reduce(transport.comm, message, in_order, plan.wire, transport, overlap)
 
 
 def carry(job: Job, runs: Sequence[range], comm: Comm) -> None:
@@ -269,8 +272,9 @@ def carry(job: Job, runs: Sequence[range], comm: Comm) -> None:
     own = runs[comm.rank]
     job.loader.carry(own)
     job.trainer.norms.first_shard = own.start
-    transport = job.trainer.reduce.transport
-    job.trainer.reduce = reduce_for(job.plan, job.trainer.message, runs, transport)
+    before, message = job.trainer.reduce, job.trainer.message
+    before.close()
+    job.trainer.reduce = reduce_for(job.plan, job.config.overlap, message, runs, before.transport)
 
 
 def _fixed_state(model: nn.Module) -> str:

@@ -16,7 +16,7 @@ from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.late import Clock
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.reduce import Reduce
+from hpctrain.parallel.plain import Reduce
 from hpctrain.training.backward import Backward
 from hpctrain.training.control import News
 from hpctrain.training.optim import clip_gradient, gate_update
@@ -52,6 +52,10 @@ class Trainer:
         norms = {name: getattr(self.norms, name) for name in ("running", "shift", "updates")}
         return found | {f"norms.{name}": tensor for name, tensor in norms.items()}
 
+    def close(self) -> None:
+        """After the last step: let the reduction's hooks and thread go."""
+        self.reduce.close()
+
 
 def train_step(
     trainer: Trainer,
@@ -71,6 +75,7 @@ def train_step(
     message, norms, clock = trainer.message, trainer.norms, trainer.clock
     clock.begin()
     message.zero()
+    trainer.reduce.begin([batch.shard for batch in batches])
     for batch in batches:
         seed_torch(batch.key, message.device)  # dropout belongs to the shard, not to the rank
         norms.clear()
@@ -84,7 +89,7 @@ def train_step(
     message.clock(clock.computed(), news.waited)
 
     before_waiting()
-    trainer.reduce(message)
+    trainer.reduce()
     clock.reduced()
 
     finite = message.finite(lasting=trainer.late > 0)

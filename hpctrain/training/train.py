@@ -6,7 +6,7 @@ mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,6 +128,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
     everywhere(comm, lambda: watchdog.keep_in(folder))
     mine = folder if comm.rank == 0 else None
     with (
+        closing(job.trainer),
         together(comm, watchdog),
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
         Control(mine, times.ends) as control,

@@ -50,7 +50,7 @@ def run_steps(comm, model, steps, mode):
                 norms.clear()
                 model(torch.from_numpy(arrays[shard]))
                 norms.collect(message.moments, rows, total)
-        reduce(message)
+        reduce()
         norms.merge(message.moments, total, message.finite())
     return norms
 
@@ -147,7 +147,7 @@ def test_without_a_shift_the_variance_would_cancel(comm):
         norms.clear()
         model(torch.from_numpy(data[0][shard]))
         norms.collect(message.moments, len(data[0][shard]), 161)
-    choose_reduce(comm, message)(message)
+    choose_reduce(comm, message)()
     norms.merge(message.moments, 161, message.finite())
     _, var = expected(data, "exact", 1.0, comm.size)
     assert np.abs(model[0].running_var.numpy() / var - 1).max() > 1e-2
@@ -205,7 +205,7 @@ def run_steps_with_gate(comm, model, steps):
             loss = model(torch.from_numpy(arrays[shard])).square().sum()
             norms.collect(message.moments, len(arrays[shard]), total)
             message.count(loss, 0, len(arrays[shard]))
-        choose_reduce(comm, message)(message)
+        choose_reduce(comm, message)()
         norms.merge(message.moments, total, message.finite())
 
 

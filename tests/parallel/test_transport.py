@@ -11,7 +11,8 @@ from hpctrain.errors import RunError
 from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.nccl import Nccl
-from hpctrain.parallel.reduce import InTreeOrder, Plain
+from hpctrain.parallel.plain import Plain
+from hpctrain.parallel.reduce import InTreeOrder
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, mpi_type
 from hpctrain.parallel.wire import NarrowWire
@@ -89,13 +90,17 @@ def message_of(comm, leaf):
     return message
 
 
+def halves(message):
+    return message.gradients, message.tensor[len(message.gradients) :]
+
+
 def test_every_way_to_sum_gives_the_bits_of_host_memory(comm, transport):
     shards = 2 * comm.size + 1
     runs = carried(shards, comm.size)
     for make in (
-        lambda way, message: InTreeOrder(way, message, runs),
-        NarrowWire,
-        lambda way, message: Plain(way),
+        lambda way, message: InTreeOrder(way, message.tensor, runs),
+        lambda way, message: NarrowWire(way, *halves(message)),
+        lambda way, message: Plain(way, message.tensor),
     ):
         found = []
         for way in (HostMemory(comm), transport):
@@ -104,7 +109,7 @@ def test_every_way_to_sum_gives_the_bits_of_host_memory(comm, transport):
             for shard in runs[comm.rank]:
                 message.tensor.copy_(numbers(shard, len(message.tensor)))
                 reduce.keep(shard)
-            reduce(message)
+            reduce()
             found.append(message.tensor.clone())
         if isinstance(reduce, Plain):
             assert torch.allclose(*found, rtol=1e-5, atol=1e-6)

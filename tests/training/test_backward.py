@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hpctrain.config import Config, check_ranges
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.message import Message
@@ -121,9 +122,12 @@ def test_a_run_with_graphs_is_the_same_run(comm, settings, monkeypatch):
     assert digest(dataclasses.replace(config, seed=1), comm, "other") != plain
 
 
-def test_graphs_need_a_gpu():
+def test_graphs_need_a_gpu_and_leave_nothing_to_overlap():
     with pytest.raises(UsageError, match="--graphs is for GPUs"):
         make_backward(network(), Classification(), False, True)
+    with pytest.raises(UsageError, match="--overlap 3 and --graphs exclude each other"):
+        check_ranges(Config(graphs=True, overlap=3))
+    check_ranges(Config(graphs=True))
 
 
 def without_dropout(compiled):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.parallel.overlap import Overlapped
 from hpctrain.plan import resolve
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
@@ -44,7 +45,8 @@ def test_every_rank_keeps_a_shard():
 
 
 @pytest.mark.mpi
-def test_shards_move_and_the_bits_stay(comm, settings, monkeypatch):
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_shards_move_and_the_bits_stay(comm, settings, monkeypatch, overlap):
     """The last rank says that it is slow; it hands shards over after the first epoch."""
     config = dataclasses.replace(settings, shards=8, deterministic=True, epochs=3, digest_every=2)
     assert loop.train(dataclasses.replace(config, run="even"), comm) == 0
@@ -55,7 +57,11 @@ def test_shards_move_and_the_bits_stay(comm, settings, monkeypatch):
         original(self, [time * len(run) for time, run in zip(times, self.runs, strict=True)])
 
     monkeypatch.setattr(Balance, "add", slowed)
-    assert loop.train(dataclasses.replace(config, worker_load="auto"), comm) == 0
+    close, closed = Overlapped.close, []
+    monkeypatch.setattr(Overlapped, "close", lambda self: (closed.append(self), close(self)))
+    config = dataclasses.replace(config, worker_load="auto", overlap=overlap)
+    assert loop.train(config, comm) == 0
+    assert len(closed) == (1 + (comm.size > 1) if overlap else 0), "each when it was done with"
     if comm.rank == 0:
         records = [list(read_records(Path(settings.runs_dir) / name)) for name in ("even", "a")]
         assert records[0][-1]["digest"] == records[1][-1]["digest"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpctrain.errors import RunError, UsageError
+from hpctrain.parallel.overlap import Overlapped
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
@@ -75,6 +76,27 @@ def test_the_same_bits_however_the_shards_are_carried(comm, settings):
     loads = ",".join(["3"] + ["1"] * (comm.size - 1))
     uneven = dataclasses.replace(settings, worker_load=loads)
     assert digest(settings, comm, "even") == digest(uneven, comm, "uneven")
+
+
+@pytest.mark.mpi
+def test_the_same_bits_while_backward_still_runs(comm, one_rank, settings, monkeypatch):
+    def noting(self, shard):
+        sent.append(shard)
+        send(self, shard)
+
+    send, sent = Overlapped._send, []
+    monkeypatch.setattr(Overlapped, "_send", noting)
+    settings = dataclasses.replace(settings, shards=4)
+    whole = digest(settings, comm, "whole")
+    assert not sent
+    parts = dataclasses.replace(settings, overlap=3)
+    assert digest(parts, comm, "parts") == whole
+    assert len(sent) == 14 * (3 + 1), "segments and the rest in every step"
+    assert comm.rank > 0 or digest(parts, one_rank, "alone") == whole
+    if comm.rank == 0:
+        facts = [next(iter(read_records(Path(settings.runs_dir) / n))) for n in ("whole", "parts")]
+        assert [record["overlap"] for record in facts] == [0, 3]
+        assert "overlap" not in facts[1]["settings"], "no hyper-parameter"
 
 
 @pytest.mark.mpi

@@ -47,6 +47,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "noise_level": "tests/training/test_denoise.py",
     "shuffle": "tests/data/test_orders.py",
     "wire": "tests/parallel/test_wire.py",
+    "overlap": "tests/parallel/test_overlap.py",
     "reduce": "tests/parallel/test_select.py",
     "read_buffer": "tests/data/test_loader.py",
     "random_crop": "tests/training/test_jpeg.py",

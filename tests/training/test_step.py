@@ -14,7 +14,7 @@ from hpctrain.data.partition import Partition, cut_epoch, even_shares
 from hpctrain.models import build
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.reduce import Plain, choose_reduce
+from hpctrain.parallel.reduce import choose_reduce
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import HostMemory, Pinned
 from hpctrain.training.backward import Eager
@@ -54,7 +54,7 @@ def small_model():
     return nn.Sequential(*layers, nn.Linear(4 * (height - 2) * (width - 2), CLASSES)).double()
 
 
-def make_trainer(model, comm, config=None, reduce=None):
+def make_trainer(model, comm, config=None, **how):
     config = config or Config(lr=0.1)
     norms = BatchNorms(model.train())
     message = Message(model, norms.channels, comm.rank, comm.size)
@@ -63,7 +63,7 @@ def make_trainer(model, comm, config=None, reduce=None):
         message,
         norms,
         make_optimizer(config.optimizer or "sgdm", config.lr, config, [message.weights]),
-        reduce or choose_reduce(comm, message),
+        choose_reduce(comm, message, **how),
         Eager(model, Classification(label_smoothing=config.label_smoothing)),
         config.clip_norm,
     )
@@ -141,7 +141,7 @@ def test_without_the_allreduce_the_result_differs(comm):
         return
     source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
     alone = comm.Split(comm.rank)
-    trainer = make_trainer(small_model(), comm, reduce=Plain(HostMemory(alone)))
+    trainer = make_trainer(small_model(), comm, transport=HostMemory(alone))
     mine = carried(comm.size, comm.size)[comm.rank]
     loader = Loader(source, partition, mine, 7, to_float64)
     for number, batches in enumerate(loader.epoch(0)):
@@ -168,7 +168,7 @@ def test_a_staged_reduction_gives_the_same_bits(comm):
     results = []
     for transport in (HostMemory(comm), Pinned(comm), Pinned(comm, piece_bytes=100)):
         model = small_model()
-        trainer = make_trainer(model, comm, reduce=Plain(transport))
+        trainer = make_trainer(model, comm, transport=transport)
         source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
         train(trainer, source, partition, comm)
         results.append(parameters(trainer))

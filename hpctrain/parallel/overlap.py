@@ -1,0 +1,138 @@
+"""Overlap: segments of the gradients are summed while backward still computes the others.
+
+Backward gives the gradients of the last parameters first. So the gradients are cut at borders
+between parameters, and all ranks sum the segments in one order, from the last to the first, then
+the rest of the message (moments, scalars, slots): collectives meet whatever the order in which
+gradients come. A segment goes as soon as its gradients are there and all segments before it went,
+in the last batch that the rank has in a step; earlier ones only add to it. What backward did not
+complete (a parameter without a part in it, a rank without rows) goes when backward is over.
+
+A hook of each parameter counts. torch calls it once in a backward, after all that the parameter
+gave in its several places was added to `.grad`, but once more in each backward within backward
+(reentrant checkpoints). How often is enough is seen in the batches before; one call more, after the
+segment went, is an error and not a wrong sum.
+
+One thread makes the calls that wait. Nothing else in a process communicates meanwhile, so it is
+enough if MPI lets threads call it in turn. On a GPU the thread has a stream of its own, which waits
+for what backward had queued when a segment was complete, and the step's stream waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from hpctrain.errors import RunError
+from hpctrain.parallel.device import Arrival, Lane, queued_so_far
+from hpctrain.parallel.message import Layout, Message
+from hpctrain.parallel.mpi import check_threads
+from hpctrain.parallel.plain import Reduce
+
+
+def cut(layout: Layout, parts: int) -> list[range]:
+    """The gradients in at most `parts` segments of about equal size, the last one first.
+
+    Each begins where a parameter does: fewer where a parameter is larger than its part.
+    """
+    starts = [segment.offset for segment in layout.segments]
+    wanted = [layout.length * part // parts for part in range(parts)]
+    borders = sorted({min(starts, key=lambda start: abs(start - place)) for place in wanted})
+    ends = [*borders[1:], layout.length]
+    return [range(*border) for border in zip(borders, ends, strict=True)][::-1]
+
+
+class Overlapped(Reduce):
+    """A reduction made of several: one for each segment of the gradients, one for the rest."""
+
+    def __init__(self, message: Message, spans: Sequence[range], parts: Sequence[Reduce]) -> None:
+        """`parts` sum the `spans` of the gradients, in this order, and then the rest.
+
+        UsageError where MPI may be called by one thread only.
+        """
+        check_threads("--overlap")
+        self.transport, self._parts, self._device = parts[0].transport, parts, message.device
+        segments = message.layout.segments
+        self._names = [segment.name for segment in segments]
+        self._part = [sum(span.start > s.offset for span in spans) for s in segments]
+        self._enough = [0] * len(segments)  # calls in a batch, by parameter; 0 = not known yet
+        self._shards: list[int] = []  # of this rank, still to come in this step
+        self._sent = 0  # parts, in this step
+        self._last: Future[None] = Future()  # of the part that was sent last
+        self._last.set_result(None)
+        self._forget()
+        self._thread = ThreadPoolExecutor(1, "overlap")
+        self._lane = Lane()
+        self._hooks = [
+            message.parameters[name].register_post_accumulate_grad_hook(
+                partial(self._count, number)
+            )
+            for number, name in enumerate(self._names)
+        ]
+
+    def begin(self, shards: Sequence[int]) -> None:
+        """A step begins in which this rank works through `shards`, one batch of each."""
+        self._shards = list(shards)
+        self._forget()
+
+    def keep(self, shard: int) -> None:
+        """The message holds what this rank's shards gave so far, `shard` being the last of them."""
+        self._enough = list(map(max, self._enough, self._calls))
+        *segments, rest = self._parts
+        if self._shards == [shard]:
+            while self._sent < len(segments):
+                self._send(shard)
+        else:
+            for part in segments:
+                part.keep(shard)
+        rest.keep(shard)
+        self._shards = self._shards[1:]
+        self._forget()
+
+    def __call__(self) -> None:
+        """Sum what is not under way yet, and wait for all, in this thread's stream. Collective."""
+        while self._sent < len(self._parts):
+            self._send(None)
+        self._last.result()
+        self._lane.lead_current(self._device)
+        self._sent = 0
+
+    def close(self) -> None:
+        """Let hooks and thread go; what is under way is not waited for."""
+        for hook in self._hooks:
+            hook.remove()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _forget(self) -> None:
+        """Count anew. The rest, which has no gradients, is never complete."""
+        self._calls = [0] * len(self._part)
+        self._missing = [self._part.count(number) for number in range(len(self._parts) - 1)] + [1]
+
+    def _count(self, number: int, parameter: torch.Tensor) -> None:
+        """The hook of a parameter: its gradient holds what this backward gave so far."""
+        part = self._part[number]
+        if part < self._sent:
+            raise RunError(
+                f"the gradient of {self._names[number]} grew after it was summed: a backward within"
+                " backward (a reentrant checkpoint) came that was not in the batches before; use"
+                " --overlap 0"
+            )
+        self._calls[number] += 1
+        self._missing[part] -= self._calls[number] == self._enough[number]
+        while len(self._shards) == 1 and not self._missing[self._sent]:
+            self._send(self._shards[0])
+
+    def _send(self, shard: int | None) -> None:
+        """Have the next part summed; `shard`, if any, was not taken into it yet."""
+        now, before = queued_so_far(self._device), self._last
+        self._last = self._thread.submit(self._sum, self._parts[self._sent], shard, now, before)
+        self._sent += 1
+
+    def _sum(self, part: Reduce, shard: int | None, ready: Arrival, before: Future[None]) -> None:
+        before.result()  # after a failure nothing goes out: the others wait for that part
+        with self._lane.after(ready, self._device):
+            if shard is not None:
+                part.keep(shard)
+            part()
