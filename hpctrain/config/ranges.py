@@ -85,6 +85,11 @@ def _check_foreign(config: Config) -> None:
         raise UsageError(
             f"{flag} goes with --images and --labels, for a file that is no pack: packs have theirs"
         )
+    if config.images is not None and config.skip_bad:
+        raise UsageError(
+            "--skip-bad leaves out rows of a pack, whose checksums tell which are damaged: the file"
+            " of --images has none"
+        )
     if config.images is not None and config.normalize == "pack":
         raise UsageError(
             "--normalize pack takes the mean and std that a pack holds, and the file of --images"

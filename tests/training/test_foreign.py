@@ -225,6 +225,7 @@ def test_the_order_of_chunks_is_told(comm, settings):
         ({"images": None, "labels": None, "split": "1"}, "--split goes with --images"),
         ({"images": None, "labels": None}, "not a pack .* --images and --labels"),
         ({"normalize": "imagenet"}, "imagenet is for images of 3 channels; these have 1"),
+        ({"skip_bad": True}, "--skip-bad leaves out rows of a pack"),
         ({"output": "best"}, "has none: train with --split 0.8,0.1,0.1"),
         ({"split": "2"}, "--split 2: give shares that sum to 1"),
         ({"images": "g/z"}, "there is no data set g/z; /g holds x, y"),
