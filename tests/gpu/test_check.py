@@ -146,7 +146,6 @@ def test_a_rehearsal_goes_through_every_row(names, tmp_path):
     for name, lines in left["rows"].items():
         results = [Result(**line) for line in lines]
         reasons = {r.remark.partition(":")[0] for r in results if r.verdict == NOT_RUN}
-        reasons = {r for r in reasons if r != "there is no setting 'overlap'"}
         assert reasons <= CUDA_ONLY.get(name, set()), told
         assert any(r.verdict in (OK, MISSED) for r in results), told
         if name in EXACT:
