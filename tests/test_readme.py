@@ -1,4 +1,4 @@
-"""The README's own program, run word for word."""
+"""The README's own program, run word for word; and that no page leads nowhere."""
 
 from __future__ import annotations
 
@@ -22,6 +22,28 @@ def program() -> str:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 1
     return blocks[0]
+
+
+def targets(page):
+    """The files that a page's links lead to, and the headings that they name there."""
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+        path, _, heading = link.partition("#")
+        yield (page.parent / path).resolve() if path else page, heading
+
+
+def headings(page):
+    """Of a page, as links name them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in found}
+
+
+def test_links_lead_somewhere_and_every_page_is_linked():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    links = [(page.name, *target) for page in pages for target in targets(page)]
+    assert [link for link in links if not link[1].exists()] == []
+    assert [link for link in links if link[2] and link[2] not in headings(link[1])] == []
+    linked = {path for name, path, _ in links if name == "README.md"}
+    assert linked >= set(pages[1:]) and len(pages) > 5
 
 
 def test_the_loop_of_the_readme_has_at_most_30_lines():
