@@ -57,7 +57,7 @@ def small_model():
 
 def make_trainer(model, comm, config=None, **how):
     config = config or Config(lr=0.1)
-    norms = BatchNorms(model.train())
+    norms = BatchNorms(model.train(), config.batch_norm)
     message = Message(model, norms.channels, comm.rank, comm.size)
     return Trainer(
         model,
