@@ -20,7 +20,6 @@ WAYS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (4, ("--overlap", "3")),
     (4, ("--graphs",)),
     (1, ("--overlap", "3")),
-    (2, ("--graphs", "--overlap", "3")),
 )
 
 
