@@ -53,9 +53,10 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device)
 
     def current(self) -> AbstractContextManager:
-        """As in Stream. The stream's GPU is this thread's current one within: a new thread's own
-        would be the first, whatever the rank's.
+        """As in Stream. The stream's GPU becomes this thread's for good: a new thread's is the
+        first, whatever the rank's, and torch would go back to it and start a context there.
         """
+        torch.cuda.set_device(self._stream.device)
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:

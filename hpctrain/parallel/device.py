@@ -140,8 +140,10 @@ class Lane:
         if device.type != "cuda":
             yield
             return
+        # A new thread's GPU is the first: torch would go back to it and start a context there.
+        torch.cuda.set_device(device)
         self._stream = self._stream or torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):  # makes the device the thread's current one too
+        with torch.cuda.stream(self._stream):
             ready.hold(self._stream)
             yield
 

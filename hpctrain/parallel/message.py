@@ -172,25 +172,26 @@ class Message:
         """
         loss = loss.detach()
         self._loss.add_(loss)
-        self._own[2].add_(_is_bad(loss))
+        self._own[2].add_(loss, alpha=0)  # 0 x is NaN for NaN and infinity
         self._correct.add_(correct)
         self._rows.add_(rows)
         self._irregular.add_(irregular)
 
     def vote(self, stop: bool, leave: bool = False, save: bool = False) -> None:
         """Ask all ranks to stop, to leave, or to have the run saved, after this step."""
-        self._stop.fill_(stop)
-        self._leave.fill_(leave)
-        self._save.fill_(save)
+        for place, asked in ((self._stop, stop), (self._leave, leave), (self._save, save)):
+            if asked:  # else nothing is launched: it is zero
+                place.fill_(1)
 
     def clock(self, compute: float, data: float) -> None:
         """Put this rank's seconds of this step into its slots."""
         self._own[0].fill_(compute)
         self._own[1].fill_(data)
 
-    def sign(self, digest: torch.Tensor | int) -> None:
-        """Put a part of this rank's digest, below 2^24, into its slot."""
-        self._own[3].fill_(digest)
+    def sign(self, digest: torch.Tensor | None) -> None:
+        """Put a part of this rank's digest, below 2^24, into its slot, if there is one."""
+        if digest is not None:
+            self._own[3].copy_(digest)
 
     def rescale(self, planned: int) -> torch.Tensor:
         """Make the reduced sums, weighted by 1 / `planned` rows, those of the rows that were
@@ -207,9 +208,10 @@ class Message:
         """Whether the reduced message is free of NaN and infinity: a bool on the device. Where it
         is `lasting`, no step counts as finite after one that was not.
 
-        A sum over the gradients is finite only if all are: NaN and infinity survive addition.
+        A sum over the message is finite only if all of it is: NaN and infinity survive addition,
+        and 0 x is NaN for both.
         """
-        finite = ~_is_bad(self.gradients.sum() + self.moments.sum() + self._loss)
+        finite = self.tensor.sum() * 0 == 0
         self._finite = finite & self._finite if lasting else finite
         return self._finite
 
@@ -241,12 +243,6 @@ class Report:
             [rank for rank, flag in enumerate(flags) if flag],
             *(compute, data, [_whole(digest) for digest in digests]),
         )
-
-
-def _is_bad(number: torch.Tensor) -> torch.Tensor:
-    """Whether a number is NaN or infinite: 0 x is NaN then, and NaN differs from itself."""
-    zero = number * 0
-    return zero != zero
 
 
 def _whole(number: float) -> int:

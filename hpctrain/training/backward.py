@@ -97,8 +97,17 @@ class Graph:
     def __init__(
         self, backward: Backward, inputs: Tensor, targets: Tensor, total: int, record: Record
     ) -> None:
+        """RunError where the work cannot be recorded: it asks the device for a number, say."""
         self._inputs, self._targets = inputs.clone(), targets.clone()  # strides are kept
-        self._found, self._replay = record(partial(backward, self._inputs, self._targets, total))
+        work = partial(backward, self._inputs, self._targets, total)
+        try:
+            self._found, self._replay = record(work)
+        except RuntimeError as error:
+            # What the end of a recording says of it hides the operation that broke it.
+            words = str(error.__context__ or error).partition("\n")[0]
+            raise RunError(
+                f"--graphs: this network's step cannot be recorded: {words}; do without"
+            ) from error
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Pair:
         """As in Backward."""

@@ -33,7 +33,7 @@ class News(NamedTuple):
     stop: bool = False  # a vote for stopping
     leave: bool = False  # a vote for leaving
     save: bool = False  # a vote for a checkpoint
-    digest: torch.Tensor | int = 0  # part of the digest of its state, below 2^24; 0 = none
+    digest: torch.Tensor | None = None  # part of the digest of its state, below 2^24
 
 
 class Control:
@@ -64,7 +64,7 @@ class Control:
             raise KeyboardInterrupt
         self._interrupted = True
 
-    def news(self, waited: float, save: bool, digest: torch.Tensor | int) -> News:
+    def news(self, waited: float, save: bool, digest: torch.Tensor | None) -> News:
         """What this rank tells all others in its next step."""
         return News(waited, self.asked(), self.leaving() is not None, save, digest)
 

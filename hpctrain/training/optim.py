@@ -62,8 +62,9 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 def gate_update(optimizer: Optimizer, finite: Tensor) -> None:
     """Let the next `step` change nothing unless `finite`, a bool on the device, is true."""
+    closed = torch.empty((), dtype=torch.float32, device=finite.device)
     # torch's own GradScaler sets this attribute; its type stubs do not know it.
-    optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.logical_not(finite, out=closed)  # type: ignore[attr-defined]
 
 
 def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:

@@ -120,7 +120,7 @@ def test_what_is_asked_of_cuda(monkeypatch):
     cuda = Mock()
     cuda.Stream.return_value, cuda.Event.return_value = own, event
     cuda.current_stream.return_value = user
-    for name in ("Stream", "Event", "stream", "current_stream"):
+    for name in ("Stream", "Event", "set_device", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     stream = upload.make_stream(device)
     assert stream.pinned and stream.current() is cuda.stream.return_value
@@ -129,6 +129,7 @@ def test_what_is_asked_of_cuda(monkeypatch):
     stream.hand_over(event, iter(tensors))
     assert cuda.mock_calls == [
         call.Stream(device),
+        call.set_device("cuda:1"),
         call.stream(own),
         call.Event(blocking=True),
         call.Event().record(own),

@@ -33,7 +33,7 @@ from hpctrain.bench.gpu.result import (
     shown,
 )
 from hpctrain.cli import parse
-from hpctrain.config import Config
+from hpctrain.config import Config, check_ranges
 from hpctrain.data.packed import read_pack
 from hpctrain.errors import UsageError
 
@@ -186,6 +186,15 @@ def test_flags_that_are_not_there_are_refused_before_a_run(case):
         train(case, "--such", "3")
     with pytest.raises(UsageError, match="--lr is 0"):
         ready(case, "--lr", "0")
+
+
+def test_all_ways_to_run_can_be_asked_for(case):
+    flags = digests.workload(case)
+    for _, more in digests.WAYS:
+        _, config = parse(["train", *flags, *more])
+        check_ranges(config)
+    with pytest.raises(UsageError, match="exclude each other"):
+        check_ranges(parse(["train", "--graphs", "--overlap", "3"])[1])
 
 
 def test_a_run_that_is_wrongly_asked_for_is_not_run(case):

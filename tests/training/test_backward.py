@@ -108,6 +108,24 @@ def test_a_graph_belongs_to_one_total_one_layout_and_few_shapes():
     assert recorder.recorded == MOST_GRAPHS
 
 
+def test_a_step_that_cannot_be_recorded_is_one_line():
+    """The user learns of what broke the recording, not of how that ended."""
+
+    def record(work):
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    backward = Graphs(Eager(network(), Classification()), record)
+    for _ in range(WARM):
+        backward(*batch(4, 0), 4)
+    with pytest.raises(RunError) as caught:
+        backward(*batch(4, 0), 4)
+    expected = "operation not permitted when stream is capturing; do without"
+    assert str(caught.value) == f"--graphs: this network's step cannot be recorded: {expected}"
+
+
 @pytest.mark.mpi
 def test_a_run_with_graphs_is_the_same_run(comm, settings, monkeypatch):
     config = dataclasses.replace(settings, deterministic=True, shards=4, epochs=3, flip=True)

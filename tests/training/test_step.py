@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config import Config
 from hpctrain.data.bad_rows import BadRows
@@ -56,7 +57,7 @@ def small_model():
 
 def make_trainer(model, comm, config=None, **how):
     config = config or Config(lr=0.1)
-    norms = BatchNorms(model.train())
+    norms = BatchNorms(model.train(), config.batch_norm)
     message = Message(model, norms.channels, comm.rank, comm.size)
     return Trainer(
         model,
@@ -245,12 +246,45 @@ def test_stop_votes_and_clocks_arrive(comm):
     mine = carried(comm.size, comm.size)[comm.rank]
     batches = next(Loader(Arrays(), partition, mine, 7, to_float64).epoch(0))
     last = comm.size - 1
-    train_step(trainer, batches, 7, News(1.0 + comm.rank, comm.rank == last, True, last == 0, 5))
+    told = News(1.0 + comm.rank, comm.rank == last, True, last == 0, torch.tensor(5))
+    train_step(trainer, batches, 7, told)
     totals = trainer.message.totals()
     assert (totals.stop, totals.leave, totals.save) == (1, comm.size, last == 0)
     assert totals.digests == [5] * comm.size
     assert totals.data == [1.0 + r for r in range(comm.size)]
     assert all(seconds > 0 for seconds in totals.compute)
+    train_step(trainer, batches, 7)  # nothing stays of what was said before
+    totals = trainer.message.totals()
+    assert (totals.stop, totals.leave, totals.save) == (0, 0, 0)
+    assert totals.digests == [0] * comm.size and totals.data == [0.0] * comm.size
+
+
+def test_what_nobody_asks_for_is_not_launched(comm):
+    """On a GPU each operation is a kernel, and launching it takes longer than what it does."""
+    message = make_trainer(small_model(), comm).message
+    message.zero()
+
+    def launched(work):
+        with Launches() as found:
+            work()
+        return len(found.names)
+
+    assert launched(lambda: message.vote(False)) == launched(lambda: message.sign(None)) == 0
+    assert launched(lambda: message.vote(True, save=True)) == 2
+    assert launched(lambda: message.sign(torch.zeros((), dtype=torch.int64))) >= 1
+    assert launched(message.finite) == 3 and launched(lambda: message.finite(lasting=True)) == 4
+
+
+class Launches(TorchDispatchMode):
+    """Notes the operations that compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 def test_random_numbers_belong_to_epoch_step_and_shard(comm):
