@@ -88,6 +88,9 @@ def _plot(settings: CompareConfig, a: Tensors, b: Tensors) -> None:
         raise UsageError(f"--tensor {name}: no tensor of that name and one shape in both runs")
     found: Difference = compare_tensors(name, a[name], b[name])
     title = f"{settings.first} - {settings.second}: {found.differing:,} of {found.values:,} differ"
+    if not found.differing:
+        print(f"{name} is equal in both runs: there is nothing to draw")
+        return
     apart = (a[name].astype(np.float64) - b[name].astype(np.float64)).reshape(-1)
     plot_differences(Path(settings.plot or ""), name, apart, title)
     print(f"{settings.plot}: differences of {name}")

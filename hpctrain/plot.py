@@ -39,7 +39,8 @@ def main(settings: PlotConfig) -> int:
     matrices = confusions(shown, settings.split) if settings.confusion else []
     tell([curves for _, curves in found])
     save(plot_training([curves for _, curves in shown]), path)
-    print(f"{path}: accuracy and loss by epoch")
+    accurate = any(curves.has_accuracy for _, curves in shown)
+    print(f"{path}: {'accuracy and loss' if accurate else 'loss'} by epoch")
     if matrices:
         second = path.with_stem(path.stem + CONFUSION)
         save(plot_confusion(matrices), second)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +121,17 @@ def test_runs_that_differ(runs, capsys, tmp_path):
     with Image.open(tmp_path / "apart.png") as image:
         picture = np.asarray(image.convert("RGB")).reshape(-1, 3)
     assert (picture == (0, 114, 178)).all(1).sum() > 20, "no bar is drawn"
+
+
+def test_no_figure_of_what_is_equal_nor_without_matplotlib(runs, capsys, monkeypatch):
+    a, b = runs("a"), runs("b")
+    assert main(["compare", a, b, "--plot", "apart.png"]) == 0
+    assert "weight is equal in both runs: there is nothing to draw" in capsys.readouterr().out
+    assert not Path("apart.png").exists()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["compare", a, b, "--plot", "apart.png"]) == 2
+    printed = capsys.readouterr()
+    assert "plots need matplotlib" in printed.err and not printed.out
 
 
 def test_of_many_values_the_largest_of_neighbours_are_shown():

@@ -7,17 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 # Shares of a step from which on something is worth a word.
-DATA, REDUCE, IDLE, OFTEN = 0.05, 0.2, 0.1, 0.5
+DATA, REDUCE, IDLE, OFTEN = 0.1, 0.2, 0.1, 0.5
+WORTH_NARROWING = 1_000_000  # parameters: less is sent faster than it is rounded
 
 
 class Costs:
     """Sums over the steps of one launch."""
 
     def __init__(self) -> None:
-        self.may_narrow = True  # whether --wire bf16 is left to be tried
+        self.may_narrow = self.may_stage = True  # whether these are left to be tried
         self._steps = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._slowest: Counter[int] = Counter()
+
+    def know(self, facts: Mapping[str, Any]) -> None:
+        """Of the run, for the advice."""
+        large = facts.get("parameters", 0) >= WORTH_NARROWING
+        self.may_narrow = large and facts.get("wire") == "fp32" and not facts.get("deterministic")
+        self.may_stage = not facts.get("staged")
 
     def add(self, seconds: Mapping[str, float], slowest: int | None) -> None:
         """One step: seconds of the slowest rank by phase, of the whole step as "total", and as
@@ -45,17 +52,19 @@ class Costs:
         if len(self._slowest) > 1:
             rank, times = self._slowest.most_common(1)[0]
             found |= {"slowest_rank": rank, "slowest_share": times / self._steps}
-        return {**found, "advice": advice(found, self.may_narrow)}
+        return {**found, "advice": advice(found, self.may_narrow, self.may_stage)}
 
 
-def advice(facts: Mapping[str, Any], may_narrow: bool = True) -> list[str]:
+def advice(facts: Mapping[str, Any], may_narrow: bool = True, may_stage: bool = True) -> list[str]:
     """What would make steps faster, most first."""
     shares, idle = facts["shares"], facts["idle"]
     often = facts.get("slowest_share", 0.0) >= OFTEN
     found = [
         (
             shares.get("data", 0.0) / DATA,
-            "data-bound: keep the pack on a local disk (--stage) or use more cores",
+            "data-bound: "
+            + ("keep the pack on a local disk (--stage) or " if may_stage else "")
+            + "use more cores",
         ),
         (
             shares.get("reduce", 0.0) / REDUCE,

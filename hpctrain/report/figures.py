@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import warnings
 from collections.abc import Sequence
@@ -26,12 +27,10 @@ FONTS = {  # points
 
 
 def empty_figure(width: float, height: float) -> Any:
-    """A figure of this size in inches. UsageError without matplotlib."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure  # without pyplot, so no window system is asked for
-    except ImportError as error:
-        raise UsageError("plots need matplotlib: pip install 'hpctrain[plot]'") from error
+    """A figure of this size in inches."""
+    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot, so no window system is asked for
+
     settings: Any = matplotlib.rcParams
     settings.update(FONTS)
     figure: Any = Figure(figsize=(width, height), layout="constrained")
@@ -40,7 +39,9 @@ def empty_figure(width: float, height: float) -> Any:
 
 
 def check_name(path: Path, flag: str) -> None:
-    """Refuse a name that no figure can be written to. UsageError."""
+    """Refuse a name that no figure can be written to, and any without matplotlib. UsageError."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("plots need matplotlib: pip install 'hpctrain[plot]'")
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"{flag} {path}: give a name that ends in .png, .svg or .pdf")
     if not path.parent.is_dir():

@@ -84,7 +84,7 @@ class Recorder:
         all may be missing.
         """
         self._started = time.monotonic()
-        self._costs.may_narrow = facts.get("wire") == "fp32" and not facts.get("deterministic")
+        self._costs.know(facts)
         self._put("run", {"format": FORMAT, **_checked(facts)})
 
     def step(

@@ -40,10 +40,9 @@ class Row:
         return best.accuracy, best.loss, test.accuracy, test.loss
 
     def judged(self) -> Point:
-        """What it is ordered by: the test, or validation where there is none."""
-        if self.figures.test != UNKNOWN:
-            return self.figures.test
-        return self.figures.best_validation()
+        """What it is ordered by: validation, or training where there is none; never the test."""
+        best = self.figures.best_validation()
+        return self.figures.train if best == UNKNOWN else best
 
 
 def status_of(figures: Figures, known: tuple[str, str] | None) -> tuple[str, str | None]:
@@ -88,8 +87,8 @@ def write_results(folder: Path, networks: Networks, rows: Iterable[Row]) -> None
 
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
-    """Best first: by test accuracy, or where there is none by validation; by loss where not all
-    networks classify.
+    """Best first: by accuracy in validation, or where there is none in training; by loss where not
+    all networks classify.
     """
     rows = list(rows)
     accurate = by_accuracy([row.network.config.task for row in rows])

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from hpctrain.report.bar import dumb_terminal, terminal_columns
+from hpctrain.report.progress import counted
 from hpctrain.report.results import Figures
 from hpctrain.sweep.results import FAILED, FINAL, Row, ordered, results_table
 from hpctrain.sweep.slots import Slot
@@ -73,7 +74,7 @@ class Show:
             for what, point in shown.items():
                 value = point.accuracy if point.accuracy is not None else point.loss
                 text += "" if value is None else f", {what} {value:.4g}"
-            text += f", {row.figures.epochs} epochs, {row.figures.seconds:.0f} s"
+            text += f", {counted(row.figures.epochs, 'epoch')}, {row.figures.seconds:.0f} s"
             text += f": {row.reason}" if row.reason else ""
         self.line(f"{text}  ({final} of {len(rows)})")
 

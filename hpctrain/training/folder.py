@@ -99,6 +99,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "threads": job.plan.threads,
         "precision": job.plan.precision,
         "wire": job.plan.wire,
+        "staged": bool(job.config.stage),
         "deterministic": job.plan.deterministic,
         "batch_size": job.plan.batch_size,
         "epochs": job.plan.epochs,

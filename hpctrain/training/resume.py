@@ -137,7 +137,7 @@ def restore(earlier: Earlier | None, trainer: Trainer, state: Progress, comm: Co
     in the record. Collective.
     """
     if earlier is None or (checkpoint := earlier.checkpoint) is None:
-        return earlier.damage if earlier else []
+        return [*earlier.damage, "no checkpoint was left: from the first step"] if earlier else []
     layout, saved = trainer.message.layout.digest(), checkpoint.state
     if saved["layout"] != layout:
         raise agreed(

@@ -92,6 +92,8 @@ def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
                 raise UsageError(
                     f"{path} holds no {FILE}: the run has not ended; its command continues it"
                 )
+            if files[0].name == BEST:
+                print(f"{path} has not ended: its best network so far", file=sys.stderr)
             return files[0]
         if path.is_file():
             return path

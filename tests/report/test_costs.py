@@ -29,12 +29,12 @@ def test_shares_are_of_the_whole_step():
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ({"data": 0.06, "compute": 0.9, "reduce": 0.0}, ["data-bound"]),
-        ({"data": 0.04, "compute": 0.9, "reduce": 0.0}, []),
+        ({"data": 0.12, "compute": 0.8, "reduce": 0.0}, ["data-bound"]),
+        ({"data": 0.09, "compute": 0.9, "reduce": 0.0}, []),
         ({"data": 0.0, "compute": 0.7, "reduce": 0.3}, ["communication-bound: raise --batch-per"]),
         ({"data": 0.0, "compute": 0.85, "reduce": 0.15}, []),
         ({"data": 0.4, "compute": 0.2, "reduce": 0.4}, ["data-bound", "communication-bound"]),
-        ({"data": 0.06, "compute": 0.2, "reduce": 0.7}, ["communication-bound", "data-bound"]),
+        ({"data": 0.12, "compute": 0.2, "reduce": 0.6}, ["communication-bound", "data-bound"]),
         (
             {"data": 0.0, "compute": 1.0, "reduce": 0.0, "idle": 0.3, "slowest": (2, 2, 0)},
             ["rank 2 holds up the others: --worker-load auto"],
@@ -49,11 +49,23 @@ def test_what_would_help(case, words):
     assert all(line.startswith(word) for line, word in zip(advice, words, strict=True))
 
 
-def test_a_narrow_wire_is_not_advised_twice():
+LARGE = {"wire": "fp32", "parameters": 25_000_000}
+
+
+@pytest.mark.parametrize(
+    ("facts", "narrow", "stage"),
+    [
+        (LARGE, True, True),
+        ({**LARGE, "parameters": 30_000}, False, True),
+        ({**LARGE, "wire": "bf16"}, False, True),
+        ({**LARGE, "deterministic": True}, False, True),
+        ({**LARGE, "staged": True}, True, False),
+    ],
+)
+def test_only_what_may_help_and_is_not_done_is_advised(facts, narrow, stage):
     costs = Costs()
-    costs.add({"data": 0.0, "compute": 0.5, "reduce": 0.5, "total": 1.0}, 0)
-    assert costs.facts()["advice"] == [
-        "communication-bound: raise --batch-per-rank or use --wire bf16"
-    ]
-    costs.may_narrow = False
-    assert costs.facts()["advice"] == ["communication-bound: raise --batch-per-rank"]
+    costs.know(facts)
+    costs.add({"data": 0.3, "compute": 0.0, "reduce": 0.7, "total": 1.0}, 0)
+    wire, disk = costs.facts()["advice"]
+    assert wire.endswith(" or use --wire bf16") == narrow
+    assert ("(--stage)" in disk) == stage and disk.endswith("use more cores")

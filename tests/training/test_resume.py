@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -177,6 +178,23 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(comm, settings
         notes = [r["text"] for r in read_records(folder.parent) if r["kind"] == "note"]
         assert "00000007.safetensors is damaged: its SHA-256 is not" in notes[0]
         assert notes[1] == "going on after step 6"
+
+
+def test_without_a_checkpoint_a_run_begins_again_and_says_so(comm, settings, leave_after):
+    assert program.train(dataclasses.replace(settings, run="whole"), comm) == 0
+    leave_after(3)
+    assert program.train(settings, comm) == 75
+    folder = Path(settings.runs_dir) / "a"
+    if comm.rank == 0:
+        shutil.rmtree(folder / "checkpoints")
+    comm.Barrier()
+    leave_after()
+    assert program.train(settings, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        notes = [r["text"] for r in read_records(folder) if r["kind"] == "note"]
+        assert notes == ["no checkpoint was left: from the first step"]
+        check_record(settings, "whole")
 
 
 def test_a_finished_run_says_so_and_more_epochs_extend_it(comm, settings, capsys):

@@ -152,13 +152,15 @@ def test_more_threads_than_any_machine_has_are_refused():
         check_ranges(Config(threads=100000))
 
 
-def test_a_file_or_a_run_is_found(run):
+def test_a_file_or_a_run_is_found(run, capsys):
     assert find_model("a", "runs") == Path("runs/a/model.safetensors")
     Path("runs/b").mkdir()
     with pytest.raises(UsageError, match="the run has not ended; its command continues it"):
         find_model("b", "runs")
     Path("runs/b/best.safetensors").touch()
+    capsys.readouterr()
     assert find_model("b", "runs") == Path("runs/b/best.safetensors")
+    assert capsys.readouterr().err == "runs/b has not ended: its best network so far\n"
     assert find_model("runs/a", "elsewhere") == Path("runs/a/model.safetensors")
     with pytest.raises(UsageError, match="name a run"):
         find_model(None, "runs")

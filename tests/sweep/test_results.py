@@ -1,0 +1,31 @@
+"""The closing table of a sweep: best first, and the test never decides."""
+
+from __future__ import annotations
+
+from hpctrain.config import Config
+from hpctrain.report.results import Figures, Point
+from hpctrain.sweep.file import Network
+from hpctrain.sweep.results import DONE, Row, ordered
+
+
+def row(name, train, test, *validations):
+    """A network with these accuracies; its losses say the contrary."""
+
+    def point(accuracy):
+        return Point(accuracy, accuracy)
+
+    figures = Figures(train=point(train), test=point(test), validations=[*map(point, validations)])
+    return Row(Network(1, name, Config(), ""), DONE, None, figures)
+
+
+def names(*rows):
+    return [row.network.name for row in ordered(rows)]
+
+
+def test_networks_are_ordered_by_their_best_validation():
+    rows = row("a", 0.9, 1.0, 0.7, 0.8), row("b", 0.5, 0.6, 0.95, 0.7), row("c", 0.6, 0.7, 0.85)
+    assert names(*rows) == ["b", "c", "a"]
+
+
+def test_without_validation_training_decides():
+    assert names(row("a", 0.5, 1.0), row("b", 0.9, 0.1)) == ["b", "a"]
