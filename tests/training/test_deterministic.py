@@ -208,6 +208,12 @@ def test_an_operation_without_deterministic_form_is_refused_by_name(comm, settin
 
 
 @pytest.mark.mpi
+def test_a_backward_within_backward_is_not_refused(comm, settings):
+    config = dataclasses.replace(settings, model="tests.odd_models:recomputed", run="a")
+    assert loop.train(config, comm) == 0
+
+
+@pytest.mark.mpi
 def test_buffers_that_ranks_keep_for_themselves_are_refused(comm, settings):
     with pytest.raises(UsageError, match="--deterministic and --local-buffers exclude"):
         loop.train(dataclasses.replace(settings, local_buffers=True), comm)
