@@ -15,10 +15,18 @@ from hpctrain.parallel.overlap import Overlapped
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
-from hpctrain.training.digest import AT_ONCE, as_hex, check_digests, checksum, slot_value
+from hpctrain.training.digest import (
+    AT_ONCE,
+    as_hex,
+    check_digests,
+    checksum,
+    rank_digest,
+    slot_value,
+)
 from tests.launch import mpirun, run
 from tests.packs import make_pack
 from tests.training.runs import digest
+from tests.training.test_step import Config, make_trainer, small_model
 
 ROWS = {"train": 101, "validation": 13, "test": 23}
 MODEL = "tests.odd_models:with_dropout"
@@ -197,6 +205,21 @@ def test_a_checksum_shows_every_change(dtype, monkeypatch):
         bits[place] ^= 1 << bit
     assert checksum(tensor).item() == found
     assert as_hex(-1) == "f" * 16 and as_hex(5) == "0" * 15 + "5"
+
+
+@pytest.mark.mpi
+def test_a_digest_tells_what_lies_where(comm):
+    """Two vectors of the state that change places show, though together they hold the same."""
+    trainer = make_trainer(small_model(), comm, Config(lr=0.1, optimizer="adam"))
+    weights = trainer.message.weights
+    memory = {name: torch.rand_like(weights) for name in ("exp_avg", "exp_avg_sq")}
+    trainer.optimizer.state[weights].update(memory)
+    first, second = memory.values()
+    found = []
+    for _ in range(3):
+        found.append(rank_digest(trainer).item())
+        first.data, second.data = second.data, first.data
+    assert found[0] == found[2] != found[1]
 
 
 @pytest.mark.mpi
