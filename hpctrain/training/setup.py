@@ -211,14 +211,14 @@ def check_backward(
     norms: BatchNorms, task: Task, inputs: torch.Tensor, targets: torch.Tensor
 ) -> None:
     """One backward pass that leaves no trace: it meets what torch refuses before training does."""
-    parameters = [p for p in norms.model.parameters() if p.requires_grad]
     buffers = {name: buffer.clone() for name, buffer in norms.model.named_buffers()}
     try:
         loss, _ = task(norms.model, inputs, targets)
-        torch.autograd.grad(loss, parameters, allow_unused=True)
+        loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
     finally:
         for name, buffer in norms.model.named_buffers():
             buffer.copy_(buffers[name])
+        norms.model.zero_grad()
 
 
 def make_trainer(

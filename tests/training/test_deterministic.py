@@ -15,10 +15,18 @@ from hpctrain.parallel.overlap import Overlapped
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
-from hpctrain.training.digest import AT_ONCE, as_hex, check_digests, checksum, slot_value
+from hpctrain.training.digest import (
+    AT_ONCE,
+    as_hex,
+    check_digests,
+    checksum,
+    rank_digest,
+    slot_value,
+)
 from tests.launch import mpirun, run
 from tests.packs import make_pack
 from tests.training.runs import digest
+from tests.training.test_step import Config, make_trainer, small_model
 
 ROWS = {"train": 101, "validation": 13, "test": 23}
 MODEL = "tests.odd_models:with_dropout"
@@ -200,11 +208,32 @@ def test_a_checksum_shows_every_change(dtype, monkeypatch):
 
 
 @pytest.mark.mpi
+def test_a_digest_tells_what_lies_where(comm):
+    """Two vectors of the state that change places show, though together they hold the same."""
+    trainer = make_trainer(small_model(), comm, Config(lr=0.1, optimizer="adam"))
+    weights = trainer.message.weights
+    memory = {name: torch.rand_like(weights) for name in ("exp_avg", "exp_avg_sq")}
+    trainer.optimizer.state[weights].update(memory)
+    first, second = memory.values()
+    found = []
+    for _ in range(3):
+        found.append(rank_digest(trainer).item())
+        first.data, second.data = second.data, first.data
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.mpi
 def test_an_operation_without_deterministic_form_is_refused_by_name(comm, settings):
     config = dataclasses.replace(settings, model="tests.odd_models:with_put", run="a")
     with pytest.raises(UsageError, match="--deterministic: put_ does not have a determin"):
         loop.train(config, comm)
     assert loop.train(dataclasses.replace(config, deterministic=False, run="b"), comm) == 0
+
+
+@pytest.mark.mpi
+def test_a_backward_within_backward_is_not_refused(comm, settings):
+    config = dataclasses.replace(settings, model="tests.odd_models:recomputed", run="a")
+    assert loop.train(config, comm) == 0
 
 
 @pytest.mark.mpi
