@@ -174,11 +174,23 @@ def compare_digests(run: Run, totals: Totals, digest: str) -> None:
     """Compare what all ranks sent of the state before a step, raise the same on all where one
     differs, record rank 0's.
     """
+    check_alike(totals.digests, run.state.step)
+    run.recorder.digest(run.state.step, digest)
+
+
+def compare_at_end(run: Run) -> None:
+    """The same after the last step of a launch, which no message follows. Collective."""
+    if run.job.config.digest_every:
+        own = slot_value(rank_digest(run.job.trainer)).item()
+        check_alike(run.comm.allgather(int(own)), run.state.step)
+
+
+def check_alike(digests: list[int], step: int) -> None:
+    """Raise the same on all ranks where one differs."""
     try:
-        check_digests(totals.digests, run.state.step)
+        check_digests(digests, step)
     except RunError as error:
         raise agreed(error) from None
-    run.recorder.digest(run.state.step, digest)
 
 
 def tell_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:

@@ -34,7 +34,7 @@ from hpctrain.training.control import Control, deadline
 from hpctrain.training.digest import run_digest
 from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.lock import RunLock
-from hpctrain.training.loop import run_epochs, save_checkpoint
+from hpctrain.training.loop import compare_at_end, run_epochs, save_checkpoint
 from hpctrain.training.outcome import NonFinite
 from hpctrain.training.progress import Progress, Run, Why
 from hpctrain.training.resume import find_earlier, restore
@@ -177,6 +177,8 @@ def train_in(run: Run, folder: Path) -> int:
             save(run, folder)
         run.recorder.end("failed", str(error))
         raise
+    with run.watchdog.phase("comparing digests"):
+        compare_at_end(run)
     with run.watchdog.phase("saving"):
         save_checkpoint(run)
         from_root(run.comm, lambda: run.writer.wait() if run.writer else None)

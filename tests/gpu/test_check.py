@@ -95,10 +95,15 @@ def test_the_exit_code_says_whether_all_is_well(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count(check.REHEARSAL) == 8
 
 
-def test_rows_and_folders_are_checked(tmp_path):
+def test_rows_packs_and_folders_are_checked(tmp_path, monkeypatch, capsys):
     assert check.chosen(None) == list(ROWS) and check.chosen("trace,parity") == ["trace", "parity"]
     with pytest.raises(UsageError, match="no such row, did you mean 'parity'"):
         check.chosen("party")
+    with pytest.raises(UsageError, match="--only : there is no such row"):
+        check.chosen("")
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--data", "nowhere.h5", "--rehearse"])
+    assert check.main() == 2
+    assert capsys.readouterr().err == "gpu_check: --data nowhere.h5: there is no such file\n"
     with pytest.raises(UsageError, match="name a new folder"):
         check.make_folder(tmp_path)
     assert check.make_folder(tmp_path / "a" / "b").is_dir()

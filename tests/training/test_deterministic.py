@@ -138,30 +138,34 @@ def test_more_ranks_than_the_session_has(settings, comm, ranks, tmp_path):
 
 
 @pytest.mark.mpi
-def test_all_ranks_compare_digests_and_the_one_that_differs_is_named(comm, settings, monkeypatch):
+@pytest.mark.parametrize(("wrong", "every", "recorded"), [(4, 2, [2]), (14, 4, [4, 8, 12])])
+def test_all_ranks_compare_digests_and_the_one_that_differs_is_named(
+    comm, settings, monkeypatch, wrong, every, recorded
+):
+    """Also after the last step, which no message follows."""
     step, odd = inner.train_step, comm.size - 1
 
     def faulty(trainer, *arguments):
         result = step(trainer, *arguments)
         faulty.steps += 1
-        if comm.rank == odd and faulty.steps == 4:
+        if comm.rank == odd and faulty.steps == wrong:
             trainer.message.weights.data[7] += 1e-3
         return result
 
     faulty.steps = 0
     monkeypatch.setattr(inner, "train_step", faulty)
-    config = dataclasses.replace(settings, run="a", digest_every=2)
+    config = dataclasses.replace(settings, run="a", digest_every=every)
     if comm.size == 1:
         assert loop.train(config, comm) == 0
         return
-    message = rf"after step 4 rank {odd} of {comm.size} held other"
+    message = rf"after step {wrong} rank {odd} of {comm.size} held other"
     if comm.size == 2:  # nobody knows which
-        message = "after step 4 the ranks did not hold the same weights"
+        message = f"after step {wrong} the ranks did not hold the same weights"
     with pytest.raises(RunError, match=message):
         loop.train(config, comm)
     if comm.rank == 0:
         records = list(read_records(Path(config.runs_dir) / "a"))
-        assert [r["step"] for r in records if r["kind"] == "digest"] == [2]
+        assert [r["step"] for r in records if r["kind"] == "digest"] == recorded
         assert records[-1]["status"] == "failed"
 
 

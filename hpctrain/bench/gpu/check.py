@@ -42,7 +42,10 @@ def main() -> int:
     """The command; its exit code."""
     options = parse()
     try:
-        return check(options, chosen(options.only), make_folder(options.output))
+        names = chosen(options.only)
+        if options.data is not None and not Path(options.data).is_file():
+            raise UsageError(f"--data {options.data}: there is no such file")
+        return check(options, names, make_folder(options.output))
     except Failure as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return error.exit_code
@@ -60,7 +63,7 @@ def parse() -> argparse.Namespace:
 
 def chosen(only: str | None) -> list[str]:
     """The rows to run. UsageError for one that there is not."""
-    names = only.split(",") if only else list(ROWS)
+    names = list(ROWS) if only is None else only.split(",")
     for name in names:
         if name not in ROWS:
             hint = did_you_mean(name, ROWS) or f"; there are {', '.join(ROWS)}"
@@ -102,7 +105,7 @@ def check(options: argparse.Namespace, names: list[str], folder: Path) -> int:
         Console(file=file, width=160).print(table(found, plain=True))
     if options.rehearse:
         console.rule(f"[bold red]{REHEARSAL}")
-    print(f"{folder}: table.txt, results.json, log.txt")
+    print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     if blind:
         raise UsageError("torch sees no GPU, nothing was checked; --rehearse runs all on the CPU")
     verdicts = {result.verdict for results in found.values() for result in results}
