@@ -34,12 +34,13 @@ from hpctrain.training.control import Control, deadline
 from hpctrain.training.digest import run_digest
 from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.lock import RunLock
-from hpctrain.training.loop import compare_at_end, run_epochs, save_checkpoint
+from hpctrain.training.loop import run_epochs, save_checkpoint
 from hpctrain.training.outcome import NonFinite
 from hpctrain.training.progress import Progress, Run, Why
 from hpctrain.training.resume import find_earlier, restore
 from hpctrain.training.setup import check_settings, set_up
 from hpctrain.training.step import Trainer
+from hpctrain.training.steps import compare_at_end
 from hpctrain.training.validate import describe_network, show_work, test, validate
 from hpctrain.training.watchdog import Watchdog
 

@@ -16,7 +16,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
 from hpctrain.training import evaluate, predict
-from hpctrain.training import loop as inner
+from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
 from hpctrain.training.setup import set_up
 from tests.foreign import pixels, write

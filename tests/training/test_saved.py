@@ -13,7 +13,7 @@ from hpctrain.config import Config, EvaluateConfig, check_ranges
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model, save_model
 from hpctrain.report.record import read_records
-from hpctrain.training import loop as inner
+from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
 from hpctrain.training.saved import find_model, open_network, open_pack_for, restore
 from hpctrain.training.setup import set_up

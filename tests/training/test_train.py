@@ -15,7 +15,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model
 from hpctrain.parallel.places import Place
 from hpctrain.report.record import Recorder, read_records
-from hpctrain.training import loop as inner
+from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
 from hpctrain.training.control import Control
 from hpctrain.training.evaluate import main as evaluate_main

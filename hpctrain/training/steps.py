@@ -1,0 +1,172 @@
+"""The steps of an epoch: each is begun, and what it came to is read, told and acted upon.
+
+On GPUs the host begins a step before it reads what the one before came to (`Trainer.late`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from hpctrain.data.loader import Batch
+from hpctrain.errors import RunError
+from hpctrain.parallel.late import Snapshot
+from hpctrain.parallel.message import Report, Totals
+from hpctrain.parallel.mpi import agreed
+from hpctrain.training.digest import as_hex, check_digests, rank_digest, slot_value
+from hpctrain.training.optim import learning_rate, set_learning_rate, warm_up
+from hpctrain.training.outcome import check, time_shares
+from hpctrain.training.progress import Progress, Run, Why
+from hpctrain.training.step import train_step
+
+
+class Begun(NamedTuple):
+    """A step that was begun, and whose totals are still to be read."""
+
+    step: int
+    rows: int
+    rate: float
+    digest: Snapshot | None  # of the state before it
+    report: Report
+
+
+class Steps:
+    """The steps of a run from where it stands, and the clock by which they are timed."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._begun: deque[Begun] = deque()
+        self.start_clock()
+
+    @property
+    def newest(self) -> int:
+        """The step that was begun last."""
+        return self._run.state.step + len(self._begun)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what all steps came to."""
+        return not self._begun
+
+    def start_clock(self) -> None:
+        """The next step is timed from now on: what came before is not its."""
+        self._known = time.perf_counter()
+
+    def begin(self, number: int, batches: list[Batch], waited: float) -> None:
+        """Do the next step, which has this number in its epoch and for whose batches this rank
+        waited so many seconds; on a GPU it is queued. Collective.
+        """
+        run, job, step = self._run, self._run.job, self.newest + 1
+        run.watchdog.doing(f"step {step}")
+        rows, rate = job.plan.partition.total(number), rate_of(run, step)
+        set_learning_rate(job.trainer.optimizer, rate)
+        digest = digest_due(run, step)
+        save = run.writer is not None and run.writer.overdue()
+        news = run.control.news(waited, save, None if digest is None else slot_value(digest))
+        train_step(job.trainer, batches, rows, news, lambda: wait_for_all(run, step))
+        told = None if digest is None else Snapshot(digest)
+        self._begun.append(Begun(step, rows, rate, told, job.trainer.message.report()))
+
+    def settle(self, left: int = 0) -> None:
+        """Read what steps came to, oldest first, until `left` of them are not read."""
+        run = self._run
+        while len(self._begun) > left:
+            step, rows, rate, digest, report = self._begun.popleft()
+            run.watchdog.doing(f"recording step {step}")
+            totals = report.totals()
+            check(totals, rows, step, run.state.epoch + 1, run.job.trainer.skips_rows)
+            if digest:
+                compare_digests(run, totals, as_hex(digest.numbers()))
+            run.state.step = step
+            before = self._known
+            self.start_clock()
+            tell_step(run, totals, rate, self._known - before)
+            note_votes(run.state, totals)
+
+
+def wait_for_all(run: Run, step: int) -> None:
+    """Say that this rank has done its part of the step."""
+    run.watchdog.doing(f"waiting for all in step {step}")
+
+
+def rate_of(run: Run, step: int) -> float:
+    """The learning rate of step 1, 2, ..."""
+    plan, done = run.job.plan, step - 1
+    scheduled = learning_rate(
+        run.job.config, plan.learning_rate, done, plan.steps_per_epoch, plan.epochs
+    )
+    return scheduled * warm_up(done, plan.warmup_steps, plan.warmup_from)
+
+
+def digest_due(run: Run, step: int) -> torch.Tensor | None:
+    """This rank's digest, where the steps done before this one call for a comparison."""
+    every, done = run.job.config.digest_every, step - 1
+    return rank_digest(run.job.trainer) if every and done and done % every == 0 else None
+
+
+def compare_digests(run: Run, totals: Totals, digest: str) -> None:
+    """Compare what all ranks sent of the state before a step, raise the same on all where one
+    differs, record rank 0's.
+    """
+    check_alike(totals.digests, run.state.step)
+    run.recorder.digest(run.state.step, digest)
+
+
+def compare_at_end(run: Run) -> None:
+    """The same after the last step of a launch, which no message follows. Collective."""
+    if run.job.config.digest_every:
+        own = slot_value(rank_digest(run.job.trainer)).item()
+        check_alike(run.comm.allgather(int(own)), run.state.step)
+
+
+def check_alike(digests: list[int], step: int) -> None:
+    """Raise the same on all ranks where one differs."""
+    try:
+        check_digests(digests, step)
+    except RunError as error:
+        raise agreed(error) from None
+
+
+def tell_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
+    """What a step gave: for the record, the chain of figures, the epoch's sums, the clock."""
+    state = run.state
+    shares, slowest = time_shares(totals, run.job.trainer.clock.reduce)
+    figures: dict[str, Any] = {
+        "epoch": state.epoch + 1,
+        "step": state.step,
+        "loss": totals.loss / totals.rows,
+        "accuracy": totals.correct / totals.rows if run.job.task.classes else None,
+        "learning_rate": rate,
+    }
+    state.add(figures)
+    loss, correct, rows, spent = state.sums
+    state.sums = (
+        loss + totals.loss,
+        correct + totals.correct,
+        rows + totals.rows,
+        spent + seconds,
+    )
+    if run.balance:
+        run.balance.add(totals.compute)
+    if run.writer:
+        run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
+    run.control.slowest_step = max(run.control.slowest_step, seconds)
+    run.recorder.step(
+        **figures,
+        images_per_second=totals.rows / seconds,
+        seconds={**shares, "total": seconds},
+        slowest_rank=slowest,
+        rows=totals.rows,
+    )
+
+
+def note_votes(state: Progress, totals: Totals) -> None:
+    """What ranks asked for in a step; a stop that was asked for before a notice remains one."""
+    if totals.stop:
+        state.ended = Why.STOP
+    elif totals.leave and not state.ended:
+        state.ended = Why.LEAVE
+    state.save |= totals.save > 0
