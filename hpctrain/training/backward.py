@@ -9,6 +9,8 @@ All add the gradients of loss / total to the parameters' `.grad`, where they lie
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -122,9 +124,17 @@ def _form(tensor: Tensor) -> tuple:
 
 
 def make_backward(model: nn.Module, loss: Loss, compiled: bool, graphs: bool) -> Backward:
-    """How a run computes gradients. UsageError for graphs without a GPU."""
+    """How a run computes gradients. UsageError for graphs without a GPU, and on CPUs for compiling
+    without a compiler.
+    """
     device = next(model.parameters()).device
     if graphs and device.type != "cuda":
         raise UsageError("--graphs is for GPUs: this rank computes on the CPU")
+    compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
+    if compiled and device.type == "cpu" and shutil.which(compiler) is None:
+        raise UsageError(
+            f"--compile needs a C++ compiler on CPUs, and there is no {compiler}: install it, or"
+            " name another in CXX"
+        )
     backward = Compiled(model, loss) if compiled else Eager(model, loss)
     return Graphs(backward) if graphs else backward

@@ -170,6 +170,13 @@ def test_compiled_gradients_are_those_of_torch():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiling_needs_a_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(UsageError, match="--compile needs a C.. compiler .* there is no /nowhere"):
+        make_backward(network(), Classification(), True, False)
+    assert isinstance(make_backward(network(), Classification(), False, False), Eager)
+
+
 def test_what_cannot_be_compiled_is_one_line(monkeypatch):
     def broken(graph, inputs):
         raise ValueError("no such instruction")
