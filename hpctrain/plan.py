@@ -14,13 +14,12 @@ from operator import index
 from typing import Any
 
 from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_loads
-from hpctrain.data.partition import Partition, cut_epoch
+from hpctrain.data.partition import RUN_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
 KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
 SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
-RUN_BYTES = 4 << 20  # read in one go
 EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
 
 

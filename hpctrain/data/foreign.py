@@ -24,8 +24,8 @@ from hpctrain.data.pack_file import check_out, check_rows
 from hpctrain.data.pack_format import Foreign, Pack, Split
 from hpctrain.data.packed import gather_rows
 from hpctrain.data.packing.split import parse_split
+from hpctrain.data.partition import RUN_BYTES
 from hpctrain.errors import RunError, UsageError
-from hpctrain.plan import RUN_BYTES
 
 FEW_RUNS = 32  # in a window: too few to mix the classes of an ordered file
 DEFAULT_SPLIT = "0.9,0.1"

@@ -15,8 +15,8 @@ import numpy as np
 from hpctrain.data.foreign_check import check_same, length, open_file, told
 from hpctrain.data.hdf5_words import cause
 from hpctrain.data.pack_format import Foreign
+from hpctrain.data.partition import RUN_BYTES
 from hpctrain.errors import RunError
-from hpctrain.plan import RUN_BYTES
 
 CACHE_BYTES = 64 << 20  # of slabs kept, besides the last
 

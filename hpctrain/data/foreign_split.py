@@ -14,9 +14,9 @@ import numpy as np
 
 from hpctrain.data.pack_format import SPLITS, Foreign
 from hpctrain.data.packing.split import LEFT_OUT, assign, cut, parse_split, permutation
+from hpctrain.data.partition import RUN_BYTES
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
-from hpctrain.plan import RUN_BYTES
 
 RUNS, RUNS_OF_CLASS = 1000, 20  # that a file has before they grow: shares and classes stay even
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 
+RUN_BYTES = 4 << 20  # of consecutive rows that are read in one go, where order leaves them together
+
 
 def even_shares(total: int, parts: int) -> tuple[int, ...]:
     """Cut `total` into `parts` shares that differ by at most one; the remainder to the first."""
