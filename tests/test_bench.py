@@ -145,7 +145,7 @@ def test_jobs_run_on_one_thread_whatever_the_shell_says(monkeypatch):
 
 
 def test_a_job_that_fails_says_why():
-    program = "print('first'); raise SystemError('the cause')"
+    program = "print('first', flush=True); raise SystemError('the cause')"
     with pytest.raises(RunError, match=r"^the job failed \(1\): SystemError: the cause\nfirst\n"):
         jobs.run_job([sys.executable, "-c", program], "the job")
     with pytest.raises(UsageError, match=r"^--lr is 0$"):

@@ -13,13 +13,14 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.config import duration
 from hpctrain.errors import RunError
 from hpctrain.signals import noticed
+
+if TYPE_CHECKING:  # watching and sweeping stop runs without it
+    import torch
 
 FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between looks at the file system
