@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.launcher import launched_size
+from hpctrain.launcher import launched_rank, launched_size
 
 RUNNER = {"_pytest", "pytest", "pluggy", "<frozen runpy>"}  # whose frames no report needs
 
@@ -41,14 +42,14 @@ def comm() -> Any:
     return world()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def own_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let ranks make their numbered temporary folders in turn: pytest warns of a race for them."""
-    if (launched_size() or 1) > 1:
-        for rank in range(world().size):
-            if world().rank == rank:
-                tmp_path_factory.getbasetemp()
-            world().Barrier()
+def own_folders() -> None:
+    """Let ranks make and clean their numbered temporary folders apart: they race for them, and
+    pytest takes a lost race for an error.
+    """
+    if rank := launched_rank():
+        root = Path(tempfile.gettempdir()) / f"pytest-of-rank-{rank}"
+        root.mkdir(exist_ok=True)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 
 
 @pytest.fixture
@@ -75,6 +76,7 @@ def same_start() -> None:
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter comes first
 def pytest_configure(config: pytest.Config) -> None:
+    own_folders()
     if (launched_size() or 1) > 1 and world().size > 1:
         config.pluginmanager.register(Ranks(config, world()))
 
