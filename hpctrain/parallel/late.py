@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
+from hpctrain.parallel.device import queued_so_far
+
 
 class Snapshot:
     """A copy of a small tensor, on its way to the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        on_gpu = tensor.is_cuda
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._host.copy_(tensor, non_blocking=True)
-        self._copied = torch.cuda.current_stream(tensor.device).record_event() if on_gpu else None
+        self._copied = queued_so_far(tensor.device)
 
     def numbers(self) -> Any:
         """A number of Python, or a list of them; waits until they are there."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.wait()
         return self._host.tolist()
 
 
