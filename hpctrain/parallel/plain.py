@@ -1,7 +1,10 @@
 """What every reduction offers to a step, and the plainest one: a single Allreduce."""
 
+# ruff: noqa: B027 - most reductions have nothing to begin, to keep or to close
+
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +12,7 @@ import torch
 from hpctrain.parallel.transport import Transport
 
 
-class Reduce:
+class Reduce(ABC):
     """Sums over all ranks what it was made for: the message, or a part of it."""
 
     transport: Transport
@@ -20,9 +23,9 @@ class Reduce:
     def keep(self, shard: int) -> None:
         """The vector holds what this rank's shards gave so far, `shard` being the last of them."""
 
+    @abstractmethod
     def __call__(self) -> None:
         """Sum over all ranks, in place. Collective."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """After the last step: let hooks and threads go."""
