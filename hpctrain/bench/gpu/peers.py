@@ -23,6 +23,7 @@ from hpctrain.bench.jobs import free_port
 from hpctrain.bench.plain import plain_step
 from hpctrain.errors import UsageError
 from hpctrain.models import build
+from hpctrain.parallel.device import place
 
 if TYPE_CHECKING:
     from hpctrain.data.loader import Batch
@@ -107,8 +108,8 @@ def plain(
     case: Case, work: Work, batches: list[list[Batch]], wrap: Callable[[nn.Module], nn.Module]
 ) -> Callable[[int], object]:
     """What does the n-th step of plain torch on the network as `wrap` has it."""
-    model = build(work.network, work.shape, CLASSES).to(torch.device(case.device))
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = build(work.network, work.shape, CLASSES)
+    place(model, torch.device(case.device), channels_last=True)
     train = plain_step(wrap(model.train()), work.precision)
 
     def step(number: int) -> None:
