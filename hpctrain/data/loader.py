@@ -85,6 +85,28 @@ def read_rows(
     return (prepare or make_prepare())(torch.from_numpy(images), 0)
 
 
+def keep_usable(source: Source, rows: np.ndarray, images: np.ndarray) -> np.ndarray:
+    """Those of `rows` (n,) that can be used; of `images` (n, H, W, C) theirs come first."""
+    usable = source.bad.usable(rows)
+    if usable is None:
+        return rows
+    rows = rows[usable]
+    images[: len(rows)] = images[usable]
+    return rows
+
+
+def make_pair(
+    upload: Upload, source: Source, rows: np.ndarray, prepare: Prepare, pair: Pair, key: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and target on the device, of these rows, which lie in the buffer of `upload`."""
+    labels = torch.from_numpy(source.labels[rows])
+
+    def work(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return pair(prepare(images, key), sent(labels, images.device), key)
+
+    return upload.make(len(rows), work)
+
+
 def ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
     """What `make` gives for each item, made by a thread while the one before is used."""
     with ThreadPoolExecutor(1, "ahead") as thread:
@@ -223,15 +245,8 @@ class Loader:
             self._cropped.decode(files, rows, images, self._random_crop, crop_key)
         else:
             rows = reader.read(epoch, shard, first, images)
-        usable = self.source.bad.usable(rows)
-        if usable is not None:
-            rows = rows[usable]
-            images[: len(rows)] = images[usable]
-            if len(rows) < self._least_rows:
-                return None
-        labels = torch.from_numpy(self.source.labels[rows])
-
-        def pair(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.pair(self.prepare(images, key), sent(labels, images.device), key)
-
-        return Batch(shard, *self._upload.make(len(rows), pair), key)
+        usable = keep_usable(self.source, rows, images)
+        if len(usable) < min(count, self._least_rows):
+            return None
+        make = self._upload, self.source, usable, self.prepare, self.pair
+        return Batch(shard, *make_pair(*make, key), key)

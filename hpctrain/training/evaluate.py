@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig
-from hpctrain.data.loader import Prepare, ahead
+from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pair
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source
-from hpctrain.data.upload import Mark, Upload, sent
+from hpctrain.data.upload import Mark, Upload
 from hpctrain.errors import RunError
 from hpctrain.keys import random_key
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, start_mpi
@@ -114,16 +114,9 @@ def read_block(
     """Read these rows and make of them what `task` wants."""
     images = upload.room(len(rows))
     source.gather(rows, images)
-    usable = source.bad.usable(rows)
-    if usable is not None:
-        rows = rows[usable]
-        images[: len(rows)] = images[usable]
-    labels, key = torch.from_numpy(source.labels[rows]), random_key("evaluation", number)
-
-    def pair(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return task.pair(prepare(images, 0), sent(labels, images.device), key)
-
-    return Block(number, rows, *upload.make(len(rows), pair), upload.mark())
+    rows, key = keep_usable(source, rows, images), random_key("evaluation", number)
+    pair = make_pair(upload, source, rows, prepare, task.pair, key)
+    return Block(number, rows, *pair, upload.mark())
 
 
 class Tally:
