@@ -186,7 +186,7 @@ class Config:
     )
     channels_last: bool = option(True, "memory format NHWC (faster) instead of NCHW", MACHINE)
     compile: bool = option(
-        False, "let torch.compile make the kernels (minutes at the start)", MACHINE
+        False, "let torch.compile make the kernels, which takes a while at the start", MACHINE
     )
     graphs: bool = option(
         False, "GPUs: record forward and backward as CUDA graphs, and launch them at once", MACHINE
