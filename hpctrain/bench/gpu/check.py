@@ -53,7 +53,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Run everything that needs a GPU, in 8 minutes.")
+    parser = argparse.ArgumentParser(description="Run what needs a GPU, for 8 minutes at most.")
     parser.add_argument("--only", help=f"rows to run, separated by commas: {', '.join(ROWS)}")
     parser.add_argument("--data", help="pack of the flowers; else they are downloaded")
     parser.add_argument("--output", type=Path, help="new folder; default runs/gpu_check-DATE")
