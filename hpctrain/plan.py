@@ -18,6 +18,7 @@ from hpctrain.data.partition import RUN_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
+VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
 KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
 SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
 EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
@@ -81,6 +82,7 @@ class Plan:
     seed: int
     scattered: bool = False  # runs are dealt to the shards at random
     chunk_rows: int = 0  # of the file; 0 = it has no chunks
+    version: int = VERSION
 
     @property
     def partition(self) -> Partition:
@@ -95,6 +97,8 @@ class Plan:
         """Hash over what decides the numbers: all fields but those of this launch, the ranks."""
         fields = dataclasses.asdict(self)
         del fields["ranks"], fields["runs"]
+        if self.version == 1:
+            del fields["version"]  # as such plans were hashed
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -108,7 +112,7 @@ class Plan:
         tuples = ("image_shape", "shares", "last")
         lists = {name: tuple(map(index, fields[name])) for name in tuples}
         runs = tuple((index(first), index(end)) for first, end in fields["runs"])
-        plan = Plan(**{**fields, **lists, "runs": runs})
+        plan = Plan(**{"version": 1, **fields, **lists, "runs": runs})
         for field in dataclasses.fields(Plan):
             value = getattr(plan, field.name)
             if not isinstance(value, KINDS.get(str(field.type), object)):
@@ -226,8 +230,15 @@ def resolve(config: Config, facts: Facts) -> Plan:
 
 def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
     """The plan of a run's first launch for this launch's ranks, and its --epochs where they are
-    more. Raises UsageError, with the difference, where the data or the machine is another.
+    more. Raises UsageError, with the difference, where the data, the machine or the meaning of a
+    plan is another.
     """
+    if plan.version != VERSION:
+        raise UsageError(
+            f"the run was begun by an hpctrain that reads the rows in another order (its plan has"
+            f" version {plan.version}, this hpctrain's {VERSION}): finish it with the one that"
+            " began it, or begin a new run with another --run"
+        )
     for what, old, new in (
         ("pack", plan.pack_uuid, facts.pack_uuid),
         ("device", plan.device, facts.device),

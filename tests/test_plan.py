@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
 from hpctrain.config import Config, check_ranges
 from hpctrain.errors import UsageError
-from hpctrain.plan import Facts, resolve
+from hpctrain.plan import VERSION, Facts, Plan, go_on, resolve
 
 FACTS = Facts(
     ranks=4,
@@ -110,6 +111,19 @@ def test_the_digest_changes_with_every_field():
     assert plan.digest() == resolve(Config(), FACTS).digest()
     for change in (Config(seed=1), Config(batch_size=127), Config(lr=0.02), Config(shards=5)):
         assert resolve(change, FACTS).digest() != plan.digest()
+
+
+def test_a_plan_of_another_version_is_told_and_not_continued():
+    """Version 1 was not written, and its digest is in the records of such runs."""
+    plan = resolve(Config(), FACTS)
+    assert go_on(Plan.from_json(json.loads(plan.to_json())), Config(), FACTS) == plan
+    old = json.loads(plan.to_json())
+    assert old.pop("version") == VERSION
+    assert Plan.from_json(old).digest() == "5a72e08d628d67c1"
+    for fields, version in ((old, 1), ({**old, "version": VERSION + 1}, VERSION + 1)):
+        words = f"rows in another order .its plan has version {version},.* finish it with the one"
+        with pytest.raises(UsageError, match=words):
+            go_on(Plan.from_json(fields), Config(), FACTS)
 
 
 def test_the_plan_can_be_read():

@@ -13,8 +13,9 @@ from fractions import Fraction
 import numpy as np
 
 from hpctrain.data.pack_format import SPLITS, Foreign
-from hpctrain.data.packing.split import LEFT_OUT, assign, cut, parse_split, permutation
+from hpctrain.data.packing.split import LEFT_OUT, assign, cut, parse_split
 from hpctrain.data.partition import RUN_BYTES
+from hpctrain.data.permute import random_order
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 
@@ -70,7 +71,7 @@ def _draw_rows(foreign: Foreign, labels: np.ndarray, shares: Shares) -> dict[str
     splits = assign(labels, nothing_given, np.arange(len(labels)), shares, foreign.seed)
     drawn = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
     return {
-        name: rows[permutation(len(rows), random_key(foreign.seed, "pack order", name))]
+        name: rows[random_order(len(rows), random_key(foreign.seed, "pack order", name))]
         for name, rows in drawn.items()
     }
 
@@ -82,7 +83,7 @@ def _draw_runs(foreign: Foreign, labels: np.ndarray, shares: Shares) -> dict[str
     turns, so that in a file ordered by class each split gets its share of every class's runs.
     """
     firsts = np.arange(0, foreign.rows, foreign.run_rows)
-    order = permutation(len(firsts), random_key(foreign.seed, "pack split"))
+    order = random_order(len(firsts), random_key(foreign.seed, "pack split"))
     middle = labels[np.minimum(firsts + foreign.run_rows // 2, foreign.rows - 1)]
     order = order[np.argsort(middle[order], kind="stable")]
     counts = cut(len(firsts), shares)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from hpctrain.data.orders import Blocks, make_order
 from hpctrain.data.partition import cut_epoch
-from hpctrain.data.permute import Permutation
+from hpctrain.data.permute import Permutation, random_order
 
 ROWS, SHARDS = 1009, 5
 PARTITION = cut_epoch(ROWS, 64, SHARDS)
@@ -21,6 +23,15 @@ ORDERS = {
     "blocks, scattered": {"block_rows": 17, "window_blocks": 3, "scattered": True},
     "blocks, of one row": {"block_rows": 1, "window_blocks": 7},
     "blocks, all in one": {"block_rows": 5000, "window_blocks": 1, "scattered": True},
+}
+KNOWN = {
+    "partition": "b8d26b1957400a69",
+    "partition, scattered": "8a732e8f6a01cbae",
+    "global": "fe7f45ecf6fb6a5b",
+    "blocks": "b08c806e63634c4c",
+    "blocks, scattered": "c825c2f47d54bcf3",
+    "blocks, of one row": "2968c397b41a1372",
+    "blocks, all in one": "8c0f2a288a005d7a",
 }
 
 
@@ -43,6 +54,32 @@ def test_a_permutation_has_every_number_once(n, kept):
         other = Permutation(n, 8, kept)(np.arange(n))
         assert (found != other).mean() > 0.9
         assert (found != np.arange(n)).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("kept", "first"),
+    [
+        (1 << 22, [6, 3, 12, 11, 4, 10, 9, 0, 2, 8, 7, 5, 1]),
+        (0, [6, 5, 10, 8, 9, 2, 3, 11, 0, 7, 4, 1, 12]),
+    ],
+)
+def test_equal_keys_are_equal_orders_for_ever(kept, first):
+    assert Permutation(13, 7, kept)(np.arange(13)).tolist() == first
+
+
+def test_numbers_are_ordered_by_raw_random_words():
+    for n in (0, 1, 2, 3, 101, 4096, 4097):
+        words = np.random.PCG64(5).random_raw(n).tolist()
+        drop = max(n - 1, 0).bit_length()
+        expected = sorted(range(n), key=lambda i, w=words, d=drop: w[i] >> d)
+        assert random_order(n, 5).tolist() == expected
+        assert random_order(n, 5).dtype == np.int64
+
+
+def test_all_orders_are_as_probable():
+    found = Counter(tuple(random_order(4, key).tolist()) for key in range(4800))
+    assert len(found) == 24
+    assert chi_square_tail(sum((n - 200) ** 2 / 200 for n in found.values()), 23) > 1e-3
 
 
 def test_a_large_permutation_takes_no_memory_and_looks_random():
@@ -83,6 +120,13 @@ def test_orders_differ_by_epoch_and_seed(case):
     assert not np.array_equal(first, np.concatenate(epoch_of(order_named(case), 1)))
     assert not np.array_equal(first, np.concatenate(epoch_of(order_named(case, seed=1), 0)))
     assert np.array_equal(first, np.concatenate(epoch_of(order_named(case), 0)))
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_the_order_of_a_seed_is_never_another(case):
+    """Another one is another run: it needs a new version of the plan (plan.py)."""
+    rows = np.concatenate(epoch_of(order_named(case, seed=5), 3)).astype("<i8")
+    assert hashlib.sha256(rows.tobytes()).hexdigest()[:16] == KNOWN[case]
 
 
 def test_who_reads_what():

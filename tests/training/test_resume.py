@@ -12,6 +12,7 @@ import pytest
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.mpi import agreed
+from hpctrain.plan import Plan
 from hpctrain.report.differences import first_difference
 from hpctrain.report.record import read_records
 from hpctrain.training import checkpoint, validate
@@ -212,6 +213,31 @@ def test_a_finished_run_says_so_and_more_epochs_extend_it(comm, settings, capsys
         assert (folder / "progress.jsonl").read_bytes() == before
     assert program.train(dataclasses.replace(settings, epochs=3), comm) == 0
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_with_the_older_order_of_rows_does_not_go_on(
+    comm, settings, leave_after, capsys, finished
+):
+    """Its plan has no version."""
+    leave_after(*([] if finished else [2]))
+    assert program.train(settings, comm) == (0 if finished else 75)
+    leave_after()
+    folder = Path(settings.runs_dir) / "a"
+    if comm.rank == 0:
+        path, record = folder / "plan.json", folder / "progress.jsonl"
+        digest = Plan.from_json(fields := json.loads(path.read_text())).digest()
+        del fields["version"]
+        path.write_text(json.dumps(fields, sort_keys=True))
+        older = Plan.from_json(fields).digest()
+        record.write_text(record.read_text().replace(digest, older))
+    comm.Barrier()
+    capsys.readouterr()
+    if finished:
+        assert program.train(settings, comm) == 0
+        assert comm.rank or "is finished, 2 epochs" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="reads the rows in another order .*begin a new run"):
+        program.train(dataclasses.replace(settings, epochs=3), comm)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ images then fill every split to its count. Where the source gives the split it i
 in a split used earlier (train before validation before test) are left out, so that no test image
 was trained on.
 
-Random order is the stable sort of raw PCG64 output, which numpy promises to keep, so equal seeds
-give equal packs with any numpy.
+Random order is that of `random_order`, so equal seeds give equal packs with any NumPy.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import numpy as np
 
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packing.layout import shown
+from hpctrain.data.permute import random_order
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 
@@ -52,11 +52,6 @@ def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
     return counts
 
 
-def permutation(count: int, key: int) -> np.ndarray:
-    """A random order of `count` rows, (count,) int64, the same with every numpy."""
-    return np.argsort(np.random.PCG64(key).random_raw(count), kind="stable")
-
-
 def assign(
     labels: np.ndarray,
     given: np.ndarray,
@@ -80,7 +75,7 @@ def assign(
     np.maximum.at(latest, groups, splits)
     free = np.flatnonzero((splits == LEFT_OUT) & (latest[groups] == LEFT_OUT))
     splits[splits < latest[groups]] = LEFT_OUT
-    rows = free[permutation(len(free), random_key(seed, "pack split"))]
+    rows = free[random_order(len(free), random_key(seed, "pack split"))]
     splits[rows] = _draw(labels[rows], groups[rows], shares)
     return splits
 
@@ -141,7 +136,7 @@ def rows_by_split(
         rows = np.flatnonzero(splits == position)
         if len(rows):
             key = random_key(seed, "pack order", name)
-            result[name] = rows[permutation(len(rows), key)]
+            result[name] = rows[random_order(len(rows), key)]
         elif name in wanted:
             raise UsageError(
                 f"--split leaves no image for {name}: there are {len(labels)} images in"
