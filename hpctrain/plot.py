@@ -5,8 +5,10 @@ Reads records only: no MPI, no torch, no display. A run may still be under way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from hpctrain.config import PlotConfig
 from hpctrain.errors import UsageError
@@ -17,6 +19,7 @@ from hpctrain.report.plot_data import Curves, read_curves
 from hpctrain.report.plot_training import outcome, plot_training
 
 FILE = "training.png"
+Found = TypeVar("Found")
 CONFUSION = "-confusion"  # what the name of that figure has before its suffix
 
 
@@ -31,12 +34,15 @@ def main(settings: PlotConfig) -> int:
         raise UsageError(f"{settings.targets[0]}: none of its runs has begun yet")
     names = distinct_names(folders)
     pairs = zip(folders, names, strict=True)
-    found = [(folder, read_curves(folder, name)) for folder, name in pairs]
+    found = read_each([partial(read_run, folder, name) for folder, name in pairs])
     shown = [(folder, curves) for folder, curves in found if curves.shown]
     if not shown:
         verb = "has" if len(names) == 1 else "have"
         raise UsageError(f"{', '.join(names)} {verb} recorded nothing to plot yet")
-    matrices = confusions(shown, settings.split) if settings.confusion else []
+    matrices: list[Confusion] = []
+    if settings.confusion:
+        named = [(folder, curves.name) for folder, curves in shown]
+        matrices = read_each([partial(read_confusion, *each, settings.split) for each in named])
     tell([curves for _, curves in found])
     save(plot_training([curves for _, curves in shown]), path)
     accurate = any(curves.has_accuracy for _, curves in shown)
@@ -48,6 +54,27 @@ def main(settings: PlotConfig) -> int:
     return 0
 
 
+def read_run(folder: Path, name: str) -> tuple[Path, Curves]:
+    """The curves of a run, and its folder. UsageError."""
+    return folder, read_curves(folder, name)
+
+
+def read_each(readers: Sequence[Callable[[], Found]]) -> list[Found]:
+    """What they give; a line for each that cannot read. UsageError where none can."""
+    found: list[Found] = []
+    unreadable: list[UsageError] = []
+    for read in readers:
+        try:
+            found.append(read())
+        except UsageError as error:
+            unreadable.append(error)
+    if not found:
+        raise unreadable[0]
+    for line in unreadable:
+        print(f"left out: {line}")
+    return found
+
+
 def output_path(settings: PlotConfig) -> Path:
     """Where the figure goes: beside the record of one run, or into the folder of all."""
     if settings.output:
@@ -55,22 +82,6 @@ def output_path(settings: PlotConfig) -> Path:
     if len(settings.targets) == 1:
         return find_folder(settings.targets[0], settings.runs_dir) / FILE
     return Path(settings.runs_dir) / FILE
-
-
-def confusions(runs: Sequence[tuple[Path, Curves]], split: str) -> list[Confusion]:
-    """The confusion matrices of the runs that have one, the others named. UsageError if none."""
-    found: list[Confusion] = []
-    missing: list[UsageError] = []
-    for folder, curves in runs:
-        try:
-            found.append(read_confusion(folder, curves.name, split))
-        except UsageError as error:
-            missing.append(error)
-    if not found:
-        raise missing[0]
-    for line in missing:
-        print(line)
-    return found
 
 
 def tell(networks: Sequence[Curves]) -> None:

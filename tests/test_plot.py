@@ -199,8 +199,8 @@ def test_the_confusion_matrix_is_a_second_figure(runs, capsys):
     capsys.readouterr()
     assert main(["plot", "a", "b", "--confusion"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "b has no figures of the split test; this makes them: hpctrain evaluate runs/b --split test"
-        " --output runs/b/evaluation-test.json",
+        "left out: b has no figures of the split test; this makes them: hpctrain evaluate runs/b"
+        " --split test --output runs/b/evaluation-test.json",
         "runs/training.png: accuracy and loss by epoch",
         "runs/training-confusion.png: confusion matrix of the split test",
     ]

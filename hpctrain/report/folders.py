@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.errors import UsageError
-from hpctrain.report.jsonlines import FILE_NAME, read_records
+from hpctrain.report.fields import parse_record
+from hpctrain.report.jsonlines import FILE_NAME, open_record, read_records
 
 
 def find_run(target: str, runs_dir: str) -> Path:
@@ -25,18 +24,28 @@ def evaluation_file(folder: Path, split: str) -> Path:
 
 def last_step(folder: Path) -> int:
     """The last step of which a run's record tells, as far as it can be read; 0 for none."""
+    return scan_record(folder)[0]
+
+
+def scan_record(folder: Path) -> tuple[int, str | None]:
+    """The last step of which a run's record tells, 0 for none, up to the first line that cannot be
+    read; and what is wrong with that one.
+    """
     last = 0
-    with suppress(UsageError):
+    try:
         for record in read_records(folder):
             if record["kind"] == "step":
                 last = max(last, record["step"])
-    return last
+    except UsageError as error:
+        return last, str(error)
+    return last, None
 
 
 def is_finished(folder: Path) -> bool:
     """Whether the last launch of a run came to its end by itself."""
     try:
-        lines = (folder / FILE_NAME).read_bytes().splitlines()
-        return bool(lines) and json.loads(lines[-1]).get("status") == "done"
-    except (OSError, ValueError, AttributeError):
+        with open_record(folder / FILE_NAME) as file:
+            lines = file.read().splitlines()
+        return bool(lines) and parse_record(lines[-1]).get("status") == "done"
+    except (OSError, ValueError):
         return False

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from hpctrain.errors import UsageError
-from hpctrain.report.jsonlines import BEGINNING, FILE_NAME, decode
+from hpctrain.report.jsonlines import BEGINNING, FILE_NAME, LONGEST_LINE, decode, open_record
 
 BLOCK = 1 << 20  # bytes read at a time
 STEP_BYTES = 350  # of a step's line, about
 MOST_DECODED = 8000  # steps of one reading, about, besides those near the end
 NEAR_END = 1 << 16  # bytes
-LONGEST_LINE = 1 << 24  # bytes; a longer one is no line of a record
 KNOWN_BY = 64  # bytes before the place that must still be there
 STEP, DIGEST = (BEGINNING + b'"%s"' % kind for kind in (b"step", b"digest"))
 
@@ -33,7 +32,7 @@ class Taker(Protocol):
         """Whether it wants the next step, not only some of them; None = it never wants any."""
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take one record. What it lacks may raise KeyError, TypeError or ValueError."""
+        """Take one record."""
 
 
 Taken = TypeVar("Taken", bound=Taker)
@@ -48,6 +47,7 @@ class Follower(Generic[Taken]):
         self.path, self._make = folder / FILE_NAME, make
         self.taken = make()
         self.unreadable = 0  # lines
+        self.damage: str | None = None  # what is wrong with the first of them
         self.problem: str | None = None  # why the file cannot be read, as it stands
         self.decoded = 0  # lines, in all
         self.version = 0  # grows with every change
@@ -57,7 +57,7 @@ class Follower(Generic[Taken]):
         """Read what was added; whether anything changed."""
         before = (self.version, self.problem)
         try:
-            with open(self.path, "rb", buffering=0) as file:  # anew: NFS asks its server then
+            with open_record(self.path) as file:  # anew: NFS asks its server then
                 self._read(file)
         except FileNotFoundError:
             if self._size:
@@ -73,12 +73,12 @@ class Follower(Generic[Taken]):
         self._place = 0  # behind the last whole line read
         self._known = b""  # the bytes before that
         self._size = 0
-        self._steps = 0  # lines of steps seen
+        self._lines = self._steps = 0  # lines, and those of steps, seen
         self._is_record = False  # by its first lines
 
     def _restart(self) -> None:
         self._forget()
-        self.taken, self.unreadable = self._make(), 0
+        self.taken, self.unreadable, self.damage = self._make(), 0, None
         self.version += 1
 
     def _read(self, file: BinaryIO) -> None:
@@ -108,7 +108,7 @@ class Follower(Generic[Taken]):
             if not newline:
                 torn += data
                 if len(torn) > LONGEST_LINE or (not self._place and not _may_begin(torn)):
-                    decode(b"", 1, self.path)
+                    decode(b"{}", 1, self.path)
                 continue
             lines = torn + whole + newline
             torn = rest
@@ -117,7 +117,8 @@ class Follower(Generic[Taken]):
             self._add(lines, every if rare > 0 else 1)
 
     def _add(self, lines: bytes, every: int) -> None:
-        for line in lines.splitlines():
+        for line in lines.split(b"\n")[:-1]:
+            self._lines += 1
             if line.startswith(STEP):
                 self._steps += 1
                 wanted = self.taken.wants_step
@@ -126,7 +127,7 @@ class Follower(Generic[Taken]):
             elif line.startswith(DIGEST):
                 continue
             elif not line.startswith(BEGINNING) and not self._is_record:
-                decode(b"", 1, self.path)  # no record at all
+                decode(b"{}", self._lines, self.path)  # no record at all
             self._is_record = True
             self._tell(line)
         self.version += 1
@@ -134,9 +135,10 @@ class Follower(Generic[Taken]):
     def _tell(self, line: bytes) -> None:
         self.decoded += 1
         try:
-            self.taken.add(decode(line, 0, self.path))
-        except (UsageError, KeyError, TypeError, ValueError):  # lost in a power failure
+            self.taken.add(decode(line, self._lines, self.path))
+        except UsageError as error:  # lost in a power failure
             self.unreadable += 1
+            self.damage = self.damage or str(error)
 
 
 def _may_begin(torn: bytes) -> bool:

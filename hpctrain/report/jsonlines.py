@@ -23,27 +23,26 @@ skip a torn last line, and the next writer cuts it off.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
+from hpctrain.report.fields import parse_record
 
 FILE_NAME = "progress.jsonl"
 BEGINNING = b'{"kind": '  # of every line
-NEEDS: dict[str, dict[str, type]] = {  # what readers rely on, by kind
-    "step": {"step": int},
-    "epoch": {"epoch": int},
-    "evaluation": {"step": int, "split": str},
-    "digest": {"step": int, "digest": str},
-    "end": {"status": str},
-}
+LONGEST_LINE = 1 << 24  # bytes; a longer one is no line of a record
+LONGEST_LINE = 1 << 24  # bytes; a longer one is no line of a record
 
 LONGEST_WAIT = 1.0  # seconds a step may wait to be written
 COST_RATIO = 2000  # time between two writes, at least, in units of what the last one took
@@ -153,6 +152,17 @@ def _is_told_again(record: Mapping[str, Any], step: int, epoch: int, validated: 
     return False
 
 
+def open_record(path: Path) -> BinaryIO:
+    """Open a file to read it, without waiting for a writer where it is a pipe. OSError where it is
+    no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return open(descriptor, "rb")
+
+
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Give the records of a run, in order; `path` is its folder or its ``progress.jsonl``.
 
@@ -162,12 +172,15 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_dir():
         path = path / FILE_NAME
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_record(path) as file:
+            lines = iter(partial(file.readline, LONGEST_LINE), b"")
+            for number, line in enumerate(lines, start=1):
                 if line.endswith(b"\n"):
                     yield decode(line, number, path)
+                elif len(line) == LONGEST_LINE:
+                    raise _foreign(path, number, f"it is longer than {LONGEST_LINE:,} bytes")
                 elif number == 1 and not line.startswith(BEGINNING[: len(line)]):
-                    raise _foreign(path, number)
+                    raise _foreign(path, number, "no JSON object with a kind")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
 
@@ -185,20 +198,20 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    """The record in one line; UsageError where it is none, or lacks what its kind must have."""
+    """The record in one line, its fields checked. UsageError, which names the line and what is
+    wrong with it.
+    """
     try:
-        record = json.loads(line)
-        needs = NEEDS.get(record["kind"], {})
-        if all(isinstance(record[name], kind) for name, kind in needs.items()):
-            return dict(record)
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise _foreign(path, number)
+        return parse_record(line)
+    except ValueError as error:
+        raise _foreign(path, number, str(error)) from error
 
 
-def _foreign(path: Path, number: int) -> UsageError:
+def _foreign(path: Path, number: int, why: str) -> UsageError:
+    if number > 1:
+        return UsageError(f"{path}, line {number} is no line of a record: {why}")
     return UsageError(
-        f"{path} is not the record of a run: line {number} is no JSON object with a kind;"
+        f"{path} is not the record of a run: line {number}: {why};"
         f" name a run's folder or its {FILE_NAME}"
     )
 

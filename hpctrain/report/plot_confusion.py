@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from hpctrain.errors import UsageError
 from hpctrain.report.figures import columns_for, empty_figure, wrapped
 from hpctrain.report.folders import evaluation_file
+from hpctrain.strictjson import parse_json
 
 NUMBERED = 16  # classes whose counts still fit their cells
 CELL = 0.34  # inches of one of these
@@ -36,19 +36,21 @@ def read_confusion(folder: Path, name: str, split: str) -> Confusion:
     """
     path = evaluation_file(folder, split)
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
         counts, classes = found["confusion"], tuple(map(str, found["classes"]))
         if counts is None:
             raise UsageError(f"{name} restores images: there are no classes to confuse")
         matrix = np.array(counts, np.int64)
         if matrix.shape != (len(classes), len(classes)):
             raise ValueError(f"{matrix.shape} counts of {len(classes)} classes")
+        if matrix.min(initial=0) < 0:
+            raise ValueError("counts below 0")
     except FileNotFoundError as error:
         raise UsageError(
             f"{name} has no figures of the split {split}; this makes them: hpctrain evaluate"
             f" {folder} --split {split} --output {path}"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UsageError(
             f"{path} is not what hpctrain evaluate --output writes: {error}"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ FIGURES = ("loss", "accuracy")
 RECENT = 50  # steps over which speeds and shares are taken
 NOTES = 5  # that are kept
 MOST_SPLITS = 8
+LARGEST = 1e200
 
 
 class Story:
@@ -93,7 +93,7 @@ class Story:
         """Images a second in the recent steps."""
         rows = sum(number(record.get("rows")) or 0 for record in self._recent)
         seconds = sum(seconds_of(record) for record in self._recent)
-        return rows / seconds if seconds else None
+        return number(rows / seconds) if seconds else None
 
     def steps(self) -> int | None:
         """Of the whole run."""
@@ -111,9 +111,9 @@ class Story:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for whatever else a record may hold there."""
+    """A number that can be shown and added to others, or None for whatever else there may be."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+    return value if is_number and abs(value) < LARGEST else None
 
 
 def seconds_of(step: Record) -> float:
@@ -126,5 +126,5 @@ def moment(record: Record) -> float | None:
     """When a record was made, in seconds since 1970."""
     try:
         return datetime.fromisoformat(record["time"]).astimezone(UTC).timestamp()
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -24,7 +24,8 @@ from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, from_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
-from hpctrain.report.folders import is_finished, last_step
+from hpctrain.report.folders import is_finished, scan_record
+from hpctrain.report.jsonlines import FILE_NAME
 from hpctrain.training.checkpoint import FOLDER, Checkpoint, newest
 from hpctrain.training.lock import RunLock
 from hpctrain.training.progress import Progress
@@ -72,7 +73,10 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
             " cannot take back: ask it to stop, or choose another name with --run"
         )
     lock.take(folder)
-    checkpoint, damage = newest(folder, last_step(folder))
+    recorded, unreadable = scan_record(folder)
+    checkpoint, damage = newest(folder, recorded)
+    if unreadable and (folder / FILE_NAME).exists():
+        damage.insert(0, f"{unreadable}: the record is cut off there")
     if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
     return Earlier(folder, plan, is_finished(folder), checkpoint, damage)

@@ -6,7 +6,6 @@ times that are written, which come from another machine's clock.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -14,11 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpctrain.report.jsonlines import open_record
 from hpctrain.report.progress import duration
 from hpctrain.report.story import Story, moment, number
+from hpctrain.strictjson import parse_json
 from hpctrain.training.control import FILE as STOP_FILE
 from hpctrain.training.watchdog import BEAT_EVERY, FOLDER
 
+LONGEST_BEAT = 1 << 16  # bytes of a heartbeat that are read
 PATIENCE = 10.0  # seconds of silence that mean nothing
 LATE = 3.0  # times the usual is late
 IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # by the heartbeats
@@ -73,7 +75,8 @@ class Pulse:
         if _is_gone(beat):
             return Status("failed", f"ended without a word: process {beat['pid']} is gone")
         if beaten is not None and beaten < PATIENCE + LATE * _interval(story):
-            doing, since = str(beat.get("doing")), number(beat.get("seconds")) or 0.0
+            told, since = beat.get("doing"), number(beat.get("seconds")) or 0.0
+            doing = told if isinstance(told, str) else "?"
             if record > late and doing.startswith(IN_STEP):
                 return Status("silent", f"silent for {rough(record)}, rank 0 is in: {doing}")
             words = f"running: {doing} for {duration(since + beaten)}" if record > late else ""
@@ -90,7 +93,8 @@ class Pulse:
     def _read_beat(self) -> Mapping[str, Any]:
         """Of rank 0, which writes the record."""
         try:
-            beat = json.loads((self._folder / FOLDER / "0.json").read_text())
+            with open_record(self._folder / FOLDER / "0.json") as file:
+                beat = parse_json(file.read(LONGEST_BEAT))
             return beat if isinstance(beat, dict) else {}
         except (OSError, ValueError):
             return {}

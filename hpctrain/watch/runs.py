@@ -93,8 +93,8 @@ class Watched:
         return max(left - max(time.time() - came, 0.0), 0.0)
 
     def _own_notes(self) -> list[str]:
-        count = self.follower.unreadable
-        return [f"{count} lines of the record cannot be read"] if count else []
+        count, damage = self.follower.unreadable, self.follower.damage
+        return [clean(f"{count} lines of the record cannot be read: {damage}")] if count else []
 
 
 class Runs:

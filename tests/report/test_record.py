@@ -176,7 +176,7 @@ def test_a_file_that_is_one_torn_line_is_emptied(tmp_path: Path) -> None:
 def test_a_foreign_file_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "foreign"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"is not the record of a run: line 1 ") as caught:
+    with pytest.raises(UsageError, match=r"is not the record of a run: line 1: ") as caught:
         list(read_records(path))
     assert "\n" not in str(caught.value)
 

@@ -188,12 +188,16 @@ def test_without_a_checkpoint_a_run_begins_again_and_says_so(comm, settings, lea
     folder = Path(settings.runs_dir) / "a"
     if comm.rank == 0:
         shutil.rmtree(folder / "checkpoints")
+        lines = (folder / "progress.jsonl").read_bytes().splitlines(keepends=True)
+        lines[2:2] = [b"[" * 100_000 + b"\n"]  # no reader goes so deep
+        (folder / "progress.jsonl").write_bytes(b"".join(lines))
     comm.Barrier()
     leave_after()
     assert program.train(settings, comm) == 0
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
     if comm.rank == 0:
-        notes = [r["text"] for r in read_records(folder) if r["kind"] == "note"]
+        damage, *notes = [r["text"] for r in read_records(folder) if r["kind"] == "note"]
+        assert "progress.jsonl, line 3 is no line of a record: it is nested too deeply" in damage
         assert notes == ["no checkpoint was left: from the first step"]
         check_record(settings, "whole")
 
