@@ -14,6 +14,7 @@ from operator import index
 from typing import Any
 
 from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_loads
+from hpctrain.config.others import EVALUATION_ROWS
 from hpctrain.data.partition import RUN_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
@@ -21,7 +22,6 @@ from hpctrain.parallel.shards import carried
 VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
 KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
 SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
-EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
 
 
 @dataclass(frozen=True)

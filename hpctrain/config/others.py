@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from hpctrain.config.option import option
 from hpctrain.config.train import PRECISIONS
 
+EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
+
 
 @dataclass(frozen=True)
 class PackConfig:
@@ -61,7 +63,12 @@ class NetworkConfig:
     split: str = option("test", "split of the pack", "What")
     runs_dir: str = option("runs", "folder of all runs", "What")
     data_dir: str = option("data", "folder where built-in sets are kept once made", "What")
-    batch: int = option(256, "rows computed at a time", "Machine")
+    batch: int = option(
+        EVALUATION_ROWS,
+        "rows computed at a time; a network that draws random numbers when asked draws them anew"
+        " for each such block",
+        "Machine",
+    )
     device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(None, "CPU threads per rank", "Machine")
     precision: str | None = option(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -200,6 +200,11 @@ def seed_torch(key: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         torch.cuda.manual_seed(key)
+
+
+def fork_rng(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn in this context leaves the generators of `seed_torch` as they were."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def set_threads(threads: int) -> None:

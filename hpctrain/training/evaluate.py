@@ -5,6 +5,7 @@
 The split is cut into fixed blocks of rows; ranks take contiguous runs of blocks. Every block has
 its own slots in one float64 vector, written by one rank only, so that the sum over ranks keeps
 them apart and rank 0 adds them in block order. Class counts are whole numbers, exact to 2^53.
+Random numbers that a network draws in evaluation mode belong to the block.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hpctrain.data.source import Source
 from hpctrain.data.upload import Mark, Upload
 from hpctrain.errors import RunError
 from hpctrain.keys import random_key
+from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.parallel.switches import torch_settings
@@ -108,14 +110,22 @@ class Block(NamedTuple):
     mark: Mark  # when both are ready
 
 
+def block_key(number: int) -> int:
+    """The key of all random numbers that a block draws: noise, and those of the network itself.
+
+    Of nothing but its number, so equal weights have equal figures whatever the step, run or ranks.
+    """
+    return random_key("evaluation", number)
+
+
 def read_block(
     source: Source, number: int, rows: np.ndarray, prepare: Prepare, task: Task, upload: Upload
 ) -> Block:
     """Read these rows and make of them what `task` wants."""
     images = upload.room(len(rows))
     source.gather(rows, images)
-    rows, key = keep_usable(source, rows, images), random_key("evaluation", number)
-    pair = make_pair(upload, source, rows, prepare, task.pair, key)
+    rows = keep_usable(source, rows, images)
+    pair = make_pair(upload, source, rows, prepare, task.pair, block_key(number))
     return Block(number, rows, *pair, upload.mark())
 
 
@@ -187,18 +197,21 @@ def evaluate(
     def read(part: tuple[int, np.ndarray]) -> Block:
         return read_block(source, *part, prepare, task, upload)
 
-    for number, rows, *pair, mark in ahead(read, blocks_of(total, block, comm.size, comm.rank)):
-        if not go_on(f"block {number}"):
-            tally.left[0] = 1
-            break
-        if not len(rows):
-            continue
-        tally.rows += len(rows)
-        upload.take(mark, pair)
-        found, answers = task.judge(model, *pair)
-        tally.sums[number] = [value.item() for value in found]
-        if answers is not None:
-            tally.answers(comm.rank, rows, source.labels[rows], answers.cpu().numpy())
+    blocks = blocks_of(total, block, comm.size, comm.rank)
+    with fork_rng(device):
+        for number, rows, *pair, mark in ahead(read, blocks):
+            if not go_on(f"block {number}"):
+                tally.left[0] = 1
+                break
+            if not len(rows):
+                continue
+            tally.rows += len(rows)
+            upload.take(mark, pair)
+            seed_torch(block_key(number), device)
+            found, answers = task.judge(model, *pair)
+            tally.sums[number] = [value.item() for value in found]
+            if answers is not None:
+                tally.answers(comm.rank, rows, source.labels[rows], answers.cpu().numpy())
     model.train(training)
     go_on("waiting for all")
     allreduce(comm, tally.vector)

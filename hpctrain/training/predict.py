@@ -24,10 +24,11 @@ from hpctrain.data.loader import read_rows
 from hpctrain.data.opened import open_split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
+from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, from_root, start_mpi
 from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.pictures import write_image
-from hpctrain.training.evaluate import blocks_of
+from hpctrain.training.evaluate import block_key, blocks_of
 from hpctrain.training.saved import Network, first_touch, open_network, open_pack_for
 from hpctrain.training.tasks import network_output
 
@@ -82,15 +83,18 @@ def predict(
     @torch.no_grad()
     def mine() -> list[np.ndarray]:
         blocks = blocks_of(total, settings.batch, comm.size, comm.rank)
-        inputs = (load(rows) for _, rows in blocks)
-        return [
-            network_output(network.model, x, network.precision).softmax(1).float().cpu().numpy()
-            for x in inputs
-        ]
+        outputs = (ask(network, number, load(rows)) for number, rows in blocks)
+        return [output.softmax(1).float().cpu().numpy() for output in outputs]
 
     parts = comm.gather(everywhere(comm, mine)) or []
     blocks = [block for part in parts for block in part]
     return np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
+
+
+def ask(network: Network, number: int, inputs: torch.Tensor) -> torch.Tensor:
+    """The network's output for block `number`, which the random numbers belong to that it draws."""
+    seed_torch(block_key(number), network.device)
+    return network_output(network.model, inputs, network.precision)
 
 
 def restore_files(
@@ -106,8 +110,8 @@ def restore_files(
 
     @torch.no_grad()
     def mine() -> None:
-        for _, rows in blocks_of(len(files), settings.batch, comm.size, comm.rank):
-            images = network_output(network.model, load(rows), network.precision)
+        for number, rows in blocks_of(len(files), settings.batch, comm.size, comm.rank):
+            images = ask(network, number, load(rows))
             for row, image in zip(rows, images.permute(0, 2, 3, 1).cpu().numpy(), strict=True):
                 write_image(folder / names[row], image)
 

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from hpctrain.data.loader import read_rows
-from hpctrain.keys import random_key
 from hpctrain.models import save_tensors, snapshot
+from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import everywhere, from_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.folders import evaluation_file
 from hpctrain.report.pictures import draw_captioned, shown_values, write_rows
 from hpctrain.report.tables import write_json
 from hpctrain.training import saved
-from hpctrain.training.evaluate import Evaluation, as_json, evaluate
+from hpctrain.training.evaluate import Evaluation, as_json, block_key, evaluate
 from hpctrain.training.progress import Run, Why
 from hpctrain.training.tasks import Denoising, network_output
 
@@ -175,9 +175,11 @@ def show_work(run: Run, folder: Path) -> None:
     with job.reading.split(split) as source:
         rows = np.arange(min(SHOWN, len(source.labels)))
         clean = read_rows(source, rows, job.prepare)
-    noisy, _ = job.task.pair(clean, torch.empty(0), random_key("evaluation", 0))
+    noisy, _ = job.task.pair(clean, torch.empty(0), block_key(0))
     model = job.trainer.model.eval()
-    restored = network_output(model, noisy, job.plan.precision).clamp(0, 1)
+    with fork_rng(noisy.device):
+        seed_torch(block_key(0), noisy.device)
+        restored = network_output(model, noisy, job.plan.precision).clamp(0, 1)
     model.train()
     named = {"noisy": noisy, "restored": restored, "clean": clean}
     arrays = {name: images.permute(0, 2, 3, 1).cpu().numpy() for name, images in named.items()}

@@ -30,6 +30,7 @@ from tests.training.test_step import Config, make_trainer, small_model
 
 ROWS = {"train": 101, "validation": 13, "test": 23}
 MODEL = "tests.odd_models:with_dropout"
+DRAWING = "tests.odd_models:drawing_in_evaluation"
 CASES = {
     "digits": {},
     "six shards": {"shards": 6},
@@ -47,6 +48,7 @@ CASES = {
     "blocks": {"shuffle": "blocks", "read_buffer": "60K"},
     "denoise": {"task": "denoise", "validate_steps": 3, "output": "best"},
     "two threads": {"threads": 2},
+    "draws in evaluation": {"model": DRAWING, "validate_steps": 3, "patience": 2, "output": "best"},
 }
 
 
@@ -60,6 +62,7 @@ def settings(settings):
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_as_on_one_rank(comm, one_rank, settings, case, monkeypatch):
     monkeypatch.setattr("hpctrain.plan.RUN_BYTES", 2000)
+    monkeypatch.setattr("hpctrain.plan.EVALUATION_ROWS", 5)  # blocks for all ranks
     config = dataclasses.replace(settings, **CASES[case])
     together = digest(config, comm, "together")
     alone = digest(config, one_rank, f"alone{comm.rank}") if comm.rank == 0 else together

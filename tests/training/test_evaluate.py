@@ -21,11 +21,13 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.models import build, save_model
 from hpctrain.plan import Facts, resolve
 from hpctrain.training import predict, saved
-from hpctrain.training.evaluate import blocks_of, evaluate
+from hpctrain.training.evaluate import block_key, blocks_of, evaluate
 from hpctrain.training.evaluate import main as evaluate_main
 from hpctrain.training.tasks import Classification
+from hpctrain.training.train import train
 from tests.packs import make_pack
 from tests.streams import Recorder, noted
+from tests.training.runs import short_run
 from tests.training.test_bad_rows import overwrite
 
 pytestmark = pytest.mark.mpi
@@ -108,6 +110,61 @@ def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
     alone.Free()
     assert together.loss == single.loss
     assert np.array_equal(together.confusion, single.confusion)
+
+
+@pytest.fixture
+def drawing(comm, shared_tmp):
+    """A run of a network that draws random numbers when asked: its folder."""
+    if comm.rank == 0:
+        make_pack(shared_tmp / "drawn.h5", {"train": 29, "test": ROWS})
+    comm.Barrier()
+    model = "tests.odd_models:drawing_in_evaluation"
+    train(short_run(shared_tmp, "drawn.h5", model=model, run="a", threads=1), comm)
+    return shared_tmp / "runs" / "a"
+
+
+def test_the_command_draws_the_numbers_of_the_runs_own_test(comm, drawing):
+    """Twice, and from whatever state of torch's generator."""
+    for seed in range(2):
+        torch.manual_seed(seed)
+        output = str(drawing / f"{seed}.json")
+        assert evaluate_main(EvaluateConfig(model=str(drawing), output=output, threads=1)) == 0
+    comm.Barrier()
+    own, *again = (
+        json.loads((drawing / f"{name}.json").read_text()) for name in ("evaluation-test", 0, 1)
+    )
+    assert [(e["loss"], e["confusion"]) for e in again] == [(own["loss"], own["confusion"])] * 2
+
+
+def test_numbers_drawn_in_evaluation_belong_to_the_block(comm, drawing, monkeypatch):
+    """Figures and answers are those of one rank, other blocks draw other numbers, and what is
+    drawn afterwards does not tell that there was an evaluation.
+    """
+    assert len({block_key(number) for number in range(7)}) == 7
+    alone, model = comm.Split(comm.rank), read_again(drawing)
+    with Rows(read_pack(drawing.parents[1] / "drawn.h5"), "test") as source:
+        task, prepare = Classification(classes=10), make_prepare()
+        before = torch.get_rng_state()
+        together, single, larger = (
+            evaluate(model, source, task, prepare, c, block)
+            for c, block in ((comm, 7), (alone, 7), (comm, 8))
+        )
+        assert torch.equal(torch.get_rng_state(), before)
+    assert (together.loss, single.loss) == (together.loss, together.loss) != (larger.loss,) * 2
+    for name, ranks in (("together", comm), (f"alone{comm.rank}", alone)):
+        monkeypatch.setattr(predict, "start_mpi", lambda ranks=ranks: ranks)
+        output = str(drawing / name)
+        settings = PredictConfig(model=str(drawing), output=output, batch=7, threads=1)
+        assert predict.main(settings) == 0
+    comm.Barrier()
+    alone.Free()
+    answers = [(drawing / name).read_bytes() for name in ("together", f"alone{comm.rank}")]
+    assert answers[0] == answers[1]
+
+
+def read_again(folder):
+    """The network of a run."""
+    return saved.restore(folder / saved.FILE).model
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
