@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 
+from hpctrain.slurm import tasks_here
+
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: saved, start me again
 #: Of what Open MPI, MPICH and Slurm tell the ranks they start.
@@ -42,6 +44,4 @@ def launched_rank() -> int:
 
 def local_size() -> int:
     """How many of its processes run on this host; 1 without a launcher."""
-    # Slurm writes "2(x3),1": three hosts with 2 tasks, one with 1.
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0].split(",")[0]
-    return _first_number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or int(tasks or 1)
+    return _first_number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or tasks_here() or 1

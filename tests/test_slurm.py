@@ -166,6 +166,42 @@ def test_a_notice_before_the_time_limit_requeues_and_the_job_finishes(cluster, w
         assert "going on after step" in str(list(read_records(cluster.folder / "runs" / name)))
 
 
+def test_a_notice_to_the_batch_shell_alone_saves_and_exits_75(cluster):
+    """As --signal=B:USR2 sends it."""
+    job = cluster.submit("train.sbatch", *SLOW, "--run", "shell", flags=("--no-requeue",), pace=0.1)
+    cluster.wait_for_step("shell", 3)
+    cluster.call("scancel", "--batch", "--signal=USR2", job)
+    found = cluster.wait(job, "FAILED", "COMPLETED", "CANCELLED", seconds=60)
+    assert found["ExitCode"] == "75:0", cluster.log(job)
+    assert cluster.end("shell")["status"] == "left"
+
+
+FACTS = """
+from hpctrain.parallel.mpi import local_ranks, start_mpi
+from hpctrain.slurm import job_end
+comm = start_mpi()
+print("place", comm.rank, *local_ranks(comm), flush=True)
+if comm.rank == 0:
+    print("end", job_end())
+"""
+
+
+def test_ranks_know_their_node_and_the_end_of_their_job(cluster):
+    """Nodes are not called as the host is; the last task of an array has the array's number."""
+    program = shlex.join([sys.executable, "-c", FACTS])
+    flags = ["-N2", "--ntasks-per-node=2", "--time=7", "--output=hpctrain-facts-%A-%a.log"]
+    command = f"export OMPI_MCA_mpi_yield_when_idle=1; srun --mpi=pmix {program}"
+    job = cluster.call("sbatch", "--parsable", "--array=0-1", *flags, f"--wrap={command}")
+    for task in (f"{job}_0", f"{job}_1"):
+        found = cluster.wait(task, "COMPLETED", "FAILED")
+        log = cluster.log(task.replace("_", "-"))
+        places = sorted(re.findall(r"place (\d) (\d) (\d)", log))
+        assert places == [("0", "0", "2"), ("1", "1", "2"), ("2", "0", "2"), ("3", "1", "2")], log
+        end = float(re.search(r"end (\S+)", log)[1])
+        begun = time.mktime(time.strptime(found["StartTime"], "%Y-%m-%dT%H:%M:%S"))
+        assert end == begun + 7 * 60
+
+
 def test_scancel_ends_for_good(cluster):
     job = cluster.submit("train.sbatch", *SLOW, "--run", "cancelled", pace=0.1)
     cluster.wait_for_step("cancelled", 3)
@@ -287,7 +323,7 @@ def test_a_notice_to_a_sweep_within_a_job_saves_its_steps(cluster):
     words = ["slow.toml", "--ranks-per-network", "2", "--name", "noticed"]
     program = shlex.join([sys.executable, "-m", "hpctrain", "sweep", *words])
     flags = ["-N2", "--ntasks-per-node=2", "--output=hpctrain-noticed-%j.log", "--no-requeue"]
-    flags += ["--export=ALL,HPCTRAIN_TEST_PACE=0.25"]
+    flags += ["--export=ALL,HPCTRAIN_TEST_PACE=0.25", "--gpus=4"]  # which steps must not inherit
     job = cluster.call("sbatch", "--parsable", *flags, f"--wrap=exec {program}")
     for number in (1, 2):  # side by side
         cluster.wait_for_step(f"noticed/0{number}-seed={number}", 3)

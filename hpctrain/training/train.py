@@ -53,6 +53,7 @@ class Times(NamedTuple):
     timeout: float  # seconds without anything new after which a rank counts as hung
     ends: float | None  # when the run must have ended, in seconds since 1970
     checkpoints: Interval
+    note: str | None = None  # what is not known of them
 
 
 def main(config: Config) -> int:
@@ -86,11 +87,9 @@ def train(config: Config, comm: Comm) -> int:
 
 def read_times(config: Config) -> Times:
     """The times that the settings tell. UsageError for those that are none."""
-    return Times(
-        duration(config.timeout, "--timeout"),
-        deadline(config.time_limit),
-        Interval.parse(config.checkpoint_every),
-    )
+    timeout = duration(config.timeout, "--timeout")
+    ends, note = deadline(config.time_limit)
+    return Times(timeout, ends, Interval.parse(config.checkpoint_every), note)
 
 
 def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times: Times) -> int:
@@ -136,7 +135,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         Writer(mine, times.checkpoints, config.keep) if mine else nullcontext() as writer,
     ):
         recorder.run(run_facts(job, folder, comm))
-        for line in (*notes, *filter(None, [job.sharing])):
+        for line in (*notes, *filter(None, [job.sharing, times.note])):
             recorder.note(line)
         if note := reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks):
             recorder.note(note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.mpi import everywhere, from_root, same_everywhere
+from hpctrain.parallel.mpi import comm_of_host, everywhere, from_root, local_ranks, same_everywhere
 
 pytestmark = pytest.mark.mpi
 
@@ -43,3 +43,25 @@ def test_a_failure_on_one_rank_is_raised_on_all_with_its_number(comm):
         everywhere(comm, fail)
     assert caught.value.agreed
     assert (f"rank {last}" in str(caught.value)) == (comm.size > 1)
+
+
+def test_under_srun_slurm_says_which_ranks_share_a_host(comm, monkeypatch):
+    """Nodes of three ranks, whatever the host is called; where srun did not start these very ranks
+    MPI says it.
+    """
+    hosts = local_ranks(comm)
+    node, task = divmod(comm.rank, 3)
+    for name, value in (
+        ("SLURM_PROCID", comm.rank),
+        ("SLURM_STEP_NUM_TASKS", comm.size),
+        ("SLURM_NODEID", node),
+        ("SLURM_LOCALID", task),
+    ):
+        monkeypatch.setenv(name, str(value))
+    assert local_ranks(comm) == (task, min(3, comm.size - 3 * node))
+    if comm.rank == comm.size - 1:
+        monkeypatch.setenv("SLURM_PROCID", str(comm.size))
+    assert local_ranks(comm) == hosts
+    host = comm_of_host(comm)
+    assert host.size == hosts[1]
+    host.Free()

@@ -9,7 +9,7 @@ import pytest
 from hpctrain import launch
 from hpctrain.config import SweepConfig
 from hpctrain.errors import UsageError
-from hpctrain.sweep.slots import Slot, find_machine, make_slots, step_words, tasks_by_node
+from hpctrain.sweep.slots import Slot, find_machine, make_slots, step_words
 from tests.launch import Job
 
 
@@ -46,9 +46,8 @@ def test_gpus_count_unless_no_network_wants_them(monkeypatch):
 
 
 def test_tasks_of_an_allocation():
-    assert tasks_by_node({"SLURM_TASKS_PER_NODE": "2(x3),1"}) == [2, 2, 2, 1]
-    assert tasks_by_node({"SLURM_NTASKS": "5"}) == [5]
-    assert tasks_by_node({}) == [1]
+    for env, tasks in ({"SLURM_TASKS_PER_NODE": "2(x3),1"}, 7), ({"SLURM_NTASKS": "5"}, 5), ({}, 1):
+        assert step_words(1, env)[1] == tasks
 
 
 @pytest.mark.parametrize(
@@ -68,6 +67,19 @@ def test_steps_share_memory_and_gpus_of_an_allocation():
     assert {"--mem=4000M", "--gpus-per-task=1", "--cpus-per-task=3", "--mpi=pmi2"} <= set(words)
     with pytest.raises(UsageError, match="--ranks-per-network 5: the allocation has 4 tasks"):
         step_words(5, env)
+
+
+def test_a_step_inherits_no_request_for_gpus():
+    """A step that asks for all GPUs of the job keeps all others waiting."""
+    env = {"SLURM_TASKS_PER_NODE": "2", "SLURM_GPUS_PER_NODE": "2", "SLURM_GPUS_ON_NODE": "2"}
+    env |= {"SLURM_NTASKS_PER_GPU": "1", "SLURM_CPUS_PER_GPU": "3"}
+    words, _ = step_words(1, env)
+    assert {"--gpus-per-task=1", "--cpus-per-task=3"} <= set(words)
+    program = [*words[: words.index("srun")], "env"]
+    left = subprocess.run(program, env={**os.environ, **env}, capture_output=True, text=True)
+    names = {line.partition("=")[0] for line in left.stdout.splitlines()}
+    assert set(env) & names == {"SLURM_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE"}
+    assert step_words(1, {"SLURM_TASKS_PER_NODE": "2"})[0][0] == "srun"
 
 
 def test_a_job_has_its_cores_and_dies_with_us(tmp_path):

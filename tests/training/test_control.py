@@ -14,9 +14,12 @@ from hpctrain.cli import main
 from hpctrain.config import duration
 from hpctrain.errors import UsageError
 from hpctrain.launcher import UNDER_MPIRUN
+from hpctrain.report.record import read_records
 from hpctrain.start import start_limit
 from hpctrain.training.control import Control, deadline
 from tests.launch import run
+from tests.packs import make_pack
+from tests.training.runs import short_run
 
 
 @pytest.fixture
@@ -89,13 +92,29 @@ def test_durations_that_are_none(text):
 
 
 def test_the_deadline_is_the_earlier_of_limit_and_job(monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    for name in ("SLURM_JOB_END_TIME", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
     now = time.time()
-    assert deadline(None) is None
-    assert deadline("10m") == pytest.approx(now + 600, abs=5)
+    assert deadline(None) == (None, None)
+    assert deadline("10m") == (pytest.approx(now + 600, abs=5), None)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(now + 60)))
-    assert deadline("10m") == pytest.approx(now + 60, abs=2)
-    assert deadline("30s") == pytest.approx(now + 30, abs=5)
+    assert deadline("10m") == (pytest.approx(now + 60, abs=2), None)
+    assert deadline("30s") == (pytest.approx(now + 30, abs=5), None)
+
+
+def test_an_end_that_slurm_does_not_tell_is_a_note_in_the_record(tmp_path, monkeypatch):
+    """There is no squeue in a container, say."""
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    make_pack(tmp_path / "pack.h5", {"train": 20})
+    config = short_run(tmp_path, "pack.h5", run="a", batch_size=10, time_limit="10m")
+    monkeypatch.setenv("PATH", "")
+    from hpctrain.parallel.mpi import start_mpi
+    from hpctrain.training.train import train
+
+    assert train(config, start_mpi()) == 0
+    notes = [r["text"] for r in read_records(tmp_path / "runs/a") if r["kind"] == "note"]
+    assert any("end of this Slurm job is unknown (squeue: No such file" in text for text in notes)
 
 
 def test_a_run_leaves_with_time_for_a_step_an_evaluation_and_a_save(tmp_path):
