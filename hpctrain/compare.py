@@ -5,7 +5,6 @@ Reads the two folders only: no MPI. Exit code 0 = equal, 1 = different.
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from hpctrain.report.plot_differences import plot_differences
 from hpctrain.report.record import read_records
 from hpctrain.report.tables import print_differences
 from hpctrain.training.saved import FILE
+from hpctrain.typed import parse_toml
 
 Tensors = dict[str, np.ndarray]
 OF_THE_RUN_ALONE = ("run", "runs_dir", "progress", "tensorboard")  # settings that change no number
@@ -72,7 +72,7 @@ def _structure(a: Tensors, b: Tensors) -> list[str]:
 def _settings(folders: list[Path]) -> list[str]:
     """The settings that differ: "seed 0 and 1"."""
     try:
-        one, other = (tomllib.loads((folder / "config.toml").read_text()) for folder in folders)
+        one, other = (parse_toml((folder / "config.toml").read_text()) for folder in folders)
     except (OSError, ValueError):
         return []
     names = [name for name in {**one, **other} if name not in OF_THE_RUN_ALONE]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tomllib
 from typing import Any
 
 from hpctrain.errors import UsageError, did_you_mean
+from hpctrain.typed import parse_toml
 
 
 def take_files(words: list[str]) -> tuple[list[str], list[str]]:
@@ -68,10 +68,10 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
         raise UsageError(f"{flag}{path} is a folder: name a TOML file")
     try:
         with open(path, "rb") as file:
-            return tomllib.loads(file.read().decode())
+            return parse_toml(file.read())
     except OSError as error:
         raise UsageError(f"{flag}{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no text: byte {error.start} is not UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UsageError(f"{path} is no TOML: {error}") from error

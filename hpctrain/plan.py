@@ -10,8 +10,6 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
-from operator import index
-from typing import Any
 
 from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_loads
 from hpctrain.config.others import EVALUATION_ROWS
@@ -20,7 +18,6 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
 VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
-KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
 SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
 
 
@@ -103,21 +100,6 @@ class Plan:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
-
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> Plan:
-        """The plan that `to_json` wrote. Raises TypeError or KeyError where fields lack, are too
-        many or of another type.
-        """
-        tuples = ("image_shape", "shares", "last")
-        lists = {name: tuple(map(index, fields[name])) for name in tuples}
-        runs = tuple((index(first), index(end)) for first, end in fields["runs"])
-        plan = Plan(**{"version": 1, **fields, **lists, "runs": runs})
-        for field in dataclasses.fields(Plan):
-            value = getattr(plan, field.name)
-            if not isinstance(value, KINDS.get(str(field.type), object)):
-                raise TypeError(f"{field.name} is {value!r}")
-        return plan
 
     def _order(self) -> str:
         chunks = f"; the file has chunks of {self.chunk_rows:,} images" if self.chunk_rows else ""

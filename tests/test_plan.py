@@ -9,7 +9,8 @@ import pytest
 
 from hpctrain.config import Config, check_ranges
 from hpctrain.errors import UsageError
-from hpctrain.plan import VERSION, Facts, Plan, go_on, resolve
+from hpctrain.plan import VERSION, Facts, go_on, resolve
+from hpctrain.plan_check import read_plan
 
 FACTS = Facts(
     ranks=4,
@@ -116,14 +117,14 @@ def test_the_digest_changes_with_every_field():
 def test_a_plan_of_another_version_is_told_and_not_continued():
     """Version 1 was not written, and its digest is in the records of such runs."""
     plan = resolve(Config(), FACTS)
-    assert go_on(Plan.from_json(json.loads(plan.to_json())), Config(), FACTS) == plan
+    assert go_on(read_plan(json.loads(plan.to_json())), Config(), FACTS) == plan
     old = json.loads(plan.to_json())
     assert old.pop("version") == VERSION
-    assert Plan.from_json(old).digest() == "5a72e08d628d67c1"
+    assert read_plan(old).digest() == "5a72e08d628d67c1"
     for fields, version in ((old, 1), ({**old, "version": VERSION + 1}, VERSION + 1)):
         words = f"rows in another order .its plan has version {version},.* finish it with the one"
         with pytest.raises(UsageError, match=words):
-            go_on(Plan.from_json(fields), Config(), FACTS)
+            go_on(read_plan(fields), Config(), FACTS)
 
 
 def test_the_plan_can_be_read():
@@ -153,3 +154,42 @@ def test_the_learning_rate_grows_with_the_mini_batch_after_a_warm_up(flags, rate
 def test_on_gpus_the_mini_batch_grows_with_the_ranks():
     plan = resolve(Config(lr_scaling="linear"), dataclasses.replace(FACTS, device="cuda"))
     assert (plan.batch_size, plan.learning_rate) == (512, pytest.approx(0.04))
+
+
+def test_a_plan_is_read_back_as_it_was_written():
+    plan = resolve(Config(shards=7, random_crop=0.5), FACTS)
+    assert read_plan(json.loads(plan.to_json())) == plan
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("epochs", 0),
+        ("rows", 3303),
+        ("rows", -3301),
+        ("shards", 8),
+        ("shards", 0),
+        ("shares", [128]),
+        ("shares", []),
+        ("batch_size", 127),
+        ("last", [-1, 24, 24, 24]),
+        ("steps_per_epoch", 25),
+        ("window_blocks", 0),
+        ("evaluation_rows", -64),
+        ("threads", 10**9),
+        ("image_shape", [100, -100, 3]),
+        ("optimizer", "sgd"),
+        ("precision", "fp64"),
+        ("shuffle", ""),
+    ],
+)
+def test_a_plan_that_does_not_add_up_is_refused(name, value):
+    fields = {**json.loads(resolve(Config(), FACTS).to_json()), name: value}
+    with pytest.raises(ValueError, match=" is .*, which does not fit the rest of the plan"):
+        read_plan(fields)
+
+
+def test_numbers_that_no_file_of_a_run_could_say_are_refused():
+    with pytest.raises(UsageError, match="--seed 9223372036854775808: give at most"):
+        check_ranges(Config(seed=2**63))
+    check_ranges(Config(seed=-(2**63) + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from hpctrain.config.train import Config
 from hpctrain.errors import UsageError
+from hpctrain.typed import LARGEST
 
 MOST_THREADS = 64  # that a run may ask for on a small machine, to repeat one of a larger
 MOST_SEGMENTS = 64
@@ -19,21 +21,7 @@ LONGEST = 10 * 365 * 86400.0  # seconds of a duration that a timer takes
 
 def check_ranges(config: Config) -> None:
     """Raise UsageError for a number that is out of its range whatever the data."""
-    for flag, value, least in (
-        ("--epochs", config.epochs, 1),
-        ("--batch-size", config.batch_size, 1),
-        ("--batch-per-rank", config.batch_per_rank, 1),
-        ("--shards", config.shards, 1),
-        ("--threads", config.threads, 1),
-        ("--validate-steps", config.validate_steps, 1),
-        ("--keep", config.keep, 1),
-        ("--evaluate-every", config.evaluate_every, 0),
-        ("--digest-every", config.digest_every, 0),
-        ("--overlap", config.overlap, 0),
-        ("--patience", config.patience, 0),
-    ):
-        if value is not None and value < least:
-            raise UsageError(f"{flag} {value}: give {least} or more")
+    _check_numbers(config)
     cores = os.cpu_count() or 1
     if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
         raise UsageError(f"--threads {config.threads}: this machine has {cores} cores")
@@ -73,6 +61,30 @@ def check_ranges(config: Config) -> None:
             "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"
             " for itself depend on the number of ranks"
         )
+
+
+def _check_numbers(config: Config) -> None:
+    """What is too small, or larger than the files of a run can say."""
+    for flag, value, least in (
+        ("--epochs", config.epochs, 1),
+        ("--batch-size", config.batch_size, 1),
+        ("--batch-per-rank", config.batch_per_rank, 1),
+        ("--shards", config.shards, 1),
+        ("--threads", config.threads, 1),
+        ("--validate-steps", config.validate_steps, 1),
+        ("--keep", config.keep, 1),
+        ("--evaluate-every", config.evaluate_every, 0),
+        ("--digest-every", config.digest_every, 0),
+        ("--overlap", config.overlap, 0),
+        ("--patience", config.patience, 0),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{flag} {value}: give {least} or more")
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int) and abs(value) > LARGEST:
+            flag = "--" + field.name.replace("_", "-")
+            raise UsageError(f"{flag} {value}: give at most {LARGEST}")
 
 
 def _check_foreign(config: Config) -> None:

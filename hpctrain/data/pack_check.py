@@ -8,7 +8,6 @@ no external storage, no virtual datasets; nothing is allocated for more than the
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import uuid
@@ -31,6 +30,7 @@ from hpctrain.data.pack_format import (
     ordered,
 )
 from hpctrain.errors import UsageError
+from hpctrain.strictjson import parse_json
 
 os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # a file may name filter plug-ins: load none
 import h5py
@@ -53,7 +53,7 @@ def read_pack(path: str) -> Pack:
             raise _Damage(f"its splits differ in image shape: {sorted(shapes)}")
         height, width, channels = shapes.pop()
         mean, std = _numbers(file, "mean", channels), _numbers(file, "std", channels)
-        provenance = json.loads(_text(file, "provenance")[0])
+        provenance = parse_json(_text(file, "provenance")[0])
         if not isinstance(provenance, dict):
             raise _Damage("its provenance is no table")
         identity = str(uuid.UUID(_text(file, "uuid")[0].decode()))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
+from hpctrain.strictjson import parse_json
 
 ENTRY = "hpctrain"
 
@@ -69,9 +70,11 @@ def read_model(
         raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
     try:
         tensors = safetensors.torch.load(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        metadata = dict(json.loads(header.get("__metadata__", {}).get(ENTRY, "{}")))
-    except (SafetensorError, ValueError, TypeError) as error:
+        header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        metadata = parse_json((header.get("__metadata__") or {}).get(ENTRY, "{}"))
+        if not isinstance(metadata, dict):
+            raise ValueError(f"its metadata {ENTRY!r} are no JSON object")
+    except (SafetensorError, ValueError) as error:
         raise UsageError(
             f"{path} is no safetensors file, or was cut short ({len(content):,} bytes): {error}"
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.find import sweep_runs
 from hpctrain.report.follow import Follower
 from hpctrain.report.story import moment, number
+from hpctrain.typed import parse_toml
 
 NETWORK_FILE = "model.safetensors"
 
@@ -122,5 +122,5 @@ def best_run(sweep: Path) -> tuple[Path, str]:
 
 def _settings(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        return tomllib.loads((folder / "config.toml").read_text())
+        return parse_toml((folder / "config.toml").read_text())
     return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +21,12 @@ from hpctrain.training.digest import chain
 from hpctrain.training.setup import Job
 from hpctrain.training.step import Trainer
 from hpctrain.training.watchdog import Watchdog
+from hpctrain.typed import typed_fields
+
+RESUMED = ("planned", "step", "epoch", "best_loss", "sums")  # every checkpoint holds these
+
+
+NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that make a network
 
 
 class Why(StrEnum):
@@ -79,13 +86,18 @@ class Progress:
         return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
 
     def from_json(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `to_json` gave. More epochs than were planned then go on after the end."""
-        planned = self.planned
-        for name in (f.name for f in dataclasses.fields(self)):
-            if name in saved:
-                setattr(self, name, saved[name])
-        self.best_loss, self.sums = float(saved["best_loss"]), tuple(saved["sums"])
-        self.ended = Why(saved["ended"]) if saved["ended"] and planned <= self.planned else None
+        """Take over what `to_json` gave. More epochs than were planned then go on after the end.
+        ValueError that names a field which is missing or of another type.
+        """
+        planned, types = self.planned, {**typing.get_type_hints(Progress), "best_loss": str}
+        known = {name: saved[name] for name in self.to_json() if name in saved}
+        for name, value in typed_fields(known, types, RESUMED).items():
+            setattr(self, name, value)
+        try:
+            self.best_loss = float(self.best_loss)
+        except ValueError:
+            raise ValueError(f"best_loss is {self.best_loss!r}, not a number") from None
+        self.ended = self.ended if planned <= self.planned else None
         self.planned = planned
 
     def add(self, figures: Mapping[str, Any]) -> None:
@@ -116,7 +128,7 @@ class Progress:
 def _network(trainer: Trainer) -> list[torch.Tensor]:
     """What makes the network of a step: weights and running statistics."""
     tensors = trainer.tensors()
-    return [tensors[name] for name in ("weights", "norms.running", "norms.updates")]
+    return [tensors[name] for name in NETWORK]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,7 @@ this launch's. Nothing in the state depends on ranks.
 from __future__ import annotations
 
 import dataclasses
-import json
-import tomllib
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,15 @@ from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, from_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
+from hpctrain.plan_check import read_plan
 from hpctrain.report.folders import is_finished, scan_record
 from hpctrain.report.jsonlines import FILE_NAME
+from hpctrain.strictjson import parse_json
 from hpctrain.training.checkpoint import FOLDER, Checkpoint, newest
 from hpctrain.training.lock import RunLock
-from hpctrain.training.progress import Progress
+from hpctrain.training.progress import NETWORK, Progress
 from hpctrain.training.step import Trainer
+from hpctrain.typed import from_fields, parse_toml
 
 # Settings that may change from launch to launch: they do not change what is computed.
 FREE = {
@@ -84,20 +84,22 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
 
 def read_settings(folder: Path) -> tuple[Config, Plan]:
     """The configuration and the plan of a run. UsageError where this is no run's folder."""
+    path = folder / "config.toml"
     try:
-        given = tomllib.loads((folder / "config.toml").read_text())
-        plan = json.loads((folder / "plan.json").read_text())
-        config = Config(**{n: v for n, v in given.items() if n in Config.__dataclass_fields__})
-        return config, Plan.from_json(plan)
+        known = Config.__dataclass_fields__
+        given = {n: v for n, v in parse_toml(path.read_bytes()).items() if n in known}
+        config = from_fields(Config, given)
+        path = folder / "plan.json"
+        return config, read_plan(parse_json(path.read_bytes()))
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder} exists but is no run to continue, it has no {Path(error.filename).name}:"
             " choose another name with --run"
         ) from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(
-            f"{folder} cannot be continued, its config.toml or plan.json is damaged ({error}):"
-            " choose another name with --run"
+            f"{folder} cannot be continued, its {path.name} is damaged ({error}): choose another"
+            " name with --run"
         ) from error
 
 
@@ -143,19 +145,26 @@ def restore(earlier: Earlier | None, trainer: Trainer, state: Progress, comm: Co
     if earlier is None or (checkpoint := earlier.checkpoint) is None:
         return [*earlier.damage, "no checkpoint was left: from the first step"] if earlier else []
     layout, saved = trainer.message.layout.digest(), checkpoint.state
-    if saved["layout"] != layout:
+    if saved.get("layout") != layout:
         raise agreed(
             UsageError(
                 f"the checkpoint of {earlier.folder} holds parameters laid out as"
-                f" {saved['layout']}, the model's are {layout}: it is another model"
+                f" {saved.get('layout')}, the model's are {layout}: it is another model"
             )
         )
-    state.from_json(saved)
-    _put(trainer, state, _on_all(comm, checkpoint))
+    try:
+        state.from_json(saved)
+        done = state.step - state.epoch * earlier.plan.steps_per_epoch
+        if state.step != checkpoint.step or not 0 <= done <= earlier.plan.steps_per_epoch:
+            raise ValueError(f"step {state.step} of epoch {state.epoch + 1} is no place in the run")
+        _put(trainer, state, _on_all(comm, checkpoint))
+    except ValueError as error:
+        text = f"checkpoint {checkpoint.path} cannot be resumed from: {error}"
+        raise agreed(UsageError(text)) from error
     notes = [*earlier.damage, f"going on after step {state.step}"]
     here = hardware_key(trainer.message.device)
-    if earlier.plan.deterministic and saved["key"] != here:
-        notes.append(f"begun on {saved['key']}, now on {here}: the bits may differ")
+    if earlier.plan.deterministic and saved.get("key") != here:
+        notes.append(f"begun on {saved.get('key')}, now on {here}: the bits may differ")
     return notes
 
 
@@ -174,18 +183,28 @@ def _on_all(comm: Comm, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) -> None:
-    """Give the tensors that `gather` took to their places."""
-    device, memory = trainer.message.device, trainer.optimizer.state[trainer.message.weights]
-    own, buffers, best = trainer.tensors(), untrained(trainer), []
+    """Give the tensors that `gather` took to their places. ValueError where one is missing, has no
+    place or another shape.
+    """
+    weights, own = trainer.message.weights, trainer.tensors()
+    places = {name: own[name] for name in own if not name.startswith("optimizer.")}
+    places |= {f"model.{name}": tensor for name, tensor in untrained(trainer).items()}
+    kept = {f"best.{number}": own[name] for number, name in enumerate(NETWORK)}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "optimizer":  # some make their memory in the first step
-            memory[rest] = tensor.to(device)
-        elif kind == "model":
-            buffers[rest].copy_(tensor)
-        elif kind == "best":
-            best.append((int(rest), tensor.to(device)))
+            expected: torch.Tensor | None = weights if tensor.ndim else tensor
         else:
-            own[name].copy_(tensor)
-    state.best = [tensor for _, tensor in sorted(best, key=itemgetter(0))] or None
+            expected = places.get(name, kept.get(name))
+        if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
+            has = f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
+        if kind == "optimizer":
+            trainer.optimizer.state[weights][rest] = tensor.to(weights.device)
+        elif name in places:
+            places[name].copy_(tensor)
+    best = [tensors[name].to(weights.device) for name in kept if name in tensors]
+    if missing := [name for name in (*places, *(kept if best else ())) if name not in tensors]:
+        raise ValueError(f"it lacks the tensor {missing[0]!r}")
+    state.best = best or None
     trainer.norms.restore()

@@ -1,0 +1,40 @@
+"""A plan that was written to a file, read back and checked: what steps and memory rest on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hpctrain.config import Config
+from hpctrain.plan import Plan
+from hpctrain.typed import from_fields
+
+MOST_CORES = 1 << 16  # that a machine has
+POSITIVE = ("epochs", "rows", "classes", "block_rows", "window_blocks", "evaluation_rows")
+
+
+def read_plan(fields: Any) -> Plan:
+    """The plan of the fields that `Plan.to_json` wrote. ValueError that names the field which is
+    missing, unknown, of another type or does not agree with the others.
+    """
+    if isinstance(fields, dict):
+        fields = {"version": 1, **fields}  # the first plans did not say
+    plan = from_fields(Plan, fields)
+    choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(Config)}
+    pairs = list(zip(plan.last, plan.shares, strict=False))
+    fits = {name: value in choices[name] for name, value in fields.items() if choices.get(name)}
+    fits |= {name: fields[name] > 0 for name in POSITIVE}
+    fits |= {
+        "threads": 0 < plan.threads <= MOST_CORES,
+        "image_shape": min(plan.image_shape) > 0,
+        "shares": len(plan.shares) == plan.shards and min(plan.shares, default=0) > 0,
+        "batch_size": plan.batch_size == sum(plan.shares),
+        "last": len(plan.last) == plan.shards and all(0 <= r <= b for r, b in pairs),
+        "steps_per_epoch": plan.rows - (plan.steps_per_epoch - 1) * plan.batch_size
+        == sum(plan.last)
+        > 0,
+    }
+    for name, fine in fits.items():
+        if not fine:
+            raise ValueError(f"{name} is {fields[name]}, which does not fit the rest of the plan")
+    return plan

@@ -1,0 +1,89 @@
+"""What JSON and TOML of files say, checked against the types that the reader relies on.
+
+Files are damaged, cut short or made by others: whatever they hold becomes values of these types or
+one ValueError that names the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import reprlib
+import tomllib
+import typing
+from collections.abc import Collection
+from types import NoneType, UnionType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+LARGEST = 2**63 - 1  # int64
+_short = reprlib.Repr()
+_short.maxother = _short.maxstring = _short.maxlong = 50
+
+
+def parse_toml(text: str | bytes) -> dict[str, Any]:
+    """The top table of a TOML text. ValueError where it is none, nests too deeply or holds a whole
+    number beyond int64.
+    """
+    try:
+        found = tomllib.loads(text if isinstance(text, str) else text.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_numbers(found.values())
+    return found
+
+
+def from_fields(kind: type[T], fields: Any) -> T:
+    """The dataclass `kind` from the fields of a JSON object. ValueError that names the field which
+    is missing, unknown or of another type.
+    """
+    known: Any = kind
+    absent = (dataclasses.MISSING, dataclasses.MISSING)
+    needed = [f.name for f in dataclasses.fields(known) if (f.default, f.default_factory) == absent]
+    return kind(**typed_fields(fields, typing.get_type_hints(kind), needed))
+
+
+def typed_fields(fields: Any, types: dict[str, Any], needed: Collection[str]) -> dict[str, Any]:
+    """The fields of a JSON object, each of its type. ValueError as `from_fields`."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{_short.repr(fields)} is no object")
+    if missing := [name for name in needed if name not in fields]:
+        raise ValueError(f"{missing[0]} is missing")
+    if unknown := [name for name in fields if name not in types]:
+        raise ValueError(f"{_short.repr(unknown[0])} is no field")
+    return {name: typed(value, types[name], name) for name, value in fields.items()}
+
+
+def typed(value: Any, wanted: Any, name: str) -> Any:
+    """`value` as the type `wanted`: bool, int, float, str, StrEnum, X | None, or a tuple or dict of
+    these. ValueError that names the field.
+    """
+    kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if kind is UnionType:
+        (other,) = (each for each in inner if each is not NoneType)
+        return None if value is None else typed(value, other, name)
+    if kind is tuple and isinstance(value, list):
+        kinds = [inner[0]] * len(value) if inner[-1] is ... else inner
+        if len(kinds) == len(value):
+            pairs = enumerate(zip(value, kinds, strict=True))
+            return tuple(typed(item, each, f"{name}[{i}]") for i, (item, each) in pairs)
+    elif kind is dict and isinstance(value, dict):
+        return {key: typed(item, inner[1], f"{name}.{key}") for key, item in value.items()}
+    elif kind is None and issubclass(wanted, enum.Enum):
+        if value in list(wanted):
+            return wanted(value)
+    elif type(value) is int:
+        if wanted in (int, float) and abs(value) <= LARGEST:
+            return wanted(value)
+    elif type(value) is wanted:
+        return value
+    expected = wanted if kind or wanted is enum.Enum else wanted.__name__
+    raise ValueError(f"{name} is {_short.repr(value)}, not {expected}")
+
+
+def _check_numbers(values: Collection[Any]) -> None:
+    for value in values:
+        if isinstance(value, dict | list):
+            _check_numbers(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"the whole number {_short.repr(value)} is larger than {LARGEST}")
