@@ -1,29 +1,35 @@
 """``hpctrain compare RUN_A RUN_B``: equal bit by bit or not, where, and since which step.
 
-Reads the two folders only: no MPI. Exit code 0 = equal, 1 = different.
+Reads the two folders only: no MPI. Compared are the networks, the newest checkpoints (weights,
+what the optimizer remembers) where both have some, and the records with the digests at their ends.
+Exit code 0 = equal, 1 = different.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from torch import Tensor
 
 from hpctrain.config import CompareConfig
+from hpctrain.configfile import load_toml
 from hpctrain.errors import UsageError
 from hpctrain.models import read_model
-from hpctrain.report.differences import Difference, compare_tensors, first_difference
+from hpctrain.report.differences import compare_tensors, first_difference, values
 from hpctrain.report.figures import check_name
 from hpctrain.report.folders import find_run
 from hpctrain.report.plot_differences import plot_differences
 from hpctrain.report.record import read_records
 from hpctrain.report.tables import print_differences
+from hpctrain.strictjson import parse_json
+from hpctrain.training.checkpoint import newest
 from hpctrain.training.saved import FILE
-from hpctrain.typed import parse_toml
 
-Tensors = dict[str, np.ndarray]
+Tensors = dict[str, Tensor]
 OF_THE_RUN_ALONE = ("run", "runs_dir", "progress", "tensorboard")  # settings that change no number
+RESOLVED = {"lr": "learning_rate"}  # settings that have another name in the plan
 
 
 def main(settings: CompareConfig) -> int:
@@ -33,64 +39,120 @@ def main(settings: CompareConfig) -> int:
     if settings.plot:
         check_name(Path(settings.plot), "--plot")
     folders = [find_run(run, settings.runs_dir) for run in (settings.first, settings.second)]
-    a, b = (_tensors(folder) for folder in folders)
-    problems = _structure(a, b)
+    a, b = (read_model(folder / FILE)[0] for folder in folders)
+    if settings.plot:
+        name = _chosen(settings, a, b)
+        _plot(settings, name, a[name], b[name])
+    checkpoints, problems = _add_checkpoints(folders, a, b)
+    problems += _structure(a, b)
     differences = [
         compare_tensors(name, a[name], b[name])
-        for name in sorted(a)
+        for name in a
         if name in b and not _unlike(a[name], b[name])
     ]
     records = first_difference(*(read_records(folder) for folder in folders))
-    print_differences(differences, problems, records, _settings(folders))
-    if settings.plot:
-        _plot(settings, a, b)
+    print_differences(differences, problems, records, [*checkpoints, *_settings(folders)])
     equal = not problems and not records and not any(d.differing for d in differences)
     print("equal" if equal else "different")
     return 0 if equal else 1
 
 
-def _tensors(folder: Path) -> Tensors:
-    tensors, _ = read_model(folder / FILE)
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
+def _add_checkpoints(folders: list[Path], a: Tensors, b: Tensors) -> tuple[list[str], list[str]]:
+    """Add the tensors of the newest checkpoints, where both runs have one, of the same step; lines
+    to print, and what makes the runs different.
+    """
+    found = [newest(folder, sys.maxsize) for folder in folders]
+    damage = [line for _, damaged in found for line in damaged]
+    (one, _), (other, _) = found
+    if one is None or other is None:
+        which = "both runs have" if one is other else f"the {'second' if one else 'first'} run has"
+        return [f"checkpoints: not compared, {which} none"], damage
+    if one.step != other.step:
+        return [], [f"the newest checkpoints are of steps {one.step} and {other.step}", *damage]
+    for tensors, checkpoint in ((a, one), (b, other)):
+        read = checkpoint.tensors()
+        tensors |= {f"checkpoint {name}": read[name] for name in sorted(read)}
+    return [f"checkpoints: of step {one.step}"], damage
 
 
-def _unlike(a: np.ndarray, b: np.ndarray) -> bool:
+def _unlike(a: Tensor, b: Tensor) -> bool:
     return a.shape != b.shape or a.dtype != b.dtype
 
 
 def _structure(a: Tensors, b: Tensors) -> list[str]:
     """Tensors that cannot be compared: of one side alone, or of another shape or type."""
-    alone = [f"{name} is in the first run alone" for name in sorted(a) if name not in b]
-    alone += [f"{name} is in the second run alone" for name in sorted(b) if name not in a]
+    alone = [f"{name} is in the first run alone" for name in a if name not in b]
+    alone += [f"{name} is in the second run alone" for name in b if name not in a]
     return alone + [
-        f"{name} is {a[name].shape} {a[name].dtype} and {b[name].shape} {b[name].dtype}"
+        f"{name} is {_kind(a[name])} and {_kind(b[name])}"
         for name in a
         if name in b and _unlike(a[name], b[name])
     ]
 
 
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def _settings(folders: list[Path]) -> list[str]:
-    """The settings that differ: "seed 0 and 1"."""
+    """The settings that differ, those that were not set as the plan resolved them; and what else
+    differs in the plans.
+    """
     try:
-        one, other = (parse_toml((folder / "config.toml").read_text()) for folder in folders)
+        configs = [load_toml(str(folder / "config.toml")) for folder in folders]
+    except UsageError as error:
+        return [f"settings: {error}"]
+    plans = [_plan(folder) for folder in folders]
+    names = [name for name in {**configs[0], **configs[1]} if name not in OF_THE_RUN_ALONE]
+    set_or_planned = {
+        name: [
+            config.get(name, plan.get(RESOLVED.get(name, name), "not set"))
+            for config, plan in zip(configs, plans, strict=True)
+        ]
+        for name in names
+    }
+    known = {RESOLVED.get(name, name) for name in set_or_planned}
+    planned = {
+        name: [plan.get(name, "not there") for plan in plans]
+        for name in {**plans[0], **plans[1]}
+        if name not in known
+    }
+    shown = {"settings that differ": set_or_planned, "plans differ": planned}
+    lines = {
+        what: [f"{n} {_short(x)} and {_short(y)}" for n, (x, y) in pairs.items() if x != y]
+        for what, pairs in shown.items()
+    }
+    return [f"{what}: {'; '.join(found)}" for what, found in lines.items() if found]
+
+
+def _plan(folder: Path) -> dict[str, Any]:
+    """What the settings came to; nothing where that cannot be read."""
+    try:
+        plan = parse_json((folder / "plan.json").read_bytes())
     except (OSError, ValueError):
-        return []
-    names = [name for name in {**one, **other} if name not in OF_THE_RUN_ALONE]
-    shown: dict[str, tuple[Any, Any]] = {n: (one.get(n), other.get(n)) for n in names}
-    return [f"{name} {x} and {y}" for name, (x, y) in shown.items() if x != y]
+        return {}
+    return plan if isinstance(plan, dict) else {}
 
 
-def _plot(settings: CompareConfig, a: Tensors, b: Tensors) -> None:
-    """The bar plot of one tensor, by default the weights of the first convolution."""
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:36]} ..."
+
+
+def _chosen(settings: CompareConfig, a: Tensors, b: Tensors) -> str:
+    """The tensor to draw: by default the weights of the model's first convolution. UsageError."""
     convolutions = [name for name, tensor in a.items() if tensor.ndim == 4]
-    name = settings.tensor or next(iter(convolutions), next(iter(a)))
+    name = settings.tensor or next(iter(convolutions), next(iter(a), ""))
     if name not in a or name not in b or _unlike(a[name], b[name]):
         raise UsageError(f"--tensor {name}: no tensor of that name and one shape in both runs")
-    found: Difference = compare_tensors(name, a[name], b[name])
+    return name
+
+
+def _plot(settings: CompareConfig, name: str, a: Tensor, b: Tensor) -> None:
+    """The bar plot of one tensor; of complex numbers the distances."""
+    found = compare_tensors(name, a, b)
     title = f"{settings.first} - {settings.second}: {found.differing:,} of {found.values:,} differ"
-    if not found.differing:
-        print(f"{name} is equal in both runs: there is nothing to draw")
-        return
-    apart = (a[name].astype(np.float64) - b[name].astype(np.float64)).reshape(-1)
-    plot_differences(Path(settings.plot or ""), name, apart, title)
+    apart = values(a) - values(b)
+    apart = apart.abs() if apart.is_complex() else apart
+    plot_differences(Path(settings.plot or ""), name, apart.nan_to_num().numpy(), title)
     print(f"{settings.plot}: differences of {name}")

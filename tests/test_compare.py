@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
+from hpctrain import compare
 from hpctrain.cli import main
-from hpctrain.models import save_model
+from hpctrain.config import Interval
+from hpctrain.models import read_model, save_model
 from hpctrain.report.differences import compare_tensors, first_difference
 from hpctrain.report.plot_differences import largest_of_neighbours
+from hpctrain.training.checkpoint import Writer, make_ready
+from tests.launch import run_cli
 
 F32 = np.float32
 
@@ -38,27 +43,66 @@ def after(value, steps=1):
     ],
 )
 def test_units_in_the_last_place(a, b, ulps):
-    found = compare_tensors("w", np.array([a, 7], F32), np.array([b, 7], F32))
+    found = compare_tensors("w", torch.tensor([a, 7.0]), torch.tensor([b, 7.0]))
     assert (found.values, found.differing, found.ulps) == (2, 1, ulps)
 
 
 def test_float64_and_whole_numbers():
-    a = np.array([1.0, -1.0])
-    found = compare_tensors("w", a, np.array([np.nextafter(1.0, 2), np.nextafter(1.0, 2)]))
+    a, b = torch.tensor([1.0, -1.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    found = compare_tensors("w", a, b.nextafter(torch.tensor(2.0)))
     assert found.ulps > 2**62
-    whole = compare_tensors("n", np.array([3, 4]), np.array([3, 14]))
+    whole = compare_tensors("n", torch.tensor([3, 4]), torch.tensor([3, 14]))
     assert (whole.differing, whole.largest, whole.ulps) == (1, 10.0, None)
 
 
+FLOATS = [
+    *(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
+    *(torch.float8_e5m2, torch.float8_e5m2fnuz),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_floats_that_numpy_does_not_know(dtype):
+    a = torch.tensor([1.0, -0.5, 2.0, 0.0]).to(dtype)
+    b = a.clone()
+    b.view({1: torch.int8, 2: torch.int16}[dtype.itemsize])[1] += 3
+    found = compare_tensors("w", a.reshape(2, 2), b.reshape(2, 2))
+    apart = abs(float(a[1]) - float(b[1]))
+    assert (found.values, found.differing, found.ulps, found.largest) == (4, 1, 3, apart)
+    assert apart > 0 and compare_tensors("w", a, a.clone()).differing == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_complex_numbers_differ_in_either_part(dtype):
+    a = torch.view_as_complex(torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float64)).to(dtype)
+    b = torch.view_as_complex(torch.tensor([[1.0, 2], [6, 0]], dtype=torch.float64)).to(dtype)
+    found = compare_tensors("w", a, b)
+    assert (found.values, found.differing, found.largest) == (2, 1, 5.0)
+    assert compare_tensors("w", a, a.clone()).differing == 0
+
+
+def test_bytes_booleans_and_numbers_of_four_and_of_eight_bits_without_sign():
+    for dtype in (torch.uint8, torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.bool):
+        a, b = (torch.tensor(v, dtype=torch.uint8).view(dtype) for v in ([0, 1, 1], [0, 1, 0]))
+        found = compare_tensors("w", a, b)
+        assert (found.values, found.differing, found.ulps) == (3, 1, None)
+
+
 def test_largest_and_relative_difference():
-    found = compare_tensors("w", np.array([1, 100, 0.5], F32), np.array([1, 101, 0.25], F32))
+    a, b = torch.tensor([1, 100, 0.5]), torch.tensor([1, 101, 0.25])
+    found = compare_tensors("w", a, b)
     assert (found.differing, found.largest, found.relative) == (2, 1.0, 0.5)
-    nan = np.array([np.nan, 1], F32)
-    assert compare_tensors("w", nan, nan.copy()).differing == 0
+    nan = torch.tensor([np.nan, 1])
+    assert compare_tensors("w", nan, nan.clone()).differing == 0
 
 
 def step(number, loss=1.0, **more):
     return {"kind": "step", "step": number, "loss": loss, "accuracy": 0.5, "seconds": 3, **more}
+
+
+def end(digest):
+    return {"kind": "end", "status": "done" if digest else "left", "steps": 1, "digest": digest}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +117,9 @@ def step(number, loss=1.0, **more):
             (1, "digest: digest ab and ac"),
         ),
         ([step(1)], [{"kind": "evaluation", "step": 0, "loss": 1}], (0, "one has step 1, the ")),
+        ([step(1), end("ab")], [step(1), end("ac")], (1, "end: digest ab and ac")),
+        ([step(1), end("x"), end("ab")], [step(1), end(None), end("ab")], None),
+        ([step(1), end("ab")], [step(1), end(None)], None),
     ],
 )
 def test_the_first_step_at_which_records_differ(a, b, expected):
@@ -85,7 +132,7 @@ def runs(tmp_path, monkeypatch):
     """A function that writes a run's folder."""
     monkeypatch.chdir(tmp_path)
 
-    def write(name, seed=0, shift=0.0, losses=(1.0, 2.0), shape=(4, 3, 3, 3)):
+    def write(name, seed=0, shift=0.0, losses=(1.0, 2.0), shape=(4, 3, 3, 3), memory=None, rate=1):
         torch.manual_seed(3)
         model = torch.nn.Conv2d(shape[1], shape[0], shape[2])
         model.weight.data[0, 0, 0, 0] += shift
@@ -95,6 +142,11 @@ def runs(tmp_path, monkeypatch):
         (folder / "config.toml").write_text(f'seed = {seed}\nrun = "{name}"\n')
         lines = [json.dumps({**step(n + 1, loss), "time": "x"}) for n, loss in enumerate(losses)]
         (folder / "progress.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "plan.json").write_text(json.dumps({"learning_rate": rate, "seed": seed}))
+        if memory is not None:
+            make_ready(folder, 0)
+            with Writer(folder, Interval(), 2) as writer:
+                writer.save(*memory, {})
         return name
 
     return write
@@ -105,6 +157,7 @@ def test_equal_runs(runs, capsys):
     assert capsys.readouterr().out.splitlines() == [
         "tensors: 2 equal, 0 different",
         "records: equal",
+        "checkpoints: not compared, both runs have none",
         "equal",
     ]
 
@@ -123,15 +176,68 @@ def test_runs_that_differ(runs, capsys, tmp_path):
     assert (picture == (0, 114, 178)).all(1).sum() > 20, "no bar is drawn"
 
 
-def test_no_figure_of_what_is_equal_nor_without_matplotlib(runs, capsys, monkeypatch):
+def test_equal_runs_are_drawn_as_zeros_but_not_without_matplotlib(runs, capsys, monkeypatch):
     a, b = runs("a"), runs("b")
+    drawn = []
+    monkeypatch.setattr(compare, "plot_differences", lambda *given: drawn.append(given[1:]))
     assert main(["compare", a, b, "--plot", "apart.png"]) == 0
-    assert "weight is equal in both runs: there is nothing to draw" in capsys.readouterr().out
-    assert not Path("apart.png").exists()
+    ((name, differences, title),) = drawn
+    assert (name, differences.tolist()) == ("weight", [0.0] * 108)
+    assert title == "a - b: 0 of 108 differ"
+    capsys.readouterr()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["compare", a, b, "--plot", "apart.png"]) == 2
     printed = capsys.readouterr()
     assert "plots need matplotlib" in printed.err and not printed.out
+
+
+def test_runs_whose_optimizers_alone_differ_are_different(runs, capsys):
+    same, other = torch.arange(5.0), torch.arange(5.0)
+    other[3] += 1
+    runs("a", memory=(2, {"weights": same, "optimizer.exp_avg": same}))
+    runs("b", memory=(2, {"weights": same, "optimizer.exp_avg": other}))
+    runs("c", memory=(2, {"weights": same, "optimizer.exp_avg": same.clone()}))
+    runs("d", memory=(3, {"weights": same, "optimizer.exp_avg": same}))
+    runs("e")
+    assert main(["compare", "a", "b"]) == 1
+    printed = capsys.readouterr().out
+    assert "tensors: 3 equal, 1 different\nrecords: equal\ncheckpoints: of step 2" in printed
+    assert "checkpoint optimizer.exp_avg" in printed
+    assert main(["compare", "a", "c"]) == 0
+    assert main(["compare", "a", "d"]) == 1
+    assert "the newest checkpoints are of steps 2 and 3" in capsys.readouterr().out
+    assert main(["compare", "a", "e"]) == 0
+    assert "checkpoints: not compared, the second run has none" in capsys.readouterr().out
+
+
+def test_settings_that_were_not_set_are_shown_as_resolved(runs, capsys):
+    runs("a", rate=0.1)
+    runs("b", rate=0.2)
+    config = Path("runs/b/config.toml")
+    config.write_text(config.read_text() + "lr = 0.2\nkeep = 3\n")
+    assert main(["compare", "a", "b"]) == 0
+    printed = capsys.readouterr().out
+    assert "settings that differ: lr 0.1 and 0.2; keep not set and 3\n" in printed
+    assert "None" not in printed and "plans differ" not in printed
+    config.write_text('run = "b"\nseed = 0\n')
+    assert main(["compare", "a", "b"]) == 0
+    assert "plans differ: learning_rate 0.1 and 0.2\n" in capsys.readouterr().out
+
+
+def test_the_first_convolution_is_that_of_the_model_in_every_process(tmp_path):
+    """Its name is the last in the alphabet, and the library's order changes with the process."""
+    layers = {f"z{n}": torch.nn.Conv2d(3, 3, 3) for n in range(7, 0, -1)}
+    model = torch.nn.Sequential(OrderedDict({"norm": torch.nn.BatchNorm2d(3), **layers}))
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        save_model(tmp_path / "runs" / name / "model.safetensors", model, {"model": "x"})
+        (tmp_path / "runs" / name / "config.toml").touch()
+        (tmp_path / "runs" / name / "progress.jsonl").touch()
+    tensors, metadata = read_model(tmp_path / "runs/a/model.safetensors")
+    assert list(tensors) == list(model.state_dict()) and metadata == {"model": "x"}
+    printed = [run_cli(["compare", "a", "b", "--plot", "x.svg"], cwd=tmp_path) for _ in range(2)]
+    first = [done.stdout.splitlines()[0] for done in printed]
+    assert first == ["x.svg: differences of z7.weight"] * 2
 
 
 def test_of_many_values_the_largest_of_neighbours_are_shown():

@@ -24,6 +24,7 @@ from hpctrain.files import whole_file
 from hpctrain.strictjson import parse_json
 
 ENTRY = "hpctrain"
+ORDER = "tensors"  # in the entry: their names in the order of the model
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -45,7 +46,7 @@ def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any]) 
 
 def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write what `snapshot` gave, and `metadata`, as `save_model` does."""
-    entry = json.dumps(dict(metadata), sort_keys=True)
+    entry = json.dumps({**metadata, ORDER: list(tensors)}, sort_keys=True)
     content = safetensors.torch.save(tensors, {ENTRY: entry})
     try:
         with whole_file(Path(path)) as temporary:
@@ -60,7 +61,8 @@ def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping
 def read_model(
     path: str | Path, required: tuple[str, ...] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the metadata of a file; the metadata of another program's file is empty.
+    """The tensors in the order of the model, where the file tells it, else by their names; and the
+    metadata, of another program's file empty.
 
     UsageError if it is missing, cut short, no safetensors file, or lacks a `required` key.
     """
@@ -84,7 +86,14 @@ def read_model(
             f"{path} holds weights but not the {', '.join(absent)} they belong to: it was not"
             " written at the end of a run"
         )
-    return tensors, metadata
+    return _in_order(tensors, metadata.pop(ORDER, None)), metadata
+
+
+def _in_order(tensors: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
+    """The library gives them in an order that changes from process to process."""
+    known = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    wanted = names if known and sorted(names) == sorted(tensors) else sorted(tensors)
+    return {name: tensors[name] for name in wanted}
 
 
 def load_weights(

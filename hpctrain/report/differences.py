@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 # What two equal runs record alike; seconds, speed and time of day differ in any case.
 FIGURES = {
@@ -15,6 +17,10 @@ FIGURES = {
     "evaluation": ("split", "loss", "noisy", "accuracy", "rows"),
     "digest": ("digest",),
 }
+
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+UNSIGNED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)  # no number with a sign bit of its own
 
 
 @dataclass(frozen=True)
@@ -29,22 +35,41 @@ class Difference:
     ulps: int | None  # largest distance in units in the last place; None for other than floats
 
 
-def compare_tensors(name: str, a: np.ndarray, b: np.ndarray) -> Difference:
-    """Compare two arrays of one shape and type; NaN equals NaN of the same bits."""
-    a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-    bits = f"i{a.dtype.itemsize}"
-    differ = a.view(bits) != b.view(bits)
+def compare_tensors(name: str, a: Tensor, b: Tensor) -> Difference:
+    """Compare two tensors of one shape and dtype; NaN equals NaN of the same bits."""
+    x, y = _bits(a), _bits(b)
+    differ = (x != y).any(1)
     if not differ.any():
-        return Difference(name, a.size, 0, 0.0, 0.0, 0)
-    a, b = a[differ], b[differ]
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(all="ignore"):
-        distance = np.abs(x - y)
-        relative = distance / np.maximum(np.abs(x), np.abs(y))
-    ulps = int(np.abs(_ordered(a) - _ordered(b)).max()) if a.dtype.kind == "f" else None
-    return Difference(
-        name, differ.size, a.size, float(distance.max()), float(np.nan_to_num(relative).max()), ulps
-    )
+        return Difference(name, len(differ), 0, 0.0, 0.0, 0)
+    x, y, one, other = x[differ], y[differ], values(a)[differ], values(b)[differ]
+    distance = (one - other).abs()
+    relative = (distance / torch.maximum(one.abs(), other.abs())).nan_to_num()
+    ulps = None
+    if (a.is_floating_point() or a.is_complex()) and a.dtype not in UNSIGNED:
+        ulps = int(np.abs(_ordered(x.numpy()) - _ordered(y.numpy())).max())
+    largest = float(distance.max()), float(relative.max())
+    return Difference(name, len(differ), len(one), *largest, ulps)
+
+
+def values(tensor: Tensor) -> Tensor:
+    """The values of a tensor of any dtype and shape: (n,) float64, or complex128."""
+    tensor = _flat(tensor)
+    if not tensor.is_complex():
+        return tensor.to(torch.float64)
+    return torch.view_as_complex(torch.view_as_real(tensor).to(torch.float64))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """(n,); of numbers of 4 bits, with which torch does not compute, their bytes."""
+    tensor = tensor.contiguous().reshape(-1)
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bits of each value as whole numbers, (n, 1), of complex ones (n, 2)."""
+    tensor = _flat(tensor)
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor[:, None]
+    return parts.view(WORDS[parts.itemsize])
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:
@@ -64,8 +89,10 @@ def first_difference(
 ) -> tuple[int, str] | None:
     """The first step at which two records differ, and in what; None where they do not.
 
-    Looks at the figures that equal runs share: losses, accuracies, learning rates, digests.
+    Looks at the figures that equal runs share: losses, accuracies, learning rates, digests, and
+    last the digest with which both ended.
     """
+    a, b = list(a), list(b)
     one, other = map(list, (_figures(a), _figures(b)))
     for left, right in itertools.zip_longest(one, other):
         if left == right:
@@ -76,7 +103,20 @@ def first_difference(
         names = FIGURES[left[1]]
         number = next(i for i, (x, y) in enumerate(zip(left[2], right[2], strict=True)) if x != y)
         return left[0], f"{left[1]}: {names[number]} {left[2][number]} and {right[2][number]}"
+    (step, left_end), (_, right_end) = _end(a), _end(b)
+    if left_end and right_end and left_end != right_end:
+        return step, f"end: digest {left_end} and {right_end}"
     return None
+
+
+def _end(records: Iterable[Mapping[str, Any]]) -> tuple[int, Any]:
+    """The steps and the digest of the last end that has one: launches that left have none."""
+    ends = [(r.get("steps") or 0, r["digest"]) for r in records if _has_digest(r)]
+    return ends[-1] if ends else (0, None)
+
+
+def _has_digest(record: Mapping[str, Any]) -> bool:
+    return record["kind"] == "end" and record.get("digest") is not None
 
 
 Figure = tuple[int, str, tuple[Any, ...]]  # step, kind of record, values

@@ -75,9 +75,9 @@ def print_differences(
     differences: Sequence[Difference],
     problems: Sequence[str],
     records: tuple[int, str] | None,
-    settings: Sequence[str],
+    notes: Sequence[str],
 ) -> None:
-    """Print how two runs differ: tensors that do, then their records and settings."""
+    """Print how two runs differ: tensors that do, then their records, then these lines."""
     console = _console()
     apart = [d for d in differences if d.differing]
     if apart:
@@ -92,8 +92,8 @@ def print_differences(
     console.print(
         f"records: {f'differ at step {records[0]}, {records[1]}' if records else 'equal'}"
     )
-    if settings:
-        console.print(f"settings that differ: {'; '.join(settings)}")
+    for line in notes:
+        console.print(line)
 
 
 def _difference_table(differences: Sequence[Difference]) -> Table:
