@@ -15,7 +15,7 @@ import typing
 from typing import Any, NoReturn
 
 from hpctrain import __version__, config
-from hpctrain.configfile import read_settings, take_files
+from hpctrain.configfile import read_settings, require_typed, take_files
 from hpctrain.errors import Failure, UsageError, did_you_mean
 from hpctrain.launcher import launched_rank
 
@@ -116,6 +116,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
             parser.parse_args(own)
         except UsageError as error:
             raise UsageError(f"{file}: {error}") from error
+        require_typed(file, own, rest)
         flags += own
         words |= positional
     parsed = vars(parser.parse_args(flags + rest))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError, did_you_mean
@@ -36,6 +39,21 @@ def read_settings(path: str, settings: type) -> tuple[list[str], dict[str, Any]]
     Raises UsageError, which names the file, for what is no TOML or no setting.
     """
     return as_flags(load_toml(path, "--config "), settings, path)
+
+
+def require_typed(path: str, flags: Sequence[str], words: Sequence[str]) -> None:
+    """UsageError where a file in the folder of a run or a sweep, which others may have made, names
+    a network to import that `words`, the rest of the command line, do not.
+    """
+    named = [flag for flag in flags if flag.startswith("--model=") and ":" in flag]
+    typed = any(word.partition("=")[0] == "--model" for word in words)
+    of_a_run = any(Path(path).with_name(name).is_file() for name in ("plan.json", "sweep.toml"))
+    if named and of_a_run and not typed:
+        model = named[-1].partition("=")[2]
+        raise UsageError(
+            f"{path} lies in the folder of a run and names the network {model!r}, and no module is"
+            f" imported because a file says so: if you trust it, add --model {shlex.quote(model)}"
+        )
 
 
 def as_flags(given: dict[str, Any], settings: type, path: str) -> tuple[list[str], dict[str, Any]]:

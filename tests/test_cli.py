@@ -22,7 +22,7 @@ def test_bare_arguments_are_train_and_defaults_are_the_dataclass():
 
 def test_positionals_and_tuples():
     name, settings = cli.parse(["predict", "run", "a.png", "b.png", "--output", "-"])
-    assert (name, settings.model, settings.output) == ("predict", "run", "-")
+    assert (name, settings.run, settings.output) == ("predict", "run", "-")
     assert tuple(settings.images) == ("a.png", "b.png")
 
 
@@ -193,11 +193,26 @@ def test_flags_win_over_the_file_wherever_they_stand(tmp_path, order):
 
 def test_words_without_flags_stand_in_files_too(tmp_path):
     path = tmp_path / "a.toml"
-    path.write_text('model = "run"\nimages = ["a.png", "b.png"]\n')
+    path.write_text('run = "run"\nimages = ["a.png", "b.png"]\n')
     _, settings = cli.parse(["predict", "--config", str(path)])
-    assert (settings.model, settings.images) == ("run", ("a.png", "b.png"))
+    assert (settings.run, settings.images) == ("run", ("a.png", "b.png"))
     _, settings = cli.parse(["predict", "other", "--config", str(path)])
-    assert settings.model == "other"
+    assert settings.run == "other"
+
+
+@pytest.mark.parametrize("mark", ["plan.json", "sweep.toml"])
+def test_a_network_that_the_file_of_a_run_names_must_be_typed(tmp_path, mark):
+    path = tmp_path / "config.toml"
+    path.write_text('model = "payload:net"\n')
+    words = ["--config", str(path)]
+    assert cli.parse(words)[1].model == "payload:net"  # a file of the user's own
+    (tmp_path / mark).touch()
+    with pytest.raises(cli.UsageError, match="if you trust it, add --model payload:net$"):
+        cli.parse(words)
+    for own in (["--model", "payload:net"], ["--model=payload:net"]):
+        assert cli.parse([*words, *own])[1].model == "payload:net"
+    path.write_text('model = "resnet18"\n')
+    assert cli.parse(words)[1].model == "resnet18"
 
 
 def test_the_configuration_that_a_run_leaves_can_be_read_again(tmp_path):

@@ -6,7 +6,7 @@ data: ``plan.py`` resolves that. A default of None means "decided by the plan"; 
 """
 
 from hpctrain.config.optimizer import validate_optimizer
-from hpctrain.config.option import to_toml
+from hpctrain.config.option import as_words, command_line, to_toml
 from hpctrain.config.others import (
     BenchConfig,
     CompareConfig,
@@ -39,8 +39,10 @@ __all__ = [
     "StopConfig",
     "SweepConfig",
     "WatchConfig",
+    "as_words",
     "byte_count",
     "check_ranges",
+    "command_line",
     "duration",
     "to_toml",
     "validate_optimizer",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -25,3 +27,25 @@ def to_toml(config: Any) -> str:
         else:
             lines.append(f"{field.name} = {json.dumps(value)}")
     return "\n".join(lines) + "\n"
+
+
+def as_words(settings: Any, without: Sequence[str] = ()) -> list[str]:
+    """The words of a command line that give `settings`, but for the fields named in `without`."""
+    words: list[str] = []
+    flags: list[str] = []
+    for field in dataclasses.fields(settings):
+        value, flag = getattr(settings, field.name), "--" + field.name.replace("_", "-")
+        if value == field.default or field.name in without:
+            continue
+        if field.metadata["positional"]:
+            words += value if isinstance(value, tuple) else [value]
+        elif isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            flags.append(f"{flag}={value}")
+    return words + flags
+
+
+def command_line(*words: str) -> str:
+    """What to type for hpctrain to get these words."""
+    return shlex.join(["python", "-m", "hpctrain", *words])

@@ -55,8 +55,14 @@ class PackConfig:
 class NetworkConfig:
     """Settings of everything that uses a trained network."""
 
-    model: str | None = option(
+    run: str | None = option(
         None, "a run, by name or folder, or a .safetensors file", "What", positional=True
+    )
+    model: str | None = option(
+        None,
+        "the network of your own that the file names, as package.module:function: what a file"
+        " names is imported only where you name it too",
+        "What",
     )
     best: bool = option(False, "of a sweep: its best network, by validation", "What")
     data: str | None = option(None, "pack; default: the one it was trained on", "What")
@@ -104,6 +110,12 @@ class SweepConfig:
 
     file: str | None = option(
         None, "TOML file of the networks; or a sweep, by name or folder", "What", positional=True
+    )
+    model: str | None = option(
+        None,
+        "of a sweep named by its folder: the networks of your own that its file names, as"
+        " package.module:function,...",
+        "What",
     )
     name: str | None = option(
         None,

@@ -29,10 +29,12 @@ TEMPLATE = """\
 #SBATCH --output={logs}/%a.slurm.log
 sweep={folder}
 hpctrain=({program})
+models=({models})
 [ ! -e "$sweep/STOP" ] || exit 0
 settings=$(echo "$sweep"/$(printf %0{digits}d "$SLURM_ARRAY_TASK_ID")-*.toml)
 srun --mpi="${{HPCTRAIN_PMI:-pmix}}" --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\
     --kill-on-bad-exit=1 "${{hpctrain[@]}}" train --config "$settings" \\
+    ${{models[$SLURM_ARRAY_TASK_ID]:+--model "${{models[$SLURM_ARRAY_TASK_ID]}}"}} \\
     >>"${{settings%.toml}}.log" 2>&1 &
 step=$!
 trap 'kill -USR2 $step' USR2        # of --sbatch=--signal=B:USR2@120
@@ -52,7 +54,7 @@ def submit(settings: SweepConfig, folder: Path, networks: Sequence[Network]) -> 
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UsageError("--slurm: there is no sbatch on the PATH")
-    script = write_script(settings, folder, networks[0].name)
+    script = write_script(settings, folder, networks)
     numbers = ",".join(str(network.number) for network in networks)
     at_once = f"%{settings.slots}" if settings.slots else ""
     words = [sbatch, "--parsable", f"--array={numbers}{at_once}", *shlex.split(settings.sbatch)]
@@ -63,8 +65,8 @@ def submit(settings: SweepConfig, folder: Path, networks: Sequence[Network]) -> 
     return re.split(r"[;\s]", done.stdout.strip())[0]
 
 
-def write_script(settings: SweepConfig, folder: Path, name: str) -> Path:
-    """The batch script of the sweep in this folder; `name` is that of one network."""
+def write_script(settings: SweepConfig, folder: Path, networks: Sequence[Network]) -> Path:
+    """The batch script of the sweep in this folder, for these of its networks."""
     whole = folder.resolve()
     text = TEMPLATE.format(
         name=folder.name,
@@ -72,7 +74,8 @@ def write_script(settings: SweepConfig, folder: Path, name: str) -> Path:
         logs=whole,
         folder=shlex.quote(str(whole)),
         program=" ".join(map(shlex.quote, python_program())),
-        digits=len(name.partition("-")[0]),
+        models=" ".join(f"[{n.number}]={shlex.quote(n.imported)}" for n in networks if n.imported),
+        digits=len(networks[0].name.partition("-")[0]),
         requeues=MOST_REQUEUES,
     )
     path = folder / FILE

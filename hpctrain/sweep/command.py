@@ -9,7 +9,6 @@ in folder.py, how it goes on in drive.py.
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import time
 from pathlib import Path
@@ -17,8 +16,9 @@ from pathlib import Path
 from rich.table import Table
 
 from hpctrain import launch
-from hpctrain.config import SweepConfig
+from hpctrain.config import SweepConfig, as_words, command_line
 from hpctrain.errors import RunError, UsageError
+from hpctrain.report.find import SWEEP_FILE
 from hpctrain.report.results import by_accuracy
 from hpctrain.sweep.array import submit
 from hpctrain.sweep.drive import Driver, not_ended, read_rows
@@ -33,7 +33,7 @@ from hpctrain.training.lock import RunLock
 
 LOG = "sweep.log"  # of a driver in the background
 ALIVE = 1.0  # seconds that it is watched
-DRIVERS_OWN = ("file", "name", "background", "progress")  # what one in the background has
+DRIVERS_OWN = ("file", "model", "name", "background", "progress")  # what one in the background has
 PATIENCE = 60.0  # seconds to wait for others that write the results
 
 
@@ -55,6 +55,8 @@ def main(settings: SweepConfig) -> int:
     if settings.dry_run:
         preview(folder, networks, machine, show)
         return 0
+    if file == folder / SWEEP_FILE:
+        require_typed(settings, file, networks)
     left = not_ended(read_rows(folder, networks, settings.retry))
     if there and not left:
         show.line(f"{folder} has ended: {counts(_statuses(folder, networks))}")
@@ -69,7 +71,7 @@ def main(settings: SweepConfig) -> int:
             return drive(settings, folder, networks, machine, show)
     finally:
         lock.release()
-    return detach(settings, folder)
+    return detach(settings, folder, networks)
 
 
 def check_modes(settings: SweepConfig) -> None:
@@ -82,6 +84,21 @@ def check_modes(settings: SweepConfig) -> None:
         raise UsageError("--background and --slurm exclude each other: a job array has no driver")
     if settings.sbatch and not settings.slurm:
         raise UsageError("--sbatch goes with --slurm")
+
+
+def require_typed(settings: SweepConfig, file: Path, networks: Networks) -> None:
+    """UsageError where the file in a sweep's folder, which others may have made, names networks to
+    import that --model does not.
+    """
+    named, typed = networks.imported(), (settings.model or "").split(",")
+    if set(named) <= set(typed):
+        return
+    told = f"--model {settings.model}: " if settings.model else ""
+    words = "sweep", *as_words(settings, without=("model",)), "--model", ",".join(named)
+    raise UsageError(
+        f"{told}{file} names the networks {', '.join(map(repr, named))}, and no module is imported"
+        f" because a file says so: if you trust it, type {command_line(*words)}"
+    )
 
 
 def check_data(networks: Networks, prune: bool) -> None:
@@ -120,7 +137,7 @@ def drive(
     program = python_program()
 
     def command(network: Network) -> list[str]:
-        return machine.command(settings_file(folder, network), program)
+        return machine.command(settings_file(folder, network), network, program)
 
     accurate = by_accuracy([network.config.task for network in networks.all])
     pruner = Pruner(accurate) if settings.prune else None
@@ -163,9 +180,11 @@ def collect(settings: SweepConfig, folder: Path, networks: Networks, show: Show)
     return 1 if FAILED in [row.status for row in rows.values()] else 0
 
 
-def detach(settings: SweepConfig, folder: Path) -> int:
+def detach(settings: SweepConfig, folder: Path, networks: Networks) -> int:
     """Go on in a session of its own, without this terminal. RunError where it ends at once."""
-    words = [*python_program(), "sweep", str(folder), *flags_of(settings), "--progress", "plain"]
+    words = [*python_program(), "sweep", str(folder), "--progress", "plain"]
+    words += as_words(settings, without=DRIVERS_OWN)
+    words += ["--model", ",".join(networks.imported())] if networks.imported() else []
     log = folder / LOG
     with open(log, "ab") as output:
         began = log.stat().st_size
@@ -190,17 +209,6 @@ def detach(settings: SweepConfig, folder: Path) -> int:
     return 0
 
 
-def flags_of(settings: SweepConfig) -> list[str]:
-    """The flags that a driver in the background gets."""
-    flags: list[str] = []
-    for field in dataclasses.fields(SweepConfig):
-        value = getattr(settings, field.name)
-        flag = "--" + field.name.replace("_", "-")
-        if value != field.default and field.name not in DRIVERS_OWN:
-            flags.append(flag if value is True else f"{flag}={value}")
-    return flags
-
-
 def preview(folder: Path, networks: Networks, machine: Machine | None, show: Show) -> None:
     """Print what would be done."""
     table = Table(pad_edge=False)
@@ -216,7 +224,8 @@ def preview(folder: Path, networks: Networks, machine: Machine | None, show: Sho
     places = "; ".join(f"{slot.number}: {slot.place()}" for slot in machine.slots)
     where = "steps of the Slurm job" if machine.slurm else places
     show.line(f"{len(networks.all)} networks in {len(machine.slots)} slots ({where})")
-    line = machine.command(settings_file(folder, networks.all[0]), python_program())
+    first = networks.all[0]
+    line = machine.command(settings_file(folder, first), first, python_program())
     show.line("launch: " + " ".join(line))
 
 

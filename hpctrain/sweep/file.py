@@ -41,6 +41,12 @@ class Network:
     config: Config
     toml: str  # its settings, but for run and runs_dir
 
+    @property
+    def imported(self) -> str | None:
+        """The function that its model is, if it is none of hpctrain's own."""
+        model = self.config.model
+        return model if model and ":" in model else None
+
 
 @dataclass(frozen=True)
 class Networks:
@@ -48,6 +54,10 @@ class Networks:
 
     all: tuple[Network, ...]
     differing: tuple[str, ...]  # settings in which they may differ
+
+    def imported(self) -> list[str]:
+        """The functions that models are, each once."""
+        return list(dict.fromkeys(n.imported for n in self.all if n.imported))
 
     def with_names(self) -> dict[str, Network]:
         """The networks by their names."""

@@ -20,6 +20,7 @@ from hpctrain.errors import UsageError
 from hpctrain.launch import UNBOUND, mpirun
 from hpctrain.launcher import launched_size, under_mpirun
 from hpctrain.slurm import REQUESTS, tasks_by_node
+from hpctrain.sweep.file import Network
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class Machine:
     slots: tuple[Slot, ...]
     slurm: bool = False  # slots are steps of a Slurm job
 
-    def command(self, settings: Path, program: Sequence[str]) -> list[str]:
+    def command(self, settings: Path, network: Network, program: Sequence[str]) -> list[str]:
         """The launch line of a network."""
-        return [*self.launcher, *program, "train", "--config", str(settings)]
+        model = ["--model", network.imported] if network.imported else []
+        return [*self.launcher, *program, "train", "--config", str(settings), *model]
 
 
 def python_program() -> list[str]:

@@ -7,6 +7,7 @@ mean and standard deviation, the pack it was trained on, the run, the step and i
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import PRECISIONS, Config, EvaluateConfig, NetworkConfig, PredictConfig
+from hpctrain.config import (
+    PRECISIONS,
+    Config,
+    EvaluateConfig,
+    NetworkConfig,
+    PredictConfig,
+    as_words,
+    command_line,
+)
 from hpctrain.data.augment import normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks
@@ -102,18 +111,36 @@ def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
     raise UsageError(f"there is no run {target!r} in {runs_dir} and no such file")
 
 
-def restore(path: Path) -> Saved:
-    """Build the network and load its weights. Raises UsageError for a file that is not ours."""
+def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> Saved:
+    """Build the network and load its weights. Raises UsageError for a file that is not ours, and
+    where it names a network that is none of hpctrain's and `model` (of --model) does not name it
+    too; `words` are those of the command line, without --model.
+    """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
     check_metadata(path, metadata)
     height, width, channels = metadata["image_shape"]
     shape, classes = (height, width, channels), tuple(metadata["classes"])
-    model = build(metadata["model"], shape, len(classes), metadata.get("small_stem", False))
-    load_weights(model, state, path)
+    name = trusted_name(path, metadata["model"], model, words or ("evaluate", str(path)))
+    network = build(name, shape, len(classes), metadata.get("small_stem", False))
+    load_weights(network, state, path)
     scaling = None
     if metadata.get("mean"):
         scaling = (torch.tensor(metadata["mean"]), torch.tensor(metadata["std"]))
-    return Saved(path, model.eval(), shape, classes, scaling, metadata)
+    return Saved(path, network.eval(), shape, classes, scaling, metadata)
+
+
+def trusted_name(path: Path, named: str, model: str | None, words: Sequence[str]) -> str:
+    """The network to build: the one that the file names, if it is hpctrain's own or --model says
+    the same. Who wrote the file must not choose what is imported. UsageError.
+    """
+    if model is not None and model != named:
+        raise UsageError(f"--model {model}: {path} names the network {named!r}")
+    if model is None and ":" in named:
+        raise UsageError(
+            f"{path} names the network {named!r}, and no module is imported because a file says"
+            f" so: if you trust it, type {command_line(*words, '--model', named)}"
+        )
+    return named
 
 
 def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
@@ -128,7 +155,7 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
     mean, std = metadata.get("mean"), metadata.get("std")
     good = {
         "image_shape": channels > 0,
-        "model": isinstance(metadata["model"], str),
+        "model": isinstance(metadata["model"], str) and metadata["model"].isprintable(),
         "classes": isinstance(classes, list)
         and len(classes) > 0
         and all(isinstance(name, str) for name in classes),
@@ -170,13 +197,15 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
             raise agreed(UsageError(f"{flag} {value}: give 1 or more"))
     if settings.output == "":
         raise agreed(UsageError("--output '': name a file"))
-    path = from_root(comm, lambda: find_model(settings.model, settings.runs_dir, settings.best))
+    path = from_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(settings.device, local_rank))
     threads = fair_threads(comm)
     set_threads(settings.threads or threads)
     keep_memory()
-    saved = everywhere(comm, lambda: restore(path))
+    command = "predict" if isinstance(settings, PredictConfig) else "evaluate"
+    words = command, *as_words(settings, without=("model",))
+    saved = everywhere(comm, lambda: restore(path, settings.model, words))
     channels_last = saved.metadata.get("channels_last", True)
     dtype = next(saved.model.parameters()).dtype
     model = place(saved.model, device, channels_last)

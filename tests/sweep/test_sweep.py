@@ -30,6 +30,7 @@ device = "cpu"
 checkpoint_every = "5"
 """
 TWO = BASE + "[grid]\nseed = [1, 2]\n"
+OWN = ("--model", "tests.odd_models:slow")
 NAMES = ("01-seed=1", "02-seed=2")
 
 
@@ -115,7 +116,7 @@ def test_what_was_hit_ends_with_the_bits_of_undisturbed_runs(place, hit):
     assert hit["again"].count("begins in slot") == 2
     digests = []
     for number, name in enumerate(NAMES, start=1):
-        settings = ["--config", f"runs/hit/{name}.toml", "--runs-dir", "runs"]
+        settings = ["--config", f"runs/hit/{name}.toml", "--runs-dir", "runs", *OWN]
         done = run_cli(["train", *settings, "--run", f"whole{number}"], cwd=place)
         assert done.returncode == 0, done.stderr
         same = run_cli(["compare", f"whole{number}", f"hit/{name}"], cwd=place)
@@ -128,11 +129,15 @@ def test_what_was_hit_ends_with_the_bits_of_undisturbed_runs(place, hit):
 
 def test_the_best_network_classifies_and_predicts(place, hit):
     done = run_cli(["evaluate", "hit", "--best"], cwd=place)
+    assert (done.returncode, done.stdout) == (2, "")
+    line = "python -m hpctrain evaluate hit --best --model tests.odd_models:slow"
+    assert done.stderr.endswith(f"if you trust it, type {line}\n")
+    done = run_cli(line.split()[3:], cwd=place)
     assert done.returncode == 0, done.stderr
     assert "best of runs/hit: 0" in done.stderr
     assert "by validation accuracy" in done.stderr
     assert "test: 23 images" in done.stdout
-    done = run_cli(["predict", "hit", "--best", "--output", "-"], cwd=place)
+    done = run_cli(["predict", "hit", "--best", "--output", "-", *OWN], cwd=place)
     assert len(done.stdout.splitlines()) >= 24, done.stderr
     done = run_cli(["evaluate", "hit"], cwd=place)
     assert (done.returncode, done.stdout) == (2, "")
@@ -142,6 +147,14 @@ def test_the_best_network_classifies_and_predicts(place, hit):
 def test_the_same_command_repeats_nothing(place, hit):
     done = run_cli(["sweep", "two.toml", "--name", "hit"], cwd=place)
     assert (done.returncode, done.stdout) == (0, "runs/hit has ended: 2 done\n")
+    done = run_cli(["sweep", "runs/hit"], cwd=place)
+    assert (done.returncode, done.stdout) == (2, "")
+    line = f"python -m hpctrain sweep runs/hit {' '.join(OWN)}"
+    assert done.stderr.endswith(f"if you trust it, type {line}\n")
+    done = run_cli(line.split()[3:], cwd=place)
+    assert (done.returncode, done.stdout) == (0, "runs/hit has ended: 2 done\n")
+    other = run_cli(["sweep", "runs/hit", "--model", "a:b"], cwd=place)
+    assert (other.returncode, "--model a:b: " in other.stderr) == (2, True)
     (place / "other.toml").write_text(TWO.replace("[1, 2]", "[1, 3]"))
     done = run_cli(["sweep", "other.toml", "--name", "hit"], cwd=place)
     assert done.returncode == 2
@@ -164,7 +177,8 @@ def test_in_the_background_until_it_is_stopped(place):
         assert statuses(sweep) == {"01": "stopped"}
         assert "1 stopped" in (sweep / "sweep.log").read_text()
         done = run_cli(["sweep", "long.toml", "--dry-run"], cwd=place)
-        assert f"--config {sweep.relative_to(place)}/01-base.toml" in done.stdout  # it would go on
+        line = f"--config {sweep.relative_to(place)}/01-base.toml {' '.join(OWN)}"
+        assert line in done.stdout  # it would go on
     finally:
         job.end()
 

@@ -80,7 +80,7 @@ def test_a_denoising_run_from_training_to_a_picture(comm, settings, monkeypatch)
     comm.Barrier()
     for module in ("evaluate", "predict"):
         monkeypatch.setattr(f"hpctrain.training.{module}.start_mpi", lambda: comm)
-    again = EvaluateConfig(model=str(folder), output=str(folder / "e.json"), batch=64, threads=1)
+    again = EvaluateConfig(run=str(folder), output=str(folder / "e.json"), batch=64, threads=1)
     assert evaluate_main(again) == 0
     if comm.rank > 0:
         return
@@ -111,7 +111,7 @@ def test_images_are_restored_into_a_folder(comm, settings, shared_tmp, monkeypat
     monkeypatch.setattr("hpctrain.training.predict.start_mpi", lambda: comm)
     run = str(Path(settings.runs_dir) / "a")
     output = str(shared_tmp / "clean")
-    predict = PredictConfig(model=run, images=(str(noisy),), output=output, threads=1)
+    predict = PredictConfig(run=run, images=(str(noisy),), output=output, threads=1)
     assert predict_main(predict) == 0
     comm.Barrier()
     names = sorted(p.name for p in Path(output).iterdir())

@@ -229,7 +229,7 @@ def test_the_first_mistakes_in_order_of_rows_whatever_the_ranks(comm, network, k
 def test_the_command_writes_json(comm, network):
     folder, pack, _ = network
     settings = EvaluateConfig(
-        model=str(folder / "model.safetensors"), output=str(folder / "e.json"), threads=1
+        run=str(folder / "model.safetensors"), output=str(folder / "e.json"), threads=1
     )
     assert evaluate_main(settings) == 0
     comm.Barrier()
@@ -241,7 +241,7 @@ def test_the_command_writes_json(comm, network):
 def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
     folder, pack, model = network
     settings = PredictConfig(
-        model=str(folder / "model.safetensors"),
+        run=str(folder / "model.safetensors"),
         output=str(folder / "answers.csv"),
         batch=7,
         threads=1,
@@ -270,7 +270,7 @@ def test_predict_reads_image_files_and_names_one_that_cannot_be_read(comm, netwo
             Image.fromarray(noise).save(photos / f"{number}.png")
     comm.Barrier()
     settings = PredictConfig(
-        model=str(folder / "model.safetensors"),
+        run=str(folder / "model.safetensors"),
         images=(str(photos),),
         output=str(folder / "files.csv"),
         batch=2,
@@ -298,9 +298,9 @@ def test_damaged_rows_are_no_answers(comm, network):
     model = str(folder / "model.safetensors")
     found = r"row \d+ of split 'test' cannot be used \(test/images: rows 0 to 100 \(block 0\)"
     with pytest.raises(RunError, match=found):
-        evaluate_main(EvaluateConfig(model=model, batch=7, threads=1))
+        evaluate_main(EvaluateConfig(run=model, batch=7, threads=1))
     with pytest.raises(RunError, match=found):
-        predict.main(PredictConfig(model=model, output=str(folder / "p"), batch=7, threads=1))
+        predict.main(PredictConfig(run=model, output=str(folder / "p"), batch=7, threads=1))
     assert not (folder / "p").exists()
 
 
@@ -312,11 +312,11 @@ def test_a_pack_that_does_not_fit_is_refused(comm, network, what):
         shape = (28, 20, 1) if what == "shape" else (28, 28, 1)
         make_pack(other, {"train": 11, "test": 5}, shape, 7 if what == "classes" else 10)
     comm.Barrier()
-    settings = EvaluateConfig(model=str(folder / "model.safetensors"), data=str(other), threads=1)
+    settings = EvaluateConfig(run=str(folder / "model.safetensors"), data=str(other), threads=1)
     if what == "split":
         settings = dataclasses.replace(settings, split="validation")
     if what == "missing":
-        settings = dataclasses.replace(settings, model="nowhere")
+        settings = dataclasses.replace(settings, run="nowhere")
     words = {
         "shape": "20x28x1.*28x28x1",
         "classes": "7 classes.*10",

@@ -157,7 +157,7 @@ def test_a_network_knows_its_file_and_the_rows_it_was_tested_on(comm, settings, 
     config = dataclasses.replace(stored(settings, comm, case), shuffle=shuffle, split="0.7,0.3")
     loop.train(config, comm)
     folder, written = Path(settings.runs_dir), Path(settings.data).with_name("figures.json")
-    asked = {"model": "a", "runs_dir": str(folder), "threads": 1, "batch": 64}
+    asked = {"run": "a", "runs_dir": str(folder), "threads": 1, "batch": 64}
     assert evaluate.main(EvaluateConfig(output=str(written), **asked)) == 0
     answers = Path(settings.data).with_name("answers.csv")
     assert predict.main(PredictConfig(output=str(answers), **asked)) == 0

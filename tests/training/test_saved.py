@@ -17,6 +17,7 @@ from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
 from hpctrain.training.saved import find_model, open_network, open_pack_for, restore
 from hpctrain.training.setup import set_up
+from tests.launch import run_cli
 from tests.packs import make_pack
 
 
@@ -49,6 +50,7 @@ DAMAGE = [
     {"classes": 5},
     {"classes": []},
     {"model": 5},
+    {"model": "a\x1b[2J:b"},
     {"mean": [0.1, 0.2, 0.3, 0.4], "std": [1.0]},
     {"mean": [0.5], "std": None},
     {"mean": [0.5], "std": [0.0]},
@@ -69,6 +71,39 @@ def test_damaged_metadata_are_named(run, damage):
         restore(changed(run, **damage))
 
 
+PAYLOAD = """from pathlib import Path
+from hpctrain.models import build
+Path("proof").touch()
+def net(image_shape, classes):
+    return build("digits", image_shape, classes)
+"""
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
+def test_no_module_is_imported_because_a_file_says_so(run, command):
+    Path("payload.py").write_text(PAYLOAD)
+    known = read_model(run / "model.safetensors")[1]
+    changed(run, model="payload:net").replace(run / "model.safetensors")
+    words = {"evaluate": ["a", "--batch=7"], "predict": ["a", "--batch=7", "--output=answers"]}
+    done = run_cli([command, *words[command]])
+    assert (done.returncode, done.stdout) == (2, "")
+    line = f"python -m hpctrain {command} {' '.join(words[command])} --model payload:net"
+    assert done.stderr == (
+        "hpctrain: runs/a/model.safetensors names the network 'payload:net', and no module is"
+        f" imported because a file says so: if you trust it, type {line}\n"
+    )
+    assert not Path("proof").exists()
+    other = run_cli([command, *words[command], "--model", "digits"])
+    assert (other.returncode, Path("proof").exists()) == (2, False)
+    both = "--model digits: runs/a/model.safetensors names the network 'payload:net'"
+    assert other.stderr == f"hpctrain: {both}\n"
+    trusted = run_cli(line.split()[3:])
+    assert (trusted.returncode, Path("proof").exists()) == (0, True), trusted.stderr
+    assert known["model"] == "digits"
+    with pytest.raises(UsageError, match=r"--model a:b: .* names the network 'digits'"):
+        restore(changed(run, model="digits"), "a:b")
+
+
 def test_weights_that_are_not_finite_give_no_answers(run, comm):
     bad = changed(run, {"fc.bias": torch.tensor([float("nan")] * 10)})
     with pytest.raises(UsageError, match=r"fc\.bias holds values that are not finite"):
@@ -87,7 +122,7 @@ def test_first_weights_may_come_from_a_run_by_name(run, comm, capsys):
 
 
 def test_another_pack_in_the_place_of_the_one_of_training_is_noticed(run, comm):
-    settings = EvaluateConfig(model="a", threads=1)
+    settings = EvaluateConfig(run="a", threads=1)
     saved = open_network(settings, comm).saved
     assert open_pack_for(saved, settings, comm).uuid == saved.metadata["pack_uuid"]
     make_pack(Path("pack.h5"), {"train": 29, "test": 7}, seed=1)

@@ -259,9 +259,7 @@ def test_local_statistics_are_tested_as_they_are_saved(comm, settings):
     alone = comm.Split(comm.rank)
     folder = Path(settings.runs_dir) / "a"
     if comm.rank == 0:
-        again = EvaluateConfig(
-            model=str(folder), output=str(folder / "e.json"), batch=64, threads=1
-        )
+        again = EvaluateConfig(run=str(folder), output=str(folder / "e.json"), batch=64, threads=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hpctrain.training.evaluate.start_mpi", lambda: alone)
             assert evaluate_main(again) == 0
