@@ -168,6 +168,11 @@ class Arrival:
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
 
+    @property
+    def passed(self) -> bool:
+        """Whether it is done by now."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> None:
         """Let the host wait for it."""
         if self._event is not None:

@@ -24,6 +24,11 @@ class Snapshot:
         self._host.copy_(tensor, non_blocking=True)
         self._copied = queued_so_far(tensor.device)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether they are there."""
+        return self._copied.passed
+
     def numbers(self) -> Any:
         """A number of Python, or a list of them; waits until they are there."""
         self._copied.wait()

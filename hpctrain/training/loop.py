@@ -7,6 +7,7 @@ import time
 from hpctrain.training.progress import Run
 from hpctrain.training.resume import gather
 from hpctrain.training.setup import carry
+from hpctrain.training.step import Trainer
 from hpctrain.training.steps import Steps
 from hpctrain.training.validate import validate, validation_due
 
@@ -62,6 +63,8 @@ def end_epoch(run: Run) -> None:
     state.epoch += 1
     if missing := run.job.plan.partition.rows - round(rows):
         run.recorder.note(f"epoch {state.epoch}: {missing:,} rows could not be used")
+    if state.epoch == 1 and (unused := run.job.trainer.unused.names()):
+        run.recorder.note(unused_note(unused, run.job.trainer))
     state.sums = (0.0, 0.0, 0.0, 0.0)
     state.figures.update(loss=loss / rows, accuracy=accuracy)
     run.recorder.epoch(state.epoch, loss / rows, accuracy, rows / seconds, seconds)
@@ -71,6 +74,15 @@ def end_epoch(run: Run) -> None:
         save_if_due(run)
         if state.epoch < run.job.plan.epochs:
             move_shards(run)
+
+
+def unused_note(names: list[str], trainer: Trainer) -> str:
+    """What is said of parameters that no gradient reached in an epoch."""
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return (
+        f"no gradient reached {len(names)} of {len(trainer.message.layout.segments)} parameters"
+        f" ({shown}): they are left as they were, by --weight-decay too"
+    )
 
 
 def move_shards(run: Run) -> None:

@@ -189,6 +189,7 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
     weights, own = trainer.message.weights, trainer.tensors()
     places = {name: own[name] for name in own if not name.startswith("optimizer.")}
     places |= {f"model.{name}": tensor for name, tensor in untrained(trainer).items()}
+    tensors = {"used": torch.ones_like(own["used"]), **tensors}  # all were, before it was kept
     kept = {f"best.{number}": own[name] for number, name in enumerate(NETWORK)}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")

@@ -20,6 +20,7 @@ from hpctrain.parallel.plain import Reduce
 from hpctrain.training.backward import Backward
 from hpctrain.training.control import News
 from hpctrain.training.optim import clip_gradient, gate_update
+from hpctrain.training.unused import UnusedParameters
 
 
 @dataclass
@@ -36,13 +37,15 @@ class Trainer:
     skips_rows: bool = False  # a step may have fewer rows than it was planned with
     late: int = 0  # steps that are begun before the totals of one are read
     clock: Clock = field(init=False)
+    unused: UnusedParameters = field(init=False)
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.message.device)
+        self.unused = UnusedParameters(self.message, self.optimizer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that steps change, but for the model's own odd buffers: weights, what the
-        optimizer remembers, running statistics. By name, where they lie.
+        optimizer remembers, running statistics, which parameters are used. By name, where they lie.
         """
         found = {"weights": self.message.weights.data}
         memory = self.optimizer.state[self.message.weights]
@@ -50,7 +53,8 @@ class Trainer:
             if isinstance(memory[name], torch.Tensor):
                 found[f"optimizer.{name}"] = memory[name]
         norms = {name: getattr(self.norms, name) for name in ("running", "shift", "updates")}
-        return found | {f"norms.{name}": tensor for name, tensor in norms.items()}
+        found |= {f"norms.{name}": tensor for name, tensor in norms.items()}
+        return found | {"used": self.unused.used}
 
     def close(self) -> None:
         """After the last step: let the reduction's hooks and thread go."""
@@ -70,7 +74,8 @@ def train_step(
     (`Message.report`). `before_waiting` is called when this rank has done its part.
     Where bad rows were left out, the sum is scaled to the rows that there were.
     A step with a loss or gradient that is not finite leaves weights and statistics as they were;
-    so do those that follow before its totals are read.
+    so do those that follow before its totals are read. So do all steps with a parameter until one
+    gives it a gradient (`UnusedParameters`).
     """
     message, norms, clock = trainer.message, trainer.norms, trainer.clock
     clock.begin()
@@ -98,4 +103,5 @@ def train_step(
     if trainer.clip_norm is not None:
         clip_gradient(message.gradients, trainer.clip_norm)
     gate_update(trainer.optimizer, finite)
-    trainer.optimizer.step()
+    with trainer.unused.untouched(finite):
+        trainer.optimizer.step()

@@ -32,6 +32,7 @@ CASES = {
     "denoise, best": {"task": "denoise", "validate_steps": 3, "output": "best"},
     "patience": {"validate_steps": 2, "patience": 2, "lr": 0.3},
     "bf16": {"precision": "bf16", "shift": 2},
+    "unused": {"model": "tests.odd_models:branches", "weight_decay": 0.1},
 }
 
 
