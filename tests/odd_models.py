@@ -7,6 +7,7 @@ import time
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.checkpoint import checkpoint
 
 
@@ -146,6 +147,82 @@ def frozen(image_shape, classes):
     first = nn.Linear(height * width * channels, 8)
     first.requires_grad_(False)
     return nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Linear(8, classes))
+
+
+class FineTuned(nn.Module):
+    """A frozen convolution, an orthogonal layer, tied weights, and buffers of all kinds, which all
+    count: what is not as it was changes the loss.
+    """
+
+    def __init__(self, channels: int, classes: int):
+        super().__init__()
+        self.trained, self.norm = nn.Conv2d(channels, 8, 3, stride=3), nn.BatchNorm2d(8)
+        self.frozen = nn.Conv2d(8, 8, 3, padding=1).requires_grad_(False)
+        self.first = orthogonal(nn.Linear(8, 8))
+        self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.third.weight = self.second.weight
+        self.last = nn.Linear(8, classes)
+        wide = torch.rand(8, 16)
+        kinds = {
+            "complex64": torch.rand(8, dtype=torch.complex64),
+            "complex128": torch.rand(8, dtype=torch.complex128).conj(),
+            "single": torch.rand((), dtype=torch.complex128),
+            "bf16": torch.rand(8).to(torch.bfloat16),
+            "float8": torch.rand(8).to(torch.float8_e4m3fn),
+            "bool": torch.rand(8) > 0.5,
+            "scalar": torch.rand(()),
+            "negative": torch.rand(8, dtype=torch.complex64).conj().imag,
+            "empty": torch.empty(0, 3),
+            "every_other": wide[:, ::2],
+            "transposed": torch.rand(8, 8).T,
+            "expanded": torch.rand(8).expand(8, 8),
+            "kernel": torch.rand(8, 8, 3, 3).to(memory_format=torch.channels_last),
+        }
+        for name, tensor in kinds.items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("shared", wide)
+        self.register_buffer("mask", torch.full((8,), -torch.inf))
+        unsaved = torch.linspace(0.5, 1, 8, dtype=torch.complex128)
+        self.register_buffer("unsaved", unsaved, persistent=False)
+
+    def forward(self, x):
+        x = self.norm(self.frozen(self.trained(x))).relu().mean((2, 3))
+        x = self.third(self.second(self.first(x)).tanh())
+        real = self.single.real * (self.complex64 * self.complex128 * self.unsaved).real
+        x = x * real.to(x.dtype) * self.bf16 + self.float8.to(x.dtype)
+        x = x @ (self.every_other @ self.transposed * self.expanded).to(x.dtype) * self.scalar
+        x = (
+            x
+            + self.kernel.mean((0, 2, 3))
+            + self.shared.mean()
+            + self.empty.sum()
+            + self.negative.sum()
+        )
+        return self.last(torch.where(self.bool & (self.mask < 0), x, x / 2))
+
+
+def fine_tuned(image_shape, classes):
+    return FineTuned(image_shape[2], classes)
+
+
+class Lazy(nn.Module):
+    """Makes a buffer in its first forward pass and replaces it by a longer one in each other."""
+
+    def __init__(self, values: int, classes: int):
+        super().__init__()
+        self.linear = nn.Linear(values, classes)
+        self.register_buffer("passes", None)
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            before = torch.zeros(1) if self.passes is None else self.passes
+            self.passes = torch.cat((before, torch.ones(1)))
+        return self.linear(x.flatten(1))
+
+
+def lazy(image_shape, classes):
+    height, width, channels = image_shape
+    return Lazy(height * width * channels, classes)
 
 
 class Recomputed(nn.Module):

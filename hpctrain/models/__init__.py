@@ -1,6 +1,7 @@
 """The networks: plain torch modules, built by name, and their weights in safetensors files."""
 
 from hpctrain.models.build import NETWORKS, build, check_forward
+from hpctrain.models.tensors import as_bytes
 from hpctrain.models.weights import (
     load_init,
     load_weights,
@@ -12,6 +13,7 @@ from hpctrain.models.weights import (
 
 __all__ = [
     "NETWORKS",
+    "as_bytes",
     "build",
     "check_forward",
     "load_init",

@@ -25,6 +25,7 @@ from hpctrain.errors import UsageError
 from hpctrain.models.autoencoder import autoencoder
 from hpctrain.models.digits import digits
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
+from hpctrain.models.tensors import check_type
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "autoencoder": autoencoder,
@@ -112,7 +113,22 @@ def _call(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Modu
     other = [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if other:
         raise UsageError(f"--model {name}: {other[0]} is no tensor, which weight files cannot hold")
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        check_type(f"--model {name}: {key}", tensor)
+        if not is_lazy(tensor) and _overlaps_itself(tensor):  # such as expanded ones
+            tensor.data = tensor.data.clone()  # torch writes into no other
     return model
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several values may share memory."""
+    span = 1  # that the dimensions so far take
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < span:
+                return True
+            span += stride * (size - 1)
+    return False
 
 
 def _import(name: str) -> tuple[Callable[..., Any], str]:

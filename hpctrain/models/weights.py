@@ -1,14 +1,15 @@
-"""Weights in safetensors files: eight bytes of header length, a JSON header, raw values.
+"""Weights in safetensors files (tensors.py).
 
-The format runs no code when it is read (https://github.com/huggingface/safetensors). A file of
-ours holds all parameters and buffers, contiguous in torch's order, and one metadata entry
-"hpctrain": a JSON object with what the caller needs to build the model again. One entry, because
-the library writes several in an order that changes from process to process, and equal weights
-are to be equal files.
+A file of ours holds all parameters and buffers, contiguous in torch's order, and the metadata
+entries "hpctrain", a JSON object with what the caller needs to build the model again, and
+"hpctrain.sha256", the SHA-256 of the file that would be written without this entry: it covers
+names, types, shapes, values and what the metadata say. Files of other programs, and of versions
+before, have none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
+from hpctrain.models.tensors import content, restore_complex
 from hpctrain.strictjson import parse_json
 
-ENTRY = "hpctrain"
+ENTRY, SHA256 = "hpctrain", "hpctrain.sha256"
 ORDER = "tensors"  # in the entry: their names in the order of the model
 
 
@@ -31,7 +33,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters and buffers on the CPU, contiguous in torch's order."""
     # Parameters may be views of one flat vector, or lie in memory as NHWC: copy each by itself.
     return {
-        name: value.detach().to("cpu", copy=True).contiguous()
+        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, value in model.state_dict().items()
     }
 
@@ -46,16 +48,23 @@ def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any]) 
 
 def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write what `snapshot` gave, and `metadata`, as `save_model` does."""
-    entry = json.dumps({**metadata, ORDER: list(tensors)}, sort_keys=True)
-    content = safetensors.torch.save(tensors, {ENTRY: entry})
+    entries = {ENTRY: json.dumps({**metadata, ORDER: list(tensors)}, sort_keys=True)}
+    entries[SHA256] = _digest(tensors, entries)
     try:
-        with whole_file(Path(path)) as temporary:
-            temporary.write_bytes(content)
+        with whole_file(Path(path)) as temporary, temporary.open("wb") as file:
+            file.writelines(content(tensors, entries))
     except OSError as error:
-        size = f"{len(content) / 1e6:.1f} MB"
+        size = f"{sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.1f} MB"
         raise RunError(
             f"cannot write the weights {path} ({size}): {error.strerror or error}"
         ) from error
+
+
+def _digest(tensors: Mapping[str, Tensor], entries: Mapping[str, str]) -> str:
+    found = hashlib.sha256()
+    for part in content(tensors, entries):
+        found.update(part)
+    return found.hexdigest()
 
 
 def read_model(
@@ -64,22 +73,33 @@ def read_model(
     """The tensors in the order of the model, where the file tells it, else by their names; and the
     metadata, of another program's file empty.
 
-    UsageError if it is missing, cut short, no safetensors file, or lacks a `required` key.
+    UsageError if it is missing, cut short, no safetensors file, not what was written, or lacks a
+    `required` key.
     """
     try:
-        content = Path(path).read_bytes()
+        found = Path(path).read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
     try:
-        tensors = safetensors.torch.load(content)
-        header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        metadata = parse_json((header.get("__metadata__") or {}).get(ENTRY, "{}"))
+        tensors = safetensors.torch.load(found)
+        header = parse_json(found[8 : 8 + int.from_bytes(found[:8], "little")])
+        entries = header.get("__metadata__") or {}
+        tensors = restore_complex(tensors, entries)
+        metadata = parse_json(entries.get(ENTRY, "{}"))
         if not isinstance(metadata, dict):
             raise ValueError(f"its metadata {ENTRY!r} are no JSON object")
     except (SafetensorError, ValueError) as error:
         raise UsageError(
-            f"{path} is no safetensors file, or was cut short ({len(content):,} bytes): {error}"
+            f"{path} is no safetensors file, or was cut short ({len(found):,} bytes): {error}"
         ) from error
+    sha256 = entries.get(SHA256)
+    covered = {name: entries[name] for name in (ENTRY,) if name in entries}
+    if sha256 is not None and sha256 != _digest(tensors, covered):
+        raise UsageError(
+            f"{path} is not what was written: its tensors or metadata do not match their SHA-256"
+            f" {sha256[:16]}...; copy it again (one that was changed on purpose is to be saved"
+            f" without the metadata entry {SHA256!r})"
+        )
     absent = [key for key in required if key not in metadata]
     if absent:
         raise UsageError(
@@ -121,7 +141,7 @@ def load_weights(
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise UsageError(f"{source} does not fit the model: {'; '.join(wrong[:3])}{more}")
     for name, value in tensors.items():
-        if not torch.isfinite(value).all():
+        if not _finite(value) and _finite(state[name]):  # a mask may hold -inf by design
             raise UsageError(f"{source}: {name} holds values that are not finite")
     kept = {name: value for name, value in tensors.items() if name not in fresh}
     with torch.no_grad():
@@ -147,6 +167,12 @@ def _last_layer_only(
         and parameters[name].shape[1:] == tensors[name].shape[1:]
         for name in differing
     )
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether there is no NaN and no infinity; torch does not know of the numbers of one byte."""
+    small = tensor.is_floating_point() and tensor.itemsize == 1
+    return bool(torch.isfinite(tensor.float() if small else tensor).all())
 
 
 def _shape(tensor: Tensor) -> str:

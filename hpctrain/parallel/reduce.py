@@ -30,8 +30,8 @@ def allreduce(comm: Comm, array: np.ndarray) -> None:
 
 def broadcast(comm: Comm, tensor: torch.Tensor) -> None:
     """Give all ranks the values that rank 0 holds, in place. Collective."""
-    host = tensor.detach().cpu()
-    comm.Bcast([host.numpy(), MPI.BYTE])
+    host = tensor.detach().cpu().contiguous()
+    comm.Bcast([host.flatten().view(torch.uint8).numpy(), MPI.BYTE])  # NumPy lacks some types
     tensor.data.copy_(host)
 
 

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from hpctrain.config import Interval
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import sync, whole_file
+from hpctrain.models.tensors import content, restore_complex
 from hpctrain.report.jsonlines import FILE_NAME
 
 FOLDER = "checkpoints"
@@ -49,8 +49,12 @@ class Checkpoint:
     def tensors(self) -> Tensors:
         """Read the tensors, onto the CPU. UsageError."""
         try:
-            return safetensors.torch.load_file(self.path)
-        except (OSError, SafetensorError) as error:
+            with safe_open(self.path, "pt") as file:
+                # Copies: what it gives is the mapped file, which cleaning up could not free.
+                names = file.keys()
+                found = {name: file.get_tensor(name).clone() for name in names}
+                return restore_complex(found, file.metadata() or {})
+        except (OSError, SafetensorError, ValueError) as error:
             raise UsageError(f"checkpoint {self.path} cannot be read: {error}") from error
 
 
@@ -94,13 +98,15 @@ class Writer:
         if self._last == (step, state):
             return
         for name, tensor in tensors.items():
-            if name not in self._host or self._host[name].shape != tensor.shape:
-                self._host[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._host[name].copy_(tensor.detach())
-        host = {name: self._host[name] for name in tensors}
+            host = self._host.get(name)
+            if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
+                kind, pin = tensor.dtype, tensor.is_cuda
+                host = self._host[name] = torch.empty(tensor.shape, dtype=kind, pin_memory=pin)
+            host.copy_(tensor.detach())
+        copies = {name: self._host[name] for name in tensors}
         own = copy.deepcopy(dict(state))
         self._last = step, own
-        self.begin(lambda: self._write(step, own, host))
+        self.begin(lambda: self._write(step, own, copies))
         self._saved = time.monotonic()
         self.stall = max(self.stall, time.perf_counter() - began)
 
@@ -137,14 +143,17 @@ class Writer:
         while path.exists():  # saved before
             path = path.with_stem(f"{path.stem}-2")
         with whole_file(path) as temporary:
-            safetensors.torch.save_file(tensors, temporary)
-            size, sha256 = temporary.stat().st_size, _sha256(temporary)
+            size, sha256 = 0, hashlib.sha256()
+            with temporary.open("wb") as file:
+                for part in content(tensors, {}):
+                    size += file.write(part)
+                    sha256.update(part)
         sync(self._record)  # a step that is in the checkpoint is in the record too
         with whole_file(_json(self.folder, step)) as temporary:
-            known = {"file": path.name, "bytes": size, "sha256": sha256}
-            content = {"format": FORMAT, "step": step, **known, "state": state}
-            content["check"] = _check(content)
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
+            known = {"file": path.name, "bytes": size, "sha256": sha256.hexdigest()}
+            described = {"format": FORMAT, "step": step, **known, "state": state}
+            described["check"] = _check(described)
+            temporary.write_text(json.dumps(described, indent=1) + "\n")
         for old in steps(self.folder)[: -self.keep]:
             _json(self.folder, old).unlink()
         _sweep(self.folder)
@@ -251,9 +260,9 @@ def _unreadable(path: Path, error: OSError) -> RunError:
     return RunError(f"checkpoint {path} cannot be read: {error.strerror}; it may be whole")
 
 
-def _check(content: dict[str, Any]) -> str:
+def _check(described: dict[str, Any]) -> str:
     """SHA-256 of what a JSON file says."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

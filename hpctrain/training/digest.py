@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hpctrain.errors import RunError
+from hpctrain.models import as_bytes
 from hpctrain.training.step import Trainer
 
 SLOT_VALUES = 2**24 - 1  # whole numbers above zero that a float32 slot holds exactly
@@ -30,8 +31,7 @@ AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a
 def _hash(tensors: Iterable[torch.Tensor]) -> Any:
     found = hashlib.sha256()
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().flatten()
-        found.update(flat.view(torch.uint8).numpy().data)
+        found.update(as_bytes(tensor).numpy().data)
     return found
 
 

@@ -183,8 +183,8 @@ def _on_all(comm: Comm, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) -> None:
-    """Give the tensors that `gather` took to their places. ValueError where one is missing, has no
-    place or another shape.
+    """Give the tensors that `gather` took to their places, which stay as they lie in memory.
+    ValueError where one is missing, has no place or another shape.
     """
     weights, own = trainer.message.weights, trainer.tensors()
     places = {name: own[name] for name in own if not name.startswith("optimizer.")}
@@ -198,6 +198,8 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
         else:
             expected = places.get(name, kept.get(name))
         if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
+            if kind == "model" and _replace_buffer(trainer.model, rest, tensor):
+                continue
             has = f"{tuple(tensor.shape)} of {tensor.dtype}"
             raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
         if kind == "optimizer":
@@ -209,3 +211,15 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
         raise ValueError(f"it lacks the tensor {missing[0]!r}")
     state.best = best or None
     trainer.norms.restore()
+
+
+def _replace_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> bool:
+    """Give a buffer that forward makes, or replaces by one of another shape, its value; whether the
+    model has one of this name.
+    """
+    owner, _, own = name.rpartition(".")
+    module = dict(model.named_modules()).get(owner)
+    if module is None or own not in module._buffers:
+        return False
+    setattr(module, own, value.to(next(model.parameters()).device))
+    return True

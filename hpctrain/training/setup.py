@@ -24,7 +24,7 @@ from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source, as_kept, held_bytes
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
-from hpctrain.models import build, check_forward, load_init
+from hpctrain.models import as_bytes, build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.determinism import hardware_key, refusal
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
@@ -282,5 +282,5 @@ def _fixed_state(model: nn.Module) -> str:
     digest = hashlib.sha256()
     frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
     for tensor in (*model.buffers(), *frozen):
-        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(as_bytes(tensor).numpy().data)
     return digest.hexdigest()[:16]

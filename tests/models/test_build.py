@@ -136,6 +136,21 @@ def test_unknown_names_are_refused(name: str, expected: str) -> None:
             "net = lambda image_shape, classes: Net(1, 2)",
             "_extra_state is no tensor",
         ),
+        (
+            "import torch\ndef net(image_shape, classes):\n"
+            "    model = nn.Linear(3, 5)\n"
+            "    other = torch.zeros(3, dtype=torch.float8_e4m3fnuz)\n"
+            "    model.register_buffer('table', other, persistent=False)\n"
+            "    return model",
+            "net: table is torch.float8_e4m3fnuz, which weight files cannot hold",
+        ),
+        (
+            "import torch\ndef net(image_shape, classes):\n"
+            "    model = nn.Linear(3, 5)\n"
+            "    model.register_buffer('table', torch.eye(3).to_sparse())\n"
+            "    return model",
+            "net: table is stored as torch.sparse_coo, which weight files cannot hold",
+        ),
     ],
 )
 def test_faults_of_the_users_function_are_one_line(module: Write, text: str, expected: str) -> None:

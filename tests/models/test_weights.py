@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.models import build, load_init, load_weights, read_model, save_model
+from hpctrain.models import as_bytes, build, load_init, load_weights, read_model, save_model
+from tests.flips import flip_each_bit
 
 METADATA = {"model": "net", "classes": ["a", "ü"], "image_shape": [5, 5, 1], "mean": 0.25}
 
@@ -100,6 +101,80 @@ def test_files_of_other_programs_are_read_without_metadata(tmp_path: Path) -> No
         read_model(path, required=("model", "classes"))
     save_model(path, net(), METADATA)
     assert read_model(path, required=("model", "classes"))[1] == METADATA
+
+
+def test_tensors_of_all_kinds_survive_the_file(tmp_path: Path) -> None:
+    path, source = tmp_path / "m", build("tests.odd_models:fine_tuned", (28, 28, 1), 10)
+    save_model(path, source, METADATA)
+    tensors, metadata = read_model(path)
+    assert metadata == METADATA
+    assert tensors.keys() == source.state_dict().keys()
+    model = build("tests.odd_models:fine_tuned", (28, 28, 1), 10)
+    assert not same(source, model)
+    strides = {name: value.stride() for name, value in model.state_dict().items()}
+    load_weights(model, tensors, path)
+    for name, value in source.state_dict().items():
+        found = model.state_dict()[name]
+        assert torch.equal(as_bytes(found), as_bytes(value)), name
+        assert (found.dtype, found.stride()) == (value.dtype, strides[name]), name
+    others = safetensors.torch.load_file(path)
+    assert torch.equal(others["frozen.weight"], source.get_parameter("frozen.weight"))
+    assert others["complex128"].shape == (8, 2)
+
+
+def test_every_flipped_bit_is_refused_or_has_no_effect(tmp_path: Path) -> None:
+    path, model = tmp_path / "m", nn.Linear(3, 2)
+    save_model(path, model, METADATA)
+    refused = 0
+    for place in flip_each_bit(path):
+        try:
+            tensors, metadata = read_model(path)
+        except UsageError as error:
+            refused += 1
+            assert "\n" not in str(error)
+            continue
+        assert metadata == METADATA, place
+        assert tensors.keys() == model.state_dict().keys(), place
+        assert all(torch.equal(tensors[n], t) for n, t in model.state_dict().items()), place
+    assert refused > 8 * (path.stat().st_size - 30), "all but those in the digest's name"
+
+
+@pytest.mark.parametrize("change", ["value", "name", "type", "metadata"])
+def test_altered_weights_are_refused(tmp_path: Path, change: str) -> None:
+    """Also where the file is a whole one, written by another program with the same metadata."""
+    path, model = tmp_path / "m", net()
+    save_model(path, model, METADATA)
+    with safetensors.safe_open(path, "pt") as file:
+        entries = file.metadata()
+    tensors = read_model(path)[0]
+    safetensors.torch.save_file(tensors, path, entries)
+    assert read_model(path)[1] == METADATA, "its bytes are others, its content is not"
+    if change == "value":
+        tensors["4.weight"][0, 0] += 1
+    elif change == "name":
+        tensors["4.scale"] = tensors.pop("4.bias")
+    elif change == "type":
+        tensors["0.bias"] = tensors["0.bias"].view(torch.int32)
+    else:
+        entries["hpctrain"] = entries["hpctrain"].replace("0.25", "0.26")
+    safetensors.torch.save_file(tensors, path, entries)
+    with pytest.raises(UsageError, match="tensors or metadata do not match their SHA-256"):
+        read_model(path)
+    del entries["hpctrain.sha256"]  # as of earlier versions
+    safetensors.torch.save_file(tensors, path, entries)
+    assert read_model(path)[0].keys() == tensors.keys()
+
+
+def test_masks_may_hold_infinity_and_weights_may_not(tmp_path: Path) -> None:
+    model = net()
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    save_model(tmp_path / "m", model, {})
+    assert load_weights(model, read_model(tmp_path / "m")[0], "m") == []
+    model.get_parameter("4.bias").data[3] = torch.inf
+    save_model(tmp_path / "m", model, {})
+    model.get_parameter("4.bias").data[3] = 0
+    with pytest.raises(UsageError, match=r"4\.bias holds values that are not finite"):
+        load_weights(model, read_model(tmp_path / "m")[0], "m")
 
 
 @pytest.mark.parametrize("length", [0, 5, 8, 100, -1])

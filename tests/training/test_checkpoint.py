@@ -11,8 +11,11 @@ import torch
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import UMASK
+from hpctrain.models import as_bytes
 from hpctrain.training import checkpoint
 from hpctrain.training.checkpoint import Interval, Writer, make_ready, newest, steps, verify
+from tests.flips import flip_each_bit
+from tests.odd_models import fine_tuned
 
 OFTEN = Interval(steps=1)
 TENSORS = {"weights": torch.arange(101.0), "norms.updates": torch.tensor([3, 4])}
@@ -73,6 +76,22 @@ def test_what_is_written_is_read(run):
         assert tensors[name].dtype == tensor.dtype
 
 
+def test_tensors_of_all_kinds(run):
+    """Also where a buffer changes its type or shape between two checkpoints."""
+    tensors = dict(fine_tuned((28, 28, 1), 10).named_buffers())
+    with Writer(run, OFTEN, 2) as writer:
+        writer.save(1, tensors, {})
+        writer.save(2, tensors | {"scalar": torch.tensor(1j), "bool": torch.ones(3, 2) > 0}, {})
+    found = verify(run, 1).tensors()
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
+        assert torch.equal(as_bytes(found[name]), as_bytes(tensor)), name
+    found = verify(run, 2).tensors()
+    assert found["scalar"].item() == 1j
+    assert found["bool"].tolist() == [[True, True]] * 3
+
+
 def test_the_newest_few_are_kept(run):
     for step in (5, 30, 200, 1000):
         save(run, step)
@@ -113,31 +132,31 @@ def test_a_damaged_one_is_named_and_passed_over(run, how, suffix):
             verify(run, 6)
 
 
-def test_every_flipped_bit_is_found(run):
+def test_every_flipped_bit_is_refused_or_has_no_effect(run):
     save(run, 5)
+    written = verify(run, 5)
     for suffix in (".safetensors", ".json"):
-        path = run / "checkpoints" / f"00000005{suffix}"
-        content = path.read_bytes()
-        for position in range(0, len(content), 7):
-            path.write_bytes(
-                content[:position] + bytes([content[position] ^ 2]) + content[position + 1 :]
-            )
-            with pytest.raises(UsageError):
-                verify(run, 5)
-        path.write_bytes(content)
-    assert verify(run, 5).step == 5
+        without_effect = 0
+        for place in flip_each_bit(run / "checkpoints" / f"00000005{suffix}"):
+            try:
+                found = verify(run, 5)
+            except UsageError:
+                continue
+            without_effect += 1
+            assert (found, suffix) == (written, ".json"), place
+        assert without_effect < 100, "spaces and line ends of the JSON file"
+    assert verify(run, 5) == written
 
 
-@pytest.mark.parametrize("fails", ["save_file", "whole_file", "sync"])
+@pytest.mark.parametrize("fails", ["content", "whole_file", "sync"])
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypatch, fails):
     save(run, 5)
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    where = checkpoint.safetensors.torch if fails == "save_file" else checkpoint
     with monkeypatch.context() as patch, Writer(run, OFTEN, 2) as writer:
-        patch.setattr(where, fails, full)
+        patch.setattr(checkpoint, fails, full)
         writer.save(6, TENSORS, {})
         with pytest.raises(RunError, match="cannot write a checkpoint to .*: No space left"):
             writer.wait()
@@ -174,13 +193,13 @@ def test_files_reach_the_disk_before_their_names(run, monkeypatch):
 
 def test_training_may_go_on_while_a_checkpoint_is_written(run, monkeypatch):
     """What is saved is the state at the time of the call, and the call does not wait."""
-    original = checkpoint.safetensors.torch.save_file
+    original = checkpoint.content
 
     def slow(*arguments):
         time.sleep(0.5)
-        original(*arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", slow)
+    monkeypatch.setattr(checkpoint, "content", slow)
     tensor = torch.zeros(101)
     with Writer(run, OFTEN, 2) as writer:
         began = time.perf_counter()

@@ -9,17 +9,20 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from hpctrain.config import EvaluateConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.mpi import agreed
 from hpctrain.plan_check import read_plan
 from hpctrain.report.differences import first_difference
 from hpctrain.report.record import read_records
-from hpctrain.training import checkpoint, validate
+from hpctrain.training import checkpoint, evaluate, resume, validate
 from hpctrain.training import steps as inner
 from hpctrain.training import train as program
 from hpctrain.training.checkpoint import steps
 from hpctrain.training.control import Control
+from tests import odd_models
 from tests.packs import make_pack
 
 pytestmark = pytest.mark.mpi
@@ -380,6 +383,99 @@ def test_frozen_parameters_are_those_of_the_first_launch(comm, settings, leave_a
     comm.Barrier()
     assert program.train(config, comm) == 0
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_fine_tuning(comm, settings, leave_after, monkeypatch, channels_last):
+    """Frozen convolutions and buffers of all types and strides survive checkpoints, as they lie in
+    memory, and the file of weights.
+    """
+    seen = []
+
+    def restore(earlier, trainer, *others):
+        notes = resume.restore(earlier, trainer, *others)
+        named = (*trainer.model.named_parameters(), *trainer.model.named_buffers())
+        seen.append({name: (tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in named})
+        return notes
+
+    monkeypatch.setattr(program, "restore", restore)
+    model = {"model": "tests.odd_models:fine_tuned", "channels_last": channels_last}
+    config = dataclasses.replace(settings, **model)
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    leave_after(3)
+    assert program.train(config, comm) == 75
+    leave_after()
+    assert program.train(config, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    assert seen[0] == seen[1] == seen[2]
+    assert (seen[0]["frozen.weight"][1][1] == 1) is channels_last
+    folder = Path(settings.runs_dir) / "a"
+    own = {"run": "a", "model": model["model"], "runs_dir": settings.runs_dir}
+    given = EvaluateConfig(**own, output=str(folder / "again.json"))
+    assert evaluate.main(given) == 0
+    if comm.rank == 0:
+        first, again = folder / "evaluation-test.json", folder / "again.json"
+        assert json.loads(again.read_text())["loss"] == json.loads(first.read_text())["loss"]
+
+
+def lack_bias(model):
+    model[1].bias = None
+
+
+def have_more(model):
+    model.register_buffer("scale", torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lack_bias,
+            r"the model has no place for the tensor 'model.1.bias', \(8,\) of torch.float32",
+        ),
+        (
+            have_more,
+            "00000003.safetensors cannot be resumed from: it lacks the tensor 'model.scale'",
+        ),
+    ],
+)
+def test_a_model_with_another_fixed_state_is_refused(
+    comm, settings, leave_after, monkeypatch, change, message
+):
+    config = dataclasses.replace(settings, model="tests.odd_models:frozen")
+    leave_after(3)
+    assert program.train(config, comm) == 75
+    leave_after()
+    original = odd_models.frozen
+
+    def changed(image_shape, classes):
+        model = original(image_shape, classes)
+        change(model)
+        return model
+
+    monkeypatch.setattr(odd_models, "frozen", changed)
+    with pytest.raises(UsageError, match=message):
+        program.train(config, comm)
+
+
+def test_a_buffer_that_forward_makes_is_as_it_was(comm, settings, leave_after, monkeypatch):
+    passes = []
+
+    def restore(earlier, trainer, *others):
+        passes.append(trainer)
+        return resume.restore(earlier, trainer, *others)
+
+    monkeypatch.setattr(program, "restore", restore)
+    own = {"model": "tests.odd_models:lazy", "local_buffers": True, "deterministic": False}
+    config = dataclasses.replace(settings, **own)
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    leave_after(3)
+    assert program.train(config, comm) == 75
+    leave_after()
+    assert program.train(config, comm) == 0
+    whole, first, second = (len(trainer.model.passes) for trainer in passes)
+    if comm.rank == 0:  # whose buffers a checkpoint holds
+        assert first < second == whole
 
 
 def test_checkpoints_that_were_passed_over_do_not_push_out_new_ones(comm, settings, leave_after):
