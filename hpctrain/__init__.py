@@ -53,3 +53,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
     return getattr(import_module(f"hpctrain.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

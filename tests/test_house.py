@@ -5,6 +5,7 @@ import re
 import sys
 from fnmatch import fnmatch
 
+import hpctrain
 from tests.launch import ROOT, run
 
 TREES = {p.relative_to(ROOT): ast.parse(p.read_text()) for p in ROOT.glob("hpctrain/**/*.py")}
@@ -84,3 +85,11 @@ def test_importing_starts_nothing():
     code = f"import sys, hpctrain.cli, hpctrain.doctor.findings; print({heavy} & set(sys.modules))"
     done = run([sys.executable, "-c", code])
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def test_the_public_names_are_listed_without_starting_anything():
+    code = "import sys, hpctrain as h; print({*h.__all__} - {*dir(h)}, '__version__' in dir(h),"
+    code += " 'torch' in sys.modules)"
+    assert run([sys.executable, "-c", code]).stdout == "set() True False\n"
+    named = set(hpctrain.__all__)
+    assert named == set(hpctrain._HOME) == {n for n in named if getattr(hpctrain, n)}
