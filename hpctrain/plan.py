@@ -18,6 +18,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
 VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
+MOST_SHARES = 16  # that are told one by one
 SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
 
 
@@ -113,6 +114,13 @@ class Plan:
             return "tree order, deterministic"
         return "Allreduce" if self.wire == "fp32" else f"gradients in {self.wire}"
 
+    def rank_shares(self) -> str:
+        """Images of a full mini-batch on every rank; their range where the ranks are many."""
+        shares = tuple(sum(self.shares[first:end]) for first, end in self.runs)
+        if len(shares) > MOST_SHARES:
+            return f"{_range(shares)} a rank"
+        return f"{', '.join(map(str, shares))} by rank"
+
     def lines(self) -> list[str]:
         """The plan for a reader, a line per decision."""
         height, width, channels = self.image_shape
@@ -125,7 +133,8 @@ class Plan:
             f"shards         {self.shards}, partitions of {_range(sizes)} images,"
             f" {_range(tuple(end - first for first, end in self.runs))} on a rank",
             f"order          {self._order()}",
-            f"mini-batch     {self.batch_size}, shares of {_range(self.shares)} images",
+            f"mini-batch     {self.batch_size}, shares of {_range(self.shares)} images;"
+            f" {self.rank_shares()}",
             f"steps          {self.epochs} epochs x {self.steps_per_epoch} = {self.steps:,};"
             f" last step of an epoch {sum(self.last)} images",
             f"optimizer      {self.optimizer}, learning rate {self.learning_rate:g}"

@@ -134,6 +134,22 @@ def test_the_plan_can_be_read():
 
 
 @pytest.mark.parametrize(
+    ("ranks", "size", "told"),
+    [
+        (3, 128, "43, 43, 42 by rank"),
+        (16, 128, ", ".join(["8"] * 16) + " by rank"),
+        (17, 128, "7 to 8 a rank"),
+        (19, 38, "2 a rank"),
+    ],
+)
+def test_the_share_of_every_rank_is_told(ranks, size, told):
+    plan = resolve(Config(batch_size=size), dataclasses.replace(FACTS, ranks=ranks))
+    assert plan.rank_shares() == told
+    assert any(line.startswith("mini-batch") and line.endswith(told) for line in plan.lines())
+    assert resolve(Config(shards=5, batch_size=17), FACTS).rank_shares() == "8, 3, 3, 3 by rank"
+
+
+@pytest.mark.parametrize(
     ("flags", "rate", "steps", "first"),
     [
         ({}, 0.01, 0, 0.1),

@@ -3,6 +3,7 @@
 from hpctrain.models.build import NETWORKS, build, check_forward
 from hpctrain.models.tensors import as_bytes
 from hpctrain.models.weights import (
+    fresh_layer,
     load_init,
     load_weights,
     read_model,
@@ -16,6 +17,7 @@ __all__ = [
     "as_bytes",
     "build",
     "check_forward",
+    "fresh_layer",
     "load_init",
     "load_weights",
     "read_model",

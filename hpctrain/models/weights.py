@@ -118,18 +118,19 @@ def _in_order(tensors: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
 
 def load_weights(
     model: nn.Module, tensors: dict[str, Tensor], source: str | Path, classes: int | None = None
-) -> list[str]:
+) -> dict[str, int]:
     """Copy `tensors` into the parameters and buffers of `model`, which stay where they are.
 
     Names and shapes must match; UsageError names the first three that do not. With `classes`,
     a last layer made for another number of classes keeps its fresh weights; the names that were
-    therefore not loaded are returned. Counters of batches may be absent (old files lack them).
+    therefore not loaded are returned, with the number of classes in the file. Counters of batches
+    may be absent (old files lack them).
     """
     state = model.state_dict()
     differing = [n for n in state if n in tensors and tensors[n].shape != state[n].shape]
-    fresh: list[str] = []
+    fresh: dict[str, int] = {}
     if classes is not None and _last_layer_only(model, differing, tensors, classes):
-        fresh, differing = differing, []
+        fresh, differing = {name: len(tensors[name]) for name in differing}, []
     wrong = [f"{n} is {_shape(tensors[n])}, the model's {_shape(state[n])}" for n in differing]
     wrong += [
         f"{n} {_shape(state[n])} is not in the file"
@@ -149,9 +150,18 @@ def load_weights(
     return fresh
 
 
-def load_init(model: nn.Module, path: str | Path, classes: int) -> list[str]:
+def load_init(model: nn.Module, path: str | Path, classes: int) -> dict[str, int]:
     """Start `model` from a file of ours or with torchvision's names; see `load_weights`."""
     return load_weights(model, read_model(path)[0], path, classes)
+
+
+def fresh_layer(fresh: dict[str, int], classes: int) -> str:
+    """What to say of the last layer where `load_init` left it fresh."""
+    if not fresh:
+        return ""
+    name, theirs = next(iter(fresh.items()))
+    layer = f"classifier {name.rpartition('.')[0]} ({classes} classes)"
+    return f"--init: {layer} starts fresh: the file's has {theirs}"
 
 
 def _last_layer_only(

@@ -18,7 +18,9 @@ NEEDS: dict[str, tuple[str, ...]] = {  # by kind
 # By name, whatever the kind, where they are there and not null.
 COUNTS = "format step epoch epochs steps_per_epoch ranks shards threads parameters batch_size cores"
 NUMBERS = "loss accuracy noisy learning_rate images_per_second step_seconds idle slowest_share"
-TEXTS = "time name folder model device precision mpi pack split text digest status reason"
+TEXTS = (
+    "time name folder model device precision mpi pack rank_shares split text digest status reason"
+)
 MOST = 1 << 53  # a float64 holds all smaller whole numbers
 MOST_PARTS = 32  # of a field that is an object
 

@@ -164,7 +164,7 @@ def _wants_bar(progress: str) -> bool:
 
 
 def header_lines(facts: Record) -> list[str]:
-    """What is going to be trained, on what, where: up to three lines from the facts given."""
+    """What is going to be trained, on what, where: up to four lines from the facts given."""
     hosts = len(facts.get("hosts") or ())
     ranks, shards, rows = facts.get("ranks"), facts.get("shards"), facts.get("rows")
     network = [
@@ -188,8 +188,10 @@ def header_lines(facts: Record) -> list[str]:
         f"{counted(facts['threads'], 'thread')} a rank" if facts.get("threads") else "",
         facts.get("mpi"),
     ]
+    told = facts.get("rank_shares") if (ranks or 1) > 1 else None
+    shares = f"shares of the mini-batch: {told}" if told else ""
     lines = ["Run " + _joined([facts.get("name"), _joined(network)], ": ")]
-    return lines + ["  " + line for line in (_joined(data, "; "), _joined(machine)) if line]
+    return lines + ["  " + line for line in (_joined(data, "; "), shares, _joined(machine)) if line]
 
 
 def epoch_line(record: Record, epochs: int | None, left: float | None) -> str:

@@ -102,6 +102,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "staged": bool(job.config.stage),
         "deterministic": job.plan.deterministic,
         "batch_size": job.plan.batch_size,
+        "rank_shares": job.plan.rank_shares(),
         "epochs": job.plan.epochs,
         "steps_per_epoch": job.plan.steps_per_epoch,
         "learning_rate": job.plan.learning_rate,

@@ -24,7 +24,7 @@ from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source, as_kept, held_bytes
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
-from hpctrain.models import as_bytes, build, check_forward, load_init
+from hpctrain.models import as_bytes, build, check_forward, fresh_layer, load_init
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.determinism import hardware_key, refusal
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
@@ -72,12 +72,12 @@ class Job:
     pack: Pack
     reading: Reading
     transport: Choice
-    sharing: str  # of GPUs by ranks, if any
     task: Task
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
-    kept_fresh: tuple[str, ...]  # parameters that --init did not fill
+    kept_fresh: dict[str, int]  # parameters that --init did not fill, and the file's classes
+    notes: tuple[str, ...]  # on the above, for the user
 
 
 def set_up(
@@ -132,8 +132,8 @@ def set_up(
         device, dtype, config.channels_last, scaling, config.flip, config.shift
     )
     loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, device)
-    shared = sharing(places)
-    return Job(config, plan, pack, reading, choice, shared, task, trainer, loader, prepare, fresh)
+    notes = tuple(filter(None, (sharing(places), fresh_layer(fresh, plan.classes))))
+    return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, fresh, notes)
 
 
 def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], probe: Probe) -> Facts:
@@ -165,18 +165,18 @@ def check_settings(config: Config) -> None:
 
 def make_model(
     config: Config, pack: Pack, first_weights: bool = True
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """The network with its first weights, equal on all ranks, and the names --init left fresh."""
+) -> tuple[nn.Module, dict[str, int]]:
+    """The network with its first weights, equal on all ranks, and what `load_init` left fresh."""
     torch.manual_seed(random_key(config.seed, "weights"))
     classes = len(pack.classes)
     name = model_name(config, pack.image_shape)
     model = build(name, pack.image_shape, classes, config.small_stem)
     check_forward(model, pack.image_shape, output_shape(config.task, pack.image_shape, classes))
-    fresh: list[str] = []
+    fresh: dict[str, int] = {}
     if config.init and first_weights:
         fresh = load_init(model, find_model(config.init, config.runs_dir), classes)
     model.train()
-    return model, tuple(fresh)
+    return model, fresh
 
 
 def probe_model(

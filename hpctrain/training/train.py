@@ -111,8 +111,8 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
     if config.dry_run:
         if comm.rank == 0:
             print("\n".join(job.plan.lines()))
-            if job.sharing:
-                print(f"note           {job.sharing}")
+            for note in job.notes:
+                print(f"note           {note}")
         return 0
     state = Progress(planned=job.plan.epochs)
     notes = restore(earlier, job.trainer, state, comm)
@@ -135,10 +135,9 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         Writer(mine, times.checkpoints, config.keep) if mine else nullcontext() as writer,
     ):
         recorder.run(run_facts(job, folder, comm))
-        for line in (*notes, *filter(None, [job.sharing, times.note])):
+        reading = reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks)
+        for line in (*notes, *job.notes, *filter(None, (times.note, reading))):
             recorder.note(line)
-        if note := reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks):
-            recorder.note(note)
         control.saving = saving_seconds(job.trainer)
         auto = config.worker_load == "auto"
         balance = Balance([range(*run) for run in job.plan.runs]) if auto else None

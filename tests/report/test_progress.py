@@ -32,6 +32,7 @@ FACTS = {
     "hosts": ["a", "b"],
     "shards": 8,
     "batch_size": 101,
+    "rank_shares": "26, 25, 25, 25 by rank",
     "epochs": 10,
     "steps_per_epoch": 3,
     "rows": {"train": 9000, "validation": 0, "test": 1000},
@@ -44,6 +45,7 @@ FACTS = {
 PLAIN = """\
 Run first: digits, 1,234,567 parameters, 4 ranks on 2 hosts, 8 shards
   digits.h5: 9,000 train, 1,000 test; mini-batch 101; 10 epochs of 3 steps
+  shares of the mini-batch: 26, 25, 25, 25 by rank
   cpu, bf16, 1 thread a rank, Open MPI 5
 Epoch  1 of 10  loss   1.5000  accuracy 0.2500    4,812 images/s   0:27 left
   validation    loss   0.0123  accuracy 0.9971    2,000 images/s  1,000 images
@@ -159,14 +161,14 @@ def test_the_bar_stands_below_the_same_lines_and_goes(
 
     *above, first, second = seen
     plain = PLAIN.splitlines()
-    assert above == [*plain[:6], "printed by a model"]
+    assert above == [*plain[:7], "printed by a model"]
     parts = re.fullmatch(
         r"Epoch  2 of 10  (━+)(─+)   13 %  step 4 of 30  0:26 left  4 ranks", first
     )
     assert parts is not None and columns - 25 < len(first) <= columns
     assert len(parts[1]) == len(parts[1] + parts[2]) * 4 // 30
     assert second == "  loss   1.5000  accuracy 0.2500    4,812 images/s"
-    expected = [*plain[:6], "printed by a model", *plain[6:-1]]
+    expected = [*plain[:7], "printed by a model", *plain[7:-1]]
     shown = screen("".join(output))
     assert shown[: len(expected)] == expected
     assert "".join(shown[len(expected) :]).strip() == str(tmp_path)

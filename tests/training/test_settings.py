@@ -209,7 +209,7 @@ def first_weights(seen, comm):
     for name, value in other.state_dict().items():
         assert torch.equal(state[name], value)
     assert not torch.equal(given.weights[0], plain.weights[0])
-    assert given.job.kept_fresh == ()
+    assert given.job.kept_fresh == {}
 
 
 @of("batch_norm")
