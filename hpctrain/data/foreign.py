@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpctrain.data.bad_rows import BadRows
+from hpctrain.data.finite import NOT_FINITE
 from hpctrain.data.foreign_split import deal, run_rows_of
 from hpctrain.data.pack_file import check_out, check_rows
 from hpctrain.data.pack_format import Foreign, Pack, Split
@@ -132,7 +133,7 @@ class ForeignRows:
         if foreign is None or split_name not in pack.splits:
             there = ", ".join(pack.splits)
             raise UsageError(f"{pack.path} has no split {split_name!r}; it has {there}")
-        self.bad, self._foreign = BadRows(), foreign
+        self.bad, self._foreign, self._split = BadRows(), foreign, split_name
         self._store = _open(foreign)  # first: that the file is still the one is found out here
         labels, rows = _dealt(foreign)
         self._rows = rows[split_name]
@@ -147,6 +148,11 @@ class ForeignRows:
         check_rows(indices, len(self))
         self._store.read(self._rows[indices], out)
         return out
+
+    def place(self, row: int) -> str:
+        """Where a row of the split is in the file, for a reader."""
+        found = self._foreign
+        return f"{found.path}: row {self._rows[row]} of {found.images} (row {row} of {self._split})"
 
     def extent(self, rows: range) -> tuple[int, int]:
         """Rows of such a file may lie anywhere in it."""
@@ -198,8 +204,10 @@ def _identity(foreign: Foreign, shape: tuple[int, ...]) -> str:
             store.close()
     except RunError as error:
         raise UsageError(str(error)) from None
-    if not np.isfinite(images).all():
-        raise UsageError(f"{foreign.path}: the images {foreign.images} hold NaN or infinite values")
+    finite = np.isfinite(images).reshape(len(rows), -1).all(axis=1)
+    if not finite.all():
+        row = rows[~finite][0]
+        raise UsageError(f"{foreign.path}: row {row} of {foreign.images} {NOT_FINITE}")
     sample = zlib.crc32(images.reshape(-1).view(np.uint8).data)
     known: list[Any] = [foreign.dtype, list(shape), foreign.layout, foreign.images, foreign.labels]
     text = json.dumps([*known, foreign.labels_crc32, sample])

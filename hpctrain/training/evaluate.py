@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig
+from hpctrain.data.finite import first_of, nonfinite_rows
 from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pair
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
@@ -108,6 +109,7 @@ class Block(NamedTuple):
     inputs: torch.Tensor  # (n, C, H, W)
     targets: torch.Tensor
     mark: Mark  # when both are ready
+    bad: dict[int, str]  # rows whose images are not finite
 
 
 def block_key(number: int) -> int:
@@ -124,9 +126,10 @@ def read_block(
     """Read these rows and make of them what `task` wants."""
     images = upload.room(len(rows))
     source.gather(rows, images)
+    bad = nonfinite_rows(source, rows, images)
     rows = keep_usable(source, rows, images)
     pair = make_pair(upload, source, rows, prepare, task.pair, block_key(number))
-    return Block(number, rows, *pair, upload.mark())
+    return Block(number, rows, *pair, upload.mark(), bad)
 
 
 class Tally:
@@ -136,14 +139,14 @@ class Tally:
 
     def __init__(self, blocks: int, task: Task, ranks: int, kept: int) -> None:
         sums, pairs = (blocks, len(task.sums)), (task.classes, task.classes)
-        shapes = (sums, pairs, (ranks, kept, 2), (1,), (1,))
+        shapes = (sums, pairs, (ranks, kept, 2), (1,), (1,), (1,))
         sizes = [math.prod(shape) for shape in shapes]
         self.vector = np.zeros(sum(sizes))
         parts = np.split(self.vector, np.cumsum(sizes)[:-1])  # views
-        self.sums, self.pairs, self.mistakes, self.rows, self.left = (
+        self.sums, self.pairs, self.mistakes, self.rows, self.left, self.bad = (
             part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)
         )
-        self._noted = 0
+        self._noted, self.bad_rows = 0, dict[int, str]()  # of this rank
 
     def answers(self, rank: int, rows: np.ndarray, labels: np.ndarray, found: np.ndarray) -> None:
         """Count the classes that were `found` (n,) for `rows` of class `labels`, (n,) each, and
@@ -199,13 +202,15 @@ def evaluate(
 
     blocks = blocks_of(total, block, comm.size, comm.rank)
     with fork_rng(device):
-        for number, rows, *pair, mark in ahead(read, blocks):
+        for number, rows, *pair, mark, bad in ahead(read, blocks):
             if not go_on(f"block {number}"):
                 tally.left[0] = 1
                 break
             if not len(rows):
                 continue
             tally.rows += len(rows)
+            tally.bad += len(bad)
+            tally.bad_rows |= bad
             upload.take(mark, pair)
             seed_torch(block_key(number), device)
             found, answers = task.judge(model, *pair)
@@ -215,4 +220,6 @@ def evaluate(
     model.train(training)
     go_on("waiting for all")
     allreduce(comm, tally.vector)
+    if tally.bad[0] and (text := first_of(comm.allgather(tally.bad_rows))):
+        raise agreed(RunError(text))
     return tally.result(task)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hpctrain.errors import RunError
 from hpctrain.parallel.message import Totals
 from hpctrain.parallel.mpi import agreed
@@ -11,9 +13,17 @@ class NonFinite(RunError):
     """Loss or gradient became NaN or infinite; the weights are those of the step before."""
 
 
-def check(totals: Totals, rows: int, step: int, epoch: int, skips_rows: bool = False) -> None:
+def check(
+    totals: Totals,
+    rows: int,
+    step: int,
+    epoch: int,
+    skips_rows: bool = False,
+    bad_image: Callable[[], str | None] = lambda: None,
+) -> None:
     """Look at what `step` of `rows` rows, or fewer where bad ones are left out, reported; all ranks
-    see the same and raise the same.
+    see the same and raise the same. `bad_image` finds the image that a result is due to which is
+    not finite; collective.
 
     Raises NonFinite, or RunError for what must not happen.
     """
@@ -24,7 +34,7 @@ def check(totals: Totals, rows: int, step: int, epoch: int, skips_rows: bool = F
         raise agreed(
             NonFinite(
                 f"{what} of step {step} (epoch {epoch}) is not finite{where}; the weights of step"
-                f" {step - 1} are kept. A lower --lr or --clip-norm may help"
+                f" {step - 1} are kept. {bad_image() or 'A lower --lr or --clip-norm may help'}"
             )
         )
     if totals.irregular:

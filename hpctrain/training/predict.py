@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from hpctrain.config import PredictConfig
+from hpctrain.data.finite import nonfinite_rows
 from hpctrain.data.images import BadImage, read_image
-from hpctrain.data.loader import read_rows
 from hpctrain.data.opened import open_split
+from hpctrain.data.packing.layout import shown
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
 from hpctrain.parallel.device import seed_torch
@@ -32,6 +33,10 @@ from hpctrain.training.evaluate import block_key, blocks_of
 from hpctrain.training.saved import Network, first_touch, open_network, open_pack_for
 from hpctrain.training.tasks import network_output
 
+Unusable = dict[int, str]  # by row, why
+Load = Callable[[np.ndarray], tuple[torch.Tensor, Unusable]]  # of these rows, the network's input
+
+MOST_NAMED = 20  # images that cannot be used
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
 
@@ -53,8 +58,7 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         crop = bool(network.saved.metadata.get("provenance", {}).get("fit") == "crop")
         load = file_reader(network, files, crop)
         if restores:
-            restore_files(network, files, load, settings, comm)
-            return 0
+            return restore_files(network, files, load, settings, comm)
         names, labels = [str(f) for f in files], None
     else:
         pack = open_pack_for(network.saved, settings, comm)
@@ -62,33 +66,68 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         source = everywhere(comm, lambda: open_split(pack, settings.split, checks=checks))
         names, labels = [str(row) for row in range(len(source.labels))], source.labels
 
-        def load(rows: np.ndarray) -> torch.Tensor:
-            return read_rows(source, rows, network.prepare)
+        def load(rows: np.ndarray) -> tuple[torch.Tensor, Unusable]:
+            images = np.empty((len(rows), *source.image_shape), source.dtype)  # (n, H, W, C)
+            bad = nonfinite_rows(source, rows, source.gather(rows, images))
+            return network.prepare(torch.from_numpy(images), 0), bad
 
-    chances = predict(network, len(names), load, settings, comm)
+    chances, bad = predict(network, len(names), load, settings, comm)
     classes = network.saved.classes
-    from_root(comm, lambda: write_csv(settings.output, names, labels, chances, classes))
+    rows = [row for row in range(len(names)) if row not in bad]
+    from_root(comm, lambda: write_csv(settings.output, names, labels, rows, chances, classes))
+    refuse_unusable(bad, len(names), settings.output)
     return 0
 
 
 def predict(
     network: Network,
     total: int,
-    load: Callable[[np.ndarray], torch.Tensor],
+    load: Load,
     settings: PredictConfig,
     comm: Comm,
-) -> np.ndarray:
-    """Class probabilities of all rows, (N, K) float32, on rank 0; elsewhere none. Collective."""
+) -> tuple[np.ndarray, Unusable]:
+    """Class probabilities of all rows that can be used, (N, K) float32 in the order of the rows,
+    on rank 0, elsewhere none; and all other rows. Collective.
+    """
+    unusable: Unusable = {}
 
     @torch.no_grad()
     def mine() -> list[np.ndarray]:
-        blocks = blocks_of(total, settings.batch, comm.size, comm.rank)
-        outputs = (ask(network, number, load(rows)) for number, rows in blocks)
-        return [output.softmax(1).float().cpu().numpy() for output in outputs]
+        found = []
+        for number, rows in blocks_of(total, settings.batch, comm.size, comm.rank):
+            inputs, bad = load(rows)
+            chances = ask(network, number, inputs).softmax(1).float().cpu().numpy()
+            found.append(chances[~np.isin(rows, list(bad))])
+            unusable.update(bad)
+        return found
 
     parts = comm.gather(everywhere(comm, mine)) or []
     blocks = [block for part in parts for block in part]
-    return np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
+    chances = np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
+    return chances, of_all_ranks(unusable, comm)
+
+
+def of_all_ranks(unusable: Unusable, comm: Comm) -> Unusable:
+    """What all ranks could not use, in the order of the rows. Collective."""
+    return dict(sorted(item for each in comm.allgather(unusable) for item in each.items()))
+
+
+def refuse_unusable(unusable: Unusable, total: int, output: str | Path) -> None:
+    """Raise the same RunError on all ranks where there were rows that could not be used; it names
+    the first MOST_NAMED of them, a line each.
+    """
+    if not unusable:
+        return
+    named = list(unusable.values())[:MOST_NAMED]
+    more = len(unusable) - len(named)
+    named += [f"and {more:,} more"] if more else []
+    where = "what is printed" if output == "-" else output
+    raise agreed(
+        RunError(
+            f"{len(unusable):,} of {total:,} images cannot be used; {where} holds the answers to"
+            " the others" + "".join(f"\n  {shown(text)}" for text in named)
+        )
+    )
 
 
 def ask(network: Network, number: int, inputs: torch.Tensor) -> torch.Tensor:
@@ -100,24 +139,32 @@ def ask(network: Network, number: int, inputs: torch.Tensor) -> torch.Tensor:
 def restore_files(
     network: Network,
     files: list[Path],
-    load: Callable[[np.ndarray], torch.Tensor],
+    load: Load,
     settings: PredictConfig,
     comm: Comm,
-) -> None:
+) -> int:
     """Write what the network makes of every file, as PNG, into the folder --output. Collective."""
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
     names = from_root(comm, lambda: own_names(folder, files))
 
+    unusable: Unusable = {}
+
     @torch.no_grad()
     def mine() -> None:
         for number, rows in blocks_of(len(files), settings.batch, comm.size, comm.rank):
-            images = ask(network, number, load(rows))
+            inputs, bad = load(rows)
+            unusable.update(bad)
+            images = ask(network, number, inputs)
             for row, image in zip(rows, images.permute(0, 2, 3, 1).cpu().numpy(), strict=True):
-                write_image(folder / names[row], image)
+                if row not in bad:
+                    write_image(folder / names[row], image)
 
     everywhere(comm, mine)
+    unusable = of_all_ranks(unusable, comm)
     if comm.rank == 0:
-        print(f"{folder}: {len(files):,} images restored")
+        print(f"{folder}: {len(files) - len(unusable):,} images restored")
+    refuse_unusable(unusable, len(files), folder)
+    return 0
 
 
 def own_names(folder: Path, files: list[Path]) -> list[str]:
@@ -157,39 +204,39 @@ def list_images(targets: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def file_reader(
-    network: Network, files: list[Path], crop: bool
-) -> Callable[[np.ndarray], torch.Tensor]:
-    """How files become the network's input: decoded and resized as they were for the pack."""
+def file_reader(network: Network, files: list[Path], crop: bool) -> Load:
+    """How files become the network's input: decoded and resized as they were for the pack; black
+    where they cannot be.
+    """
     shape = network.saved.image_shape
 
-    def load(rows: np.ndarray) -> torch.Tensor:
-        try:
-            images = [_decoded(files[row], shape, crop) for row in rows]
-        except BadImage as error:
-            raise UsageError(str(error)) from error
-        return network.prepare(torch.from_numpy(np.stack(images)), 0)
+    def load(rows: np.ndarray) -> tuple[torch.Tensor, Unusable]:
+        images, bad = np.zeros((len(rows), *shape), np.uint8), {}
+        for image, row in zip(images, rows.tolist(), strict=True):
+            try:
+                image[:] = read_image(str(files[row]), shape, crop)
+            except BadImage as error:
+                bad[row] = f"{files[row]} cannot be read as an image: {error}"
+            except OSError as error:
+                bad[row] = f"{files[row]} cannot be read: {error.strerror}"
+        return network.prepare(torch.from_numpy(images), 0), bad
 
     return load
-
-
-def _decoded(file: Path, shape: tuple[int, int, int], crop: bool) -> np.ndarray:
-    try:
-        return read_image(str(file), shape, crop)
-    except BadImage as error:
-        raise BadImage(f"{file} cannot be read as an image: {error}") from error
-    except OSError as error:
-        raise BadImage(f"{file} cannot be read: {error.strerror}") from error
 
 
 def write_csv(
     output: str,
     names: list[str],
     labels: np.ndarray | None,
+    rows: list[int],
     chances: np.ndarray,
     classes: tuple[str, ...],
 ) -> None:
-    """One line per image: name or row, true class of a split, answer, its probability, all."""
+    """One line for each of `rows` (n): its name, true class of a split, answer, its probability,
+    and all `chances` (n, K).
+    """
+    names = [names[row] for row in rows]
+    labels = None if labels is None else labels[rows]
     try:
         if output == "-":
             _write_lines(sys.stdout, names, labels, chances, classes)

@@ -17,6 +17,7 @@ from torch import nn
 from hpctrain import __version__
 from hpctrain.config import Config, check_ranges, validate_optimizer
 from hpctrain.data.augment import normalization
+from hpctrain.data.finite import find_nonfinite, first_of
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
 from hpctrain.data.opened import open_split
@@ -186,6 +187,8 @@ def probe_model(
     under --deterministic, operations that have no deterministic form.
     """
     rows = np.arange(min(PROBE_ROWS, len(source.labels)))
+    if bad := first_of([find_nonfinite(source, rows)]):
+        raise UsageError(bad)
     images = read_rows(source, rows, prepare)
     labels = torch.from_numpy(source.labels[rows]).to(images.device)
     key = random_key(config.seed, "probe")

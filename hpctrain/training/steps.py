@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from hpctrain.data.finite import find_nonfinite, first_of
 from hpctrain.data.loader import Batch
 from hpctrain.errors import RunError
+from hpctrain.parallel.device import synchronize
 from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Report, Totals
-from hpctrain.parallel.mpi import agreed
+from hpctrain.parallel.mpi import agreed, everywhere
 from hpctrain.training.digest import as_hex, check_digests, rank_digest, slot_value
 from hpctrain.training.optim import learning_rate, set_learning_rate, warm_up
 from hpctrain.training.outcome import check, time_shares
 from hpctrain.training.progress import Progress, Run, Why
+from hpctrain.training.reading import order_of
 from hpctrain.training.step import train_step
 
 
@@ -77,7 +82,8 @@ class Steps:
             step, rows, rate, digest, report = self._begun.popleft()
             run.watchdog.doing(f"recording step {step}")
             totals = report.totals()
-            check(totals, rows, step, run.state.epoch + 1, run.job.trainer.skips_rows)
+            skips, bad_image = run.job.trainer.skips_rows, partial(find_bad_image, run, step)
+            check(totals, rows, step, run.state.epoch + 1, skips, bad_image)
             if digest:
                 compare_digests(run, totals, as_hex(digest.numbers()))
             run.state.step = step
@@ -90,6 +96,24 @@ class Steps:
 def wait_for_all(run: Run, step: int) -> None:
     """Say that this rank has done its part of the step."""
     run.watchdog.doing(f"waiting for all in step {step}")
+
+
+def find_bad_image(run: Run, step: int) -> str | None:
+    """The first image of a step of this epoch that holds NaN or infinite values, as the file has
+    it; None where all are finite. Collective.
+    """
+    job, partition, epoch = run.job, run.job.plan.partition, run.state.epoch
+    run.watchdog.doing(f"reading the images of step {step} again")
+    synchronize(job.trainer.message.device)  # no other communication is under way
+    order = order_of(job.plan)  # the loader's own is in use
+    number = step - 1 - epoch * partition.steps
+    rows = [
+        order.rows(epoch, shard, number * partition.shares[shard], partition.count(number, shard))
+        for shard in job.loader.shards
+    ]
+    source = job.loader.source
+    found = everywhere(run.comm, lambda: find_nonfinite(source, np.concatenate(rows)))
+    return first_of(run.comm.allgather(found))
 
 
 def rate_of(run: Run, step: int) -> float:

@@ -203,8 +203,16 @@ BAD = {  # what is done to the file, what is asked for, what is said
         {},
         "/y was not written to its end: 1 of 11 chunks",
     ),
-    "NaN images": (rewritten(x=not_finite(np.nan)), {}, "images /x hold NaN or infinite values"),
-    "infinite images": (rewritten(x=not_finite(np.inf)), {}, "images /x hold NaN or infinite"),
+    "NaN images": (
+        rewritten(x=not_finite(np.nan)),
+        {},
+        "of /x holds NaN or infinite values",
+    ),
+    "infinite images": (
+        rewritten(x=not_finite(np.inf)),
+        {},
+        "row 210 of /x holds NaN or infinite",
+    ),
     "negative": (
         rewritten(y=negative()),
         {},

@@ -14,7 +14,7 @@ from PIL import Image
 
 from hpctrain.config import EvaluateConfig, PredictConfig
 from hpctrain.data.augment import add_noise
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.models import build
 from hpctrain.report.record import read_records
 from hpctrain.report.tables import psnr
@@ -117,6 +117,15 @@ def test_images_are_restored_into_a_folder(comm, settings, shared_tmp, monkeypat
     names = sorted(p.name for p in Path(output).iterdir())
     assert names == ["0.png", "1.png", "2.png"]
     assert {np.asarray(load(p)).shape for p in Path(output).iterdir()} == {(28, 28)}
+    comm.Barrier()
+    if comm.rank == 0:
+        (noisy / "1.png").write_bytes(b"no image")
+        (Path(output) / "1.png").unlink()
+    comm.Barrier()
+    with pytest.raises(RunError, match=r"^1 of 3 images cannot be used.*\n  .*1\.png cannot be"):
+        predict_main(predict)
+    comm.Barrier()
+    assert sorted(p.name for p in Path(output).iterdir()) == ["0.png", "2.png"]
     with pytest.raises(UsageError, match="name image files"):
         predict_main(dataclasses.replace(predict, images=()))
 

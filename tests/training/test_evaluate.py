@@ -112,14 +112,16 @@ def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
     assert np.array_equal(together.confusion, single.confusion)
 
 
+DRAWING = "tests.odd_models:drawing_in_evaluation"
+
+
 @pytest.fixture
 def drawing(comm, shared_tmp):
     """A run of a network that draws random numbers when asked: its folder."""
     if comm.rank == 0:
         make_pack(shared_tmp / "drawn.h5", {"train": 29, "test": ROWS})
     comm.Barrier()
-    model = "tests.odd_models:drawing_in_evaluation"
-    train(short_run(shared_tmp, "drawn.h5", model=model, run="a", threads=1), comm)
+    train(short_run(shared_tmp, "drawn.h5", model=DRAWING, run="a", threads=1), comm)
     return shared_tmp / "runs" / "a"
 
 
@@ -128,7 +130,8 @@ def test_the_command_draws_the_numbers_of_the_runs_own_test(comm, drawing):
     for seed in range(2):
         torch.manual_seed(seed)
         output = str(drawing / f"{seed}.json")
-        assert evaluate_main(EvaluateConfig(model=str(drawing), output=output, threads=1)) == 0
+        asked = EvaluateConfig(run=str(drawing), model=DRAWING, output=output, threads=1)
+        assert evaluate_main(asked) == 0
     comm.Barrier()
     own, *again = (
         json.loads((drawing / f"{name}.json").read_text()) for name in ("evaluation-test", 0, 1)
@@ -154,7 +157,8 @@ def test_numbers_drawn_in_evaluation_belong_to_the_block(comm, drawing, monkeypa
     for name, ranks in (("together", comm), (f"alone{comm.rank}", alone)):
         monkeypatch.setattr(predict, "start_mpi", lambda ranks=ranks: ranks)
         output = str(drawing / name)
-        settings = PredictConfig(model=str(drawing), output=output, batch=7, threads=1)
+        asked = {"run": str(drawing), "model": DRAWING}
+        settings = PredictConfig(**asked, output=output, batch=7, threads=1)
         assert predict.main(settings) == 0
     comm.Barrier()
     alone.Free()
@@ -164,7 +168,7 @@ def test_numbers_drawn_in_evaluation_belong_to_the_block(comm, drawing, monkeypa
 
 def read_again(folder):
     """The network of a run."""
-    return saved.restore(folder / saved.FILE).model
+    return saved.restore(folder / saved.FILE, DRAWING).model
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -260,14 +264,15 @@ def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
         assert float(line["class3"]) == pytest.approx(chance[3], abs=1e-5)
 
 
-def test_predict_reads_image_files_and_names_one_that_cannot_be_read(comm, network):
+def test_predict_answers_what_can_be_read_and_names_the_rest(comm, network):
+    """The same on any number of ranks; at most 20 lines."""
     folder, _, _ = network
     photos = folder / "photos"
     if comm.rank == 0:
         photos.mkdir()
-        for number in range(5):
+        for number in range(29):
             noise = np.random.default_rng(number).integers(0, 256, (40, 30, 3), dtype=np.uint8)
-            Image.fromarray(noise).save(photos / f"{number}.png")
+            Image.fromarray(noise).save(photos / f"{number:02}.png")
     comm.Barrier()
     settings = PredictConfig(
         run=str(folder / "model.safetensors"),
@@ -278,15 +283,26 @@ def test_predict_reads_image_files_and_names_one_that_cannot_be_read(comm, netwo
     )
     assert predict.main(settings) == 0
     comm.Barrier()
-    with (folder / "files.csv").open() as file:
-        names = [Path(line["file"]).name for line in csv.DictReader(file)]
-    assert names == [f"{n}.png" for n in range(5)]
-    comm.Barrier()
-    if comm.rank == 0:
-        (photos / "3.png").write_bytes(b"no image")
-    comm.Barrier()
-    with pytest.raises(UsageError, match=r"3\.png cannot be read"):
-        predict.main(settings)
+    whole = (folder / "files.csv").read_text().splitlines()
+    assert [Path(line.partition(",")[0]).name for line in whole[1:]] == [
+        f"{number:02}.png" for number in range(29)
+    ]
+    for bad in ([3, 17], [3, *range(5, 27)], list(range(29))):
+        comm.Barrier()
+        for number in bad if comm.rank == 0 else []:
+            (photos / f"{number:02}.png").write_bytes(b"no image")
+        comm.Barrier()
+        with pytest.raises(RunError, match=f"{len(bad)} of 29 images cannot be used") as caught:
+            predict.main(settings)
+        assert caught.value.agreed and caught.value.exit_code == 1
+        first, *named = str(caught.value).splitlines()
+        assert first.endswith("files.csv holds the answers to the others")
+        assert [Path(line.split()[0]).name for line in named[:20]] == [
+            f"{number:02}.png" for number in bad[:20]
+        ]
+        assert named[20:] == ([f"  and {len(bad) - 20} more"] if len(bad) > 20 else [])
+        left = (folder / "files.csv").read_text().splitlines()
+        assert left == [line for row, line in enumerate(whole, -1) if row not in bad]
 
 
 def test_damaged_rows_are_no_answers(comm, network):

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from hpctrain.config import Config, EvaluateConfig, PredictConfig, check_ranges
+from hpctrain.data.foreign import read_foreign
+from hpctrain.data.opened import open_split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
-from hpctrain.training import evaluate, predict
+from hpctrain.training import evaluate, predict, setup
 from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
+from hpctrain.training.outcome import NonFinite
 from hpctrain.training.setup import set_up
 from tests.foreign import pixels, write
 from tests.launch import run_mpi
@@ -277,3 +280,74 @@ def test_from_the_command_line_on_one_and_two_ranks(tmp_path):
     assert wrong.returncode == 2
     assert "hpctrain: " in wrong.stderr and "there is no data set z; / holds x, y" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+NAN = "holds NaN or infinite values"
+
+
+def with_nan(config, comm, rows, value=np.nan):
+    """The settings for a file of floats in which these rows have one such value. Collective."""
+    path = Path(config.data).with_name("nan.h5")
+    if comm.rank == 0:
+        images = FLOATS.copy()
+        images[rows, 3, 5, 0] = value
+        write(path, images, LABELS, ("g/x", "g/y"))
+    comm.Barrier()
+    return dataclasses.replace(config, data=str(path), split="0.6,0.2,0.2")
+
+
+def rows_of(config, split):
+    """The file's rows of a split, in its order."""
+    runs = None if config.shuffle == "blocks" else 0
+    pack = read_foreign(config.data, "g/x", "g/y", None, config.split, 0, runs)
+    with open_split(pack, split) as source:
+        return source._rows
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shuffle", ["partition", "blocks", "global"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_training_image_that_is_not_finite_is_named_with_its_row(
+    comm, settings, shuffle, late, monkeypatch
+):
+    monkeypatch.setitem(setup.LATE, "cpu", late)
+    config = with_nan(dataclasses.replace(settings, shuffle=shuffle), comm, [], 0)
+    row = int(rows_of(config, "train")[97])
+    for value in (np.nan, -np.inf):
+        config = with_nan(config, comm, [row], value)
+        said = rf"step \d+ \(epoch 1\).*nan.h5: row {row} of /g/x \(row 97 of train\) {NAN}: write"
+        with pytest.raises(NonFinite, match=said) as caught:
+            loop.train(dataclasses.replace(config, run=f"a{value}"), comm)
+        assert caught.value.agreed and "--lr" not in str(caught.value)
+    with pytest.raises(NonFinite, match="--lr or --clip-norm may help"):  # the images are sound
+        loop.train(dataclasses.replace(settings, shuffle=shuffle, lr=1e30, run="b"), comm)
+
+
+@pytest.mark.mpi
+def test_an_image_that_is_not_finite_is_named_wherever_it_is_read(comm, settings, monkeypatch):
+    """Among the first rows, in validation, in evaluation; predict answers the others."""
+    config = with_nan(dataclasses.replace(settings, shuffle="partition"), comm, [], 0)
+    rows = {split: rows_of(config, split) for split in ("train", "validation", "test")}
+    sound = dataclasses.replace(config, run="sound", epochs=1)
+    assert loop.train(sound, comm) == 0
+    sampled = np.arange(64) * 210 // 63  # of all rows, to tell the file from others
+    where = {split: np.flatnonzero(~np.isin(rows[split], sampled)) for split in rows}
+    first, middle = rows["train"][where["train"][0]], rows["validation"][where["validation"][:2]]
+    assert where["train"][0] < 32
+    said = rf"row {first} of /g/x \(row {where['train'][0]} of train\) {NAN}: write"
+    with pytest.raises(UsageError, match=said):
+        loop.train(with_nan(config, comm, [first]), comm)
+    place = where["validation"][0]
+    said = rf"row {middle[0]} of /g/x \(row {place} of validation\) {NAN}: .* \(2 such images\)"
+    with pytest.raises(RunError, match=said):
+        loop.train(with_nan(config, comm, middle), comm)
+    last = where["test"][[1, 4]]
+    again = with_nan(config, comm, rows["test"][last])
+    asked = {"run": str(Path(config.runs_dir) / "sound"), "data": again.data, "batch": 5}
+    with pytest.raises(RunError, match=rf"nan.h5: row \d+ .*\(row {last[0]} of test\) {NAN}"):
+        evaluate.main(EvaluateConfig(threads=1, **asked))
+    written = Path(config.data).with_name("answers.csv")
+    with pytest.raises(RunError, match=r"^2 of \d+ images cannot .*answers.csv holds"):
+        predict.main(PredictConfig(threads=1, output=str(written), **asked))
+    answered = [line.partition(",")[0] for line in written.read_text().splitlines()[1:]]
+    assert answered == [str(row) for row in range(len(rows["test"])) if row not in last]
