@@ -169,7 +169,7 @@ def test_masks_may_hold_infinity_and_weights_may_not(tmp_path: Path) -> None:
     model = net()
     model.register_buffer("mask", torch.full((3,), -torch.inf))
     save_model(tmp_path / "m", model, {})
-    assert load_weights(model, read_model(tmp_path / "m")[0], "m") == []
+    assert load_weights(model, read_model(tmp_path / "m")[0], "m") == {}
     model.get_parameter("4.bias").data[3] = torch.inf
     save_model(tmp_path / "m", model, {})
     model.get_parameter("4.bias").data[3] = 0
