@@ -59,8 +59,9 @@ def read_pack(path: str) -> Pack:
         identity = str(uuid.UUID(_text(file, "uuid")[0].decode()))
         shape = (height, width, channels)
         splits = {split.name: split for split, _ in found}
+        sha256 = _text(file, "sha256")[0].decode() if "sha256" in file.attrs else ""
         pack = Pack(path, identity, size, shape, classes, splits, mean, std, provenance)
-        return dataclasses.replace(pack, fit=_fit(file)) if encoded else pack
+        return dataclasses.replace(pack, fit=_fit(file) if encoded else "", sha256=sha256)
 
 
 def _pixels(group: h5py.Group, name: str, size: int) -> tuple[Split, tuple[int, ...]]:

@@ -1,8 +1,9 @@
 """The pack file format, versions 1 and 2: names, blocks and the uuid. Used by writer and reader.
 
 Root attributes: ``format``, ``version``, ``uuid``, ``classes`` (UTF-8 strings), ``mean`` and
-``std`` (per channel of train, in [0, 1]) and ``provenance`` (JSON). One group per split. Version 1
-holds pixels, in each group
+``std`` (per channel of train, in [0, 1]), ``provenance`` (JSON) and ``sha256`` (of the uuid and
+these three; packs of earlier versions have none). One group per split. Version 1 holds pixels, in
+each group
 
     images          (N, H, W, C) uint8, contiguous     images_crc32   (blocks,) uint32
     labels          (N,) int64, contiguous             labels_crc32   (blocks,) uint32
@@ -24,6 +25,7 @@ of ``bytes`` is one byte.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import uuid
@@ -119,6 +121,7 @@ class Pack:
     provenance: dict[str, Any]
     uuid_offset: int = -1  # where the uuid stands in the file, to know it again; -1 = not found
     fit: str = ""  # of a pack of JPEG files: one of FITS
+    sha256: str = ""  # as `facts_sha256` gave it; empty where the pack has none
     foreign: Foreign | None = None
 
     @property
@@ -173,3 +176,11 @@ def content_uuid(
         rows, checksums = splits[name]
         parts.append([name, rows, *(sums.tolist() for sums in checksums)])
     return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(parts)))
+
+
+def facts_sha256(
+    identity: str, mean: Iterable[float], std: Iterable[float], provenance: dict[str, Any]
+) -> str:
+    """The SHA-256 over what the uuid of a pack does not cover, together with the uuid."""
+    facts = [identity, [*mean], [*std], provenance]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -25,10 +25,11 @@ from hpctrain.data.pack_file import (
     open_file,
     read_exactly,
 )
-from hpctrain.data.pack_format import Pack, content_uuid
+from hpctrain.data.pack_format import Pack, content_uuid, facts_sha256
 from hpctrain.errors import UsageError
 
 NOT_OF_UUID = "shape, classes or checksums are not those that the uuid was made from"
+NOT_OF_SHA256 = "mean, std or provenance are not those that its SHA-256 was made from"
 
 
 def read_pack(path: str | os.PathLike[str]) -> Pack:
@@ -59,12 +60,12 @@ def is_pack(path: str | os.PathLike[str]) -> bool:
 
 
 def read_sums(pack: Pack) -> Sums:
-    """The checksums of all blocks of a pack. Raises UsageError where they, the image shape or the
-    classes are not those of which the uuid was made.
+    """The checksums of all blocks of a pack. Raises UsageError where they or its attributes are
+    not those that were written.
     """
     sums = _stored_sums(pack)
-    if not _is_of(pack, sums):
-        raise UsageError(f"{pack.path} is damaged: {NOT_OF_UUID}; copy or pack it again")
+    if altered := _altered(pack, sums):
+        raise UsageError(f"{pack.path} is damaged: {altered}; copy or pack it again")
     return sums
 
 
@@ -74,13 +75,16 @@ def _stored_sums(pack: Pack) -> Sums:
     return pack_check.read_checksums(pack)
 
 
-def _is_of(pack: Pack, sums: Sums) -> bool:
-    """Whether the uuid is that of this shape, these classes and these checksums."""
+def _altered(pack: Pack, sums: Sums) -> str | None:
+    """What of a pack's shape, classes, checksums and other attributes is not as it was written."""
     stored = {
         name: (split.rows, [sums[name, kind][0] for kind in pack.columns(name)])
         for name, split in pack.splits.items()
     }
-    return content_uuid(pack.image_shape, pack.classes, stored, pack.fit) == pack.uuid
+    if content_uuid(pack.image_shape, pack.classes, stored, pack.fit) != pack.uuid:
+        return NOT_OF_UUID
+    made = facts_sha256(pack.uuid, pack.mean, pack.std, pack.provenance)
+    return NOT_OF_SHA256 if pack.sha256 not in ("", made) else None
 
 
 def verify(pack: Pack) -> list[str]:
@@ -95,8 +99,8 @@ def verify(pack: Pack) -> list[str]:
                 damage += _damaged_blocks(pack.path, descriptor, seals)
     finally:
         os.close(descriptor)
-    if not damage and not _is_of(pack, sums):
-        damage.append(NOT_OF_UUID)
+    if not damage and (altered := _altered(pack, sums)):
+        damage.append(altered)
     return damage
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data.opened import open_split
-from hpctrain.data.pack_format import content_uuid
+from hpctrain.data.pack_format import content_uuid, facts_sha256
 from hpctrain.data.packed import read_pack
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.shards import carried
@@ -147,6 +147,8 @@ def reseal(path):
             splits[name] = split.rows, sums
         uuid = content_uuid(packed.image_shape, packed.classes, splits, packed.fit)
         file.attrs.modify("uuid", np.bytes_(uuid))
+        facts = packed.mean, packed.std, packed.provenance
+        file.attrs.modify("sha256", np.bytes_(facts_sha256(uuid, *facts)))
 
 
 def test_checksums_that_are_not_the_packs_are_refused_whatever_is_compared(comm, settings):

@@ -27,6 +27,7 @@ from hpctrain.data.pack_format import (
     JPEG,
     VERSION,
     content_uuid,
+    facts_sha256,
     ordered,
 )
 from hpctrain.data.packing.columns import Column, pixel_columns, slices
@@ -130,13 +131,18 @@ def _finish(path: str, columns: list[Column], sums: list[Sums], content: Content
                 moments = found.values, found.squares
         assert moments is not None  # of files they are given, of pixels they were made
         pixels = rows["train"] * image_shape[0] * image_shape[1]
-        file.attrs["mean"], file.attrs["std"] = _mean_std(*moments, pixels)
+        mean, std = _mean_std(*moments, pixels)
+        file.attrs["mean"], file.attrs["std"] = mean, std
         file.attrs["format"] = np.bytes_(FORMAT)
         file.attrs["version"] = ENCODED_VERSION if fit else VERSION
         by_split = {name: (rows[name], checksums[name]) for name in rows}
-        file.attrs["uuid"] = np.bytes_(content_uuid(image_shape, classes, by_split, fit))
+        uuid = content_uuid(image_shape, classes, by_split, fit)
+        file.attrs["uuid"] = np.bytes_(uuid)
         file.attrs["classes"] = _texts(classes)
-        file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
+        text = json.dumps(provenance)
+        file.attrs["provenance"] = np.bytes_(text)
+        sha256 = facts_sha256(uuid, mean.tolist(), std.tolist(), json.loads(text))
+        file.attrs["sha256"] = np.bytes_(sha256)
         if fit:
             file.attrs["encoding"] = np.bytes_(JPEG)
             file.attrs["image_shape"] = np.array(image_shape, "<i8")
