@@ -24,6 +24,12 @@ class RunError(Failure):
     """The job was well asked for but failed under way (full disk, NaN loss, file cut short)."""
 
 
+def brief(error: object) -> str:
+    """What a library says, which may quote the file it read, in one line of at most 160 letters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """', did you mean X?' for the nearest known name, or nothing."""
     match = difflib.get_close_matches(word.replace("-", "_"), list(known), n=1, cutoff=0.6)

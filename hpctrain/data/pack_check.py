@@ -36,6 +36,7 @@ os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # a file may name filter plu
 import h5py
 
 ATTRIBUTE_BYTES = 2**26  # larger than any honest attribute, small enough to read
+LARGEST_BLOCK = 2**26  # bytes that share a checksum; packs are written with about 2**20
 
 
 def read_pack(path: str) -> Pack:
@@ -115,6 +116,8 @@ def read_checksums(pack: Pack) -> dict[tuple[str, str], tuple[np.ndarray, int]]:
                 block_rows = int(data.attrs["rows_per_block"])
                 if block_rows < 1 or data.shape[0] != math.ceil(column.rows / block_rows):
                     raise _Damage(f"{name}/{kind}_crc32 does not cover the {column.rows} rows")
+                if (block_rows - 1) * column.row_bytes > LARGEST_BLOCK:  # it is read as one piece
+                    raise _Damage(f"{name}/{kind}_crc32 says {block_rows:,} rows_per_block")
                 sums[name, kind] = (data[:], block_rows)
     return sums
 

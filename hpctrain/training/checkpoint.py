@@ -178,7 +178,7 @@ def _sweep(folder: Path) -> None:
     for step in steps(folder):
         try:
             told.add(json.loads(_json(folder, step).read_text())["file"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             told.update(path.name for path in folder.glob(f"{step:08}*.safetensors"))
     for path in folder.glob("*.safetensors"):
         if path.name not in told:
@@ -241,7 +241,7 @@ def verify(run: Path, step: int) -> Checkpoint:
             raise Damaged(f"checkpoint {described} is damaged: it does not match its own SHA-256")
     except OSError as error:
         raise _unreadable(described, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"checkpoint {described} is damaged: {error}") from error
     try:
         found = path.stat().st_size

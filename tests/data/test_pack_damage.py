@@ -228,6 +228,16 @@ def test_attributes_are_checked(path):
     assert "provenance" in spoiled(path, attribute("provenance", np.bytes_(json.dumps([1]))))
     for name in ("uuid", "provenance"):
         assert "damaged" in spoiled(path, attribute(name, np.bytes_("{nonsense")))
+
+    def rows_of_a_block(value):
+        return lambda f: f["train/images_crc32"].attrs.__setitem__("rows_per_block", value)
+
+    for rows in (2**26, 2**40):  # of which one would be read as one piece
+        write(path)
+        with h5py.File(path, "r+", locking=False) as file:
+            rows_of_a_block(rows)(file)
+        with pytest.raises(UsageError, match=f"images_crc32 says {rows:,} rows_per_block"):
+            read_sums(read_pack(path))
     assert "'mean' is missing" in spoiled(path, lambda f: f.attrs.__delitem__("mean"))
     assert "holds no images" in spoiled(
         path, lambda f: [f.__delitem__(n) for n in ("train", "test")]

@@ -113,9 +113,11 @@ def damage(path, how):
             path.unlink()
         case "nonsense":
             path.write_bytes(b"{}")
+        case "deep":
+            path.write_bytes(b'{"state": ' + b"[" * 100_000)
 
 
-@pytest.mark.parametrize("how", ["flipped", "short", "empty", "gone", "nonsense"])
+@pytest.mark.parametrize("how", ["flipped", "short", "empty", "gone", "nonsense", "deep"])
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
 def test_a_damaged_one_is_named_and_passed_over(run, how, suffix):
     save(run, 5)
@@ -130,6 +132,7 @@ def test_a_damaged_one_is_named_and_passed_over(run, how, suffix):
         assert "00000006" in lines[0]
         with pytest.raises(UsageError, match="00000006"):
             verify(run, 6)
+    make_ready(run, 6)
 
 
 def test_every_flipped_bit_is_refused_or_has_no_effect(run):

@@ -29,7 +29,7 @@ from hpctrain.data.packing.scratch import (
     copy_exactly,
     scratch_file,
 )
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, brief
 
 NPZ_NAMES = (
     ("", "images", "labels"),
@@ -113,26 +113,35 @@ def idx_source(name: str, pairs: list[Pair], scratch: Place, stack: ExitStack) -
 
 
 def _idx_part(pair: Pair, scratch: Place, stack: ExitStack) -> Part:
-    images, labels, split = pair
-    with _stream(labels) as stream:
-        count, *rest = _dimensions(stream, labels)
-        if rest:
-            raise UsageError(f"source {labels} has {1 + len(rest)} dimensions, not 1")
-        values = np.frombuffer(stream.read(count + 1), np.uint8)
-        if len(values) != count:
-            raise UsageError(f"source {labels} does not hold the {count:,} labels it says")
+    images, _, split = pair
     with _stream(images) as stream:
         shape = _image_shape(_dimensions(stream, images), str(images))
         offset, length = stream.tell(), math.prod(shape)
         if _zipped(images):
             file = stack.enter_context(scratch_file(scratch))
             copy_exactly(stream, file, length, f"source {images}")
-            return Part(images.name, split, file, 0, shape, values)
+            return Part(images.name, split, file, 0, shape, _idx_labels(pair, shape[0]))
     there = images.stat().st_size - offset
     if there != length:
         raise UsageError(f"source {images} says {length:,} bytes of pixels but has {there:,}")
     file = stack.enter_context(images.open("rb"))
-    return Part(images.name, split, file, offset, shape, values)
+    return Part(images.name, split, file, offset, shape, _idx_labels(pair, shape[0]))
+
+
+def _idx_labels(pair: Pair, images: int) -> np.ndarray:
+    """The labels (N,) of as many images, which are there. UsageError."""
+    labels = pair.labels
+    with _stream(labels) as stream:
+        count, *rest = _dimensions(stream, labels)
+        if rest:
+            raise UsageError(f"source {labels} has {1 + len(rest)} dimensions, not 1")
+        if count != images:
+            name = pair.images.name
+            raise UsageError(f"source {labels}: {name} has {images:,} images but {count:,} labels")
+        values = np.frombuffer(stream.read(count + 1), np.uint8)
+    if len(values) != count:
+        raise UsageError(f"source {labels} does not hold the {count:,} labels it says")
+    return values
 
 
 def npz_source(path: Path, scratch: Place, stack: ExitStack) -> Source:
@@ -147,7 +156,7 @@ def npz_source(path: Path, scratch: Place, stack: ExitStack) -> Source:
             ]
             named = _npz_array(archive, path, "classes") if "classes" in names else None
     except (*ZIP_ERRORS, *UNZIP_ERRORS) as error:
-        raise UsageError(f"source {path} is no whole .npz file: {error}") from None
+        raise UsageError(f"source {path} is no whole .npz file: {brief(error)}") from None
     if not parts:
         known = ", ".join(f"{images} and {labels}" for _, images, labels in NPZ_NAMES)
         raise UsageError(
@@ -206,7 +215,7 @@ def _npy_header(stream: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np
         if version == (2, 0):
             return np.lib.format.read_array_header_2_0(stream)
     except ValueError as error:
-        raise UsageError(f"{what} is no whole array: {error}") from None
+        raise UsageError(f"{what} is no whole array: {brief(error)}") from None
     raise UsageError(f"{what} is of .npy format version {version}, known are (1, 0) and (2, 0)")
 
 

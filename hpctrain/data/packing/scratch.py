@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, brief
 
 BLOCK = 2**20
 SPARE, RATIO = 2**30, 200  # a .gz may grow to SPARE bytes plus RATIO times its size
@@ -71,7 +71,7 @@ def unzipped(path: Path, place: Place) -> Iterator[BinaryIO]:
                         )
         except UNZIP_ERRORS as error:
             raise UsageError(
-                f"source {path} is cut short or damaged ({error}): fetch it again"
+                f"source {path} is cut short or damaged ({brief(error)}): fetch it again"
             ) from None
         target.flush()
         yield target

@@ -22,7 +22,7 @@ from hpctrain.data.packing import arrays
 from hpctrain.data.packing.layout import Item, Source, arrange, hidden, shown
 from hpctrain.data.packing.scratch import ZIP_ERRORS, Place, unzipped
 from hpctrain.data.packing.worker import FILE_LIMIT
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, brief
 
 GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
 
@@ -126,7 +126,7 @@ def _tar(path: Path, file: BinaryIO) -> Source:
                     members.pop(name, None)
                     members[name] = member
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise UsageError(f"source {path} is no whole tar archive: {error}") from None
+        raise UsageError(f"source {path} is no whole tar archive: {brief(error)}") from None
     files: dict[str, tarfile.TarInfo] = {}
     bad: dict[str, str] = {}
     for name, member in members.items():
@@ -168,7 +168,7 @@ def _zip(path: Path) -> Source:
             listed = enumerate(archive.infolist())
             members = {_safe_name(member.filename, path): (i, member) for i, member in listed}
     except (*ZIP_ERRORS, OSError, ValueError) as error:
-        raise UsageError(f"source {path} is no whole zip archive: {error}") from None
+        raise UsageError(f"source {path} is no whole zip archive: {brief(error)}") from None
     members.pop("", None)
     files = [name for name, (_, member) in members.items() if not member.is_dir()]
     folders = [name for name, (_, member) in members.items() if member.is_dir()]

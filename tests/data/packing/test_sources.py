@@ -1,6 +1,7 @@
 import gzip
 import io
 import os
+import struct
 import tarfile
 import zipfile
 
@@ -236,6 +237,8 @@ def test_idx_mistakes(tmp_path):
     (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(data))
     idx(folder / "train-labels-idx1-ubyte", np.arange(6))
     assert "has 7 images but 6 labels" in refusal(folder, tmp_path)
+    (folder / "train-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, 2**32 - 1))
+    assert "has 7 images but 4,294,967,295 labels" in refusal(folder, tmp_path)  # and reads none
     (folder / "train-labels-idx1-ubyte").unlink()
     assert "has no labels beside it" in refusal(folder, tmp_path)
     idx(folder / "train-labels-idx1-ubyte", np.arange(7))
@@ -297,5 +300,10 @@ def test_npz_mistakes(tmp_path):
     data[data.index(b"NUMPY") + 140] ^= 1  # in the pixels
     path.write_bytes(data)
     assert "no whole .npz file" in refusal(path, tmp_path)
+    renamed = bytearray(data)
+    renamed[26:28] = b"\xff\x00"  # 255 bytes of header and pixels are the member's name
+    path.write_bytes(renamed)
+    said = refusal(path, tmp_path)
+    assert "no whole .npz file: File name in directory" in said and len(said) < 400
     path.write_bytes(data[:-60])
     assert "no whole .npz file" in refusal(path, tmp_path)
