@@ -1,0 +1,77 @@
+"""Small data and runs for the surfaces, and what a step over data gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.config import Config
+from hpctrain.data.pack import write_pack
+
+
+def make_images(rows: int, shape: tuple[int, int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noise and labels 0, 1, 2."""
+    draw = np.random.default_rng(seed)
+    return draw.integers(256, size=(rows, *shape), dtype=np.uint8), np.arange(rows) % 3
+
+
+def make_pack(path: Path) -> Path:
+    """Gray images of 7x6 pixels: few steps, small networks."""
+    splits = {
+        name: make_images(rows, (6, 7, 1), rows)
+        for name, rows in (("train", 37), ("validation", 13), ("test", 11))
+    }
+    write_pack(path, splits, "abc", {"source": "scripts/fuzz"})
+    return path
+
+
+def one_step(config: Config) -> str:
+    """The digest after a step on this rank and an evaluation of the test split."""
+    from mpi4py import MPI
+
+    from hpctrain.training.digest import rank_digest
+    from hpctrain.training.evaluate import evaluate
+    from hpctrain.training.setup import check_settings, set_up
+    from hpctrain.training.step import train_step
+
+    check_settings(config)
+    job = set_up(config, MPI.COMM_SELF)
+    batches = job.loader.epoch(0)
+    train_step(job.trainer, next(batches), job.plan.partition.total(0))
+    batches.close()
+    with job.reading.split("test") as source:
+        result = evaluate(job.trainer.model, source, job.task, job.prepare, MPI.COMM_SELF, 256)
+    job.reading.source.close()
+    job.trainer.close()
+    return f"{rank_digest(job.trainer)} {result and result.figures()}"
+
+
+def run_settings(folder: Path, **more: Any) -> Config:
+    """A run of two epochs of five steps, with a checkpoint after every second."""
+    settings = {
+        "data": str(folder / "pack.h5"),
+        "runs_dir": str(folder),
+        "model": "digits",
+        "epochs": 2,
+        "batch_size": 8,
+        "checkpoint_every": "2",
+        "digest_every": 3,
+        "deterministic": True,
+        "shards": 2,
+        "threads": 1,
+        "optimizer": "adam",
+        "output": "best",
+        "progress": "none",
+    }
+    return Config(**{**settings, **more})
+
+
+def train(config: Config) -> int:
+    """The exit code of training on this rank."""
+    from mpi4py import MPI
+
+    from hpctrain.training.train import train as run
+
+    return run(config, MPI.COMM_SELF)
