@@ -46,9 +46,8 @@ class Surface:
 
 
 def attempt(action: Callable[[], Any], *names: str) -> Outcome | Any:
-    """What `action` gives; REFUSED where it raises an error in one line (and a list of files), which
-    or what was printed before holds one of `names`; WRONG where that is no such line, or where it
-    raises anything else.
+    """What `action` gives; REFUSED where it raises an error in one line, maybe with a list of files,
+    that holds one of `names`, as what was printed may too; WRONG where it raises anything else.
     """
     printed = io.StringIO()
     try:
