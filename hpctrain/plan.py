@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_loads
 from hpctrain.config.others import EVALUATION_ROWS
@@ -82,7 +83,7 @@ class Plan:
     chunk_rows: int = 0  # of the file; 0 = it has no chunks
     version: int = VERSION
 
-    @property
+    @cached_property
     def partition(self) -> Partition:
         return Partition(self.rows, self.shares, self.last)
 
@@ -170,7 +171,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     usual = SHARDS_TO_MOVE * facts.ranks if config.worker_load == "auto" else facts.ranks
     shards = config.shards or (round(sum(loads)) if loads else usual)
     runs = carried(shards, facts.ranks, loads)
-    partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.least_rows)
+    partition = _cut(config, facts, shards)
     row_bytes = facts.held_bytes or math.prod(facts.image_shape) * facts.value_bytes
     block_rows = facts.run_rows or -(-RUN_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
@@ -272,6 +273,16 @@ def rate_growth(config: Config, batch_size: int) -> float:
     """
     times = batch_size / (config.batch_per_rank or usual_batch(config))
     return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.lr_scaling]
+
+
+def _cut(config: Config, facts: Facts, shards: int) -> Partition:
+    batch_size = _batch_size(config, facts, shards)
+    try:
+        return cut_epoch(facts.rows, batch_size, shards, facts.least_rows)
+    except UsageError as error:
+        if config.batch_per_rank is None or "--batch-size" not in str(error):
+            raise
+        raise UsageError(f"{error} in place of --batch-per-rank") from error
 
 
 def _batch_size(config: Config, facts: Facts, shards: int) -> int:

@@ -99,6 +99,15 @@ def test_what_does_not_fit_is_refused_with_the_numbers(config, message):
         resolve(config, FACTS)
 
 
+@pytest.mark.parametrize("given", [{"batch_size": 5}, {"batch_per_rank": 1}])
+def test_the_mini_batch_that_is_proposed_is_accepted(given):
+    facts = dataclasses.replace(FACTS, least_rows=2)
+    words = "--batch-size 13" + " in place of --batch-per-rank" * ("batch_per_rank" in given)
+    with pytest.raises(UsageError, match=f"5 images over 5 shards leave 1: use {words}$"):
+        resolve(Config(shards=5, **given), facts)
+    assert resolve(Config(shards=5, batch_size=13), facts).batch_size == 13
+
+
 @pytest.mark.parametrize("flag", ["epochs", "threads", "batch_size", "batch_per_rank", "shards"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_numbers_out_of_range_are_refused_before_anything_is_read(flag, value):

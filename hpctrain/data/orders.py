@@ -219,9 +219,7 @@ def _scatter(n: int, seed: int) -> Permutation:
 
 
 def _own(partition: Partition, shards: range) -> range:
-    sizes = partition.sizes()
-    first = sum(sizes[: shards.start])
-    return range(first, first + sum(sizes[shards.start : shards.stop]))
+    return range(partition.start(shards.start), partition.start(shards.stop))
 
 
 def _everything(partition: Partition) -> range:

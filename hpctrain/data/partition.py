@@ -13,7 +13,10 @@ order they are read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from hpctrain.errors import UsageError
 
@@ -36,19 +39,19 @@ def proportional_cut(total: int, shares: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def cut_last_step(rows: int, shares: tuple[int, ...], least: int) -> tuple[int, ...] | None:
-    """The rows of the last step by shard; none has fewer than `least` rows, except zero.
+    """The rows of the last step by shard, of even `shares`; none has fewer than `least` rows,
+    except zero.
 
     With least = 2 (a layer with one value per row and channel cannot normalise a single row) as
-    few shards as can hold the rows are filled evenly instead. None where even that fails.
+    few shards as can hold the rows are filled evenly instead: more would have fewer each. None
+    where even that fails.
     """
     cut = proportional_cut(rows, shares)
     if all(r == 0 or r >= least for r in cut):
         return cut
-    for filled in range(1, len(shares) + 1):
-        cut = even_shares(rows, filled)
-        if all(least <= r <= b for r, b in zip(cut, shares, strict=False)):
-            return cut + (0,) * (len(shares) - filled)
-    return None
+    filled = next(n for n, room in enumerate(accumulate(shares), start=1) if room >= rows)
+    cut = even_shares(rows, filled)
+    return cut + (0,) * (len(shares) - filled) if cut[-1] >= least else None
 
 
 @dataclass(frozen=True)
@@ -59,22 +62,30 @@ class Partition:
     shares: tuple[int, ...]  # b_j, rows of shard j in a full step
     last: tuple[int, ...]  # r_j, rows of shard j in the last step
 
-    @property
+    @cached_property
     def batch_size(self) -> int:
         return sum(self.shares)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Steps an epoch, T."""
         return -(-self.rows // self.batch_size)
 
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of every shard's partition, n_j."""
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
         return tuple((self.steps - 1) * b + r for b, r in zip(self.shares, self.last, strict=True))
 
+    @cached_property
+    def _starts(self) -> Sequence[int]:
+        return tuple(accumulate(self._sizes, initial=0))
+
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of every shard's partition, n_j."""
+        return self._sizes
+
     def start(self, shard: int) -> int:
-        """First row of the shard's partition."""
-        return sum(self.sizes()[:shard])
+        """First row of the shard's partition; of the shard after the last, the number of rows."""
+        return self._starts[shard]
 
     def count(self, step: int, shard: int) -> int:
         """Rows of `shard` in `step` (from 0 within the epoch), m_j."""
@@ -94,43 +105,47 @@ def cut_epoch(rows: int, batch_size: int, shards: int, least: int = 1) -> Partit
     """Cut an epoch over `rows` rows into steps of `batch_size` and shards.
 
     `least` is the smallest number of rows a shard may meet in a step, zero excepted.
-    Raises UsageError where a full share or the last step cannot hold to it.
+    Raises UsageError where a full share or the last step cannot hold to it, with the nearest larger
+    mini-batch that can, if there is one.
     """
-    if batch_size < shards:
-        raise UsageError(
-            f"a mini-batch of {batch_size:,} rows cannot be cut into {shards:,} shards:"
-            " raise --batch-size or use fewer ranks"
-        )
-    if rows < shards:
-        raise UsageError(
-            f"{rows:,} training images cannot be cut into {shards:,} shards: use fewer ranks"
-        )
-    batch_size = min(batch_size, rows)
+    partition = _cut(rows, min(batch_size, rows), shards, least)
+    if partition is None:
+        raise UsageError(_refusal(rows, min(batch_size, rows), shards, least))
+    return partition
+
+
+def _cut(rows: int, batch_size: int, shards: int, least: int) -> Partition | None:
     shares = even_shares(batch_size, shards)
-    if min(shares) < least:
-        raise UsageError(
-            f"the model normalises one value per image and channel somewhere, so a shard needs"
-            f" {least} images a step; {batch_size} images over {shards} shards leave {min(shares)}:"
-            f" use --batch-size {least * shards} or more"
-        )
+    if shares[-1] < max(least, 1):
+        return None
     last = cut_last_step(_last_rows(rows, batch_size), shares, least)
-    if last is None:
-        raise UsageError(
-            f"the model normalises one value per image and channel somewhere, so a shard needs"
-            f" {least} images a step, but the last step of an epoch would hold"
-            f" {_last_rows(rows, batch_size)} ({rows:,} images in mini-batches of {batch_size}):"
-            f" use --batch-size {_batch_that_fits(rows, batch_size, shards, least)}"
-        )
-    return Partition(rows, shares, last)
+    return None if last is None else Partition(rows, shares, last)
 
 
 def _last_rows(rows: int, batch_size: int) -> int:
     return rows - (-(-rows // batch_size) - 1) * batch_size
 
 
-def _batch_that_fits(rows: int, batch_size: int, shards: int, least: int) -> int:
-    """The nearest larger mini-batch that can be cut; one step of all rows at the latest."""
-    for larger in range(batch_size + 1, rows):
-        if cut_last_step(_last_rows(rows, larger), even_shares(larger, shards), least):
-            return larger
-    return rows
+def _refusal(rows: int, batch_size: int, shards: int, least: int) -> str:
+    """Why the mini-batch, at most all rows, cannot be cut; what to type."""
+    needs = (
+        f"the model normalises one value per image and channel somewhere, so a shard needs {least}"
+        " images a step"
+    )
+    if rows < least * shards:
+        why = f"{rows:,} training images cannot be cut into {shards:,} shards"
+        way = f"use at most {rows // least} shards or ranks" if rows >= least else "add some"
+        return f"{needs}: {why}: {way}" if least > 1 else f"{why}: {way}"
+    if batch_size < shards:
+        why = f"a mini-batch of {batch_size:,} rows cannot be cut into {shards:,} shards"
+    elif batch_size < least * shards:
+        share = batch_size // shards
+        why = f"{needs}; {batch_size:,} images over {shards:,} shards leave {share}"
+    else:
+        why = (
+            f"{needs}, but the last step of an epoch would hold {_last_rows(rows, batch_size):,}"
+            f" ({rows:,} images in mini-batches of {batch_size:,})"
+        )
+    larger = range(max(batch_size + 1, least * shards), rows + 1)  # the last of them is one step
+    fits = next(size for size in larger if _cut(rows, size, shards, least))
+    return f"{why}: use --batch-size {fits}"

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import numpy as np
 import pytest
 
-from hpctrain.data.partition import cut_epoch, cut_last_step, even_shares, proportional_cut
+from hpctrain.data import partition as data_partition
+from hpctrain.data.orders import make_order
+from hpctrain.data.partition import (
+    Partition,
+    cut_epoch,
+    cut_last_step,
+    even_shares,
+    proportional_cut,
+)
 from hpctrain.errors import UsageError
 from tests.packs import order_of
 
@@ -40,6 +51,8 @@ def test_every_row_is_read_exactly_once_an_epoch(rows, shards):
         assert sum(counts) == partition.total(t)
         if t < partition.steps - 1:
             assert counts == list(partition.shares), "a step before the last is full"
+    starts = [partition.start(j) for j in range(shards + 1)]
+    assert starts == [sum(partition.sizes()[:j]) for j in range(shards + 1)]
 
 
 def test_all_shards_of_an_uneven_mini_batch_finish_together():
@@ -83,14 +96,12 @@ def test_single_rows_are_planned_away_where_a_layer_needs_two(rows, shards):
 
 
 def test_what_cannot_be_planned_away_is_refused_with_a_size_that_works():
-    with pytest.raises(
-        UsageError, match=r"would hold 1 \(129 images.*--batch-size (\d+)"
-    ) as caught:
+    with pytest.raises(UsageError, match=r"would hold 1 \(129 images.*--batch-size 129$"):
         cut_epoch(129, 128, 2, least=2)
-    advised = int(str(caught.value).rsplit("--batch-size ", 1)[1].split()[0])
-    cut_epoch(129, advised, 2, least=2)
     with pytest.raises(UsageError, match="a shard needs 2 images"):
         cut_epoch(128, 8, 8, least=2)
+    with pytest.raises(UsageError, match="9 training images .* 5 shards: use at most 4 shards"):
+        cut_epoch(9, 8, 5, least=2)
 
 
 @pytest.mark.parametrize(("rows", "batch", "shards"), [(225, 128, 64), (119, 60, 30), (9, 9, 4)])
@@ -98,10 +109,94 @@ def test_uneven_shares_are_cut_or_refused_at_once(rows, batch, shards):
     try:
         partition = cut_epoch(rows, batch, shards, least=2)
     except UsageError as error:
-        advised = int(str(error).rsplit("--batch-size ", 1)[1].split()[0])
-        partition = cut_epoch(rows, advised, shards, least=2)
+        if rows < 2 * shards:
+            return
+        proposal = int(str(error).rsplit("--batch-size ", 1)[1])
+        partition = cut_epoch(rows, proposal, shards, least=2)
     assert sum(partition.sizes()) == rows
     assert all(r == 0 or r >= 2 for r in (*partition.last, *partition.shares))
+
+
+def advised(refuse):
+    """The mini-batch that the refusal of a call names; None where it names none."""
+    with pytest.raises(UsageError) as caught:
+        refuse()
+    found = re.search(r"--batch-size (\S+)$", str(caught.value))
+    assert found or "batch-size" not in str(caught.value)
+    return found and int(found[1])
+
+
+def test_every_mini_batch_that_is_proposed_is_accepted():
+    """And is the nearest larger one; none is where none is accepted."""
+    proposals = 0
+    for rows, shards, least in itertools.product(range(1, 29), range(1, 12), (1, 2, 3)):
+        accepted = set()
+        for batch in range(rows + 1, 0, -1):
+            try:
+                cut_epoch(rows, batch, shards, least)
+                accepted.add(batch)
+            except UsageError:
+                proposal = advised(lambda: cut_epoch(rows, batch, shards, least))  # noqa: B023
+                assert proposal == min((b for b in accepted if b > batch), default=None)
+                proposals += proposal is not None
+    assert proposals > 3000
+
+
+class Counted(tuple):
+    """Shares that count how many of them are read."""
+
+    read = 0
+
+    def __iter__(self):
+        Counted.read += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("order", ["partition", "global", "blocks"])
+def test_a_shard_more_costs_no_look_at_all_others(order):
+    """A step of all 4,096 shards on one rank; 67 million looks there were before."""
+    shards, plain = 4096, cut_epoch(100_003, 9001, 4096)
+    partition = Partition(plain.rows, Counted(plain.shares), Counted(plain.last))
+    dealt = make_order(order, partition, 0, block_rows=3, window_blocks=2)
+    Counted.read = 0
+    for step in (0, 1, partition.steps - 1):
+        assert partition.total(step) > 0
+        for shard in range(shards):
+            place = partition.slice(step, shard)
+            rows = dealt.rows(0, shard, place.start, place.stop - place.start)
+            assert len(rows) == partition.count(step, shard)
+            dealt.reach(range(shard, shard + 1))
+    assert Counted.read <= 8 * shards
+
+
+def test_a_mini_batch_is_proposed_after_few_looks(monkeypatch):
+    """4,096 shards of two images, and a last step that is odd."""
+    looked, original = [], data_partition.even_shares
+    monkeypatch.setattr(
+        data_partition, "even_shares", lambda *given: looked.append(1) or original(*given)
+    )
+    assert advised(lambda: cut_epoch(1_000_001, 8192, 4096, least=2)) == 8193
+    assert advised(lambda: cut_epoch(1_000_001, 1, 4096, least=2)) == 8193
+    assert len(looked) <= 20
+
+
+def old_cut_last_step(rows, shares, least):
+    """The definition: as few shards as can hold the rows, found by trying all numbers of them."""
+    cut = proportional_cut(rows, shares)
+    if all(r == 0 or r >= least for r in cut):
+        return cut
+    for filled in range(1, len(shares) + 1):
+        cut = even_shares(rows, filled)
+        if all(least <= r <= b for r, b in zip(cut, shares, strict=False)):
+            return cut + (0,) * (len(shares) - filled)
+    return None
+
+
+def test_the_last_step_is_cut_as_by_trying_all_numbers_of_shards():
+    for batch, shards, least in itertools.product(range(1, 40), range(1, 14), (1, 2, 3)):
+        shares = even_shares(batch, shards)
+        for rows in range(1, batch + 1):
+            assert cut_last_step(rows, shares, least) == old_cut_last_step(rows, shares, least)
 
 
 def test_rows_of_the_last_step_move_where_a_neighbour_cannot_lend():
