@@ -7,7 +7,9 @@ shard; ranks only carry them.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from itertools import accumulate
 
 from hpctrain.errors import UsageError
 
@@ -24,8 +26,11 @@ def carried(shards: int, size: int, loads: Sequence[float] = ()) -> list[range]:
         raise UsageError(f"{size} ranks cannot carry {shards} shards: start at most {shards} ranks")
     if loads and len(loads) != size:
         raise UsageError(f"--worker-load names {len(loads)} ranks, but there are {size}")
-    counts = [1] * size
+    counts, speeds = [1] * size, loads or [1.0] * size
+    heap = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # with one shard more
+    heapq.heapify(heap)
     for _ in range(shards - size):
-        counts[min(range(size), key=lambda r: (counts[r] + 1) / (loads[r] if loads else 1))] += 1
-    ends = [sum(counts[: rank + 1]) for rank in range(size)]
-    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        rank = heap[0][1]
+        counts[rank] += 1
+        heapq.heapreplace(heap, ((counts[rank] + 1) / speeds[rank], rank))
+    return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]

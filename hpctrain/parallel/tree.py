@@ -52,10 +52,11 @@ def additions(rows: Sequence[Span]) -> list[tuple[int, int]]:
     row i += row j. The last i holds the sum.
     """
     pairs: list[tuple[int, int]] = []
+    places = {span: place for place, span in enumerate(rows)}
 
     def add(span: Span) -> int:
-        if span in rows:
-            return rows.index(span)
+        if span in places:
+            return places[span]
         left, right = add((span[0], middle(span))), add((middle(span), span[1]))
         pairs.append((left, right))
         return left

@@ -5,11 +5,13 @@ sends each other rank the slice that this one owns (Alltoallv), the owner adds t
 float32, in the order of ranks, and the sums go back in bfloat16 (Allgatherv). As many bytes as a
 ring sends; a gradient is rounded twice, to 8 significant bits. Moments, counts and slots travel in
 the same two calls as they are.
+
+Every rank has one block of the buffer that travels: its slice of what is not gradients, then its
+slice of them. All blocks are as long, so they are rows of matrices, and copying all is one
+operation; what is beyond the ends of the vectors, in the last blocks, is not sent.
 """
 
 from __future__ import annotations
-
-import itertools
 
 import torch
 
@@ -19,78 +21,92 @@ from hpctrain.parallel.message import ALIGNMENT
 from hpctrain.parallel.plain import Reduce
 from hpctrain.parallel.transport import Transport
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # gradients, what else there is
+AT_ONCE = 1 << 18  # numbers that are widened at once: they stay in a core's cache
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class NarrowWire(Reduce):
     """Sums gradients, rounded to bfloat16 where they travel, and the rest of a message as it is."""
 
     def __init__(self, transport: Transport, gradients: torch.Tensor, rest: torch.Tensor) -> None:
-        """Either vector may be empty. UsageError for a model that is not float32."""
+        """One of the vectors may be empty. UsageError for a model that is not float32."""
         if gradients.dtype != torch.float32:
             raise UsageError(f"--wire bf16 is for float32 models; this one is {gradients.dtype}")
         self.transport, self.rank, self.size = transport, transport.comm.rank, transport.comm.size
-        self._whole, device = (gradients, rest), gradients.device
-        self._wide = _cuts(len(gradients), self.size, ALIGNMENT)  # by owner
-        self._rest = _cuts(len(rest), self.size, 1)
-        self._bytes = [
-            2 * (wide.stop - wide.start) + 4 * (rest.stop - rest.start)
-            for wide, rest in zip(self._wide, self._rest, strict=True)
-        ]
-        self._places = [sum(self._bytes[:rank]) for rank in range(self.size)]
-        own, wide = self._bytes[self.rank], self._wide[self.rank]
-        # what goes out, then what came back; and the slices that all ranks sent here, if any
-        self._all = room((sum(self._bytes),), torch.uint8, device)
-        self._own = room((max(1, self.size * own),), torch.uint8, device)  # empty has no views
-        sums = room((2, wide.stop - wide.start), torch.float32, device)
-        self._sum, self._widened = sums.unbind()
+        many, few = _width(len(gradients), self.size, ALIGNMENT), _width(len(rest), self.size, 1)
+        block = 4 * few + 2 * many  # bytes
+        starts = [block * rank for rank in range(self.size)]
+        ends = [_end(rank, (rest, few), (gradients, many)) for rank in range(self.size)]
+        self._blocks, self._places = (ends, starts), ([ends[self.rank]] * self.size, starts)
+        # what goes out, then what came back; and the slices that all ranks sent here
+        self._all, self._sent = (
+            room((block * self.size,), torch.uint8, gradients.device).zero_() for _ in range(2)
+        )
+        narrow, plain = _parts(self._all, self.size, few, block)
+        self._own = narrow[self.rank], plain[self.rank]
+        self._copies = [*_rows(gradients, narrow), *_rows(rest, plain)]
+        self._received = _parts(self._sent, self.size, few, block)
+        step = max(1, min(self.size, AT_ONCE // max(1, few + many)))
+        self._sums = room((few + many,), torch.float32, gradients.device)
+        self._widened = room((step, few + many), torch.float32, gradients.device)
+        self._few = few
 
     def __call__(self) -> None:
         """Sum both vectors over all ranks, in place. Collective."""
         if self.size == 1:
             return
-        for rank in range(self.size):
-            _copy(self._slices(rank), self._place(rank))  # rounds to the nearest
-        blocks, own = (self._bytes, self._places), self._bytes[self.rank]
-        places = [own] * self.size, [own * rank for rank in range(self.size)]
-        self.transport.alltoallv(self._all, blocks, self._own, places)
-        _copy(self._added(), self._place(self.rank))
-        self.transport.allgatherv(self._all, blocks)
-        for rank in range(self.size):
-            _copy(self._place(rank), self._slices(rank))
+        for vector, block in self._copies:
+            block.copy_(vector)  # rounds to the nearest
+        self.transport.alltoallv(self._all, self._blocks, self._sent, self._places)
+        self._add()
+        narrow, plain = self._own
+        narrow.copy_(self._sums[self._few :])
+        plain.copy_(self._sums[: self._few])
+        self.transport.allgatherv(self._all, self._blocks)
+        for vector, block in self._copies:
+            vector.copy_(block)
 
-    def _added(self) -> Pair:
+    def _add(self) -> None:
         """Sum of the slices that all ranks sent here, in the order of ranks."""
-        own = self._bytes[self.rank]
-        slices = (self._own[own * rank : own * (rank + 1)] for rank in range(self.size))
-        rows = [self._parts(row, self.rank) for row in slices]
-        wide, rest = self._sum, rows[0][1]
-        wide.copy_(rows[0][0])
-        for more, others in rows[1:]:
-            wide += self._widened.copy_(more)  # adding what is narrow takes ten times as long
-            rest += others
-        return wide, rest
-
-    def _parts(self, row: torch.Tensor, rank: int) -> Pair:
-        """The two slices that `rank` owns, as they lie in `row` (bytes,)."""
-        border = 2 * (self._wide[rank].stop - self._wide[rank].start)
-        return row[:border].view(torch.bfloat16), row[border:].view(torch.float32)
-
-    def _place(self, rank: int) -> Pair:
-        start = self._places[rank]
-        return self._parts(self._all[start : start + self._bytes[rank]], rank)
-
-    def _slices(self, rank: int) -> Pair:
-        gradients, rest = self._whole
-        return gradients[self._wide[rank]], rest[self._rest[rank]]
+        narrow, plain = self._received
+        step = len(self._widened)
+        for start in range(0, self.size, step):
+            rows = self._widened[
+                : self.size - start
+            ]  # adding what is narrow takes ten times as long
+            rows[:, : self._few].copy_(plain[start : start + step])
+            rows[:, self._few :].copy_(narrow[start : start + step])
+            for number, row in enumerate(rows.unbind(), start=start):
+                if number:
+                    self._sums.add_(row)
+                else:
+                    self._sums.copy_(row)
 
 
-def _copy(source: Pair, target: Pair) -> None:
-    for a, b in zip(source, target, strict=True):
-        b.copy_(a)
+def _width(length: int, ranks: int, unit: int) -> int:
+    """The longest slice of `length` that a rank has, a multiple of `unit`."""
+    return -(-length // (ranks * unit)) * unit
 
 
-def _cuts(length: int, parts: int, unit: int) -> list[slice]:
-    """`length` cut evenly into `parts` slices at multiples of `unit`; the last takes the rest."""
-    borders = [length // unit * part // parts * unit for part in range(parts)] + [length]
-    return [slice(start, stop) for start, stop in itertools.pairwise(borders)]
+def _end(rank: int, rest: tuple[torch.Tensor, int], gradients: tuple[torch.Tensor, int]) -> int:
+    """Bytes of a rank's block up to the end of what there is, of two vectors and their widths."""
+    own, wide = (
+        max(0, min(width, len(vector) - rank * width)) for vector, width in (rest, gradients)
+    )
+    return 4 * rest[1] + 2 * wide if wide else 4 * own
+
+
+def _parts(buffer: torch.Tensor, ranks: int, few: int, block: int) -> Pair:
+    """The slices of gradients, bfloat16, and of the rest, float32, (ranks, n) each."""
+    matrix = buffer.view(ranks, block)
+    return matrix[:, 4 * few :].view(torch.bfloat16), matrix[:, : 4 * few].view(torch.float32)
+
+
+def _rows(vector: torch.Tensor, matrix: torch.Tensor) -> list[Pair]:
+    """Where a vector (n,) lies in a matrix row by row: whole rows, and a part of one."""
+    width = matrix.shape[1]
+    if not width:
+        return []
+    whole, left = divmod(len(vector), width)
+    pairs = [(vector[: whole * width].view(whole, width), matrix[:whole])]
+    return [*pairs, (vector[whole * width :], matrix[whole, :left])] if left else pairs

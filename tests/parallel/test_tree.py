@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -127,6 +128,65 @@ def test_a_rank_sends_as_much_as_in_a_ring_where_all_are_powers_of_two(comm):
     sent = sum(comm.allgather(Exchange(HostMemory(comm), spans, torch.empty(1200)).sent))
     ring = 2 * 1200 * (comm.size - 1)
     assert sent == ring if comm.size != 3 else sent > ring
+
+
+class Counted(tuple):
+    """A span of the tree that counts how often one is compared."""
+
+    compared = 0
+
+    def __eq__(self, other):
+        Counted.compared += 1
+        return tuple.__eq__(self, other)
+
+    __hash__ = tuple.__hash__
+
+
+def test_additions_look_every_subtree_up_once():
+    """4,096 ranks of one shard and more; a search compared 8 million times."""
+    runs = carried(9001, 4096)
+    rows = [Counted(span) for run in runs for span in subtrees(run, (0, 9001))]
+    Counted.compared = 0
+    pairs = additions(rows)
+    assert len(pairs) == len(rows) - 1
+    assert Counted.compared <= 2 * len(rows)
+
+
+def old_carried(shards, size, loads):
+    """The definition: every shard to the rank that would have the least to do with it."""
+    counts = [1] * size
+    for _ in range(shards - size):
+        counts[min(range(size), key=lambda r: (counts[r] + 1) / loads[r])] += 1
+    return counts
+
+
+def test_every_shard_goes_to_the_rank_with_the_least_to_do():
+    draw = random.Random(5)
+    for _ in range(300):
+        size = draw.randint(1, 13)
+        shards = size + draw.randint(0, 60)
+        values = draw.choice([[1], [1, 2, 3], [0.1, 0.3, 7.0], [draw.random() + 1e-9]])
+        loads = [draw.choice(values) for _ in range(size)]
+        runs = carried(shards, size, loads)
+        assert [len(run) for run in runs] == old_carried(shards, size, loads)
+        assert [j for run in runs for j in run] == list(range(shards))
+        if set(loads) == {1}:
+            assert runs == carried(shards, size)
+
+
+class Load(float):
+    """A load that counts how often a number is divided by one."""
+
+    divided = 0
+
+    def __rtruediv__(self, other):
+        Load.divided += 1
+        return other / float(self)
+
+
+def test_a_shard_more_costs_a_division_more():
+    carried(4096, 1021, [Load(1 + rank % 3) for rank in range(1021)])
+    assert Load.divided == 4096
 
 
 def test_shards_go_to_ranks_in_proportion_to_their_loads():

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config import Config, check_ranges
 from hpctrain.errors import UsageError
+from hpctrain.parallel import wire as narrow_wire
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.plain import Plain
 from hpctrain.parallel.reduce import choose_reduce
 from hpctrain.parallel.transport import HostMemory
-from hpctrain.parallel.wire import NarrowWire, _cuts
+from hpctrain.parallel.wire import NarrowWire
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from tests.packs import make_pack
@@ -37,8 +40,8 @@ def filled(comm, rank, dtype=torch.float32):
 class Counting:
     """A communicator that counts what is sent through it."""
 
-    def __init__(self, comm):
-        self._comm, self.size, self.rank = comm, comm.size, comm.rank
+    def __init__(self, comm, rank=None, size=None):
+        self._comm, self.size, self.rank = comm, size or comm.size, comm.rank if comm else rank
         self.calls, self.sent = [], 0
 
     def Alltoallv(self, out, back):
@@ -91,13 +94,80 @@ def test_not_with_deterministic():
         check_ranges(Config(deterministic=True, wire="bf16"))
 
 
-@pytest.mark.parametrize("length", [0, 64, 128, 640, 6400])
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_cuts_cover_everything_once(length, parts):
-    cuts = _cuts(length, parts, 64)
-    assert (cuts[0].start, cuts[-1].stop) == (0, length)
-    assert all(a.stop == b.start for a, b in itertools.pairwise(cuts))
-    assert all(cut.start % 64 == 0 for cut in cuts)
+class Threads:
+    """A transport between threads of this process, one for each of its ranks."""
+
+    def __init__(self, rank, size, board, barrier):
+        self.comm, self._board, self._barrier = Counting(None, rank, size), board, barrier
+        self.bytes = 0
+
+    def alltoallv(self, vector, blocks, received, places):
+        own = self.comm.rank
+        self._board[own] = [vector[s : s + n].clone() for n, s in zip(*blocks, strict=True)]
+        self.bytes += sum(blocks[0])
+        self._barrier.wait()
+        for rank, (count, start) in enumerate(zip(*places, strict=True)):
+            received[start : start + count] = self._board[rank][own]
+        self._barrier.wait()
+
+    def allgatherv(self, vector, blocks):
+        send = [blocks[0][self.comm.rank]] * self.comm.size, [blocks[1][self.comm.rank]] * 99
+        self.alltoallv(vector, (send[0], send[1][: self.comm.size]), vector, blocks)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7])
+@pytest.mark.parametrize(("gradients", "rest"), [(0, 1), (64, 0), (64, 6), (640, 101), (6464, 7)])
+def test_slices_are_added_in_the_order_of_ranks(monkeypatch, size, gradients, rest):
+    """Bit by bit, wherever the borders of slices fall; and hardly more is sent than there is."""
+    monkeypatch.setattr(narrow_wire, "AT_ONCE", 100)
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(2, size, gradients + rest, generator=generator)
+    wide, plain = vectors[..., :gradients].bfloat16().float(), vectors[..., gradients:]
+    many, others = wide[:, 0].clone(), plain[:, 0].clone()
+    for rank in range(1, size):
+        many += wide[:, rank]
+        others += plain[:, rank]
+    expected = torch.cat([many.bfloat16().float(), others], dim=1)
+    board, barrier, found = [None] * size, threading.Barrier(size), torch.zeros_like(vectors)
+
+    def work(rank):
+        transport = Threads(rank, size, board, barrier)
+        vector = torch.empty(gradients + rest)
+        reduce = NarrowWire(transport, vector[:gradients], vector[gradients:])
+        for step in range(2):
+            vector.copy_(vectors[step, rank])
+            reduce()
+            found[step, rank] = vector
+        return transport.bytes
+
+    with ThreadPoolExecutor(size) as pool:
+        sent = sum(pool.map(work, range(size))) / 2 / size
+    assert torch.equal(found, expected[:, None].expand(2, size, -1))
+    assert sent <= 2 * (2 * gradients + 4 * rest) + 4 * (rest // size + 1) * size
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch does."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_rank_more_costs_an_addition_more():
+    """With 4,096 ranks; nine operations for each there were before."""
+    size, vector = 4096, torch.zeros(64 * 4096 + 5 * 4096)
+    transport = Counting(None, 1, size)
+    transport.comm = transport
+    transport.alltoallv = transport.allgatherv = lambda *blocks: None
+    reduce = NarrowWire(transport, vector[: 64 * size], vector[64 * size :])
+    with Operations() as operations:
+        reduce()
+    assert size <= operations.count < size + 100
 
 
 def test_a_network_learns_as_well(comm, shared_tmp):
