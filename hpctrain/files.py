@@ -2,33 +2,61 @@
 
 rename(2) replaces atomically on POSIX file systems; fsync(2) of the file does not cover its
 directory entry, so the folder is synced too.
+
+Others may write in the folders where this happens (/tmp, a project's). So nothing is opened through
+a symbolic link that they may have put in its place, and temporary files have names that nobody can
+know in advance and are new (O_EXCL).
 """
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
+import secrets
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, TextIO, cast
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)
+REFUSED = "a symbolic link is in its place"
 
 
 def temporary_name(path: Path) -> Path:
-    """The hidden name beside `path` under which this process of this host writes it."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    """A hidden name beside `path` that says which process of which host writes there."""
+    own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+    return path.with_name(f".{path.name}.{own}.tmp")
 
 
 def left_behind(path: Path) -> Iterator[Path]:
     """Temporary files for `path` whose processes, of this host, are gone."""
     stem = f".{path.name}.{socket.gethostname()}-"
     for found in path.parent.glob(f"{glob.escape(stem)}*.tmp"):
-        process = found.name[len(stem) : -len(".tmp")]
+        process = found.name[len(stem) : -len(".tmp")].partition("-")[0]
         if process.isdigit() and not Path("/proc", process).exists():
             yield found
+
+
+def open_itself(path: str | Path, flags: int) -> int:
+    """A descriptor of the file `path`, never of what a symbolic link in its place leads to, nor of
+    a device or a pipe; an `opener` of open(). OSError.
+    """
+    try:
+        more = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for a reader
+        descriptor = os.open(path, flags | more, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, REFUSED, str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def sync(path: Path) -> None:
@@ -48,15 +76,30 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write; on success it becomes `path`, on any error it is removed."""
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a new file to write; on success it becomes `path`, on any error it is removed."""
     temporary = temporary_name(path)
-    try:
-        yield temporary
-        os.chmod(temporary, 0o666 & ~UMASK)  # some writers keep others from reading
-        sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with cast(BinaryIO, open(temporary, "x+b", opener=open_itself)) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if not os.path.samestat(os.lstat(temporary), os.fstat(file.fileno())):
+                raise OSError(errno.EEXIST, "another file was put in its place", str(temporary))
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     sync(path.parent)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, whole or not at all. OSError."""
+    with whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def as_text(file: BinaryIO) -> TextIO:
+    """The same new file for writing text, lines as they are given; `file` itself stays open."""
+    number = file.fileno()
+    return open(number, "w", newline="", encoding="utf-8", errors="surrogateescape", closefd=False)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.errors import UsageError
+from hpctrain.files import open_itself
 from hpctrain.launcher import PR_SET_PDEATHSIG
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +76,7 @@ def start(
         if cores:
             os.sched_setaffinity(0, cores)
 
-    with open(log, "ab") as output:
+    with open(log, "ab", opener=open_itself) as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

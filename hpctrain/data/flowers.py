@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import http.client
 import os
-import platform
 import re
 import time
 import urllib.error
@@ -34,7 +33,7 @@ from rich.progress import (
 )
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import sync
+from hpctrain.files import open_itself, sync, temporary_name
 
 TIMEOUT = 30  # seconds without a byte
 DELAYS = (1, 2, 4)  # seconds before each further attempt; after the last we give up
@@ -108,11 +107,11 @@ def _sole_part(path: Path) -> Iterator[BinaryIO | None]:
     """
     part = path.with_name(path.name + ".part")
     while True:
-        with part.open("a+b") as file:
+        with open(part, "a+b", opener=open_itself) as file:
             if not _lock(file, path):
                 # No locks on this file system: a part of our own, not to be gone on with.
-                private = part.with_name(f"{part.name}.{platform.node()}.{os.getpid()}")
-                with private.open("a+b") as alone:
+                private = temporary_name(part)
+                with open(private, "x+b", opener=open_itself) as alone:
                     try:
                         yield alone
                     finally:

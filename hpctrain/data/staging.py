@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import shutil
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +22,7 @@ from hpctrain.data.checks import Sums
 from hpctrain.data.pack_file import open_file, read_exactly
 from hpctrain.data.pack_format import Pack
 from hpctrain.errors import Failure, RunError, UsageError
-from hpctrain.files import left_behind, temporary_name, write_at
+from hpctrain.files import left_behind, open_itself, temporary_name, write_at
 
 PIECE = 1 << 20  # bytes copied at a time where no checksum says more
 HELD = ("images", "bytes")  # columns of which a host may need a part
@@ -76,17 +79,51 @@ def staged_name(pack: Pack, extent: tuple[int, int]) -> str:
     return f"hpctrain-{pack.uuid}-{extent[0]}-{extent[1]}.staged"
 
 
-def make_room(folder: Path, name: str, needed: int) -> None:
-    """Remove what killed copiers of this name left. UsageError where the folder cannot be made,
-    RunError where it has less room than `needed`.
+def make_folder(folder: Path) -> None:
+    """Make the folder of the copies, or find it. UsageError where that cannot be, or where others
+    could put there what is then taken for a copy.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owners = {os.lstat(folder).st_uid, os.stat(folder).st_uid}
+        mode = stat.S_IMODE(os.stat(folder).st_mode)
+    except FileExistsError:
+        raise UsageError(f"--stage {folder} is a file: name a folder") from None
+    except OSError as error:
+        raise UsageError(f"--stage {folder}: {error.strerror}") from None
+    others = owners - {os.geteuid()}
+    if others or mode & (stat.S_IWGRP | stat.S_IWOTH):
+        number = min(others or owners)
+        try:
+            owner = pwd.getpwuid(number).pw_name
+        except KeyError:
+            owner = f"user {number}"
+        raise UsageError(
+            f"--stage {folder} belongs to {owner} and has mode {mode:04o}: others could change the"
+            f" copies there; name a folder that only you may write, such as {folder / 'mine'}"
+        )
+
+
+def remove_copies(folder: str | None) -> None:
+    """Remove the copies of a job that is cancelled, where their folder is of this job alone: it is
+    named by the job's number at its end.
+    """
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if folder and job.isdigit() and folder.endswith(f"-{job}"):
+        with suppress(OSError):  # other ranks of the host do the same
+            for copied in Path(folder).glob("hpctrain-*.staged"):
+                copied.unlink(missing_ok=True)
+            Path(folder).rmdir()
+
+
+def make_room(folder: Path, name: str, needed: int) -> None:
+    """Remove what killed copiers of this name left. UsageError where that cannot be, RunError where
+    the folder has less room than `needed`.
+    """
+    try:
         for left in left_behind(folder / name):
             left.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
-    except FileExistsError:
-        raise UsageError(f"--stage {folder} is a file: name a folder") from None
     except OSError as error:
         raise UsageError(f"--stage {folder}: {error.strerror}") from None
     if needed > free:
@@ -102,7 +139,7 @@ def copy(pack: Pack, target: Path, part: Sequence[Piece], doing: Callable[[str],
     """
     source = open_file(pack.path)
     try:
-        into = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
+        into = open_itself(target, os.O_WRONLY)
         try:
             for piece in part:
                 doing(f"staging byte {piece.start:,}")
@@ -121,7 +158,8 @@ def compare(pack: Pack, copied: Path, part: Sequence[Piece], doing: Callable[[st
     try:
         there = open_file(str(copied))
         try:
-            if os.fstat(there).st_size != pack.file_size:
+            found = os.fstat(there)
+            if (found.st_size, found.st_uid) != (pack.file_size, os.geteuid()):
                 return False
             for piece in part:
                 doing(f"comparing staged byte {piece.start:,}")
@@ -147,7 +185,7 @@ def begin(folder: Path, pack: Pack, name: str) -> Path:
     """An empty file of the pack's length, under a name of its own, to copy into. RunError."""
     target = temporary_name(folder / name)
     try:
-        with open(target, "wb") as file:
+        with open(target, "xb", opener=open_itself) as file:
             file.truncate(pack.file_size)
     except OSError as error:
         target.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping
     entries = {ENTRY: json.dumps({**metadata, ORDER: list(tensors)}, sort_keys=True)}
     entries[SHA256] = _digest(tensors, entries)
     try:
-        with whole_file(Path(path)) as temporary, temporary.open("wb") as file:
+        with whole_file(Path(path)) as file:
             file.writelines(content(tensors, entries))
     except OSError as error:
         size = f"{sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.1f} MB"

@@ -54,9 +54,9 @@ def save(figure: Any, path: Path) -> None:
     across = max(figure.get_size_inches())
     dots = min(DOTS_PER_INCH, LARGEST / across)
     try:
-        with warnings.catch_warnings(), whole_file(path) as temporary:
+        with warnings.catch_warnings(), whole_file(path) as file:
             warnings.filterwarnings("ignore", "Glyph .* missing")  # shown as a box
-            figure.savefig(temporary, format=suffix, dpi=dots)
+            figure.savefig(file, format=suffix, dpi=dots)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror or error}") from error
 

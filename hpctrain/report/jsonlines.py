@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import whole_file
+from hpctrain.files import open_itself, write_whole
 from hpctrain.report.fields import parse_record
 
 FILE_NAME = "progress.jsonl"
@@ -61,9 +61,8 @@ class RecordFile:
         self._path = path
         self._waiting: list[dict[str, Any]] = []
         self._due = 0.0
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         try:
-            self._descriptor = os.open(path, flags, 0o666)
+            self._descriptor = open_itself(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             _cut_torn_line(self._descriptor)
         except OSError as error:
             raise RunError(f"cannot open {path}: {error.strerror}") from error
@@ -133,8 +132,7 @@ def cut_back(folder: Path, step: int, epoch: int, validated: int) -> None:
                 break  # torn, or lost in a power failure: what follows it cannot be trusted
             if not _is_told_again(record, step, epoch, validated):
                 kept.append(line)
-    with whole_file(path) as temporary:
-        temporary.write_bytes(b"".join(kept))
+    write_whole(path, b"".join(kept))
 
 
 def _is_told_again(record: Mapping[str, Any], step: int, epoch: int, validated: int) -> bool:

@@ -94,8 +94,8 @@ def write_image(path: Path, image: np.ndarray) -> None:
 
 def _write(path: Path, image: Image.Image) -> None:
     try:
-        with whole_file(path) as temporary:
-            image.save(temporary, format="PNG")
+        with whole_file(path) as file:
+            image.save(file, format="PNG")
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror or error}") from error
 

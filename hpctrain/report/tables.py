@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpctrain.errors import RunError
-from hpctrain.files import whole_file
+from hpctrain.files import write_whole
 from hpctrain.report.bar import terminal_columns
 from hpctrain.report.differences import Difference
 
@@ -24,8 +24,7 @@ WIDEST = 12  # classes of a confusion matrix that still fits a terminal
 def write_json(path: Path, figures: dict[str, Any]) -> None:
     """Write figures as one JSON object, whole or not at all."""
     try:
-        with whole_file(path) as temporary:
-            temporary.write_text(json.dumps(figures, indent=1) + "\n")
+        write_whole(path, json.dumps(figures, indent=1) + "\n")
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain.config import SweepConfig
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import whole_file
+from hpctrain.files import write_whole
 from hpctrain.sweep.file import Network
 from hpctrain.sweep.slots import python_program
 
@@ -80,8 +80,7 @@ def write_script(settings: SweepConfig, folder: Path, networks: Sequence[Network
     )
     path = folder / FILE
     try:
-        with whole_file(path) as temporary:
-            temporary.write_text(text)
+        write_whole(path, text)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
     return path

@@ -18,6 +18,7 @@ from rich.table import Table
 from hpctrain import launch
 from hpctrain.config import SweepConfig, as_words, command_line
 from hpctrain.errors import RunError, UsageError
+from hpctrain.files import open_itself
 from hpctrain.report.find import SWEEP_FILE
 from hpctrain.report.results import by_accuracy
 from hpctrain.sweep.array import submit
@@ -186,7 +187,7 @@ def detach(settings: SweepConfig, folder: Path, networks: Networks) -> int:
     words += as_words(settings, without=DRIVERS_OWN)
     words += ["--model", ",".join(networks.imported())] if networks.imported() else []
     log = folder / LOG
-    with open(log, "ab") as output:
+    with open(log, "ab", opener=open_itself) as output:
         began = log.stat().st_size
         process = subprocess.Popen(
             words,

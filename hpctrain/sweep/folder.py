@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hpctrain.config import Config, SweepConfig
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import whole_file
+from hpctrain.files import write_whole
 from hpctrain.report.find import SWEEP_FILE, find_folder
 from hpctrain.sweep.drive import not_ended, read_rows
 from hpctrain.sweep.file import Network, Networks
@@ -84,11 +84,9 @@ def make_folder(folder: Path, file: Path, networks: Networks, runs_dir: str) -> 
             path = settings_file(folder, network)
             text = network_toml(network, folder, runs_dir)
             if not path.exists() or path.read_text() != text:
-                with whole_file(path) as temporary:
-                    temporary.write_text(text)
+                write_whole(path, text)
         if not (folder / SWEEP_FILE).exists():
-            with whole_file(folder / SWEEP_FILE) as temporary:
-                temporary.write_bytes(file.read_bytes())
+            write_whole(folder / SWEEP_FILE, file.read_bytes())
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror}") from error
 

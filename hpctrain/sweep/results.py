@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.table import Table
 
 from hpctrain.errors import RunError
-from hpctrain.files import whole_file
+from hpctrain.files import as_text, whole_file
 from hpctrain.report.results import UNKNOWN, Figures, Point, by_accuracy
 from hpctrain.sweep.file import Network, Networks
 
@@ -74,7 +74,7 @@ def write_results(folder: Path, networks: Networks, rows: Iterable[Row]) -> None
     header = ["name", "status", "reason", *networks.differing, *FIGURES, "epochs", "seconds"]
     path = folder / FILE
     try:
-        with whole_file(path) as temporary, open(temporary, "w", newline="") as file:
+        with whole_file(path) as binary, as_text(binary) as file:
             writer = csv.writer(file)
             writer.writerow(header)
             for row in rows:

@@ -142,18 +142,17 @@ class Writer:
         path = self.folder / f"{step:08}.safetensors"
         while path.exists():  # saved before
             path = path.with_stem(f"{path.stem}-2")
-        with whole_file(path) as temporary:
+        with whole_file(path) as file:
             size, sha256 = 0, hashlib.sha256()
-            with temporary.open("wb") as file:
-                for part in content(tensors, {}):
-                    size += file.write(part)
-                    sha256.update(part)
+            for part in content(tensors, {}):
+                size += file.write(part)
+                sha256.update(part)
         sync(self._record)  # a step that is in the checkpoint is in the record too
-        with whole_file(_json(self.folder, step)) as temporary:
+        with whole_file(_json(self.folder, step)) as file:
             known = {"file": path.name, "bytes": size, "sha256": sha256.hexdigest()}
             described = {"format": FORMAT, "step": step, **known, "state": state}
             described["check"] = _check(described)
-            temporary.write_text(json.dumps(described, indent=1) + "\n")
+            file.write(json.dumps(described, indent=1).encode() + b"\n")
         for old in steps(self.folder)[: -self.keep]:
             _json(self.folder, old).unlink()
         _sweep(self.folder)

@@ -8,6 +8,7 @@ step. A stop is a wish (exit code 0), leaving is forced from outside (75: start 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.config import duration
 from hpctrain.errors import RunError
+from hpctrain.files import open_itself
 from hpctrain.signals import noticed
 from hpctrain.slurm import job_end
 
@@ -116,6 +118,6 @@ def deadline(limit: str | None) -> tuple[float | None, str | None]:
 def request_stop(folder: Path) -> None:
     """Ask the run in this folder to stop after its next step. RunError where that cannot be."""
     try:
-        (folder / FILE).touch()
+        os.close(open_itself(folder / FILE, os.O_WRONLY | os.O_CREAT))
     except OSError as error:
         raise RunError(f"cannot write {folder / FILE}: {error.strerror}") from error

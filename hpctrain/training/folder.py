@@ -15,7 +15,7 @@ import torch
 from hpctrain import __version__
 from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import sync, temporary_name, whole_file
+from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, host_name, library
 from hpctrain.report.folders import evaluation_file
@@ -35,9 +35,11 @@ def make_run_folder(job: Job) -> Path:
     for name in [job.config.run] if job.config.run else names(job):
         folder = runs / name
         temporary = temporary_name(folder)
-        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            temporary.mkdir(parents=True)
+            runs.mkdir(parents=True, exist_ok=True)
+            for left in left_behind(folder):
+                shutil.rmtree(left, ignore_errors=True)
+            temporary.mkdir()
             write_settings(job, temporary)
             make_ready(temporary, 0)
             os.rename(temporary, folder)
@@ -53,8 +55,7 @@ def make_run_folder(job: Job) -> Path:
 def write_settings(job: Job, folder: Path) -> None:
     """Write the configuration and the plan. OSError."""
     for name, text in (("config.toml", to_toml(job.config)), ("plan.json", job.plan.to_json())):
-        with whole_file(folder / name) as path:
-            path.write_text(text.rstrip() + "\n")
+        write_whole(folder / name, text.rstrip() + "\n")
 
 
 def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from hpctrain.errors import RunError, UsageError
+from hpctrain.files import open_itself
 
 FILE = "lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -26,9 +27,8 @@ class RunLock:
         """Lock the folder. UsageError where another process holds it, RunError where nothing can
         be written there.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
-            self._descriptor = os.open(folder / FILE, flags, 0o666)
+            self._descriptor = open_itself(folder / FILE, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise RunError(f"cannot write {folder / FILE}: {error.strerror}") from error
         try:

@@ -24,7 +24,7 @@ from hpctrain.data.images import BadImage, read_image
 from hpctrain.data.opened import open_split
 from hpctrain.data.packing.layout import shown
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import whole_file
+from hpctrain.files import as_text, whole_file
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, from_root, start_mpi
 from hpctrain.parallel.switches import torch_settings
@@ -243,8 +243,8 @@ def write_csv(
             sys.stdout.flush()
             return
         with (
-            whole_file(Path(output)) as temporary,
-            temporary.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+            whole_file(Path(output)) as binary,
+            as_text(binary) as file,
         ):
             _write_lines(file, names, labels, chances, classes)
     except OSError as error:

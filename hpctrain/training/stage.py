@@ -18,6 +18,7 @@ from hpctrain.data.staging import (
     compare,
     copy,
     finish,
+    make_folder,
     make_room,
     pieces,
     staged_name,
@@ -39,6 +40,7 @@ def stage(
     """
     host = comm_of_host(comm)
     try:
+        everywhere(comm, lambda: make_folder(Path(folder)))
         extents = host.allgather(extent)
         low, high = min(start for start, _ in extents), max(stop for _, stop in extents)
         final = Path(folder).absolute() / staged_name(pack, (low, high))

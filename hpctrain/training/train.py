@@ -5,6 +5,7 @@ mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from hpctrain.config import Config, duration
 from hpctrain.data.foreign import reading_note
+from hpctrain.data.staging import remove_copies
 from hpctrain.errors import Failure, RunError
 from hpctrain.launcher import LEFT
 from hpctrain.models import save_model
@@ -190,6 +192,8 @@ def leave(run: Run, done: int) -> int:
     """End a launch that has to leave: 75 if it did and saved any step, else 1. Collective."""
     why = run.comm.bcast(next(filter(None, run.comm.allgather(run.control.leaving())), "a signal"))
     run.recorder.end("left", f"{why}; saved", steps=run.state.step)
+    if why == signal.SIGTERM.name:  # what scancel sends
+        remove_copies(run.job.config.stage)
     return LEFT if done > 0 else 1
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -170,9 +171,13 @@ def test_no_room_and_no_permission(server, archive, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match="--data-dir"):
         fetch_archive(tmp_path / "file", archive)
-    (tmp_path / "photos.tgz.part").symlink_to("/dev/full")
-    with pytest.raises(RunError, match="no room left"):
-        fetch_archive(tmp_path, archive)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (archive.size // 2, before[1]))
+    try:
+        with pytest.raises(RunError, match="no room left"):
+            fetch_archive(tmp_path, archive)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_second_process_waits_for_the_first(server, archive, tmp_path):

@@ -238,7 +238,7 @@ def test_a_source_that_a_rank_does_not_see(folder, tmp_path):
         assert re.search("rank 1: .* is not on this host what it is on rank 0's", ours[0])
     lost = (  # the scratch file, where only the folder of the pack is not shared
         "from hpctrain.data.packing import shared\n"
-        "if launched_rank() == 1: shared.open = lambda path, mode: open(path + 'x', mode)"
+        "if launched_rank() == 1: shared.open = lambda path, mode, **more: open(path + 'x', mode)"
     )
     done = changed(2, lost, "images", "--output", "a.h5", cwd=tmp_path)
     assert done.returncode == 2 and "hpctrain: rank 1: " in done.stderr

@@ -81,15 +81,15 @@ def test_too_small_a_disk_is_refused_with_both_numbers(tmp_path):
         staging.make_room(tmp_path, "a", 1 << 60)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is a file: name a folder"):
-        staging.make_room(tmp_path / "file", "a", 1)
+        staging.make_folder(tmp_path / "file")
     with pytest.raises(UsageError, match="--stage"):
-        staging.make_room(tmp_path / "file" / "x", "a", 1)
+        staging.make_folder(tmp_path / "file" / "x")
 
 
 def test_what_a_killed_copier_left_is_removed(tmp_path):
     packed = make(tmp_path, rows=11)
     begun = staging.begin(tmp_path, packed, "a")
-    dead = begun.with_name(begun.name.replace(f"-{os.getpid()}.", "-999999999."))
+    dead = begun.with_name(begun.name.replace(f"-{os.getpid()}-", "-999999999-"))
     dead.touch()
     staging.make_room(tmp_path, "a", 1)
     assert begun.exists() and not dead.exists()

@@ -18,7 +18,7 @@ import numpy as np
 from hpctrain.data.packing.columns import Column
 from hpctrain.data.packing.pages import cut_pages, outside, overlaps
 from hpctrain.data.packing.team import Team
-from hpctrain.files import write_at
+from hpctrain.files import open_itself, write_at
 
 NOTHING = np.zeros(1, np.uint64)
 
@@ -41,7 +41,7 @@ def fill(
 ) -> list[Sums]:
     """Write this process's share of every column, which begins at the byte of the file that
     `offsets` says, and make the checksums of its blocks."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    descriptor = open_itself(path, os.O_WRONLY)
     try:
         with ThreadPoolExecutor(jobs) as threads:
             sums = [

@@ -21,6 +21,7 @@ from hpctrain.data.packing.scratch import Shelf, scratch_file
 from hpctrain.data.packing.sources import open_source
 from hpctrain.data.packing.team import Team, on_root, parts
 from hpctrain.errors import UsageError
+from hpctrain.files import open_itself
 
 
 class Work(NamedTuple):
@@ -75,7 +76,9 @@ def flush(store: BinaryIO, team: Team) -> None:
 def reread(store: BinaryIO, team: Team, stack: ExitStack) -> BinaryIO:
     """The same file, for reading what others have written: those on other hosts are sure to be
     seen only by opening it anew. It is closed with `stack`."""
-    return store if team.one_host else stack.enter_context(Path(store.name).open("rb"))
+    return (
+        store if team.one_host else stack.enter_context(open(store.name, "rb", opener=open_itself))
+    )
 
 
 @contextmanager
@@ -118,7 +121,7 @@ def _opened(outline: Outline, listed: Listed | None, stack: ExitStack) -> list[B
         files: list[BinaryIO] = [stack.enter_context(path.open("rb")) for path in paths]
         if _sizes(files) != outline.files:
             raise _not_there(source.name)
-        return [*files, stack.enter_context(open(outline.store, "r+b"))]
+        return [*files, stack.enter_context(open(outline.store, "r+b", opener=open_itself))]
     except FileNotFoundError as error:
         raise _not_there(error.filename) from None
 

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import h5py
 import numpy as np
@@ -89,16 +89,17 @@ def write_columns(
 ) -> None:
     """Write all columns with `jobs` threads; `advance` is told the images of each finished block.
     Collective: every process has all columns."""
-    with on_root(team, lambda: whole_file(path)) as temporary:
-        name, offsets = team.from_root(lambda: _lay_out(temporary, columns))
+    with on_root(team, lambda: whole_file(path)) as file:
+        name, offsets = team.from_root(lambda: _lay_out(file, columns))
         sums = team.everywhere(lambda: fill(name, columns, offsets, team, jobs, advance))
         every = team.gather(sums)
-        team.from_root(lambda: _finish(name, columns, total(every), content))
+        team.from_root(lambda: _finish(file, columns, total(every), content))
 
 
-def _open_hdf5(path: str, mode: str) -> h5py.File:
+def _open_hdf5(file: BinaryIO | None, mode: str) -> h5py.File:
+    assert file  # on the root it is
     return h5py.File(
-        path,
+        f"/proc/self/fd/{file.fileno()}",  # its name may lead elsewhere by now
         mode,
         libver=LIBRARY,
         locking=False,
@@ -107,19 +108,22 @@ def _open_hdf5(path: str, mode: str) -> h5py.File:
     )
 
 
-def _lay_out(path: Path | None, columns: list[Column]) -> tuple[str, list[int]]:
-    """Make the file at `path` with room for all columns; its name, and where each begins."""
-    with _open_hdf5(str(path), "w") as file:
+def _lay_out(new: BinaryIO | None, columns: list[Column]) -> tuple[str, list[int]]:
+    """Make room for all columns in the `new` file; its name, and where each begins."""
+    with _open_hdf5(new, "w") as file:
         offsets = [_allocate(file.require_group(column.split), column) for column in columns]
-    return str(path), offsets
+    assert new
+    return new.name, offsets
 
 
-def _finish(path: str, columns: list[Column], sums: list[Sums], content: Content) -> None:
+def _finish(
+    new: BinaryIO | None, columns: list[Column], sums: list[Sums], content: Content
+) -> None:
     """Add checksums and attributes to the file, whose rows are there."""
     image_shape, classes, provenance, fit, moments = content
     rows: dict[str, int] = {}
     checksums: dict[str, list[np.ndarray]] = {}
-    with _open_hdf5(path, "r+") as file:
+    with _open_hdf5(new, "r+") as file:
         for column, found in zip(columns, sums, strict=True):
             group = file[column.split]
             data = group.create_dataset(f"{column.name}_crc32", data=found.checksums)

@@ -1,0 +1,176 @@
+"""Files that others cannot redirect: nothing is written through a link in the place of a name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain import files, launch
+from hpctrain.data import flowers, pack, staging
+from hpctrain.data.packed import read_pack, read_sums
+from hpctrain.data.packing import write
+from hpctrain.errors import Failure, RunError, UsageError
+from hpctrain.report.jsonlines import RecordFile
+from hpctrain.training.control import request_stop
+from hpctrain.training.lock import RunLock
+from tests.packs import make_pack
+
+SECRET = b"not to be overwritten"
+
+
+@pytest.fixture
+def victim(tmp_path):
+    path = tmp_path / "victim"
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    yield path
+    assert path.read_bytes() == SECRET
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_name_is_new_and_cannot_be_known(tmp_path, victim, monkeypatch):
+    path = tmp_path / "a"
+    assert files.temporary_name(path) != files.temporary_name(path)
+    monkeypatch.setattr(files.secrets, "token_hex", lambda count: "00" * count)
+    files.temporary_name(path).symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        files.write_whole(path, "mine")
+    assert not path.exists()
+    files.temporary_name(path).unlink()
+    files.write_whole(path, "mine")
+    assert path.read_text() == "mine"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~files.UMASK
+    assert sorted(os.listdir(tmp_path)) == ["a", "victim"]
+
+
+def test_a_file_that_is_exchanged_while_it_is_written_is_noticed(tmp_path, victim):
+    path = tmp_path / "a"
+    with (
+        pytest.raises(OSError, match="another file was put in its place"),
+        files.whole_file(path) as file,
+    ):
+        os.unlink(file.name)
+        os.symlink(victim, file.name)
+        file.write(b"mine")
+    assert os.listdir(tmp_path) == ["victim"]
+    path.symlink_to(victim)
+    files.write_whole(path, "mine")  # takes the place of a link
+    assert (path.is_symlink(), path.read_text()) == (False, "mine")
+
+
+def test_a_pack_is_written_to_its_own_file_whatever_its_name_means(tmp_path, victim, monkeypatch):
+    original = write._lay_out
+
+    def exchanged(new, columns):
+        os.rename(new.name, tmp_path / "moved")
+        os.symlink(victim, new.name)
+        return original(new, columns)
+
+    monkeypatch.setattr(write, "_lay_out", exchanged)
+    images, labels = np.zeros((7, 5, 3, 1), np.uint8), np.zeros(7, np.int64)
+    with pytest.raises(OSError, match=files.REFUSED):
+        pack.write_pack(tmp_path / "a.h5", {"train": (images, labels)}, ["a"], {})
+    assert sorted(os.listdir(tmp_path)) == ["moved", "victim"]
+
+
+def test_what_killed_writers_left_is_found(tmp_path):
+    path = tmp_path / "a"
+    mine = files.temporary_name(path)
+    gone = [mine.with_name(mine.name.replace(f"-{os.getpid()}-", "-999999999-"))]
+    gone.append(path.with_name(f".a.{files.socket.gethostname()}-999999998.tmp"))  # an older form
+    elsewhere = mine.with_name(mine.name.replace(files.socket.gethostname(), "elsewhere"))
+    for name in (mine, elsewhere, *gone):
+        name.touch()
+    assert sorted(files.left_behind(path)) == sorted(gone)
+
+
+def take_lock(path):
+    RunLock().take(path.parent)
+
+
+def run_sweep(path):
+    launch.start(["true"], path, dict(os.environ)).wait()
+
+
+def fetch(path):
+    archive = flowers.Archive("file:///nothing", "a.tgz", 7, "0")
+    flowers.fetch_archive(path.parent, archive)
+
+
+WRITERS = {
+    "progress.jsonl": RecordFile,
+    "lock": take_lock,
+    "STOP": lambda path: request_stop(path.parent),
+    "a.log": run_sweep,
+    "a.tgz.part": fetch,
+}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_stands_in_the_place_of_a_known_name_is_not_written_to(tmp_path, victim, name, kind):
+    path = tmp_path / "run" / name
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(victim)
+    with pytest.raises((Failure, OSError), match=r"symbolic link|no regular file|No such device"):
+        WRITERS[name](path)
+
+
+def test_copies_are_staged_where_nobody_else_can_change_them(tmp_path, monkeypatch):
+    staging.make_folder(tmp_path / "new")
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    staging.make_folder(tmp_path / "new")
+    for mode in (0o770, 0o702):
+        (tmp_path / "new").chmod(mode)
+        with pytest.raises(UsageError, match=rf"belongs to \S+ and has mode {mode:04o}: others"):
+            staging.make_folder(tmp_path / "new")
+    (tmp_path / "new").chmod(0o755)
+    staging.make_folder(tmp_path / "new")
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(UsageError, match="belongs to .* and has mode 0755: others could change"):
+        staging.make_folder(tmp_path / "new")
+
+
+def test_a_copy_of_another_user_is_not_used_again(tmp_path, monkeypatch):
+    packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
+    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.row_bytes))
+    assert staging.compare(packed, Path(packed.path), part, lambda what: None)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    assert not staging.compare(packed, Path(packed.path), part, lambda what: None)
+
+
+def test_a_copy_is_not_written_through_a_link(tmp_path, victim):
+    packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
+    begun = staging.begin(tmp_path, packed, "b")
+    begun.unlink()
+    begun.symlink_to(victim)
+    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.row_bytes))
+    with pytest.raises(RunError, match=files.REFUSED):
+        staging.copy(packed, begun, part, lambda what: None)
+    whole = dataclasses.replace(packed, path=str(victim))
+    assert not staging.compare(whole, victim, part, lambda what: None)
+
+
+@pytest.mark.parametrize(("job", "stays"), [("12", False), ("2", True), ("", True)])
+def test_the_copies_of_a_cancelled_job_are_removed(tmp_path, monkeypatch, job, stays):
+    folder = tmp_path / "hpctrain-job-12"
+    folder.mkdir()
+    (folder / "hpctrain-uuid-0-7.staged").touch()
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    staging.remove_copies(str(folder))
+    assert folder.exists() == stays
+    (tmp_path / "other-12").mkdir()
+    (tmp_path / "other-12" / "mine").touch()
+    staging.remove_copies(str(tmp_path / "other-12"))
+    assert (tmp_path / "other-12" / "mine").exists()
+    staging.remove_copies(None)
