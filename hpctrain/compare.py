@@ -24,6 +24,7 @@ from hpctrain.report.plot_differences import plot_differences
 from hpctrain.report.record import read_records
 from hpctrain.report.tables import print_differences
 from hpctrain.strictjson import parse_json
+from hpctrain.text import say
 from hpctrain.training.checkpoint import newest
 from hpctrain.training.saved import FILE
 
@@ -53,7 +54,7 @@ def main(settings: CompareConfig) -> int:
     records = first_difference(*(read_records(folder) for folder in folders))
     print_differences(differences, problems, records, [*checkpoints, *_settings(folders)])
     equal = not problems and not records and not any(d.differing for d in differences)
-    print("equal" if equal else "different")
+    say("equal" if equal else "different")
     return 0 if equal else 1
 
 
@@ -155,4 +156,4 @@ def _plot(settings: CompareConfig, name: str, a: Tensor, b: Tensor) -> None:
     apart = values(a) - values(b)
     apart = apart.abs() if apart.is_complex() else apart
     plot_differences(Path(settings.plot or ""), name, apart.nan_to_num().numpy(), title)
-    print(f"{settings.plot}: differences of {name}")
+    say(f"{settings.plot}: differences of {name}")

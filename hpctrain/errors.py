@@ -6,12 +6,17 @@ Anything else that escapes is a bug and is shown with its traceback.
 import difflib
 from collections.abc import Iterable
 
+from hpctrain.text import printable
+
 
 class Failure(Exception):
-    """A failure that is told in one line."""
+    """A failure that is told in one line, whatever the names in it hold."""
 
     exit_code = 1
     agreed = False  # whether all ranks raise it alike: rank 0 prints it then, and nobody aborts
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UsageError(Failure):
@@ -32,5 +37,6 @@ def brief(error: object) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """', did you mean X?' for the nearest known name, or nothing."""
-    match = difflib.get_close_matches(word.replace("-", "_"), list(known), n=1, cutoff=0.6)
+    others = [name for name in known if name != word]
+    match = difflib.get_close_matches(word.replace("-", "_"), others, n=1, cutoff=0.6)
     return f", did you mean {match[0]!r}?" if match else ""

@@ -17,6 +17,7 @@ from hpctrain.report.find import find_folder, find_runs
 from hpctrain.report.plot_confusion import Confusion, plot_confusion, read_confusion
 from hpctrain.report.plot_data import Curves, read_curves
 from hpctrain.report.plot_training import outcome, plot_training
+from hpctrain.text import say
 
 FILE = "training.png"
 Found = TypeVar("Found")
@@ -46,11 +47,11 @@ def main(settings: PlotConfig) -> int:
     tell([curves for _, curves in found])
     save(plot_training([curves for _, curves in shown]), path)
     accurate = any(curves.has_accuracy for _, curves in shown)
-    print(f"{path}: {'accuracy and loss' if accurate else 'loss'} by epoch")
+    say(f"{path}: {'accuracy and loss' if accurate else 'loss'} by epoch")
     if matrices:
         second = path.with_stem(path.stem + CONFUSION)
         save(plot_confusion(matrices), second)
-        print(f"{second}: confusion matrix of the split {settings.split}")
+        say(f"{second}: confusion matrix of the split {settings.split}")
     return 0
 
 
@@ -71,7 +72,7 @@ def read_each(readers: Sequence[Callable[[], Found]]) -> list[Found]:
     if not found:
         raise unreadable[0]
     for line in unreadable:
-        print(f"left out: {line}")
+        say(f"left out: {line}")
     return found
 
 
@@ -88,6 +89,6 @@ def tell(networks: Sequence[Curves]) -> None:
     """A line for each network that has not simply done its work."""
     for network in networks:
         if not network.shown:
-            print(f"{network.name}: left out, it has recorded nothing to plot yet")
+            say(f"{network.name}: left out, it has recorded nothing to plot yet")
         elif network.status != "done":
-            print(f"{network.name}: {network.reason or outcome(network)}")
+            say(f"{network.name}: {network.reason or outcome(network)}")

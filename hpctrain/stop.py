@@ -12,6 +12,7 @@ from hpctrain.config import StopConfig
 from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE, sweep_runs
 from hpctrain.report.folders import find_run, is_finished
+from hpctrain.text import say
 from hpctrain.training.control import request_stop
 from hpctrain.training.lock import is_locked
 
@@ -22,9 +23,9 @@ def main(settings: StopConfig) -> int:
         raise UsageError("stop what? Name a run")
     folder = find_run(settings.target, settings.runs_dir)
     if (folder / SWEEP_FILE).is_file():
-        print(ask_sweep(folder))
+        say(ask_sweep(folder))
     else:
-        print(ask(folder))
+        say(ask(folder))
     return 0
 
 

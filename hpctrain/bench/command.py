@@ -67,9 +67,9 @@ def main(config: BenchConfig) -> int:
         raise UsageError(f"--rounds {config.rounds}: give 1 or more, 3 for figures to quote")
     if not PEERS.is_file():
         raise UsageError(f"bench needs {PEERS}, which only the source tree has: run it from there")
-    from rich.console import Console
+    from hpctrain.console import Console
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 120)
     if config.case in OTHERS:
         OTHERS[config.case].run(config, console.print)
         return 0

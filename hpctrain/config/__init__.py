@@ -6,7 +6,7 @@ data: ``plan.py`` resolves that. A default of None means "decided by the plan"; 
 """
 
 from hpctrain.config.optimizer import validate_optimizer
-from hpctrain.config.option import as_words, command_line, to_toml
+from hpctrain.config.option import as_words, command_line, to_toml, toml_value
 from hpctrain.config.others import (
     BenchConfig,
     CompareConfig,
@@ -45,6 +45,7 @@ __all__ = [
     "command_line",
     "duration",
     "to_toml",
+    "toml_value",
     "validate_optimizer",
     "worker_loads",
 ]

@@ -25,7 +25,7 @@ def to_toml(config: Any) -> str:
         if value is None:
             lines.append(f"# {field.name}: not set, decided by the plan")
         else:
-            lines.append(f"{field.name} = {json.dumps(value)}")
+            lines.append(f"{field.name} = {toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -49,3 +49,12 @@ def as_words(settings: Any, without: Sequence[str] = ()) -> list[str]:
 def command_line(*words: str) -> str:
     """What to type for hpctrain to get these words."""
     return shlex.join(["python", "-m", "hpctrain", *words])
+
+
+def toml_value(value: Any) -> str:
+    """A bool, a number, a text or a list of these, as TOML has it: text as in JSON, but for
+    surrogates and DEL.
+    """
+    if isinstance(value, float):
+        return repr(value)  # inf and nan too
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -22,6 +22,7 @@ LONGEST = 10 * 365 * 86400.0  # seconds of a duration that a timer takes
 def check_ranges(config: Config) -> None:
     """Raise UsageError for a number that is out of its range whatever the data."""
     _check_numbers(config)
+    _check_texts(config)
     cores = os.cpu_count() or 1
     if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
         raise UsageError(f"--threads {config.threads}: this machine has {cores} cores")
@@ -61,6 +62,14 @@ def check_ranges(config: Config) -> None:
             "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"
             " for itself depend on the number of ranks"
         )
+
+
+def _check_texts(config: Config) -> None:
+    """Refuse names that config.toml could not hold: the run could not go on."""
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {value}: this name is not UTF-8, give it another one")
 
 
 def _check_numbers(config: Config) -> None:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -32,6 +31,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from hpctrain.console import Console
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself, sync, temporary_name
 
@@ -247,4 +247,4 @@ def _progress(archive: Archive, path: Path, have: int) -> Iterator[Callable[[int
 
 
 def _say(text: str) -> None:
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(text, soft_wrap=True)

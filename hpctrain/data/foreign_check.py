@@ -19,7 +19,6 @@ import numpy as np
 
 from hpctrain.data.hdf5_words import cause
 from hpctrain.data.pack_format import Foreign
-from hpctrain.data.packing.layout import shown
 from hpctrain.errors import UsageError
 
 os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # a file may name filter plug-ins: load none
@@ -128,7 +127,7 @@ def find(file: h5py.File, name: str) -> h5py.Dataset:
 def _members(node: h5py.HLObject) -> str:
     if not isinstance(node, h5py.Group):
         return f": {node.name} is a data set itself"
-    names = [shown(name) for name in islice(node, NAMED + 1)]
+    names = [name for name in islice(node, NAMED + 1)]
     more = ", ..." if len(names) > NAMED else ""
     return f"; {node.name} holds {', '.join(names[:NAMED]) or 'nothing'}{more}"
 
@@ -226,7 +225,7 @@ def _check_chunks(data: h5py.Dataset, there: int, file_size: int) -> None:
     for number in range(properties.get_nfilters()):
         code, _, _, text = properties.get_filter(number)
         if code not in FILTERS:
-            label = f"{code} ({shown(text.decode('ascii', 'replace'))})" if text else str(code)
+            label = f"{code} ({text.decode('ascii', 'replace')})" if text else str(code)
             raise Unfit(
                 f"{name} is compressed by the filter {label}, which is not read: only gzip, lzf,"
                 " shuffle and fletcher32"

@@ -43,6 +43,7 @@ from hpctrain.data.packing.split import LEFT_OUT, assign, parse_split, rows_by_s
 from hpctrain.data.packing.team import ASK, Framed, Team
 from hpctrain.data.packing.write import ALONE, Content, write_columns, write_pack
 from hpctrain.errors import RunError, UsageError
+from hpctrain.text import say
 
 __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
 
@@ -73,7 +74,7 @@ def check_pack(path: str, columns: int | None = ASK) -> int:
     if damage:
         report.say(f"{len(damage)} damaged: do not use this pack, copy or make it again")
         return 1
-    print("all checksums agree")
+    say("all checksums agree")
     return 0
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hpctrain.config import DoctorConfig
+from hpctrain.console import Console, styled
 from hpctrain.doctor.facts import RankFacts, hosts, union
 from hpctrain.doctor.finding import KIB, MIB, VERDICTS, Finding, bytes_text
 from hpctrain.doctor.findings import findings
@@ -30,7 +30,7 @@ from hpctrain.doctor.machine import collect, launcher_name
 from hpctrain.errors import UsageError
 from hpctrain.launcher import launched_rank
 from hpctrain.report.bar import dumb_terminal, terminal_columns
-from hpctrain.report.progress import counted, printable
+from hpctrain.report.progress import counted
 
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
 LOOPS, LOOP_SECONDS = 5, 0.01  # calls are timed in loops of about this length
@@ -147,10 +147,10 @@ def _show(ranks: Sequence[RankFacts]) -> list[Finding]:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        found = _text(row.found)
+        found = styled(row.found)
         if row.advice:
-            found.append("\n").append(_text(row.advice, STYLES[row.verdict]))
-        table.add_row(_text(row.verdict, STYLES[row.verdict]), _text(row.name), found)
+            found.append("\n").append(styled(row.advice, STYLES[row.verdict]))
+        table.add_row(styled(row.verdict, STYLES[row.verdict]), styled(row.name), found)
     _print(table)
     return rows
 
@@ -158,7 +158,7 @@ def _show(ranks: Sequence[RankFacts]) -> list[Finding]:
 def _show_allreduce(ranks: Sequence[RankFacts], timings: Sequence[Timing]) -> list[Finding]:
     """Print the table of the bandwidth test."""
     about = f"Allreduce of float32 over {len(ranks)} ranks; GB/s is algorithm bandwidth"
-    _print(_text(f"\n{about}, bytes / time"))
+    _print(styled(f"\n{about}, bytes / time"))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     table.add_column(no_wrap=True)
     for heading in ("size", "microseconds", "GB/s"):
@@ -169,7 +169,7 @@ def _show_allreduce(ranks: Sequence[RankFacts], timings: Sequence[Timing]) -> li
         style = STYLES[row.verdict]
         speed = f"{size / seconds / 1e9:.3f}"
         numbers = (f"{seconds * 1e6:,.1f}", "<0.001" if speed == "0.000" else speed)
-        table.add_row(_text(row.verdict, style), row.found, *numbers, _text(row.advice, style))
+        table.add_row(styled(row.verdict, style), row.found, *numbers, styled(row.advice, style))
     _print(table)
     return rows
 
@@ -179,12 +179,8 @@ def _conclude(rows: Sequence[Finding]) -> int:
     counts = Counter(row.verdict for row in rows)
     parts = [f"{counts['ok']} ok", *(counted(counts[verdict], NOUNS[verdict]) for verdict in NOUNS)]
     worst = max((row.verdict for row in rows), key=VERDICTS.index)
-    _print(_text("\n" + ", ".join(parts), STYLES[worst]))
+    _print(styled("\n" + ", ".join(parts), STYLES[worst]))
     return int(worst == "fail")
-
-
-def _text(text: str, style: str = "") -> Text:
-    return Text(printable(text, sys.stdout.encoding or "utf-8"), style)
 
 
 def _print(content: Table | Text) -> None:
@@ -193,9 +189,11 @@ def _print(content: Table | Text) -> None:
     width = int(asked) if asked.isdigit() and int(asked) > 0 else columns or WIDTH
     colour = columns is not None and not dumb_terminal()
     drawn = StringIO()
-    Console(file=drawn, width=width, force_terminal=colour, highlight=False).print(content)
+    Console(file=drawn, width=width, force_terminal=colour).print(content)
+    text = "\n".join(line.rstrip() for line in drawn.getvalue().splitlines())
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print("\n".join(line.rstrip() for line in drawn.getvalue().splitlines()), flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # else the flush at exit fails, too

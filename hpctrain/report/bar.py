@@ -13,9 +13,10 @@ import stat
 import sys
 import time
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from hpctrain.console import Console, styled
 
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "hydra")  # how their names begin
 UNKNOWN_WIDTH = 100  # columns, where a bar is asked for and no width is known
@@ -112,7 +113,7 @@ class Bar:
 
     def line(self, text: str, style: str = "") -> None:
         """Print above the bar."""
-        self._console.print(Text(text, style))
+        self._console.print(styled(text, style, self._console.encoding))
 
     def due(self) -> bool:
         """True when it is time to draw again."""
@@ -128,7 +129,7 @@ class Bar:
         first = Text.assemble(
             f"{before}  ", (done * filled, "bar.complete"), to_do * (size - filled), f"  {after}"
         )
-        lines = Text("\n").join([first, Text(f"  {below}")])
+        lines = Text("\n").join([first, styled(f"  {below}")])
         lines.no_wrap, lines.overflow = True, "ellipsis"
         self._live.update(lines, refresh=True)
         end = time.monotonic()

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
+from hpctrain.text import printable
 
 BLUE, VERMILLION = "#0072b2", "#d55e00"  # of the colour-blind-safe palette of Okabe and Ito
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -80,7 +81,7 @@ def wrapped(text: str, width: int, lines: int) -> list[str]:
     >>> wrapped("03-digits,lr=0.1,batch-size=256", 20, 2)
     ['03-digits,lr=0.1,', 'batch-size=256']
     """
-    text = " ".join(text.split())
+    text = " ".join(printable(text).split())
     room = width * lines
     for most in range(min(room, len(text)), 0, -1):
         half = most // 2

@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from hpctrain.errors import RunError
 from hpctrain.files import whole_file
+from hpctrain.text import printable
 
 SIDE = 84  # pixels, about, of the shorter side: images are enlarged by a whole number
 GAP = 4
@@ -28,6 +29,7 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray]) -> None:
     height, width = some.shape[1:3]
     scale = max(1, SIDE // min(height, width))
     high, wide = scale * height + GAP, scale * width + GAP
+    rows = {printable(name, newlines=False): images for name, images in rows.items()}
     font = ImageFont.load_default(size=16)
     margin = 2 * GAP + round(max(font.getlength(name) for name in rows))
     sheet = Image.new("RGB", (margin + GAP + wide * len(some), GAP + high * len(rows)), "white")
@@ -69,6 +71,7 @@ def draw_captioned(images: np.ndarray, captions: Sequence[tuple[str, ...]]) -> n
 
 
 def _fitting(line: str, font: Any, room: float) -> str:
+    line = printable(line, newlines=False)
     if font.getlength(line) <= room:
         return line
     while line and font.getlength(f"{line}…") > room:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def read_confusion(folder: Path, name: str, split: str) -> Confusion:
     except FileNotFoundError as error:
         raise UsageError(
             f"{name} has no figures of the split {split}; this makes them: hpctrain evaluate"
-            f" {folder} --split {split} --output {path}"
+            f" {shlex.quote(str(folder))} --split {split} --output {shlex.quote(str(path))}"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UsageError(

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.report.figures import BLUE, empty_figure, save
+from hpctrain.text import printable
 
 MOST_BARS = 1000
 
@@ -28,7 +29,8 @@ def plot_differences(path: Path, name: str, differences: np.ndarray, title: str)
     axes.bar((np.arange(bars.size) + 0.5) * step - 0.5, bars, width=step, color=BLUE)
     axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xlim(-0.5, differences.size - 0.5)
-    axes.set_xlabel(f"value of {name} (0 to {differences.size - 1:,})")
+    label = f"value of {printable(name, newlines=False)} (0 to {differences.size - 1:,})"
+    axes.set_xlabel(label, parse_math=False)
     axes.set_ylabel("difference" if step == 1 else f"largest difference among {step:,} values")
-    axes.set_title(title, fontsize=10, parse_math=False)
+    axes.set_title(printable(title, newlines=False), fontsize=10, parse_math=False)
     save(figure, path)

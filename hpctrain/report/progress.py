@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.text import say
+
 if TYPE_CHECKING:
     from hpctrain.report.bar import Bar
 
@@ -110,11 +112,10 @@ class Display:
         self._say(f"  {self._folder}")
 
     def _say(self, text: str, style: str = "") -> None:
-        text = printable(text, getattr(sys.stdout, "encoding", None) or "utf-8")
         if self._bar is not None:
             self._bar.line(text, style)
         else:
-            print(text, flush=True)
+            say(text)
 
     def _draw(self, bar: Bar) -> None:
         facts, latest, total = self._facts, self._latest, self._total()
@@ -264,14 +265,6 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def printable(text: str, encoding: str) -> str:
-    """`text` without control characters (file names may hold any) and as `encoding` can say it."""
-    shown = "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _joined(parts: Sequence[Any], separator: str = ", ") -> str:

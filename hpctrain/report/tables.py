@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from hpctrain.console import Console, styled
 from hpctrain.errors import RunError
 from hpctrain.files import write_whole
 from hpctrain.report.bar import terminal_columns
 from hpctrain.report.differences import Difference
+from hpctrain.text import told_apart
 
 MOST_TENSORS, MOST_PROBLEMS = 30, 6  # lines of a comparison
 WIDEST = 12  # classes of a confusion matrix that still fits a terminal
@@ -33,14 +34,14 @@ def _console() -> Console:
     """Plain text of a fixed width unless a person looks: mpirun gives ranks terminals anyway."""
     columns = terminal_columns()
     plain = columns is None
-    return Console(width=columns or 120, highlight=False, no_color=plain, force_terminal=not plain)
+    return Console(width=columns or 120, no_color=plain, force_terminal=not plain)
 
 
 def print_evaluation(
     figures: dict[str, Any], confusion: np.ndarray | None, classes: tuple[str, ...], split: str
 ) -> None:
     """Print the figures of a split; with a confusion matrix (K, K) that and the per-class table."""
-    console = _console()
+    console, classes = _console(), told_apart(classes)
     if confusion is None:
         errors = [figures["loss"], figures["noisy"]]
         after, before = (f"{e:.5f} ({psnr(e):.1f} dB)" for e in errors)
@@ -116,7 +117,7 @@ def _confusion_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
         table.add_column(name, justify="right")
     for k, name in enumerate(classes):
         cells = [
-            f"[bold]{n}[/]" if j == k else (f"{n}" if n else "·")
+            styled(f"{n}", "bold") if j == k else (f"{n}" if n else "·")
             for j, n in _numbered(k, confusion)
         ]
         table.add_row(name, *cells)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import RunError, UsageError
+from hpctrain.text import printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +51,7 @@ class Events:
 
     def picture(self, name: str, step: int, image: np.ndarray) -> None:
         """Add an image (H, W, 3) of bytes."""
-        self._write("add_image", name, image, step, None, "HWC")
+        self._write("add_image", printable(name), image, step, None, "HWC")
 
     def close(self) -> None:
         """Write out what is queued."""
@@ -64,7 +65,7 @@ class Events:
         step = record["step"]
         for name in names:
             if record[name] is not None:
-                self._write("add_scalar", f"{group}/{name}", record[name], step)
+                self._write("add_scalar", f"{printable(group)}/{name}", record[name], step)
 
     def _tell(self, summary: Any) -> None:
         self._write("file_writer.add_summary", summary, 0)
@@ -87,10 +88,12 @@ def started(record: dict[str, Any]) -> Any:
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
     settings = {
-        name: value if isinstance(value, bool | int | float | str) else str(value)
+        name: value if isinstance(value, bool | int | float) else printable(str(value))
         for name, value in record.get("settings", {}).items()
     }
-    return hparams_pb(settings, trial_id=str(record.get("folder")), start_time_secs=record["time"])
+    return hparams_pb(
+        settings, trial_id=printable(str(record.get("folder"))), start_time_secs=record["time"]
+    )
 
 
 def ended(record: dict[str, Any]) -> Any:

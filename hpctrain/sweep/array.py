@@ -26,7 +26,7 @@ TEMPLATE = """\
 #SBATCH --signal=USR2@120          # a notice to all ranks two minutes before the end
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output={logs}/%a.slurm.log
+#SBATCH --output={logs}
 sweep={folder}
 hpctrain=({program})
 models=({models})
@@ -68,10 +68,16 @@ def submit(settings: SweepConfig, folder: Path, networks: Sequence[Network]) -> 
 def write_script(settings: SweepConfig, folder: Path, networks: Sequence[Network]) -> Path:
     """The batch script of the sweep in this folder, for these of its networks."""
     whole = folder.resolve()
+    if not str(whole).isprintable() or "\\" in str(whole):  # sbatch reads its lines by other rules
+        raise UsageError(
+            f"--slurm: the folder {str(whole)!r} has a character in its name that a batch script"
+            " cannot hold: choose another --runs-dir or --name"
+        )
+    logs = str(whole).replace("%", "%%") + "/%a.slurm.log"
     text = TEMPLATE.format(
-        name=folder.name,
+        name=shlex.quote(folder.name),
         ranks=settings.ranks_per_network,
-        logs=whole,
+        logs=shlex.quote(logs),
         folder=shlex.quote(str(whole)),
         program=" ".join(map(shlex.quote, python_program())),
         models=" ".join(f"[{n.number}]={shlex.quote(n.imported)}" for n in networks if n.imported),

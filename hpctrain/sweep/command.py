@@ -9,6 +9,7 @@ in folder.py, how it goes on in drive.py.
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ from hpctrain.sweep.prune import Pruner, require_optuna
 from hpctrain.sweep.results import FAILED, counts, write_results
 from hpctrain.sweep.show import Show
 from hpctrain.sweep.slots import Machine, find_machine, python_program
+from hpctrain.text import say
 from hpctrain.training.control import FILE as STOP_FILE
 from hpctrain.training.lock import RunLock
 
@@ -157,7 +159,8 @@ def submit_array(
     chosen = [network for network in networks.all if network.name in left]
     job = submit(settings, folder, chosen)
     show.line(f"{folder}: {len(chosen)} networks are submitted as job {job}")
-    show.line(f"results: hpctrain sweep {folder} --results    stop: hpctrain stop {folder}")
+    name = shlex.quote(str(folder))
+    show.line(f"results: hpctrain sweep {name} --results    stop: hpctrain stop {name}")
     return 0
 
 
@@ -204,9 +207,10 @@ def detach(settings: SweepConfig, folder: Path, networks: Networks) -> int:
     if code:
         text = log.read_bytes()[began:].decode(errors="replace")
         raise RunError(f"the driver ended ({code}): {launch.last_words(text)}")
-    print(f"{folder}: the driver is process {process.pid}")
-    print(f"watch: tail -f {log}")
-    print(f"stop:  hpctrain stop {folder}    or kill {process.pid}: save, to go on later")
+    say(f"{folder}: the driver is process {process.pid}")
+    say(f"watch: tail -f {shlex.quote(str(log))}")
+    stop = f"hpctrain stop {shlex.quote(str(folder))}"
+    say(f"stop:  {stop}    or kill {process.pid}: save, to go on later")
     return 0
 
 
@@ -227,7 +231,7 @@ def preview(folder: Path, networks: Networks, machine: Machine | None, show: Sho
     show.line(f"{len(networks.all)} networks in {len(machine.slots)} slots ({where})")
     first = networks.all[0]
     line = machine.command(settings_file(folder, first), first, python_program())
-    show.line("launch: " + " ".join(line))
+    show.line("launch: " + shlex.join(line))
 
 
 def _statuses(folder: Path, networks: Networks) -> list[str]:

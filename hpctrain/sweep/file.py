@@ -15,14 +15,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cli import make_parser
-from hpctrain.config import Config, Interval, check_ranges, duration, validate_optimizer
+from hpctrain.config import Config, Interval, check_ranges, duration, toml_value, validate_optimizer
 from hpctrain.configfile import as_flags, load_toml
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.sweep.names import folder_name
@@ -178,7 +177,7 @@ def check_settings(config: Config) -> None:
 
 
 def _toml(settings: dict[str, Any]) -> str:
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+    return "".join(f"{key} = {toml_value(value)}\n" for key, value in settings.items())
 
 
 def _refuse_equal(networks: tuple[Network, ...], path: Path) -> None:

@@ -10,12 +10,11 @@ results.csv             how all of them stand
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.config import Config, SweepConfig
+from hpctrain.config import Config, SweepConfig, toml_value
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole
 from hpctrain.report.find import SWEEP_FILE, find_folder
@@ -107,4 +106,4 @@ def network_toml(network: Network, folder: Path, runs_dir: str) -> str:
         value = getattr(network.config, field.name)
         if value != getattr(defaults, field.name):
             own.setdefault(field.name, value)
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in own.items())
+    return "".join(f"{name} = {toml_value(value)}\n" for name, value in own.items())

@@ -17,6 +17,7 @@ from hpctrain.errors import RunError
 from hpctrain.files import as_text, whole_file
 from hpctrain.report.results import UNKNOWN, Figures, Point, by_accuracy
 from hpctrain.sweep.file import Network, Networks
+from hpctrain.text import csv_cell
 
 FILE = "results.csv"
 DONE, FAILED, PRUNED = "done", "failed", "pruned"  # for good
@@ -81,7 +82,8 @@ def write_results(folder: Path, networks: Networks, rows: Iterable[Row]) -> None
                 differing = [getattr(row.network.config, name) for name in networks.differing]
                 figures = row.figures
                 line = [row.network.name, row.status, row.reason, *differing, *row.numbers()]
-                writer.writerow([*line, figures.epochs, round(figures.seconds, 1)])
+                line += [figures.epochs, round(figures.seconds, 1)]
+                writer.writerow(map(csv_cell, line))
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
 

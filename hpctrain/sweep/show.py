@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from hpctrain.console import Console
 from hpctrain.report.bar import dumb_terminal, terminal_columns
 from hpctrain.report.progress import counted
 from hpctrain.report.results import Figures
@@ -33,9 +33,7 @@ class Show:
         columns = terminal_columns()
         live = progress == "live" or (progress == "auto" and columns and not dumb_terminal())
         self._quiet = progress == "none"
-        self.console = Console(
-            width=columns or 120, highlight=False, force_terminal=True if live else None
-        )
+        self.console = Console(width=columns or 120, force_terminal=True if live else None)
         # No thread of its own: processes are forked beside it.
         self._live = (
             Live(console=self.console, auto_refresh=False, transient=True) if live else None
@@ -55,7 +53,7 @@ class Show:
     def line(self, text: str) -> None:
         """A line that stays."""
         if not self._quiet:
-            self.console.print(text, markup=False, soft_wrap=True)
+            self.console.print(text, soft_wrap=True)
 
     def begins(self, name: str, slot: Slot) -> None:
         """A network was launched."""

@@ -9,7 +9,7 @@ ranks; rank 0 gathers them in order and writes the file.
 from __future__ import annotations
 
 import csv
-import sys
+import io
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,13 +22,13 @@ from hpctrain.config import PredictConfig
 from hpctrain.data.finite import nonfinite_rows
 from hpctrain.data.images import BadImage, read_image
 from hpctrain.data.opened import open_split
-from hpctrain.data.packing.layout import shown
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import as_text, whole_file
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, from_root, start_mpi
 from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.pictures import write_image
+from hpctrain.text import csv_cell, printable, say, told_apart
 from hpctrain.training.evaluate import block_key, blocks_of
 from hpctrain.training.saved import Network, first_touch, open_network, open_pack_for
 from hpctrain.training.tasks import network_output
@@ -125,7 +125,7 @@ def refuse_unusable(unusable: Unusable, total: int, output: str | Path) -> None:
     raise agreed(
         RunError(
             f"{len(unusable):,} of {total:,} images cannot be used; {where} holds the answers to"
-            " the others" + "".join(f"\n  {shown(text)}" for text in named)
+            " the others" + "".join(f"\n  {printable(text, newlines=False)}" for text in named)
         )
     )
 
@@ -162,7 +162,7 @@ def restore_files(
     everywhere(comm, mine)
     unusable = of_all_ranks(unusable, comm)
     if comm.rank == 0:
-        print(f"{folder}: {len(files) - len(unusable):,} images restored")
+        say(f"{folder}: {len(files) - len(unusable):,} images restored")
     refuse_unusable(unusable, len(files), folder)
     return 0
 
@@ -239,8 +239,9 @@ def write_csv(
     labels = None if labels is None else labels[rows]
     try:
         if output == "-":
-            _write_lines(sys.stdout, names, labels, chances, classes)
-            sys.stdout.flush()
+            lines = io.StringIO()
+            _write_lines(lines, names, labels, chances, classes)
+            say(lines.getvalue().removesuffix("\n"))
             return
         with (
             whole_file(Path(output)) as binary,
@@ -249,7 +250,7 @@ def write_csv(
             _write_lines(file, names, labels, chances, classes)
     except OSError as error:
         raise RunError(f"cannot write {output}: {error.strerror}") from error
-    print(f"{output}: {len(names):,} images classified")
+    say(f"{output}: {len(names):,} images classified")
 
 
 def _write_lines(
@@ -262,8 +263,9 @@ def _write_lines(
     writer = csv.writer(file, lineterminator="\n")
     true = [] if labels is None else ["class"]
     first = "file" if labels is None else "row"
-    writer.writerow([first, *true, "answer", "probability", *classes])
-    writer.writerows(_lines(names, labels, chances, classes))
+    classes = told_apart(classes)
+    writer.writerow(map(csv_cell, [first, *true, "answer", "probability", *classes]))
+    writer.writerows(map(csv_cell, line) for line in _lines(names, labels, chances, classes))
 
 
 def _lines(

@@ -22,6 +22,7 @@ from hpctrain.data.source import Opened
 from hpctrain.errors import UsageError
 from hpctrain.parallel.mpi import Comm, everywhere, from_root
 from hpctrain.plan import Plan
+from hpctrain.text import say
 from hpctrain.training.saved import require_split
 from hpctrain.training.stage import stage
 
@@ -103,7 +104,7 @@ def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
     """What is compared while rows are read, and whether bad ones are left out. Collective."""
 
     def tell(text: str) -> None:
-        print(f"hpctrain: rank {comm.rank}: {text}", file=sys.stderr, flush=True)
+        say(f"hpctrain: rank {comm.rank}: {text}", sys.stderr)
 
     wanted = not pack.foreign and verified(config, pack) == FIRST_TOUCH
     sums = from_root(comm, lambda: read_sums(pack)) if wanted else None

@@ -39,6 +39,7 @@ from hpctrain.parallel.mpi import Comm, agreed, everywhere, fair_threads, from_r
 from hpctrain.plan import Plan
 from hpctrain.report.find import SWEEP_FILE
 from hpctrain.report.results import best_run
+from hpctrain.text import say
 from hpctrain.training.tasks import Task, make_task
 
 FILE, BEST = "model.safetensors", "best.safetensors"
@@ -91,7 +92,7 @@ def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
             if not best:
                 raise UsageError(f"{path} is a sweep: name one of its runs, or give --best")
             run, why = best_run(path)
-            print(f"best of {path}: {run.name}, by {why}", file=sys.stderr)
+            say(f"best of {path}: {run.name}, by {why}", sys.stderr)
             return run / FILE
         if best:
             continue
@@ -102,7 +103,7 @@ def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
                     f"{path} holds no {FILE}: the run has not ended; its command continues it"
                 )
             if files[0].name == BEST:
-                print(f"{path} has not ended: its best network so far", file=sys.stderr)
+                say(f"{path} has not ended: its best network so far", sys.stderr)
             return files[0]
         if path.is_file():
             return path

@@ -29,6 +29,7 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.record import Recorder
+from hpctrain.text import say
 from hpctrain.training import saved
 from hpctrain.training.balance import Balance
 from hpctrain.training.checkpoint import Interval, Writer
@@ -98,7 +99,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
     earlier = from_root(comm, lambda: find_earlier(config, lock))
     if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
         if comm.rank == 0:
-            print(
+            say(
                 f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs:"
                 " a larger --epochs extends it"
             )
@@ -112,9 +113,9 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
     )
     if config.dry_run:
         if comm.rank == 0:
-            print("\n".join(job.plan.lines()))
+            say("\n".join(job.plan.lines()))
             for note in job.notes:
-                print(f"note           {note}")
+                say(f"note           {note}")
         return 0
     state = Progress(planned=job.plan.epochs)
     notes = restore(earlier, job.trainer, state, comm)

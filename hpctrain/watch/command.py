@@ -7,6 +7,7 @@ import sys
 from hpctrain.config import WatchConfig
 from hpctrain.errors import UsageError
 from hpctrain.report.bar import dumb_terminal
+from hpctrain.text import say
 from hpctrain.watch.lines import status_line
 from hpctrain.watch.runs import Runs
 
@@ -37,7 +38,7 @@ def print_once(runs: Runs) -> int:
     """A line for each run."""
     runs.poll()
     for run in runs.all():
-        print(status_line(run.summary()))
+        say(status_line(run.summary()))
     if not runs.all():
-        print("no run has begun yet")
+        say("no run has begun yet")
     return 0

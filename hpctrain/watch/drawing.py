@@ -12,6 +12,7 @@ from rich.text import Text
 from hpctrain.report.curve import Curve
 from hpctrain.report.story import Story
 from hpctrain.watch.axes import Axis, accuracy_axis, loss_axis
+from hpctrain.watch.runs import clean
 
 Values = list[tuple[float, float]]  # (step, value), in order of steps
 BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row and column of a dot
@@ -29,7 +30,7 @@ def draw(story: Story, name: str, width: int, height: int) -> Text:
     factor = 100 if name == "accuracy" else 1
     training = _values(story.training[name], factor)
     dots = {split: _values(curves[name], factor) for split, curves in story.evaluated.items()}
-    dots = {split: values for split, values in dots.items() if values}
+    dots = {clean(split): values for split, values in dots.items() if values}
     if width < SMALLEST[0] or height < SMALLEST[1]:
         return Text("")
     drawn = [training, *dots.values()]

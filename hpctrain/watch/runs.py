@@ -13,11 +13,12 @@ from hpctrain.errors import UsageError
 from hpctrain.report.find import find_runs
 from hpctrain.report.folders import find_run
 from hpctrain.report.follow import Follower
-from hpctrain.report.progress import printable
 from hpctrain.report.story import Story, moment, number
 from hpctrain.stop import ask
+from hpctrain.text import printable
 from hpctrain.watch.liveness import Pulse, Status
 
+LONGEST_TEXT = 500  # characters
 LOOK_EVERY = 5.0  # seconds between looks for runs of a sweep that began meanwhile
 
 Summary = dict[str, Any]
@@ -27,7 +28,7 @@ class Watched:
     """One run: its record, its signs of life."""
 
     def __init__(self, key: int, folder: Path) -> None:
-        self.key, self.folder, self.name = key, folder, folder.name
+        self.key, self.folder, self.name = key, folder, clean(folder.name)
         self.follower = Follower(folder, Story)
         self._pulse = Pulse(folder)
         self.status = Status("waiting", "not begun yet")
@@ -59,7 +60,7 @@ class Watched:
         costs = story.end if "shares" in story.end else story.costs()
         return {
             "key": self.key,
-            "name": clean(self.name),
+            "name": self.name,
             "folder": clean(self.folder),
             "status": self.status.kind,
             "text": clean(self.status.text),
@@ -133,7 +134,8 @@ class Runs:
         names = Counter(folder.name for folder in self._order)
         for run in self.all():
             twice = names[run.folder.name] > 1
-            run.name = f"{run.folder.parent.name}/{run.folder.name}" if twice else run.folder.name
+            whole = f"{run.folder.parent.name}/{run.folder.name}" if twice else run.folder.name
+            run.name = clean(whole)
 
     def _folders(self, target: str) -> list[Path]:
         """Of one target; a run that has not begun its record is known by its config.toml."""
@@ -150,8 +152,9 @@ class Runs:
 
 
 def clean(text: object) -> str:
-    """Text of a record or a folder's name, without what could steer a terminal."""
-    return printable(str(text).replace("\n", " "), "utf-8")
+    """Text of a record or a folder's name in one line, without what could steer a terminal."""
+    shown = printable(str(text).replace("\n", " "), newlines=False)
+    return shown if len(shown) <= LONGEST_TEXT else f"{shown[:LONGEST_TEXT]}…"
 
 
 def _figures(evaluation: Mapping[str, Any]) -> dict[str, float | None]:

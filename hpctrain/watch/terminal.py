@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from hpctrain.errors import Failure, UsageError
 from hpctrain.watch.drawing import draw
 from hpctrain.watch.lines import cells, figures, speed, way
-from hpctrain.watch.runs import Runs, Summary, Watched
+from hpctrain.watch.runs import Runs, Summary, Watched, clean
 
 try:
     from rich.text import Text
@@ -140,7 +140,7 @@ class Watch(App[None]):
         if run is None:
             return
         if not run.status.goes_on:
-            self.notify(f"{run.name}: {run.status.text}", markup=False)
+            self.notify(clean(f"{run.name}: {run.status.text}"), markup=False)
             return
         self.push_screen(
             Question(f"Stop {run.name} after its next step?"), lambda yes: self._stop(run, yes)
@@ -150,7 +150,7 @@ class Watch(App[None]):
         if not yes:
             return
         try:
-            self.notify(run.stop(), markup=False)
+            self.notify(clean(run.stop()), markup=False)
         except Failure as error:
             self.notify(str(error), severity="error", markup=False)
         self._tick()

@@ -22,7 +22,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from hpctrain.errors import Failure, UsageError
 from hpctrain.report.curve import Curve
-from hpctrain.watch.runs import Runs, Watched
+from hpctrain.text import say
+from hpctrain.watch.runs import Runs, Watched, clean
 
 ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -39,9 +40,9 @@ def serve(runs: Runs, port: int) -> int:
         raise UsageError(f"--port {port}: {error.strerror}") from error
     port = server.server_address[1]
     try:
-        print(f"http://{ADDRESS}:{port}/?token={server.token}")
-        print(f"from your own machine, first: ssh -L {port}:{ADDRESS}:{port} {_this_host()}")
-        print("Ctrl-C ends the page, not the runs", flush=True)
+        say(f"http://{ADDRESS}:{port}/?token={server.token}")
+        say(f"from your own machine, first: ssh -L {port}:{ADDRESS}:{port} {_this_host()}")
+        say("Ctrl-C ends the page, not the runs")
         server.serve_forever()
     except KeyboardInterrupt:
         pass
@@ -80,7 +81,7 @@ class Server(ThreadingHTTPServer):
         """Ask one run to stop; what to tell the user, None where there is no such run."""
         with self._lock:
             run = self._runs.get(key)
-            return run.stop() if run else None
+            return clean(run.stop()) if run else None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that left is no error."""
@@ -206,7 +207,7 @@ def curves(run: Watched) -> dict[str, Any]:
     story = run.story
     named = {"training": story.training, **story.evaluated}
     found = {
-        name: {split: _points(by_name[name]) for split, by_name in named.items()}
+        name: {clean(split): _points(by_name[name]) for split, by_name in named.items()}
         for name in ("loss", "accuracy")
     }
     return {"key": run.key, "version": run.follower.version, **found}

@@ -22,6 +22,7 @@ from rich.live import Live
 from hpctrain.report import bar, progress
 from hpctrain.report.bar import Bar
 from hpctrain.report.record import Recorder, read_records
+from hpctrain.text import printable
 from tests.launch import environment, run, run_mpi
 
 FACTS = {
@@ -273,8 +274,8 @@ def test_duration(seconds: float | None, text: str) -> None:
 
 def test_a_note_cannot_command_the_terminal() -> None:
     text = "caf\u00e9\n\x1b[31m\udcff.jpg"
-    assert progress.printable(text, "utf-8") == "caf\u00e9\n\\x1b[31m\\udcff.jpg"
-    assert progress.printable(text, "ascii") == "caf\\xe9\n\\x1b[31m\\udcff.jpg"
+    assert printable(text, "utf-8") == "caf\u00e9\n\\x1b[31m\\udcff.jpg"
+    assert printable(text, "ascii") == "caf\\xe9\n\\x1b[31m\\udcff.jpg"
 
 
 SHORT_RUN = """

@@ -83,9 +83,9 @@ def make_folder(output: Path | None) -> Path:
 
 def check(options: argparse.Namespace, names: list[str], folder: Path) -> int:
     """Run the rows, show and write what they found; the exit code."""
-    from rich.console import Console
+    from hpctrain.console import Console, styled
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     blind = not options.rehearse and torch.cuda.device_count() == 0
     known = facts()
     ends = time.monotonic() + SECONDS
@@ -98,13 +98,13 @@ def check(options: argparse.Namespace, names: list[str], folder: Path) -> int:
         write(folder, options.rehearse, known, found)  # what a crash leaves
     write(folder, options.rehearse, known, found)
     if options.rehearse:
-        console.rule(f"[bold red]{REHEARSAL}")
+        console.rule(styled(REHEARSAL, "bold red"))
     made = table(found, plain=not console.is_terminal)
     console.print(made)
     with open(folder / "table.txt", "w") as file:
         Console(file=file, width=160).print(table(found, plain=True))
     if options.rehearse:
-        console.rule(f"[bold red]{REHEARSAL}")
+        console.rule(styled(REHEARSAL, "bold red"))
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     if blind:
         raise UsageError("torch sees no GPU, nothing was checked; --rehearse runs all on the CPU")

@@ -15,6 +15,7 @@ import gzip
 import math
 import struct
 import zipfile
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple, cast
@@ -268,6 +269,10 @@ def _source(name: str, parts: list[Part], classes: tuple[str, ...] | None) -> So
         raise UsageError(f"source {name}: labels are not numbers 0 to {len(classes) - 1}")
     else:
         numbers = values
+    if twice := next((name for name, count in Counter(classes).items() if count > 1), None):
+        raise UsageError(
+            f"source {name}: two classes have the name {twice!r}: give each a name of its own"
+        )
     row = math.prod(parts[0].shape[1:])
     items: list[Item] = []
     for slot, part in enumerate(parts):

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpctrain.data.images import Fit
 from hpctrain.data.packing.jobs import Run
-from hpctrain.data.packing.layout import Item, Source, shown
+from hpctrain.data.packing.layout import Item, Source
 from hpctrain.data.packing.pages import PAGE
 from hpctrain.data.packing.worker import COUNTER_BYTES, Counter, Task
 from hpctrain.errors import UsageError
@@ -213,7 +213,7 @@ def _sizes_differ(
     good = good[:row]  # what other processes decoded meanwhile does not count
     first = source.items[int(np.argmax(good))].name if good.any() else "the first image"
     return UsageError(
-        f"source {source.name}: images differ in size, {shown(first)} has {fit.width}x{fit.height}"
-        f" pixels and {shown(other.name)} {size[0]}x{size[1]}: give one with --size"
+        f"source {source.name}: images differ in size, {first} has {fit.width}x{fit.height}"
+        f" pixels and {other.name} {size[0]}x{size[1]}: give one with --size"
         f" {fit.width}x{fit.height}"
     )

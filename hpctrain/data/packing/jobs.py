@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpctrain.data.packing.layout import shown
 from hpctrain.data.packing.worker import Task, decode_task, quiet, run_task
 from hpctrain.errors import RunError
 
@@ -116,7 +115,7 @@ def _ask(process: subprocess.Popen[str], task: Task) -> Answer:
     except (BrokenPipeError, ValueError):
         line = ""
     if not line:
-        names = [shown(image[1]) for image in task.images]
+        names = [image[1] for image in task.images]
         code = process.wait()
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         raise RunError(

@@ -77,11 +77,6 @@ class Layout(NamedTuple):
     ignored: int
 
 
-def shown(name: str) -> str:
-    """A name fit for a terminal: nothing that is not printable."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
-
-
 def hidden(parts: Iterable[str]) -> bool:
     """Whether a path with these parts counts as not there."""
     return any(part.startswith(".") or part in HIDDEN_NAMES for part in parts)
@@ -141,7 +136,7 @@ def _given_splits(
 def _check_classes(classes: tuple[str, ...], places: list[Place], where: str) -> None:
     """Every class needs a file, in train where splits are given."""
     trained = {place.label for place in places if place.split in ("", "train")}
-    empty = [shown(name) for label, name in enumerate(classes) if label not in trained]
+    empty = [name for label, name in enumerate(classes) if label not in trained]
     if empty:
         names = ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")
         raise UsageError(

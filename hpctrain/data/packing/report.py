@@ -10,22 +10,22 @@ from contextlib import contextmanager
 from threading import Lock
 
 import numpy as np
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hpctrain.console import Console
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
-from hpctrain.data.packing.layout import shown
 from hpctrain.data.packing.team import ASK, Team
+from hpctrain.text import printable
 
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
 WIDTH = 100  # of a table that is not shown on a terminal
 
 
 def say(text: str) -> None:
-    """One line on standard error, as it is."""
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    """One line on standard error."""
+    Console(stderr=True).print(printable(text, newlines=False), soft_wrap=True)
 
 
 def _console(columns: int | None, stderr: bool = False) -> Console:
@@ -66,7 +66,7 @@ def progress(what: str, total: int, own: int, team: Team) -> Iterator[Callable[[
 def say_bad(bad: list[tuple[str, str]]) -> None:
     """Every file that could not be read, with the reason."""
     for name, why in bad:
-        say(f"unreadable: {shown(name)}: {why}")
+        say(f"unreadable: {name}: {why}")
 
 
 def say_duplicates(
@@ -75,7 +75,7 @@ def say_duplicates(
     """Images of equal pixels: `groups` of positions in `names` and `labels`."""
     for group in groups[:GROUPS_SHOWN]:
         classes = " (in different classes)" if len(set(labels[group].tolist())) > 1 else ""
-        say(f"equal pixels{classes}: {' = '.join(shown(names[row]) for row in group.tolist())}")
+        say(f"equal pixels{classes}: {' = '.join(names[row] for row in group.tolist())}")
     if len(groups) > GROUPS_SHOWN:
         say(f"… and {len(groups) - GROUPS_SHOWN:,} more groups of images with equal pixels")
     if groups:
@@ -88,14 +88,14 @@ def print_table(pack: Pack, columns: int | None = ASK) -> None:
     """Images by class and split, and what the pack says of itself."""
     console = _console(columns)
     counts = {name: _class_counts(pack, name) for name in pack.splits}
-    table = Table(title=shown(pack.path))
+    table = Table(title=pack.path)
     table.add_column("class")
     for name in [*counts, "all"]:
-        table.add_column(shown(name), justify="right")
+        table.add_column(name, justify="right")
     by_class = list(zip(*(count.tolist() for count in counts.values()), strict=True))
     if len(by_class) <= CLASSES_SHOWN:
         for name, row in zip(pack.classes, by_class, strict=True):
-            table.add_row(_plain(name), *(f"{part:,}" for part in (*row, sum(row))))
+            table.add_row(name, *(f"{part:,}" for part in (*row, sum(row))))
     else:
         sums = [*counts.values(), sum(counts.values())]
         for what, smallest in (("smallest", np.min), ("largest", np.max)):
@@ -106,11 +106,7 @@ def print_table(pack: Pack, columns: int | None = ASK) -> None:
     table.add_row(classes, *(f"{total:,}" for total in (*totals, sum(totals))))
     console.print(table)
     for key, value in _facts(pack):
-        console.print(f"{key:<7}{value}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _plain(name: str) -> str:
-    return shown(name).replace("[", r"\[")  # rich's markup
+        console.print(f"{key:<7}{value}", soft_wrap=True)
 
 
 def _class_counts(pack: Pack, split: str) -> np.ndarray:
@@ -139,4 +135,4 @@ def _facts(pack: Pack) -> list[tuple[str, str]]:
     ]
     source = [str(made["source"])] if "source" in made else []
     source += [f"{key} {made[key]}" for key in ("split", "seed", "hpctrain") if key in made]
-    return [*facts, ("source", shown(", ".join(source)))] if source else facts
+    return [*facts, ("source", ", ".join(source))] if source else facts

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hpctrain.data.packing import arrays
-from hpctrain.data.packing.layout import Item, Source, arrange, hidden, shown
+from hpctrain.data.packing.layout import Item, Source, arrange, hidden
 from hpctrain.data.packing.scratch import ZIP_ERRORS, Place, unzipped
 from hpctrain.data.packing.worker import FILE_LIMIT
 from hpctrain.errors import UsageError, brief
@@ -136,7 +136,7 @@ def _tar(path: Path, file: BinaryIO) -> Source:
         if target is None or not target.isreg() or target.issparse():
             bad[name] = "no regular file" if target is not None else "a link out of the archive"
         elif target.offset_data + target.size > length:
-            raise UsageError(f"source {path} is cut short within {shown(name)}: fetch it again")
+            raise UsageError(f"source {path} is cut short within {name}: fetch it again")
         else:
             files[name] = target
     folders = [name for name, member in members.items() if member.isdir()]
@@ -190,9 +190,7 @@ def _safe_name(name: str, archive: Path) -> str:
     """The name without "./", refused where it leads out of the archive."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts:
-        raise UsageError(
-            f"source {archive} names a file outside of itself, {shown(name)!r}: refused"
-        )
+        raise UsageError(f"source {archive} names a file outside of itself, {name!r}: refused")
     return "/".join(parts)
 
 

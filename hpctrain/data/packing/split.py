@@ -16,7 +16,6 @@ from fractions import Fraction
 import numpy as np
 
 from hpctrain.data.pack_format import SPLITS
-from hpctrain.data.packing.layout import shown
 from hpctrain.data.permute import random_order
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
@@ -146,7 +145,7 @@ def rows_by_split(
     for label, name in enumerate(classes):
         if label not in trained:
             raise UsageError(
-                f"class {shown(name)!r} has {int((labels == label).sum())} images and none of them"
+                f"class {name!r} has {int((labels == label).sum())} images and none of them"
                 " in train: give train a larger share, or the class more images"
             )
     return result

@@ -291,6 +291,8 @@ def test_npz_mistakes(tmp_path):
     assert "labels is float64 of shape (7, 7)" in refusal(path, tmp_path)
     np.savez(path, images=images, labels=labels, classes=np.array(["a", "b"]))
     assert "labels are not numbers 0 to 1" in refusal(path, tmp_path)
+    np.savez(path, images=images, labels=labels, classes=np.array(["a", "b", *"cdefgha"]))
+    assert "two classes have the name 'a'" in refusal(path, tmp_path)
     np.savez(path, images=np.array([{}], object), labels=labels[:1])  # would be unpickled
     assert "is object, not uint8" in refusal(path, tmp_path)
     np.savez(path, x_train=images, y_train=labels, x_test=images[:, :2], y_test=labels)

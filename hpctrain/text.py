@@ -1,0 +1,45 @@
+"""Text from data: names of files, classes, runs and tensors, and whatever a record holds.
+
+A name may hold anything. What a terminal, a spreadsheet or a person sees of it goes through here:
+`say` and `printable` for terminals (rich's tables by ``console.py``), `csv_cell` for CSV files.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that spreadsheets compute
+
+
+def printable(text: str, encoding: str = "utf-8", newlines: bool = True) -> str:
+    """`text` with control characters as escapes, and as `encoding` can say it; also those that
+    change the direction of text, and with `newlines` false the ends of lines.
+    """
+    shown = "".join(
+        c if c.isprintable() or (newlines and c == "\n") else c.encode("unicode_escape").decode()
+        for c in text
+    )
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a line on standard output, or on `file`, with whatever names it holds."""
+    file = file or sys.stdout
+    print(printable(text, getattr(file, "encoding", None) or "utf-8"), file=file, flush=True)
+
+
+def csv_cell(value: object) -> object:
+    """What to write into a CSV file: text that a spreadsheet would compute gets an apostrophe
+    before it, which makes it text there (https://owasp.org/www-community/attacks/CSV_Injection).
+    """
+    is_formula = isinstance(value, str) and value.lstrip(" ").startswith(FORMULAS)
+    return f"'{value}" if is_formula else value
+
+
+def told_apart(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of classes; those that several have get the number of their class: "x (0)", "x (3)"."""
+    return tuple(
+        f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)
+    )

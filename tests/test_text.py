@@ -1,0 +1,179 @@
+"""Names are data: no terminal, table, spreadsheet, figure or shell does what they say."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import numpy as np
+import pytest
+from rich.table import Table
+
+from hpctrain.config import Config, SweepConfig, check_ranges, to_toml
+from hpctrain.console import Console, styled
+from hpctrain.data.pack import write_pack
+from hpctrain.errors import RunError, UsageError, did_you_mean
+from hpctrain.report.figures import wrapped
+from hpctrain.report.pictures import draw_captioned, write_rows
+from hpctrain.report.tables import print_evaluation
+from hpctrain.sweep.array import write_script
+from hpctrain.sweep.file import Network
+from hpctrain.text import csv_cell, printable, say, told_apart
+from hpctrain.training.predict import write_csv
+from tests.launch import ROOT, run_cli
+
+NAMES = (
+    *("[/x]", "[bold]a", ":smile:", "=cmd|' /C calc'!A0", "@SUM(1)", "\x1b]0;evil\x07", "\x9b2J"),
+    *("\u202eabc", "$x^{", "\udcff", "a\nb", "\ttab", "x" * 300, "<b>&", "%a;$(id)`id`'\"", "-1+1"),
+)
+NETWORK = Network(1, "01-base", Config(), "")
+PRINT_ALLOWED = {  # text that names nothing, other processes, stacks, and what is drawn already
+    *("text", "cli", "parallel/mpi", "parallel/trial", "training/watchdog", "doctor/command"),
+    *("data/packing/jobs", "data/packing/worker"),
+}
+
+
+def is_harmless(text: str) -> bool:
+    return all(c.isprintable() or c == "\n" for c in text)
+
+
+def calls(tree: ast.AST) -> set[str]:
+    found = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and hasattr(n.func, "id")}
+    modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    return found | modules
+
+
+def test_text_goes_to_terminals_through_two_doors_only():
+    """A new print or rich console would show names as they are."""
+    for path in (ROOT / "hpctrain").rglob("*.py"):
+        name = str(path.relative_to(ROOT / "hpctrain").with_suffix(""))
+        found = calls(ast.parse(path.read_text()))
+        if not name.startswith("bench/"):
+            assert "print" not in found or name in PRINT_ALLOWED, f"{name}: use text.say"
+        assert "rich.console" not in found or name == "console", f"{name}: use console.Console"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_a_line_and_an_error_show_a_name_as_it_is(name, capsys):
+    table = Table(title=name)
+    table.add_column(name)
+    table.add_row(name)
+    table.add_row(styled(name, "bold"))
+    drawn = io.StringIO()
+    console = Console(file=drawn, width=1000)
+    console.print(table)
+    console.print(name, soft_wrap=True)
+    assert is_harmless(drawn.getvalue())
+    assert drawn.getvalue().count(printable(name.partition("\n")[0]).strip()) >= 5
+    for error in (UsageError(name), RunError(f"{name}!")):
+        assert is_harmless(str(error))
+    say(name)
+    assert is_harmless(capsys.readouterr().out)
+    assert all(line.isprintable() for line in wrapped(name, 20, 2))
+
+
+def test_the_tables_of_an_evaluation(capsys):
+    counts = np.eye(len(NAMES), dtype=np.int64)
+    for classes in (NAMES[:8], NAMES[8:], NAMES, ("x", "y", "x")):
+        k = len(classes)
+        print_evaluation(
+            {"loss": 1.0, "accuracy": 0.5, "rows": 9}, counts[:k, :k], classes, "te\x1b[2Jst"
+        )
+    printed = capsys.readouterr().out
+    assert is_harmless(printed) and "[/x]" in printed and "\\x1b]0;evil" in printed
+    assert "x (0)" in printed and "x (2)" in printed and "y (1)" not in printed
+
+
+def test_pictures_with_any_caption(tmp_path):
+    images = np.zeros((len(NAMES), 5, 5, 1))
+    draw_captioned(images, [(name, name) for name in NAMES])
+    write_rows(tmp_path / "x.png", {name: images[:2] for name in NAMES[:12]})
+
+
+def test_cells_of_a_csv_file_are_no_formulas(tmp_path):
+    answers = np.full((2, len(NAMES)), 0.125)
+    path = tmp_path / "answers.csv"
+    write_csv(str(path), ["=1+1.png", "b.png"], np.array([3, 7]), [0, 1], answers, NAMES)
+    with path.open(newline="", errors="surrogateescape") as file:
+        header, first, _ = csv.reader(file)
+    assert [
+        cell for cell in (*header, *first) if cell.lstrip().startswith(("=", "+", "-", "@"))
+    ] == []
+    assert first[:3] == ["'=1+1.png", "'=cmd|' /C calc'!A0", "[/x]"]
+    assert header[4:] == [str(csv_cell(name)) for name in NAMES]
+    assert csv_cell(-1.5) == -1.5 and csv_cell(None) is None and csv_cell("a=1") == "a=1"
+    assert told_apart(("a", "b", "a")) == ("a (0)", "b", "a (2)")
+
+
+def test_answers_on_standard_output_steer_no_terminal(capsys):
+    names = ["\x1b[2J.png", "\udcff.png"]
+    write_csv("-", names, None, [0, 1], np.full((2, 2), 0.5), ("a", "\x07"))
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "\\x1b[2J.png,a,0.500000,0.500000,0.500000",
+        "\\udcff.png,a,0.500000,0.500000,0.500000",
+    ]
+
+
+@pytest.mark.parametrize("name", ["x\ntouch pwned", "x\rtouch pwned", "a\\b", "\x1b[2J", "\udcff"])
+def test_a_folder_that_a_batch_script_cannot_hold_is_refused(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    with pytest.raises(UsageError, match=r"--slurm: the folder .* choose another --runs-dir"):
+        write_script(SweepConfig(), folder, [NETWORK])
+    assert list(folder.iterdir()) == []
+
+
+def test_no_name_is_executed_by_the_batch_script(tmp_path):
+    folder = tmp_path / "a b;$(touch pwned)`touch pwned`'\"%j #c" / "-x --wrap=y"
+    folder.mkdir(parents=True)
+    (folder / "01-base.toml").touch()
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("srun", "scontrol"):
+        (tools / tool).write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >>"{tmp_path}/called"\n')
+        (tools / tool).chmod(0o755)
+    script = write_script(SweepConfig(), folder, [NETWORK])
+    options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    words = [shlex.split(line.removeprefix("#SBATCH"), comments=True) for line in options]
+    assert [f"--job-name={folder.name}"] in words
+    assert [f"--output={str(folder).replace('%', '%%')}/%a.slurm.log"] in words
+    assert all(len(each) == 1 for each in words)
+    env = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
+    program = script.read_text().replace(f"{sys.executable} -m hpctrain", "true")
+    subprocess.run(["bash", "-c", program], cwd=tmp_path, env=env, check=False, timeout=60)
+    assert f"\n{folder}/01-base.toml\n" in (tmp_path / "called").read_text()
+    assert not [path for path in tmp_path.rglob("*pwned*") if path.name == "pwned"]
+
+
+def test_settings_come_back_from_their_file():
+    for text in ("caf\u00e9 \U0001f600", "\x1b[31m\x7f\n\t\"'\\", "a\u202eb"):
+        check_ranges(config := Config(data=text, lr=1e-5))
+        assert tomllib.loads(to_toml(config))["data"] == text
+    assert tomllib.loads(to_toml(Config(clip_norm=float("inf"))))["clip_norm"] == float("inf")
+    with pytest.raises(UsageError, match=r"--data .*\\udcff.*: this name is not UTF-8"):
+        check_ranges(Config(data="a\udcff"))
+
+
+def test_a_pack_of_hostile_names_is_trained_and_tested(tmp_path):
+    rng = np.random.default_rng(0)
+    names = NAMES[:8]
+
+    def rows(count):
+        return rng.integers(0, 255, (count, 28, 28, 1), np.uint8), np.arange(count) % len(names)
+
+    write_pack(tmp_path / "p.h5", {"train": rows(16), "test": rows(8)}, names, {"source": "[/y]"})
+    words = ["--data", "p.h5", "--epochs", "1", "--run", "a", "--batch-size", "8", "--tensorboard"]
+    done = run_cli(words, cwd=tmp_path, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert is_harmless(done.stdout)
+
+
+def test_what_is_proposed_is_never_what_was_given():
+    assert did_you_mean("first", ["first", "second"]) == ""
+    assert did_you_mean("frist", ["first", "frist"]) == ", did you mean 'first'?"
