@@ -46,8 +46,9 @@ class Surface:
 
 
 def attempt(action: Callable[[], Any], *names: str) -> Outcome | Any:
-    """What `action` gives; REFUSED where it raises an error in one line, maybe with a list of files,
-    that holds one of `names`, as what was printed may too; WRONG where it raises anything else.
+    """What `action` gives; REFUSED where it raises an error in one line, maybe with a list of
+    files, that holds one of `names`, as what was printed may too; WRONG where it raises anything
+    else.
     """
     printed = io.StringIO()
     try:
