@@ -69,9 +69,10 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         def load(rows: np.ndarray) -> tuple[torch.Tensor, Unusable]:
             images = np.empty((len(rows), *source.image_shape), source.dtype)  # (n, H, W, C)
             bad = nonfinite_rows(source, rows, source.gather(rows, images))
+            images[np.isin(rows, list(bad))] = 0
             return network.prepare(torch.from_numpy(images), 0), bad
 
-    chances, bad = predict(network, len(names), load, settings, comm)
+    chances, bad = predict(network, names, load, settings, comm)
     classes = network.saved.classes
     rows = [row for row in range(len(names)) if row not in bad]
     from_root(comm, lambda: write_csv(settings.output, names, labels, rows, chances, classes))
@@ -81,22 +82,24 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
 
 def predict(
     network: Network,
-    total: int,
+    names: list[str],
     load: Load,
     settings: PredictConfig,
     comm: Comm,
 ) -> tuple[np.ndarray, Unusable]:
     """Class probabilities of all rows that can be used, (N, K) float32 in the order of the rows,
-    on rank 0, elsewhere none; and all other rows. Collective.
+    on rank 0, elsewhere none; and all other rows, of which `names` has the names. Collective.
     """
     unusable: Unusable = {}
 
     @torch.no_grad()
     def mine() -> list[np.ndarray]:
         found = []
-        for number, rows in blocks_of(total, settings.batch, comm.size, comm.rank):
+        for number, rows in blocks_of(len(names), settings.batch, comm.size, comm.rank):
             inputs, bad = load(rows)
             chances = ask(network, number, inputs).softmax(1).float().cpu().numpy()
+            for row in rows[~np.isfinite(chances).all(axis=1)].tolist():
+                bad.setdefault(row, f"{names[row]}: the network's answer is not finite")
             found.append(chances[~np.isin(rows, list(bad))])
             unusable.update(bad)
         return found

@@ -341,3 +341,23 @@ def test_a_pack_that_does_not_fit_is_refused(comm, network, what):
     }
     with pytest.raises(UsageError, match=words[what]):
         evaluate_main(settings)
+
+
+def test_an_answer_that_is_not_finite_is_none(comm, network, monkeypatch):
+    folder, _, _ = network
+    original = predict.ask
+
+    def ask(network, number, inputs):
+        answers = original(network, number, inputs)
+        answers[0, 5] = torch.inf if number else torch.nan
+        return answers
+
+    monkeypatch.setattr(predict, "ask", ask)
+    output = str(folder / "finite.csv")
+    run = str(folder / "model.safetensors")
+    blocks = -(-ROWS // 50)
+    with pytest.raises(RunError, match=rf"^{blocks} of {ROWS} .*\n  0: the network's answer"):
+        predict.main(PredictConfig(run=run, output=output, batch=50, threads=1))
+    comm.Barrier()
+    rows = [int(line.partition(",")[0]) for line in Path(output).read_text().splitlines()[1:]]
+    assert rows == [row for row in range(ROWS) if row % 50]
