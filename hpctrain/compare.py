@@ -112,7 +112,7 @@ def _settings(folders: list[Path]) -> list[str]:
         ]
         for name in names
     }
-    known = {RESOLVED.get(name, name) for name in set_or_planned}
+    known = {"digest", *(RESOLVED.get(name, name) for name in set_or_planned)}
     planned = {
         name: [plan.get(name, "not there") for plan in plans]
         for name in {**plans[0], **plans[1]}

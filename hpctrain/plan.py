@@ -101,7 +101,7 @@ class Plan:
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return json.dumps({**dataclasses.asdict(self), "digest": self.digest()}, sort_keys=True)
 
     def _order(self) -> str:
         chunks = f"; the file has chunks of {self.chunk_rows:,} images" if self.chunk_rows else ""

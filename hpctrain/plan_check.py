@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hpctrain.config import Config
+from hpctrain.errors import UsageError
 from hpctrain.plan import Plan
 from hpctrain.typed import from_fields
 
@@ -15,10 +18,13 @@ POSITIVE = ("epochs", "rows", "classes", "block_rows", "window_blocks", "evaluat
 
 def read_plan(fields: Any) -> Plan:
     """The plan of the fields that `Plan.to_json` wrote. ValueError that names the field which is
-    missing, unknown, of another type or does not agree with the others.
+    missing, unknown, of another type or does not agree with the others, or says that its digest is
+    another.
     """
+    digest = None  # earlier plans did not say it
     if isinstance(fields, dict):
-        fields = {"version": 1, **fields}  # the first plans did not say
+        fields = {"version": 1, **fields}  # nor the first ones this
+        digest = fields.pop("digest", None)
     plan = from_fields(Plan, fields)
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(Config)}
     pairs = list(zip(plan.last, plan.shares, strict=False))
@@ -37,4 +43,21 @@ def read_plan(fields: Any) -> Plan:
     for name, fine in fits.items():
         if not fine:
             raise ValueError(f"{name} is {fields[name]}, which does not fit the rest of the plan")
+    if digest not in (None, plan.digest()):
+        raise ValueError(f"its digest is {plan.digest()}, and not {str(digest)[:16]} as it says")
     return plan
+
+
+def check_recorded(plan: Plan, path: Path, launch: Mapping[str, Any]) -> None:
+    """UsageError where the plan in the file `path` is not that of a run whose last `launch` its
+    record describes. A launch with more epochs or other threads may have died before it was
+    recorded.
+    """
+    own = {name: launch[name] for name in ("epochs", "threads") if launch.get(name)}
+    recorded = launch.get("plan")
+    if recorded not in (None, plan.digest(), dataclasses.replace(plan, **own).digest()):
+        raise UsageError(
+            f"{path} is not the plan that the run was begun with: its digest is {plan.digest()}, in"
+            f" the record it is {recorded}. Put the file of this run back; or, where the record is"
+            ' wrong, take its lines of kind "run" out'
+        )

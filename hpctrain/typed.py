@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import reprlib
 import tomllib
 import typing
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1  # int64
+_hints = functools.cache(typing.get_type_hints)
 _short = reprlib.Repr()
 _short.maxother = _short.maxstring = _short.maxlong = 50
 
@@ -40,7 +42,7 @@ def from_fields(kind: type[T], fields: Any) -> T:
     known: Any = kind
     absent = (dataclasses.MISSING, dataclasses.MISSING)
     needed = [f.name for f in dataclasses.fields(known) if (f.default, f.default_factory) == absent]
-    return kind(**typed_fields(fields, typing.get_type_hints(kind), needed))
+    return kind(**typed_fields(fields, _hints(known), needed))
 
 
 def typed_fields(fields: Any, types: dict[str, Any], needed: Collection[str]) -> dict[str, Any]:

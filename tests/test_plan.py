@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from hpctrain.config import Config, check_ranges
 from hpctrain.errors import UsageError
 from hpctrain.plan import VERSION, Facts, go_on, resolve
-from hpctrain.plan_check import read_plan
+from hpctrain.plan_check import check_recorded, read_plan
 
 FACTS = Facts(
     ranks=4,
@@ -129,11 +130,34 @@ def test_a_plan_of_another_version_is_told_and_not_continued():
     assert go_on(read_plan(json.loads(plan.to_json())), Config(), FACTS) == plan
     old = json.loads(plan.to_json())
     assert old.pop("version") == VERSION
+    assert old.pop("digest") == plan.digest()
     assert read_plan(old).digest() == "5a72e08d628d67c1"
     for fields, version in ((old, 1), ({**old, "version": VERSION + 1}, VERSION + 1)):
         words = f"rows in another order .its plan has version {version},.* finish it with the one"
         with pytest.raises(UsageError, match=words):
             go_on(read_plan(fields), Config(), FACTS)
+
+
+def test_a_plan_is_that_of_the_record():
+    plan, path = resolve(Config(), FACTS), Path("plan.json")
+    longer = dataclasses.replace(plan, epochs=plan.epochs + 1, threads=plan.threads + 2)
+    launch = {"plan": plan.digest(), "epochs": plan.epochs, "threads": plan.threads}
+    for fine in (launch, {}, {"plan": plan.digest()}):
+        check_recorded(plan, path, fine)
+    check_recorded(longer, path, launch)  # its launch died before it was recorded
+    for other in (Config(seed=1), Config(lr=0.5), Config(shards=5)):
+        with pytest.raises(UsageError, match=r"plan.json is not the plan that .* Put the file"):
+            check_recorded(resolve(other, FACTS), path, launch)
+    with pytest.raises(UsageError, match="is not the plan"):
+        check_recorded(plan, path, {**launch, "plan": "0" * 16})
+
+
+def test_a_digest_that_is_not_the_plans_is_refused():
+    fields = json.loads(resolve(Config(), FACTS).to_json())
+    with pytest.raises(ValueError, match="its digest is [0-9a-f]{16}, and not 0000 as it says"):
+        read_plan({**fields, "digest": "0000"})
+    del fields["digest"]  # as in earlier ones
+    assert read_plan(fields) == resolve(Config(), FACTS)
 
 
 def test_the_plan_can_be_read():

@@ -19,7 +19,8 @@ NEEDS: dict[str, tuple[str, ...]] = {  # by kind
 COUNTS = "format step epoch epochs steps_per_epoch ranks shards threads parameters batch_size cores"
 NUMBERS = "loss accuracy noisy learning_rate images_per_second step_seconds idle slowest_share"
 TEXTS = (
-    "time name folder model device precision mpi pack rank_shares split text digest status reason"
+    "time name folder model device precision mpi pack plan rank_shares split text digest status"
+    " reason"
 )
 MOST = 1 << 53  # a float64 holds all smaller whole numbers
 MOST_PARTS = 32  # of a field that is an object

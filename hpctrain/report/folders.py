@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from hpctrain.errors import UsageError
 from hpctrain.report.fields import parse_record
 from hpctrain.report.jsonlines import FILE_NAME, open_record, read_records
+
+Record = dict[str, Any]
 
 
 def find_run(target: str, runs_dir: str) -> Path:
@@ -22,23 +25,31 @@ def evaluation_file(folder: Path, split: str) -> Path:
     return folder / f"evaluation-{split}.json"
 
 
+class Scan(NamedTuple):
+    """What a record tells, up to the first line that cannot be read."""
+
+    last: int  # step; 0 for none
+    wrong: str | None  # with that line
+    launch: Record  # the last of kind "run"; empty where there is none
+
+
 def last_step(folder: Path) -> int:
     """The last step of which a run's record tells, as far as it can be read; 0 for none."""
-    return scan_record(folder)[0]
+    return scan_record(folder).last
 
 
-def scan_record(folder: Path) -> tuple[int, str | None]:
-    """The last step of which a run's record tells, 0 for none, up to the first line that cannot be
-    read; and what is wrong with that one.
-    """
-    last = 0
+def scan_record(folder: Path) -> Scan:
+    """Read the record of a run."""
+    last, launch = 0, Record()
     try:
         for record in read_records(folder):
             if record["kind"] == "step":
                 last = max(last, record["step"])
+            elif record["kind"] == "run":
+                launch = record
     except UsageError as error:
-        return last, str(error)
-    return last, None
+        return Scan(last, str(error), launch)
+    return Scan(last, None, launch)
 
 
 def is_finished(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, from_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
-from hpctrain.plan_check import read_plan
+from hpctrain.plan_check import check_recorded, read_plan
 from hpctrain.report.folders import is_finished, scan_record
 from hpctrain.report.jsonlines import FILE_NAME
 from hpctrain.strictjson import parse_json
@@ -73,10 +73,11 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
             " cannot take back: ask it to stop, or choose another name with --run"
         )
     lock.take(folder)
-    recorded, unreadable = scan_record(folder)
-    checkpoint, damage = newest(folder, recorded)
-    if unreadable and (folder / FILE_NAME).exists():
-        damage.insert(0, f"{unreadable}: the record is cut off there")
+    scan = scan_record(folder)
+    check_recorded(plan, folder / "plan.json", scan.launch)
+    checkpoint, damage = newest(folder, scan.last)
+    if scan.wrong and (folder / FILE_NAME).exists():
+        damage.insert(0, f"{scan.wrong}: the record is cut off there")
     if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
     return Earlier(folder, plan, is_finished(folder), checkpoint, damage)

@@ -235,7 +235,7 @@ def test_a_run_with_the_older_order_of_rows_does_not_go_on(
     if comm.rank == 0:
         path, record = folder / "plan.json", folder / "progress.jsonl"
         digest = read_plan(fields := json.loads(path.read_text())).digest()
-        del fields["version"]
+        del fields["version"], fields["digest"]
         path.write_text(json.dumps(fields, sort_keys=True))
         older = read_plan(fields).digest()
         record.write_text(record.read_text().replace(digest, older))
@@ -628,6 +628,22 @@ def test_what_a_run_was_begun_from_stays_in_its_configuration(comm, settings, le
     if comm.rank == 0:
         text = (Path(settings.runs_dir) / "a" / "config.toml").read_text()
         assert 'init = "first"' in text
+
+
+def test_the_plan_of_another_run_is_refused(comm, settings, leave_after):
+    """A whole one, which the checksum within the file cannot find."""
+    leave_after(1)
+    other = dataclasses.replace(settings, seed=1, run="other")
+    assert program.train(settings, comm) == 75
+    leave_after(1)
+    assert program.train(other, comm) == 75
+    leave_after()
+    folders = [Path(settings.runs_dir) / name for name in ("other", "a")]
+    if comm.rank == 0:
+        shutil.copy(folders[0] / "plan.json", folders[1])
+    comm.Barrier()
+    with pytest.raises(UsageError, match="a/plan.json is not the plan that the run was begun with"):
+        program.train(settings, comm)
 
 
 def test_fewer_epochs_are_refused(comm, settings, leave_after):
