@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from hpctrain.errors import RunError
 
-PATIENCE = 10.0  # seconds for squeue
+SQUEUE_TIMEOUT = 10.0  # seconds for squeue
 #: Requests of a job that a step with a shape of its own must not inherit (srun(1), INPUT
 #: ENVIRONMENT): a step that asks for all GPUs waits until no other runs.
 REQUESTS = (
@@ -69,11 +69,13 @@ def job_end() -> float | None:
     command = ["squeue", "--noheader", f"--jobs={job}", "--states=running", "--format=%A %e"]
     env = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT
+        )
     except OSError as error:
         raise RunError(f"squeue: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"squeue: no answer in {PATIENCE:.0f} s") from error
+        raise RunError(f"squeue: no answer in {SQUEUE_TIMEOUT:.0f} s") from error
     ends = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
     end = ends.get(job, "").strip()
     if end.isdigit():

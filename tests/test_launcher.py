@@ -10,11 +10,12 @@ import time
 import pytest
 
 from hpctrain import slurm
-from hpctrain.config import SweepConfig
+from hpctrain.config import Config, SweepConfig
 from hpctrain.errors import RunError
 from hpctrain.launcher import local_size
 from hpctrain.slurm import job_end, place_in_step, tasks_by_node, tasks_here
 from hpctrain.sweep import array
+from hpctrain.sweep.file import Network
 from tests.launch import ROOT, Job
 
 
@@ -92,7 +93,7 @@ def test_the_end_of_a_job_is_asked_of_squeue(squeue, tmp_path):
     ],
 )
 def test_an_end_that_cannot_be_found_out_is_said(squeue, monkeypatch, text, said):
-    monkeypatch.setattr(slurm, "PATIENCE", 1.0)
+    monkeypatch.setattr(slurm, "SQUEUE_TIMEOUT", 1.0)
     squeue(text)
     began = time.monotonic()
     with pytest.raises(RunError, match=f"squeue: .*{said}"):
@@ -138,7 +139,7 @@ def test_a_signal_to_the_batch_shell_reaches_the_ranks(site, monkeypatch, name):
     script = ROOT / "slurm" / f"{name}.sbatch"
     if name == "sweep":
         monkeypatch.setattr(array, "python_program", lambda: ["true"])
-        script = array.write_script(SweepConfig(file="x.toml"), folder, "1-a")
+        script = array.write_script(SweepConfig(), folder, [Network(1, "1-a", Config(), "")])
         (folder / "1-a.toml").touch()
     job = Job(["bash", str(script)], env)
     try:

@@ -33,7 +33,7 @@ def find_nonfinite(source: Source, rows: np.ndarray) -> dict[int, str]:
     return found
 
 
-def first_of(found: Iterable[Mapping[int, str]]) -> str | None:
+def describe_first(found: Iterable[Mapping[int, str]]) -> str | None:
     """One sentence of what all ranks found; None where that is nothing."""
     texts = {row: text for each in found for row, text in each.items()}
     if not texts:

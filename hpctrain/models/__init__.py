@@ -3,7 +3,7 @@
 from hpctrain.models.build import NETWORKS, build, check_forward
 from hpctrain.models.tensors import as_bytes
 from hpctrain.models.weights import (
-    fresh_layer,
+    describe_fresh_layer,
     load_init,
     load_weights,
     read_model,
@@ -17,7 +17,7 @@ __all__ = [
     "as_bytes",
     "build",
     "check_forward",
-    "fresh_layer",
+    "describe_fresh_layer",
     "load_init",
     "load_weights",
     "read_model",

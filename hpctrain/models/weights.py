@@ -155,7 +155,7 @@ def load_init(model: nn.Module, path: str | Path, classes: int) -> dict[str, int
     return load_weights(model, read_model(path)[0], path, classes)
 
 
-def fresh_layer(fresh: dict[str, int], classes: int) -> str:
+def describe_fresh_layer(fresh: dict[str, int], classes: int) -> str:
     """What to say of the last layer where `load_init` left it fresh."""
     if not fresh:
         return ""

@@ -189,8 +189,8 @@ def header_lines(facts: Record) -> list[str]:
         f"{counted(facts['threads'], 'thread')} a rank" if facts.get("threads") else "",
         facts.get("mpi"),
     ]
-    told = facts.get("rank_shares") if (ranks or 1) > 1 else None
-    shares = f"shares of the mini-batch: {told}" if told else ""
+    shares = facts.get("rank_shares") if (ranks or 1) > 1 else None
+    shares = f"shares of the mini-batch: {shares}" if shares else ""
     lines = ["Run " + _joined([facts.get("name"), _joined(network)], ": ")]
     return lines + ["  " + line for line in (_joined(data, "; "), shares, _joined(machine)) if line]
 

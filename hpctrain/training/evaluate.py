@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig
-from hpctrain.data.finite import first_of, nonfinite_rows
+from hpctrain.data.finite import describe_first, nonfinite_rows
 from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pair
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
@@ -220,6 +220,6 @@ def evaluate(
     model.train(training)
     go_on("waiting for all")
     allreduce(comm, tally.vector)
-    if tally.bad[0] and (text := first_of(comm.allgather(tally.bad_rows))):
+    if tally.bad[0] and (text := describe_first(comm.allgather(tally.bad_rows))):
         raise agreed(RunError(text))
     return tally.result(task)

@@ -107,10 +107,10 @@ def predict(
     parts = comm.gather(everywhere(comm, mine)) or []
     blocks = [block for part in parts for block in part]
     chances = np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
-    return chances, of_all_ranks(unusable, comm)
+    return chances, gather_unusable(unusable, comm)
 
 
-def of_all_ranks(unusable: Unusable, comm: Comm) -> Unusable:
+def gather_unusable(unusable: Unusable, comm: Comm) -> Unusable:
     """What all ranks could not use, in the order of the rows. Collective."""
     return dict(sorted(item for each in comm.allgather(unusable) for item in each.items()))
 
@@ -163,7 +163,7 @@ def restore_files(
                     write_image(folder / names[row], image)
 
     everywhere(comm, mine)
-    unusable = of_all_ranks(unusable, comm)
+    unusable = gather_unusable(unusable, comm)
     if comm.rank == 0:
         say(f"{folder}: {len(files) - len(unusable):,} images restored")
     refuse_unusable(unusable, len(files), folder)

@@ -17,7 +17,7 @@ from torch import nn
 from hpctrain import __version__
 from hpctrain.config import Config, check_ranges, validate_optimizer
 from hpctrain.data.augment import normalization
-from hpctrain.data.finite import find_nonfinite, first_of
+from hpctrain.data.finite import describe_first, find_nonfinite
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
 from hpctrain.data.opened import open_split
@@ -25,7 +25,7 @@ from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source, as_kept, held_bytes
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
-from hpctrain.models import as_bytes, build, check_forward, fresh_layer, load_init
+from hpctrain.models import as_bytes, build, check_forward, describe_fresh_layer, load_init
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.determinism import hardware_key, refusal
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
@@ -133,7 +133,7 @@ def set_up(
         device, dtype, config.channels_last, scaling, config.flip, config.shift
     )
     loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, device)
-    notes = tuple(filter(None, (sharing(places), fresh_layer(fresh, plan.classes))))
+    notes = tuple(filter(None, (sharing(places), describe_fresh_layer(fresh, plan.classes))))
     return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, fresh, notes)
 
 
@@ -187,7 +187,7 @@ def probe_model(
     under --deterministic, operations that have no deterministic form.
     """
     rows = np.arange(min(PROBE_ROWS, len(source.labels)))
-    if bad := first_of([find_nonfinite(source, rows)]):
+    if bad := describe_first([find_nonfinite(source, rows)]):
         raise UsageError(bad)
     images = read_rows(source, rows, prepare)
     labels = torch.from_numpy(source.labels[rows]).to(images.device)

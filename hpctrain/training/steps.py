@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpctrain.data.finite import find_nonfinite, first_of
+from hpctrain.data.finite import describe_first, find_nonfinite
 from hpctrain.data.loader import Batch
 from hpctrain.errors import RunError
 from hpctrain.parallel.device import synchronize
@@ -113,7 +113,7 @@ def find_bad_image(run: Run, step: int) -> str | None:
     ]
     source = job.loader.source
     found = everywhere(run.comm, lambda: find_nonfinite(source, np.concatenate(rows)))
-    return first_of(run.comm.allgather(found))
+    return describe_first(run.comm.allgather(found))
 
 
 def rate_of(run: Run, step: int) -> float:
