@@ -31,6 +31,14 @@ class Scan(NamedTuple):
     last: int  # step; 0 for none
     wrong: str | None  # with that line
     launch: Record  # the last of kind "run"; empty where there is none
+    gaps: list[range]  # steps that are missing before the last one
+
+    def missing(self, done: int) -> str:
+        """The steps up to `done` that the record lacks: "5, 7 to 9"; empty where it has all."""
+        gaps = [*self.gaps, range(self.last + 1, done + 1)]
+        found = [range(gap.start, min(gap.stop, done + 1)) for gap in gaps]
+        texts = [f"{g[0]:,} to {g[-1]:,}" if len(g) > 1 else f"{g[0]:,}" for g in found if g]
+        return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more gaps" if texts[3:] else "")
 
 
 def last_step(folder: Path) -> int:
@@ -40,16 +48,18 @@ def last_step(folder: Path) -> int:
 
 def scan_record(folder: Path) -> Scan:
     """Read the record of a run."""
-    last, launch = 0, Record()
+    last, launch, gaps = 0, Record(), []
     try:
         for record in read_records(folder):
             if record["kind"] == "step":
+                if record["step"] > last + 1:
+                    gaps.append(range(last + 1, record["step"]))
                 last = max(last, record["step"])
             elif record["kind"] == "run":
                 launch = record
     except UsageError as error:
-        return Scan(last, str(error), launch)
-    return Scan(last, None, launch)
+        return Scan(last, str(error), launch, gaps)
+    return Scan(last, None, launch, gaps)
 
 
 def is_finished(folder: Path) -> bool:

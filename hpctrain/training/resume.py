@@ -78,6 +78,8 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
     checkpoint, damage = newest(folder, scan.last)
     if scan.wrong and (folder / FILE_NAME).exists():
         damage.insert(0, f"{scan.wrong}: the record is cut off there")
+    if checkpoint and (missing := scan.missing(checkpoint.step)):
+        damage.append(f"the record has lost steps that were done: {missing}")
     if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
     return Earlier(folder, plan, is_finished(folder), checkpoint, damage)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.config import EvaluateConfig
+from hpctrain import compare, plot
+from hpctrain.config import CompareConfig, EvaluateConfig, PlotConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.mpi import agreed
 from hpctrain.plan_check import read_plan
@@ -22,6 +23,7 @@ from hpctrain.training import steps as inner
 from hpctrain.training import train as program
 from hpctrain.training.checkpoint import steps
 from hpctrain.training.control import Control
+from hpctrain.watch.runs import Watched
 from tests import odd_models
 from tests.packs import make_pack
 
@@ -569,6 +571,44 @@ def test_a_record_that_lost_a_line_is_told_again_from_there(comm, settings, leav
         assert "line 7 is no line of a record" in notes[0]
         assert notes[1:] == [passed, "going on after step 4"]
         check_record(settings, "whole")
+
+
+def test_steps_that_the_record_lost_are_named(comm, settings, leave_after, capfd):
+    """Cut shorter than the only checkpoint, and without a line in between: nothing else is lost."""
+    config = dataclasses.replace(settings, keep=1, progress="plain", validate_steps=2)
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    leave_after(9)
+    assert program.train(config, comm) == 75
+    leave_after()
+    folder = Path(settings.runs_dir) / "a"
+    if comm.rank == 0:
+        path = folder / "progress.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        lost = [i for i, line in enumerate(lines) if b'"step", ' in line and b'"step": 3,' in line]
+        end_of_5 = next(i for i, line in enumerate(lines) if b'"step": 6,' in line)
+        path.write_bytes(b"".join(line for i, line in enumerate(lines[:end_of_5]) if i not in lost))
+    comm.Barrier()
+    capfd.readouterr()
+    assert program.train(config, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        text = "the record has lost steps that were done: 3, 6 to 9"
+        records = list(read_records(folder))
+        assert [r["text"] for r in records if r["kind"] == "note"] == [
+            text,
+            "going on after step 9",
+        ]
+        assert text in capfd.readouterr().out
+        steps_told = [r["step"] for r in records if r["kind"] == "step"]
+        assert steps_told == [1, 2, 4, 5, *range(10, 15)]
+        plot.main(PlotConfig((str(folder),), output=str(folder / "gap.svg")))
+        watched = Watched(0, folder)
+        watched.poll()
+        shown = watched.summary()
+        assert (shown["step"], shown["share"]) == (14, 1.0)
+        assert any(text in note for note in shown["notes"])
+        assert compare.main(CompareConfig(str(folder), str(folder.with_name("whole")))) == 1
+        assert "differ at step 3, one has step 4, the other step 3" in capfd.readouterr().out
 
 
 @pytest.fixture
