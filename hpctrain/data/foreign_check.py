@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.data.foreign_filters import MOST_FILTERS, NAMES, DamagedChunk, read_chunks
 from hpctrain.data.hdf5_words import cause
 from hpctrain.data.pack_format import Foreign
 from hpctrain.errors import UsageError
@@ -30,9 +31,9 @@ TYPES = {
     "float32": (h5py.h5t.IEEE_F32LE,),
     "float64": (h5py.h5t.IEEE_F64LE,),
 }
-FILTERS = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, 32000)
 DIMENSIONS = {"NHWC": 4, "NCHW": 4, "NHW": 3}
 CHUNK_BYTES = 1 << 30  # a whole row of chunks is held in memory
+LABEL_BYTES = 1 << 31  # all labels are
 NAMED = 8  # members of a group that are listed where a name is not found
 
 
@@ -102,6 +103,8 @@ def told(path: str) -> Iterator[None]:
         raise UsageError(f"{path} cannot be opened: {os.strerror(error.errno or 0)}") from None
     except Unfit as error:
         raise UsageError(f"{path}: {error}") from None
+    except DamagedChunk as error:
+        raise UsageError(f"{path} is damaged: {error}; copy it again") from None
     except Exception as error:  # damaged metadata makes HDF5 and h5py raise many kinds
         raise UsageError(f"{path} {cause(error, 'copy it again')}") from None
 
@@ -222,9 +225,11 @@ def _check_storage(data: h5py.Dataset, file_size: int) -> int:
 
 def _check_chunks(data: h5py.Dataset, there: int, file_size: int) -> None:
     properties, name = data.id.get_create_plist(), data.name
+    if properties.get_nfilters() > MOST_FILTERS:
+        raise Unfit(f"{name} has {properties.get_nfilters()} filters: at most {MOST_FILTERS}")
     for number in range(properties.get_nfilters()):
         code, _, _, text = properties.get_filter(number)
-        if code not in FILTERS:
+        if code not in NAMES:
             label = f"{code} ({text.decode('ascii', 'replace')})" if text else str(code)
             raise Unfit(
                 f"{name} is compressed by the filter {label}, which is not read: only gzip, lzf,"
@@ -234,7 +239,8 @@ def _check_chunks(data: h5py.Dataset, there: int, file_size: int) -> None:
     written = data.id.get_num_chunks()
     if written != math.prod(grid) or there > file_size:
         raise Unfit(f"{name} was not written to its end: {written:,} of {math.prod(grid):,} chunks")
-    size = data.chunks[0] * math.prod(data.shape[1:]) * data.id.get_type().get_size()
+    widest = [max(n, c) for n, c in zip(data.shape[1:], data.chunks[1:], strict=True)]
+    size = data.chunks[0] * math.prod(widest) * data.id.get_type().get_size()
     if size > CHUNK_BYTES:
         raise Unfit(
             f"{name} has chunks of {data.chunks[0]:,} rows, {size:,} bytes, that had to be held in"
@@ -252,8 +258,11 @@ def _labels(data: h5py.Dataset, found: Foreign) -> np.ndarray:
             f"the labels {name} have shape {shape}, not ({found.rows},) or ({found.rows}, 1) as"
             f" there are {found.rows:,} images in {found.images}"
         )
-    _check_storage(data, found.file_size)
-    values = data[...].reshape(-1)
+    if (size := 8 * found.rows) > LABEL_BYTES:
+        raise Unfit(f"{found.rows:,} labels take {size:,} bytes; the limit is {LABEL_BYTES:,}")
+    chunked = _check_storage(data, found.file_size)
+    values = read_chunks(data, 0, found.rows, found.file_size) if chunked else data[...]
+    values = values.reshape(-1)
     low, high = int(values.min()), int(values.max())
     if low < 0 or high >= found.rows:
         raise Unfit(

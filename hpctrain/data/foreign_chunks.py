@@ -1,4 +1,4 @@
-"""Rows of a data set in chunks, read with h5py in whole chunks.
+"""Rows of a data set in chunks, read in whole chunks (``foreign_filters.py``).
 
 A slab is all chunks that hold the same rows. Every slab that a call needs is read once, neighbours
 together; the last slabs are kept, so that the next call may go on in the middle of one. HDF5 fills
@@ -13,6 +13,7 @@ from collections import OrderedDict
 import numpy as np
 
 from hpctrain.data.foreign_check import check_same, length, open_file, told
+from hpctrain.data.foreign_filters import DamagedChunk, read_chunks
 from hpctrain.data.hdf5_words import cause
 from hpctrain.data.pack_format import Foreign
 from hpctrain.data.partition import RUN_BYTES
@@ -88,12 +89,14 @@ class Chunks:
         found, step = self.foreign, self.foreign.chunk_rows
         start, stop = first * step, min(found.rows, (last + 1) * step)
         try:
-            images: np.ndarray = self._data[start:stop]
+            images = read_chunks(self._data, start, stop, found.file_size)
         except Exception as error:  # HDF5 and h5py raise many kinds
             self._check_length()
+            known = isinstance(error, DamagedChunk)
+            why = f"is damaged: {error}" if known else cause(error, "copy it again")
             raise RunError(
                 f"{found.path}: images {start:,} to {stop - 1:,} of {found.images} cannot be read,"
-                f" the file {cause(error, 'copy it again')}"
+                f" the file {why}"
             ) from None
         self._check_length()
         if found.layout == "NCHW":

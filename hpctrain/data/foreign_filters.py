@@ -1,0 +1,212 @@
+"""Chunks of an HDF5 file of somebody else, read raw and decoded here.
+
+HDF5 trusts what a file says of its chunks: its Fletcher-32 filter ends the process with SIGSEGV
+where a chunk is shorter than its checksum. So HDF5 gives the stored bytes alone, and the filters
+are undone here, from the last to the first, none of them to more bytes than a chunk may have:
+
+* fletcher32 (H5Zfletcher32.c): the data, then a checksum of four bytes, little endian, of their
+  16-bit words, big endian; an old HDF5 wrote both halves with their bytes exchanged;
+* shuffle (H5Zshuffle.c): first all first bytes of the numbers, then all second ones, ...;
+* deflate: a zlib stream (RFC 1950);
+* lzf (filter 32000, by h5py): LibLZF's format. A byte below 32 says that so many bytes and one more
+  follow as they are; else its upper three bits, with a byte more if all are set, say how many bytes
+  less two to repeat, and its lower five with the last byte how far back they begin less one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # a file may name filter plug-ins: load none
+import h5py
+
+DEFLATE, SHUFFLE, FLETCHER32, LZF = (
+    h5py.h5z.FILTER_DEFLATE,
+    h5py.h5z.FILTER_SHUFFLE,
+    h5py.h5z.FILTER_FLETCHER32,
+    h5py.h5z.FILTER_LZF,
+)
+NAMES = {DEFLATE: "gzip", LZF: "lzf", SHUFFLE: "shuffle", FLETCHER32: "fletcher32"}
+MOST_FILTERS = 8
+WORDS = 1 << 14  # of a checksum that are summed at a time
+FALLING = np.arange(WORDS, 0, -1)
+
+
+class DamagedChunk(Exception):
+    """A chunk is not what its filters make; the text says which one and why."""
+
+
+class Filters(NamedTuple):
+    """How the chunks of a data set are stored."""
+
+    codes: tuple[int, ...]  # in the order in which they were applied
+    itemsize: int
+    size: int  # bytes of a chunk, decoded
+
+
+def filters_of(data: h5py.Dataset) -> Filters:
+    """The filters of a data set in chunks."""
+    properties = data.id.get_create_plist()
+    codes = tuple(properties.get_filter(i)[0] for i in range(properties.get_nfilters()))
+    size = int(np.prod(data.chunks, dtype=object)) * data.dtype.itemsize
+    return Filters(codes, data.dtype.itemsize, size)
+
+
+def read_chunks(data: h5py.Dataset, start: int, stop: int, file_size: int) -> np.ndarray:
+    """Rows `start` (where a chunk begins) to `stop` of a data set in chunks. Raises DamagedChunk,
+    and what h5py raises.
+    """
+    filters = filters_of(data)
+    shape, chunk = (stop, *data.shape[1:]), data.chunks
+    out = np.empty((stop - start, *data.shape[1:]), data.dtype)
+    firsts = (start, *(0 for _ in shape[1:]))
+    corners = (range(*limits) for limits in zip(firsts, shape, chunk, strict=True))
+    for corner in product(*corners):
+        raw, skipped = _stored(data, corner, filters, file_size)
+        try:
+            values = decode(raw, filters, skipped)
+        except DamagedChunk as error:
+            raise DamagedChunk(f"the chunk at {corner}: {error}") from None
+        sizes = [min(n - at, c) for n, at, c in zip(shape, corner, chunk, strict=True)]
+        there = tuple(slice(at, at + n) for at, n in zip(corner, sizes, strict=True))
+        within = (slice(corner[0] - start, corner[0] - start + sizes[0]), *there[1:])
+        decoded = np.frombuffer(values, data.dtype).reshape(chunk)
+        out[within] = decoded[tuple(slice(n) for n in sizes)]
+    return out
+
+
+def _stored(
+    data: h5py.Dataset, corner: tuple[int, ...], filters: Filters, file_size: int
+) -> tuple[bytes, int]:
+    """The stored bytes of a chunk, and a bit for each filter that it was stored without."""
+    found = data.id.get_chunk_info_by_coord(corner)
+    least = 4 * filters.codes.count(FLETCHER32)
+    most = 2 * filters.size + 1024  # what does not shrink grows little
+    if found.byte_offset is None or found.byte_offset + found.size > file_size:
+        raise DamagedChunk(f"the chunk at {corner} is not within the file")
+    if not least < found.size <= most:
+        raise DamagedChunk(
+            f"the chunk at {corner} is stored as {found.size:,} bytes and holds {filters.size:,}"
+        )
+    skipped, raw = data.id.read_direct_chunk(corner)
+    return raw, skipped
+
+
+def decode(raw: bytes, filters: Filters, skipped: int = 0) -> bytes:
+    """The values of a stored chunk; bit i of `skipped` leaves filter i out. DamagedChunk."""
+    most = filters.size + 4 * filters.codes.count(FLETCHER32)
+    content = raw
+    for number, code in reversed(list(enumerate(filters.codes))):
+        if skipped >> number & 1:
+            continue
+        if code == FLETCHER32:
+            content = check_fletcher32(content)
+        elif code == DEFLATE:
+            content = inflate(content, most)
+        elif code == LZF:
+            content = expand_lzf(content, most)
+        else:
+            content = unshuffle(content, filters.itemsize)
+    if len(content) != filters.size:
+        raise DamagedChunk(f"{len(content):,} bytes were stored, not {filters.size:,}")
+    return content
+
+
+def check_fletcher32(content: bytes) -> bytes:
+    """The bytes without their checksum, which must be theirs."""
+    if len(content) < 4:
+        raise DamagedChunk(f"{len(content)} bytes are too few for a Fletcher-32 checksum")
+    values, stored = content[:-4], int.from_bytes(content[-4:], "little")
+    low, high = fletcher32(values)
+    exchanged = [(half & 0xFF) << 8 | half >> 8 for half in (low, high)]
+    if stored not in (high << 16 | low, exchanged[1] << 16 | exchanged[0]):
+        raise DamagedChunk("its Fletcher-32 checksum does not agree")
+    return values
+
+
+def fletcher32(content: bytes) -> tuple[int, int]:
+    """Both sums of Fletcher's checksum, modulo 65,535, which stands in place of 0 but for zeros."""
+    words = np.frombuffer(content + bytes(len(content) % 2), ">u2")
+    plain = weighted = 0
+    for first in range(0, len(words), WORDS):
+        block = words[first : first + WORDS].astype(np.int64)
+        count = len(block)
+        weighted += count * plain + int(block @ FALLING[-count:])
+        plain += int(block.sum())
+    low, high = (total % 65535 or (65535 if total else 0) for total in (plain, weighted))
+    return low, high
+
+
+def inflate(content: bytes, most: int) -> bytes:
+    """The bytes of a zlib stream, at most `most`."""
+    stream = zlib.decompressobj()
+    try:
+        values = stream.decompress(content, most + 1)
+    except zlib.error as error:
+        raise DamagedChunk(f"it is no whole gzip stream ({error})") from None
+    if not stream.eof:
+        raise DamagedChunk("its gzip stream is cut short, or is longer than a chunk")
+    return values
+
+
+def unshuffle(content: bytes, itemsize: int) -> bytes:
+    """The bytes in the order of the numbers; what is left over stands at the end."""
+    whole = len(content) - len(content) % itemsize
+    planes = np.frombuffer(content, np.uint8, whole).reshape(itemsize, -1)
+    return planes.T.tobytes() + content[whole:]
+
+
+def expand_lzf(content: bytes, most: int) -> bytes:
+    """The bytes of an LZF stream, at most `most`."""
+    if (expand := _lzf_of_h5py()) is None:
+        return expand_lzf_here(content, most)
+    room = ctypes.create_string_buffer(most)
+    count = expand(content, len(content), room, most)
+    if not count:
+        raise DamagedChunk("it is no whole LZF stream, or one longer than a chunk")
+    return room.raw[:count]
+
+
+@lru_cache(maxsize=1)
+def _lzf_of_h5py() -> Callable[[bytes, int, object, int], int] | None:
+    """LibLZF's function, which writes no more than it is told, where h5py exports it."""
+    try:
+        function = ctypes.CDLL(h5py.h5z.__file__).lzf_decompress
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    function.restype = ctypes.c_uint
+    return function
+
+
+def expand_lzf_here(content: bytes, most: int) -> bytes:
+    """The same without help, much slower."""
+    out, at = bytearray(), 0
+    try:
+        while at < len(content) and len(out) <= most:
+            control, at = content[at], at + 1
+            if control < 32:
+                out += content[at : at + control + 1]
+                at += control + 1
+                continue
+            count = control >> 5
+            if count == 7:
+                count, at = count + content[at], at + 1
+            back, at = ((control & 31) << 8) + content[at] + 1, at + 1
+            if back > len(out):
+                raise DamagedChunk("it is no whole LZF stream")
+            piece = out[-back:]
+            out += (piece * -(-(count + 2) // back))[: count + 2]
+    except IndexError:
+        raise DamagedChunk("its LZF stream is cut short") from None
+    if len(out) > most or at > len(content):
+        raise DamagedChunk("it is no whole LZF stream, or one longer than a chunk")
+    return bytes(out)
