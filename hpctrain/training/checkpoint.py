@@ -35,6 +35,7 @@ from hpctrain.report.jsonlines import FILE_NAME
 
 FOLDER = "checkpoints"
 FORMAT = 1
+LIBRARY_TEMPORARY = ".tmp" + 6 * "[0-9A-Za-z]"  # of safetensors' writer, which was used before
 Tensors = dict[str, torch.Tensor]
 
 
@@ -163,7 +164,8 @@ def make_ready(run: Path, step: int) -> None:
     later steps than `step`: they were passed over. OSError.
     """
     (run / FOLDER).mkdir(exist_ok=True)
-    for stale in (*run.glob(".*.tmp"), *(run / FOLDER).glob(".*.tmp")):
+    hidden = ((run, ".*.tmp"), (run / FOLDER, ".*.tmp"), (run / FOLDER, LIBRARY_TEMPORARY))
+    for stale in (path for folder, names in hidden for path in folder.glob(names)):
         stale.unlink()
     for later in steps(run / FOLDER):
         if later > step:

@@ -63,7 +63,8 @@ def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
     try:
         cut_back(folder, state.step, state.epoch, state.validated)
         write_settings(job, folder)
-        for beat in (folder / HEARTBEATS).glob("*.json"):  # there may be fewer ranks now
+        beats = folder / HEARTBEATS
+        for beat in (*beats.glob("*.json"), *beats.glob(".*.tmp")):  # there may be fewer ranks now
             beat.unlink()
         for file in folder.glob(evaluation_file(folder, "*").name):  # of a network that goes on
             file.unlink()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,6 +17,7 @@ from hpctrain.models import as_bytes
 from hpctrain.training import checkpoint
 from hpctrain.training.checkpoint import Interval, Writer, make_ready, newest, steps, verify
 from tests.flips import flip_each_bit
+from tests.launch import environment
 from tests.odd_models import fine_tuned
 
 OFTEN = Interval(steps=1)
@@ -214,13 +217,45 @@ def test_training_may_go_on_while_a_checkpoint_is_written(run, monkeypatch):
     assert writer.seconds > 0.4
 
 
-def test_what_a_killed_writer_left_is_removed(run):
+@pytest.mark.parametrize("name", [".00000006.safetensors.host-1.tmp", ".tmpaB3xY9"])
+def test_what_a_killed_writer_left_is_removed(run, name):
+    """Also that of the safetensors library, by which checkpoints were once written."""
     save(run, 5)
-    stale = run / "checkpoints" / ".00000006.safetensors.host-1.tmp"
-    stale.write_bytes(b"half")
+    folder = run / "checkpoints"
+    (folder / name).write_bytes(b"half")
+    others = {folder / ".tmpnotours", folder / "tmpaB3xY9", run / ".tmpaB3xY9"}
+    for other in others:
+        other.write_bytes(b"")
     make_ready(run, 5)
-    assert not stale.exists()
-    assert steps(run / "checkpoints") == [5]
+    assert not (folder / name).exists()
+    assert all(other.exists() for other in others)
+    assert steps(folder) == [5]
+
+
+WRITING = """
+import sys, torch
+from pathlib import Path
+from hpctrain.config import Interval
+from hpctrain.training.checkpoint import Writer
+with Writer(Path(sys.argv[1]), Interval(steps=1), 2) as writer:
+    for step in range(1, 9999):
+        writer.save(step, {"weights": torch.zeros(11_000_000)}, {})
+"""
+
+
+def test_a_writer_that_is_killed_leaves_nothing_for_ever(run):
+    folder = run / "checkpoints"
+    with subprocess.Popen([sys.executable, "-c", WRITING, str(run)], env=environment()) as writer:
+        until = time.monotonic() + 60
+        while not (hidden := list(folder.glob(".*safetensors*"))) and time.monotonic() < until:
+            time.sleep(0.001)
+        writer.kill()
+    assert hidden
+    newest_step = max(steps(folder), default=0)
+    make_ready(run, newest_step)
+    known = {path.name for step in steps(folder) for path in folder.glob(f"{step:08}*")}
+    assert {path.name for path in folder.iterdir()} == known
+    assert len(known) == 2 * len(steps(folder))
 
 
 def test_a_checkpoint_of_a_later_format_is_refused(run):
