@@ -16,6 +16,7 @@ class Costs:
 
     def __init__(self) -> None:
         self.may_narrow = self.may_stage = True  # whether these are left to be tried
+        self.crowd = (1, 1)  # ranks and cores of the host with the fewest cores for its ranks
         self._steps = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._slowest: Counter[int] = Counter()
@@ -25,6 +26,7 @@ class Costs:
         large = facts.get("parameters", 0) >= WORTH_NARROWING
         self.may_narrow = large and facts.get("wire") == "fp32" and not facts.get("deterministic")
         self.may_stage = not facts.get("staged")
+        self.crowd = facts.get("host_ranks", 1), facts.get("host_cores", 1)
 
     def add(self, seconds: Mapping[str, float], slowest: int | None) -> None:
         """One step: seconds of the slowest rank by phase, of the whole step as "total", and as
@@ -43,20 +45,44 @@ class Costs:
         total = self._seconds["total"]
         if not self._steps or not total > 0:
             return {}
-        shares = {phase: value / total for phase, value in self._seconds.items()}
-        idle = shares.pop("idle", 0.0)
-        del shares["total"]
+        idle = self._seconds["idle"] / total
+        parts = {n: value for n, value in self._seconds.items() if n not in ("idle", "total")}
+        whole = max(total, sum(parts.values()))  # clocks of several ranks: they may exceed it
+        shares = {phase: value / whole for phase, value in parts.items()}
         shares["other"] = max(1 - sum(shares.values()), 0.0)
         found: dict[str, Any] = {"step_seconds": total / self._steps}
         found |= {"shares": shares, "idle": idle}
         if len(self._slowest) > 1:
             rank, times = self._slowest.most_common(1)[0]
             found |= {"slowest_rank": rank, "slowest_share": times / self._steps}
-        return {**found, "advice": advice(found, self.may_narrow, self.may_stage)}
+        crowded = crowding(*self.crowd)
+        return {**found, "advice": crowded + bottleneck(found, self.may_narrow, self.may_stage)}
 
 
-def advice(facts: Mapping[str, Any], may_narrow: bool = True, may_stage: bool = True) -> list[str]:
-    """What would make steps faster, most first."""
+def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
+    """Shares of one whole in per cent: whole numbers that add up to 100 (the largest remainders
+    are rounded up).
+
+    >>> whole_percents({"data": 1 / 3, "compute": 1 / 3, "other": 1 / 3})
+    {'data': 34, 'compute': 33, 'other': 33}
+    """
+    whole = sum(shares.values())
+    exact = {name: 100 * share / whole if whole > 0 else 0.0 for name, share in shares.items()}
+    found = {name: int(value) for name, value in exact.items()}
+    rest = 100 - sum(found.values()) if whole > 0 else 0
+    for name in sorted(exact, key=lambda name: found[name] - exact[name])[:rest]:
+        found[name] += 1
+    return found
+
+
+def crowding(ranks: int, cores: int) -> list[str]:
+    """What to say of more ranks than cores: then all other times tell little."""
+    text = f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''} of a host: start"
+    return [f"{text} at most {cores} there"] if ranks > cores else []
+
+
+def bottleneck(facts: Mapping[str, Any], may_narrow: bool, may_stage: bool) -> list[str]:
+    """What holds up the steps most, and what to do about it; nothing where that is computing."""
     shares, idle = facts["shares"], facts["idle"]
     often = facts.get("slowest_share", 0.0) >= OFTEN
     found = [
@@ -77,4 +103,5 @@ def advice(facts: Mapping[str, Any], may_narrow: bool = True, may_stage: bool = 
             " fewer shards",
         ),
     ]
-    return [text for weight, text in sorted(found, key=lambda item: -item[0]) if weight >= 1]
+    weight, text = max(found, key=lambda item: item[0])
+    return [text] if weight >= 1 else []

@@ -16,7 +16,10 @@ NEEDS: dict[str, tuple[str, ...]] = {  # by kind
     "end": ("status",),
 }
 # By name, whatever the kind, where they are there and not null.
-COUNTS = "format step epoch epochs steps_per_epoch ranks shards threads parameters batch_size cores"
+COUNTS = (
+    "format step epoch epochs steps_per_epoch ranks shards threads parameters batch_size host_ranks"
+    " host_cores"
+)
 NUMBERS = "loss accuracy noisy learning_rate images_per_second step_seconds idle slowest_share"
 TEXTS = (
     "time name folder model device precision mpi pack plan rank_shares split text digest status"

@@ -8,6 +8,7 @@ from pathlib import Path
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.report.jsonlines import FILE_NAME
 
+SETTINGS_FILE = "config.toml"  # of a run
 SWEEP_FILE = "sweep.toml"  # a folder with this file is that of a sweep
 
 
@@ -28,11 +29,18 @@ def find_folder(target: str, runs_dir: str) -> Path:
     for folder in (Path(runs_dir) / target, Path(target)):
         if any((folder / name).is_file() for name in (FILE_NAME, SWEEP_FILE)):
             return folder
-    runs = Path(runs_dir)
-    known = [path.name for path in runs.iterdir()] if runs.is_dir() else []
     raise UsageError(
-        f"there is no run or sweep {target!r} in {runs_dir}{did_you_mean(target, known)}"
+        f"there is no run or sweep {target!r} in {runs_dir}{propose_run(target, runs_dir)}"
     )
+
+
+def propose_run(target: str, runs_dir: str) -> str:
+    """', did you mean X?' for the run or sweep with the nearest name, or nothing."""
+    signs = (SETTINGS_FILE, FILE_NAME, SWEEP_FILE)
+    runs = Path(runs_dir)
+    folders = runs.iterdir() if runs.is_dir() else ()
+    known = [folder.name for folder in folders if any((folder / name).is_file() for name in signs)]
+    return did_you_mean(target, known)
 
 
 def sweep_runs(folder: Path) -> list[Path]:

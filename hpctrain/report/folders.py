@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.errors import UsageError
 from hpctrain.report.fields import parse_record
+from hpctrain.report.find import propose_run
 from hpctrain.report.jsonlines import FILE_NAME, open_record, read_records
 
 Record = dict[str, Any]
@@ -17,7 +18,8 @@ def find_run(target: str, runs_dir: str) -> Path:
     for path in (Path(runs_dir) / target, Path(target)):
         if path.is_dir():
             return path
-    raise UsageError(f"there is no run {target!r} in {runs_dir} and no such folder")
+    proposal = propose_run(target, runs_dir)
+    raise UsageError(f"there is no run {target!r} in {runs_dir} and no such folder{proposal}")
 
 
 def evaluation_file(folder: Path, split: str) -> Path:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.report.costs import whole_percents
 from hpctrain.text import say
 
 if TYPE_CHECKING:
@@ -41,16 +42,27 @@ class Display:
         self._before = 0  # steps done when this run was taken up
         self._latest: Record = {}  # the last step
         self._speed = 0.0  # images/s, smoothed
+        self._phase = ""  # what is done between steps
         self._evaluations: dict[str, Record] = {}  # the last of each split
 
     def put(self, record: Record) -> None:
         """Show one record, where its kind is shown."""
         if self._silent:
             return
+        self._phase = ""
         try:
             self._show(record)
         except OSError:
             self._fall_silent()
+
+    def phase(self, text: str) -> None:
+        """Say on the bar what is done now, until the next record."""
+        self._phase = text
+        if self._bar is not None and not self._silent:
+            try:
+                self._draw(self._bar)
+            except OSError:
+                self._fall_silent()
 
     def close(self) -> None:
         """Remove the bar."""
@@ -96,7 +108,7 @@ class Display:
             self._speed = record["images_per_second"]
         self._latest = record
         self._speed += SMOOTHING * (record["images_per_second"] - self._speed)
-        if self._bar is not None and self._bar.due():
+        if self._bar is not None and (self._bar.due() or record["step"] == self._total()):
             self._draw(self._bar)
 
     def _end(self, record: Record) -> None:
@@ -124,7 +136,7 @@ class Display:
         parts = [
             f"{int(100 * share):3d} %" if total else "",
             f"step {step:,} of {total:,}" if total else f"step {step:,}",
-            f"{duration(self._left())} left" if self._left() is not None else "",
+            self._phase or (f"{duration(self._left())} left" if self._left() is not None else ""),
             counted(facts["ranks"], "rank") if "ranks" in facts else "",
         ]
         below = figures({**latest, "images_per_second": self._speed}) if latest else "starting"
@@ -229,10 +241,11 @@ def cost_lines(record: Record) -> list[str]:
     """The mean time of a step, its parts, the rank most often waited for, and what would help."""
     if "shares" not in record:
         return []
-    shares = [f"{phase} {100 * share:.0f} %" for phase, share in record["shares"].items()]
+    percents = whole_percents(record["shares"])
+    shares = [f"{phase} {percent} %" for phase, percent in percents.items()]
     lines = [f"  step {1000 * record['step_seconds']:,.1f} ms: {_joined(shares)}"]
     if record.get("slowest_rank") is not None:
-        often = f"{100 * record['slowest_share']:.0f} % of the steps"
+        often = f"{round(100 * record['slowest_share'])} % of the steps"
         lines.append(f"  rank {record['slowest_rank']} was the slowest in {often}")
     return [*lines, *(f"  {line}" for line in record["advice"])]
 

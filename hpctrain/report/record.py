@@ -19,6 +19,7 @@ from hpctrain.report.jsonlines import FILE_NAME, RecordFile, read_records
 if TYPE_CHECKING:
     import numpy as np
 
+    from hpctrain.report.progress import Display
     from hpctrain.report.tensorboard import Events
 
 __all__ = ["Recorder", "read_records"]
@@ -63,6 +64,7 @@ class Recorder:
         self._ended = False
         self._costs = Costs()
         self._events: Events | None = None
+        self._display: Display | None = None
         if folder is None:
             return
         if tensorboard:
@@ -74,7 +76,8 @@ class Recorder:
         if progress != "none":
             from hpctrain.report.progress import Display
 
-            self._sinks.append(Display(folder, progress))
+            self._display = Display(folder, progress)
+            self._sinks.append(self._display)
 
     def run(self, facts: Mapping[str, Any]) -> None:
         """Describe the run: the first line. `facts` is written as it is; a header is shown.
@@ -162,6 +165,11 @@ class Recorder:
         """Show an image (H, W, 3) of bytes after `step` in TensorBoard; the record has none."""
         if self._events is not None:
             self._events.picture(name, step, image)
+
+    def phase(self, text: str) -> None:
+        """Say on the live bar what is done now, besides steps; the record has none."""
+        if self._display is not None:
+            self._display.phase(text)
 
     def digest(self, step: int, digest: str) -> None:
         """Record the digest of weights and optimizer after `step`, which all ranks share."""

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -85,14 +85,17 @@ def names(job: Job) -> Iterator[str]:
 
 def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
     """The first line of the record. Collective."""
-    hosts = comm.gather(host_name()) or []
+    places = comm.gather((host_name(), sorted(os.sched_getaffinity(0)))) or []
+    host_ranks, host_cores = most_crowded(places)
     return {
         "name": folder.name,
         "folder": str(folder),
         "model": job.plan.model,
         "parameters": sum(p.numel() for p in job.trainer.model.parameters()),
         "ranks": comm.size,
-        "hosts": sorted(set(hosts)),
+        "hosts": sorted({host for host, _ in places}),
+        "host_ranks": host_ranks,
+        "host_cores": host_cores,
         "shards": job.plan.shards,
         "device": job.plan.device,
         "transport": job.transport.name,
@@ -119,6 +122,17 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "torch": torch.__version__,
         "hpctrain": __version__,
     }
+
+
+def most_crowded(places: Sequence[tuple[str, list[int]]]) -> tuple[int, int]:
+    """Of hosts and cores that ranks may use, by rank: how many ranks and cores the host has that
+    has the fewest cores for each rank.
+    """
+    masks: dict[str, list[list[int]]] = {}
+    for host, cores in places:
+        masks.setdefault(host, []).append(cores)
+    counts = [(len(found), len(set().union(*found))) for found in masks.values()]
+    return max(counts, key=lambda count: count[0] / count[1], default=(0, 0))
 
 
 def chosen(job: Job) -> dict[str, object]:

@@ -37,7 +37,7 @@ from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.mpi import Comm, agreed, everywhere, fair_threads, from_root, local_ranks
 from hpctrain.plan import Plan
-from hpctrain.report.find import SWEEP_FILE
+from hpctrain.report.find import SWEEP_FILE, propose_run
 from hpctrain.report.results import best_run
 from hpctrain.text import say
 from hpctrain.training.tasks import Task, make_task
@@ -108,8 +108,10 @@ def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
         if path.is_file():
             return path
     if best:
-        raise UsageError(f"--best: there is no sweep {target!r} in {runs_dir} and no such folder")
-    raise UsageError(f"there is no run {target!r} in {runs_dir} and no such file")
+        what, other = f"--best: there is no sweep {target!r}", "folder"
+    else:
+        what, other = f"there is no run {target!r}", "file"
+    raise UsageError(f"{what} in {runs_dir} and no such {other}{propose_run(target, runs_dir)}")
 
 
 def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> Saved:

@@ -84,6 +84,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
         run.watchdog.doing(f"{doing} in the evaluation of {split} after step {state.step}")
         return run.control.leaving(evaluating=True) is None
 
+    run.recorder.phase(f"evaluating {split}")
     source = everywhere(comm, lambda: job.reading.split(split))
     with source, statistics_of_rank_0(run):
         result = evaluate(

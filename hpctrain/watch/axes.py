@@ -27,14 +27,17 @@ def accuracy_axis(least: float) -> Axis:
 
 
 def loss_axis(least: float, most: float) -> Axis:
-    """From 0 where that is not far below the least value, with labels at round values."""
+    """From 0 where that is not far below the least value, with labels at round values, two of them
+    at its ends: no curve goes beyond.
+    """
     low, high = (0.0 if 0 <= least < most / 2 else least), most
     if not high > low:
         low, high = low - 0.5, high + 0.5
     step = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = next(step * f for f in (1, 2, 5, 10) if (high - low) / (step * f) <= 5)
-    ticks = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    return Axis(low, high, {tick * step: _label(tick * step, step) for tick in ticks})
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = [tick * step for tick in range(first, last + 1)]
+    return Axis(ticks[0], ticks[-1], {tick: _label(tick, step) for tick in ticks})
 
 
 def _label(value: float, step: float) -> str:

@@ -42,10 +42,10 @@ def speed(run: Summary) -> str:
     """Images a second, ranks, where the time goes."""
     parts = [f"{rate(run)} images/s" if rate(run) else "", counted(run["ranks"], "rank")]
     if run["slowest_rank"] is not None:
-        often = f" in {percent(run['slowest_share'])}" if run["slowest_share"] else ""
+        often = f" in {round(100 * run['slowest_share'])} %" if run["slowest_share"] else ""
         parts.append(f"slowest rank {run['slowest_rank']}{often}")
     if run["step_seconds"]:
-        shares = " ".join(f"{name} {percent(share)}" for name, share in run["shares"].items())
+        shares = " ".join(f"{name} {share} %" for name, share in run["percents"].items())
         parts.append(f"step {1000 * run['step_seconds']:,.1f} ms ({shares})")
     return ", ".join(filter(None, parts))
 

@@ -29,7 +29,7 @@ IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # 
 class Status(NamedTuple):
     """How a run is doing: one word for it, and a line for the reader."""
 
-    kind: str  # waiting, running, stopping, silent, done, stopped, left, failed
+    kind: str  # awaited, waiting, running, stopping, silent, done, stopped, left, failed
     text: str
 
     @property
@@ -69,7 +69,8 @@ class Pulse:
         if story.end:
             return ended(story.end)
         late = PATIENCE + LATE * story.usual()
-        beat = self._read_beat() if record > late / 2 or not story.step else {}
+        testing = story.step.get("step") == story.steps()  # all steps are done, not yet the end
+        beat = self._read_beat() if record > late / 2 or testing or not story.step else {}
         beaten = self._beat.silence(beat.get("time"), number(beat.get("time"))) if beat else None
         asked = (self._folder / STOP_FILE).is_file()
         if _is_gone(beat):
@@ -79,7 +80,8 @@ class Pulse:
             doing = told if isinstance(told, str) else "?"
             if record > late and doing.startswith(IN_STEP):
                 return Status("silent", f"silent for {rough(record)}, rank 0 is in: {doing}")
-            words = f"running: {doing} for {duration(since + beaten)}" if record > late else ""
+            told_more = record > late or (testing and "evaluation" in doing)
+            words = f"running: {doing} for {duration(since + beaten)}" if told_more else ""
         elif record > late:
             return Status("silent", f"silent for {rough(record)}")
         else:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.report.find import find_runs
-from hpctrain.report.folders import find_run
+from hpctrain.report.costs import whole_percents
+from hpctrain.report.find import SETTINGS_FILE, find_runs, propose_run
 from hpctrain.report.follow import Follower
 from hpctrain.report.story import Story, moment, number
 from hpctrain.stop import ask
@@ -27,8 +27,10 @@ Summary = dict[str, Any]
 class Watched:
     """One run: its record, its signs of life."""
 
-    def __init__(self, key: int, folder: Path) -> None:
+    def __init__(self, key: int, folder: Path, proposal: str = "") -> None:
+        """`proposal` is what may have been meant where there is no such folder."""
         self.key, self.folder, self.name = key, folder, clean(folder.name)
+        self._proposal = proposal
         self.follower = Follower(folder, Story)
         self._pulse = Pulse(folder)
         self.status = Status("waiting", "not begun yet")
@@ -37,12 +39,19 @@ class Watched:
     def story(self) -> Story:
         return self.follower.taken
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether there is no such run yet."""
+        return not self.folder.is_dir()
+
     def poll(self) -> None:
         """Read what is new."""
         self.follower.poll()
         self.status = self._pulse.status(self.story, self.follower.version)
         if self.follower.problem:
             self.status = Status("failed", self.follower.problem)
+        elif self.is_absent:
+            self.status = Status("awaited", f"waiting for {self.folder}{self._proposal}")
 
     def stop(self) -> str:
         """Ask it to stop, unless it has ended; what to tell the user. RunError, UsageError."""
@@ -58,6 +67,7 @@ class Watched:
         story, facts = self.story, self.story.facts
         step, steps = story.step.get("step", 0), story.steps()
         costs = story.end if "shares" in story.end else story.costs()
+        shares = {name: max(share, 0.0) for name, share in _numbers(costs.get("shares")).items()}
         return {
             "key": self.key,
             "name": self.name,
@@ -80,7 +90,8 @@ class Watched:
             "images_per_second": story.speed(),
             "evaluations": {clean(split): _figures(e) for split, e in story.evaluations.items()},
             "step_seconds": number(costs.get("step_seconds")),
-            "shares": _numbers(costs.get("shares")),
+            "shares": shares,
+            "percents": whole_percents(shares),
             "idle": number(costs.get("idle")),
             "slowest_rank": number(costs.get("slowest_rank")),
             "slowest_share": number(costs.get("slowest_share")),
@@ -99,10 +110,10 @@ class Watched:
 
 
 class Runs:
-    """All runs that targets name, those of a sweep that begin later too."""
+    """All runs that targets name, those too that begin later, of a sweep or by themselves."""
 
     def __init__(self, targets: Sequence[str], runs_dir: str) -> None:
-        """Raises UsageError for what is neither a run nor a sweep."""
+        """Raises UsageError for a folder that is neither a run nor a sweep."""
         self._targets, self._runs_dir = targets, runs_dir
         self._known: dict[Path, Watched] = {}
         self._looked = 0.0
@@ -118,7 +129,8 @@ class Runs:
 
     def poll(self) -> None:
         """Read what is new of all."""
-        if time.monotonic() - self._looked > LOOK_EVERY:
+        is_waiting = any(run.is_absent for run in self.all())
+        if is_waiting or time.monotonic() - self._looked > LOOK_EVERY:
             with suppress(UsageError):  # a folder was moved away: its run says so
                 self._look()
         for run in self.all():
@@ -130,7 +142,8 @@ class Runs:
         self._order = list(dict.fromkeys(found))
         for folder in self._order:
             if folder not in self._known:
-                self._known[folder] = Watched(len(self._known), folder)
+                proposal = "" if folder.is_dir() else propose_run(folder.name, str(folder.parent))
+                self._known[folder] = Watched(len(self._known), folder, proposal)
         names = Counter(folder.name for folder in self._order)
         for run in self.all():
             twice = names[run.folder.name] > 1
@@ -138,17 +151,19 @@ class Runs:
             run.name = clean(whole)
 
     def _folders(self, target: str) -> list[Path]:
-        """Of one target; a run that has not begun its record is known by its config.toml."""
+        """Of one target; a run that has not begun its record is known by its settings, and one that
+        is not there is waited for.
+        """
         try:
             return find_runs([target], self._runs_dir)
         except UsageError:
-            try:
-                folder = find_run(target, self._runs_dir)
-            except UsageError:
-                folder = None
-            if folder is None or not (folder / "config.toml").is_file():
+            places = [Path(self._runs_dir) / target, Path(target)]
+            for folder in places:
+                if (folder / SETTINGS_FILE).is_file():
+                    return [folder]
+            if any(folder.exists() for folder in places):
                 raise
-            return [folder]
+            return places[:1]
 
 
 def clean(text: object) -> str:

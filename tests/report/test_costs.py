@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.report.costs import Costs
+from hpctrain.report.costs import Costs, whole_percents
+from hpctrain.training.folder import most_crowded
 
 
 def costs(data, compute, reduce, total=1.0, idle=0.0, slowest=(0,)):
@@ -33,8 +34,12 @@ def test_shares_are_of_the_whole_step():
         ({"data": 0.09, "compute": 0.9, "reduce": 0.0}, []),
         ({"data": 0.0, "compute": 0.7, "reduce": 0.3}, ["communication-bound: raise --batch-per"]),
         ({"data": 0.0, "compute": 0.85, "reduce": 0.15}, []),
-        ({"data": 0.4, "compute": 0.2, "reduce": 0.4}, ["data-bound", "communication-bound"]),
-        ({"data": 0.12, "compute": 0.2, "reduce": 0.6}, ["communication-bound", "data-bound"]),
+        ({"data": 0.4, "compute": 0.2, "reduce": 0.4}, ["data-bound"]),
+        ({"data": 0.12, "compute": 0.2, "reduce": 0.6}, ["communication-bound"]),
+        (
+            {"data": 0.12, "compute": 0.8, "reduce": 0.0, "idle": 0.3, "slowest": (2, 2, 0)},
+            ["rank 2 holds up"],
+        ),
         (
             {"data": 0.0, "compute": 1.0, "reduce": 0.0, "idle": 0.3, "slowest": (2, 2, 0)},
             ["rank 2 holds up the others: --worker-load auto"],
@@ -63,9 +68,59 @@ LARGE = {"wire": "fp32", "parameters": 25_000_000}
     ],
 )
 def test_only_what_may_help_and_is_not_done_is_advised(facts, narrow, stage):
+    told = []
+    for data, reduce in ((0.3, 0.4), (0.7, 0.3)):
+        costs = Costs()
+        costs.know(facts)
+        costs.add({"data": data, "compute": 0.0, "reduce": reduce, "total": 1.0}, 0)
+        told += costs.facts()["advice"]
+    disk, more = told
+    assert ("(--stage)" in disk) == ("(--stage)" in more) == stage
+    assert disk.endswith("use more cores")
     costs = Costs()
     costs.know(facts)
-    costs.add({"data": 0.3, "compute": 0.0, "reduce": 0.7, "total": 1.0}, 0)
-    wire, disk = costs.facts()["advice"]
+    costs.add({"data": 0.0, "compute": 0.3, "reduce": 0.7, "total": 1.0}, 0)
+    (wire,) = costs.facts()["advice"]
     assert wire.endswith(" or use --wire bf16") == narrow
-    assert ("(--stage)" in disk) == stage and disk.endswith("use more cores")
+
+
+def test_more_ranks_than_cores_are_said_before_one_bottleneck():
+    costs = Costs()
+    costs.know({"host_ranks": 4, "host_cores": 2})
+    costs.add({"data": 0.3, "compute": 0.0, "reduce": 0.7, "total": 1.0}, 0)
+    crowd, *others = costs.facts()["advice"]
+    assert crowd == "4 ranks share 2 cores of a host: start at most 2 there"
+    assert len(others) == 1 and others[0].startswith("communication-bound")
+    costs.know({"host_ranks": 2, "host_cores": 2})
+    assert costs.facts()["advice"] == others
+
+
+def test_the_most_crowded_host():
+    far = [("b", [0, 1, 2]), ("b", [0, 1, 2])]
+    assert most_crowded([*far, ("a", [0, 1]), ("a", [0, 1]), ("a", [0, 1])]) == (3, 2)
+    assert most_crowded([("a", [0]), ("a", [1]), ("a", [2])]) == (3, 3)  # each bound to its own
+    assert most_crowded([("a", [5]), ("a", [5])]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        {"data": 1 / 3, "compute": 1 / 3, "other": 1 / 3},
+        {"data": 0.005, "compute": 0.985, "reduce": 0.005, "other": 0.005},
+        {"data": 0.006, "compute": 0.006, "reduce": 0.006, "other": 0.982},
+        {"data": 0.0, "compute": 1.0, "reduce": 0.0, "other": 0.0},
+        {"data": 0.7, "compute": 0.7},
+    ],
+)
+def test_shares_add_up_to_100_per_cent(shares):
+    found = whole_percents(shares)
+    whole = sum(shares.values())
+    assert sum(found.values()) == 100
+    assert all(abs(found[name] - 100 * shares[name] / whole) < 1 for name in shares)
+    assert whole_percents({}) == {} and whole_percents({"data": 0.0}) == {"data": 0}
+
+
+def test_clocks_that_exceed_the_step_still_add_up():
+    facts = costs(0.5, 0.75, 0.25, idle=0.1)
+    assert sum(facts["shares"].values()) == pytest.approx(1)
+    assert facts["shares"]["other"] == pytest.approx(0, abs=1e-12)

@@ -57,7 +57,7 @@ a note
   test          loss 1.00e-05     10.0 images/s     10 images
 Done in 1:02:03: test loss 1.00e-05
   validation accuracy 0.9971
-  step 2,000.0 ms: data 12 %, compute 75 %, reduce 6 %, other 6 %
+  step 2,000.0 ms: data 13 %, compute 75 %, reduce 6 %, other 6 %
   rank 2 was the slowest in 67 % of the steps
   data-bound: keep the pack on a local disk (--stage) or use more cores
   """
@@ -174,6 +174,32 @@ def test_the_bar_stands_below_the_same_lines_and_goes(
     assert shown[: len(expected)] == expected
     assert "".join(shown[len(expected) :]).strip() == str(tmp_path)
     assert "".join(output).rfind("\x1b[?25h") > "".join(output).rfind("\x1b[?25l")
+
+
+def test_the_bar_ends_at_100_per_cent_and_tells_the_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps take no time, so that none but the last is due to be drawn."""
+    monkeypatch.setenv("COLUMNS", "100")
+    output = ""
+
+    def first_line() -> str:
+        nonlocal output
+        output += capsys.readouterr().out
+        return screen(output)[-2]
+
+    with Recorder(tmp_path, "bar") as recorder:
+        recorder.run({"epochs": 1, "steps_per_epoch": 97, "ranks": 2})
+        monkeypatch.setattr(Bar, "due", lambda self: False)
+        for number in range(1, 98):
+            recorder.step(1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+            if number == 96:
+                assert "step 0 of 97" in first_line()
+        assert re.search(r"━ +100 %  step 97 of 97  0:00 left  2 ranks", first_line())
+        recorder.phase("evaluating test")
+        assert re.search(r"━ +100 %  step 97 of 97  evaluating test  2 ranks", first_line())
+        recorder.evaluation(1, 97, "test", 0.1, 0.5, 8, 1.0)
+    assert [record["kind"] for record in read_records(tmp_path)].count("evaluation") == 1
 
 
 def test_a_killed_run_leaves_the_cursor_visible(capsys: pytest.CaptureFixture[str]) -> None:

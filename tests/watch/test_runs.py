@@ -12,9 +12,10 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.errors import UsageError
 from hpctrain.report.jsonlines import FILE_NAME
+from hpctrain.report.progress import cost_lines
 from hpctrain.watch import liveness
 from hpctrain.watch import runs as runs_module
-from hpctrain.watch.lines import cells, status_line
+from hpctrain.watch.lines import cells, speed, status_line
 from hpctrain.watch.runs import Runs
 from tests.launch import run as run_command
 from tests.launch import run_cli
@@ -193,7 +194,6 @@ def test_a_damaged_run_is_one_line_among_others(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         ([], "watch what?"),
-        (["frist"], "did you mean 'first'"),
         (["first", "--port", "70000", "--web"], "--port 70000"),
         (["first", "--port", "80"], "--port goes with --web"),
         (["first", "--once", "--web"], "exclude each other"),
@@ -204,6 +204,53 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys, arguments, message):
     make_run(tmp_path / "runs" / "first", run_line())
     assert main(["watch", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "first", run_line(), step_line(1), end_line())
+    assert main(["watch", "frist", "first", "--once"]) == 0
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == "frist  waiting for runs/frist, did you mean 'first'?"
+    assert other.startswith("first  done")
+    runs = Runs(["first", "second", "grid"], "runs")
+    runs.poll()
+    assert [run.status.kind for run in runs.all()] == ["done", "awaited", "awaited"]
+    assert runs.all()[1].status.text == "waiting for runs/second"
+    assert not runs.all()[1].status.goes_on and cells(runs.all()[1].summary())[1] == "awaited"
+    with pytest.raises(UsageError):
+        runs.all()[1].stop()
+    make_run(tmp_path / "runs" / "second", run_line(), step_line(1))
+    (tmp_path / "runs" / "grid").mkdir()  # a driver makes its folder before it writes into it
+    runs.poll()
+    assert [run.status.kind for run in runs.all()][:2] == ["done", "running"]
+    (tmp_path / "runs" / "grid" / "sweep.toml").touch()
+    make_run(tmp_path / "runs" / "grid" / "01-base", run_line(), step_line(1))
+    monkeypatch.setattr(runs_module, "LOOK_EVERY", -1)
+    runs.poll()
+    assert [run.name for run in runs.all()] == ["first", "second", "01-base"]
+
+
+def test_the_test_after_the_last_step_is_told(tmp_path):
+    run = make_run(tmp_path / "a", run_line(), step_line(39))
+    beat(run, doing="block 3 in the evaluation of test after step 40", seconds=0)
+    assert watched(run).status == ("running", "running")
+    append(run, step_line(40))
+    kind, text = watched(run).status
+    assert kind == "running" and text.startswith("running: block 3 in the evaluation of test")
+
+
+def test_summary_and_watch_agree_and_add_up(tmp_path):
+    shares = {"data": 0.123, "compute": 0.456, "reduce": 0.417, "other": 0.004}
+    ended = {"shares": shares, "step_seconds": 0.1, "idle": 0.0, "advice": []}
+    more = {"slowest_rank": 1, "slowest_share": 0.676}
+    run = make_run(tmp_path / "a", run_line(), step_line(1), end_line(**ended, **more))
+    (first, second, *_) = cost_lines({**ended, **more})
+    assert first.strip() == "step 100.0 ms: data 12 %, compute 46 %, reduce 42 %, other 0 %"
+    assert second.strip() == "rank 1 was the slowest in 68 % of the steps"
+    told = speed(watched(run).summary())
+    assert "slowest rank 1 in 68 %" in told
+    assert "(data 12 % compute 46 % reduce 42 % other 0 %)" in told
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -17,6 +17,11 @@ from hpctrain.watch.terminal import Watch
 from tests.launch import run
 from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
 
+LOSSES = [
+    *((0.52, 0.9), (0, 3), (2.1, 2.3), (0.0003, 0.00045), (-1.2, 3.3), (1, 1), (1e7, 1.5e7)),
+    *((0.9999, 1.0001), (1e-300, 1e-300), (0.31, 2.79), (1e100, 1.7e199)),
+]
+
 
 def text_of(app):
     """What the screen shows, row by row."""
@@ -217,6 +222,11 @@ def test_no_room_and_nothing_to_plot():
 def test_axes_begin_and_end_at_what_is_shown():
     assert [accuracy_axis(at).low for at in (12, 60, 95)] == [0, 50, 90]
     assert list(accuracy_axis(12).labels.values()) == ["0", "20", "40", "60", "80", "100"]
-    assert list(loss_axis(0.1, 2.3).labels.values()) == ["0.0", "0.5", "1.0", "1.5", "2.0"]
+    assert list(loss_axis(0.1, 2.3).labels.values()) == ["0.0", "0.5", "1.0", "1.5", "2.0", "2.5"]
     assert loss_axis(2.0, 2.3).low == 2.0
+    for least, most in LOSSES:
+        axis = loss_axis(least, most)
+        first, *_, last = axis.labels
+        assert (first, last) == (axis.low, axis.high) and 2 <= len(axis.labels) <= 8
+        assert axis.low <= least * (1 + 1e-9 if least > 0 else 1) and most <= axis.high * (1 + 1e-9)
     assert (loss_axis(1, 3).share(-9), loss_axis(1, 3).share(9)) == (0, 1)

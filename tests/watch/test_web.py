@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
 
@@ -19,7 +21,9 @@ from hpctrain.errors import UsageError
 from hpctrain.watch.runs import Runs
 from hpctrain.watch.web import ADDRESS, Server, serve
 from tests.launch import Job
+from tests.launch import run as run_command
 from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
+from tests.watch.test_terminal import LOSSES
 
 
 @pytest.fixture
@@ -205,3 +209,21 @@ def test_the_address_and_the_tunnel_are_printed_and_ctrl_c_ends_it(tmp_path):
     assert (job.returncode, out, err) == (0, "", "")
     port = re.fullmatch(r"http://127.0.0.1:(\d+)/\?token=[\w-]{43}\n", lines[0])[1]
     assert f"ssh -L {port}:127.0.0.1:{port} " in lines[1]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in Node")
+def test_the_axis_of_a_loss_ends_beyond_its_curve_and_what_is_shaded():
+    cases = [[least, most, 0.9 * least] for least, most in LOSSES if least >= 0]
+    script = (files("hpctrain.watch") / "page" / "plot.js").read_text()
+    script += """
+    const ends = (least, most, peak) => {
+      const box = limits([{ points: [[1, most, most, 9 * most], [2, least, peak, least]] }], false);
+      return [box.low, box.high, box.up.ticks[0], box.up.ticks.at(-1), box.up.ticks.length];
+    };"""
+    script += f"console.log(JSON.stringify({json.dumps(cases)}.map((case_) => ends(...case_))))"
+    done = run_command(["node", "-e", script])
+    assert done.returncode == 0, done.stderr
+    for (_, most, peak), found in zip(cases, json.loads(done.stdout), strict=True):
+        low, high, first, last, count = found
+        assert (low, high) == (first, last) and 2 <= count <= 9
+        assert low <= peak * (1 + 1e-9) and most <= high * (1 + 1e-9)

@@ -196,8 +196,8 @@ function facts(run) {
     one.loss === null ? "" : `loss ${short(one.loss)}`,
     one.accuracy === null ? "" : `accuracy ${short(one.accuracy)}`,
   ].filter(Boolean).join(", ");
-  const often = run.slowest_share === null ? "" : ` in ${percent(run.slowest_share)} of steps`;
-  const shares = Object.entries(run.shares).map(([name, share]) => `${name} ${percent(share)}`);
+  const often = run.slowest_share === null ? "" : ` in ${Math.round(100 * run.slowest_share)} % of steps`;
+  const shares = Object.entries(run.percents).map(([name, share]) => `${name} ${share} %`);
   return [
     ["training", figures(run)],
     ...Object.entries(run.evaluations).map(([split, one]) => [split, figures(one)]),

@@ -1,15 +1,18 @@
 "use strict";
 // A plot on a canvas: lines with the range of their values shaded, dots, labelled axes.
 
+const TICKS = 5; // between the ends of an axis, about
 const MARGIN = { left: 40, right: 14, top: 8, bottom: 40 };
+
+function multiples(first, last, step) {
+  return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * step || 0);
+}
 
 function roundTicks(low, high, most) {
   const rough = (high - low) / most;
   const unit = 10 ** Math.floor(Math.log10(rough));
   const step = unit * [1, 2, 5, 10].find((factor) => unit * factor >= rough * 0.999);
-  const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) ticks.push(i * step || 0);
-  return { ticks, step };
+  return { ticks: multiples(Math.ceil(low / step - 1e-9), Math.floor(high / step + 1e-9), step), step };
 }
 
 function tickText(value, step) {
@@ -17,17 +20,23 @@ function tickText(value, step) {
   return value.toLocaleString("en", { maximumFractionDigits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) });
 }
 
-// Those of the means: single peaks may lie outside.
+// Nothing lies below them, and above them single peaks alone; those of a loss are ticks.
 function limits(series, percent) {
   const steps = series.flatMap((one) => one.points.map((point) => point[0]));
   const values = series.flatMap((one) => one.points.map((point) => point[1]));
   let [left, right] = [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))];
   let [low, high] = [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
   if (right === left) right += 1;
-  if (percent) return { left, right, low: [90, 50, 0].find((at) => low >= at) ?? 0, high: 100 };
+  if (percent) {
+    const least = [90, 50, 0].find((at) => low >= at) ?? 0;
+    return { left, right, low: least, high: 100, up: roundTicks(least, 100, TICKS) };
+  }
+  low = series.flatMap((one) => one.points.map((point) => point[2])).reduce((a, b) => Math.min(a, b), low);
   if (low >= 0 && low < high / 2) low = 0;
   if (high === low) [low, high] = [low - 0.5, high + 0.5];
-  return { left, right, low, high: high + (high - low) * 0.03 };
+  const { step } = roundTicks(low, high, TICKS);
+  const ticks = multiples(Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9), step);
+  return { left, right, low: ticks[0], high: ticks.at(-1), up: { ticks, step } };
 }
 
 // series: [{points: [[step, mean, least, most]...], color, dots, dashed}]
@@ -47,7 +56,7 @@ function drawPlot(canvas, series, percent, colors) {
     return;
   }
   const box = limits(drawn, percent);
-  const up = roundTicks(box.low, box.high, 5);
+  const { up } = box;
   const widest = Math.max(...up.ticks.map((value) => pen.measureText(tickText(value, up.step)).width));
   const left = Math.max(MARGIN.left, widest + 14);
   const x = (step) => left + ((step - box.left) / (box.right - box.left)) * (width - left - MARGIN.right);
