@@ -11,6 +11,7 @@ Pixels stay in files (compressed ones in a scratch file), never in memory.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import math
 import struct
@@ -149,14 +150,16 @@ def npz_source(path: Path, scratch: Place, stack: ExitStack) -> Source:
     """The arrays of a .npz file. Raises UsageError where there are none that can be used."""
     try:
         with zipfile.ZipFile(path) as archive:
-            names = {name.removesuffix(".npy") for name in archive.namelist()}
+            names = {name[:-4] for name in archive.namelist() if name.endswith(".npy")}
             parts = [
                 _npz_part(archive, path, names_of_part, scratch, stack)
                 for names_of_part in NPZ_NAMES
                 if set(names_of_part[1:]) <= names
             ]
             named = _npz_array(archive, path, "classes") if "classes" in names else None
-    except (*ZIP_ERRORS, *UNZIP_ERRORS) as error:
+    except (*ZIP_ERRORS, *UNZIP_ERRORS, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # not of a place that the archive's directory invents: a full disk, say
         raise UsageError(f"source {path} is no whole .npz file: {brief(error)}") from None
     if not parts:
         known = ", ".join(f"{images} and {labels}" for _, images, labels in NPZ_NAMES)

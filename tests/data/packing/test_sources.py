@@ -309,3 +309,17 @@ def test_npz_mistakes(tmp_path):
     assert "no whole .npz file: File name in directory" in said and len(said) < 400
     path.write_bytes(data[:-60])
     assert "no whole .npz file" in refusal(path, tmp_path)
+
+
+@pytest.mark.parametrize("value", [0, 64, 255])
+def test_every_byte_of_the_directory_of_an_npz(tmp_path, value):
+    """Offsets in it may lead before the beginning of the file, where nothing can seek."""
+    path = tmp_path / "x.npz"
+    np.savez(path, images=np.zeros((7, 3, 5), np.uint8), labels=np.arange(7))
+    whole = path.read_bytes()
+    for place in range(whole.index(b"PK\1\2"), len(whole)):
+        path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+        try:
+            listed(path, tmp_path)
+        except UsageError as error:
+            assert "x.npz" in str(error)
