@@ -1,0 +1,121 @@
+"""How scripts/torture damages runs, and what it asks of them when they are done."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hpctrain.report.differences import first_difference
+from hpctrain.report.record import read_records
+
+INTERVAL = 3  # steps between checkpoints
+STEPS = 28  # of a run
+
+
+class Seconds(NamedTuple):
+    """What a fault cost, as far as it is known."""
+
+    to_end: float | None  # from the fault to the end of the job
+    to_step: float | None  # from the next launch to its first step
+
+
+def damage(run: Path, fault: str, draw: random.Random) -> bytes:
+    """What the fault does to the folder after the kill; plan.json as it was, where that is it."""
+    plan = run / "plan.json"
+    if fault.endswith("flipped bit"):
+        files = sorted((run / "checkpoints").glob("*.safetensors"))
+        if files:
+            flip(files[-1], draw)
+    elif fault.endswith("torn record"):
+        cut_record(run, draw, lines=0)
+    elif fault.endswith("cut record"):
+        cut_record(run, draw, lines=draw.randint(1, STEPS))
+    elif fault.endswith("flipped plan") and plan.exists():
+        whole = plan.read_bytes()
+        flip(plan, draw)
+        return whole
+    return b""
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    """Flip a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(bytes(content))
+
+
+def cut_record(run: Path, draw: random.Random, lines: int) -> None:
+    """Take so many lines off the end of the record, as after a power failure, but not the first; or
+    with 0 cut into the last one, as a killed writer may leave it.
+    """
+    path = run / "progress.jsonl"
+    found = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if lines:
+        path.write_bytes(b"".join(found[:1] + found[1:-lines])) if found else None
+    elif found:
+        os.truncate(path, path.stat().st_size - draw.randint(1, len(found[-1]) - 1))
+
+
+def left_over(folder: Path, name: str) -> list[str]:
+    """Temporary files that were left by killed writers, in the run and beside it."""
+    found = [*(folder / name).rglob(".*"), *folder.glob(".*")]
+    return [f"left over: {path.relative_to(folder)}" for path in found]
+
+
+def judge(run: Path, before: int, whole: str, fault: str) -> list[str]:
+    """What is wrong with a run that was broken and is done."""
+    problems = []
+    records = list(read_records(run))
+    if records[-1].get("digest") != whole:
+        problems.append(f"digest {str(records[-1].get('digest'))[:12]} is not {whole[:12]}")
+    numbers = [r["step"] for r in records if r["kind"] == "step"]
+    notes = [r["text"] for r in records if r["kind"] == "note"]
+    missing = [step for step in range(1, STEPS + 1) if step not in numbers]
+    if missing and fault.endswith("cut record"):  # then they are named
+        ends = {str(missing[0]), str(missing[-1])}
+        if not any(ends <= set(re.findall(r"\d+", text)) for text in notes):
+            problems.append(f"missing steps {missing} are not named in {notes}")
+    elif numbers != list(range(1, STEPS + 1)):
+        problems.append(f"record of steps {numbers}")
+    elif (
+        apart := first_difference(records, list(read_records(run.with_name("whole"))))
+    ) is not None:
+        problems.append(f"record differs from the unbroken one: {apart}")
+    resumed = [int(text.split()[-1]) for text in notes if text.startswith("going on after step")]
+    # While one checkpoint is written, training goes on until the next is due; where that write
+    # failed the one before counts, and where we spoilt that one, the one before it.
+    most = INTERVAL * (3 if fault.endswith("flipped bit") else 2)
+    first = resumed[0] if resumed else 0
+    if before - first > most and not fault.endswith("cut record"):
+        problems.append(f"lost {before - first} steps, {most} at most may be")
+    return problems
+
+
+def print_table(cells: Counter, faults: Sequence[str], phases: Sequence[str]) -> None:
+    """Trials by fault and phase."""
+    width = max(map(len, faults))
+    print(f"{'':{width}}  " + "  ".join(f"{phase:>10}" for phase in phases))
+    for fault in faults:
+        counts = "  ".join(f"{cells[fault, phase]:>10}" for phase in phases)
+        print(f"{fault:{width}}  {counts}")
+
+
+def print_seconds(spent: dict[str, list[Seconds]]) -> None:
+    """What faults cost, median and most, by fault."""
+    print("\nseconds, median (most) of n: from the fault to the end of the job, and from the next")
+    print("launch to its first step")
+    width = max(map(len, spent))
+    for fault, found in spent.items():
+        columns = []
+        for values in zip(*found, strict=True):
+            known = [value for value in values if value is not None]
+            if known:
+                middle, most = statistics.median(known), max(known)
+                columns.append(f"{middle:6.1f} ({most:4.1f}) of {len(known):2}")
+        print(f"{fault:{width}}  " + "   ".join(columns))
