@@ -4,6 +4,8 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.report.find import find_runs
+from hpctrain.report.folders import find_run
+from hpctrain.training.saved import find_model
 
 
 def make(*folders):
@@ -28,3 +30,24 @@ def test_what_is_no_run_is_named_with_the_nearest(tmp_path):
         find_runs(["frist"], str(tmp_path))
     with pytest.raises(UsageError, match="no run or sweep"):
         find_runs(["x"], str(tmp_path / "none"))
+
+
+def test_what_is_nearly_right_is_proposed_and_never_what_was_given(tmp_path):
+    make(tmp_path / "first-run")
+    (tmp_path / "first-rum").mkdir()  # a folder, but no run
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.toml").touch()
+    runs = str(tmp_path)
+    for ask in (lambda name: find_run(name, runs), lambda name: find_model(name, runs)):
+        with pytest.raises(UsageError, match="did you mean 'first-run'"):
+            ask("frist-run")
+        with pytest.raises(UsageError, match="did you mean 'begun'"):
+            ask("begin")
+        with pytest.raises(UsageError) as caught:
+            ask("nothing-like-it")
+        assert "did you mean" not in str(caught.value)
+    with pytest.raises(UsageError, match="'first-rum'.* did you mean 'first-run'"):
+        find_runs(["first-rum"], runs)
+    with pytest.raises(UsageError) as caught:
+        find_runs(["begun"], runs)  # its record has not begun
+    assert "did you mean" not in str(caught.value)
