@@ -1,20 +1,31 @@
 """``python -m hpctrain``, and the command ``hpctrain``: the subcommand between two frames."""
 
+import os
 import sys
 
 from hpctrain.launcher import end_with_launcher
 from hpctrain.signals import ignore, listen
-from hpctrain.start import watch_start
 
 
 def program() -> int:
+    """Run the subcommand; the exit code, also where nobody reads its output any longer."""
+    try:
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in `hpctrain --help | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit
+        return 1
+
+
+def run() -> int:
     """Catch the scheduler's notices, run the subcommand, end MPI if it began; the exit code."""
     words = sys.argv[1:]
     trains = not words or words[0] == "train" or words[0].startswith("-")
     if trains:  # before anything slow is imported: it may come at any moment
         listen()
         end_with_launcher()
-        watch_start(words)
     from hpctrain.cli import main
 
     code = main(words)

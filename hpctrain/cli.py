@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from hpctrain import __version__, config
 from hpctrain.configfile import read_settings, require_typed, take_files
 from hpctrain.errors import Failure, UsageError, did_you_mean
-from hpctrain.launcher import launched_rank
+from hpctrain.launcher import launched_rank, launched_size
+from hpctrain.start import start
 
 
 class Command(typing.NamedTuple):
@@ -27,19 +28,13 @@ class Command(typing.NamedTuple):
     summary: str
     module: str
     collective: bool = False  # all ranks of a launcher take part
+    alone: bool = False  # one process does it without MPI
 
-    def run(self, settings: Any) -> int:
+    def run(self, name: str, settings: Any) -> int:
         """Do it; nothing heavy is imported before."""
-        if self.collective:
-            return _on_all_ranks(self.module, settings)
+        if self.collective and ((launched_size() or 1) > 1 or not self.alone):
+            return start(name, self.module, settings)
         return int(importlib.import_module(self.module).main(settings))
-
-
-def _on_all_ranks(module: str, settings: Any) -> int:
-    """Run a module's `main` so that an error on one rank, in its imports too, ends all ranks."""
-    from hpctrain.parallel.mpi import run_guarded
-
-    return run_guarded(lambda: int(importlib.import_module(module).main(settings)))
 
 
 COMMANDS = {
@@ -50,6 +45,8 @@ COMMANDS = {
         config.PackConfig,
         "turn image files into one HDF5 pack, on one or all ranks",
         "hpctrain.pack",
+        collective=True,
+        alone=True,
     ),
     "sweep": Command(config.SweepConfig, "train many networks at once", "hpctrain.sweep.command"),
     "stop": Command(
@@ -85,8 +82,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; give its exit code (0 done, 1 failed, 2 wrong usage)."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        name, settings = parse(arguments)
-        return COMMANDS[name].run(settings)
+        try:
+            name, settings = parse(arguments)
+        except Failure as error:
+            if (launched_size() or 1) == 1:
+                raise
+            return start("", "", failure=error)  # the ranks agree on it, and say it once
+        return COMMANDS[name].run(name, settings)
     except Failure as error:
         _say_once(f"hpctrain: {error}")
         return error.exit_code

@@ -42,6 +42,18 @@ def launched_rank() -> int:
     return _first_number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0
 
 
+def launch_name() -> str | None:
+    """What all processes of this launch, and no others, are called; None where nothing tells."""
+    if name := os.environ.get("PMIX_NAMESPACE"):
+        return name
+    names = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    if not under_mpirun() and all(names):
+        return ".".join(names)
+    if launched_size() == local_size():  # one launcher, or one proxy of it, started them all
+        return f"{os.uname().nodename}.{os.getppid()}"
+    return None
+
+
 def local_size() -> int:
     """How many of its processes run on this host; 1 without a launcher."""
     return _first_number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or tasks_here() or 1

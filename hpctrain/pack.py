@@ -10,21 +10,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hpctrain.config import PackConfig
-from hpctrain.launcher import end_with_launcher, launched_size
+from hpctrain.data import pack  # before MPI runs: importing h5py starts a process (uname)
+from hpctrain.launcher import launched_size
+from hpctrain.watchdog import started, waiting
 
 T = TypeVar("T")
 
 
 def main(config: PackConfig) -> int:
     """Pack, or check a pack; the exit code. Collective."""
-    from hpctrain.data import pack  # before MPI runs: importing h5py starts a process (uname)
-
     if (launched_size() or 1) == 1:
         return pack.main(config)
-    end_with_launcher()
-    from hpctrain.parallel.mpi import run_guarded, start_mpi
+    from hpctrain.parallel.mpi import start_mpi
 
-    return run_guarded(lambda: pack.main(config, Ranks(start_mpi())))
+    comm = start_mpi()
+    started("packing")
+    return pack.main(config, Ranks(comm))
 
 
 class Ranks:
@@ -54,8 +55,10 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, on rank 0."""
-        return self._comm.gather(value) or []
+        with waiting():
+            return self._comm.gather(value) or []
 
     def scatter(self, values: Sequence[T]) -> T:
         """To each rank its own of rank 0's values."""
-        return self._comm.scatter(values if self.rank == 0 else None)
+        with waiting("rank 0"):
+            return self._comm.scatter(values if self.rank == 0 else None)

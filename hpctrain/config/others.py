@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.option import option
-from hpctrain.config.train import PRECISIONS
+from hpctrain.config.train import PRECISIONS, TIMEOUT
 
 EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
 
@@ -48,6 +48,7 @@ class PackConfig:
         "Output",
     )
     data_dir: str = option("data", "folder where built-in sets are kept once made", "Output")
+    timeout: str = option(*TIMEOUT, "Output")
     check: str | None = option(None, "verify this pack's checksums and print its table", "Check")
 
 
@@ -80,6 +81,7 @@ class NetworkConfig:
     precision: str | None = option(
         None, "arithmetic; default: as in training", "Machine", choices=PRECISIONS
     )
+    timeout: str = option(*TIMEOUT, "Machine")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
 PRECISIONS = ("fp32", "tf32", "bf16")
 DATA, NETWORK, BATCH = "Data", "Network", "Mini-batch"
 OPTIMIZER, MACHINE, RECORD = "Optimizer", "Machine", "Run and records"
+TIMEOUT = ("30m", "end all ranks where nothing new happens for so long")  # of all that ranks share
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ class Config:
     time_limit: str | None = option(
         None, "leave in time, saved, with exit code 75; default: the end of the Slurm job", RECORD
     )
-    timeout: str = option("30m", "end all ranks where nothing new happens for so long", RECORD)
+    timeout: str = option(*TIMEOUT, RECORD)
     test: bool = option(True, "evaluate the test split at the end, also after a stop", RECORD)
     tensorboard: bool = option(False, "write TensorBoard events too", RECORD)
     progress: str = option(

@@ -14,6 +14,7 @@ import numpy as np
 from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.pack_format import Column
 from hpctrain.errors import RunError
+from hpctrain.watchdog import doing
 
 UNSEEN, SOUND, DAMAGED = 0, 1, 2
 # by split and column: the CRC-32 (blocks,) of all blocks, and the rows of a block
@@ -61,6 +62,7 @@ class Seals:
         """Compare all blocks that were not compared before: those that are damaged."""
         for block in range(len(self._state)):
             if self._state[block] == UNSEEN:
+                doing(f"checking block {block:,}")
                 self._state[block] = SOUND if self._compare(block, read) else DAMAGED
             if self._state[block] == DAMAGED:
                 yield block

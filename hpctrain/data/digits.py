@@ -19,6 +19,7 @@ import numpy as np
 
 from hpctrain.data import glyphs
 from hpctrain.keys import random_key
+from hpctrain.watchdog import doing
 
 SOURCE = "hpctrain.data.digits"
 VERSION = 1  # of the generator: raise it when any byte of the set changes
@@ -95,6 +96,7 @@ def draw_set(
     ink = np.empty((total, SIDE, SIDE), dtype=np.float32)
     for digit in range(len(CLASSES)):
         for number, glyph_row in enumerate(styles):
+            doing(f"drawing digit {digit} in style {number}")
             rows = slice(digit * per_class + edges[number], digit * per_class + edges[number + 1])
             key = random_key("digits", seed, name, digit, number)
             picked = spread(key, edges[number + 1] - edges[number])

@@ -34,6 +34,7 @@ from rich.progress import (
 from hpctrain.console import Console
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself, sync, temporary_name
+from hpctrain.watchdog import doing
 
 TIMEOUT = 30  # seconds without a byte
 DELAYS = (1, 2, 4)  # seconds before each further attempt; after the last we give up
@@ -243,7 +244,12 @@ def _progress(archive: Archive, path: Path, have: int) -> Iterator[Callable[[int
         _say(f"downloading {archive.url} ({archive.size / 1e6:,.0f} MB) to {path}")
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=archive.size, completed=have)
-        yield lambda done: bar.update(task, completed=done)
+
+        def show(done: int) -> None:
+            doing(f"downloading byte {done:,} of {archive.url}")
+            bar.update(task, completed=done)
+
+        yield show
 
 
 def _say(text: str) -> None:

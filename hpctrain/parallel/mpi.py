@@ -11,6 +11,7 @@ rank and host, and aborts all ranks, because the others may be waiting in a coll
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import socket
@@ -22,6 +23,7 @@ from typing import Any, TypeVar, cast
 from hpctrain.errors import Failure, UsageError
 from hpctrain.launcher import launched_rank, launched_size, local_size
 from hpctrain.slurm import place_in_step
+from hpctrain.watchdog import current, waiting
 
 T = TypeVar("T")
 _finalize_limit = 60.0  # seconds
@@ -43,6 +45,9 @@ def _prepare_environment() -> None:
 
 _prepare_environment()
 try:
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=True)
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise UsageError(
@@ -51,6 +56,23 @@ except (ImportError, RuntimeError) as error:
     ) from error
 
 Comm = MPI.Intracomm
+
+
+def _initialize() -> None:
+    """MPI_Init_thread as mpi4py calls it, but without the interpreter's lock: the watchdog goes on
+    while this rank waits for one that has not started.
+    """
+    if MPI.Is_initialized():
+        return
+    if watchdog := current():
+        watchdog.imported("waiting for all in MPI_Init")
+    level = ctypes.c_int()
+    ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(level))
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of what is returned
+
+
+_initialize()
 
 
 class LauncherMismatch(UsageError):
@@ -72,7 +94,8 @@ def start_mpi() -> Comm:
             f" belong to {library()}; start with {advice} (python -m mpi4py --mpi-library names"
             " the library in use)"
         )
-    return MPI.COMM_WORLD.Dup()
+    with waiting():
+        return MPI.COMM_WORLD.Dup()
 
 
 def host_name() -> str:
@@ -88,7 +111,8 @@ def from_root(comm: Comm, function: Callable[[], T]) -> T:
             outcome = (function(), None)
         except Failure as error:
             outcome = (None, agreed(error))
-    result, failure = comm.bcast(outcome)
+    with waiting("rank 0"):
+        result, failure = comm.bcast(outcome)
     if failure is not None:
         raise agreed(failure)
     return result
@@ -102,7 +126,8 @@ def everywhere(comm: Comm, function: Callable[[], T]) -> T:
         result.append(function())
     except Failure as error:
         failure = error
-    failures = comm.allgather(failure)
+    with waiting():
+        failures = comm.allgather(failure)
     for rank, first in enumerate(failures):
         if first is not None:
             alone = sum(f is not None for f in failures) < comm.size
@@ -119,7 +144,8 @@ def agreed(error: Failure) -> Failure:
 
 def same_everywhere(comm: Comm, facts: dict[str, str]) -> None:
     """Refuse to go on where ranks hold different facts (layout, versions, ...). Collective."""
-    gathered = comm.allgather(facts)
+    with waiting():
+        gathered = comm.allgather(facts)
     for rank, theirs in enumerate(gathered):
         for name, value in gathered[0].items():
             if theirs.get(name) != value:
@@ -181,12 +207,16 @@ def run_guarded(function: Callable[[], int]) -> int:
         return _abort(world, str(error), error.exit_code)
     except KeyboardInterrupt:
         return _abort(world, "interrupted", 1)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, BrokenPipeError) and world.size == 1:
+            raise
         return _abort(world, traceback.format_exc().rstrip(), 1)
 
 
 def _abort(world: Comm, text: str, code: int) -> int:
     where = f"[rank {world.rank} of {world.size} @{host_name()}]"
+    if watchdog := current():
+        watchdog.fail(text.splitlines()[-1])
     sys.stdout.flush()
     print("".join(f"{where} {line}\n" for line in text.splitlines()), file=sys.stderr, end="")
     sys.stderr.flush()

@@ -36,6 +36,7 @@ from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.tables import print_evaluation, write_json
 from hpctrain.training.saved import first_touch, open_network, open_pack_for
 from hpctrain.training.tasks import Task
+from hpctrain.watchdog import doing, started
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,20 @@ class Evaluation:
 def main(settings: EvaluateConfig) -> int:
     """``hpctrain evaluate``: loss, accuracy, per-class table, confusion matrix. Collective."""
     comm = start_mpi()
+    started("reading the network")
     network = open_network(settings, comm)
     pack = open_pack_for(network.saved, settings, comm)
     checks = first_touch(pack, comm)
     # Algorithms chosen by timing would let the figures depend on the ranks.
     exact = torch_settings(network.precision, by_timing=False)
+
+    def go_on(what: str) -> bool:
+        doing(f"{what} of {settings.split}")
+        return True
+
     with everywhere(comm, lambda: open_split(pack, settings.split, checks=checks)) as source, exact:
         result = evaluate(
-            network.model, source, network.task, network.prepare, comm, settings.batch
+            network.model, source, network.task, network.prepare, comm, settings.batch, go_on
         )
     if comm.rank == 0 and result is not None:
         print_evaluation(result.figures(), result.confusion, pack.classes, settings.split)
@@ -180,7 +187,7 @@ def evaluate(
     prepare: Prepare,
     comm: Comm,
     block: int,
-    go_on: Callable[[str], bool] = lambda doing: True,
+    go_on: Callable[[str], bool] = lambda what: True,
     kept: int = 0,
 ) -> Evaluation | None:
     """The figures of `model` in `task` over all rows of `source` that can be used, and its first

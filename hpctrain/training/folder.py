@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain import __version__
+from hpctrain import __version__, heartbeats
 from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
@@ -21,15 +21,15 @@ from hpctrain.parallel.mpi import Comm, host_name, library
 from hpctrain.report.folders import evaluation_file
 from hpctrain.report.jsonlines import cut_back
 from hpctrain.training.checkpoint import make_ready
+from hpctrain.training.lock import RunLock
 from hpctrain.training.progress import Progress
 from hpctrain.training.resume import FREE
 from hpctrain.training.setup import Job
-from hpctrain.training.watchdog import FOLDER as HEARTBEATS
 
 
-def make_run_folder(job: Job) -> Path:
-    """Create the run's folder with its configuration and plan, whole or not at all. A name is used
-    once.
+def make_run_folder(job: Job, lock: RunLock) -> Path:
+    """Create the run's folder with its configuration and plan, locked, whole or not at all. A name
+    is used once.
     """
     runs = Path(job.config.runs_dir)
     for name in [job.config.run] if job.config.run else names(job):
@@ -42,14 +42,19 @@ def make_run_folder(job: Job) -> Path:
             temporary.mkdir()
             write_settings(job, temporary)
             make_ready(temporary, 0)
+            lock.take(temporary)  # another launch must not come between
             os.rename(temporary, folder)
             sync(runs)
             return folder
         except OSError as error:
+            lock.release()
             shutil.rmtree(temporary, ignore_errors=True)
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise RunError(f"cannot make {folder}: {error.strerror}") from error
-    raise UsageError(f"the run {folder} exists: choose another name with --run")
+    raise UsageError(
+        f"another launch has just begun the run {folder}: wait for it to end, or choose another"
+        " name with --run"
+    )
 
 
 def write_settings(job: Job, folder: Path) -> None:
@@ -63,9 +68,7 @@ def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
     try:
         cut_back(folder, state.step, state.epoch, state.validated)
         write_settings(job, folder)
-        beats = folder / HEARTBEATS
-        for beat in (*beats.glob("*.json"), *beats.glob(".*.tmp")):  # there may be fewer ranks now
-            beat.unlink()
+        heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now
         for file in folder.glob(evaluation_file(folder, "*").name):  # of a network that goes on
             file.unlink()
         make_ready(folder, state.step)

@@ -10,6 +10,7 @@ from hpctrain.training.setup import carry
 from hpctrain.training.step import Trainer
 from hpctrain.training.steps import Steps
 from hpctrain.training.validate import validate, validation_due
+from hpctrain.watchdog import doing
 
 
 def run_epochs(run: Run) -> None:
@@ -45,7 +46,7 @@ def run_epoch(run: Run) -> None:
                 return
             save_if_due(run)
             steps.start_clock()
-        run.watchdog.doing(f"reading for step {steps.newest + 1}")
+        doing(f"reading for step {steps.newest + 1}")
         before = time.perf_counter()
     end_epoch(run)
 
@@ -104,7 +105,7 @@ def save_checkpoint(run: Run) -> None:
     run.state.save = False
     if run.writer is None:
         return
-    run.watchdog.doing(f"saving step {run.state.step}")
+    doing(f"saving step {run.state.step}")
     run.recorder.flush()
     tensors, state = gather(run.job.trainer, run.state)
     run.writer.save(run.state.step, tensors, state)

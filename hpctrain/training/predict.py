@@ -32,6 +32,7 @@ from hpctrain.text import csv_cell, printable, say, told_apart
 from hpctrain.training.evaluate import block_key, blocks_of
 from hpctrain.training.saved import Network, first_touch, open_network, open_pack_for
 from hpctrain.training.tasks import network_output
+from hpctrain.watchdog import doing, started, waiting
 
 Unusable = dict[int, str]  # by row, why
 Load = Callable[[np.ndarray], tuple[torch.Tensor, Unusable]]  # of these rows, the network's input
@@ -43,6 +44,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", "
 def main(settings: PredictConfig) -> int:
     """``hpctrain predict``: the most probable class of every image. Collective."""
     comm = start_mpi()
+    started("reading the network")
     network = open_network(settings, comm)
     with torch_settings(network.precision, by_timing=False):
         return answer(network, settings, comm)
@@ -104,7 +106,9 @@ def predict(
             unusable.update(bad)
         return found
 
-    parts = comm.gather(everywhere(comm, mine)) or []
+    found = everywhere(comm, mine)
+    with waiting():
+        parts = comm.gather(found) or []
     blocks = [block for part in parts for block in part]
     chances = np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
     return chances, gather_unusable(unusable, comm)
@@ -135,6 +139,7 @@ def refuse_unusable(unusable: Unusable, total: int, output: str | Path) -> None:
 
 def ask(network: Network, number: int, inputs: torch.Tensor) -> torch.Tensor:
     """The network's output for block `number`, which the random numbers belong to that it draws."""
+    doing(f"block {number}")
     seed_torch(block_key(number), network.device)
     return network_output(network.model, inputs, network.precision)
 

@@ -20,7 +20,6 @@ from hpctrain.training.control import Control
 from hpctrain.training.digest import chain
 from hpctrain.training.setup import Job
 from hpctrain.training.step import Trainer
-from hpctrain.training.watchdog import Watchdog
 from hpctrain.typed import typed_fields
 
 RESUMED = ("planned", "step", "epoch", "best_loss", "sums")  # every checkpoint holds these
@@ -140,7 +139,6 @@ class Run:
     recorder: Recorder
     control: Control
     state: Progress
-    watchdog: Watchdog
     checkpoints: Interval
     writer: Writer | None  # on rank 0
     balance: Balance | None = None  # where shards may move

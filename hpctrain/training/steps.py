@@ -26,6 +26,7 @@ from hpctrain.training.outcome import check, time_shares
 from hpctrain.training.progress import Progress, Run, Why
 from hpctrain.training.reading import order_of
 from hpctrain.training.step import train_step
+from hpctrain.watchdog import doing
 
 
 class Begun(NamedTuple):
@@ -65,7 +66,7 @@ class Steps:
         waited so many seconds; on a GPU it is queued. Collective.
         """
         run, job, step = self._run, self._run.job, self.newest + 1
-        run.watchdog.doing(f"step {step}")
+        doing(f"step {step}")
         rows, rate = job.plan.partition.total(number), rate_of(run, step)
         set_learning_rate(job.trainer.optimizer, rate)
         digest = digest_due(run, step)
@@ -80,7 +81,7 @@ class Steps:
         run = self._run
         while len(self._begun) > left:
             step, rows, rate, digest, report = self._begun.popleft()
-            run.watchdog.doing(f"recording step {step}")
+            doing(f"recording step {step}")
             totals = report.totals()
             skips, bad_image = run.job.trainer.skips_rows, partial(find_bad_image, run, step)
             check(totals, rows, step, run.state.epoch + 1, skips, bad_image)
@@ -95,7 +96,7 @@ class Steps:
 
 def wait_for_all(run: Run, step: int) -> None:
     """Say that this rank has done its part of the step."""
-    run.watchdog.doing(f"waiting for all in step {step}")
+    doing(f"waiting for all in step {step}")
 
 
 def find_bad_image(run: Run, step: int) -> str | None:
@@ -103,7 +104,7 @@ def find_bad_image(run: Run, step: int) -> str | None:
     it; None where all are finite. Collective.
     """
     job, partition, epoch = run.job, run.job.plan.partition, run.state.epoch
-    run.watchdog.doing(f"reading the images of step {step} again")
+    doing(f"reading the images of step {step} again")
     synchronize(job.trainer.message.device)  # no other communication is under way
     order = order_of(job.plan)  # the loader's own is in use
     number = step - 1 - epoch * partition.steps

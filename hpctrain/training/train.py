@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpctrain.config import Config, duration
 from hpctrain.data.foreign import reading_note
 from hpctrain.data.staging import remove_copies
 from hpctrain.errors import Failure, RunError
+from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.launcher import LEFT
 from hpctrain.models import save_model
 from hpctrain.parallel.determinism import refusal
@@ -45,7 +46,7 @@ from hpctrain.training.setup import check_settings, set_up
 from hpctrain.training.step import Trainer
 from hpctrain.training.steps import compare_at_end
 from hpctrain.training.validate import describe_network, show_work, test, validate
-from hpctrain.training.watchdog import Watchdog
+from hpctrain.watchdog import Watchdog, current, doing, keep_in, started, waiting
 
 SLOW_DISK = 100e6  # bytes/s
 
@@ -75,11 +76,13 @@ def train(config: Config, comm: Comm) -> int:
     from_root(comm, lambda: check_settings(config))
     times = from_root(comm, lambda: read_times(config))
     limit_finalize(min(60.0, times.timeout))
-    watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
+    watched: AbstractContextManager[Any] = nullcontext()
+    if not current():  # called by a program of the user's own
+        watched = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
     lock = RunLock()
     try:
-        with torch_settings(config.precision, config.deterministic), watchdog:
-            return _train(config, comm, watchdog, lock, times)
+        with torch_settings(config.precision, config.deterministic), watched:
+            return _train(config, comm, lock, times)
     except RuntimeError as error:
         if text := refusal(error):
             raise RunError(text) from error
@@ -95,7 +98,8 @@ def read_times(config: Config) -> Times:
     return Times(timeout, ends, Interval.parse(config.checkpoint_every), note)
 
 
-def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times: Times) -> int:
+def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
+    started("setting up")
     earlier = from_root(comm, lambda: find_earlier(config, lock))
     if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
         if comm.rank == 0:
@@ -109,7 +113,7 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         comm,
         earlier.plan if earlier else None,
         first_weights=earlier is None or earlier.checkpoint is None,
-        doing=watchdog.doing,
+        doing=doing,
     )
     if config.dry_run:
         if comm.rank == 0:
@@ -123,16 +127,14 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
     def open_folder() -> Path:
         if earlier:
             return open_run_folder(job, earlier.folder, state)
-        folder = make_run_folder(job)
-        lock.take(folder)
-        return folder
+        return make_run_folder(job, lock)
 
     folder = from_root(comm, open_folder)
-    everywhere(comm, lambda: watchdog.keep_in(folder))
+    everywhere(comm, lambda: keep_in(folder / HEARTBEATS))
     mine = folder if comm.rank == 0 else None
     with (
         closing(job.trainer),
-        together(comm, watchdog),
+        together(comm),
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
         Control(mine, times.ends) as control,
         Writer(mine, times.checkpoints, config.keep) if mine else nullcontext() as writer,
@@ -144,12 +146,12 @@ def _train(config: Config, comm: Comm, watchdog: Watchdog, lock: RunLock, times:
         control.saving = saving_seconds(job.trainer)
         auto = config.worker_load == "auto"
         balance = Balance([range(*run) for run in job.plan.runs]) if auto else None
-        run = Run(job, comm, recorder, control, state, watchdog, times.checkpoints, writer, balance)
+        run = Run(job, comm, recorder, control, state, times.checkpoints, writer, balance)
         return train_in(run, folder)
 
 
 @contextmanager
-def together(comm: Comm, watchdog: Watchdog) -> Iterator[None]:
+def together(comm: Comm) -> Iterator[None]:
     """Let all ranks end when the last has: rank 0 may still be writing. Collective."""
     failure = None
     try:
@@ -158,7 +160,8 @@ def together(comm: Comm, watchdog: Watchdog) -> Iterator[None]:
         if not error.agreed:
             raise
         failure = error
-    with watchdog.phase("waiting for all to end"):
+    doing("ending")
+    with waiting():
         comm.Barrier()
     if failure is not None:
         raise failure
@@ -179,11 +182,11 @@ def train_in(run: Run, folder: Path) -> int:
             save(run, folder)
         run.recorder.end("failed", str(error))
         raise
-    with run.watchdog.phase("comparing digests"):
-        compare_at_end(run)
-    with run.watchdog.phase("saving"):
-        save_checkpoint(run)
-        from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
+    doing("comparing digests")
+    compare_at_end(run)
+    doing("saving")
+    save_checkpoint(run)
+    from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
     if run.state.ended is Why.LEAVE:
         return leave(run, run.state.step - first)
     return finish(run, folder, first)

@@ -24,6 +24,7 @@ from hpctrain.training import saved
 from hpctrain.training.evaluate import Evaluation, as_json, block_key, evaluate
 from hpctrain.training.progress import Run, Why
 from hpctrain.training.tasks import Denoising, network_output
+from hpctrain.watchdog import doing
 
 MISTAKES = 16  # shown in TensorBoard after an evaluation
 SHOWN = 10  # images of the picture that a denoising run leaves
@@ -80,8 +81,8 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     job, state, comm = run.job, run.state, run.comm
     began = time.perf_counter()
 
-    def go_on(doing: str) -> bool:
-        run.watchdog.doing(f"{doing} in the evaluation of {split} after step {state.step}")
+    def go_on(what: str) -> bool:
+        doing(f"{what} in the evaluation of {split} after step {state.step}")
         return run.control.leaving(evaluating=True) is None
 
     run.recorder.phase(f"evaluating {split}")
@@ -97,7 +98,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
             go_on,
             kept=MISTAKES if job.config.tensorboard else 0,
         )
-    run.watchdog.doing(f"recording the evaluation of {split}")
+    doing(f"recording the evaluation of {split}")
     seconds = time.perf_counter() - began
     run.control.slowest_evaluation = max(run.control.slowest_evaluation, seconds)
     if result is None:

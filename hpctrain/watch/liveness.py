@@ -6,21 +6,16 @@ times that are written, which come from another machine's clock.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain.report.jsonlines import open_record
+from hpctrain.heartbeats import BEAT_EVERY, FOLDER, find_cause, is_gone, read_beat
 from hpctrain.report.progress import duration
 from hpctrain.report.story import Story, moment, number
-from hpctrain.strictjson import parse_json
 from hpctrain.training.control import FILE as STOP_FILE
-from hpctrain.training.watchdog import BEAT_EVERY, FOLDER
 
-LONGEST_BEAT = 1 << 16  # bytes of a heartbeat that are read
 PATIENCE = 10.0  # seconds of silence that mean nothing
 LATE = 3.0  # times the usual is late
 IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # by the heartbeats
@@ -70,18 +65,18 @@ class Pulse:
             return ended(story.end)
         late = PATIENCE + LATE * story.usual()
         testing = story.step.get("step") == story.steps()  # all steps are done, not yet the end
-        beat = self._read_beat() if record > late / 2 or testing or not story.step else {}
-        beaten = self._beat.silence(beat.get("time"), number(beat.get("time"))) if beat else None
+        ranks, look = self._folder / FOLDER, record > late / 2 or testing or not story.step
+        beat = read_beat(ranks / "0.json") if look else None
+        beaten = self._beat.silence(beat.time, beat.time) if beat else None
         asked = (self._folder / STOP_FILE).is_file()
-        if _is_gone(beat):
-            return Status("failed", f"ended without a word: process {beat['pid']} is gone")
-        if beaten is not None and beaten < PATIENCE + LATE * _interval(story):
-            told, since = beat.get("doing"), number(beat.get("seconds")) or 0.0
-            doing = told if isinstance(told, str) else "?"
-            if record > late and doing.startswith(IN_STEP):
-                return Status("silent", f"silent for {rough(record)}, rank 0 is in: {doing}")
-            told_more = record > late or (testing and "evaluation" in doing)
-            words = f"running: {doing} for {duration(since + beaten)}" if told_more else ""
+        if beat and is_gone(beat):
+            cause = find_cause(ranks)
+            return Status("failed", f"failed: {cause[0]}" if cause else "failed")
+        if beat and beaten is not None and beaten < PATIENCE + LATE * _interval(story):
+            if record > late and beat.doing.startswith(IN_STEP):
+                return Status("silent", f"silent for {rough(record)}, rank 0 is in: {beat.doing}")
+            words = f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
+            words = words if record > late or (testing and "evaluation" in beat.doing) else ""
         elif record > late:
             return Status("silent", f"silent for {rough(record)}")
         else:
@@ -92,15 +87,6 @@ class Pulse:
             return Status("waiting", words or "not begun yet")
         return Status("running", words or ("running" if story.step else "starting"))
 
-    def _read_beat(self) -> Mapping[str, Any]:
-        """Of rank 0, which writes the record."""
-        try:
-            with open_record(self._folder / FOLDER / "0.json") as file:
-                beat = parse_json(file.read(LONGEST_BEAT))
-            return beat if isinstance(beat, dict) else {}
-        except (OSError, ValueError):
-            return {}
-
 
 def ended(end: Mapping[str, Any]) -> Status:
     """How a run ended by its own account."""
@@ -109,15 +95,8 @@ def ended(end: Mapping[str, Any]) -> Status:
     return Status(kind, f"{kind}: {reason}" if reason else kind)
 
 
-def _is_gone(beat: Mapping[str, Any]) -> bool:
-    """Whether the process of a heartbeat was one of this machine, and is no more."""
-    pid = beat.get("pid")
-    here = isinstance(pid, int) and beat.get("host") == socket.gethostname()
-    return here and os.path.isdir("/proc/self") and not os.path.isdir(f"/proc/{pid}")
-
-
 def _interval(story: Story) -> float:
-    """Seconds between two heartbeats, at most (``watchdog.beat_interval``)."""
+    """Seconds between two heartbeats, at most (``heartbeats.beat_interval``)."""
     return max(BEAT_EVERY, (number(story.facts.get("ranks")) or 1) / 20)
 
 

@@ -10,7 +10,6 @@ from hpctrain.report.record import read_records
 from hpctrain.training.control import Control
 from hpctrain.training.progress import Progress, Run
 from hpctrain.training.train import train
-from hpctrain.training.watchdog import Watchdog
 
 
 def short_run(folder, pack, **settings):
@@ -21,10 +20,7 @@ def short_run(folder, pack, **settings):
 
 def make_run(job, comm, recorder, control=None):
     """What the training loop works with."""
-    watchdog = Watchdog(comm.rank, comm.size, "here", 60, lambda code: None)
-    return Run(
-        job, comm, recorder, control or Control(None), Progress(), watchdog, Interval(), None
-    )
+    return Run(job, comm, recorder, control or Control(None), Progress(), Interval(), None)
 
 
 def digest(config, comm, name):

@@ -15,7 +15,6 @@ from hpctrain.config import duration
 from hpctrain.errors import UsageError
 from hpctrain.launcher import UNDER_MPIRUN
 from hpctrain.report.record import read_records
-from hpctrain.start import start_limit
 from hpctrain.training.control import Control, deadline
 from tests.launch import run
 from tests.packs import make_pack
@@ -156,18 +155,3 @@ def test_hpctrain_stop(tmp_path, monkeypatch, capsys):
     assert not (folder / "STOP").exists()
     assert main(["stop", "b"]) == 2
     assert main(["stop"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "seconds"),
-    [
-        ([], 1830),
-        (["--timeout", "6s"], 36),
-        (["train", "--timeout=2m", "--run", "a"], 150),
-        (["--timeout", "1"], 90),
-        (["--timeout", "soon"], 1830),
-        (["--run", "--timeout"], 1830),
-    ],
-)
-def test_how_long_starting_may_take(words, seconds):
-    assert start_limit(words) == seconds

@@ -8,13 +8,33 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
+from hpctrain import start as begin
 from hpctrain.bench.jobs import moment
+from hpctrain.config import Config, EvaluateConfig, PackConfig
+from hpctrain.data.packed import read_pack
+from hpctrain.errors import UsageError
+from hpctrain.heartbeats import (
+    Beat,
+    Turn,
+    blame,
+    name_ranks,
+    read_beat,
+    read_beats,
+    write_beat,
+)
+from hpctrain.models import build, save_model
 from hpctrain.report.record import read_records
-from hpctrain.training.watchdog import Watchdog, hung
-from tests.launch import Job, mpirun
+from hpctrain.start import is_own
+from hpctrain.training.folder import make_run_folder
+from hpctrain.training.lock import RunLock
+from hpctrain.watchdog import Watchdog, doing, waiting
+from tests.launch import Job, mpirun, run, run_mpi
 from tests.packs import make_pack
 
 LONG = ["--epochs", "100000", "--batch-size", "16", "--shards", "4", "--progress", "none"]
@@ -30,10 +50,10 @@ def start(tmp_path):
         words = ["--data", "pack.h5", "--run", "a", *LONG, *flags]
         command = [mpirun(), "-n", str(ranks), sys.executable, "-m", "hpctrain", "train", *words]
         jobs.append(Job(command, cwd=tmp_path))
-        until = time.monotonic() + 60
-        while wait and len(beats(tmp_path)) < ranks and time.monotonic() < until:
-            time.sleep(0.1)
-        while wait and not steps(tmp_path) and time.monotonic() < until:
+        until = time.monotonic() + 90
+        while wait and (len(beats(tmp_path)) < ranks or not steps(tmp_path)):
+            assert jobs[-1].poll() is None, jobs[-1].communicate()
+            assert time.monotonic() < until, beats(tmp_path)
             time.sleep(0.1)
         return jobs[-1]
 
@@ -65,17 +85,21 @@ def ended(job, seconds):
     return job.returncode, err, time.monotonic() - began
 
 
-def test_a_rank_that_is_stopped_is_named_and_all_end(start, tmp_path):
-    job = start("--timeout", "6s")
-    pid = beats(tmp_path)[1]["pid"]
+def test_a_rank_that_is_stopped_is_named_by_one_other_and_all_end(start, tmp_path):
+    stopped = 0
+    job = start("--timeout", "6s", ranks=3)
+    pid = beats(tmp_path)[stopped]["pid"]
     os.kill(pid, signal.SIGSTOP)
     code, err, _ = ended(job, 40)
     assert code == 1
-    assert re.search(r"\[rank 0 of 2 @.*nothing new for 6 s while in: waiting for all in ", err)
-    assert f"rank 1 (process {pid} on " in err
-    assert "gave no sign for" in err
-    stack = (tmp_path / "runs/a/ranks/0.stack").read_text()
-    assert "Allreduce" in stack or "allreduce" in stack
+    assert (
+        len(re.findall(r"\[rank \d of 3 @.*nothing new for 6 s while in: waiting for all", err))
+        == 1
+    )
+    assert len(re.findall(rf"rank {stopped} \(process {pid} on .*gave no sign for", err)) == 1
+    assert "stacks are in runs/a/ranks" in err and "Thread" not in err
+    for rank in {0, 1, 2} - {stopped}:
+        assert "llreduce" in (tmp_path / f"runs/a/ranks/{rank}.stack").read_text()
 
 
 def test_a_rank_that_loops_is_named(start, tmp_path):
@@ -131,6 +155,17 @@ def test_a_notice_while_starting_is_not_lost(start, tmp_path):
     assert len(steps(tmp_path)) >= 1
 
 
+def stacks_of(err):
+    """What stands in the files that the message names."""
+    folder = Path(re.search(r"stacks are in (\S+)", err)[1])
+    return "".join(path.read_text() for path in folder.glob("*.stack"))
+
+
+def rank_of(pid, ranks):
+    """The rank of one of these processes, by the order in which mpirun starts them."""
+    return sorted(ranks).index(pid)
+
+
 def new_ranks(job):
     """The process ids of two ranks, as soon as they are there."""
     until = time.monotonic() + 30
@@ -178,44 +213,215 @@ def test_a_rank_that_hangs_while_starting_ends_all(start, tmp_path):
     job = start("--timeout", "5s", "--model", "stuck:net", wait=False)
     code, err, _ = ended(job, 60)
     assert code == 1
-    assert "nothing new for 5 s while in: start" in err
-    assert "stuck.py" in err
+    assert re.search(r"nothing new for 5 s while in: (waiting for .* in )?setting up", err)
+    assert re.search(r"rank 1 \(process \d+ on .*\) did not arrive, it is in: setting up", err)
+    assert "stuck.py" in stacks_of(err)
 
 
 def test_a_rank_that_stops_before_mpi_runs_ends_all(start):
-    """While modules are imported: nobody knows of anybody yet."""
+    """While modules are imported: no MPI that could tell of it runs yet."""
     job = start("--timeout", "1s", wait=False)
     ranks = new_ranks(job)
-    time.sleep(0.4)  # the interpreter itself has to come up first
-    os.kill(ranks[-1], signal.SIGSTOP)
+    os.kill(ranks[-1], signal.SIGSTOP)  # its interpreter comes up
     code, err, seconds = ended(job, 90)
     assert code not in (0, 75)
     assert seconds < 60
-    assert "Timeout" in err
+    (line,) = [line for line in err.splitlines() if "starting; nothing new for 31 s" in line]
+    missing = rank_of(ranks[-1], ranks)
+    assert "while in: waiting for all in MPI_Init" in line
+    assert f"rank {missing} gave no sign at all" in line
+    assert re.search(rf"imports took \d s on rank {1 - missing}.*longer --timeout than 1s", line)
+    assert "Thread" not in err and "MPI_Init_thread" not in err, "stacks are in files"
 
 
 def test_heartbeats_tell_who_did_not_arrive(tmp_path):
-    def beat(rank, doing, age):
-        found = {"rank": rank, "host": "h", "pid": 7, "doing": doing, "time": time.time() - age}
-        (tmp_path / f"{rank}.json").write_text(json.dumps(found))
-
-    beat(0, "waiting for all in step 9", 1)
-    beat(1, "step 9", 1)
-    beat(2, "step 9", 300)
+    now = time.time()
+    for rank, what, age in (
+        (0, "waiting for all in step 9", 1),
+        (1, "step 9", 1),
+        (2, "step 9", 300),
+        (5, "waiting for rank 0 in saving", 1),
+    ):
+        write_beat(tmp_path, Beat(rank, "h", 7, what, 0.0, 0.0))
+        os.utime(tmp_path / f"{rank}.json", (now - age, now - age))
     (tmp_path / "3.json").write_text("torn")
-    assert hung(tmp_path, 0, 60.0) == [
+    (tmp_path / "4.json").write_text("[" * 100_000)
+    (tmp_path / "6.json").symlink_to("5.json")
+    (tmp_path / "7.json").write_text((tmp_path / "5.json").read_text())  # says it is another's
+    assert blame(read_beats(tmp_path), 8, now, 60.0) == [
+        "ranks 3-4, 6-7 gave no sign at all",
         "rank 1 (process 7 on h) did not arrive, it is in: step 9",
         "rank 2 (process 7 on h) gave no sign for 300 s, last in: step 9",
     ]
+    write_beat(tmp_path, Beat(3, "h\x1b[2J", 7, "a\nb", 0.0, 0.0))
+    told = read_beat(tmp_path / "3.json")
+    assert told and (told.host, told.doing) == (r"h\x1b[2J", r"a\nb")
+
+
+def test_what_is_said_of_many_ranks_is_short():
+    beats = [Beat(rank, "h", 7, "step 9", 0.0, 0.0) for rank in range(0, 1024, 2)]
+    lines = blame(beats, 1024, 100.0, 60.0)
+    assert len(lines) == 9 and lines[-1] == "and 505 ranks more"
+    assert lines[0] == "ranks 1, 3, 5, 7, 9, 11, 13, 15, ... gave no sign at all"
+    assert name_ranks([4]) == "rank 4"
+
+
+def test_one_rank_reads_the_heartbeats_until_it_is_silent(tmp_path):
+    first, second, third = (Turn(tmp_path, 0.2) for _ in range(3))
+    assert first.take() and not second.take() and not third.take()
+    for _ in range(4):
+        time.sleep(0.1)
+        assert first.take() and not second.take()
+    time.sleep(0.3)  # the first is stopped
+    assert not second.take(), "it takes the file away"
+    assert second.take() and not third.take()
+    assert not third.over
+    second.announce()
+    assert not third.take() and third.over
+    second.give_back()
+    assert third.take() and not list(tmp_path.glob("[!r]*"))
+
+
+def test_a_rank_waits_as_long_as_another_goes_on(tmp_path, monkeypatch):
+    """As where rank 0 unpacks an archive: what it says is new."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append(code) or time.sleep(60))
+    with Watchdog(1, 2, "h", 0.5) as dog:
+        dog.keep_in(tmp_path / "ranks")
+        with waiting("rank 0"):
+            for number in range(15):
+                write_beat(tmp_path / "ranks", Beat(0, "h", 7, f"file {number}", 0.0, 0.0))
+                time.sleep(0.1)
+            assert ended == []
+            read = (tmp_path / "ranks/reading").exists()
+            time.sleep(1.2)
+    assert read and ended == [1]
 
 
 def test_what_is_done_starts_the_time_anew(tmp_path):
     ended = []
     with Watchdog(0, 1, "h", 0.5, ended.append) as dog:
-        dog.keep_in(tmp_path)
+        dog.keep_in(tmp_path / "ranks")
         for number in range(8):
-            dog.doing(f"step {number}")
+            doing(f"step {number}")
             time.sleep(0.15)
     assert ended == []
     beat = json.loads((tmp_path / "ranks" / "0.json").read_text())
     assert (beat["doing"], beat["pid"]) == ("step 7", os.getpid())
+
+
+@pytest.fixture
+def network(tmp_path):
+    """The files that evaluate and predict need: a pack, and a network that was never trained."""
+    make_pack(tmp_path / "pack.h5", {"train": 29, "test": 23})
+    facts = {"model": "digits", "image_shape": [28, 28, 1], "pack": str(tmp_path / "pack.h5")}
+    facts |= {"classes": list(read_pack(tmp_path / "pack.h5").classes)}
+    facts |= {"pack_uuid": read_pack(tmp_path / "pack.h5").uuid}
+    save_model(tmp_path / "net.safetensors", build("digits", (28, 28, 1), 10), facts)
+
+
+@pytest.mark.parametrize("command", ["pack", "evaluate"])
+def test_a_stopped_rank_of_what_is_no_training_is_named(tmp_path, network, command):
+    words = ["net.safetensors"]
+    if command == "pack":
+        words = ["images", "--output", "new.h5"]
+        for number in range(20):
+            (tmp_path / f"images/{number % 2}").mkdir(parents=True, exist_ok=True)
+            Image.new("L", (9, 9), number).save(tmp_path / f"images/{number % 2}/{number}.png")
+    meet = tmp_path / "meet"
+    meet.mkdir()
+    flags = ["-m", "hpctrain", command, *words, "--timeout", "2s"]
+    job = Job(
+        [mpirun(), "-n", "3", sys.executable, *flags], cwd=tmp_path, env={"TMPDIR": str(meet)}
+    )
+    try:
+        until = time.monotonic() + 60
+        while (
+            not (found := list(meet.glob(".hpctrain-ranks-*/2.json"))) and time.monotonic() < until
+        ):
+            time.sleep(0.01)
+        os.kill(json.loads(found[0].read_text())["pid"], signal.SIGSTOP)
+        code, err, _ = ended(job, 60)
+    finally:
+        job.end()
+    assert code == 1, err
+    assert len(re.findall(r"nothing new for \d+ s while in: ", err)) == 1
+    assert "rank 2 (process " in err and "gave no sign for" in err
+    assert "Thread" not in err, "stacks are in files"
+    assert not (tmp_path / "new.h5").exists()
+
+
+def test_nothing_is_left_where_ranks_met(tmp_path, network):
+    meet = tmp_path / "meet"
+    old = meet / ".hpctrain-ranks-old"
+    (old / "x").mkdir(parents=True)
+    os.utime(old, (0, 0))
+    words = ["-m", "hpctrain", "predict", "net.safetensors", "--output", "-"]
+    done = run_mpi(2, words, cwd=tmp_path, env={"TMPDIR": str(meet)})
+    assert done.returncode == 0, done.stderr
+    assert list(meet.glob(".h*")) == []
+
+
+@pytest.mark.parametrize("planted", ["link", "others may write"])
+def test_a_folder_that_is_not_the_users_own_is_no_place_to_meet(tmp_path, planted):
+    folder, other = tmp_path / "a", tmp_path / "b"
+    other.mkdir(mode=0o700)
+    if planted == "link":
+        folder.symlink_to(other)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    assert not is_own(folder) and is_own(other) and is_own(tmp_path / "new")
+    assert is_own(tmp_path / "new"), "as the second rank finds it"
+
+
+def test_where_ranks_of_several_hosts_meet(tmp_path, monkeypatch):
+    monkeypatch.setattr(begin, "launched_size", lambda: 4)
+    monkeypatch.setattr(begin, "local_size", lambda: 2)
+    runs = Path("runs"), Path()
+    assert begin.meeting_places(Config()) == begin.meeting_places(EvaluateConfig()) == runs
+    assert begin.meeting_places(PackConfig(output="a/b.h5")) == (Path("a"), Path())
+    assert begin.meeting_places(PackConfig()) == (Path(), Path())
+
+
+def test_a_run_that_another_launch_begins_meanwhile(tmp_path):
+    """What a launch that found no run meets as it makes the folder; in between it is locked."""
+    job = SimpleNamespace(
+        config=Config(run="a", runs_dir=str(tmp_path)), plan=SimpleNamespace(to_json=lambda: "{}")
+    )
+    first, second = RunLock(), RunLock()
+    folder = make_run_folder(job, first)
+    code = f"from hpctrain.training.lock import *; print(is_locked(Path({str(folder)!r})))"
+    try:
+        assert run([sys.executable, "-c", code]).stdout == "True\n"
+        with pytest.raises(UsageError, match="another launch has just begun the run .*/a: wait"):
+            make_run_folder(job, second)
+        assert run([sys.executable, "-c", code]).stdout == "True\n", "the first is unharmed"
+    finally:
+        first.release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_of_launches_at_once_one_trains(tmp_path):
+    make_pack(tmp_path / "pack.h5", {"train": 29})
+    words = [
+        "--data",
+        "pack.h5",
+        "--run",
+        "a",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "8",
+        "--shards",
+        "1",
+    ]
+    command = [sys.executable, "-m", "hpctrain", *words, "--progress", "none", "--threads", "1"]
+    jobs = [Job(command, cwd=tmp_path) for _ in range(3)]
+    codes = []
+    for job in jobs:
+        _, err = job.communicate(timeout=120)
+        codes.append(job.returncode)
+        assert job.returncode == 0 or re.search("another (launch|job)", err), err
+    assert codes.count(2) >= 1 and set(codes) == {0, 2}
+    assert list(read_records(tmp_path / "runs/a"))[-1]["status"] == "done"

@@ -18,6 +18,7 @@ from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.packing.team import ASK, Team
 from hpctrain.text import printable
+from hpctrain.watchdog import doing
 
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
 WIDTH = 100  # of a table that is not shown on a terminal
@@ -48,6 +49,7 @@ def progress(what: str, total: int, own: int, team: Team) -> Iterator[Callable[[
         nonlocal done
         with lock:
             done += images
+            doing(f"{what} image {done:,} of {own:,}")
             bar.update(task, completed=done * total // max(own, 1))
 
     columns = (

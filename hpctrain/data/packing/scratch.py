@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from hpctrain.errors import UsageError, brief
+from hpctrain.watchdog import doing
 
 BLOCK = 2**20
 SPARE, RATIO = 2**30, 200  # a .gz may grow to SPARE bytes plus RATIO times its size
@@ -64,6 +65,7 @@ def unzipped(path: Path, place: Place) -> Iterator[BinaryIO]:
             with gzip.open(path) as stream:
                 while block := stream.read(BLOCK):
                     target.write(block)
+                    doing(f"unzipping byte {target.tell():,} of {path}")
                     if target.tell() > limit:
                         raise UsageError(
                             f"source {path} grows to more than {limit:,} bytes, over {RATIO} times"
@@ -83,6 +85,7 @@ def copy_exactly(stream: IO[bytes], target: BinaryIO, length: int, what: str) ->
     while left and (block := stream.read(min(BLOCK, left))):
         target.write(block)
         left -= len(block)
+        doing(f"copying {what}, {left:,} bytes left")
     if left or stream.read(1):
         there = f"{length - left:,}" if left else f"more than {length:,}"
         raise UsageError(f"{what} says it holds {length:,} bytes of pixels but has {there}")

@@ -23,6 +23,7 @@ from hpctrain.data.packing.layout import Item, Source, arrange, hidden
 from hpctrain.data.packing.scratch import ZIP_ERRORS, Place, unzipped
 from hpctrain.data.packing.worker import FILE_LIMIT
 from hpctrain.errors import UsageError, brief
+from hpctrain.watchdog import doing
 
 GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
 
@@ -90,6 +91,7 @@ def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
     bad: list[tuple[str, str]] = []
 
     def enter(folder: str, above: tuple[tuple[int, int], ...]) -> None:
+        doing(f"listing {root}/{folder}")
         with os.scandir(os.path.join(root, folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
@@ -121,6 +123,7 @@ def _tar(path: Path, file: BinaryIO) -> Source:
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
+                doing(f"listing {path}")
                 name = _safe_name(member.name, path)
                 if name:
                     members.pop(name, None)

@@ -26,6 +26,7 @@ from PIL import Image
 
 from hpctrain.data.images import BadImage, Fit, WrongSize, as_jpeg, decode, fit_pixels, probe
 from hpctrain.files import write_at
+from hpctrain.watchdog import doing
 
 COUNTER_BYTES = 8
 FILE_LIMIT = 2**30  # bytes of one image file
@@ -84,6 +85,7 @@ def quiet() -> Iterator[None]:
 
 
 def _one(task: Task, row: int, name: str, descriptor: int, offset: int, size: int) -> list[Any]:
+    doing(f"reading {name}")
     try:
         data = _bytes(task, name, descriptor, offset, size)
         if task.fit is None:

@@ -1,0 +1,215 @@
+"""What each rank last said of itself: ``N.json`` in a folder that all ranks see.
+
+One JSON object a file: rank, host, pid, doing, seconds (since that began), time (since 1970), limit
+and imports (seconds) and, of a rank that ended before the others, failed (why). ``N.stack`` beside
+it holds the stacks of a rank that hung, crashed or was ended by its launcher. Ages are differences
+of modification times, which one server gives: the clocks of the hosts do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from hpctrain.files import open_itself, temporary_name
+from hpctrain.strictjson import parse_json
+from hpctrain.text import printable
+
+FOLDER = "ranks"  # of a run
+BEAT_EVERY = 5.0  # seconds
+WAITING = "waiting for "  # how a rank says that others are to blame
+LONGEST, LONGEST_TEXT = 2**16, 500  # bytes of a heartbeat that are read, letters of a text in it
+MOST_NAMED = 8  # ranks, in a message
+CRASH = re.compile(rb"Fatal Python error: ([ -~]{1,80})")  # as faulthandler begins
+
+
+class Beat(NamedTuple):
+    """One heartbeat."""
+
+    rank: int
+    host: str
+    pid: int
+    doing: str
+    seconds: float  # since it began that, when the heartbeat was written
+    time: float  # when that was, by the clock of its host, in seconds since 1970
+    limit: float = 0.0  # seconds that it may take
+    imports: float = 0.0  # seconds that its imports have taken
+    failed: str = ""  # why it ended, where it could say so
+    written: float = 0.0  # when, by the file's modification time
+
+
+def beat_interval(timeout: float, size: int) -> float:
+    """Seconds between two heartbeats; many ranks write more rarely, for the file system's sake."""
+    return min(max(BEAT_EVERY, size / 20), timeout / 6)
+
+
+def write_beat(folder: Path, beat: Beat) -> None:
+    """Replace this rank's heartbeat, whole. OSError."""
+    fields = {name: value for name, value in beat._asdict().items() if name != "written"}
+    path = folder / f"{beat.rank}.json"
+    temporary = temporary_name(path)
+    with open(temporary, "x", opener=open_itself) as file:
+        file.write(json.dumps(fields) + "\n")
+    os.replace(temporary, path)
+
+
+def read_beat(path: Path) -> Beat | None:
+    """The heartbeat in a file; None where it holds none."""
+    try:
+        with open(path, "rb", opener=open_itself) as file:
+            written, text = os.fstat(file.fileno()).st_mtime, file.read(LONGEST)
+        found = parse_json(text)
+        numbers = [float(found.get(name, 0.0)) for name in ("seconds", "time", "limit", "imports")]
+        texts = [str(found.get(name, ""))[:LONGEST_TEXT] for name in ("host", "doing", "failed")]
+        rank, pid = int(found["rank"]), int(found["pid"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return None
+    if path.name != f"{rank}.json":
+        return None
+    host, said, failed = (printable(text, newlines=False) for text in texts)
+    seconds, moment, limit, imports = numbers
+    return Beat(rank, host, pid, said, seconds, moment, limit, imports, failed, written)
+
+
+def read_beats(folder: Path) -> list[Beat]:
+    """The heartbeats of all ranks that have one, in their order."""
+    with suppress(OSError):
+        beats = [read_beat(path) for path in folder.glob("[0-9]*.json")]
+        return sorted(beat for beat in beats if beat)
+    return []
+
+
+def is_gone(beat: Beat) -> bool:
+    """Whether the process of a heartbeat was one of this machine, and is no more."""
+    here = beat.host == socket.gethostname() and os.path.isdir("/proc/self")
+    return here and not os.path.isdir(f"/proc/{beat.pid}")
+
+
+def remove_all(folder: Path) -> None:
+    """Take away what an earlier launch left. OSError."""
+    for pattern in ("[0-9]*.json", "[0-9]*.stack", ".*.tmp", Turn.FILE):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 1, 3-7"; `ranks` in their order."""
+    breaks = [i for i, (a, b) in enumerate(pairwise(ranks), 1) if b != a + 1]
+    runs = [ranks[a:b] for a, b in pairwise([0, *breaks, len(ranks)])]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    shown = [*texts[:MOST_NAMED], "..."] if len(texts) > MOST_NAMED else texts
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown)
+
+
+def blame(beats: Sequence[Beat], size: int, now: float, silence: float) -> list[str]:
+    """What to say of the ranks for which others wait: those without any heartbeat, those that gave
+    no sign for `silence` seconds before `now`, and those that do not wait themselves.
+    """
+    missing = sorted(set(range(size)) - {beat.rank for beat in beats})
+    lines = [f"{name_ranks(missing)} gave no sign at all"] if missing else []
+    for beat in beats:
+        age = now - beat.written
+        who = f"rank {beat.rank} (process {beat.pid} on {beat.host})"
+        if age > silence:
+            lines.append(f"{who} gave no sign for {age:.0f} s, last in: {beat.doing}")
+        elif not beat.doing.startswith(WAITING):
+            lines.append(f"{who} did not arrive, it is in: {beat.doing}")
+    more = len(lines) - MOST_NAMED
+    return [*lines[:MOST_NAMED], f"and {more} ranks more"] if more > 0 else lines
+
+
+def find_cause(folder: Path) -> tuple[str, float] | None:
+    """Why the launch that left these heartbeats ended, where it did not record it, and when it gave
+    the last sign (seconds since 1970); None where there is none.
+
+    A rank's own words come first. Then a crash, which faulthandler has noted. Launchers send
+    SIGTERM to the ranks that are left, which then leave their stacks: who left none was first.
+    """
+    beats = read_beats(folder)
+    if not beats:
+        return None
+    last = max(beat.time for beat in beats)
+    if failed := [beat for beat in beats if beat.failed]:
+        beat = min(failed, key=lambda beat: beat.time)
+        return f"rank {beat.rank}: {beat.failed}", last
+    stacks = {beat.rank: _head(folder / f"{beat.rank}.stack") for beat in beats}
+    for beat in beats:
+        if crash := CRASH.match(stacks[beat.rank]):
+            text = f"rank {beat.rank} crashed ({crash[1].decode()}), last in: {beat.doing}"
+            return text, last
+    silent = [beat for beat in beats if not stacks[beat.rank]]
+    where = "; ".join(f"rank {b.rank} on {b.host}, last in: {b.doing}" for b in silent[:MOST_NAMED])
+    if not silent:
+        text = f"ended from outside (SIGTERM), rank 0 was in: {beats[0].doing}"
+    elif len(silent) < len(beats):
+        text = f"killed without a word: {where} (the others were then ended by the launcher)"
+    else:
+        text = f"all ranks were killed without a word: {where}"
+    return text, last
+
+
+class Turn:
+    """Which rank reads the heartbeats of all: the one that could make a file, until it gives the
+    turn back or does not touch the file any longer.
+    """
+
+    FILE = "reading"
+
+    def __init__(self, folder: Path, patience: float) -> None:
+        self._path, self._patience = folder / self.FILE, patience
+        self.mine = self.over = False  # over: a hang was found, all end
+        self._seen, self._since = 0, 0.0  # the file as another rank touched it last, since when
+
+    def take(self) -> bool:
+        """Whether it is this rank's turn; to be called again and again."""
+        try:
+            if self.mine:
+                os.utime(self._path)
+                return True
+            os.close(open_itself(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            self.mine = True
+        except FileExistsError:
+            self._look()
+        except OSError:
+            self.mine = True  # no room, or the folder is gone: each for itself
+        return self.mine
+
+    def _look(self) -> None:
+        with suppress(OSError):
+            found, now = os.lstat(self._path), time.monotonic()
+            self.over = found.st_size > 0
+            if found.st_mtime_ns != self._seen:
+                self._seen, self._since = found.st_mtime_ns, now
+            elif now - self._since > self._patience:
+                self._path.unlink()
+
+    def now(self) -> float:
+        """The time by the clock that dates the heartbeats."""
+        with suppress(OSError):
+            return os.lstat(self._path).st_mtime
+        return time.time()
+
+    def announce(self) -> None:
+        """Tell the others that all end."""
+        with suppress(OSError), open(self._path, "w") as file:
+            file.write("hang\n")
+
+    def give_back(self) -> None:
+        """Let another rank read."""
+        if self.mine:
+            self.mine = False
+            self._path.unlink(missing_ok=True)
+
+
+def _head(path: Path) -> bytes:
+    with suppress(OSError), open(path, "rb", opener=open_itself) as file:
+        return file.read(LONGEST)
+    return b""

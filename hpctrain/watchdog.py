@@ -1,0 +1,292 @@
+"""A watch over each rank: nothing hangs for ever, and the log says who hung in what.
+
+Every rank says what it is about to do; a thread writes that to the rank's heartbeat file every few
+seconds (``heartbeats.py``). Where a rank has said nothing new for the timeout, one rank reads all
+heartbeats, and where none is newer, it names the ranks that did not arrive and ends all. The stacks
+go to files. A rank that cannot run its thread either (stopped, or stuck in native code) is ended by
+faulthandler's own timer, or by the others. The kernel ends ranks whose mpirun died.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.files import open_itself
+from hpctrain.heartbeats import (
+    BEAT_EVERY,
+    WAITING,
+    Beat,
+    Turn,
+    beat_interval,
+    blame,
+    read_beats,
+    write_beat,
+)
+from hpctrain.launcher import end_with_launcher, under_mpirun
+
+LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
+IMPORTS = 30.0  # seconds that starting may take besides --timeout
+BEGAN = time.monotonic()
+
+_current: list[Watchdog] = []  # that of this process last
+
+
+def current() -> Watchdog | None:
+    """The watchdog of this process, if it has one."""
+    return _current[-1] if _current else None
+
+
+def doing(what: str) -> None:
+    """Tell the watchdog of this process, if it has one, what comes now."""
+    if _current:
+        _current[-1].doing(what)
+
+
+def started(what: str) -> None:
+    """Say what comes now that everything is imported: from now on --timeout alone counts."""
+    if _current:
+        _current[-1].starting = False
+    doing(what)
+
+
+def keep_in(folder: Path) -> None:
+    """Let the watchdog of this process write heartbeats into this folder from now on. UsageError
+    where that cannot be.
+    """
+    if _current:
+        _current[-1].keep_in(folder)
+
+
+@contextmanager
+def waiting(whom: str = "all") -> Iterator[None]:
+    """Say that the block waits for other ranks."""
+    before = _current[-1].said if _current else ""
+    if not before.startswith(WAITING):
+        doing(f"{WAITING}{whom} in {before}")
+    yield
+    doing(before)
+
+
+class Watchdog:
+    """Watches one rank from when it is entered until it is left.
+
+    Where it watches a `whole` process, crashes and the SIGTERM of mpirun leave stacks, too.
+    `abort` ends all ranks with an exit code; None = MPI does not run yet.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        host: str,
+        timeout: float,
+        abort: Callable[[int], Any] | None = None,
+        whole: bool = False,
+    ) -> None:
+        self.rank, self.size, self.host, self.timeout = rank, size, host, timeout
+        self.abort = abort
+        self.starting, self.imports = whole, time.monotonic() - BEGAN
+        self._whole = whole
+        self._folder: Path | None = None
+        self._own = False  # whether the folder is there for the heartbeats alone
+        self._stack: int | None = None  # its open file
+        self._turn: Turn | None = None
+        self.said, self._since = "start", time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    @property
+    def limit(self) -> float:
+        """Seconds without anything new after which this rank counts as hung."""
+        return self.timeout + IMPORTS if self.starting else self.timeout
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two heartbeats."""
+        return beat_interval(self.timeout, self.size)
+
+    def __enter__(self) -> Watchdog:
+        end_with_launcher()
+        _current.append(self)
+        self._arm()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(LAST_WORDS)  # it may be stuck on a file system
+        faulthandler.cancel_dump_traceback_later()  # the thread arms it
+        _current.remove(self)
+        self._leave_folder()
+
+    def _arm(self) -> None:
+        """The second line: a C timer that needs no interpreter. Later than the thread, which sets
+        it anew with each heartbeat."""
+        limit = 2 * self.limit + LAST_WORDS
+        faulthandler.dump_traceback_later(
+            limit, exit=True, file=2 if self._stack is None else self._stack
+        )
+
+    def keep_in(self, folder: Path, own: bool = False) -> None:
+        """Write heartbeats and stacks into this folder from now on; it is taken away at the end if
+        it is there for them alone (its `own`). UsageError where that cannot be.
+        """
+        self._leave_folder()
+        try:
+            folder.mkdir(exist_ok=True)
+            self._folder, self._own = folder, own
+            self._turn = Turn(folder, 3 * self.interval)
+            self._open_stack(folder)
+            self.beat()
+        except OSError as error:
+            raise UsageError(
+                f"cannot write into {folder} on {self.host}: {error.strerror}; it must be a folder"
+                " that all ranks see"
+            ) from error
+
+    def _open_stack(self, folder: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._stack = open_itself(folder / f"{self.rank}.stack", flags)
+        if self._whole:
+            faulthandler.enable(self._stack)
+            if under_mpirun():  # elsewhere it is a notice
+                faulthandler.register(signal.SIGTERM, self._stack, all_threads=False, chain=True)
+        self._arm()
+
+    def _leave_folder(self) -> None:
+        """Take away what is of no use to anybody."""
+        folder, stack, turn = self._folder, self._stack, self._turn
+        self._folder = self._stack = self._turn = None
+        if folder is None or stack is None or turn is None:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        if self._whole:
+            faulthandler.disable()
+            faulthandler.unregister(signal.SIGTERM)
+        os.close(stack)
+        with suppress(OSError):
+            turn.give_back()
+            path = folder / f"{self.rank}.stack"
+            if not path.stat().st_size:
+                path.unlink()
+            if self._own:
+                (folder / f"{self.rank}.json").unlink(missing_ok=True)
+                folder.rmdir()  # the last rank can
+
+    def doing(self, what: str) -> None:
+        """Say what comes now; the time starts anew."""
+        self.said, self._since = what, time.monotonic()
+
+    def imported(self, what: str) -> None:
+        """Say what comes now that imports are done, at once: others may wait for this rank."""
+        self.imports += time.monotonic() - self._since
+        self.doing(what)
+        self.beat()
+
+    def fail(self, why: str) -> None:
+        """Leave word of why this rank is about to end all."""
+        self.beat(why)
+
+    def beat(self, failed: str = "") -> None:
+        """Write a heartbeat."""
+        if self._folder is None:
+            return
+        since = time.monotonic() - self._since
+        now, limit, imports = (round(n, 1) for n in (time.time(), self.limit, self.imports))
+        beat = Beat(
+            self.rank,
+            self.host,
+            os.getpid(),
+            self.said,
+            round(since, 1),
+            now,
+            limit,
+            imports,
+            failed,
+        )
+        with suppress(OSError):  # no room, or the folder is gone: the loop says so itself
+            write_beat(self._folder, beat)
+
+    def _watch(self) -> None:
+        beaten = looked = time.monotonic()
+        while not self._over.wait(min(1.0, self.interval)):
+            now = time.monotonic()
+            if now - beaten >= self.interval:
+                beaten = now
+                self.beat()
+                self._arm()
+            turn = self._turn
+            if now - self._since <= self.limit:
+                if turn:
+                    turn.give_back()
+            elif turn is None or not turn.mine or now - looked >= self.interval:
+                looked = now
+                self._time_is_up()
+
+    def _time_is_up(self) -> None:
+        """End all, unless it is another rank's turn to look or a rank has done something since."""
+        turn, folder = self._turn, self._folder
+        if turn is None or folder is None:
+            self._end([], [])
+        elif turn.take():
+            beats, now = read_beats(folder), turn.now()
+            others = [beat for beat in beats if beat.rank != self.rank]
+            if all(now - beat.written + beat.seconds > beat.limit for beat in others):
+                turn.announce()
+                self._end(blame(beats, self.size, now, 2 * self.interval), beats)
+        elif turn.over:
+            self._dump()
+            time.sleep(2 * LAST_WORDS)
+            os._exit(1)
+
+    def _end(self, lines: list[str], beats: list[Beat]) -> None:
+        """Say who hung, leave the stacks, end all ranks."""
+        where = f"[rank {self.rank} of {self.size} @{self.host}]"
+        lines = [f"nothing new for {self.limit:.0f} s while in: {self.said}", *lines]
+        if self.starting:
+            lines = ["; ".join(["starting", *lines, self._advice(beats)])]
+        lines.append(f"stacks are in {self._dump()}")
+        print("".join(f"{where} {line}\n" for line in lines), file=sys.stderr, end="", flush=True)
+        self.fail("; ".join(lines))
+        time.sleep(min(BEAT_EVERY, self.timeout / 5))  # the others leave their stacks too
+        if self.abort:
+            threading.Thread(target=self.abort, args=(1,), daemon=True).start()
+            time.sleep(LAST_WORDS)
+        os._exit(1)
+
+    def _advice(self, beats: list[Beat]) -> str:
+        slowest = max(beats, key=lambda beat: beat.imports, default=None)
+        took = (
+            f"took {slowest.imports:.0f} s on rank {slowest.rank}, the slowest" if slowest else ""
+        )
+        return (
+            f"imports {took or 'may be slow'}: where they come from a slow shared file system,"
+            f" give a longer --timeout than {self.timeout:.0f}s, or keep Python and its packages on"
+            " each host's own disk"
+        )
+
+    def _dump(self) -> str:
+        """Leave the stacks of all threads in a file; its folder, or its name where it has none."""
+        try:
+            if self._stack is None:
+                descriptor, name = tempfile.mkstemp(".stack", "hpctrain-")
+                faulthandler.dump_traceback(descriptor, all_threads=True)
+                return name
+            faulthandler.dump_traceback(self._stack, all_threads=True)
+            return str(self._folder)
+        except (OSError, ValueError) as error:
+            return f"no file ({error})"
