@@ -21,6 +21,7 @@ from typing import Any
 from hpctrain.config import Config, PackConfig, duration
 from hpctrain.errors import Failure, UsageError
 from hpctrain.launcher import launch_name, launched_rank, launched_size, local_size
+from hpctrain.text import say
 from hpctrain.watchdog import Watchdog
 
 FOLDER = ".hpctrain-ranks-"  # and the name of the launch
@@ -45,7 +46,7 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
             importlib.import_module(module)
         elif rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
             ranks = f"{size} ranks" if size > 1 else "1 rank"
-            print(f"hpctrain {name}: starting on {ranks} ...", file=sys.stderr, flush=True)
+            say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
         from hpctrain.parallel.mpi import abort_all, everywhere, run_guarded, start_mpi
 
         def work() -> int:

@@ -35,6 +35,7 @@ from hpctrain.heartbeats import (
     write_beat,
 )
 from hpctrain.launcher import end_with_launcher, under_mpirun
+from hpctrain.text import say
 
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
 IMPORTS = 30.0  # seconds that starting may take besides --timeout
@@ -260,7 +261,7 @@ class Watchdog:
         if self.starting:
             lines = ["; ".join(["starting", *lines, self._advice(beats)])]
         lines.append(f"stacks are in {self._dump()}")
-        print("".join(f"{where} {line}\n" for line in lines), file=sys.stderr, end="", flush=True)
+        say("\n".join(f"{where} {line}" for line in lines), sys.stderr)
         self.fail("; ".join(lines))
         time.sleep(min(BEAT_EVERY, self.timeout / 5))  # the others leave their stacks too
         if self.abort:
