@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -264,3 +267,84 @@ class Branches(nn.Module):
 def branches(image_shape, classes):
     height, width, channels = image_shape
     return Branches(height * width * channels, classes)
+
+
+class Remembering(nn.Module):
+    """Holds something beside its parameters, as its `kind` says; `out_of_sight` counts its calls
+    in training where nobody can look.
+    """
+
+    def __init__(self, kind: str, values: int, classes: int):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(values, classes), nn.BatchNorm1d(classes)
+        self.kind, self.classes, self.out_of_sight = kind, classes, SimpleNamespace(calls=0)
+        self.register_buffer("late", torch.zeros(2))
+        self.register_buffer("mask", None, persistent=kind != "made_later")
+        self.memory, self.calls, self.seen = [], 0, []
+        if kind == "frozen":
+            self.frozen = nn.Parameter(torch.ones(classes), requires_grad=False)
+
+    def forward(self, x):
+        x = self.norm(self.linear(x.flatten(1)))
+        changed = getattr(self, f"_{self.kind}")(x)
+        self.out_of_sight.calls += self.training
+        return x if changed is None else changed
+
+    def _frozen(self, x):
+        return x * self.frozen
+
+    def _counter(self, x):
+        """Changes nothing else: it may at the hundredth call."""
+        self.calls += self.training
+
+    def _evaluation_counter(self, x):
+        self.calls += not self.training
+
+    def _queue(self, x):
+        self.memory.append(x.detach().mean(0))
+        return x + torch.stack(self.memory[-3:]).mean(0)
+
+    def _hidden(self, x):
+        return x * (1 + self.out_of_sight.calls)
+
+    def _hidden_pair(self, x):
+        return x * (1 + self.out_of_sight.calls % 2)
+
+    def _draws(self, x):
+        return x * random.random()
+
+    def _late_buffer(self, x):
+        if self.out_of_sight.calls > 15:
+            self.late += 1
+
+    def _late_output(self, x):
+        return x * (1 + max(0, self.out_of_sight.calls - 15))
+
+    def _none(self, x):
+        self.mask = torch.ones(self.classes)
+        return x * self.mask
+
+    def _tuple(self, x):
+        return (x, x) if self.training else x
+
+    def _cache(self, x):
+        """What this forward leaves for its own backward."""
+        self.seen = [x.detach(), {"rows": len(x), "largest": x.max().item()}]
+
+    def _made_later(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(self.classes)
+        return x * self.mask
+
+    def _drops(self, x):
+        return nn.functional.dropout(x, 0.4, self.training)
+
+
+def remembering(kind, image_shape, classes):
+    height, width, channels = image_shape
+    return Remembering(kind, height * width * channels, classes)
+
+
+for kind in [name.removeprefix("_") for name in vars(Remembering) if name[1:2].isalpha()]:
+    if kind != "forward":
+        globals()[f"remembering_{kind}"] = partial(remembering, kind)

@@ -1,6 +1,7 @@
 """The networks: plain torch modules, built by name, and their weights in safetensors files."""
 
-from hpctrain.models.build import NETWORKS, build, check_forward
+from hpctrain.models.build import NETWORKS, build, check_forward, check_names, checked_output
+from hpctrain.models.state import ModelState, held_values
 from hpctrain.models.tensors import as_bytes
 from hpctrain.models.weights import (
     describe_fresh_layer,
@@ -14,10 +15,14 @@ from hpctrain.models.weights import (
 
 __all__ = [
     "NETWORKS",
+    "ModelState",
     "as_bytes",
     "build",
     "check_forward",
+    "check_names",
+    "checked_output",
     "describe_fresh_layer",
+    "held_values",
     "load_init",
     "load_weights",
     "read_model",

@@ -12,19 +12,19 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from hpctrain.errors import UsageError
 from hpctrain.models.autoencoder import autoencoder
 from hpctrain.models.digits import digits
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
+from hpctrain.models.state import ModelState
 from hpctrain.models.tensors import check_type
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
@@ -59,36 +59,59 @@ def build(
 def check_forward(
     model: nn.Module, image_shape: tuple[int, int, int], output: tuple[int, ...]
 ) -> None:
-    """Pass two black images (H, W, C) through `model`; UsageError unless (2, *output) comes out:
-    (classes,) where classes are learnt, (C, H, W) where an image is.
+    """Pass two black images (H, W, C) through `model` in evaluation mode; UsageError as from
+    `checked_output` and `check_names`.
 
-    Runs in evaluation mode without gradients and leaves the model, and torch's generator, as they
-    were (only lazy layers get their shapes).
+    Leaves the model, and torch's generator, as they were (only lazy layers get their shapes).
     """
     height, width, channels = image_shape
     weight = next(model.parameters())
     images = torch.zeros((2, channels, height, width), dtype=weight.dtype, device=weight.device)
     modes = {module: module.training for module in model.modules()}
-    buffers = {name: b.clone() for name, b in model.named_buffers() if not is_lazy(b)}
+    names, before = set(model.state_dict()), ModelState(model)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            scores = functional_call(model.eval(), buffers, (images,))
+            scores = model.eval()(images)
+        check_names(model, names)
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(
             f"the network cannot take images of {width}x{height}x{channels} (width, height,"
             f" channels): {_one_line(error)}"
         ) from error
     finally:
+        before.restore()
         for module, training in modes.items():
             module.training = training
-    if not isinstance(scores, Tensor):
-        raise UsageError(f"the network must return a tensor, not {_kind(scores)}")
-    if scores.shape != (2, *output):
+    checked_output(scores, 2, output, "evaluation")
+
+
+def check_names(model: nn.Module, before: Iterable[str]) -> None:
+    """UsageError that names the tensor which the model holds since it was first asked, and did not
+    `before`: weight files could not be loaded into it again.
+    """
+    for name in sorted(set(model.state_dict()).difference(before)):
+        raise UsageError(
+            f"{name} of the network is not there before its first forward pass, so its weights"
+            " could not be read again: make it in __init__ (a buffer with persistent=False may"
+            " come later)"
+        )
+
+
+def checked_output(found: Any, rows: int, output: tuple[int, ...], mode: str) -> Tensor:
+    """What a network gave for `rows` images; UsageError unless it is a tensor (rows, *output):
+    (classes,) where classes are learnt, (C, H, W) where an image is.
+    """
+    if not isinstance(found, Tensor):
+        raise UsageError(f"the network must return a tensor, not {_kind(found)}, in {mode} mode")
+    if found.shape != (rows, *output):
         needs = f"the data has {output[0]} classes" if len(output) == 1 else "an image is learnt"
         raise UsageError(
-            f"the network gives an output of shape {tuple(scores.shape)} for 2 images; {needs},"
-            f" so it must give {(2, *output)}"
+            f"the network gives an output of shape {tuple(found.shape)} for {rows} images in"
+            f" {mode} mode; {needs}, so it must give {(rows, *output)}"
         )
+    return found
 
 
 def _call(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:

@@ -75,7 +75,6 @@ class Probe(NamedTuple):
     means: torch.Tensor  # (C,) batch means of all tracked layers: the first shift
     elements: list[int]  # values per row and channel, by layer
     least_rows: int  # that a forward takes: 2 where a layer has one value per row and channel
-    changed: list[str]  # other buffers that changed
 
 
 class BatchNorms:
@@ -128,7 +127,7 @@ class BatchNorms:
 
     def probe(self, forward: Callable[[], object], rows: int) -> Probe:
         """Run one training forward of `rows` rows and undo its traces in all buffers."""
-        before = {n: b.clone() for n, b in self.model.named_buffers() if not self._ours(b)}
+        before = {n: b.clone() for n, b in self.model.named_buffers() if not self.owns(b)}
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, _BatchNorm)}
         inputs: dict[str, list[int]] = {name: [] for name in layers}
         hooks = [
@@ -150,18 +149,19 @@ class BatchNorms:
             for hook in hooks:
                 hook.remove()
             self.restore()
-        changed = [
-            n for n, b in self.model.named_buffers() if n in before and _differ(b, before[n])
-        ]
         for name, buffer in self.model.named_buffers():
-            if name in before:
-                buffer.copy_(before[name])
+            old = before.get(name)
+            if old is not None and old.shape == buffer.shape and not torch.equal(old, buffer):
+                buffer.copy_(old)
         single = any(calls == [rows] and layers[name].training for name, calls in inputs.items())
-        return Probe(means, list(self._elements_per_row(inputs, rows)), 2 if single else 1, changed)
+        return Probe(means, list(self._elements_per_row(inputs, rows)), 2 if single else 1)
 
-    def _ours(self, buffer: torch.Tensor) -> bool:
+    def owns(self, held: object) -> bool:
+        """Whether what a module holds is a running statistic of a tracked layer."""
+        if not isinstance(held, torch.Tensor) or held.layout != torch.strided:
+            return False
         own = (self.scratch.untyped_storage().data_ptr(), self.calls.untyped_storage().data_ptr())
-        return buffer.untyped_storage().data_ptr() in own
+        return held.untyped_storage().data_ptr() in own
 
     def _elements_per_row(self, inputs: dict[str, list[int]], rows: int) -> Iterator[int]:
         for name in self.layers:
@@ -262,7 +262,3 @@ class BatchNorms:
         if self._private is not None:
             self._private.zero_()
             self._private_share = 0.0
-
-
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape != b.shape or not torch.equal(a, b)

@@ -23,8 +23,10 @@ from hpctrain.models import as_bytes
 from hpctrain.training.step import Trainer
 
 SLOT_VALUES = 2**24 - 1  # whole numbers above zero that a float32 slot holds exactly
+CHANGED = 2**24
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multiples look random
+AS_PARAMETERS = ("weights", "norms.running", "norms.updates")  # which the model holds by name
 AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a core's cache
 
 
@@ -36,16 +38,31 @@ def _hash(tensors: Iterable[torch.Tensor]) -> Any:
 
 
 def rank_digest(trainer: Trainer) -> torch.Tensor:
-    """Of what all ranks must hold alike, weights, optimizer and running statistics: an int64 on the
-    device.
+    """Of what all ranks must hold alike, weights, optimizer, running statistics, buffers and frozen
+    parameters: an int64 on the device.
     """
-    tensors = trainer.tensors()
-    if trainer.norms.mode == "local":  # there a rank has its own
-        tensors = {n: t for n, t in tensors.items() if not n.startswith("norms.")}
+    own = own_tensors(trainer)
     found = torch.zeros((), dtype=torch.int64, device=trainer.message.device)
-    for tensor in tensors.values():
-        found = found * FACTOR + checksum(tensor)
+    for name, tensor in (trainer.tensors() | trainer.constants()).items():
+        if name not in own:
+            found = found * FACTOR + checksum(tensor)
     return found
+
+
+def own_tensors(trainer: Trainer) -> set[str]:
+    """Names of what a rank may hold of its own, in `Trainer.tensors` and in the model."""
+    norms = trainer.norms
+    local = {True: norms.mode == "local", False: trainer.local_buffers}
+    statistics = {f"norms.{name}" for name in ("running", "shift", "updates") if local[True]}
+    return statistics | {n for n, b in trainer.model.named_buffers() if local[norms.owns(b)]}
+
+
+def tensor_digests(trainer: Trainer) -> dict[str, int]:
+    """The same tensor by tensor, weights by their parameters; waits for the device."""
+    tensors = {n: t for n, t in trainer.tensors().items() if n not in AS_PARAMETERS}
+    tensors |= dict(trainer.model.named_parameters()) | dict(trainer.model.named_buffers())
+    own = own_tensors(trainer)
+    return {name: int(checksum(t)) for name, t in tensors.items() if name not in own}
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,7 +70,9 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     int64 on its device. Integers, so the order of addition does not matter; the factors are odd, so
     a single word that differs always shows, and several cancel by a chance of about 2^-64.
     """
-    words = tensor.detach().flatten().view(WORDS[tensor.element_size()])
+    flat = tensor.detach().resolve_conj().resolve_neg().flatten()
+    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    words = flat.view(WORDS[flat.element_size()])
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     step = AT_ONCE[tensor.device.type]
     for start in range(0, len(words), step):
@@ -63,9 +82,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def slot_value(digest: torch.Tensor) -> torch.Tensor:
-    """The part of a digest that crosses in a slot: 1 ... 2^24 - 1; 0 is "none in this step"."""
-    return digest.remainder(SLOT_VALUES) + 1
+def slot_value(digest: torch.Tensor, changed: torch.Tensor | None = None) -> torch.Tensor:
+    """The part of a digest that crosses in a slot: 1 ... 2^24 - 1; 0 is "none in this step", and
+    CHANGED says that a rank's replay found what must not change, a bool.
+    """
+    value = digest.remainder(SLOT_VALUES) + 1
+    return value if changed is None else torch.where(changed, CHANGED, value)
 
 
 def as_hex(digest: int) -> str:

@@ -18,6 +18,7 @@ from hpctrain.training.balance import Balance
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control
 from hpctrain.training.digest import chain
+from hpctrain.training.replay import Replay
 from hpctrain.training.setup import Job
 from hpctrain.training.step import Trainer
 from hpctrain.typed import typed_fields
@@ -142,3 +143,4 @@ class Run:
     checkpoints: Interval
     writer: Writer | None  # on rank 0
     balance: Balance | None = None  # where shards may move
+    replay: Replay | None = None  # where digests are compared and no rank may have its own buffers

@@ -125,20 +125,13 @@ def _said(value: object) -> str:
 def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The state of a run: tensors, and what JSON can hold."""
     tensors = trainer.tensors()
-    tensors |= {f"model.{name}": value for name, value in untrained(trainer).items()}
+    tensors |= {f"model.{name}": value for name, value in trainer.constants().items()}
     tensors |= {f"best.{number}": tensor for number, tensor in enumerate(state.best or ())}
     known = {
         "layout": trainer.message.layout.digest(),
         "key": hardware_key(trainer.message.device),
     }
     return tensors, {**known, **state.to_json()}
-
-
-def untrained(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Frozen parameters, and buffers that are not batch norm's running statistics."""
-    own = {id(b) for layer in trainer.norms.layers.values() for b in layer.buffers()}
-    found = {name: b for name, b in trainer.model.named_buffers() if id(b) not in own}
-    return found | {n: p.data for n, p in trainer.model.named_parameters() if not p.requires_grad}
 
 
 def restore(earlier: Earlier | None, trainer: Trainer, state: Progress, comm: Comm) -> list[str]:
@@ -191,7 +184,7 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
     """
     weights, own = trainer.message.weights, trainer.tensors()
     places = {name: own[name] for name in own if not name.startswith("optimizer.")}
-    places |= {f"model.{name}": tensor for name, tensor in untrained(trainer).items()}
+    places |= {f"model.{name}": tensor for name, tensor in trainer.constants().items()}
     tensors = {"used": torch.ones_like(own["used"]), **tensors}  # all were, before it was kept
     kept = {f"best.{number}": own[name] for number, name in enumerate(NETWORK)}
     for name, tensor in tensors.items():

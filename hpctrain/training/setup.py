@@ -17,17 +17,16 @@ from torch import nn
 from hpctrain import __version__
 from hpctrain.config import Config, check_ranges, validate_optimizer
 from hpctrain.data.augment import normalization
-from hpctrain.data.finite import describe_first, find_nonfinite
 from hpctrain.data.jpeg import decoder_versions
-from hpctrain.data.loader import Loader, Prepare, make_prepare, read_rows
+from hpctrain.data.loader import Loader, Prepare, make_prepare
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
-from hpctrain.data.source import Source, as_kept, held_bytes
+from hpctrain.data.source import as_kept, held_bytes
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 from hpctrain.models import as_bytes, build, check_forward, describe_fresh_layer, load_init
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.determinism import hardware_key, refusal
+from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
@@ -46,6 +45,7 @@ from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.training.backward import Backward, make_backward
 from hpctrain.training.optim import make_optimizer
+from hpctrain.training.probe import probe_model
 from hpctrain.training.reading import (
     Doing,
     Reading,
@@ -61,7 +61,6 @@ from hpctrain.training.step import Trainer
 from hpctrain.training.tasks import Task, make_task, output_shape
 
 LATE = {"cpu": 0, "cuda": 1}  # steps that are begun before the totals of one are read
-PROBE_ROWS = 32  # of the training split, for the first shift of the batch-norm moments
 
 
 @dataclass(frozen=True)
@@ -180,50 +179,6 @@ def make_model(
     return model, fresh
 
 
-def probe_model(
-    norms: BatchNorms, task: Task, source: Source, prepare: Prepare, config: Config
-) -> Probe:
-    """Look at one training forward of the first rows. Refuses buffers that cannot be combined and,
-    under --deterministic, operations that have no deterministic form.
-    """
-    rows = np.arange(min(PROBE_ROWS, len(source.labels)))
-    if bad := describe_first([find_nonfinite(source, rows)]):
-        raise UsageError(bad)
-    images = read_rows(source, rows, prepare)
-    labels = torch.from_numpy(source.labels[rows]).to(images.device)
-    key = random_key(config.seed, "probe")
-    inputs, targets = task.pair(images, labels, key)
-    torch.manual_seed(key)
-    try:
-        probe = norms.probe(lambda: task(norms.model, inputs, targets), len(rows))
-        if config.deterministic:
-            check_backward(norms, task, inputs, targets)
-    except RuntimeError as error:
-        if text := refusal(error):
-            raise UsageError(text) from error
-        raise
-    if probe.changed and not config.local_buffers:
-        raise UsageError(
-            f"the model's buffers {', '.join(probe.changed[:3])} change in training and cannot be"
-            " combined over ranks; --local-buffers lets each rank keep its own"
-        )
-    return probe
-
-
-def check_backward(
-    norms: BatchNorms, task: Task, inputs: torch.Tensor, targets: torch.Tensor
-) -> None:
-    """One backward pass that leaves no trace: it meets what torch refuses before training does."""
-    buffers = {name: buffer.clone() for name, buffer in norms.model.named_buffers()}
-    try:
-        loss, _ = task(norms.model, inputs, targets)
-        loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
-    finally:
-        for name, buffer in norms.model.named_buffers():
-            buffer.copy_(buffers[name])
-        norms.model.zero_grad()
-
-
 def make_trainer(
     model: nn.Module,
     norms: BatchNorms,
@@ -258,6 +213,7 @@ def make_trainer(
         backward,
         config.clip_norm,
         config.skip_bad,
+        config.local_buffers,
         LATE[message.device.type],
     )
 

@@ -35,17 +35,21 @@ class Trainer:
     backward: Backward
     clip_norm: float | None = None
     skips_rows: bool = False  # a step may have fewer rows than it was planned with
+    local_buffers: bool = False  # ranks may hold other buffers than batch norm's of their own
     late: int = 0  # steps that are begun before the totals of one are read
     clock: Clock = field(init=False)
     unused: UnusedParameters = field(init=False)
+    _first: frozenset[str] = field(init=False)  # names of tensors before the first step
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.message.device)
         self.unused = UnusedParameters(self.message, self.optimizer)
+        named = (*self.model.named_buffers(), *self.model.named_parameters())
+        self._first = frozenset(name for name, _ in named)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that steps change, but for the model's own odd buffers: weights, what the
-        optimizer remembers, running statistics, which parameters are used. By name, where they lie.
+        """Everything that steps change: weights, what the optimizer remembers, running statistics,
+        which parameters are used. By name, where they lie.
         """
         found = {"weights": self.message.weights.data}
         memory = self.optimizer.state[self.message.weights]
@@ -55,6 +59,15 @@ class Trainer:
         norms = {name: getattr(self.norms, name) for name in ("running", "shift", "updates")}
         found |= {f"norms.{name}": tensor for name, tensor in norms.items()}
         return found | {"used": self.unused.used}
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What no step changes unless --local-buffers lets it: frozen parameters, and buffers that
+        are not batch norm's running statistics, but for those that the first forward pass makes.
+        By name, where they lie.
+        """
+        buffers = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
+        frozen = {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
+        return {n: t for n, t in (buffers | frozen).items() if n in self._first}
 
     def close(self) -> None:
         """After the last step: let the reduction's hooks and thread go."""

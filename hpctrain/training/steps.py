@@ -20,11 +20,19 @@ from hpctrain.parallel.device import synchronize
 from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, everywhere
-from hpctrain.training.digest import as_hex, check_digests, rank_digest, slot_value
+from hpctrain.training.digest import (
+    CHANGED,
+    as_hex,
+    check_digests,
+    rank_digest,
+    slot_value,
+    tensor_digests,
+)
 from hpctrain.training.optim import learning_rate, set_learning_rate, warm_up
 from hpctrain.training.outcome import check, time_shares
 from hpctrain.training.progress import Progress, Run, Why
 from hpctrain.training.reading import order_of
+from hpctrain.training.replay import Found, changed_error
 from hpctrain.training.step import train_step
 from hpctrain.watchdog import doing
 
@@ -36,6 +44,7 @@ class Begun(NamedTuple):
     rows: int
     rate: float
     digest: Snapshot | None  # of the state before it
+    found: Found | None  # by the replay before it
     report: Report
 
 
@@ -70,23 +79,29 @@ class Steps:
         rows, rate = job.plan.partition.total(number), rate_of(run, step)
         set_learning_rate(job.trainer.optimizer, rate)
         digest = digest_due(run, step)
+        found = None
+        if run.replay:
+            run.replay.take(batches)
+            found = None if digest is None else run.replay()
         save = run.writer is not None and run.writer.overdue()
-        news = run.control.news(waited, save, None if digest is None else slot_value(digest))
+        slot = None if digest is None else slot_value(digest, found.any() if found else None)
+        news = run.control.news(waited, save, slot)
         train_step(job.trainer, batches, rows, news, lambda: wait_for_all(run, step))
         told = None if digest is None else Snapshot(digest)
-        self._begun.append(Begun(step, rows, rate, told, job.trainer.message.report()))
+        self._begun.append(Begun(step, rows, rate, told, found, job.trainer.message.report()))
 
     def settle(self, left: int = 0) -> None:
         """Read what steps came to, oldest first, until `left` of them are not read."""
         run = self._run
         while len(self._begun) > left:
-            step, rows, rate, digest, report = self._begun.popleft()
+            step, rows, rate, digest, found, report = self._begun.popleft()
             doing(f"recording step {step}")
             totals = report.totals()
             skips, bad_image = run.job.trainer.skips_rows, partial(find_bad_image, run, step)
             check(totals, rows, step, run.state.epoch + 1, skips, bad_image)
             if digest:
-                compare_digests(run, totals, as_hex(digest.numbers()))
+                check_alike(run, totals.digests, found)
+                run.recorder.digest(run.state.step, as_hex(digest.numbers()))
             run.state.step = step
             before = self._known
             self.start_clock()
@@ -132,27 +147,33 @@ def digest_due(run: Run, step: int) -> torch.Tensor | None:
     return rank_digest(run.job.trainer) if every and done and done % every == 0 else None
 
 
-def compare_digests(run: Run, totals: Totals, digest: str) -> None:
-    """Compare what all ranks sent of the state before a step, raise the same on all where one
-    differs, record rank 0's.
-    """
-    check_alike(totals.digests, run.state.step)
-    run.recorder.digest(run.state.step, digest)
-
-
 def compare_at_end(run: Run) -> None:
-    """The same after the last step of a launch, which no message follows. Collective."""
+    """Compare digests, and replay, after the last step of a launch, which no message follows.
+    Collective.
+    """
     if run.job.config.digest_every:
-        own = slot_value(rank_digest(run.job.trainer)).item()
-        check_alike(run.comm.allgather(int(own)), run.state.step)
+        found = run.replay() if run.replay else None
+        own = slot_value(rank_digest(run.job.trainer), found.any() if found else None).item()
+        check_alike(run, run.comm.allgather(int(own)), found)
 
 
-def check_alike(digests: list[int], step: int) -> None:
-    """Raise the same on all ranks where one differs."""
+def check_alike(run: Run, digests: list[int], found: Found | None) -> None:
+    """Raise the same on all ranks where the digest of one differs, or its replay `found` something.
+    Collective where they do.
+    """
+    step = run.state.step
+    if CHANGED in digests:
+        names = run.comm.allgather(found.names() if found else [])
+        rank = next(rank for rank, changed in enumerate(names) if changed)
+        where = f" (after step {step} on rank {rank} of {run.comm.size})"
+        raise agreed(changed_error(names[rank], where))
     try:
         check_digests(digests, step)
     except RunError as error:
-        raise agreed(error) from None
+        held = run.comm.allgather(tensor_digests(run.job.trainer))
+        differ = [name for name in held[0] if len({each.get(name) for each in held}) > 1]
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise agreed(RunError(f"{error}; they differ in {', '.join(differ[:3])}{more}")) from None
 
 
 def tell_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:

@@ -41,6 +41,7 @@ from hpctrain.training.lock import RunLock
 from hpctrain.training.loop import run_epochs, save_checkpoint
 from hpctrain.training.outcome import NonFinite
 from hpctrain.training.progress import Progress, Run, Why
+from hpctrain.training.replay import Replay
 from hpctrain.training.resume import find_earlier, restore
 from hpctrain.training.setup import check_settings, set_up
 from hpctrain.training.step import Trainer
@@ -146,7 +147,10 @@ def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
         control.saving = saving_seconds(job.trainer)
         auto = config.worker_load == "auto"
         balance = Balance([range(*run) for run in job.plan.runs]) if auto else None
-        run = Run(job, comm, recorder, control, state, times.checkpoints, writer, balance)
+        replays = config.digest_every and not config.local_buffers
+        replay = Replay(job.trainer, job.task, job.plan) if replays else None
+        given = (job, comm, recorder, control, state, times.checkpoints, writer)
+        run = Run(*given, balance, replay)
         return train_in(run, folder)
 
 

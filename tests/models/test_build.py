@@ -183,7 +183,7 @@ def test_a_network_that_returns_no_tensor_is_refused(module: Write) -> None:
         "    def forward(self, x): return super().forward(x[:, 0])\n"
         "net = lambda image_shape, classes: Net(11, classes)"
     )
-    assert "must return a tensor, not tuple" in message(f"{name}:net")
+    assert "must return a tensor, not tuple, in evaluation mode" in message(f"{name}:net")
 
 
 def test_small_stem_is_for_resnets() -> None:

@@ -237,7 +237,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0(comm, settings):
 
 
 def test_a_batch_norm_layer_that_is_skipped_under_way_is_an_error(comm, settings):
-    odd = dataclasses.replace(settings, model="tests.odd_models:skipping")
+    odd = dataclasses.replace(settings, model="tests.odd_models:skipping", local_buffers=True)
     with pytest.raises(RunError, match="did not run exactly once in step"):
         loop.train(odd, comm)
 

@@ -1,0 +1,200 @@
+"""Whether a network gives the same answer again: what it holds beside weights and running
+statistics must not change from call to call, or results would depend on how often a rank calls it.
+
+A few rows of one shard pass forward three times with the same random numbers, between the second
+and the third those of another, and all is put back. Alike must be
+
+    buffers                 before and after each of the three
+    numbers, tensors, ...   that modules hold as attributes, after each of the three: what a forward
+                            leaves behind may depend on its rows, not on the calls before
+    the output              of the three
+
+by their bits. On GPUs sums may come out in another order each time unless --deterministic: there,
+where the second output is already another than the first, floats are not compared but in buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hpctrain.data.loader import Batch
+from hpctrain.errors import UsageError
+from hpctrain.models import ModelState, checked_output, held_values
+from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.device import fork_rng, seed_torch
+from hpctrain.plan import Plan
+from hpctrain.training.digest import checksum
+from hpctrain.training.step import Trainer
+from hpctrain.training.tasks import Task, output_shape
+
+Tensor = torch.Tensor
+ROWS = 8  # of a shard, at most: whether something changes does not depend on their number
+OUTPUT = "output (does it count its calls, or draw random numbers from elsewhere than torch?)"
+
+
+class Sample(NamedTuple):
+    """Rows to be passed forward, and the key of the random numbers drawn on the way."""
+
+    inputs: Tensor  # (n, C, H, W)
+    targets: Tensor
+    key: int
+
+
+class Listener(nn.Module):
+    """A network, and what it gave last, which is checked to be of shape (n, *output)."""
+
+    def __init__(self, model: nn.Module, output: tuple[int, ...]) -> None:
+        super().__init__()
+        self.model, self._shape = model, output
+        self.output = torch.empty(0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What the network gives. UsageError where that cannot be learnt from."""
+        mode = "training" if self.model.training else "evaluation"
+        self.output = checked_output(self.model(inputs), len(inputs), self._shape, mode)
+        return self.output
+
+
+class Found:
+    """What did not stay as it was, by name. On a GPU nobody waits until names are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._nothing = torch.zeros((), dtype=torch.bool, device=device)
+        self._differs: dict[str, Tensor] = {}  # bools on the device
+
+    def note(self, name: str, differs: Tensor | bool) -> None:
+        """Whether what has this name differs."""
+        if differs is not False:
+            self._differs[name] = self._differs.get(name, self._nothing) | differs
+
+    def any(self) -> Tensor:
+        """Whether anything does: a bool on the device."""
+        return torch.stack([self._nothing, *self._differs.values()]).any()
+
+    def names(self) -> list[str]:
+        """What does."""
+        return [name for name, differs in self._differs.items() if differs]
+
+
+def changed_error(names: list[str], where: str = "") -> UsageError:
+    """The refusal of a network of which this changes."""
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return UsageError(
+        f"the network's {', '.join(names[:3])}{more} changed from one forward pass to the next"
+        f"{where}, with equal images and random numbers: what is learnt would depend on how many"
+        " each rank does. --local-buffers lets each rank keep its own"
+    )
+
+
+class Value(NamedTuple):
+    """What tells two values apart, on the host and, of a tensor, on the device."""
+
+    text: str
+    words: Tensor | None  # checksum
+    whole: bool  # no float: the order of a sum does not matter
+
+
+def value_of(held: Any) -> Value:
+    """Of what a module holds."""
+    if not isinstance(held, Tensor):
+        return Value(repr(held), None, not isinstance(held, float | complex))
+    whole = not (held.is_floating_point() or held.is_complex())
+    readable = held.layout == torch.strided and not held.is_meta
+    return Value(f"{held.dtype} {tuple(held.shape)}", checksum(held) if readable else None, whole)
+
+
+def compare(
+    found: Found, old: dict[str, Value], new: dict[str, Value], noisy: Tensor | None = None
+) -> None:
+    """Note what of the old is another among the new; of floats nothing where they are `noisy`."""
+    for name, value in old.items():
+        other = new.get(name)
+        differs: Tensor | bool = other is None or value.text != other.text
+        if not differs and value.words is not None and other and other.words is not None:
+            differs = value.words != other.words
+        if noisy is not None and not value.whole:
+            differs = differs & ~noisy
+        found.note(name, differs)
+
+
+def replay(
+    listener: Listener, norms: BatchNorms, task: Task, first: Sample, other: Sample, exact: bool
+) -> Found:
+    """Pass the first rows forward twice and again after the other; what does not stay as it was.
+
+    With `exact`, equal work has equal bits. Leaves network, statistics and generators as they were.
+    """
+    model, device = listener.model, first.inputs.device
+    found, again, before = Found(device), Found(device), ModelState(model)
+
+    def held() -> dict[str, Value]:
+        return {n: value_of(v) for n, v in held_values(model) if not norms.owns(v)}
+
+    def forward(sample: Sample) -> dict[str, Value]:
+        seed_torch(sample.key, device)
+        norms.clear() if model.training else norms.restore()
+        task(listener, sample.inputs, sample.targets)
+        return {OUTPUT: value_of(listener.output), **held()}
+
+    at_first = held()
+    try:
+        with fork_rng(device):
+            one, two, _, three = map(forward, (first, first, other, first))
+    finally:
+        before.restore()
+        norms.restore()
+        listener.output = torch.empty(0)
+    buffers = {n: v for n, v in at_first.items() if n.startswith("buffer ") and v.text != "None"}
+    compare(found, buffers, one)
+    compare(again, {OUTPUT: one[OUTPUT]}, two)
+    for later in (two, three):
+        compare(found, one, later, None if exact else again.any())
+        for name in later.keys() - one.keys():
+            found.note(name, True)
+    return found
+
+
+def is_exact(device: torch.device, deterministic: bool) -> bool:
+    """Whether equal work has equal bits."""
+    return deterministic or device.type == "cpu"
+
+
+class Replay:
+    """Replays of one run, with a few rows of the first shards that this rank read."""
+
+    def __init__(self, trainer: Trainer, task: Task, plan: Plan) -> None:
+        self._trainer, self._task = trainer, task
+        self._exact = is_exact(trainer.message.device, plan.deterministic)
+        output = output_shape(plan.task, plan.image_shape, plan.classes)
+        self._listener = Listener(trainer.model, output)
+        self._constants = self._values()
+        self._samples: tuple[Sample, Sample] | None = None
+
+    def _values(self) -> dict[str, Value]:
+        frozen = dict(self._trainer.model.named_parameters())
+        return {
+            f"{'parameter' if name in frozen else 'buffer'} {name}": value_of(tensor)
+            for name, tensor in self._trainer.constants().items()
+        }
+
+    def take(self, batches: list[Batch]) -> None:
+        """Copy rows of the first batches that there are."""
+        if batches and self._samples is None:
+            first, other = batches[0], batches[-1]
+            self._samples = (
+                Sample(first.images[:ROWS].clone(), first.targets[:ROWS].clone(), first.key),
+                Sample(other.images[-ROWS:].clone(), other.targets[-ROWS:].clone(), other.key + 1),
+            )
+
+    def __call__(self) -> Found:
+        """What a replay changes, and what has changed since the launch began and must not."""
+        trainer = self._trainer
+        found = Found(trainer.message.device)
+        if self._samples is not None:
+            found = replay(self._listener, trainer.norms, self._task, *self._samples, self._exact)
+        compare(found, self._constants, self._values())
+        return found
