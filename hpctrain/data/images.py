@@ -3,9 +3,10 @@
 What happens to a file, in this order:
 
 1. decoding by Pillow; only formats decoded in this process (no EPS, which starts a program), the
-   first frame of several, and no more than Pillow's own limit of pixels. A JPEG much larger than
-   asked is decoded at 1/2, 1/4 or 1/8 scale, never below twice the size asked: three times faster
-   on pictures of 12 megapixels, 0.4 gray levels from the full decoding on average, 4 at most;
+   first frame of several, at most MOST_PIXELS, counted before memory is taken. A JPEG much larger
+   than asked is decoded at 1/2, 1/4 or 1/8 scale, never below twice the size asked: three times
+   faster on pictures of 12 megapixels, 0.4 gray levels from the full decoding on average, 4 at
+   most;
 2. one of two modes, gray or RGB: palettes and CMYK become RGB (a palette of grays stays gray),
    16-bit gray is scaled by 1/257, and transparency is laid over black, so "nothing" is 0;
 3. resizing with a bilinear filter that is widened when shrinking (no aliasing): stretched to the
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 
+FILE_LIMIT = 2**28  # bytes of one image file
+MOST_PIXELS = 2**26  # that are decoded of an image; with a palette or transparency they take 1 GB
 QUALITY = 95  # of images that become JPEG
 GRAY_MODES = ("1", "L", "LA", "La", "I", "F")  # and every mode that begins with "I;16"
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
@@ -104,7 +107,7 @@ def as_jpeg(data: bytes) -> bytes:
         sound = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")  # MPO: several JPEG
         if sound and _orientation(image) == 1:
             return data
-        image.load()
+        _load(image)
         turn = TURNS.get(_orientation(image))
         image = _gray_or_rgb(image)
         file = io.BytesIO()
@@ -120,7 +123,7 @@ def probe(data: bytes) -> Header:
     try:
         image = _open(data)
         if image.format == "TIFF":
-            image.load()  # Pillow turns a TIFF upright there
+            _load(image)  # Pillow turns a TIFF upright there
         width, height = image.size
         if _orientation(image) in SIDEWAYS:
             width, height = height, width
@@ -138,7 +141,9 @@ def read_image(path: str, shape: tuple[int, int, int], crop: bool = False) -> np
 
     height, width, channels = shape
     with open(path, "rb") as file:
-        data = file.read()
+        data = file.read(FILE_LIMIT + 1)
+    if len(data) > FILE_LIMIT:
+        raise BadImage(f"more than {FILE_LIMIT:,} bytes")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata
         pixels = decode(data, Fit(width, height, channels, crop))
@@ -149,13 +154,21 @@ def _open(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
+def _load(image: Image.Image) -> None:
+    """Decode the pixels. BadImage where there are too many."""
+    width, height = image.size  # of a JPEG at the scale at which it is decoded
+    if width * height > MOST_PIXELS:
+        raise BadImage(f"{width:,} x {height:,} pixels; the limit is {MOST_PIXELS:,}")
+    image.load()
+
+
 def _decode(image: Image.Image, fit: Fit) -> bytes:
     box: tuple[float, float, float, float] | None = None
     if not fit.exact:
         reach = 2 * max(fit.width, fit.height)  # one number: it may yet be turned sideways
         drafted = image.draft(None, (reach, reach))  # JPEG only, None elsewhere
         box = drafted[1] if drafted else None
-    image.load()
+    _load(image)
     orientation = _orientation(image)  # after load: a TIFF is turned there
     if fit.exact:
         width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
@@ -219,6 +232,7 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 
 def _has_colour(image: Image.Image) -> bool:
     if image.mode in ("P", "PA"):
+        _load(image)
         red, green, blue = image.convert("RGB").split()
         return not red.tobytes() == green.tobytes() == blue.tobytes()
     return image.mode not in GRAY_MODES and not image.mode.startswith("I;16")

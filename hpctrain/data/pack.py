@@ -2,7 +2,7 @@
 
 In four passes, memory bounded by a few blocks of pixels and a few hundred bytes an image:
 
-1. list the source (``sources.py``, ``arrays.py``);
+1. list the source (``sources.py``, ``arrays.py``, ``npz.py``);
 2. decode every image, in all worker processes, into its row of a scratch file (or append it as a
    JPEG file), with a digest of its pixels (``packing/decode_shared.py``, ``packing/worker.py``,
    ``images.py``);

@@ -112,7 +112,7 @@ def test_jpeg_files_are_kept_in_the_same_order(folder, tmp_path, make):
 
 def test_processes_take_room_for_files_in_turns(tmp_path, monkeypatch):
     """Pieces of 100 bytes: none is another's, and no file lies in two."""
-    monkeypatch.setattr(worker, "FILE_LIMIT", 100)
+    monkeypatch.setattr(worker, "PIECE", 100)
     taken = {}
     with open(tmp_path / "store", "w+b") as store:
         for rank in range(3):

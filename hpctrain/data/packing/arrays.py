@@ -3,19 +3,16 @@
 idx: two zero bytes, type (8 = unsigned byte), number of dimensions, each dimension as big-endian
 uint32, then the elements in C order. Images are (N, H, W) or (N, H, W, C), their labels (N,) in a
 second file whose name says ``labels`` and ``idx1``; ``t10k`` or ``test`` in the name make the test
-split. npz: the arrays ``images`` and ``labels``, or ``x_train``, ``y_train``, ``x_test``,
-``y_test`` and others of NPZ_NAMES; ``classes`` may name the classes.
+split. npz: ``npz.py``.
 
 Pixels stay in files (compressed ones in a scratch file), never in memory.
 """
 
 from __future__ import annotations
 
-import errno
 import gzip
 import math
 import struct
-import zipfile
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,22 +23,13 @@ import numpy as np
 from hpctrain.data.packing.layout import Item, Source
 from hpctrain.data.packing.scratch import (
     UNZIP_ERRORS,
-    ZIP_ERRORS,
     Place,
+    check_count,
+    check_growth,
     copy_exactly,
     scratch_file,
 )
-from hpctrain.errors import UsageError, brief
-
-NPZ_NAMES = (
-    ("", "images", "labels"),
-    ("train", "x_train", "y_train"),
-    ("train", "train_images", "train_labels"),
-    ("validation", "x_val", "y_val"),
-    ("validation", "val_images", "val_labels"),
-    ("test", "x_test", "y_test"),
-    ("test", "test_images", "test_labels"),
-)
+from hpctrain.errors import UsageError
 
 
 class Pair(NamedTuple):
@@ -111,15 +99,16 @@ def idx_source(name: str, pairs: list[Pair], scratch: Place, stack: ExitStack) -
         parts = [_idx_part(pair, scratch, stack) for pair in pairs]
     except UNZIP_ERRORS as error:
         raise UsageError(f"source {name} is cut short or damaged ({error})") from None
-    return _source(name, parts, None)
+    return make_source(name, parts, None)
 
 
 def _idx_part(pair: Pair, scratch: Place, stack: ExitStack) -> Part:
     images, _, split = pair
     with _stream(images) as stream:
-        shape = _image_shape(_dimensions(stream, images), str(images))
+        shape = image_shape(_dimensions(stream, images), str(images))
         offset, length = stream.tell(), math.prod(shape)
         if _zipped(images):
+            check_growth(images, length)
             file = stack.enter_context(scratch_file(scratch))
             copy_exactly(stream, file, length, f"source {images}")
             return Part(images.name, split, file, 0, shape, _idx_labels(pair, shape[0]))
@@ -146,83 +135,6 @@ def _idx_labels(pair: Pair, images: int) -> np.ndarray:
     return values
 
 
-def npz_source(path: Path, scratch: Place, stack: ExitStack) -> Source:
-    """The arrays of a .npz file. Raises UsageError where there are none that can be used."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = {name[:-4] for name in archive.namelist() if name.endswith(".npy")}
-            parts = [
-                _npz_part(archive, path, names_of_part, scratch, stack)
-                for names_of_part in NPZ_NAMES
-                if set(names_of_part[1:]) <= names
-            ]
-            named = _npz_array(archive, path, "classes") if "classes" in names else None
-    except (*ZIP_ERRORS, *UNZIP_ERRORS, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # not of a place that the archive's directory invents: a full disk, say
-        raise UsageError(f"source {path} is no whole .npz file: {brief(error)}") from None
-    if not parts:
-        known = ", ".join(f"{images} and {labels}" for _, images, labels in NPZ_NAMES)
-        raise UsageError(
-            f"source {path} holds {', '.join(sorted(names)) or 'nothing'}; known are {known}"
-        )
-    classes = None if named is None else tuple(str(value) for value in named.tolist())
-    return _source(path.name, parts, classes)
-
-
-def _npz_part(
-    archive: zipfile.ZipFile,
-    path: Path,
-    names: tuple[str, str, str],
-    scratch: Place,
-    stack: ExitStack,
-) -> Part:
-    split, images, labels = names
-    what = f"{path}: {images}"
-    with archive.open(f"{images}.npy") as stream:
-        dimensions, fortran, kind = _npy_header(stream, what)
-        if kind != np.uint8:
-            raise UsageError(f"{what} is {kind}, not uint8: scale the pixels to 0 to 255 first")
-        shape = _image_shape(dimensions, what)
-        file = stack.enter_context(scratch_file(scratch))
-        copy_exactly(stream, file, math.prod(shape), what)
-    if fortran:
-        columns = np.memmap(file, np.uint8, "r", 0, dimensions, "F")
-        file = stack.enter_context(scratch_file(scratch))
-        for row in columns:
-            file.write(row.tobytes())  # C order
-        file.flush()
-    return Part(images, split, file, 0, shape, _npz_array(archive, path, labels))
-
-
-def _npz_array(archive: zipfile.ZipFile, path: Path, name: str) -> np.ndarray:
-    """A small array, of one dimension or a column of one. Raises UsageError."""
-    what = f"{path}: {name}"
-    with archive.open(f"{name}.npy") as stream:
-        dimensions, _, kind = _npy_header(stream, what)
-        flat = len(dimensions) == 1 or (len(dimensions) == 2 and dimensions[1] == 1)
-        if not flat or kind.kind not in "iuUS":
-            raise UsageError(f"{what} is {kind} of shape {dimensions}: one number or name each")
-        length = math.prod(dimensions) * kind.itemsize
-        values = np.frombuffer(stream.read(length), kind)
-        if len(values) != math.prod(dimensions):
-            raise UsageError(f"{what} is cut short")
-    return np.char.decode(values, "utf-8") if kind.kind == "S" else values
-
-
-def _npy_header(stream: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether in Fortran order, and kind of number; the stream then stands at the data."""
-    try:
-        version = np.lib.format.read_magic(stream)
-        if version == (1, 0):
-            return np.lib.format.read_array_header_1_0(stream)
-        if version == (2, 0):
-            return np.lib.format.read_array_header_2_0(stream)
-    except ValueError as error:
-        raise UsageError(f"{what} is no whole array: {brief(error)}") from None
-    raise UsageError(f"{what} is of .npy format version {version}, known are (1, 0) and (2, 0)")
-
-
 def _zipped(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
@@ -243,17 +155,19 @@ def _dimensions(stream: IO[bytes], path: Path) -> tuple[int, ...]:
     return dimensions
 
 
-def _image_shape(dimensions: tuple[int, ...], what: str) -> tuple[int, int, int, int]:
+def image_shape(dimensions: tuple[int, ...], what: str) -> tuple[int, int, int, int]:
+    """(N, H, W, C) of an array of these dimensions. Raises UsageError."""
     if len(dimensions) == 3:
         dimensions = (*dimensions, 1)
-    if len(dimensions) != 4 or dimensions[3] not in (1, 3) or 0 in dimensions:
+    if len(dimensions) != 4 or dimensions[3] not in (1, 3) or min(dimensions) < 1:
         raise UsageError(
             f"{what} has shape {dimensions}: expected (N, H, W) or (N, H, W, C) with C 1 or 3"
         )
+    check_count(what, dimensions[0])
     return dimensions[0], dimensions[1], dimensions[2], dimensions[3]
 
 
-def _source(name: str, parts: list[Part], classes: tuple[str, ...] | None) -> Source:
+def make_source(name: str, parts: list[Part], classes: tuple[str, ...] | None) -> Source:
     """All parts as one source; classes are the distinct labels unless they are named."""
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) > 1:

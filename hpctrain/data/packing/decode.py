@@ -19,7 +19,7 @@ from hpctrain.data.images import Fit
 from hpctrain.data.packing.jobs import Run
 from hpctrain.data.packing.layout import Item, Source
 from hpctrain.data.packing.pages import PAGE
-from hpctrain.data.packing.worker import COUNTER_BYTES, Counter, Task
+from hpctrain.data.packing.worker import COUNTER_BYTES, Counter, Listed, Task
 from hpctrain.errors import UsageError
 
 IMAGES_PER_TASK, ROWS_PER_TASK = 16, 256  # of files to decode, of raw pixels
@@ -199,9 +199,9 @@ def _tasks(
     slots = [file.fileno() for file in source.files] or [-1]
     step = ROWS_PER_TASK if source.shape else IMAGES_PER_TASK
     for start in range(0, len(source.items), step):
-        images = [
-            (first_row + start + i, item.name, slots[item.slot], item.offset, item.size)
-            for i, item in enumerate(source.items[start : start + step])
+        images: list[Listed] = [
+            (row, item.name, slots[item.slot], item.offset, item.size, item.packed)
+            for row, item in enumerate(source.items[start : start + step], first_row + start)
         ]
         yield Task(source.kind, source.root, store, fit, source.shape, images, counter)
 

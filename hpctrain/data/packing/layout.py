@@ -39,6 +39,7 @@ class Item(NamedTuple):
     slot: int = 0  # which of the source's open files
     offset: int = 0
     size: int = 0
+    packed: tuple[int, ...] = ()  # of a .zip: compression, flags, compressed bytes, CRC-32
 
 
 @dataclass
@@ -46,8 +47,8 @@ class Source:
     """A listed source, nothing decoded yet.
 
     kind: "folder" (items are files under `root`), "zip" (members of the file `root`, `offset` is
-    their number), "slices" (image files within `files`, by offset and size) or "pixels" (the same,
-    raw rows of `shape`).
+    that of their local header), "slices" (image files within `files`, by offset and size) or
+    "pixels" (the same, raw rows of `shape`).
     """
 
     name: str

@@ -7,6 +7,7 @@ Where several processes share them (``shared.py``), they have names, on a shelf.
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import tempfile
 import zipfile
@@ -20,7 +21,10 @@ from hpctrain.errors import UsageError, brief
 from hpctrain.watchdog import doing
 
 BLOCK = 2**20
-SPARE, RATIO = 2**30, 200  # a .gz may grow to SPARE bytes plus RATIO times its size
+DIRECTORY_LIMIT = 2**30  # bytes of a .zip's
+ENTRY = b"PK\1\2"  # begins each entry of it
+SPARE, RATIO = 2**30, 200  # what is compressed may grow to SPARE bytes plus RATIO times its size
+MOST_IMAGES = 3_000_000  # of an archive or array: each takes about 1 kB of memory
 # A broken directory of files, or a compression that Python does not know.
 ZIP_ERRORS = (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError)
 UNZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile)
@@ -59,24 +63,54 @@ def scratch_file(place: Place) -> BinaryIO:
 @contextmanager
 def unzipped(path: Path, place: Place) -> Iterator[BinaryIO]:
     """The contents of the .gz file `path` as a scratch file. Raises UsageError."""
-    limit = SPARE + RATIO * path.stat().st_size
     with scratch_file(place) as target:
         try:
             with gzip.open(path) as stream:
                 while block := stream.read(BLOCK):
                     target.write(block)
                     doing(f"unzipping byte {target.tell():,} of {path}")
-                    if target.tell() > limit:
-                        raise UsageError(
-                            f"source {path} grows to more than {limit:,} bytes, over {RATIO} times"
-                            " its size: refused"
-                        )
+                    check_growth(path, target.tell())
         except UNZIP_ERRORS as error:
             raise UsageError(
                 f"source {path} is cut short or damaged ({brief(error)}): fetch it again"
             ) from None
         target.flush()
         yield target
+
+
+def check_growth(path: Path, length: int) -> None:
+    """UsageError where `length` bytes are more than the compressed file `path` may grow to."""
+    limit = SPARE + RATIO * path.stat().st_size
+    if length > limit:
+        raise UsageError(
+            f"source {path} grows to more than {limit:,} bytes, over {RATIO} times its size:"
+            f" {length:,} are refused"
+        )
+
+
+def check_count(what: str, count: int) -> None:
+    """UsageError where these are more images, or members of an archive, than memory is for."""
+    if count > MOST_IMAGES:
+        raise UsageError(
+            f"{what} holds {count:,} images or members; the limit is {MOST_IMAGES:,}: cut it"
+        )
+
+
+class Archive(io.FileIO):
+    """A .zip whose directory, which zipfile reads in one go, is measured before it is parsed.
+    UsageError where it is too long.
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As FileIO does."""
+        if size is not None and size > DIRECTORY_LIMIT:
+            raise UsageError(
+                f"source {self.name} has a directory of {size:,} bytes; the limit is"
+                f" {DIRECTORY_LIMIT:,}"
+            )
+        data = super().read(size) or b""
+        check_count(f"source {self.name}", data.count(ENTRY))
+        return data
 
 
 def copy_exactly(stream: IO[bytes], target: BinaryIO, length: int, what: str) -> None:

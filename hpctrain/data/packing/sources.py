@@ -16,16 +16,33 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-from hpctrain.data.packing import arrays
+from hpctrain.data.images import FILE_LIMIT
+from hpctrain.data.packing import arrays, npz
 from hpctrain.data.packing.layout import Item, Source, arrange, hidden
-from hpctrain.data.packing.scratch import ZIP_ERRORS, Place, unzipped
-from hpctrain.data.packing.worker import FILE_LIMIT
+from hpctrain.data.packing.scratch import RATIO, ZIP_ERRORS, Archive, Place, check_count, unzipped
 from hpctrain.errors import UsageError, brief
 from hpctrain.watchdog import doing
 
+FOLDER, REGULAR, SOFT_LINK, HARD_LINK, OTHER = range(5)  # kinds of members
+SMALL = 2**24  # bytes of an image file that may come of a few
 GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
+
+
+class TarStream(tarfile.TarFile):
+    """A .tar that need not keep all that it has read."""
+
+    members: list[tarfile.TarInfo]
+
+
+class Member(NamedTuple):
+    """What is kept of a member of a .tar."""
+
+    kind: int
+    offset: int = 0
+    size: int = 0
+    link: str = ""
 
 
 @contextmanager
@@ -41,9 +58,12 @@ def open_source(path: Path, scratch: Place) -> Iterator[Source]:
 
 
 def _too_large(item: Item, source: Source) -> bool:
-    if item.size > FILE_LIMIT:
-        source.bad.append((item.name, f"{item.size:,} bytes; the limit is {FILE_LIMIT:,}"))
-    return item.size > FILE_LIMIT
+    limit = FILE_LIMIT
+    if item.packed:
+        limit = min(limit, SMALL + RATIO * item.packed[2])
+    if item.size > limit:
+        source.bad.append((item.name, f"{item.size:,} bytes; the limit is {limit:,}"))
+    return item.size > limit
 
 
 def _listed(path: Path, scratch: Place, stack: ExitStack) -> Source:
@@ -60,7 +80,7 @@ def _listed(path: Path, scratch: Place, stack: ExitStack) -> Source:
     with path.open("rb") as file:
         start = file.read(8)
     if path.suffix == ".npz":
-        return arrays.npz_source(path, scratch, stack)
+        return npz.npz_source(path, scratch, stack)
     if start.startswith(ZIP):
         return _zip(path)
     if start.startswith(HDF5):
@@ -117,35 +137,37 @@ def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
 
 def _tar(path: Path, file: BinaryIO) -> Source:
     """Members as slices of `file`; of members of one name the last one counts, as in tar."""
-    members: dict[str, tarfile.TarInfo] = {}
+    members: dict[str, Member] = {}
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
     try:
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
+        with TarStream.open(fileobj=file, mode="r:") as archive:
+            while (found := archive.next()) is not None:
+                archive.members = []
                 doing(f"listing {path}")
-                name = _safe_name(member.name, path)
+                name = _safe_name(found.name, path)
                 if name:
                     members.pop(name, None)
-                    members[name] = member
+                    members[name] = _member(found)
+                    check_count(f"source {path}", len(members))
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"source {path} is no whole tar archive: {brief(error)}") from None
-    files: dict[str, tarfile.TarInfo] = {}
+    files: dict[str, Member] = {}
     bad: dict[str, str] = {}
     for name, member in members.items():
-        if member.isdir():
+        if member.kind == FOLDER:
             continue
         target = _follow(name, members)
-        if target is None or not target.isreg() or target.issparse():
+        if target is None or target.kind != REGULAR:
             bad[name] = "no regular file" if target is not None else "a link out of the archive"
-        elif target.offset_data + target.size > length:
+        elif target.offset + target.size > length:
             raise UsageError(f"source {path} is cut short within {name}: fetch it again")
         else:
             files[name] = target
-    folders = [name for name, member in members.items() if member.isdir()]
+    folders = [name for name, member in members.items() if member.kind == FOLDER]
     layout = arrange([*files, *bad], folders, str(path))
     items = [
-        Item(p.name, p.label, p.split, 0, files[p.name].offset_data, files[p.name].size)
+        Item(p.name, p.label, p.split, 0, files[p.name].offset, files[p.name].size)
         for p in layout.places
         if p.name in files
     ]
@@ -154,37 +176,48 @@ def _tar(path: Path, file: BinaryIO) -> Source:
     return Source(path.name, "slices", "", layout.classes, items, odd, notes, [file])
 
 
-def _follow(name: str, members: dict[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
+def _member(member: tarfile.TarInfo) -> Member:
+    if member.issym() or member.islnk():
+        kind = SOFT_LINK if member.issym() else HARD_LINK
+        return Member(kind, link=member.linkname)
+    if member.isdir():
+        return Member(FOLDER)
+    regular = member.isreg() and not member.issparse()
+    return Member(REGULAR if regular else OTHER, member.offset_data, member.size)
+
+
+def _follow(name: str, members: dict[str, Member]) -> Member | None:
     """The member itself, or where its links lead within the archive."""
     for _ in range(8):
         member = members.get(name)
-        if member is None or not (member.issym() or member.islnk()):
+        if member is None or member.kind not in (SOFT_LINK, HARD_LINK):
             return member
-        base = posixpath.dirname(name) if member.issym() else ""
-        name = posixpath.normpath(posixpath.join(base, member.linkname))
+        base = posixpath.dirname(name) if member.kind == SOFT_LINK else ""
+        name = posixpath.normpath(posixpath.join(base, member.link))
     return None
 
 
 def _zip(path: Path) -> Source:
     try:
-        with zipfile.ZipFile(path) as archive:
-            listed = enumerate(archive.infolist())
-            members = {_safe_name(member.filename, path): (i, member) for i, member in listed}
+        with Archive(path) as file, zipfile.ZipFile(file) as archive:
+            members = {_safe_name(m.filename, path): m for m in archive.infolist()}
     except (*ZIP_ERRORS, OSError, ValueError) as error:
         raise UsageError(f"source {path} is no whole zip archive: {brief(error)}") from None
     members.pop("", None)
-    files = [name for name, (_, member) in members.items() if not member.is_dir()]
-    folders = [name for name, (_, member) in members.items() if member.is_dir()]
+    files = [name for name, member in members.items() if not member.is_dir()]
+    folders = [name for name, member in members.items() if member.is_dir()]
     layout = arrange(files, folders, str(path))
     items: list[Item] = []
     odd: list[tuple[str, str]] = []
     for place in layout.places:
-        index, member = members[place.name]
+        member = members.pop(place.name)
         mode = stat.S_IFMT(member.external_attr >> 16)
         if mode not in (0, stat.S_IFREG):
             odd.append((place.name, "no regular file"))
         else:
-            items.append(Item(place.name, place.label, place.split, 0, index, member.file_size))
+            where = 0, member.header_offset, member.file_size
+            packed = member.compress_type, member.flag_bits, member.compress_size, member.CRC
+            items.append(Item(place.name, place.label, place.split, *where, packed))
     notes = _notes(layout.ignored)
     return Source(path.name, "zip", str(path.resolve()), layout.classes, items, odd, notes)
 

@@ -16,29 +16,36 @@ import traceback
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from threading import Lock
 from typing import Any, NamedTuple
 
 from PIL import Image
 
-from hpctrain.data.images import BadImage, Fit, WrongSize, as_jpeg, decode, fit_pixels, probe
+from hpctrain.data.images import (
+    FILE_LIMIT,
+    BadImage,
+    Fit,
+    WrongSize,
+    as_jpeg,
+    decode,
+    fit_pixels,
+    probe,
+)
 from hpctrain.files import write_at
 from hpctrain.watchdog import doing
 
 COUNTER_BYTES = 8
-FILE_LIMIT = 2**30  # bytes of one image file
+PIECE = 2**30  # bytes of the scratch file, in which JPEG files lie whole
 # zipfile's own are BadZipFile and, for what it cannot do, RuntimeError
 READ_ERRORS = (OSError, EOFError, RuntimeError, ValueError, zlib.error, zipfile.BadZipFile)
-_zip_lock = Lock()
+ENCRYPTED, LOCAL_HEADER = 0x1, 30  # of a .zip (APPNOTE.TXT 4.4.4, 4.3.7): a flag, and bytes
 
 
 class Counter(NamedTuple):
     """How workers take room for JPEG files in the scratch file: the ends of a pipe that holds how
     much is taken, and which of how many processes this is. Each process takes every `size`-th
-    piece of FILE_LIMIT bytes, so that none needs to know what the others take."""
+    piece of PIECE bytes, so that none needs to know what the others take."""
 
     read_end: int
     write_end: int
@@ -46,12 +53,16 @@ class Counter(NamedTuple):
     size: int
 
 
+# row, name, descriptor, offset, size, packed
+Listed = tuple[int, str, int, int, int, Sequence[int]]
+
+
 class Task(NamedTuple):
     """Some images to decode, or only to look at (`fit` None).
 
-    kind and root as in Source; store: descriptor of the scratch file; images: (row, name,
-    descriptor, offset, size) of each; shape of raw pixels; counter: given where JPEG files are
-    stored instead of pixels.
+    kind and root as in Source; store: descriptor of the scratch file; images: what is told of each,
+    `packed` as in Item; shape of raw pixels; counter: given where JPEG files are stored instead of
+    pixels.
     """
 
     kind: str
@@ -59,7 +70,7 @@ class Task(NamedTuple):
     store: int
     fit: Fit | None
     shape: tuple[int, int, int] | None
-    images: list[tuple[int, str, int, int, int]]
+    images: list[Listed]
     counter: Counter | None = None
 
 
@@ -84,10 +95,18 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _one(task: Task, row: int, name: str, descriptor: int, offset: int, size: int) -> list[Any]:
+def _one(
+    task: Task,
+    row: int,
+    name: str,
+    descriptor: int,
+    offset: int,
+    size: int,
+    packed: Sequence[int],
+) -> list[Any]:
     doing(f"reading {name}")
     try:
-        data = _bytes(task, name, descriptor, offset, size)
+        data = _bytes(task, name, descriptor, offset, size, packed)
         if task.fit is None:
             return ["header", *probe(data)]
         if task.shape:
@@ -111,11 +130,11 @@ def _one(task: Task, row: int, name: str, descriptor: int, offset: int, size: in
 def _store_file(store: int, counter: Counter, data: bytes) -> tuple[int, int]:
     """Append a file to the process's pieces of the store: its place and its size."""
     taken = int.from_bytes(os.read(counter.read_end, COUNTER_BYTES), "little")  # one at a time
-    if taken % FILE_LIMIT + len(data) > FILE_LIMIT:
-        taken = -(-taken // FILE_LIMIT) * FILE_LIMIT  # no file lies in two pieces
+    if taken % PIECE + len(data) > PIECE:
+        taken = -(-taken // PIECE) * PIECE  # no file lies in two pieces
     os.write(counter.write_end, (taken + len(data)).to_bytes(COUNTER_BYTES, "little"))
-    piece, within = divmod(taken, FILE_LIMIT)
-    place = (piece * counter.size + counter.rank) * FILE_LIMIT + within
+    piece, within = divmod(taken, PIECE)
+    place = (piece * counter.size + counter.rank) * PIECE + within
     write_at(store, memoryview(data), place)
     return place, len(data)
 
@@ -129,13 +148,15 @@ def _sums(pixels: bytes, channels: int) -> tuple[list[int], list[int]]:
     return values, [sum(v * v * n for v, n in enumerate(part)) for part in by_channel]
 
 
-def _bytes(task: Task, name: str, descriptor: int, offset: int, size: int) -> bytes:
+def _bytes(
+    task: Task, name: str, descriptor: int, offset: int, size: int, packed: Sequence[int]
+) -> bytes:
     """The bytes of an image file, or raw pixels. Raises BadImage."""
     try:
         if task.kind == "folder":
             return _file(os.path.join(task.root, name))
         if task.kind == "zip":
-            return _member(task.root, offset, size)
+            return _member(task.root, offset, size, packed)
         data = os.pread(descriptor, size, offset)
     except READ_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -153,21 +174,24 @@ def _file(path: str) -> bytes:
         return file.read()
 
 
-def _member(path: str, number: int, size: int) -> bytes:
-    """A member by its place in the archive; never more bytes than it said it has."""
-    with _zip_lock:  # of a ZipFile only reading is safe in threads, not opening and closing
-        archive = _archive(path)
-        file = archive.open(archive.infolist()[number])
-    try:
-        return file.read(size)
-    finally:
-        with _zip_lock:
-            file.close()
-
-
-@lru_cache(maxsize=1)
-def _archive(path: str) -> zipfile.ZipFile:
-    return zipfile.ZipFile(path)
+def _member(path: str, offset: int, size: int, packed: Sequence[int]) -> bytes:
+    """A member of a .zip, whose local header begins at `offset`; never more bytes than it said it
+    has. The directory of the archive, which may be long, is not read again.
+    """
+    info = zipfile.ZipInfo()
+    info.file_size = size
+    info.compress_type, info.flag_bits, info.compress_size, info.CRC = packed
+    if info.flag_bits & ENCRYPTED:
+        raise BadImage("it is encrypted")
+    with open(path, "rb") as file:
+        file.seek(offset)
+        header = file.read(LOCAL_HEADER)
+        if header[:4] != b"PK\3\4":
+            raise BadImage("it is not where the archive says")
+        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        file.seek(name + extra, os.SEEK_CUR)
+        with zipfile.ZipExtFile(file, "r", info) as stream:
+            return stream.read(size)
 
 
 def main() -> None:

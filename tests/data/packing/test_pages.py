@@ -115,8 +115,9 @@ def test_processes_fill_what_one_fills(tmp_path, monkeypatch, size, row_shape):
         images = rng.integers(0, 256, (rows, *row_shape), np.uint8)
         columns += pixel_columns(name, rng.integers(0, 9, rows), row_shape, slices(images))
     whole, shared = str(tmp_path / "whole"), str(tmp_path / "shared")
-    _, offsets = write._lay_out(whole, columns)
-    assert write._lay_out(shared, columns)[1] == offsets
+    with open(whole, "w+b") as one, open(shared, "w+b") as other:
+        _, offsets = write._lay_out(one, columns)
+        assert write._lay_out(other, columns)[1] == offsets
     alone = fill(whole, columns, offsets, SimpleNamespace(rank=0, size=1), 1, lambda n: None)
     written, done, synced = {}, [], []
 

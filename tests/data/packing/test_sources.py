@@ -200,7 +200,7 @@ def test_damaged_archives(tmp_path):
 def test_a_gzip_bomb_is_refused(tmp_path, monkeypatch):
     (tmp_path / "bomb.tgz").write_bytes(gzip.compress(bytes(10**7)))
     monkeypatch.setattr(scratch, "SPARE", 0)
-    assert "200 times its size: refused" in refusal(tmp_path / "bomb.tgz", tmp_path)
+    assert "200 times its size: 2,097,152 are refused" in refusal(tmp_path / "bomb.tgz", tmp_path)
 
 
 def mnist(folder, count=7, zipped_too=""):

@@ -1,0 +1,180 @@
+"""What a source says is compared with the limits before memory is taken: bombs are one line."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tarfile
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpctrain.data import images
+from hpctrain.data.images import BadImage, Fit, decode, probe, read_image
+from hpctrain.data.packing import scratch, worker
+from hpctrain.data.packing.sources import open_source
+from hpctrain.errors import UsageError
+from tests.launch import run
+
+MB = 1 << 20
+
+
+def npy(kind, shape, data=b"", length=None):
+    """An array's file, whatever its header claims."""
+    text = f"{{'descr': {kind!r}, 'fortran_order': False, 'shape': {shape!r}, }}".encode()
+    length = len(text) if length is None else length
+    return b"\x93NUMPY\2\0" + length.to_bytes(4, "little") + text + data
+
+
+def npz(path, **members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return path
+
+
+def opened(path, folder):
+    """What is listed of a source, and the bytes of memory that it took at most."""
+    tracemalloc.start()
+    try:
+        with open_source(path, folder) as source:
+            return source, tracemalloc.get_traced_memory()[1]
+    except UsageError as error:
+        return str(error), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+IMAGES = npy("|u1", (7, 5, 3), bytes(105))
+LABELS = npy("|u1", (7,), bytes([0, 1, 2, 0, 1, 2, 0]))
+ZEROS = bytes(64 * MB)
+HOSTILE = {
+    "as many labels as there are": ({"labels": npy("<i8", (-1,), ZEROS)}, "says -1 entries"),
+    "more labels than images": ({"labels": npy("<i8", (8 * MB,), ZEROS)}, "says 8,388,608 entries"),
+    "wide labels": (
+        {"labels": npy("<U99991", (7,), ZEROS)},
+        "entries of 399,964 bytes; the limits",
+    ),
+    "objects": ({"labels": npy("|O", (7,), ZEROS)}, "is object of shape"),
+    "a long header": ({"labels": npy("|u1", (7,), ZEROS, 48 * MB)}, "header of 50,331,648 bytes;"),
+    "a header of 4 GB": ({"images": npy("|u1", (7, 5, 3), b"", 2**32 - 1)}, "of 4,294,967,295 b"),
+    "negative images": (
+        {"images": npy("|u1", (-7, -5, 3), bytes(105))},
+        "has shape (-7, -5, 3, 1)",
+    ),
+    "many images": ({"images": npy("|u1", (10**9, 1, 1))}, "1,000,000,000 images or members; the"),
+    "large images": ({"images": npy("|u1", (7, 10**6, 10**6))}, "grows to more than 1,073,"),
+    "many classes": ({"classes": npy("|S1000", (2**20,), ZEROS)}, "1,048,576 entries of 1,000 byt"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_an_npz_takes_no_more_memory_than_its_images_need(tmp_path, case):
+    members, message = HOSTILE[case]
+    known = {"images": IMAGES, "labels": LABELS}
+    source, peak = opened(npz(tmp_path / "good.npz", **known), tmp_path)
+    assert (len(source.items), source.classes) == (7, ("0", "1", "2"))
+    found, peak = opened(npz(tmp_path / "a.npz", **{**known, **members}), tmp_path)
+    assert isinstance(found, str) and message in found and "\n" not in found
+    assert peak < 4 * MB
+
+
+def archive_of(path, count, size=0):
+    """A .tar or .zip of so many members; the first image holds `size` zeros."""
+    names = [f"set/class{i % 7}/image{i:07}.png" for i in range(count)]
+    if path.suffix == ".tar":
+        with open(path, "wb") as file:
+            for name in names:
+                file.write(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT))
+            file.write(bytes(1024))
+        return path
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for number, name in enumerate(names):
+            archive.writestr(name, b"" if number else bytes(size))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".zip"])
+def test_members_of_archives_are_few_enough_and_take_little_memory(tmp_path, suffix, monkeypatch):
+    path = archive_of(tmp_path / f"a{suffix}", 10_007)
+    source, peak = opened(path, tmp_path)
+    assert len(source.items) == 10_007
+    assert peak < 10_007 * 1600
+    monkeypatch.setattr(scratch, "MOST_IMAGES", 10_006)
+    refused, peak = opened(path, tmp_path)
+    assert refused.endswith("holds 10,007 images or members; the limit is 10,006: cut it")
+    if suffix == ".zip":
+        assert peak < 2 * MB  # before its directory is parsed
+        monkeypatch.setattr(scratch, "DIRECTORY_LIMIT", 1009)
+        refused, _ = opened(path, tmp_path)
+        assert "bytes; the limit is 1,009" in refused
+
+
+def test_a_member_that_grows_too_much_is_left_out_with_its_size(tmp_path):
+    source, _ = opened(archive_of(tmp_path / "a.zip", 11, 48 * MB), tmp_path)
+    assert len(source.items) == 10
+    assert re.fullmatch(r"50,331,648 bytes; the limit is [\d,]+", source.bad[0][1])
+    source, _ = opened(archive_of(tmp_path / "b.zip", 11, 8 * MB), tmp_path)
+    assert (len(source.items), source.bad) == (11, [])
+
+
+def test_members_of_a_zip_are_read_without_its_directory(tmp_path, monkeypatch):
+    path = tmp_path / "a.zip"
+    kinds = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+    contents = [bytes(range(number, 101)) for number in range(len(kinds))]
+    with zipfile.ZipFile(path, "w") as archive:
+        for number, (kind, content) in enumerate(zip(kinds, contents, strict=True)):
+            archive.writestr(f"a/{number}", content, kind)
+    source, _ = opened(path, tmp_path)
+    monkeypatch.delattr(worker.zipfile, "ZipFile")
+    for item, content in zip(source.items, contents, strict=True):
+        assert worker._member(str(path), item.offset, item.size, item.packed) == content
+    item = source.items[0]
+    for packed, offset in (((0, 1, 101, 0), item.offset), (item.packed, item.offset + 1)):
+        with pytest.raises(BadImage, match="encrypted|not where"):
+            worker._member(str(path), offset, item.size, packed)
+
+
+PEAK = """
+import resource, sys
+from hpctrain.data.images import BadImage, Fit, as_jpeg, decode, probe
+data = open(sys.argv[1], "rb").read()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for action in (lambda: decode(data, Fit(31, 37, 3)), lambda: as_jpeg(data), lambda: probe(data)):
+    try:
+        action()
+    except BadImage as error:
+        print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_an_image_bomb_is_refused_before_its_pixels_take_memory(tmp_path):
+    picture = Image.new("P", (9001, 9007))
+    picture.putpalette(bytes(range(256)) * 3)
+    picture.save(tmp_path / "a.png", transparency=0)
+    assert (tmp_path / "a.png").stat().st_size < MB
+    done = run([sys.executable, "-W", "ignore", "-c", PEAK, str(tmp_path / "a.png")])
+    *messages, peak = done.stdout.splitlines()
+    assert messages == ["9,001 x 9,007 pixels; the limit is 67,108,864"] * 3, done.stderr
+    assert int(peak) < 20
+
+
+def test_the_limit_is_of_the_pixels_that_are_decoded(tmp_path, monkeypatch):
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((301, 401, 3), np.uint8)).save(file, "JPEG")
+    monkeypatch.setattr(images, "MOST_PIXELS", 401 * 301)
+    decode(file.getvalue(), Fit(401, 301, 3, exact=True))
+    monkeypatch.setattr(images, "MOST_PIXELS", 401 * 301 - 1)
+    with pytest.raises(BadImage, match="401 x 301 pixels; the limit is 120,700"):
+        decode(file.getvalue(), Fit(401, 301, 3, exact=True))
+    decode(file.getvalue(), Fit(11, 13, 3))  # at 1/8 scale
+    assert probe(file.getvalue()).width == 401
+    (tmp_path / "a.jpg").write_bytes(file.getvalue())
+    monkeypatch.setattr(images, "FILE_LIMIT", 1009)
+    with pytest.raises(BadImage, match="more than 1,009 bytes"):
+        read_image(str(tmp_path / "a.jpg"), (11, 13, 3))
