@@ -57,10 +57,12 @@ def typed_fields(fields: Any, types: dict[str, Any], needed: Collection[str]) ->
 
 
 def typed(value: Any, wanted: Any, name: str) -> Any:
-    """`value` as the type `wanted`: bool, int, float, str, StrEnum, X | None, or a tuple or dict of
-    these. ValueError that names the field.
+    """`value` as the type `wanted`: bool, int, float, str, StrEnum, Any, X | None, tuple or dict
+    of these. ValueError that names the field.
     """
     kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if wanted is Any:
+        return value
     if kind is UnionType:
         (other,) = (each for each in inner if each is not NoneType)
         return None if value is None else typed(value, other, name)

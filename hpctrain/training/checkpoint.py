@@ -32,11 +32,25 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.files import sync, whole_file
 from hpctrain.models.tensors import content, restore_complex
 from hpctrain.report.jsonlines import FILE_NAME
+from hpctrain.typed import from_fields
 
 FOLDER = "checkpoints"
 FORMAT = 1
 LIBRARY_TEMPORARY = ".tmp" + 6 * "[0-9A-Za-z]"  # of safetensors' writer, which was used before
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What the JSON file of a checkpoint says."""
+
+    format: int
+    step: int
+    file: str  # of the tensors, in the same folder
+    bytes: int
+    sha256: str
+    state: dict[str, Any]
+    check: str  # SHA-256 of all the others
 
 
 @dataclass(frozen=True)
@@ -236,9 +250,9 @@ def verify(run: Path, step: int) -> Checkpoint:
                 f"{described} has format {known['format']}, this hpctrain knows {FORMAT}: use the"
                 " hpctrain that wrote it"
             )
-        state, size, sha256 = known["state"], known["bytes"], known["sha256"]
-        path = described.with_name(known["file"])
-        if known["step"] != step or known.pop("check") != _check(known):
+        says = from_fields(Described, known)
+        path = described.with_name(says.file)
+        if says.step != step or known.pop("check") != _check(known):
             raise Damaged(f"checkpoint {described} is damaged: it does not match its own SHA-256")
     except OSError as error:
         raise _unreadable(described, error) from error
@@ -246,15 +260,15 @@ def verify(run: Path, step: int) -> Checkpoint:
         raise Damaged(f"checkpoint {described} is damaged: {error}") from error
     try:
         found = path.stat().st_size
-        if found != size:
-            raise Damaged(f"checkpoint {path} has {found:,} bytes of {size:,}")
-        if _sha256(path) != sha256:
-            raise Damaged(f"checkpoint {path} is damaged: its SHA-256 is not {sha256[:16]}...")
+        if found != says.bytes:
+            raise Damaged(f"checkpoint {path} has {found:,} bytes of {says.bytes:,}")
+        if _sha256(path) != says.sha256:
+            raise Damaged(f"checkpoint {path} is damaged: its SHA-256 is not {says.sha256[:16]}...")
     except FileNotFoundError as error:
         raise Damaged(f"checkpoint {path} is gone") from error
     except OSError as error:
         raise _unreadable(path, error) from error
-    return Checkpoint(step, state, path)
+    return Checkpoint(step, says.state, path)
 
 
 def _unreadable(path: Path, error: OSError) -> RunError:

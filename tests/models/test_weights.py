@@ -288,3 +288,22 @@ def test_only_the_last_layer_may_differ_in_classes(tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "m")
     with pytest.raises(UsageError, match=r"3\.weight is 5x11, the model's 2x11; 3\.bias is 5"):
         load_init(net(2), tmp_path / "m", 2)
+
+
+@pytest.mark.parametrize(
+    "metadata, said",
+    [
+        ({"hpctrain": "[" * 100_000}, "nested too deeply"),
+        ({"hpctrain": '{"step": ' + "9" * 400 + "}"}, "digits"),
+        ({"hpctrain": "[5]"}, "'hpctrain' are no JSON object"),
+        ({"hpctrain": "null"}, "'hpctrain' are no JSON object"),
+        ({"hpctrain": "{"}, "no JSON"),
+        ({"hpctrain.complex": '{"a": 1}'}, "no names of its tensors"),
+    ],
+)
+def test_metadata_that_nobody_wrote_are_refused_in_one_line(tmp_path, metadata, said):
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(3)}, path, metadata)
+    with pytest.raises(UsageError, match=f"m.safetensors is no safetensors file.*{said}") as caught:
+        read_model(path)
+    assert len(str(caught.value)) < 400
