@@ -89,8 +89,11 @@ def read_beats(folder: Path) -> list[Beat]:
 
 def is_gone(beat: Beat) -> bool:
     """Whether the process of a heartbeat was one of this machine, and is no more."""
-    here = beat.host == socket.gethostname() and os.path.isdir("/proc/self")
-    return here and not os.path.isdir(f"/proc/{beat.pid}")
+    if beat.host != socket.gethostname() or not os.path.isdir("/proc/self"):
+        return False
+    with suppress(OSError), open(f"/proc/{beat.pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] == b"Z"  # only its parent knows of it
+    return True
 
 
 def remove_all(folder: Path) -> None:
@@ -154,6 +157,15 @@ def find_cause(folder: Path) -> tuple[str, float] | None:
     else:
         text = f"all ranks were killed without a word: {where}"
     return text, last
+
+
+def cause_if_ended(folder: Path) -> str | None:
+    """The same as a line, where the launch is sure to have ended: a rank says so, or a process of
+    this machine is gone.
+    """
+    ended = any(beat.failed or is_gone(beat) for beat in read_beats(folder))
+    cause = find_cause(folder) if ended else None
+    return cause[0] if cause else None
 
 
 class Turn:

@@ -34,6 +34,7 @@ class Scan(NamedTuple):
     wrong: str | None  # with that line
     launch: Record  # the last of kind "run"; empty where there is none
     gaps: list[range]  # steps that are missing before the last one
+    ended: bool = False  # whether that launch recorded its end
 
     def missing(self, done: int) -> str:
         """The steps up to `done` that the record lacks: "5, 7 to 9"; empty where it has all."""
@@ -50,7 +51,7 @@ def last_step(folder: Path) -> int:
 
 def scan_record(folder: Path) -> Scan:
     """Read the record of a run."""
-    last, launch, gaps = 0, Record(), []
+    last, launch, gaps, ended = 0, Record(), [], False
     try:
         for record in read_records(folder):
             if record["kind"] == "step":
@@ -58,10 +59,12 @@ def scan_record(folder: Path) -> Scan:
                     gaps.append(range(last + 1, record["step"]))
                 last = max(last, record["step"])
             elif record["kind"] == "run":
-                launch = record
+                launch, ended = record, False
+            elif record["kind"] == "end":
+                ended = True
     except UsageError as error:
-        return Scan(last, str(error), launch, gaps)
-    return Scan(last, None, launch, gaps)
+        return Scan(last, str(error), launch, gaps, ended)
+    return Scan(last, None, launch, gaps, ended)
 
 
 def is_finished(folder: Path) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.heartbeats import FOLDER as HEARTBEATS
+from hpctrain.heartbeats import cause_if_ended
 from hpctrain.report.jsonlines import read_records
 
 MOST_POINTS = 400  # of a line by step; more are averaged
@@ -78,6 +80,8 @@ def read_curves(folder: Path, name: str) -> Curves:
     at = [record["step"] / per_epoch for record in validations]
     tests = [record for record in evaluations if record["split"] == "test"]
     status, reason = how_it_ended(records)
+    if status == UNFINISHED and (cause := cause_if_ended(folder / HEARTBEATS)):
+        status, reason = "failed", cause
     return Curves(
         name,
         status,

@@ -19,11 +19,11 @@ from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, host_name, library
 from hpctrain.report.folders import evaluation_file
-from hpctrain.report.jsonlines import cut_back
+from hpctrain.report.jsonlines import FILE_NAME, RecordFile, cut_back
 from hpctrain.training.checkpoint import make_ready
 from hpctrain.training.lock import RunLock
 from hpctrain.training.progress import Progress
-from hpctrain.training.resume import FREE
+from hpctrain.training.resume import FREE, Earlier
 from hpctrain.training.setup import Job
 
 
@@ -63,10 +63,18 @@ def write_settings(job: Job, folder: Path) -> None:
         write_whole(folder / name, text.rstrip() + "\n")
 
 
-def open_run_folder(job: Job, folder: Path, state: Progress) -> Path:
-    """Make an earlier launch's folder ready to go on after the steps that `state` has done."""
+def open_run_folder(job: Job, earlier: Earlier, state: Progress) -> Path:
+    """Make an earlier launch's folder ready to go on after the steps that `state` has done; a crash
+    becomes the end of its record.
+    """
+    folder = earlier.folder
     try:
         cut_back(folder, state.step, state.epoch, state.validated)
+        if earlier.crash:
+            reason, when = earlier.crash
+            record = RecordFile(folder / FILE_NAME)
+            record.put({"kind": "end", "time": when, "status": "failed", "reason": reason})
+            record.close()
         write_settings(job, folder)
         heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now
         for file in folder.glob(evaluation_file(folder, "*").name):  # of a network that goes on

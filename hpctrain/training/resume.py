@@ -17,6 +17,8 @@ import torch
 
 from hpctrain.config import Config
 from hpctrain.errors import UsageError
+from hpctrain.heartbeats import FOLDER as HEARTBEATS
+from hpctrain.heartbeats import find_cause
 from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, from_root
 from hpctrain.parallel.reduce import broadcast
@@ -52,6 +54,7 @@ class Earlier:
     finished: bool  # it did all its epochs, or validation ended it
     checkpoint: Checkpoint | None  # the newest whole one; without one the run is to begin again
     damage: list[str]  # newer ones, passed over
+    crash: tuple[str, float] | None = None  # how its last launch ended without recording it, when
 
 
 def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
@@ -82,7 +85,10 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
         damage.append(f"the record has lost steps that were done: {missing}")
     if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
-    return Earlier(folder, plan, is_finished(folder), checkpoint, damage)
+    crash = None if scan.ended or not scan.launch else find_cause(folder / HEARTBEATS)
+    if crash:
+        damage.insert(0, f"the launch before did not record its end: {crash[0]}")
+    return Earlier(folder, plan, is_finished(folder), checkpoint, damage, crash)
 
 
 def read_settings(folder: Path) -> tuple[Config, Plan]:

@@ -127,7 +127,7 @@ def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
 
     def open_folder() -> Path:
         if earlier:
-            return open_run_folder(job, earlier.folder, state)
+            return open_run_folder(job, earlier, state)
         return make_run_folder(job, lock)
 
     folder = from_root(comm, open_folder)

@@ -6,18 +6,20 @@ times that are written, which come from another machine's clock.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain.heartbeats import BEAT_EVERY, FOLDER, find_cause, is_gone, read_beat
+from hpctrain.heartbeats import BEAT_EVERY, FOLDER, cause_if_ended, is_gone, read_beat
 from hpctrain.report.progress import duration
 from hpctrain.report.story import Story, moment, number
 from hpctrain.training.control import FILE as STOP_FILE
 
 PATIENCE = 10.0  # seconds of silence that mean nothing
 LATE = 3.0  # times the usual is late
+LOOK_EVERY = 10.0  # seconds between two looks for why a run ended
 IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # by the heartbeats
 
 
@@ -57,6 +59,8 @@ class Pulse:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._record, self._beat = Seen(), Seen()
+        self._cause: str | None = None  # by all heartbeats, when it looked last
+        self._looked = -math.inf
 
     def status(self, story: Story, version: int) -> Status:
         """How the run is doing now."""
@@ -65,14 +69,13 @@ class Pulse:
             return ended(story.end)
         late = PATIENCE + LATE * story.usual()
         testing = story.step.get("step") == story.steps()  # all steps are done, not yet the end
-        ranks, look = self._folder / FOLDER, record > late / 2 or testing or not story.step
-        beat = read_beat(ranks / "0.json") if look else None
-        beaten = self._beat.silence(beat.time, beat.time) if beat else None
+        look = record > late / 2 or testing or not story.step
+        beat = read_beat(self._folder / FOLDER / "0.json") if look else None
+        beaten = self._beat.silence(beat.time, beat.time) if beat else math.inf
         asked = (self._folder / STOP_FILE).is_file()
-        if beat and is_gone(beat):
-            cause = find_cause(ranks)
-            return Status("failed", f"failed: {cause[0]}" if cause else "failed")
-        if beat and beaten is not None and beaten < PATIENCE + LATE * _interval(story):
+        if beat and (is_gone(beat) or beaten > late) and (cause := self._find_cause()):
+            return Status("failed", f"failed: {cause}")
+        if beat and beaten < PATIENCE + LATE * _interval(story):
             if record > late and beat.doing.startswith(IN_STEP):
                 return Status("silent", f"silent for {rough(record)}, rank 0 is in: {beat.doing}")
             words = f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
@@ -86,6 +89,13 @@ class Pulse:
         if not story.facts:
             return Status("waiting", words or "not begun yet")
         return Status("running", words or ("running" if story.step else "starting"))
+
+    def _find_cause(self) -> str | None:
+        """Why the run ended without recording it; seldom read anew, there may be many ranks."""
+        if time.monotonic() - self._looked > LOOK_EVERY:
+            self._looked = time.monotonic()
+            self._cause = cause_if_ended(self._folder / FOLDER)
+        return self._cause
 
 
 def ended(end: Mapping[str, Any]) -> Status:

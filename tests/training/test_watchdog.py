@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,16 +24,24 @@ from hpctrain.heartbeats import (
     Beat,
     Turn,
     blame,
+    cause_if_ended,
+    find_cause,
     name_ranks,
     read_beat,
     read_beats,
     write_beat,
 )
 from hpctrain.models import build, save_model
+from hpctrain.report.plot_data import read_curves
 from hpctrain.report.record import read_records
 from hpctrain.start import is_own
-from hpctrain.training.folder import make_run_folder
-from hpctrain.training.lock import RunLock
+from hpctrain.training.folder import make_run_folder, open_run_folder
+from hpctrain.training.lock import RunLock, is_locked
+from hpctrain.training.progress import Progress
+from hpctrain.training.resume import find_earlier
+from hpctrain.typed import from_fields, parse_toml
+from hpctrain.watch import liveness
+from hpctrain.watch.runs import Runs
 from hpctrain.watchdog import Watchdog, doing, waiting
 from tests.launch import Job, mpirun, run, run_mpi
 from tests.packs import make_pack
@@ -121,13 +130,65 @@ def test_a_rank_that_loops_is_named(start, tmp_path):
     assert "looping.py" in (tmp_path / "runs/a/ranks/1.stack").read_text()
 
 
-@pytest.mark.parametrize("whom", ["rank", "mpirun"])
-def test_kill_9_ends_everything_soon(start, tmp_path, whom):
+@pytest.mark.parametrize(
+    ("whom", "number", "cause"),
+    [
+        ("rank", "SIGKILL", r"killed without a word: rank 1 on \S+, last in: .*\(the others were"),
+        ("rank", "SIGSEGV", r"rank 1 crashed \(Segmentation fault\), last in: "),
+        ("mpirun", "SIGKILL", "all ranks were killed without a word: rank 0 on .*; rank 1 on .*"),
+    ],
+)
+def test_what_kills_ends_everything_soon_and_is_named_afterwards(
+    start, tmp_path, monkeypatch, whom, number, cause
+):
+    monkeypatch.setattr(liveness, "PATIENCE", 0.0)
+    monkeypatch.setattr(liveness, "LATE", 0.0)
     job = start()
-    os.kill(beats(tmp_path)[1]["pid"] if whom == "rank" else job.pid, signal.SIGKILL)
+    os.kill(beats(tmp_path)[1]["pid"] if whom == "rank" else job.pid, getattr(signal, number))
     code, _, seconds = ended(job, 20)
     assert code not in (0, 75)
     assert seconds < 10
+    folder, lock = tmp_path / "runs/a", RunLock()
+    while is_locked(folder):  # the kernel may be closing the files of what was killed
+        time.sleep(0.1)
+    (watched,) = Runs([str(folder)], "runs").all()
+    watched.poll()
+    assert watched.status.kind == "failed", watched.status
+    assert re.search(cause, watched.status.text)
+    curves = read_curves(folder, "a")
+    assert curves.status == "failed" and re.search(cause, curves.reason)
+    config = from_fields(Config, parse_toml((folder / "config.toml").read_bytes()))
+    earlier = find_earlier(replace(config, runs_dir=str(tmp_path / "runs")), lock)
+    assert re.search(f"the launch before did not record its end: {cause}", earlier.damage[0])
+    plan = SimpleNamespace(to_json=(folder / "plan.json").read_text)
+    open_run_folder(SimpleNamespace(config=config, plan=plan), earlier, Progress())
+    *_, end = read_records(folder)
+    assert (end["kind"], end["status"]) == ("end", "failed") and re.search(cause, end["reason"])
+    assert list((folder / "ranks").iterdir()) == []
+    assert not find_earlier(replace(config, runs_dir=str(tmp_path / "runs")), lock).crash
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    ("failed", "stacks", "cause"),
+    [
+        ({}, {}, "all ranks were killed without a word: rank 0 on h, last in: step 3; rank 1"),
+        ({1: "ValueError: x"}, {0: "File"}, "rank 1: ValueError: x"),
+        ({}, {0: "File", 2: "Fatal Python error: Bus error\n"}, r"rank 2 crashed \(Bus error\), l"),
+        ({}, {0: "File", 1: "File"}, "killed without a word: rank 2 on h, last in: step 3 "),
+        ({}, {0: "F", 1: "F", 2: "F"}, r"ended from outside \(SIGTERM\), rank 0 was in: step 3"),
+    ],
+)
+def test_what_a_launch_left_tells_why_it_ended(tmp_path, failed, stacks, cause):
+    for rank in range(3):
+        beat = Beat(rank, "h", 7, "step 3", 0.0, 99.0 + rank, failed=failed.get(rank, ""))
+        write_beat(tmp_path, beat)
+    for rank, text in stacks.items():
+        (tmp_path / f"{rank}.stack").write_text(text)
+    text, when = find_cause(tmp_path)
+    assert re.match(cause, text) and when == 101.0
+    assert (cause_if_ended(tmp_path) is not None) == bool(failed), "h is another machine"
+    assert find_cause(tmp_path / "nothing") is None
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
