@@ -307,8 +307,12 @@ class Remembering(nn.Module):
     def _hidden(self, x):
         return x * (1 + self.out_of_sight.calls)
 
-    def _hidden_pair(self, x):
-        return x * (1 + self.out_of_sight.calls % 2)
+    def _hidden_cycle(self, x):
+        return x * (1 + self.out_of_sight.calls % 3)
+
+    def _flag(self, x):
+        """Says that there was a call, for ever after."""
+        self.late = torch.ones(2)
 
     def _draws(self, x):
         return x * random.random()
@@ -324,6 +328,10 @@ class Remembering(nn.Module):
         self.mask = torch.ones(self.classes)
         return x * self.mask
 
+    def _none_in_training(self, x):
+        if not self.training:
+            self._none(x)
+
     def _tuple(self, x):
         return (x, x) if self.training else x
 
@@ -332,8 +340,9 @@ class Remembering(nn.Module):
         self.seen = [x.detach(), {"rows": len(x), "largest": x.max().item()}]
 
     def _made_later(self, x):
-        if self.mask is None:
-            self.mask = torch.ones(self.classes)
+        """Kept for all batches of as many rows, which are not the same on all ranks."""
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.ones(len(x), 1)
         return x * self.mask
 
     def _drops(self, x):

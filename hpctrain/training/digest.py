@@ -54,7 +54,9 @@ def own_tensors(trainer: Trainer) -> set[str]:
     norms = trainer.norms
     local = {True: norms.mode == "local", False: trainer.local_buffers}
     statistics = {f"norms.{name}" for name in ("running", "shift", "updates") if local[True]}
-    return statistics | {n for n, b in trainer.model.named_buffers() if local[norms.owns(b)]}
+    buffers = trainer.model.named_buffers()
+    later = {n for n, b in buffers if n not in trainer.buffers or local[norms.owns(b)]}
+    return statistics | later
 
 
 def tensor_digests(trainer: Trainer) -> dict[str, int]:

@@ -53,11 +53,12 @@ def probe_model(
         first = Sample(inputs[:ROWS], targets[:ROWS], key)
         other = Sample(inputs[-ROWS:], targets[-ROWS:], key + 1)
         exact = is_exact(inputs.device, config.deterministic)
-        changed: list[str] = []
+        how, changed = (listener, norms, task, first, other), []
+        buffers = {name for name, _ in model.named_buffers()}
         for training in (True, False):
             model.train(training)
             with torch.set_grad_enabled(training):
-                changed += replay(listener, norms, task, first, other, exact).names()
+                changed += replay(*how, exact, buffers).names()
         model.train()
         if changed:
             raise changed_error(changed)

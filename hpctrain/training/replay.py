@@ -15,6 +15,7 @@ where the second output is already another than the first, floats are not compar
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -122,11 +123,18 @@ def compare(
 
 
 def replay(
-    listener: Listener, norms: BatchNorms, task: Task, first: Sample, other: Sample, exact: bool
+    listener: Listener,
+    norms: BatchNorms,
+    task: Task,
+    first: Sample,
+    other: Sample,
+    exact: bool,
+    buffers: Collection[str],
 ) -> Found:
     """Pass the first rows forward twice and again after the other; what does not stay as it was.
 
-    With `exact`, equal work has equal bits. Leaves network, statistics and generators as they were.
+    With `exact`, equal work has equal bits. `buffers` names those that were there before the first
+    step. Leaves network, statistics and generators as they were.
     """
     model, device = listener.model, first.inputs.device
     found, again, before = Found(device), Found(device), ModelState(model)
@@ -148,8 +156,8 @@ def replay(
         before.restore()
         norms.restore()
         listener.output = torch.empty(0)
-    buffers = {n: v for n, v in at_first.items() if n.startswith("buffer ") and v.text != "None"}
-    compare(found, buffers, one)
+    lasting = {f"buffer {name}" for name in buffers}
+    compare(found, {n: v for n, v in at_first.items() if n in lasting}, one)
     compare(again, {OUTPUT: one[OUTPUT]}, two)
     for later in (two, three):
         compare(found, one, later, None if exact else again.any())
@@ -175,10 +183,11 @@ class Replay:
         self._samples: tuple[Sample, Sample] | None = None
 
     def _values(self) -> dict[str, Value]:
-        frozen = dict(self._trainer.model.named_parameters())
+        trainer, names = self._trainer, dict(self._trainer.model.named_parameters())
         return {
-            f"{'parameter' if name in frozen else 'buffer'} {name}": value_of(tensor)
-            for name, tensor in self._trainer.constants().items()
+            f"{'parameter' if name in names else 'buffer'} {name}": value_of(tensor)
+            for name, tensor in trainer.constants().items()
+            if name in names or name in trainer.buffers
         }
 
     def take(self, batches: list[Batch]) -> None:
@@ -195,6 +204,7 @@ class Replay:
         trainer = self._trainer
         found = Found(trainer.message.device)
         if self._samples is not None:
-            found = replay(self._listener, trainer.norms, self._task, *self._samples, self._exact)
+            how = (self._listener, trainer.norms, self._task, *self._samples, self._exact)
+            found = replay(*how, trainer.buffers)
         compare(found, self._constants, self._values())
         return found

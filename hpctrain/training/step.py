@@ -39,13 +39,12 @@ class Trainer:
     late: int = 0  # steps that are begun before the totals of one are read
     clock: Clock = field(init=False)
     unused: UnusedParameters = field(init=False)
-    _first: frozenset[str] = field(init=False)  # names of tensors before the first step
+    buffers: frozenset[str] = field(init=False)  # names of those that there are before a step
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.message.device)
         self.unused = UnusedParameters(self.message, self.optimizer)
-        named = (*self.model.named_buffers(), *self.model.named_parameters())
-        self._first = frozenset(name for name, _ in named)
+        self.buffers = frozenset(name for name, _ in self.model.named_buffers())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that steps change: weights, what the optimizer remembers, running statistics,
@@ -62,12 +61,10 @@ class Trainer:
 
     def constants(self) -> dict[str, torch.Tensor]:
         """What no step changes unless --local-buffers lets it: frozen parameters, and buffers that
-        are not batch norm's running statistics, but for those that the first forward pass makes.
-        By name, where they lie.
+        are not batch norm's running statistics. By name, where they lie.
         """
-        buffers = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
-        frozen = {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
-        return {n: t for n, t in (buffers | frozen).items() if n in self._first}
+        found = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
+        return found | {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
 
     def close(self) -> None:
         """After the last step: let the reduction's hooks and thread go."""

@@ -44,7 +44,8 @@ def odd(settings, kind, **changes):
         ("evaluation_counter", "attribute calls"),
         ("queue", "output .*attribute memory"),
         ("hidden", "output"),
-        ("hidden_pair", "output"),
+        ("hidden_cycle", "output"),
+        ("flag", "buffer late"),
         ("draws", "output .*random numbers from elsewhere than torch"),
     ],
 )
@@ -59,11 +60,12 @@ def test_a_tuple_in_training_alone_is_refused_in_one_sentence(comm, settings):
         set_up(odd(settings, "tuple"), comm)
 
 
-def test_a_buffer_that_is_none_at_first_is_refused_by_name(comm, settings):
+@pytest.mark.parametrize("kind", ["none", "none_in_training"])
+def test_a_buffer_that_is_none_at_first_is_refused_by_name(comm, settings, kind):
     """Whatever the flags: the file of the weights could not be read again."""
     for local in (False, True):
         with pytest.raises(UsageError, match="^mask of the network is not there before"):
-            set_up(odd(settings, "none", local_buffers=local), comm)
+            set_up(odd(settings, kind, local_buffers=local), comm)
 
 
 @pytest.mark.parametrize("kind", ["cache", "made_later", "drops", "frozen"])
@@ -142,7 +144,7 @@ def test_a_replay_puts_everything_back(kind):
     before = {name: t.clone() for name, t in model.state_dict().items()}
     generator = torch.get_rng_state()
     samples = Sample(images[:5], labels[:5], 1), Sample(images[5:], labels[5:], 2)
-    found = replay(Listener(model, (3,)), norms, Classification(classes=3), *samples, True)
+    found = replay(Listener(model, (3,)), norms, Classification(classes=3), *samples, True, [])
     assert bool(found.names()) == (kind == "queue")
     assert torch.equal(torch.get_rng_state(), generator)
     after = model.state_dict()
@@ -190,7 +192,7 @@ def test_where_sums_come_in_any_order_only_whole_numbers_count(counts):
     model = Noisy(counts).train()
     sample = Sample(torch.rand(5, 1, 5, 7), torch.zeros(5, dtype=torch.int64), 3)
     how = Listener(model, (3,)), BatchNorms(model), Classification(classes=3), sample, sample
-    found = {exact: replay(*how, exact).names() for exact in (False, True)}
+    found = {exact: replay(*how, exact, []).names() for exact in (False, True)}
     assert found[False] == (["attribute calls"] if counts else [])
     assert any(name.startswith("output") for name in found[True])
 
