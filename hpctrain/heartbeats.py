@@ -211,7 +211,7 @@ class Turn:
 
     def announce(self) -> None:
         """Tell the others that all end."""
-        with suppress(OSError), open(self._path, "w") as file:
+        with suppress(OSError), open(self._path, "w", opener=open_itself) as file:
             file.write("hang\n")
 
     def give_back(self) -> None:

@@ -87,8 +87,8 @@ class Cluster:
         """Steps done by a run, as its record tells."""
         return last_step(self.folder / "runs" / name)
 
-    def wait_for_step(self, name: str, step: int) -> None:
-        until = time.monotonic() + 60
+    def wait_for_step(self, name: str, step: int, seconds: float = 60) -> None:
+        until = time.monotonic() + seconds
         while self.steps(name) < step:
             assert time.monotonic() < until, f"no step {step} of {name}"
             time.sleep(0.2)
@@ -214,6 +214,23 @@ def test_scancel_ends_for_good(cluster):
     while cluster.ranks() and time.monotonic() < until:
         time.sleep(0.5)
     assert cluster.ranks() == []
+
+
+def test_a_cancelled_job_leaves_no_copies_and_the_next_one_removes_those_of_dead_jobs(cluster):
+    disk = cluster.folder / "disk"
+    (disk / "hpctrain-job-99999999").mkdir(parents=True)
+    cluster.env |= {"PACK": str(cluster.folder / "pack.h5"), "LOCAL_DISK": str(disk)}
+    job = cluster.submit("staged.sbatch", *SLOW[2:], "--run", "copied", pace=0.1)
+    cluster.wait_for_step("copied", 3, seconds=180)
+    assert [folder.name for folder in disk.iterdir()] == [f"hpctrain-job-{job}"]
+    assert list(disk.glob("*/hpctrain-*.staged"))
+    cluster.call("scancel", job)
+    cluster.wait(job, "CANCELLED", "COMPLETED")
+    until = time.monotonic() + 20
+    while list(disk.iterdir()) and time.monotonic() < until:
+        time.sleep(0.5)
+    assert list(disk.iterdir()) == []
+    assert cluster.end("copied")["reason"] == "SIGTERM; saved"
 
 
 def test_a_job_of_higher_priority_preempts_and_the_first_finishes_after_it(cluster, whole):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -224,3 +225,56 @@ def test_a_damaged_pack_is_not_staged(comm, shared_tmp):
     comm.Barrier()
     assert os.listdir(shared_tmp / "local") == []
     assert not (shared_tmp / "runs").exists()
+
+
+@pytest.mark.parametrize("notice", ["SIGTERM", "SIGUSR2"])
+def test_ranks_of_a_cancelled_job_remove_its_copies(comm, tmp_path, monkeypatch, notice):
+    make_pack(tmp_path / "a.h5", {"train": 101}, SHAPE)
+    local = tmp_path / "hpctrain-job-12"
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "99999999999")
+    began = []
+
+    def noticed():
+        began.append(os.listdir(local))
+        return notice if len(began) > 1 else None
+
+    monkeypatch.setattr("hpctrain.training.control.noticed", noticed)
+    config = short_run(tmp_path, "a.h5", model="digits", batch_size=16, stage=str(local))
+    assert loop.train(config, comm) == 75
+    assert len(began[0]) == 1
+    assert local.exists() == (notice == "SIGUSR2")
+
+
+STANDINS = {
+    "srun": 'while [[ $1 == --* ]]; do shift; done; [ "$1" != python ] || exit $CODE; exec "$@"',
+    "squeue": 'printf "%s\\n" $QUEUED; exit $SQUEUE',
+    "scontrol": "exit 0",
+    "activate": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "squeue", "left"),
+    [
+        (0, 0, {"7", "x9"}),
+        (75, 0, {"5", "7", "x9"}),  # requeued: what it copied stays
+        (143, 1, {"7", "9", "x9"}),  # no answer: nothing of other jobs is touched
+    ],
+)
+def test_the_batch_script_removes_copies_of_jobs_that_are_over(tmp_path, code, squeue, left):
+    for name, text in STANDINS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bin").symlink_to(tmp_path)
+    disk = tmp_path / "disk"
+    for name in ("5", "7", "9", "x9"):
+        (disk / f"hpctrain-job-{name}").mkdir(parents=True)
+    (disk / "hpctrain-job-x9").rename(disk / "hpctrain-x9")
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HPCTRAIN_VENV": str(tmp_path)}
+    own |= {"CODE": str(code), "SQUEUE": str(squeue), "QUEUED": "5 7", "LOCAL_DISK": str(disk)}
+    own |= {"SLURM_JOB_ID": "5", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "1", "PACK": "a"}
+    script = Path(__file__).parents[2] / "slurm/staged.sbatch"
+    done = subprocess.run(["bash", script], env={**os.environ, **own}, timeout=60)
+    assert done.returncode == code
+    assert {path.name.rpartition("-")[2] for path in disk.iterdir()} == left
