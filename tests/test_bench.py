@@ -144,13 +144,15 @@ def test_jobs_run_on_one_thread_whatever_the_shell_says(monkeypatch):
     assert given["PRTE_MCA_rmaps_default_mapping_policy"] == "slot"
 
 
-def test_a_job_that_fails_says_why():
+def test_a_job_that_fails_says_why(capsys):
     program = "print('first', flush=True); raise SystemError('the cause')"
     with pytest.raises(RunError, match=r"^the job failed \(1\): SystemError: the cause\nfirst\n"):
         jobs.run_job([sys.executable, "-c", program], "the job")
     with pytest.raises(UsageError, match=r"^--lr is 0$"):
         jobs.run_job([sys.executable, "-c", "print('hpctrain: --lr is 0'); exit(2)"], "the job")
+    capsys.readouterr()
     jobs.run_job([sys.executable, "-c", "print('Error')"], "the job")
+    assert capsys.readouterr().err == "running the job ...\n"
 
 
 def test_a_job_that_hangs_is_ended(monkeypatch):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from hpctrain import launch
 from hpctrain.errors import RunError, UsageError
+from hpctrain.text import say
 
 JOB_LIMIT = 1800.0  # seconds
 
@@ -33,6 +35,7 @@ def run_job(command: list[str], name: str, env: Mapping[str, str] | None = None)
     """Run a job to its end, by default in `environment()`. RunError with its last words if it fails
     or takes too long; UsageError if it says that it was wrongly asked for.
     """
+    say(f"running {name} ...", sys.stderr)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -127,6 +127,7 @@ def _pack_digits(config: PackConfig, output: Path) -> None:
             raise UsageError(f"--{name} does not apply to digits: they are made as they are")
     from hpctrain.data.digits import generate
 
+    report.say(f"drawing the digits for {output} ...")
     splits, classes, provenance = generate(config.seed)
     if config.split != PackConfig.split:
         splits = {**_cut_again(splits, classes, config), "unseen": splits["unseen"]}

@@ -21,9 +21,10 @@ def small(monkeypatch):
     monkeypatch.setattr(digits, "UNSEEN_PER_CLASS", 3)
 
 
-def test_digits_are_made_once(small, tmp_path, monkeypatch):
+def test_digits_are_made_once(small, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "new" / "data"
     path = locate("digits", str(folder))
+    assert capsys.readouterr().err == f"drawing the digits for {path} ...\n"
     assert path == folder / "digits.h5"
     made = read_pack(path)
     assert made.image_shape == (28, 28, 1)
@@ -40,6 +41,7 @@ def test_digits_are_made_once(small, tmp_path, monkeypatch):
         assert np.array_equal(got, images) and np.array_equal(rows.labels, labels)
     monkeypatch.setattr(digits, "generate", None)
     assert locate("digits", str(folder)) == path
+    assert capsys.readouterr().err == ""
 
 
 def test_another_generator_version_gets_another_name(small, tmp_path, monkeypatch):
