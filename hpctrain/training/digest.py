@@ -20,13 +20,12 @@ import torch
 
 from hpctrain.errors import RunError
 from hpctrain.models import as_bytes
-from hpctrain.training.step import Trainer
+from hpctrain.training.step import NETWORK, Trainer
 
 SLOT_VALUES = 2**24 - 1  # whole numbers above zero that a float32 slot holds exactly
 CHANGED = 2**24
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multiples look random
-AS_PARAMETERS = ("weights", "norms.running", "norms.updates")  # which the model holds by name
 AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a core's cache
 
 
@@ -43,26 +42,30 @@ def rank_digest(trainer: Trainer) -> torch.Tensor:
     """
     own = own_tensors(trainer)
     found = torch.zeros((), dtype=torch.int64, device=trainer.message.device)
-    for name, tensor in (trainer.tensors() | trainer.constants()).items():
+    for name, tensor in trainer.state().items():
         if name not in own:
             found = found * FACTOR + checksum(tensor)
     return found
 
 
 def own_tensors(trainer: Trainer) -> set[str]:
-    """Names of what a rank may hold of its own, in `Trainer.tensors` and in the model."""
-    norms = trainer.norms
-    local = {True: norms.mode == "local", False: trainer.local_buffers}
-    statistics = {f"norms.{name}" for name in ("running", "shift", "updates") if local[True]}
-    buffers = trainer.model.named_buffers()
-    later = {n for n, b in buffers if n not in trainer.buffers or local[norms.owns(b)]}
-    return statistics | later
+    """Names of what a rank may hold of its own, in `Trainer.state` and among all buffers."""
+    norms, own = trainer.norms, set()
+    if norms.mode == "local":
+        own = {"norms.running", "norms.shift", "norms.updates"}
+    for name, buffer in trainer.model.named_buffers():
+        may_differ = norms.mode == "local" if norms.owns(buffer) else trainer.local_buffers
+        if may_differ or name not in trainer.buffers:
+            own.add(f"model.{name}")
+    return own
 
 
 def tensor_digests(trainer: Trainer) -> dict[str, int]:
     """The same tensor by tensor, weights by their parameters; waits for the device."""
-    tensors = {n: t for n, t in trainer.tensors().items() if n not in AS_PARAMETERS}
-    tensors |= dict(trainer.model.named_parameters()) | dict(trainer.model.named_buffers())
+    model, tensors = trainer.model, trainer.tensors()
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in NETWORK}
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors |= {f"model.{name}": tensor for name, tensor in named}
     own = own_tensors(trainer)
     return {name: int(checksum(t)) for name, t in tensors.items() if name not in own}
 

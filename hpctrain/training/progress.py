@@ -20,13 +20,10 @@ from hpctrain.training.control import Control
 from hpctrain.training.digest import chain
 from hpctrain.training.replay import Replay
 from hpctrain.training.setup import Job
-from hpctrain.training.step import Trainer
+from hpctrain.training.step import NETWORK, Trainer
 from hpctrain.typed import typed_fields
 
 RESUMED = ("planned", "step", "epoch", "best_loss", "sums")  # every checkpoint holds these
-
-
-NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that make a network
 
 
 class Why(StrEnum):

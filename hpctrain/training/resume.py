@@ -29,8 +29,8 @@ from hpctrain.report.jsonlines import FILE_NAME
 from hpctrain.strictjson import parse_json
 from hpctrain.training.checkpoint import FOLDER, Checkpoint, newest
 from hpctrain.training.lock import RunLock
-from hpctrain.training.progress import NETWORK, Progress
-from hpctrain.training.step import Trainer
+from hpctrain.training.progress import Progress
+from hpctrain.training.step import NETWORK, Trainer
 from hpctrain.typed import from_fields, parse_toml
 
 # Settings that may change from launch to launch: they do not change what is computed.
@@ -130,8 +130,7 @@ def _said(value: object) -> str:
 
 def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The state of a run: tensors, and what JSON can hold."""
-    tensors = trainer.tensors()
-    tensors |= {f"model.{name}": value for name, value in trainer.constants().items()}
+    tensors = trainer.state()
     tensors |= {f"best.{number}": tensor for number, tensor in enumerate(state.best or ())}
     known = {
         "layout": trainer.message.layout.digest(),
@@ -188,9 +187,8 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
     """Give the tensors that `gather` took to their places, which stay as they lie in memory.
     ValueError where one is missing, has no place or another shape.
     """
-    weights, own = trainer.message.weights, trainer.tensors()
+    weights, own = trainer.message.weights, trainer.state()
     places = {name: own[name] for name in own if not name.startswith("optimizer.")}
-    places |= {f"model.{name}": tensor for name, tensor in trainer.constants().items()}
     tensors = {"used": torch.ones_like(own["used"]), **tensors}  # all were, before it was kept
     kept = {f"best.{number}": own[name] for number, name in enumerate(NETWORK)}
     for name, tensor in tensors.items():

@@ -22,6 +22,8 @@ from hpctrain.training.control import News
 from hpctrain.training.optim import clip_gradient, gate_update
 from hpctrain.training.unused import UnusedParameters
 
+NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that make a network
+
 
 @dataclass
 class Trainer:
@@ -65,6 +67,11 @@ class Trainer:
         """
         found = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
         return found | {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Both: what a run goes on from. Names from the model have "model." before them."""
+        constants = {f"model.{name}": tensor for name, tensor in self.constants().items()}
+        return self.tensors() | constants
 
     def close(self) -> None:
         """After the last step: let the reduction's hooks and thread go."""

@@ -171,7 +171,11 @@ def check_alike(run: Run, digests: list[int], found: Found | None) -> None:
         check_digests(digests, step)
     except RunError as error:
         held = run.comm.allgather(tensor_digests(run.job.trainer))
-        differ = [name for name in held[0] if len({each.get(name) for each in held}) > 1]
+        differ = [
+            name.removeprefix("model.")
+            for name in held[0]
+            if len({each.get(name) for each in held}) > 1
+        ]
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise agreed(RunError(f"{error}; they differ in {', '.join(differ[:3])}{more}")) from None
 

@@ -22,6 +22,7 @@ from hpctrain.training.digest import (
     checksum,
     rank_digest,
     slot_value,
+    tensor_digests,
 )
 from tests.launch import mpirun, run
 from tests.packs import make_pack
@@ -227,6 +228,23 @@ def test_a_digest_tells_what_lies_where(comm):
         found.append(rank_digest(trainer).item())
         first.data, second.data = second.data, first.data
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.mpi
+def test_a_buffer_by_the_name_of_something_in_the_state_hides_nothing(comm):
+    model = small_model()
+    for name in ("weights", "used"):
+        model.register_buffer(name, torch.ones(3))
+    trainer = make_trainer(model, comm, Config(lr=0.1))
+    tensors = [trainer.message.weights.data, *(model.get_buffer(n) for n in ("weights", "used"))]
+    found, held = [rank_digest(trainer).item()], [tensor_digests(trainer)]
+    for tensor in tensors:
+        tensor[0] += 1
+        found.append(rank_digest(trainer).item())
+        held.append(tensor_digests(trainer))
+    assert len(set(found)) == 4
+    assert len({tuple(each.values()) for each in held}) == 4
+    assert {"used", "model.used", "model.weights"} <= held[0].keys()
 
 
 @pytest.mark.mpi
