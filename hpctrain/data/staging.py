@@ -13,7 +13,7 @@ import pwd
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from hpctrain.data.pack_file import open_file, read_exactly
 from hpctrain.data.pack_format import Pack
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.files import left_behind, open_itself, temporary_name, write_at
+from hpctrain.watchdog import doing
 
 PIECE = 1 << 20  # bytes copied at a time where no checksum says more
 HELD = ("images", "bytes")  # columns of which a host may need a part
@@ -133,9 +134,9 @@ def make_room(folder: Path, name: str, needed: int) -> None:
         )
 
 
-def copy(pack: Pack, target: Path, part: Sequence[Piece], doing: Callable[[str], None]) -> None:
-    """Copy pieces into the file `target`, compared on the way; `doing` is told of each. Raises
-    RunError for a damaged block, a pack that was cut short and a full disk.
+def copy(pack: Pack, target: Path, part: Sequence[Piece]) -> None:
+    """Copy pieces into the file `target`, compared on the way. RunError for a damaged block, a pack
+    that was cut short and a full disk.
     """
     source = open_file(pack.path)
     try:
@@ -153,8 +154,8 @@ def copy(pack: Pack, target: Path, part: Sequence[Piece], doing: Callable[[str],
         os.close(source)
 
 
-def compare(pack: Pack, copied: Path, part: Sequence[Piece], doing: Callable[[str], None]) -> bool:
-    """Whether these pieces of an earlier copy are what they should be. `doing` is told of each."""
+def compare(pack: Pack, copied: Path, part: Sequence[Piece]) -> bool:
+    """Whether these pieces of an earlier copy are what they should be."""
     try:
         there = open_file(str(copied))
         try:

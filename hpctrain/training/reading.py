@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,8 +27,6 @@ from hpctrain.training.stage import stage
 
 VERIFIED_BYTES = 1 << 30  # packs up to this size are verified at start, about 1 s per GB
 START, FIRST_TOUCH, NEVER = "start", "first-touch", "never"
-
-Doing = Callable[[str], None]  # is told what goes on
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
     return Checks(sums, tell if config.skip_bad else None)
 
 
-def staged(folder: str, reading: Reading, shards: range, comm: Comm, doing: Doing) -> Reading:
+def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     """The same from a copy on this host's disk of what its ranks read: all `shards` that this rank
     may ever carry. Collective.
     """
@@ -120,7 +117,7 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm, doing: Doin
         raise UsageError(f"--stage copies packs, and {pack.path} is none: copy the file yourself")
     sums = reading.checks.sums or from_root(comm, lambda: read_sums(pack))
     extent = source.extent(reading.order.reach(shards))
-    here, held = stage(folder, pack, sums, extent, comm, doing)
+    here, held = stage(folder, pack, sums, extent, comm)
     source.close()
     checks = Checks(None, reading.checks.tell, held)  # every block was compared on its way
     opened = everywhere(comm, lambda: open_split(here, "train", checks=checks))

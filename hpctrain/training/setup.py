@@ -47,7 +47,6 @@ from hpctrain.training.backward import Backward, make_backward
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.probe import probe_model
 from hpctrain.training.reading import (
-    Doing,
     Reading,
     check_data,
     make_checks,
@@ -85,11 +84,10 @@ def set_up(
     comm: Comm,
     earlier: Plan | None = None,
     first_weights: bool = True,
-    doing: Doing = lambda what: None,
 ) -> Job:
     """Build a job from a configuration that passed `check_settings`, and from the plan of its first
     launch where that was an `earlier` one; without `first_weights` a checkpoint will give them, not
-    --init. `doing` is told of what takes long. Raises the same error on all ranks. Collective.
+    --init. Raises the same error on all ranks. Collective.
     """
     config = comm.bcast(config)
     pack = open_pack(config, "train", comm)
@@ -127,7 +125,7 @@ def set_up(
     reading = Reading(pack, checks, source, order_of(plan))
     if config.stage and not config.dry_run:
         moving = config.worker_load == "auto"  # any shard may come to any host
-        reading = staged(config.stage, reading, range(plan.shards) if moving else own, comm, doing)
+        reading = staged(config.stage, reading, range(plan.shards) if moving else own, comm)
     augmented = make_prepare(
         device, dtype, config.channels_last, scaling, config.flip, config.shift
     )

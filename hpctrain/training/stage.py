@@ -7,7 +7,6 @@ used again; until it is whole it has another name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.data.checks import Sums
@@ -32,7 +31,6 @@ def stage(
     sums: Sums,
     extent: tuple[int, int],
     comm: Comm,
-    doing: Callable[[str], None] = lambda what: None,
 ) -> tuple[Pack, tuple[int, int]]:
     """The pack as it is read on this host: copied into `folder`, bytes `extent` of the training
     images; and the bytes that are there, what the ranks of the host need together. Raises the same
@@ -46,23 +44,15 @@ def stage(
         final = Path(folder).absolute() / staged_name(pack, (low, high))
         whole = pieces(pack, sums, (low, high))
         part = whole[host.rank :: host.size]  # of this rank
-        sound = final.exists() and compare(pack, final, part, doing)
+        sound = final.exists() and compare(pack, final, part)
         needed = 0 if all(host.allgather(sound)) else sum(piece.length for piece in whole)
-        _copy(pack, final, part, needed, host, comm, doing)
+        _copy(pack, final, part, needed, host, comm)
         return dataclasses.replace(pack, path=str(final)), (low, high)
     finally:
         host.Free()
 
 
-def _copy(
-    pack: Pack,
-    final: Path,
-    part: list[Piece],
-    needed: int,
-    host: Comm,
-    comm: Comm,
-    doing: Callable[[str], None],
-) -> None:
+def _copy(pack: Pack, final: Path, part: list[Piece], needed: int, host: Comm, comm: Comm) -> None:
     """Copy `needed` bytes, this rank its `part` of them; nothing where none are. Collective, also
     for hosts that need nothing."""
 
@@ -75,7 +65,7 @@ def _copy(
     temporary = everywhere(comm, make)
     target = host.bcast(temporary)
     try:
-        everywhere(comm, lambda: copy(pack, target, part, doing) if target else None)
+        everywhere(comm, lambda: copy(pack, target, part) if target else None)
         everywhere(comm, lambda: finish(temporary, final) if temporary else None)
     finally:
         if temporary:

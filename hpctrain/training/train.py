@@ -114,7 +114,6 @@ def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
         comm,
         earlier.plan if earlier else None,
         first_weights=earlier is None or earlier.checkpoint is None,
-        doing=doing,
     )
     if config.dry_run:
         if comm.rank == 0:
