@@ -41,22 +41,27 @@ def left_behind(path: Path) -> Iterator[Path]:
             yield found
 
 
-def open_itself(path: str | Path, flags: int) -> int:
-    """A descriptor of the file `path`, never of what a symbolic link in its place leads to, nor of
-    a device or a pipe; an `opener` of open(). OSError.
+def open_regular(path: str | Path, flags: int) -> int:
+    """A descriptor of the file `path`, never of a device or a pipe; an `opener` of open().
+    OSError.
     """
-    try:
-        more = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for a reader
-        descriptor = os.open(path, flags | more, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, REFUSED, str(path)) from None
-        raise
+    more = os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its other end
+    descriptor = os.open(path, flags | more, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     os.set_blocking(descriptor, True)
     return descriptor
+
+
+def open_itself(path: str | Path, flags: int) -> int:
+    """The same, but never what a symbolic link in its place leads to."""
+    try:
+        return open_regular(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, REFUSED, str(path)) from None
+        raise
 
 
 def sync(path: Path) -> None:
@@ -76,26 +81,30 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a new file to write; on success it becomes `path`, on any error it is removed."""
+def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """Give a new file to write; on success it becomes `path`, on any error it is removed. What is
+    not `durable` may be lost in a power failure.
+    """
     temporary = temporary_name(path)
     with cast(BinaryIO, open(temporary, "x+b", opener=open_itself)) as file:
         try:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
             if not os.path.samestat(os.lstat(temporary), os.fstat(file.fileno())):
                 raise OSError(errno.EEXIST, "another file was put in its place", str(temporary))
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, durable: bool = True) -> None:
     """Write a file, whole or not at all. OSError."""
-    with whole_file(path) as file:
+    with whole_file(path, durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

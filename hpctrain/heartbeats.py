@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.files import open_itself, temporary_name
+from hpctrain.files import open_itself, write_whole
 from hpctrain.strictjson import parse_json
 from hpctrain.text import printable
 
@@ -54,11 +54,7 @@ def beat_interval(timeout: float, size: int) -> float:
 def write_beat(folder: Path, beat: Beat) -> None:
     """Replace this rank's heartbeat, whole. OSError."""
     fields = {name: value for name, value in beat._asdict().items() if name != "written"}
-    path = folder / f"{beat.rank}.json"
-    temporary = temporary_name(path)
-    with open(temporary, "x", opener=open_itself) as file:
-        file.write(json.dumps(fields) + "\n")
-    os.replace(temporary, path)
+    write_whole(folder / f"{beat.rank}.json", json.dumps(fields) + "\n", durable=False)
 
 
 def read_beat(path: Path) -> Beat | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import stat
 from pathlib import Path
@@ -15,11 +16,13 @@ from hpctrain.data import flowers, pack, staging
 from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.data.packing import write
 from hpctrain.errors import Failure, RunError, UsageError
+from hpctrain.heartbeats import Beat, write_beat
 from hpctrain.report.jsonlines import RecordFile
 from hpctrain.training.control import request_stop
 from hpctrain.training.lock import RunLock
 from tests.packs import make_pack
 
+BEAT = Beat(0, "here", 1, "step 1", 0.0, 0.0)
 SECRET = b"not to be overwritten"
 
 
@@ -46,6 +49,20 @@ def test_a_name_is_new_and_cannot_be_known(tmp_path, victim, monkeypatch):
     assert path.read_text() == "mine"
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~files.UMASK
     assert sorted(os.listdir(tmp_path)) == ["a", "victim"]
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    """A heartbeat is tried anew every few seconds: each would leave a file on a full disk."""
+
+    def full(*paths):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_beat(tmp_path, BEAT)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_whole(tmp_path / "a", "mine")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_that_is_exchanged_while_it_is_written_is_noticed(tmp_path, victim):
@@ -143,10 +160,10 @@ def test_copies_are_staged_where_nobody_else_can_change_them(tmp_path, monkeypat
 def test_a_copy_of_another_user_is_not_used_again(tmp_path, monkeypatch):
     packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
     part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.row_bytes))
-    assert staging.compare(packed, Path(packed.path), part, lambda what: None)
+    assert staging.compare(packed, Path(packed.path), part)
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert not staging.compare(packed, Path(packed.path), part, lambda what: None)
+    assert not staging.compare(packed, Path(packed.path), part)
 
 
 def test_a_copy_is_not_written_through_a_link(tmp_path, victim):
@@ -156,9 +173,9 @@ def test_a_copy_is_not_written_through_a_link(tmp_path, victim):
     begun.symlink_to(victim)
     part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.row_bytes))
     with pytest.raises(RunError, match=files.REFUSED):
-        staging.copy(packed, begun, part, lambda what: None)
+        staging.copy(packed, begun, part)
     whole = dataclasses.replace(packed, path=str(victim))
-    assert not staging.compare(whole, victim, part, lambda what: None)
+    assert not staging.compare(whole, victim, part)
 
 
 @pytest.mark.parametrize(("job", "stays"), [("12", False), ("2", True), ("", True)])

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.errors import UsageError
+from hpctrain.files import open_regular
 from hpctrain.report.fields import parse_record
 from hpctrain.report.find import propose_run
-from hpctrain.report.jsonlines import FILE_NAME, open_record, read_records
+from hpctrain.report.jsonlines import FILE_NAME, read_records
 
 Record = dict[str, Any]
 
@@ -70,7 +71,7 @@ def scan_record(folder: Path) -> Scan:
 def is_finished(folder: Path) -> bool:
     """Whether the last launch of a run came to its end by itself."""
     try:
-        with open_record(folder / FILE_NAME) as file:
+        with open(folder / FILE_NAME, "rb", opener=open_regular) as file:
             lines = file.read().splitlines()
         return bool(lines) and parse_record(lines[-1]).get("status") == "done"
     except (OSError, ValueError):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from hpctrain.errors import UsageError
-from hpctrain.report.jsonlines import BEGINNING, FILE_NAME, LONGEST_LINE, decode, open_record
+from hpctrain.files import open_regular
+from hpctrain.report.jsonlines import BEGINNING, FILE_NAME, LONGEST_LINE, decode
 
 BLOCK = 1 << 20  # bytes read at a time
 STEP_BYTES = 350  # of a step's line, about
@@ -57,7 +58,8 @@ class Follower(Generic[Taken]):
         """Read what was added; whether anything changed."""
         before = (self.version, self.problem)
         try:
-            with open_record(self.path) as file:  # anew: NFS asks its server then
+            # Anew: NFS asks its server then.
+            with open(self.path, "rb", opener=open_regular) as file:
                 self._read(file)
         except FileNotFoundError:
             if self._size:

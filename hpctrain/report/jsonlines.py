@@ -23,25 +23,22 @@ skip a torn last line, and the next writer cuts it off.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import open_itself, write_whole
+from hpctrain.files import open_itself, open_regular, write_whole
 from hpctrain.report.fields import parse_record
 
 FILE_NAME = "progress.jsonl"
 BEGINNING = b'{"kind": '  # of every line
-LONGEST_LINE = 1 << 24  # bytes; a longer one is no line of a record
 LONGEST_LINE = 1 << 24  # bytes; a longer one is no line of a record
 
 LONGEST_WAIT = 1.0  # seconds a step may wait to be written
@@ -150,17 +147,6 @@ def _is_told_again(record: Mapping[str, Any], step: int, epoch: int, validated: 
     return False
 
 
-def open_record(path: Path) -> BinaryIO:
-    """Open a file to read it, without waiting for a writer where it is a pipe. OSError where it is
-    no regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file")
-    return open(descriptor, "rb")
-
-
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Give the records of a run, in order; `path` is its folder or its ``progress.jsonl``.
 
@@ -170,7 +156,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_dir():
         path = path / FILE_NAME
     try:
-        with open_record(path) as file:
+        with open(path, "rb", opener=open_regular) as file:
             lines = iter(partial(file.readline, LONGEST_LINE), b"")
             for number, line in enumerate(lines, start=1):
                 if line.endswith(b"\n"):

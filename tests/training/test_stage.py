@@ -34,7 +34,7 @@ def copied(packed, extent, target):
     part = staging.pieces(packed, read_sums(packed), extent)
     with open(target, "wb") as file:
         file.truncate(packed.file_size)
-    staging.copy(packed, target, part, lambda what: None)
+    staging.copy(packed, target, part)
     return dataclasses.replace(packed, path=str(target)), part
 
 
@@ -67,9 +67,9 @@ def test_every_block_is_compared_on_its_way_and_when_used_again(tmp_path):
     packed = make(tmp_path)
     extent = (0, 3001 * packed.row_bytes)
     here, part = copied(packed, extent, tmp_path / "b")
-    assert staging.compare(packed, Path(here.path), part, lambda what: None)
+    assert staging.compare(packed, Path(here.path), part)
     overwrite(here.path, packed.splits["train"].images_offset + 2000 * packed.row_bytes)
-    assert not staging.compare(packed, Path(here.path), part, lambda what: None)
+    assert not staging.compare(packed, Path(here.path), part)
     overwrite(packed.path, packed.splits["test"].labels_offset)
     with pytest.raises(RunError, match="test/labels: block 0 is damaged"):
         copied(packed, extent, tmp_path / "c")
@@ -196,7 +196,7 @@ def test_a_copy_of_another_length_is_not_used_again(tmp_path):
     here, part = copied(packed, (0, 3001 * packed.row_bytes), tmp_path / "b")
     with open(here.path, "ab") as file:
         file.write(b"x")
-    assert not staging.compare(packed, Path(here.path), part, lambda what: None)
+    assert not staging.compare(packed, Path(here.path), part)
 
 
 def test_nothing_stays_where_the_disk_has_no_room_for_a_copy(tmp_path):
