@@ -118,6 +118,12 @@ def from_root(comm: Comm, function: Callable[[], T]) -> T:
     return result
 
 
+def allgather(comm: Comm, value: T) -> list[T]:
+    """The values of all ranks; the watchdog is told that this rank waits. Collective."""
+    with waiting():
+        return comm.allgather(value)
+
+
 def everywhere(comm: Comm, function: Callable[[], T]) -> T:
     """Run `function` on all ranks; if it fails on any, all raise the first failure. Collective."""
     result: list[T] = []
@@ -126,8 +132,7 @@ def everywhere(comm: Comm, function: Callable[[], T]) -> T:
         result.append(function())
     except Failure as error:
         failure = error
-    with waiting():
-        failures = comm.allgather(failure)
+    failures = allgather(comm, failure)
     for rank, first in enumerate(failures):
         if first is not None:
             alone = sum(f is not None for f in failures) < comm.size
@@ -144,8 +149,7 @@ def agreed(error: Failure) -> Failure:
 
 def same_everywhere(comm: Comm, facts: dict[str, str]) -> None:
     """Refuse to go on where ranks hold different facts (layout, versions, ...). Collective."""
-    with waiting():
-        gathered = comm.allgather(facts)
+    gathered = allgather(comm, facts)
     for rank, theirs in enumerate(gathered):
         for name, value in gathered[0].items():
             if theirs.get(name) != value:
@@ -164,7 +168,7 @@ def comm_of_host(comm: Comm) -> Comm:
     nodes see every rank alone where the two differ.
     """
     node, task = place_in_step(comm.rank, comm.size)
-    if min(comm.allgather(node)) >= 0:
+    if min(allgather(comm, node)) >= 0:
         return cast(Comm, comm.Split(node, task))
     return cast(Comm, comm.Split_type(MPI.COMM_TYPE_SHARED))
 
@@ -183,11 +187,11 @@ def fair_threads(comm: Comm) -> int:
     OMP_NUM_THREADS wins where it is set. The smallest over all ranks. Collective.
     """
     cores = sorted(os.sched_getaffinity(0))
-    masks = comm.allgather((host_name(), cores))
+    masks = allgather(comm, (host_name(), cores))
     sharing = sum(host == host_name() and bool(set(mask) & set(cores)) for host, mask in masks)
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     threads = int(wanted) if wanted.isdigit() and int(wanted) > 0 else len(cores) // sharing
-    return max(1, min(comm.allgather(threads)))
+    return max(1, min(allgather(comm, threads)))
 
 
 def run_guarded(function: Callable[[], int]) -> int:

@@ -30,7 +30,7 @@ from hpctrain.data.upload import Mark, Upload
 from hpctrain.errors import RunError
 from hpctrain.keys import random_key
 from hpctrain.parallel.device import fork_rng, seed_torch
-from hpctrain.parallel.mpi import Comm, agreed, everywhere, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, allgather, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.tables import print_evaluation, write_json
@@ -227,6 +227,6 @@ def evaluate(
     model.train(training)
     go_on("waiting for all")
     allreduce(comm, tally.vector)
-    if tally.bad[0] and (text := describe_first(comm.allgather(tally.bad_rows))):
+    if tally.bad[0] and (text := describe_first(allgather(comm, tally.bad_rows))):
         raise agreed(RunError(text))
     return tally.result(task)

@@ -17,7 +17,7 @@ from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.determinism import hardware_key
-from hpctrain.parallel.mpi import Comm, host_name, library
+from hpctrain.parallel.mpi import Comm, allgather, host_name, library
 from hpctrain.report.folders import evaluation_file
 from hpctrain.report.jsonlines import FILE_NAME, RecordFile, cut_back
 from hpctrain.training.checkpoint import make_ready
@@ -96,7 +96,7 @@ def names(job: Job) -> Iterator[str]:
 
 def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
     """The first line of the record. Collective."""
-    places = comm.gather((host_name(), sorted(os.sched_getaffinity(0)))) or []
+    places = allgather(comm, (host_name(), sorted(os.sched_getaffinity(0))))
     host_ranks, host_cores = most_crowded(places)
     return {
         "name": folder.name,

@@ -25,7 +25,7 @@ from hpctrain.data.opened import open_split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import as_text, whole_file
 from hpctrain.parallel.device import seed_torch
-from hpctrain.parallel.mpi import Comm, agreed, everywhere, from_root, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, allgather, everywhere, from_root, start_mpi
 from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.pictures import write_image
 from hpctrain.text import csv_cell, printable, say, told_apart
@@ -116,7 +116,7 @@ def predict(
 
 def gather_unusable(unusable: Unusable, comm: Comm) -> Unusable:
     """What all ranks could not use, in the order of the rows. Collective."""
-    return dict(sorted(item for each in comm.allgather(unusable) for item in each.items()))
+    return dict(sorted(item for each in allgather(comm, unusable) for item in each.items()))
 
 
 def refuse_unusable(unusable: Unusable, total: int, output: str | Path) -> None:

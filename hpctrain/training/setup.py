@@ -31,6 +31,7 @@ from hpctrain.parallel.device import choose_device, keep_memory, place, set_thre
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     Comm,
+    allgather,
     everywhere,
     fair_threads,
     from_root,
@@ -89,7 +90,7 @@ def set_up(
     launch where that was an `earlier` one; without `first_weights` a checkpoint will give them, not
     --init. Raises the same error on all ranks. Collective.
     """
-    config = comm.bcast(config)
+    config = from_root(comm, lambda: config)
     pack = open_pack(config, "train", comm)
     everywhere(comm, lambda: check_data(config, pack))
     local_rank, _ = local_ranks(comm)
@@ -117,7 +118,7 @@ def set_up(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
     norms.start(probe)
-    places = comm.allgather(everywhere(comm, lambda: place_of(device, config.reduce)))
+    places = allgather(comm, everywhere(comm, lambda: place_of(device, config.reduce)))
     choice = everywhere(comm, lambda: choose(places, config.reduce))
     backward = everywhere(comm, lambda: make_backward(model, task, config.compile, config.graphs))
     trainer = make_trainer(model, norms, backward, config, plan, make(choice, comm))

@@ -22,7 +22,7 @@ from hpctrain.data.staging import (
     pieces,
     staged_name,
 )
-from hpctrain.parallel.mpi import Comm, comm_of_host, everywhere
+from hpctrain.parallel.mpi import Comm, allgather, comm_of_host, everywhere, from_root
 
 
 def stage(
@@ -39,13 +39,13 @@ def stage(
     host = comm_of_host(comm)
     try:
         everywhere(comm, lambda: make_folder(Path(folder)))
-        extents = host.allgather(extent)
+        extents = allgather(host, extent)
         low, high = min(start for start, _ in extents), max(stop for _, stop in extents)
         final = Path(folder).absolute() / staged_name(pack, (low, high))
         whole = pieces(pack, sums, (low, high))
         part = whole[host.rank :: host.size]  # of this rank
         sound = final.exists() and compare(pack, final, part)
-        needed = 0 if all(host.allgather(sound)) else sum(piece.length for piece in whole)
+        needed = 0 if all(allgather(host, sound)) else sum(piece.length for piece in whole)
         _copy(pack, final, part, needed, host, comm)
         return dataclasses.replace(pack, path=str(final)), (low, high)
     finally:
@@ -63,7 +63,7 @@ def _copy(pack: Pack, final: Path, part: list[Piece], needed: int, host: Comm, c
         return begin(final.parent, pack, final.name)
 
     temporary = everywhere(comm, make)
-    target = host.bcast(temporary)
+    target = from_root(host, lambda: temporary)
     try:
         everywhere(comm, lambda: copy(pack, target, part) if target else None)
         everywhere(comm, lambda: finish(temporary, final) if temporary else None)

@@ -19,7 +19,7 @@ from hpctrain.errors import RunError
 from hpctrain.parallel.device import synchronize
 from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Report, Totals
-from hpctrain.parallel.mpi import agreed, everywhere
+from hpctrain.parallel.mpi import agreed, allgather, everywhere
 from hpctrain.training.digest import (
     CHANGED,
     as_hex,
@@ -129,7 +129,7 @@ def find_bad_image(run: Run, step: int) -> str | None:
     ]
     source = job.loader.source
     found = everywhere(run.comm, lambda: find_nonfinite(source, np.concatenate(rows)))
-    return describe_first(run.comm.allgather(found))
+    return describe_first(allgather(run.comm, found))
 
 
 def rate_of(run: Run, step: int) -> float:
@@ -154,7 +154,7 @@ def compare_at_end(run: Run) -> None:
     if run.job.config.digest_every:
         found = run.replay() if run.replay else None
         own = slot_value(rank_digest(run.job.trainer), found.any() if found else None).item()
-        check_alike(run, run.comm.allgather(int(own)), found)
+        check_alike(run, allgather(run.comm, int(own)), found)
 
 
 def check_alike(run: Run, digests: list[int], found: Found | None) -> None:
@@ -163,14 +163,14 @@ def check_alike(run: Run, digests: list[int], found: Found | None) -> None:
     """
     step = run.state.step
     if CHANGED in digests:
-        names = run.comm.allgather(found.names() if found else [])
+        names = allgather(run.comm, found.names() if found else [])
         rank = next(rank for rank, changed in enumerate(names) if changed)
         where = f" (after step {step} on rank {rank} of {run.comm.size})"
         raise agreed(changed_error(names[rank], where))
     try:
         check_digests(digests, step)
     except RunError as error:
-        held = run.comm.allgather(tensor_digests(run.job.trainer))
+        held = allgather(run.comm, tensor_digests(run.job.trainer))
         differ = [
             name.removeprefix("model.")
             for name in held[0]

@@ -22,6 +22,7 @@ from hpctrain.parallel.determinism import refusal
 from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
+    allgather,
     everywhere,
     from_root,
     host_name,
@@ -73,7 +74,7 @@ def train(config: Config, comm: Comm) -> int:
 
     Raises UsageError or RunError, the same on all ranks unless one rank alone fails.
     """
-    config = comm.bcast(config)
+    config = from_root(comm, lambda: config)
     from_root(comm, lambda: check_settings(config))
     times = from_root(comm, lambda: read_times(config))
     limit_finalize(min(60.0, times.timeout))
@@ -197,7 +198,7 @@ def train_in(run: Run, folder: Path) -> int:
 
 def leave(run: Run, done: int) -> int:
     """End a launch that has to leave: 75 if it did and saved any step, else 1. Collective."""
-    why = run.comm.bcast(next(filter(None, run.comm.allgather(run.control.leaving())), "a signal"))
+    why = next(filter(None, allgather(run.comm, run.control.leaving())), "a signal")
     run.recorder.end("left", f"{why}; saved", steps=run.state.step)
     if why == signal.SIGTERM.name:  # what scancel sends
         remove_copies(run.job.config.stage)
