@@ -130,7 +130,7 @@ def find(file: h5py.File, name: str) -> h5py.Dataset:
 def _members(node: h5py.HLObject) -> str:
     if not isinstance(node, h5py.Group):
         return f": {node.name} is a data set itself"
-    names = [name for name in islice(node, NAMED + 1)]
+    names = list(islice(node, NAMED + 1))
     more = ", ..." if len(names) > NAMED else ""
     return f"; {node.name} holds {', '.join(names[:NAMED]) or 'nothing'}{more}"
 

@@ -89,7 +89,8 @@ def restore_complex(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> 
     ValueError where there are no such pairs.
     """
     named = parse_json(metadata.get(COMPLEX, "[]"))
-    if not isinstance(named, list) or not all(str(name) in tensors for name in named):
+    known = isinstance(named, list) and all(isinstance(n, str) and n in tensors for n in named)
+    if not known:
         raise ValueError(f"its metadata {COMPLEX!r} are no names of its tensors")
     for name in named:
         if tensors[name].dtype not in REAL.values() or tensors[name].shape[-1:] != (2,):

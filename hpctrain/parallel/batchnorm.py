@@ -94,9 +94,8 @@ class BatchNorms:
         like = next((s for s in statistics if s is not None), some)
         self.scratch = torch.zeros(2, self.channels, dtype=like.dtype, device=some.device)
         self.calls = torch.zeros(len(self.layers), dtype=torch.int64, device=some.device)
-        self.momentum = self.scratch.new_zeros(
-            self.channels
-        )  # phi; negative = cumulative average (momentum None)
+        # phi; negative = cumulative average (momentum None)
+        self.momentum = self.scratch.new_zeros(self.channels)
         self._adopt()
         self.running = self.scratch.clone()  # (2, C): means, variances
         self.updates = self.calls.clone()  # num_batches_tracked, by layer

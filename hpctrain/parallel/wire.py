@@ -71,9 +71,7 @@ class NarrowWire(Reduce):
         narrow, plain = self._received
         step = len(self._widened)
         for start in range(0, self.size, step):
-            rows = self._widened[
-                : self.size - start
-            ]  # adding what is narrow takes ten times as long
+            rows = self._widened[: self.size - start]  # adding narrow ones takes ten times as long
             rows[:, : self._few].copy_(plain[start : start + step])
             rows[:, self._few :].copy_(narrow[start : start + step])
             for number, row in enumerate(rows.unbind(), start=start):

@@ -149,8 +149,8 @@ def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
         balance = Balance([range(*run) for run in job.plan.runs]) if auto else None
         replays = config.digest_every and not config.local_buffers
         replay = Replay(job.trainer, job.task, job.plan) if replays else None
-        given = (job, comm, recorder, control, state, times.checkpoints, writer)
-        run = Run(*given, balance, replay)
+        interval = times.checkpoints
+        run = Run(job, comm, recorder, control, state, interval, writer, balance, replay)
         return train_in(run, folder)
 
 

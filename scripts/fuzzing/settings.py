@@ -24,7 +24,7 @@ name = "wide"
 model = "mynets:wide"
 batch_size = 64
 """
-PREDICT = 'model = "first"\nimages = ["a", "b"]\noutput = "-"\nbatch = 7\n'
+PREDICT = 'run = "first"\nimages = ["a", "b"]\noutput = "-"\nbatch = 7\n'
 
 
 class Settings(Surface):
