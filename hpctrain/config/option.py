@@ -38,7 +38,7 @@ def as_words(settings: Any, without: Sequence[str] = ()) -> list[str]:
         if value == field.default or field.name in without:
             continue
         if field.metadata["positional"]:
-            words += value if isinstance(value, tuple) else [value]
+            words += [value] if isinstance(value, str) else value  # argparse gives a list
         elif isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         else:

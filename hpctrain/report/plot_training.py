@@ -13,6 +13,7 @@ import numpy as np
 
 from hpctrain.report.figures import BLUE, VERMILLION, columns_for, empty_figure, wrapped
 from hpctrain.report.plot_data import Curves, Points
+from hpctrain.text import printable
 
 LARGE = (6.0, 2.7)  # inches of a panel of one network alone
 SMALL = (2.5, 1.4)
@@ -107,7 +108,7 @@ def _draw(
         axes.spines[["top", "right"]].set_visible(False)
     last.set_xlabel("epoch", labelpad=2)
     lines = [*wrapped(network.name, 80 if wide else 30, 3), outcome(network)]
-    first.set_title("\n".join(lines), parse_math=False)
+    first.set_title(printable("\n".join(lines)), parse_math=False)
 
 
 def _outer(axes: Any, label: str, outer: bool) -> None:

@@ -13,7 +13,8 @@ WIDEST_STATUS = 18  # characters in a table; the word alone where there is more 
 
 def status_line(run: Summary) -> str:
     """The whole run in one line, for pipes."""
-    return "  ".join(filter(None, [run["name"], run["text"], way(run), figures(run), speed(run)]))
+    parts = run["name"], run["text"], way(run), figures(run), speed(run), run["damage"]
+    return "  ".join(filter(None, parts))
 
 
 def way(run: Summary) -> str:

@@ -95,7 +95,8 @@ class Watched:
             "idle": number(costs.get("idle")),
             "slowest_rank": number(costs.get("slowest_rank")),
             "slowest_share": number(costs.get("slowest_share")),
-            "notes": [clean(note) for note in story.notes] + self._own_notes(),
+            "damage": (damage := self._damage()),
+            "notes": [clean(note) for note in story.notes] + ([damage] if damage else []),
         }
 
     def _left(self) -> float | None:
@@ -104,9 +105,10 @@ class Watched:
             return None
         return max(left - max(time.time() - came, 0.0), 0.0)
 
-    def _own_notes(self) -> list[str]:
+    def _damage(self) -> str:
         count, damage = self.follower.unreadable, self.follower.damage
-        return [clean(f"{count} lines of the record cannot be read: {damage}")] if count else []
+        lines = "line" if count == 1 else "lines"
+        return clean(f"{count} {lines} of the record cannot be read: {damage}") if count else ""
 
 
 class Runs:
