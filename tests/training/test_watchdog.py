@@ -42,7 +42,7 @@ from hpctrain.training.resume import find_earlier
 from hpctrain.typed import from_fields, parse_toml
 from hpctrain.watch import liveness
 from hpctrain.watch.runs import Runs
-from hpctrain.watchdog import Watchdog, doing, waiting
+from hpctrain.watchdog import Watchdog, current, doing, waiting
 from tests.launch import Job, mpirun, run, run_mpi
 from tests.packs import make_pack
 
@@ -309,6 +309,7 @@ def test_heartbeats_tell_who_did_not_arrive(tmp_path):
     (tmp_path / "4.json").write_text("[" * 100_000)
     (tmp_path / "6.json").symlink_to("5.json")
     (tmp_path / "7.json").write_text((tmp_path / "5.json").read_text())  # says it is another's
+    assert read_beat(tmp_path / "7.json") is None
     assert blame(read_beats(tmp_path), 8, now, 60.0) == [
         "ranks 3-4, 6-7 gave no sign at all",
         "rank 1 (process 7 on h) did not arrive, it is in: step 9",
@@ -346,17 +347,25 @@ def test_one_rank_reads_the_heartbeats_until_it_is_silent(tmp_path):
 def test_a_rank_waits_as_long_as_another_goes_on(tmp_path, monkeypatch):
     """As where rank 0 unpacks an archive: what it says is new."""
     ended = []
-    monkeypatch.setattr(os, "_exit", lambda code: ended.append(code) or time.sleep(60))
-    with Watchdog(1, 2, "h", 0.5) as dog:
-        dog.keep_in(tmp_path / "ranks")
-        with waiting("rank 0"):
-            for number in range(15):
-                write_beat(tmp_path / "ranks", Beat(0, "h", 7, f"file {number}", 0.0, 0.0))
-                time.sleep(0.1)
-            assert ended == []
-            read = (tmp_path / "ranks/reading").exists()
-            time.sleep(1.2)
-    assert read and ended == [1]
+
+    def leave(code):
+        ended.append(code)
+        current()._over.set()  # for the thread to end
+
+    monkeypatch.setattr(os, "_exit", leave)
+    ranks = tmp_path / "ranks"
+    with Watchdog(1, 2, "h", 2.0) as dog, waiting("rank 0"):
+        dog.keep_in(ranks)
+        for number in range(40):
+            write_beat(ranks, Beat(0, "h", 7, f"file {number}", 0.0, 0.0, limit=2.0))
+            time.sleep(0.1)
+        assert (ended, dog.said) == ([], "waiting for rank 0 in start")
+        assert (ranks / "reading").read_text() == ""
+        until = time.monotonic() + 20
+        while not ended and time.monotonic() < until:
+            time.sleep(0.1)
+    assert ended == [1]
+    assert "nothing new for 2 s" in read_beat(ranks / "1.json").failed
 
 
 def test_what_is_done_starts_the_time_anew(tmp_path):
@@ -423,12 +432,14 @@ def test_nothing_is_left_where_ranks_met(tmp_path, network):
     assert list(meet.glob(".h*")) == []
 
 
-@pytest.mark.parametrize("planted", ["link", "others may write"])
+@pytest.mark.parametrize("planted", ["link", "file", "others may write"])
 def test_a_folder_that_is_not_the_users_own_is_no_place_to_meet(tmp_path, planted):
     folder, other = tmp_path / "a", tmp_path / "b"
     other.mkdir(mode=0o700)
     if planted == "link":
         folder.symlink_to(other)
+    elif planted == "file":
+        folder.touch(0o600)
     else:
         folder.mkdir()
         folder.chmod(0o777)
