@@ -7,6 +7,7 @@ Exit code 0 = equal, 1 = different.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hpctrain.config import CompareConfig
 from hpctrain.configfile import load_toml
 from hpctrain.errors import UsageError
 from hpctrain.models import read_model
+from hpctrain.plan_check import read_plan
 from hpctrain.report.differences import compare_tensors, first_difference, values
 from hpctrain.report.figures import check_name
 from hpctrain.report.folders import find_run
@@ -101,9 +103,9 @@ def _settings(folders: list[Path]) -> list[str]:
     """
     try:
         configs = [load_toml(str(folder / "config.toml")) for folder in folders]
+        plans = [_plan(folder / "plan.json") for folder in folders]
     except UsageError as error:
         return [f"settings: {error}"]
-    plans = [_plan(folder) for folder in folders]
     names = [name for name in {**configs[0], **configs[1]} if name not in OF_THE_RUN_ALONE]
     set_or_planned = {
         name: [
@@ -112,7 +114,7 @@ def _settings(folders: list[Path]) -> list[str]:
         ]
         for name in names
     }
-    known = {"digest", *(RESOLVED.get(name, name) for name in set_or_planned)}
+    known = {RESOLVED.get(name, name) for name in set_or_planned}
     planned = {
         name: [plan.get(name, "not there") for plan in plans]
         for name in {**plans[0], **plans[1]}
@@ -126,13 +128,14 @@ def _settings(folders: list[Path]) -> list[str]:
     return [f"{what}: {'; '.join(found)}" for what, found in lines.items() if found]
 
 
-def _plan(folder: Path) -> dict[str, Any]:
-    """What the settings came to; nothing where that cannot be read."""
+def _plan(path: Path) -> dict[str, Any]:
+    """What the settings came to; nothing where there is no such file. UsageError."""
     try:
-        plan = parse_json((folder / "plan.json").read_bytes())
-    except (OSError, ValueError):
+        return dataclasses.asdict(read_plan(parse_json(path.read_bytes())))
+    except FileNotFoundError:
         return {}
-    return plan if isinstance(plan, dict) else {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from error
 
 
 def _short(value: Any) -> str:

@@ -14,12 +14,15 @@ from PIL import Image
 
 from hpctrain import compare
 from hpctrain.cli import main
-from hpctrain.config import Interval
+from hpctrain.config import Config, Interval
 from hpctrain.models import read_model, save_model
+from hpctrain.plan import Facts, resolve
 from hpctrain.report.differences import compare_tensors, first_difference
 from hpctrain.report.plot_differences import largest_of_neighbours
 from hpctrain.training.checkpoint import Writer, make_ready
 from tests.launch import run_cli
+
+FACTS = Facts(1, "cpu", 1, 101, (8, 8, 3), 1, 4, pack_uuid="u", least_rows=1)
 
 F32 = np.float32
 
@@ -142,7 +145,8 @@ def runs(tmp_path, monkeypatch):
         (folder / "config.toml").write_text(f'seed = {seed}\nrun = "{name}"\n')
         lines = [json.dumps({**step(n + 1, loss), "time": "x"}) for n, loss in enumerate(losses)]
         (folder / "progress.jsonl").write_text("\n".join(lines) + "\n")
-        (folder / "plan.json").write_text(json.dumps({"learning_rate": rate, "seed": seed}))
+        plan = resolve(Config(seed=seed, lr=rate), FACTS)
+        (folder / "plan.json").write_text(plan.to_json())
         if memory is not None:
             make_ready(folder, 0)
             with Writer(folder, Interval(), 2) as writer:
@@ -222,6 +226,23 @@ def test_settings_that_were_not_set_are_shown_as_resolved(runs, capsys):
     config.write_text('run = "b"\nseed = 0\n')
     assert main(["compare", "a", "b"]) == 0
     assert "plans differ: learning_rate 0.1 and 0.2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"seed": 0', '"seed": 1', "its digest is"),
+        ('"seed": 0', '"seed": []', "seed"),
+        ("{", "[[[[", "no JSON"),
+    ],
+)
+def test_a_damaged_plan_is_named(old, new, message, runs, capsys):
+    path = Path("runs", runs("a"), "plan.json")
+    runs("b")
+    path.write_text(path.read_text().replace(old, new, 1))
+    assert main(["compare", "a", "b"]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("settings: ")]
+    assert line.startswith(f"settings: {path} is damaged: ") and message in line
 
 
 def test_the_first_convolution_is_that_of_the_model_in_every_process(tmp_path):
