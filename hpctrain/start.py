@@ -20,6 +20,7 @@ from typing import Any
 
 from hpctrain.config import Config, PackConfig, duration
 from hpctrain.errors import Failure, UsageError
+from hpctrain.heartbeats import Turn, is_gone, read_beats
 from hpctrain.launcher import launch_name, launched_rank, launched_size, local_size
 from hpctrain.text import say
 from hpctrain.watchdog import Watchdog
@@ -108,10 +109,14 @@ def is_own(folder: Path) -> bool:
 
 
 def sweep(base: Path, current: Path) -> None:
-    """Take away such folders of launches that were killed: they are written into while one runs."""
+    """Take away such folders of launches that were killed, those of a hang after an hour: somebody
+    may want to read its stacks.
+    """
     with suppress(OSError):
         now = current.stat().st_mtime
         for folder in base.glob(f"{FOLDER}*"):
             found = folder.lstat()
-            if found.st_uid == os.geteuid() and now - found.st_mtime > OLD:
+            beats = read_beats(folder)
+            gone = beats and all(map(is_gone, beats)) and not (folder / Turn.FILE).exists()
+            if found.st_uid == os.geteuid() and (gone or now - found.st_mtime > OLD):
                 shutil.rmtree(folder, ignore_errors=True)

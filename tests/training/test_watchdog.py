@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -423,13 +424,17 @@ def test_a_stopped_rank_of_what_is_no_training_is_named(tmp_path, network, comma
 
 def test_nothing_is_left_where_ranks_met(tmp_path, network):
     meet = tmp_path / "meet"
-    old = meet / ".hpctrain-ranks-old"
-    (old / "x").mkdir(parents=True)
+    old, killed, hung, begun = (meet / f".hpctrain-ranks-{name}" for name in "abcd")
+    for folder in (old, killed, hung, begun):
+        folder.mkdir(parents=True)
+    for folder in (killed, hung):
+        write_beat(folder, Beat(0, socket.gethostname(), 2**22 + 1, "step 1", 0.0, 0.0))
+    (hung / Turn.FILE).write_text("hang\n")
     os.utime(old, (0, 0))
     words = ["-m", "hpctrain", "predict", "net.safetensors", "--output", "-"]
     done = run_mpi(2, words, cwd=tmp_path, env={"TMPDIR": str(meet)})
     assert done.returncode == 0, done.stderr
-    assert list(meet.glob(".h*")) == []
+    assert sorted(meet.glob(".h*")) == [hung, begun]
 
 
 @pytest.mark.parametrize("planted", ["link", "file", "others may write"])
