@@ -34,8 +34,10 @@ def folder(tmp_path_factory):
 
 
 def said(done):
-    """Exit code and words, without the time it took and what mpirun adds about exit codes."""
-    lines = done.stderr.split("\n" + "-" * 74)[0].splitlines()
+    """Exit code and words, without the time it took, the name of the output and what mpirun adds
+    about exit codes.
+    """
+    lines = re.sub(r"\w+\.h5", "", done.stderr.split("\n" + "-" * 74)[0]).splitlines()
     words = [line for line in lines if not re.fullmatch(r"-{74}|.* images/s|", line)]
     return done.returncode, words, done.stdout.partition("┏")[2]  # the title is the file's name
 
