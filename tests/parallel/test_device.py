@@ -162,9 +162,11 @@ def test_on_the_cpu_nothing_touches_cupy(tmp_path):
     (tmp_path / "cupy" / "__init__.py").write_text("raise SystemExit('cupy was imported')\n")
     make_pack(tmp_path / "p.h5", {"train": 40, "test": 9})
     network = ["--runs-dir", ".", "--device", "cpu"]
+    begins = "hpctrain {}: starting on 1 rank ...\n".format
+    train = ["--data", "p.h5", "--epochs", "1", "--run", "a"]
     for command, code, said in (
-        (["-m", "hpctrain", "--data", "p.h5", "--epochs", "1", "--run", "a", *network], 0, ""),
-        (["-m", "hpctrain", "evaluate", "a", *network], 0, ""),
+        (["-m", "hpctrain", *train, *network], 0, begins("train")),
+        (["-m", "hpctrain", "evaluate", "a", *network], 0, begins("evaluate")),
         (["-c", "import cupy"], 1, "cupy was imported\n"),
     ):
         done = run([sys.executable, *command], 60, {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, tmp_path)

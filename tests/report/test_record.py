@@ -215,6 +215,8 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
         output = subprocess.PIPE
         with subprocess.Popen(arguments, stdout=output, env=environment()) as writer:
             assert writer.stdout is not None and writer.stdout.readline() == b"started\n"
+            while path.read_bytes().count(b"\n") < 3:  # the run and two steps
+                time.sleep(0.01)
             time.sleep(seconds)
             writer.kill()
         whole, _, torn = path.read_bytes().rpartition(b"\n")

@@ -288,6 +288,7 @@ NAN = "holds NaN or infinite values"
 def with_nan(config, comm, rows, value=np.nan):
     """The settings for a file of floats in which these rows have one such value. Collective."""
     path = Path(config.data).with_name("nan.h5")
+    comm.Barrier()  # nobody reads the file that was written before
     if comm.rank == 0:
         images = FLOATS.copy()
         images[rows, 3, 5, 0] = value
