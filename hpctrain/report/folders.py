@@ -36,6 +36,8 @@ class Scan(NamedTuple):
     launch: Record  # the last of kind "run"; empty where there is none
     gaps: list[range]  # steps that are missing before the last one
     ended: bool = False  # whether that launch recorded its end
+    epochs: int = 0  # that were done
+    validated: int = 0  # step of the last validation
 
     def missing(self, done: int) -> str:
         """The steps up to `done` that the record lacks: "5, 7 to 9"; empty where it has all."""
@@ -52,7 +54,8 @@ def last_step(folder: Path) -> int:
 
 def scan_record(folder: Path) -> Scan:
     """Read the record of a run."""
-    last, launch, gaps, ended = 0, Record(), [], False
+    last, launch, gaps, ended, wrong = 0, Record(), [], False, None
+    epochs = validated = 0
     try:
         for record in read_records(folder):
             if record["kind"] == "step":
@@ -61,11 +64,15 @@ def scan_record(folder: Path) -> Scan:
                 last = max(last, record["step"])
             elif record["kind"] == "run":
                 launch, ended = record, False
+            elif record["kind"] == "epoch":
+                epochs = max(epochs, record["epoch"])
+            elif record["kind"] == "evaluation" and record["split"] == "validation":
+                validated = max(validated, record["step"])
             elif record["kind"] == "end":
                 ended = True
     except UsageError as error:
-        return Scan(last, str(error), launch, gaps, ended)
-    return Scan(last, None, launch, gaps, ended)
+        wrong = str(error)
+    return Scan(last, wrong, launch, gaps, ended, epochs, validated)
 
 
 def is_finished(folder: Path) -> bool:

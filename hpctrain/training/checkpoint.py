@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import re
 import threading
 import time
@@ -60,6 +61,11 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     path: Path
+
+    def follows(self, epochs: float, validated: float) -> bool:
+        """Whether it holds no more epochs, and no later validation, than these."""
+        pairs = (self.state.get("epoch"), epochs), (self.state.get("validated"), validated)
+        return all(not isinstance(value, int) or value <= most for value, most in pairs)
 
     def tensors(self) -> Tensors:
         """Read the tensors, onto the CPU. UsageError."""
@@ -214,9 +220,12 @@ class Damaged(UsageError):
     """A checkpoint that is not what was written."""
 
 
-def newest(run: Path, recorded: int) -> tuple[Checkpoint | None, list[str]]:
+def newest(
+    run: Path, recorded: int, epochs: float = math.inf, validated: float = math.inf
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint of a run, if there is one; and a line for each newer one that is
-    passed over: damaged, or of a step that the record (of `recorded` steps) has lost.
+    passed over: damaged, or of what the record has lost, which ends at step `recorded`, after so
+    many `epochs` and the validation of step `validated`.
 
     UsageError or RunError where one cannot be read but may be whole.
     """
@@ -228,9 +237,11 @@ def newest(run: Path, recorded: int) -> tuple[Checkpoint | None, list[str]]:
         except Damaged as error:
             damaged.append(f"{error}: passed over")
             continue
-        if found.step <= recorded:
+        if found.step <= recorded and found.follows(epochs, validated):
             passed = [
-                f"the record ends at step {recorded}: the checkpoint of {c.step} is passed over"
+                f"the record ends at step {recorded}"
+                + (", before the epoch or the validation was told" if c.step <= recorded else "")
+                + f": the checkpoint of {c.step} is passed over"
                 for c in beyond
             ]
             return found, damaged + passed

@@ -78,11 +78,13 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
     lock.take(folder)
     scan = scan_record(folder)
     check_recorded(plan, folder / "plan.json", scan.launch)
-    checkpoint, damage = newest(folder, scan.last)
+    checkpoint, damage = newest(folder, scan.last, scan.epochs, scan.validated)
     if scan.wrong and (folder / FILE_NAME).exists():
         damage.insert(0, f"{scan.wrong}: the record is cut off there")
     if checkpoint and (missing := scan.missing(checkpoint.step)):
         damage.append(f"the record has lost steps that were done: {missing}")
+    elif checkpoint and not checkpoint.follows(scan.epochs, scan.validated):
+        damage.append("the record has lost the last epoch or validation that was done")
     if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
     crash = None if scan.ended or not scan.launch else find_cause(folder / HEARTBEATS)

@@ -480,6 +480,34 @@ def test_a_buffer_that_forward_makes_is_as_it_was(comm, settings, leave_after, m
         assert first < second == whole
 
 
+@pytest.mark.parametrize("keep", [2, 3])
+def test_a_record_that_lost_a_validation_is_told_again_or_named(comm, settings, leave_after, keep):
+    """After step 7 there are an epoch and a validation, and a checkpoint that follows them."""
+    config = dataclasses.replace(settings, checkpoint_every="1", keep=keep)
+    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
+    leave_after(8)
+    assert program.train(config, comm) == 75
+    leave_after()
+    folder = Path(settings.runs_dir) / "a"
+    if comm.rank == 0:
+        lines = (folder / "progress.jsonl").read_bytes().splitlines(keepends=True)
+        place = next(i for i, line in enumerate(lines) if b'"kind": "evaluation"' in line)
+        assert b'"kind": "epoch"' in lines[place - 1]
+        (folder / "progress.jsonl").write_bytes(b"".join(lines[:place]))
+    comm.Barrier()
+    assert program.train(config, comm) == 0
+    assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
+    if comm.rank == 0:
+        notes = [r["text"] for r in read_records(folder) if r["kind"] == "note"]
+        whole = read_records(folder.with_name("whole"))
+        if keep == 3:
+            told = "the record ends at step 7, before the epoch or the validation was told"
+            assert f"{told}: the checkpoint of 7 is passed over" in notes
+            assert first_difference(read_records(folder), whole) is None
+        else:
+            assert "the record has lost steps that were done: 8" in notes
+
+
 def test_checkpoints_that_were_passed_over_do_not_push_out_new_ones(comm, settings, leave_after):
     config = dataclasses.replace(settings, checkpoint_every="2", keep=2)
     leave_after(7)
