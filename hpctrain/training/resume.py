@@ -87,7 +87,7 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
         damage.append("the record has lost the last epoch or validation that was done")
     if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
-    crash = None if scan.ended or not scan.launch else find_cause(folder / HEARTBEATS)
+    crash = None if scan.ended or scan.wrong or not scan.launch else find_cause(folder / HEARTBEATS)
     if crash:
         damage.insert(0, f"the launch before did not record its end: {crash[0]}")
     return Earlier(folder, plan, is_finished(folder), checkpoint, damage, crash)

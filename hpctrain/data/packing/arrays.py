@@ -123,9 +123,10 @@ def _idx_labels(pair: Pair, images: int) -> np.ndarray:
     """The labels (N,) of as many images, which are there. UsageError."""
     labels = pair.labels
     with _stream(labels) as stream:
-        count, *rest = _dimensions(stream, labels)
-        if rest:
-            raise UsageError(f"source {labels} has {1 + len(rest)} dimensions, not 1")
+        dimensions = _dimensions(stream, labels)
+        if len(dimensions) != 1:
+            raise UsageError(f"source {labels} has {len(dimensions)} dimensions, not 1")
+        count = dimensions[0]
         if count != images:
             name = pair.images.name
             raise UsageError(f"source {labels}: {name} has {images:,} images but {count:,} labels")

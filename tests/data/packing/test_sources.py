@@ -239,6 +239,8 @@ def test_idx_mistakes(tmp_path):
     assert "has 7 images but 6 labels" in refusal(folder, tmp_path)
     (folder / "train-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, 2**32 - 1))
     assert "has 7 images but 4,294,967,295 labels" in refusal(folder, tmp_path)  # and reads none
+    (folder / "train-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 0, 1]))
+    assert "labels-idx1-ubyte has 0 dimensions, not 1" in refusal(folder, tmp_path)
     (folder / "train-labels-idx1-ubyte").unlink()
     assert "has no labels beside it" in refusal(folder, tmp_path)
     idx(folder / "train-labels-idx1-ubyte", np.arange(7))
