@@ -36,7 +36,8 @@ def make_run_folder(job: Job, lock: RunLock) -> Path:
         folder = runs / name
         temporary = temporary_name(folder)
         try:
-            runs.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # if as a file, the next call says so
+                runs.mkdir(parents=True)
             for left in left_behind(folder):
                 shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()
