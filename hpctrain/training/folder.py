@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
