@@ -5,7 +5,6 @@ On GPUs the host begins a step before it reads what the one before came to (`Tra
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from hpctrain.data.finite import describe_first, find_nonfinite
 from hpctrain.data.loader import Batch
 from hpctrain.errors import RunError
 from hpctrain.parallel.device import synchronize
-from hpctrain.parallel.late import Snapshot
+from hpctrain.parallel.late import Mark, Snapshot
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, everywhere
 from hpctrain.training.digest import (
@@ -45,14 +44,17 @@ class Begun(NamedTuple):
     rate: float
     digest: Snapshot | None  # of the state before it
     found: Found | None  # by the replay before it
+    ended: Mark
     report: Report
 
 
 class Steps:
-    """The steps of a run from where it stands, and the clock by which they are timed."""
+    """The steps of a run from where it stands, and their seconds: from the end of one to the end of
+    the next, by the device, whenever the host reads what they came to.
+    """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self._run, self._device = run, run.job.trainer.message.device
         self._begun: deque[Begun] = deque()
         self.start_clock()
 
@@ -68,7 +70,7 @@ class Steps:
 
     def start_clock(self) -> None:
         """The next step is timed from now on: what came before is not its."""
-        self._known = time.perf_counter()
+        self._since = Mark(self._device)
 
     def begin(self, number: int, batches: list[Batch], waited: float) -> None:
         """Do the next step, which has this number in its epoch and for whose batches this rank
@@ -88,13 +90,15 @@ class Steps:
         news = run.control.news(waited, save, slot)
         train_step(job.trainer, batches, rows, news, lambda: wait_for_all(run, step))
         told = None if digest is None else Snapshot(digest)
-        self._begun.append(Begun(step, rows, rate, told, found, job.trainer.message.report()))
+        ended = Mark(self._device)  # before the report: passed when that has arrived
+        report = job.trainer.message.report()
+        self._begun.append(Begun(step, rows, rate, told, found, ended, report))
 
     def settle(self, left: int = 0) -> None:
         """Read what steps came to, oldest first, until `left` of them are not read."""
         run = self._run
         while len(self._begun) > left:
-            step, rows, rate, digest, found, report = self._begun.popleft()
+            step, rows, rate, digest, found, ended, report = self._begun.popleft()
             doing(f"recording step {step}")
             totals = report.totals()
             skips, bad_image = run.job.trainer.skips_rows, partial(find_bad_image, run, step)
@@ -103,9 +107,8 @@ class Steps:
                 check_alike(run, totals.digests, found)
                 run.recorder.digest(run.state.step, as_hex(digest.numbers()))
             run.state.step = step
-            before = self._known
-            self.start_clock()
-            tell_step(run, totals, rate, self._known - before)
+            seconds, self._since = self._since.until(ended), ended
+            tell_step(run, totals, rate, seconds)
             note_votes(run.state, totals)
 
 

@@ -5,6 +5,7 @@ nothing in a step that would have to wait for the device.
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hpctrain.models import build
 from hpctrain.parallel.message import Message
 from hpctrain.report.record import read_records
 from hpctrain.training import setup
+from hpctrain.training import steps as steps_module
 from hpctrain.training.checkpoint import Writer, steps
 from hpctrain.training.control import Control, News
 from hpctrain.training.digest import rank_digest, slot_value
@@ -59,6 +61,29 @@ def test_a_late_run_is_the_same_run(comm, settings, late, change):
     if comm.rank == 0 and change:
         kept = steps(Path(settings.runs_dir) / "one/checkpoints")
         assert kept == [12, 14] == steps(Path(settings.runs_dir) / "at once/checkpoints")
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_seconds_of_steps_that_are_read_together_are_their_own(
+    comm, settings, late, monkeypatch, number
+):
+    """Before validations and at ends of epochs: no step takes no time, or that of several."""
+    original = steps_module.train_step
+
+    def slow(*args):
+        time.sleep(0.06)
+        original(*args)
+
+    monkeypatch.setattr(steps_module, "train_step", slow)
+    late(number)
+    assert train(dataclasses.replace(settings, validate_steps=5), comm) == 0
+    if comm.rank == 0:
+        found = [r for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == "step"]
+        seconds = [record["seconds"]["total"] for record in found]
+        assert min(seconds) >= 0.06 and sorted(seconds)[7] < 0.12, seconds
+        for record in found:
+            expected = record["rows"] / record["seconds"]["total"]
+            assert record["images_per_second"] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(("vote", "code"), [("leave", 75), ("stop", 0)])
