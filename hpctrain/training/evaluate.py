@@ -27,7 +27,7 @@ from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source
 from hpctrain.data.upload import Mark, Upload
-from hpctrain.errors import RunError
+from hpctrain.errors import Failure, RunError
 from hpctrain.keys import random_key
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import Comm, agreed, allgather, everywhere, start_mpi
@@ -179,6 +179,22 @@ class Tally:
         return Evaluation(total, means, confusion, first)
 
 
+def until_failure(blocks: Iterator[Block], failures: list[Failure]) -> Iterator[Block]:
+    """The blocks up to the first that cannot be read; why is added to `failures`: the other ranks
+    wait for what this one has found.
+    """
+    try:
+        yield from blocks
+    except Failure as error:
+        failures.append(error)
+
+
+def raise_first(failures: list[Failure]) -> None:
+    """Raise the first of what failed, if anything did."""
+    if failures:
+        raise failures[0]
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -208,8 +224,9 @@ def evaluate(
         return read_block(source, *part, prepare, task, upload)
 
     blocks = blocks_of(total, block, comm.size, comm.rank)
+    failures: list[Failure] = []  # of this rank
     with fork_rng(device):
-        for number, rows, *pair, mark, bad in ahead(read, blocks):
+        for number, rows, *pair, mark, bad in until_failure(ahead(read, blocks), failures):
             if not go_on(f"block {number}"):
                 tally.left[0] = 1
                 break
@@ -226,7 +243,9 @@ def evaluate(
                 tally.answers(comm.rank, rows, source.labels[rows], answers.cpu().numpy())
     model.train(training)
     go_on("waiting for all")
+    tally.bad += len(failures)
     allreduce(comm, tally.vector)
-    if tally.bad[0] and (text := describe_first(allgather(comm, tally.bad_rows))):
-        raise agreed(RunError(text))
+    if tally.bad[0]:
+        everywhere(comm, lambda: raise_first(failures))
+        raise agreed(RunError(str(describe_first(allgather(comm, tally.bad_rows)))))
     return tally.result(task)

@@ -9,7 +9,11 @@ from hpctrain.parallel.message import Totals
 from hpctrain.parallel.mpi import agreed
 
 
-class NonFinite(RunError):
+class CannotContinue(RunError):
+    """Training cannot go on; all ranks hold the sound state of the last step that was recorded."""
+
+
+class NonFinite(CannotContinue):
     """Loss or gradient became NaN or infinite; the weights are those of the step before."""
 
 

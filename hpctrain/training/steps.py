@@ -14,7 +14,7 @@ import torch
 
 from hpctrain.data.finite import describe_first, find_nonfinite
 from hpctrain.data.loader import Batch
-from hpctrain.errors import RunError
+from hpctrain.errors import Failure, RunError
 from hpctrain.parallel.device import synchronize
 from hpctrain.parallel.late import Mark, Snapshot
 from hpctrain.parallel.message import Report, Totals
@@ -119,7 +119,7 @@ def wait_for_all(run: Run, step: int) -> None:
 
 def find_bad_image(run: Run, step: int) -> str | None:
     """The first image of a step of this epoch that holds NaN or infinite values, as the file has
-    it; None where all are finite. Collective.
+    it, or why they cannot be read; None where all are finite. Collective.
     """
     job, partition, epoch = run.job, run.job.plan.partition, run.state.epoch
     doing(f"reading the images of step {step} again")
@@ -131,7 +131,10 @@ def find_bad_image(run: Run, step: int) -> str | None:
         for shard in job.loader.shards
     ]
     source = job.loader.source
-    found = everywhere(run.comm, lambda: find_nonfinite(source, np.concatenate(rows)))
+    try:
+        found = everywhere(run.comm, lambda: find_nonfinite(source, np.concatenate(rows)))
+    except Failure as error:
+        return f"Its images cannot be read again: {error}"
     return describe_first(allgather(run.comm, found))
 
 

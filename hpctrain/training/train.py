@@ -40,7 +40,7 @@ from hpctrain.training.digest import run_digest
 from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.lock import RunLock
 from hpctrain.training.loop import run_epochs, save_checkpoint
-from hpctrain.training.outcome import NonFinite
+from hpctrain.training.outcome import CannotContinue
 from hpctrain.training.progress import Progress, Run, Why
 from hpctrain.training.replay import Replay
 from hpctrain.training.resume import find_earlier, restore
@@ -179,13 +179,8 @@ def saving_seconds(trainer: Trainer) -> float:
 def train_in(run: Run, folder: Path) -> int:
     """All steps that are left, and what follows the last one; the exit code. Collective."""
     first = run.state.step
-    try:
+    with keeping_progress(run, folder):
         run_epochs(run)
-    except NonFinite as error:
-        if run.comm.rank == 0:
-            save(run, folder)
-        run.recorder.end("failed", str(error))
-        raise
     doing("comparing digests")
     compare_at_end(run)
     doing("saving")
@@ -194,6 +189,20 @@ def train_in(run: Run, folder: Path) -> int:
     if run.state.ended is Why.LEAVE:
         return leave(run, run.state.step - first)
     return finish(run, folder, first)
+
+
+@contextmanager
+def keeping_progress(run: Run, folder: Path) -> Iterator[None]:
+    """Save where the run stands if the block finds that it cannot go on. Collective then."""
+    try:
+        yield
+    except CannotContinue as error:
+        doing("saving")
+        save_checkpoint(run)
+        from_root(run.comm, lambda: save(run, folder))
+        from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
+        run.recorder.end("failed", str(error))
+        raise
 
 
 def leave(run: Run, done: int) -> int:
@@ -211,7 +220,8 @@ def finish(run: Run, folder: Path, first: int) -> int:
     """
     state, trainer, stopped = run.state, run.job.trainer, run.state.ended is Why.STOP
     if not stopped and "validation" in run.job.pack.splits and state.validated < state.step:
-        validate(run)
+        with keeping_progress(run, folder):
+            validate(run)
         if state.ended is Why.LEAVE:
             return leave(run, state.step - first)
         from_root(run.comm, lambda: run.writer.wait() if run.writer else None)

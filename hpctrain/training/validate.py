@@ -13,15 +13,17 @@ import numpy as np
 import torch
 
 from hpctrain.data.loader import read_rows
+from hpctrain.errors import Failure
 from hpctrain.models import save_tensors, snapshot
 from hpctrain.parallel.device import fork_rng, seed_torch
-from hpctrain.parallel.mpi import everywhere, from_root
+from hpctrain.parallel.mpi import agreed, everywhere, from_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.folders import evaluation_file
 from hpctrain.report.pictures import draw_captioned, shown_values, write_rows
 from hpctrain.report.tables import write_json
 from hpctrain.training import saved
 from hpctrain.training.evaluate import Evaluation, as_json, block_key, evaluate
+from hpctrain.training.outcome import CannotContinue
 from hpctrain.training.progress import Run, Why
 from hpctrain.training.tasks import Denoising, network_output
 from hpctrain.watchdog import doing
@@ -77,7 +79,9 @@ def describe_network(run: Run, name: str) -> dict[str, Any]:
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:
-    """Evaluate one split and record it; None where the run has to leave first. Collective."""
+    """Evaluate one split and record it; None where the run has to leave first. CannotContinue where
+    rows cannot be read or are not finite. Collective.
+    """
     job, state, comm = run.job, run.state, run.comm
     began = time.perf_counter()
 
@@ -86,18 +90,16 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
         return run.control.leaving(evaluating=True) is None
 
     run.recorder.phase(f"evaluating {split}")
-    source = everywhere(comm, lambda: job.reading.split(split))
-    with source, statistics_of_rank_0(run):
-        result = evaluate(
-            job.trainer.model,
-            source,
-            job.task,
-            job.prepare,
-            comm,
-            job.plan.evaluation_rows,
-            go_on,
-            kept=MISTAKES if job.config.tensorboard else 0,
-        )
+    kept = MISTAKES if job.config.tensorboard else 0
+    model, prepare, block = job.trainer.model, job.prepare, job.plan.evaluation_rows
+    try:
+        source = everywhere(comm, lambda: job.reading.split(split))
+        with source, statistics_of_rank_0(run):
+            result = evaluate(model, source, job.task, prepare, comm, block, go_on, kept)
+    except Failure as error:
+        if not error.agreed:
+            raise
+        raise agreed(CannotContinue(f"{split} cannot be evaluated: {error}")) from error
     doing(f"recording the evaluation of {split}")
     seconds = time.perf_counter() - began
     run.control.slowest_evaluation = max(run.control.slowest_evaluation, seconds)

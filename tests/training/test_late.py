@@ -23,6 +23,7 @@ from hpctrain.training.control import Control, News
 from hpctrain.training.digest import rank_digest, slot_value
 from hpctrain.training.outcome import NonFinite
 from hpctrain.training.train import train
+from tests.training.runs import digest
 from tests.training.test_step import Config, make_trainer, train_step
 
 pytestmark = pytest.mark.mpi
@@ -158,6 +159,11 @@ def test_nothing_follows_a_step_that_is_not_finite(comm, settings, late, monkeyp
     if comm.rank == 0:
         four = load_file(Path(settings.runs_dir) / "four/model.safetensors")
         assert all(torch.equal(left[name], four[name]) for name in four)
+    monkeypatch.undo()
+    assert digest(few, comm, "a") == digest(few, comm, "whole")  # it was saved after step 4
+    if comm.rank == 0:
+        notes = [r for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == "note"]
+        assert "going on after step 4" in [note["text"] for note in notes]
 
 
 class NoWaiting(TorchDispatchMode):

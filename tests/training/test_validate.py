@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
+from hpctrain.training import evaluate, validate
+from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
-from hpctrain.training import validate
+from hpctrain.training.checkpoint import steps
+from hpctrain.training.outcome import CannotContinue, NonFinite
 from tests.packs import make_pack
+from tests.training.runs import digest
 
 pytestmark = pytest.mark.mpi
 STEPS = 7  # of an epoch: 101 rows in mini-batches of 16
@@ -119,3 +123,57 @@ def test_the_test_split_is_evaluated_unless_told_otherwise(comm, settings, wante
         records = list(read_records(Path(settings.runs_dir) / "a"))
         assert any(r.get("split") == "test" for r in records) == wanted
         assert ("test_accuracy" in records[-1]) == wanted
+
+
+def saved_steps(settings):
+    return steps(Path(settings.runs_dir) / settings.run / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    "settings_of", [(5, 1, 5), (7, 1, 7), (None, 1, 7), (None, 0, 14)], ids=str
+)
+@pytest.mark.parametrize("what", ["unreadable on one rank", "not finite"])
+def test_a_validation_that_fails_loses_no_step(comm, settings, monkeypatch, settings_of, what):
+    """The run ends with 1, saved; once the rows are sound again, it comes to the same end."""
+    each, every, reached = settings_of
+    settings = dataclasses.replace(
+        settings, validate_steps=each, evaluate_every=every, deterministic=True, shards=4
+    )
+    whole, real = digest(settings, comm, "whole"), evaluate.read_block
+
+    def read_block(source, number, rows, *others):
+        if source is not None and 11 in rows and len(source.labels) == 13:
+            if what == "not finite":
+                return real(source, number, rows, *others)._replace(bad={11: "row 11 is NaN"})
+            raise RunError("row 11 is NaN")
+        return real(source, number, rows, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "read_block", read_block)
+        said = "validation cannot be evaluated: .*row 11 is NaN"
+        with pytest.raises(CannotContinue, match=said) as caught:
+            loop.train(settings, comm)
+    assert caught.value.agreed and caught.value.exit_code == 1
+    if comm.rank == 0:
+        assert saved_steps(settings) == [reached]
+        end = list(read_records(Path(settings.runs_dir) / "a"))[-1]
+        assert end["status"] == "failed" and "row 11 is NaN" in end["reason"]
+        read_model(Path(settings.runs_dir) / "a" / "model.safetensors")
+    assert digest(settings, comm, "a") == whole
+
+
+def test_where_the_bad_image_cannot_be_read_again_the_weights_are_saved_all_the_same(
+    comm, settings, monkeypatch
+):
+    def unreadable(source, rows):
+        raise RunError("pack.h5 is gone")
+
+    monkeypatch.setattr(inner, "find_nonfinite", unreadable)
+    said = r"is not finite.*are kept\. Its images cannot be read again: .*pack.h5 is gone"
+    with pytest.raises(NonFinite, match=said):
+        loop.train(dataclasses.replace(settings, lr=1e30), comm)
+    if comm.rank == 0:
+        reached = saved_steps(settings)
+        assert len(reached) == 1 and reached[0] > 0
+        metadata = read_model(Path(settings.runs_dir) / "a" / "model.safetensors")[1]
+        assert metadata["step"] == reached[0]
