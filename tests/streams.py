@@ -7,37 +7,41 @@ import threading
 
 import torch
 
+from hpctrain.data import upload
+
 
 class Recorder:
-    """Stands in for a stream beside the current one; `log` holds (what, of which mark) in order."""
+    """Stands in for an upload's stream and for the current one; `log` holds (what, of which event)
+    in order.
+    """
 
-    pinned = False
-
-    def __init__(self):
-        self.log, self.marks, self.inside, self.taken = [], 0, None, []
+    def __init__(self, monkeypatch):
+        self.log, self.events, self.inside, self.taken = [], 0, None, []
+        monkeypatch.setattr(upload, "Stream", lambda device: self)
+        monkeypatch.setattr(upload, "current_stream", lambda device: self)
 
     @contextlib.contextmanager
-    def current(self):
+    def select(self):
         self.inside = threading.get_ident()
         yield
         self.inside = None
 
     def note(self, what, number=None):
-        """Whether on this stream too: prefixed by "+" within `current`."""
+        """Whether on this stream too: prefixed by "+" within `select`."""
         on_it = self.inside == threading.get_ident()
         self.log.append(("+" * on_it + what, number))
 
-    def mark(self):
-        number, self.marks = self.marks, self.marks + 1
-        self.note("mark", number)
-        return Mark(self, number)
+    def record_event(self):
+        number, self.events = self.events, self.events + 1
+        self.note("event", number)
+        return Event(self, number)
 
-    def hand_over(self, mark, tensors):
-        self.taken.append((mark.number, list(tensors)))
-        self.note("hand over", mark.number)
+    def wait_event(self, event, tensors):
+        self.taken.append((event.number, list(tensors)))
+        self.note("hand over", event.number)
 
 
-class Mark:
+class Event:
     def __init__(self, stream, number):
         self.stream, self.number = stream, number
 

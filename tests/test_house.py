@@ -15,7 +15,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
     "hpctrain errors text console typed config* files hardware heartbeats keys launcher signals"
-    " strictjson slurm watchdog data.partition parallel.shards",
+    " strictjson slurm streams watchdog data.partition parallel.shards",
     "plan plan_check",
     "data* parallel* models* report*",
     "training*",
@@ -68,6 +68,22 @@ def test_files_and_functions_are_short():
         functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTION)]
         long += [f"{path}: {f.name}" for f in functions if f.end_lineno - f.lineno >= 60]
     assert long == []
+
+
+def test_streams_and_events_of_a_gpu_are_made_and_waited_for_in_one_file():
+    """hpctrain/streams.py: there a thread that waits sleeps. Measurements of a GPU do as they
+    like; NCCL is given the number of the current stream.
+    """
+    found = [
+        f"{path}: {name}"
+        for path in TREES
+        if path.name != "streams.py" and "gpu" not in path.parts
+        for name in re.findall(
+            r"cuda\.(?:(?:[Ss]tream|Event|synchronize)\b|current_stream\(\w*\)(?!\.cuda_stream))",
+            (ROOT / path).read_text(),
+        )
+    ]
+    assert found == []
 
 
 def test_a_rank_that_waits_for_others_tells_the_watchdog():

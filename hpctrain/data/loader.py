@@ -22,9 +22,10 @@ from hpctrain.data.augment import augment, to_input
 from hpctrain.data.orders import ByPartition, Order
 from hpctrain.data.partition import Partition
 from hpctrain.data.source import Croppable, Reader, Source, as_kept, make_reader
-from hpctrain.data.upload import Mark, Upload, sent
+from hpctrain.data.upload import Upload, sent
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
+from hpctrain.streams import Event
 
 AHEAD = 2  # steps that are ready before they are needed
 HEAD_START = 0.002  # seconds
@@ -44,7 +45,7 @@ class Batch:
     key: int  # of this step's and shard's random numbers
 
 
-Ready = tuple[list[Batch], Mark]  # the batches of a step, and when they are
+Ready = tuple[list[Batch], Event]  # the batches of a step, and when they are
 # rows (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W),
 # a copy: the rows' memory is used again for the next batch
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
@@ -216,8 +217,8 @@ class Loader:
                     return
                 if isinstance(item, BaseException):
                     raise item
-                batches, mark = item
-                self._upload.take(mark, [t for b in batches for t in (b.images, b.targets)])
+                batches, made = item
+                self._upload.take(made, [t for b in batches for t in (b.images, b.targets)])
                 yield batches
         finally:
             closed.set()
@@ -230,7 +231,7 @@ class Loader:
 
     def _step(self, reader: Reader, epoch: int, step: int) -> Ready:
         made = [b for j in self.shards if (b := self._batch(reader, epoch, step, j))]
-        return made, self._upload.mark()
+        return made, self._upload.record_event()
 
     def _batch(self, reader: Reader, epoch: int, step: int, shard: int) -> Batch | None:
         count = self.partition.count(step, shard)

@@ -174,12 +174,13 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
 def _cupy_facts(torch: Any, gpu: int) -> dict[str, Any]:
     """Let CuPy and torch share one number on the GPU, as a message does."""
     from hpctrain.parallel import device
+    from hpctrain.streams import current_stream
 
     place = torch.device("cuda", gpu)
     try:
         array, tensor = device.shared_zeros(1, torch.float32, place)
         tensor += 1
-        device.synchronize(place)
+        current_stream(place).synchronize()
         seen = float(array[0])
         nccl = device.nccl_version()  # 22304 is 2.23.4
     except Exception as error:  # CuPy's own errors cannot be named without importing it

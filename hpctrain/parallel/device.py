@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -118,83 +118,6 @@ def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> to
 def pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeroed host memory for `length` numbers, pinned where it is for a GPU `device`."""
     return torch.zeros(length, dtype=dtype, pin_memory=device.type == "cuda")
-
-
-class Lane:
-    """A queue of work beside torch's current stream: a stream of a GPU; on the CPU all is done at
-    once.
-    """
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-
-    def follow_current(self, device: torch.device) -> None:
-        """What is copied from now on comes after all that is queued on the current stream."""
-        if device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    @contextmanager
-    def after(self, ready: Arrival, device: torch.device) -> Iterator[None]:
-        """What this thread queues in the block comes on this lane, after `ready`."""
-        if device.type != "cuda":
-            yield
-            return
-        # A new thread's GPU is the first: torch would go back to it and start a context there.
-        torch.cuda.set_device(device)
-        self._stream = self._stream or torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            ready.hold(self._stream)
-            yield
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
-        """Queue a copy; when it has arrived."""
-        if self._stream is None:
-            target.copy_(source)
-            return Arrival(None)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            return Arrival(self._stream.record_event())
-
-    def lead_current(self, device: torch.device) -> None:
-        """What is queued on the current stream from now on comes after all on this lane."""
-        if self._stream is not None:
-            torch.cuda.current_stream(device).wait_stream(self._stream)
-
-
-class Arrival:
-    """That a copy, or all that was queued until then, is done."""
-
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is done by now."""
-        return self._event is None or self._event.query()
-
-    def wait(self) -> None:
-        """Let the host wait for it."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream wait for it, and the host not."""
-        if self._event is not None:
-            stream.wait_event(self._event)
-
-
-def queued_so_far(device: torch.device) -> Arrival:
-    """When what this thread queued so far, on its current stream, will be done."""
-    if device.type != "cuda":
-        return Arrival(None)
-    return Arrival(torch.cuda.current_stream(device).record_event())
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until everything queued on the device is done: before MPI reads its memory."""
-    if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
 
 
 def seed_torch(key: int, device: torch.device) -> None:

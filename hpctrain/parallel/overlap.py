@@ -26,10 +26,10 @@ from functools import partial
 import torch
 
 from hpctrain.errors import RunError
-from hpctrain.parallel.device import Arrival, Lane, queued_so_far
 from hpctrain.parallel.message import Layout, Message
 from hpctrain.parallel.mpi import check_threads
 from hpctrain.parallel.plain import Reduce
+from hpctrain.streams import Event, Stream, current_stream, record_event
 
 
 def cut(layout: Layout, parts: int) -> list[range]:
@@ -64,7 +64,7 @@ class Overlapped(Reduce):
         self._last.set_result(None)
         self._forget()
         self._thread = ThreadPoolExecutor(1, "overlap")
-        self._lane = Lane()
+        self._stream = Stream(message.device)
         self._hooks = [
             message.parameters[name].register_post_accumulate_grad_hook(
                 partial(self._count, number)
@@ -96,7 +96,7 @@ class Overlapped(Reduce):
         while self._sent < len(self._parts):
             self._send(None)
         self._last.result()
-        self._lane.lead_current(self._device)
+        current_stream(self._device).wait_stream(self._stream)
         self._sent = 0
 
     def close(self) -> None:
@@ -126,13 +126,14 @@ class Overlapped(Reduce):
 
     def _send(self, shard: int | None) -> None:
         """Have the next part summed; `shard`, if any, was not taken into it yet."""
-        now, before = queued_so_far(self._device), self._last
+        now, before = record_event(self._device), self._last
         self._last = self._thread.submit(self._sum, self._parts[self._sent], shard, now, before)
         self._sent += 1
 
-    def _sum(self, part: Reduce, shard: int | None, ready: Arrival, before: Future[None]) -> None:
+    def _sum(self, part: Reduce, shard: int | None, ready: Event, before: Future[None]) -> None:
         before.result()  # after a failure nothing goes out: the others wait for that part
-        with self._lane.after(ready, self._device):
+        with self._stream.select():
+            self._stream.wait_event(ready)
             if shard is not None:
                 part.keep(shard)
             part()

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
-from hpctrain.parallel.device import Lane, pinned, synchronize
+from hpctrain.parallel.device import pinned
 from hpctrain.parallel.mpi import MPI, Comm
+from hpctrain.streams import Stream, current_stream
 
 PIECE_BYTES = 16 << 20  # of a staged Allreduce
 TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
@@ -102,20 +103,26 @@ class Pinned:
         self.comm, self._piece_bytes = comm, piece_bytes
         self._host = HostMemory(comm)
         self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._down, self._up = Lane(), Lane()
+        self._streams: tuple[Stream, Stream] | None = None
 
     def allreduce(self, vector: torch.Tensor) -> None:
         """As in Transport. Every piece is one Allreduce; most messages have one piece."""
         host, step = self._host_of(vector), max(1, self._piece_bytes // vector.element_size())
         spans = [slice(start, start + step) for start in range(0, len(vector), step)]
-        self._down.follow_current(vector.device)
-        self._up.follow_current(vector.device)
-        there = [self._down.copy(host[span], vector[span]) for span in spans]
-        for span, arrived in zip(spans, there, strict=True):
-            arrived.wait()
+        self._streams = self._streams or (Stream(vector.device), Stream(vector.device))
+        (down, up), current, copied = self._streams, current_stream(vector.device), []
+        down.wait_stream(current)
+        up.wait_stream(current)
+        with down.select():
+            for span in spans:
+                host[span].copy_(vector[span], non_blocking=True)
+                copied.append(down.record_event())
+        for span, event in zip(spans, copied, strict=True):
+            event.synchronize()
             self._host.allreduce(host[span])
-            self._up.copy(vector[span], host[span])
-        self._up.lead_current(vector.device)
+            with up.select():
+                vector[span].copy_(host[span], non_blocking=True)
+        current.wait_stream(up)
 
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
@@ -123,7 +130,7 @@ class Pinned:
         """As in Transport."""
         out, into = self._host_of(vector), self._host_of(received)
         out.copy_(vector, non_blocking=True)
-        synchronize(vector.device)
+        current_stream(vector.device).synchronize()
         self._host.alltoallv(out, blocks, into, places)
         for count, start in zip(*places, strict=True):
             part = slice(start, start + count)
@@ -135,7 +142,7 @@ class Pinned:
         counts, starts = blocks
         own = slice(starts[self.comm.rank], starts[self.comm.rank] + counts[self.comm.rank])
         host[own].copy_(vector[own], non_blocking=True)
-        synchronize(vector.device)
+        current_stream(vector.device).synchronize()
         self._host.allgatherv(host, blocks)
         vector.copy_(host, non_blocking=True)
 
@@ -155,20 +162,20 @@ class DeviceMemory:
 
     def allreduce(self, vector: torch.Tensor) -> None:
         """As in Transport."""
-        synchronize(vector.device)  # MPI knows nothing of streams
+        current_stream(vector.device).synchronize()  # MPI knows nothing of streams
         self.comm.Allreduce(MPI.IN_PLACE, [_seen(vector), mpi_type(vector)])
 
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
     ) -> None:
         """As in Transport."""
-        synchronize(vector.device)
+        current_stream(vector.device).synchronize()
         kind = mpi_type(vector)
         self.comm.Alltoallv([_seen(vector), blocks, kind], [_seen(received), places, kind])
 
     def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
         """As in Transport."""
-        synchronize(vector.device)
+        current_stream(vector.device).synchronize()
         self.comm.Allgatherv(MPI.IN_PLACE, [_seen(vector), blocks, mpi_type(vector)])
 
 

@@ -26,7 +26,7 @@ from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pair
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source
-from hpctrain.data.upload import Mark, Upload
+from hpctrain.data.upload import Upload
 from hpctrain.errors import Failure, RunError
 from hpctrain.keys import random_key
 from hpctrain.parallel.device import fork_rng, seed_torch
@@ -34,6 +34,7 @@ from hpctrain.parallel.mpi import Comm, agreed, allgather, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.tables import print_evaluation, write_json
+from hpctrain.streams import Event
 from hpctrain.training.saved import first_touch, open_network, open_pack_for
 from hpctrain.training.tasks import Task
 from hpctrain.watchdog import doing, started
@@ -115,7 +116,7 @@ class Block(NamedTuple):
     rows: np.ndarray  # those that can be used, (n,)
     inputs: torch.Tensor  # (n, C, H, W)
     targets: torch.Tensor
-    mark: Mark  # when both are ready
+    made: Event  # when both are ready
     bad: dict[int, str]  # rows whose images are not finite
 
 
@@ -136,7 +137,7 @@ def read_block(
     bad = nonfinite_rows(source, rows, images)
     rows = keep_usable(source, rows, images)
     pair = make_pair(upload, source, rows, prepare, task.pair, block_key(number))
-    return Block(number, rows, *pair, upload.mark(), bad)
+    return Block(number, rows, *pair, upload.record_event(), bad)
 
 
 class Tally:
@@ -226,7 +227,7 @@ def evaluate(
     blocks = blocks_of(total, block, comm.size, comm.rank)
     failures: list[Failure] = []  # of this rank
     with fork_rng(device):
-        for number, rows, *pair, mark, bad in until_failure(ahead(read, blocks), failures):
+        for number, rows, *pair, made, bad in until_failure(ahead(read, blocks), failures):
             if not go_on(f"block {number}"):
                 tally.left[0] = 1
                 break
@@ -235,7 +236,7 @@ def evaluate(
             tally.rows += len(rows)
             tally.bad += len(bad)
             tally.bad_rows |= bad
-            upload.take(mark, pair)
+            upload.take(made, pair)
             seed_torch(block_key(number), device)
             found, answers = task.judge(model, *pair)
             tally.sums[number] = [value.item() for value in found]

@@ -15,10 +15,10 @@ import torch
 from hpctrain.data.finite import describe_first, find_nonfinite
 from hpctrain.data.loader import Batch
 from hpctrain.errors import Failure, RunError
-from hpctrain.parallel.device import synchronize
-from hpctrain.parallel.late import Mark, Snapshot
+from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, everywhere
+from hpctrain.streams import Event, current_stream, record_event
 from hpctrain.training.digest import (
     CHANGED,
     as_hex,
@@ -44,7 +44,7 @@ class Begun(NamedTuple):
     rate: float
     digest: Snapshot | None  # of the state before it
     found: Found | None  # by the replay before it
-    ended: Mark
+    ended: Event
     report: Report
 
 
@@ -70,7 +70,7 @@ class Steps:
 
     def start_clock(self) -> None:
         """The next step is timed from now on: what came before is not its."""
-        self._since = Mark(self._device)
+        self._since = record_event(self._device, timing=True)
 
     def begin(self, number: int, batches: list[Batch], waited: float) -> None:
         """Do the next step, which has this number in its epoch and for whose batches this rank
@@ -90,7 +90,7 @@ class Steps:
         news = run.control.news(waited, save, slot)
         train_step(job.trainer, batches, rows, news, lambda: wait_for_all(run, step))
         told = None if digest is None else Snapshot(digest)
-        ended = Mark(self._device)  # before the report: passed when that has arrived
+        ended = record_event(self._device, timing=True)  # done when the report has arrived
         report = job.trainer.message.report()
         self._begun.append(Begun(step, rows, rate, told, found, ended, report))
 
@@ -107,7 +107,7 @@ class Steps:
                 check_alike(run, totals.digests, found)
                 run.recorder.digest(run.state.step, as_hex(digest.numbers()))
             run.state.step = step
-            seconds, self._since = self._since.until(ended), ended
+            seconds, self._since = self._since.elapsed_time(ended) / 1000, ended
             tell_step(run, totals, rate, seconds)
             note_votes(run.state, totals)
 
@@ -123,7 +123,7 @@ def find_bad_image(run: Run, step: int) -> str | None:
     """
     job, partition, epoch = run.job, run.job.plan.partition, run.state.epoch
     doing(f"reading the images of step {step} again")
-    synchronize(job.trainer.message.device)  # no other communication is under way
+    current_stream(job.trainer.message.device).synchronize()  # no other communication is under way
     order = order_of(job.plan)  # the loader's own is in use
     number = step - 1 - epoch * partition.steps
     rows = [

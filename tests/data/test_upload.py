@@ -5,13 +5,11 @@ GPU the very bits of the CPU, without a host that waits.
 from __future__ import annotations
 
 import contextlib
-from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 import torch
 
-from hpctrain.data import upload
 from hpctrain.data.augment import add_noise
 from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.loader import Loader, make_prepare
@@ -48,12 +46,10 @@ def noisy(kind):
 
 @pytest.fixture
 def stream(monkeypatch):
-    found = Recorder()
-    monkeypatch.setattr(upload, "make_stream", lambda device: found)
-    return found
+    return Recorder(monkeypatch)
 
 
-def test_the_order_of_copies_marks_and_waits(stream):
+def test_the_order_of_copies_events_and_waits(stream):
     """Of three steps of two batches each."""
     source = Source()
     source.gather = noted(stream, "write", source.gather)
@@ -64,16 +60,16 @@ def test_the_order_of_copies_marks_and_waits(stream):
     steps = list(loader.epoch(0, PARTITION.steps - 3))
     assert [len(step) for step in steps] == [2, 2, 2]
 
-    expected, copied = [("mark", 0)], 0
+    expected, copied = [("event", 0)], 0
     for step in range(3):
         for batch in range(2):
             expected += [("wait", copied), ("write", None)]  # never before the copy is done
             copied = 1 + 3 * step + batch
-            expected += [("+copy", True), ("+mark", copied), ("+prepare", None), ("+pair", None)]
-        expected += [("mark", 3 * step + 3)]  # after all that was made of the step
+            expected += [("+copy", True), ("+event", copied), ("+prepare", None), ("+pair", None)]
+        expected += [("event", 3 * step + 3)]  # after all that was made of the step
     assert [entry for entry in stream.log if entry[0] != "hand over"] == expected
-    for number, (mark, tensors) in enumerate(stream.taken):
-        assert mark == 3 * number + 3
+    for number, (made, tensors) in enumerate(stream.taken):
+        assert made == 3 * number + 3
         handed = [t for b in steps[number] for t in (b.images, b.targets)]
         assert [id(t) for t in tensors] == [id(t) for t in handed]
 
@@ -81,7 +77,7 @@ def test_the_order_of_copies_marks_and_waits(stream):
 def test_what_is_used_was_handed_over_before(stream):
     for number, _ in enumerate(Loader(Source(), PARTITION, [0], SEED).epoch(0)):
         assert len(stream.taken) == number + 1
-        made = [entry for entry in stream.log if entry[0] == "mark"]
+        made = [entry for entry in stream.log if entry[0] == "event"]
         assert stream.log.index(("hand over", stream.taken[-1][0])) > stream.log.index(made[number])
 
 
@@ -107,36 +103,9 @@ def test_on_the_cpu_the_buffer_is_the_batch_and_nothing_is_waited_for():
     rows = way.make(3, lambda rows: rows)
     assert rows.data_ptr() == room.ctypes.data and rows.shape == (3, *SHAPE)
     assert not rows.is_pinned()
-    way.take(way.mark(), [rows])
+    way.take(way.record_event(), [rows])
     numbers = torch.arange(3)
     assert sent(numbers, torch.device("cpu")) is numbers
-
-
-def test_what_is_asked_of_cuda(monkeypatch):
-    """The event is recorded on the own stream; the user's stream waits for it, not the host, and
-    the memory of every tensor stays until that stream is done with it.
-    """
-    device, own, user, event = torch.device("cuda", 1), Mock(device="cuda:1"), Mock(), Mock()
-    cuda = Mock()
-    cuda.Stream.return_value, cuda.Event.return_value = own, event
-    cuda.current_stream.return_value = user
-    for name in ("Stream", "Event", "set_device", "stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    stream = upload.make_stream(device)
-    assert stream.pinned and stream.current() is cuda.stream.return_value
-    assert stream.mark() is event
-    tensors = [Mock(), Mock()]
-    stream.hand_over(event, iter(tensors))
-    assert cuda.mock_calls == [
-        call.Stream(device),
-        call.set_device("cuda:1"),
-        call.stream(own),
-        call.Event(blocking=True),
-        call.Event().record(own),
-        call.current_stream("cuda:1"),
-        call.current_stream().wait_event(event),
-    ]
-    assert [t.mock_calls for t in tensors] == [[call.record_stream(user)]] * 2
 
 
 CASES = {

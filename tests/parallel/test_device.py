@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 from types import ModuleType, SimpleNamespace
-from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.device import (
-    Arrival,
-    Lane,
     array_module,
     choose_device,
     nccl_version,
@@ -89,28 +85,6 @@ def test_a_gpu_without_cupy_says_what_to_install(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(UsageError, match=r"'hpctrain\[cuda13\]'$"):
         array_module(GPU)
-
-
-def test_a_lane_makes_its_gpu_that_of_the_thread(monkeypatch):
-    """Else torch goes back to the first when the block is left."""
-    gpu, cuda = torch.device("cuda", 1), Mock()
-    for name in ("set_device", "Stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-
-    @contextlib.contextmanager
-    def stream(chosen):
-        cuda.enter(chosen)
-        yield
-        cuda.leave()
-
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    lane, own, event = Lane(), cuda.Stream.return_value, Mock()
-    for _ in range(2):
-        with lane.after(Arrival(event), gpu):
-            cuda.work()
-    inside = [call.enter(own), call.Stream().wait_event(event), call.work(), call.leave()]
-    first, again = [call.set_device(gpu), call.Stream(gpu)], [call.set_device(gpu)]
-    assert cuda.mock_calls == [*first, *inside, *again, *inside]
 
 
 def refuses(name):

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from hpctrain.config import Config, EvaluateConfig, PredictConfig
-from hpctrain.data import upload
 from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.packed import Rows, read_pack
@@ -186,8 +185,7 @@ def test_a_gpu_finds_the_figures_of_the_cpu(comm, network):
 
 def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monkeypatch):
     _, pack, model = network
-    stream = Recorder()
-    monkeypatch.setattr(upload, "make_stream", lambda device: stream)
+    stream = Recorder(monkeypatch)
     task = Classification(classes=10)
     with Rows(pack, "test") as source:
         monkeypatch.setattr(source, "gather", noted(stream, "write", source.gather))
@@ -195,15 +193,15 @@ def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monke
         evaluate(noted_model(stream, model), source, task, prepare, comm, 7)
     blocks = len(list(blocks_of(ROWS, 7, comm.size, comm.rank)))
     reading = [entry for entry in stream.log if entry[0] not in ("hand over", "network")]
-    expected, copied = [("mark", 0)], 0
+    expected, copied = [("event", 0)], 0
     for block in range(blocks):
-        expected += [("wait", copied), ("write", None), ("+mark", 2 * block + 1)]
-        expected += [("+prepare", None), ("mark", 2 * block + 2)]
+        expected += [("wait", copied), ("write", None), ("+event", 2 * block + 1)]
+        expected += [("+prepare", None), ("event", 2 * block + 2)]
         copied = 2 * block + 1
     assert reading == expected
     asking = [entry for entry in stream.log if entry[0] in ("hand over", "network")]
-    marks = range(2, 2 * blocks + 1, 2)
-    assert asking == [e for mark in marks for e in (("hand over", mark), ("network", None))]
+    made = range(2, 2 * blocks + 1, 2)
+    assert asking == [e for event in made for e in (("hand over", event), ("network", None))]
 
 
 def noted_model(stream, model):

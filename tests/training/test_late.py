@@ -8,6 +8,7 @@ import dataclasses
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,11 +70,12 @@ def test_seconds_of_steps_that_are_read_together_are_their_own(
     comm, settings, late, monkeypatch, number
 ):
     """Before validations and at ends of epochs: no step takes no time, or that of several."""
-    original = steps_module.train_step
+    original, ends = steps_module.train_step, []
 
     def slow(*args):
         time.sleep(0.06)
         original(*args)
+        ends.append(time.perf_counter())
 
     monkeypatch.setattr(steps_module, "train_step", slow)
     late(number)
@@ -81,7 +83,8 @@ def test_seconds_of_steps_that_are_read_together_are_their_own(
     if comm.rank == 0:
         found = [r for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == "step"]
         seconds = [record["seconds"]["total"] for record in found]
-        assert min(seconds) >= 0.06 and sorted(seconds)[7] < 0.12, seconds
+        assert min(seconds) >= 0.06
+        assert all(np.array(seconds)[1:] < np.diff(ends) + 0.05), seconds
         for record in found:
             expected = record["rows"] / record["seconds"]["total"]
             assert record["images_per_second"] == pytest.approx(expected, rel=0.01)
