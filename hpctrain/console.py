@@ -12,7 +12,8 @@ from hpctrain.text import printable
 
 class Console(RichConsole):
     """Shows strings, those in tables too, without reading markup or emoji in them, and control
-    characters as escapes. What has a style is a ``rich.text.Text``, made by `styled`.
+    characters, ends of lines too, as escapes. What has a style or several lines is a
+    ``rich.text.Text``, made by `styled`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -20,7 +21,7 @@ class Console(RichConsole):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """What rich makes of every string that it is given."""
-        return super().render_str(printable(text, self.encoding), **options)
+        return super().render_str(printable(text, self.encoding, newlines=False), **options)
 
 
 def styled(text: str, style: str = "", encoding: str = "utf-8") -> Text:

@@ -7,6 +7,8 @@ A name may hold anything. What a terminal, a spreadsheet or a person sees of it 
 from __future__ import annotations
 
 import sys
+import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -39,7 +41,12 @@ def csv_cell(value: object) -> object:
 
 
 def told_apart(names: Sequence[str]) -> tuple[str, ...]:
-    """Names of classes; those that several have get the number of their class: "x (0)", "x (3)"."""
+    """Names of classes; those that several have, or that look alike in Unicode, get the number of
+    their class: "x (0)", "x (3)".
+    """
+    looks = [unicodedata.normalize("NFKC", name) for name in names]
+    shared = {look for look, count in Counter(looks).items() if count > 1}
     return tuple(
-        f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)
+        f"{name} ({number})" if look in shared else name
+        for number, (name, look) in enumerate(zip(names, looks, strict=True))
     )

@@ -71,6 +71,7 @@ def test_a_table_a_line_and_an_error_show_a_name_as_it_is(name, capsys):
     console.print(name, soft_wrap=True)
     assert is_harmless(drawn.getvalue())
     assert drawn.getvalue().count(printable(name.partition("\n")[0]).strip()) >= 5
+    assert drawn.getvalue().count(printable(name, newlines=False).strip()) >= 4  # each in a line
     for error in (UsageError(name), RunError(f"{name}!")):
         assert is_harmless(str(error))
     say(name)
@@ -109,6 +110,8 @@ def test_cells_of_a_csv_file_are_no_formulas(tmp_path):
     assert header[4:] == [str(csv_cell(name)) for name in NAMES]
     assert csv_cell(-1.5) == -1.5 and csv_cell(None) is None and csv_cell("a=1") == "a=1"
     assert told_apart(("a", "b", "a")) == ("a (0)", "b", "a (2)")
+    alike = ("\u00e9", "b", "e\u0301")  # of one look, as two systems write it
+    assert told_apart(alike) == ("\u00e9 (0)", "b", "e\u0301 (2)")
 
 
 def test_answers_on_standard_output_steer_no_terminal(capsys):

@@ -14,6 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.figures import columns_for, empty_figure, wrapped
 from hpctrain.report.folders import evaluation_file
 from hpctrain.strictjson import parse_json
+from hpctrain.text import told_apart
 
 NUMBERED = 16  # classes whose counts still fit their cells
 CELL = 0.34  # inches of one of these
@@ -90,7 +91,7 @@ def _draw(axes: Any, network: Confusion) -> Any:
                 ink = "white" if shares[i, j] > 35 else "black"
                 axes.text(j, i, f"{count}", ha="center", va="center", color=ink, fontsize=size)
     if many <= NAMED:
-        labels = [wrapped(name, 22, 1)[0] for name in network.classes]
+        labels = [wrapped(name, 22, 1)[0] for name in told_apart(network.classes)]
         turned = 90 if max(map(len, labels)) > 3 else 0
         axes.set_xticks(range(many), labels, rotation=turned, parse_math=False)
         axes.set_yticks(range(many), labels, parse_math=False)
