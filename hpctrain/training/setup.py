@@ -59,6 +59,7 @@ from hpctrain.training.reading import (
 from hpctrain.training.saved import find_model
 from hpctrain.training.step import Trainer
 from hpctrain.training.tasks import Task, make_task, output_shape
+from hpctrain.watchdog import doing
 
 LATE = {"cpu": 0, "cuda": 1}  # steps that are begun before the totals of one are read
 
@@ -92,6 +93,7 @@ def set_up(
     """
     config = from_root(comm, lambda: config)
     pack = open_pack(config, "train", comm)
+    doing("setting up")  # no longer the last block of the pack that rank 0 compared
     everywhere(comm, lambda: check_data(config, pack))
     local_rank, _ = local_ranks(comm)
     device = everywhere(comm, lambda: choose_device(config.device, local_rank))
