@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_loads
-from hpctrain.config.others import EVALUATION_ROWS
+from hpctrain.config.others import evaluation_rows
 from hpctrain.data.partition import RUN_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
@@ -213,7 +213,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         threads=cpu_threads(config, facts.threads),
         deterministic=config.deterministic,
         wire=config.wire,
-        evaluation_rows=EVALUATION_ROWS,
+        evaluation_rows=evaluation_rows(facts.device, facts.image_shape),
         seed=config.seed,
         scattered=facts.run_rows > 0,
         chunk_rows=facts.chunk_rows,

@@ -74,6 +74,24 @@ def test_deterministic_fixes_one_thread():
     assert resolve(Config(deterministic=True, threads=3), FACTS).threads == 3
 
 
+def test_blocks_of_an_evaluation_are_larger_on_gpus_unless_images_are_large():
+    def block(device, shape, ranks=4):
+        facts = dataclasses.replace(FACTS, device=device, image_shape=shape, ranks=ranks)
+        return resolve(Config(), facts).evaluation_rows
+
+    small, usual, large, huge = (28, 28, 1), (224, 224, 3), (384, 384, 3), (2048, 2048, 3)
+    assert {block("cpu", shape) for shape in (small, usual, large, huge)} == {64}
+    assert [block("cuda", shape) for shape in (small, usual, large, huge)] == [256, 256, 151, 64]
+    assert {block("cuda", large, ranks) for ranks in (1, 2, 7)} == {151}
+
+
+def test_a_run_on_gpus_that_was_begun_with_blocks_of_64_rows_keeps_them():
+    facts = dataclasses.replace(FACTS, device="cuda")
+    begun = dataclasses.replace(resolve(Config(), facts), evaluation_rows=64)
+    again = go_on(read_plan(json.loads(begun.to_json())), Config(), facts)
+    assert again == begun and resolve(Config(), facts).evaluation_rows == 256
+
+
 def test_the_mini_batch_grows_with_gpus_but_not_with_cpu_ranks():
     on_gpus = dataclasses.replace(FACTS, device="cuda")
     assert resolve(Config(), on_gpus).batch_size == 512

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hpctrain.config.option import option
 from hpctrain.config.train import PRECISIONS, TIMEOUT
 
-EVALUATION_ROWS = 64  # rows of a block: fixed, so that evaluation does not depend on ranks
+EVALUATION_ROWS = 64  # of a block, on CPUs
+GPU_EVALUATION_ROWS = 256  # at most: with more of them, fewer ranks have a block
+GPU_EVALUATION_VALUES = 1 << 26  # of a block: 256 MiB of float32
+
+
+def evaluation_rows(device: str, image_shape: tuple[int, int, int]) -> int:
+    """Rows of a block of an evaluation. Its random numbers, and the order in which it adds, belong
+    to blocks: they depend on device and image, (H, W, C), and never on the ranks.
+    """
+    most = GPU_EVALUATION_VALUES // math.prod(image_shape)
+    return (
+        EVALUATION_ROWS if device == "cpu" else max(EVALUATION_ROWS, min(GPU_EVALUATION_ROWS, most))
+    )
 
 
 @dataclass(frozen=True)
@@ -70,10 +83,10 @@ class NetworkConfig:
     split: str = option("test", "split of the pack", "What")
     runs_dir: str = option("runs", "folder of all runs", "What")
     data_dir: str = option("data", "folder where built-in sets are kept once made", "What")
-    batch: int = option(
-        EVALUATION_ROWS,
-        "rows computed at a time; a network that draws random numbers when asked draws them anew"
-        " for each such block",
+    batch: int | None = option(
+        None,
+        "rows computed at a time; default: as in the run's own test (64, on GPUs up to 256); a"
+        " network that draws random numbers when asked draws them anew for each such block",
         "Machine",
     )
     device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))

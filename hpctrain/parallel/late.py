@@ -8,11 +8,16 @@ everything is done as soon as it was asked for, and the same calls give it at on
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from hpctrain.streams import Event, record_event
+
+Name = TypeVar("Name")
+LATE = {"cpu": 0, "cuda": 1}  # steps or blocks that are begun before what one came to is read
 
 
 class Snapshot:
@@ -28,10 +33,28 @@ class Snapshot:
         """Whether they are there."""
         return self._copied.query()
 
+    def array(self) -> np.ndarray:
+        """The numbers, of the tensor's shape; waits until they are there."""
+        self._copied.synchronize()
+        return self._host.numpy()
+
     def numbers(self) -> Any:
         """A number of Python, or a list of them; waits until they are there."""
-        self._copied.synchronize()
-        return self._host.tolist()
+        return self.array().tolist()
+
+
+def read_late(
+    queued: Iterator[tuple[Name, torch.Tensor]], device: torch.device
+) -> Iterator[tuple[Name, np.ndarray]]:
+    """What was `queued` on the device, on the host: in order, each when LATE more are queued."""
+    waiting: deque[tuple[Name, Snapshot]] = deque()
+    for name, tensor in queued:
+        waiting.append((name, Snapshot(tensor)))
+        if len(waiting) > LATE[device.type]:
+            name, snapshot = waiting.popleft()
+            yield name, snapshot.array()
+    for name, snapshot in waiting:
+        yield name, snapshot.array()
 
 
 class Clock:

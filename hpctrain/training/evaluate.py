@@ -30,6 +30,7 @@ from hpctrain.data.upload import Upload
 from hpctrain.errors import Failure, RunError
 from hpctrain.keys import random_key
 from hpctrain.parallel.device import fork_rng, seed_torch
+from hpctrain.parallel.late import read_late
 from hpctrain.parallel.mpi import Comm, agreed, allgather, everywhere, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.parallel.switches import torch_settings
@@ -78,7 +79,7 @@ def main(settings: EvaluateConfig) -> int:
 
     with everywhere(comm, lambda: open_split(pack, settings.split, checks=checks)) as source, exact:
         result = evaluate(
-            network.model, source, network.task, network.prepare, comm, settings.batch, go_on
+            network.model, source, network.task, network.prepare, comm, network.block, go_on
         )
     if comm.rank == 0 and result is not None:
         print_evaluation(result.figures(), result.confusion, pack.classes, settings.split)
@@ -226,11 +227,12 @@ def evaluate(
 
     blocks = blocks_of(total, block, comm.size, comm.rank)
     failures: list[Failure] = []  # of this rank
-    with fork_rng(device):
+
+    def judged() -> Iterator[tuple[tuple[int, np.ndarray], torch.Tensor]]:
         for number, rows, *pair, made, bad in until_failure(ahead(read, blocks), failures):
             if not go_on(f"block {number}"):
                 tally.left[0] = 1
-                break
+                return
             if not len(rows):
                 continue
             tally.rows += len(rows)
@@ -239,9 +241,15 @@ def evaluate(
             upload.take(made, pair)
             seed_torch(block_key(number), device)
             found, answers = task.judge(model, *pair)
-            tally.sums[number] = [value.item() for value in found]
-            if answers is not None:
-                tally.answers(comm.rank, rows, source.labels[rows], answers.cpu().numpy())
+            parts = [torch.stack(found), *([] if answers is None else [answers])]
+            yield (number, rows), torch.cat([part.double() for part in parts])
+
+    with fork_rng(device):
+        for (number, rows), values in read_late(judged(), device):
+            tally.sums[number], answers = np.split(values, [len(task.sums)])
+            if task.classes:
+                labels = source.labels[rows]
+                tally.answers(comm.rank, rows, labels, answers.astype(np.int64))
     model.train(training)
     go_on("waiting for all")
     tally.bad += len(failures)

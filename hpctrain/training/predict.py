@@ -97,7 +97,7 @@ def predict(
     @torch.no_grad()
     def mine() -> list[np.ndarray]:
         found = []
-        for number, rows in blocks_of(len(names), settings.batch, comm.size, comm.rank):
+        for number, rows in blocks_of(len(names), network.block, comm.size, comm.rank):
             inputs, bad = load(rows)
             chances = ask(network, number, inputs).softmax(1).float().cpu().numpy()
             for row in rows[~np.isfinite(chances).all(axis=1)].tolist():
@@ -159,7 +159,7 @@ def restore_files(
 
     @torch.no_grad()
     def mine() -> None:
-        for number, rows in blocks_of(len(files), settings.batch, comm.size, comm.rank):
+        for number, rows in blocks_of(len(files), network.block, comm.size, comm.rank):
             inputs, bad = load(rows)
             unusable.update(bad)
             images = ask(network, number, inputs)

@@ -25,6 +25,7 @@ from hpctrain.config import (
     as_words,
     command_line,
 )
+from hpctrain.config.others import EVALUATION_ROWS
 from hpctrain.data.augment import normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks
@@ -65,6 +66,7 @@ def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> d
         "noise_level": plan.noise_level,
         "precision": plan.precision,
         "channels_last": plan.channels_last,
+        "evaluation_rows": plan.evaluation_rows,
         **state,
     }
 
@@ -168,12 +170,18 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
         "provenance": isinstance(metadata.get("provenance", {}), dict),
         "foreign": metadata.get("foreign") is None or _names_rows(metadata["foreign"]),
         "precision": metadata.get("precision", "fp32") in PRECISIONS,
+        "evaluation_rows": numbers([_block(metadata)], int, 1, 0),
         "channels_last": isinstance(metadata.get("channels_last", True), bool),
         "task": metadata.get("task", "classify") in ("classify", "denoise"),
     }
     for name, fine in good.items():
         if not fine:
             raise UsageError(f"{path}: its metadata are damaged, {name} is {metadata.get(name)!r}")
+
+
+def _block(metadata: dict[str, Any]) -> Any:
+    """Rows of a block of the run's own evaluations; earlier files do not say it."""
+    return metadata.get("evaluation_rows", EVALUATION_ROWS)
 
 
 def _names_rows(named: Any) -> bool:
@@ -191,6 +199,7 @@ class Network:
     precision: str
     task: Task
     prepare: Prepare
+    block: int  # rows that are computed at a time
 
 
 def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
@@ -215,7 +224,8 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     prepare = make_prepare(device, dtype, channels_last, saved.scaling)
     precision = settings.precision or saved.metadata.get("precision", "fp32")
     task = make_task({**saved.metadata, "precision": precision}, len(saved.classes))
-    return Network(saved, model, device, precision, task, prepare)
+    block = settings.batch or _block(saved.metadata)
+    return Network(saved, model, device, precision, task, prepare, block)
 
 
 def first_touch(pack: Pack, comm: Comm) -> Checks:

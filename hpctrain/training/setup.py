@@ -28,6 +28,7 @@ from hpctrain.models import as_bytes, build, check_forward, describe_fresh_layer
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.determinism import hardware_key
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
+from hpctrain.parallel.late import LATE
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     Comm,
@@ -60,8 +61,6 @@ from hpctrain.training.saved import find_model
 from hpctrain.training.step import Trainer
 from hpctrain.training.tasks import Task, make_task, output_shape
 from hpctrain.watchdog import doing
-
-LATE = {"cpu": 0, "cuda": 1}  # steps that are begun before the totals of one are read
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.packed import Rows, read_pack
 from hpctrain.errors import RunError, UsageError
-from hpctrain.models import build, save_model
+from hpctrain.models import build, read_model, save_model, save_tensors
+from hpctrain.parallel.late import LATE, Snapshot
 from hpctrain.plan import Facts, resolve
 from hpctrain.training import predict, saved
 from hpctrain.training.evaluate import block_key, blocks_of, evaluate
@@ -28,6 +29,7 @@ from tests.packs import make_pack
 from tests.streams import Recorder, noted
 from tests.training.runs import short_run
 from tests.training.test_bad_rows import overwrite
+from tests.training.test_late import NoWaiting
 
 pytestmark = pytest.mark.mpi
 ROWS = 101
@@ -181,6 +183,38 @@ def test_a_gpu_finds_the_figures_of_the_cpu(comm, network):
     assert found[0].loss == pytest.approx(found[1].loss, rel=1e-3)  # TF32 is allowed here
     assert found[0].rows == found[1].rows
     assert np.abs(found[0].confusion - found[1].confusion).sum() <= 2
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_a_block_is_read_when_later_ones_are_queued(comm, network, monkeypatch, late):
+    """The host never waits for the block that it queued last, and the figures are the same."""
+    _, pack, model = network
+    log, array = [], Snapshot.array
+    task, prepare = Classification(classes=10), make_prepare()
+    with Rows(pack, "test") as source:
+        expected = evaluate(model, source, task, prepare, comm, 5)
+        model.register_forward_pre_hook(lambda *_: log.append("network"))
+        monkeypatch.setattr(Snapshot, "array", lambda self: log.append("read") or array(self))
+        monkeypatch.setitem(LATE, "cpu", late)
+        with NoWaiting():
+            found = evaluate(model, source, task, prepare, comm, 5)
+    assert (found.loss, found.confusion.tolist()) == (expected.loss, expected.confusion.tolist())
+    blocks = len(list(blocks_of(ROWS, 5, comm.size, comm.rank)))
+    first, rest = ["network"] * late, ["network", "read"] * (blocks - late)
+    assert log == [*first, *rest, *["read"] * late]
+
+
+def test_the_block_is_that_of_the_runs_own_test(comm, drawing):
+    """64 where the file does not say it: those of earlier versions had no other."""
+    for stored, batch, expected in ((None, None, 64), (23, None, 23), (23, 7, 7)):
+        if comm.rank == 0:
+            state, metadata = read_model(drawing / saved.FILE)
+            metadata.pop("evaluation_rows", None)
+            metadata |= {} if stored is None else {"evaluation_rows": stored}
+            save_tensors(drawing / saved.FILE, state, metadata)
+        comm.Barrier()
+        asked = EvaluateConfig(run=str(drawing), model=DRAWING, batch=batch, threads=1)
+        assert saved.open_network(asked, comm).block == expected
 
 
 def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monkeypatch):

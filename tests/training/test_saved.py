@@ -59,6 +59,8 @@ DAMAGE = [
     {"precision": "fp7"},
     {"channels_last": "zz"},
     {"task": "sing"},
+    {"evaluation_rows": 0},
+    {"evaluation_rows": "64"},
 ]
 
 
@@ -66,7 +68,7 @@ DAMAGE = [
 def test_damaged_metadata_are_named(run, damage):
     assert restore(changed(run)).image_shape == (28, 28, 1)
     with pytest.raises(
-        UsageError, match="metadata are damaged, (image_sh|class|mod|mean|std|pa|pr|ch|t)"
+        UsageError, match="metadata are damaged, (image_sh|class|mod|mean|std|pa|pr|ch|t|eval)"
     ):
         restore(changed(run, **damage))
 
