@@ -104,6 +104,10 @@ def step(number, loss=1.0, **more):
     return {"kind": "step", "step": number, "loss": loss, "accuracy": 0.5, "seconds": 3, **more}
 
 
+def digested(step, digest):
+    return {"kind": "digest", "step": step, "digest": digest}
+
+
 def end(digest):
     return {"kind": "end", "status": "done" if digest else "left", "steps": 1, "digest": digest}
 
@@ -121,6 +125,17 @@ def end(digest):
         ),
         ([step(1)], [{"kind": "evaluation", "step": 0, "loss": 1}], (0, "one has step 1, the ")),
         ([step(1), end("ab")], [step(1), end("ac")], (1, "end: digest ab and ac")),
+        (  # --digest-every 1 and 2: what both have is compared
+            [step(1), digested(1, "x"), step(2), digested(2, "y"), step(3)],
+            [step(1), step(2), digested(2, "y"), step(3)],
+            None,
+        ),
+        (
+            [step(1), digested(1, "x"), step(2), digested(2, "y"), step(3)],
+            [step(1), step(2), digested(2, "z"), step(3)],
+            (2, "digest: digest y and z"),
+        ),
+        ([step(1), digested(1, "x"), step(2)], [step(1), step(2)], None),
         ([step(1), end("x"), end("ab")], [step(1), end(None), end("ab")], None),
         ([step(1), end("ab")], [step(1), end(None)], None),
     ],

@@ -89,11 +89,13 @@ def first_difference(
 ) -> tuple[int, str] | None:
     """The first step at which two records differ, and in what; None where they do not.
 
-    Looks at the figures that equal runs share: losses, accuracies, learning rates, digests, and
-    last the digest with which both ended.
+    Looks at the figures that equal runs share: losses, accuracies, learning rates, digests of the
+    steps of which both have one (--digest-every may differ), and last the digest with which both
+    ended.
     """
     a, b = list(a), list(b)
-    one, other = map(list, (_figures(a), _figures(b)))
+    shared = _digest_steps(a) & _digest_steps(b)
+    one, other = (list(_figures(records, shared)) for records in (a, b))
     for left, right in itertools.zip_longest(one, other):
         if left == right:
             continue
@@ -122,8 +124,15 @@ def _has_digest(record: Mapping[str, Any]) -> bool:
 Figure = tuple[int, str, tuple[Any, ...]]  # step, kind of record, values
 
 
-def _figures(records: Iterable[Mapping[str, Any]]) -> Iterable[Figure]:
+def _digest_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
+    return {record["step"] for record in records if record["kind"] == "digest"}
+
+
+def _figures(records: Iterable[Mapping[str, Any]], digests: set[int]) -> Iterable[Figure]:
+    """The figures of all records; of digests, those of these steps."""
     for record in records:
+        if record["kind"] == "digest" and record["step"] not in digests:
+            continue
         if names := FIGURES.get(record["kind"]):
             yield record["step"], record["kind"], tuple(record.get(name) for name in names)
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.config import Config, duration
 from hpctrain.data.foreign import reading_note
 from hpctrain.data.staging import remove_copies
-from hpctrain.errors import Failure, RunError
+from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.launcher import LEFT
-from hpctrain.models import save_model
+from hpctrain.models import read_model, save_model
 from hpctrain.parallel.determinism import refusal
 from hpctrain.parallel.mpi import (
     Comm,
@@ -104,11 +105,10 @@ def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
     started("setting up")
     earlier = from_root(comm, lambda: find_earlier(config, lock))
     if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
+        text = f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs"
+        from_root(comm, partial(check_network, earlier.folder / saved.FILE, text))
         if comm.rank == 0:
-            say(
-                f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs:"
-                " a larger --epochs extends it"
-            )
+            say(f"{text}: a larger --epochs extends it")
         return 0
     job = set_up(
         config,
@@ -152,6 +152,15 @@ def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
         interval = times.checkpoints
         run = Run(job, comm, recorder, control, state, interval, writer, balance, replay)
         return train_in(run, folder)
+
+
+def check_network(path: Path, text: str) -> None:
+    """RunError that begins with `text` where a finished run's network is not what was written."""
+    try:
+        read_model(path)
+    except UsageError as error:
+        advice = "bring that file back, or train anew under another --run"
+        raise RunError(f"{text}, but {error}: {advice}") from error
 
 
 @contextmanager

@@ -208,6 +208,12 @@ def test_without_a_checkpoint_a_run_begins_again_and_says_so(comm, settings, lea
         check_record(settings, "whole")
 
 
+def flip_last(path):
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+
+
 def test_a_finished_run_says_so_and_more_epochs_extend_it(comm, settings, capsys):
     whole = dataclasses.replace(settings, epochs=3, run="whole")
     assert program.train(whole, comm) == program.train(settings, comm) == 0
@@ -221,6 +227,12 @@ def test_a_finished_run_says_so_and_more_epochs_extend_it(comm, settings, capsys
             f"The run {folder} is finished, 2 epochs: a larger --epochs extends it\n"
         )
         assert (folder / "progress.jsonl").read_bytes() == before
+    for message, change in (("is not what was written", flip_last), ("No such file", Path.unlink)):
+        if comm.rank == 0:
+            change(folder / "model.safetensors")
+        comm.Barrier()
+        with pytest.raises(RunError, match=f"is finished, 2 epochs, but .*{message}"):
+            program.train(settings, comm)
     assert program.train(dataclasses.replace(settings, epochs=3), comm) == 0
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
 
