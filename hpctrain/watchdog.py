@@ -101,6 +101,7 @@ class Watchdog:
         self.starting, self.imports = whole, time.monotonic() - BEGAN
         self._whole = whole
         self._folder: Path | None = None
+        self._failed = False
         self._own = False  # whether the folder is there for the heartbeats alone
         self._stack: int | None = None  # its open file
         self._turn: Turn | None = None
@@ -128,6 +129,7 @@ class Watchdog:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._failed = self._failed or error is not None
         self._over.set()
         self._thread.join(LAST_WORDS)  # it may be stuck on a file system
         faulthandler.cancel_dump_traceback_later()  # the thread arms it
@@ -184,8 +186,9 @@ class Watchdog:
             path = folder / f"{self.rank}.stack"
             if not path.stat().st_size:
                 path.unlink()
-            if self._own:
+            if self._own or not self._failed:  # a heartbeat that is left tells of a crash
                 (folder / f"{self.rank}.json").unlink(missing_ok=True)
+            if self._own:
                 folder.rmdir()  # the last rank can
 
     def doing(self, what: str) -> None:
@@ -200,6 +203,7 @@ class Watchdog:
 
     def fail(self, why: str) -> None:
         """Leave word of why this rank is about to end all."""
+        self._failed = True
         self.beat(why)
 
     def beat(self, failed: str = "") -> None:

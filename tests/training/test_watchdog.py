@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -376,9 +377,25 @@ def test_what_is_done_starts_the_time_anew(tmp_path):
         for number in range(8):
             doing(f"step {number}")
             time.sleep(0.15)
+        dog.beat()
+        beat = json.loads((tmp_path / "ranks" / "0.json").read_text())
     assert ended == []
-    beat = json.loads((tmp_path / "ranks" / "0.json").read_text())
     assert (beat["doing"], beat["pid"]) == ("step 7", os.getpid())
+
+
+@pytest.mark.parametrize("how", ["clean", "error", "said"])
+def test_a_clean_end_leaves_no_sign_of_a_crash(tmp_path, how):
+    """Else a record that was cut afterwards would be told to have lost its ranks."""
+    with suppress(ValueError), Watchdog(0, 1, "h", 60) as dog:
+        dog.keep_in(tmp_path)
+        assert find_cause(tmp_path)
+        if how == "error":
+            raise ValueError
+        if how == "said":
+            dog.fail("no memory")
+    cause = find_cause(tmp_path)
+    assert cause is None if how == "clean" else cause
+    assert how != "said" or cause[0] == "rank 0: no memory"
 
 
 @pytest.fixture
