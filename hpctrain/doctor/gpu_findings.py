@@ -1,4 +1,4 @@
-"""What doctor thinks of GPUs and of CuPy: from all ranks' facts to findings."""
+"""What doctor thinks of GPUs and of their messages: from all ranks' facts to findings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gpu_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         if rank.gpu_devices and not rank.gpus and not rank.torch_error:
             found = f"{rank.gpu_devices} in {rank.host}, but torch on rank {number} sees none"
             why = rank.gpu_problem or "CUDA_VISIBLE_DEVICES hides them, or the job was given none"
-            why = why if rank.torch_cuda else "install a torch that is built for CUDA"
+            why = why if rank.built_for else "install a torch that is built for CUDA or ROCm"
             yield Finding("GPUs", found, "warn", why)
             return
     seen = {(rank.host, gpu.uuid): gpu for rank in ranks for gpu in rank.gpus}
@@ -42,28 +42,15 @@ def gpu_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         yield row("GPU of rank", found, "note", advice, when=idle > 0)
 
 
-def cupy_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    """Whether CuPy is there where it is needed, and fits torch."""
-    first = max(ranks, key=lambda rank: (bool(rank.gpus), bool(rank.cupy_problem)))
-    packages, major = first.cupy_packages, first.torch_cuda.split(".")[0]
-    right = f"pip install cupy-cuda{major}x" if major else "install the one for torch's CUDA"
-    if not packages:
-        advice = f"the message of a GPU is a CuPy array: {right}"
-        found = "not installed" + ("" if first.gpus else ", nor needed without a GPU")
-        yield row("CuPy", found, "fail", advice, when=bool(first.gpus))
+def memory_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    """Whose memory the messages of GPUs lie in, and the NCCL that torch brought."""
+    with_gpus = [rank for rank in ranks if rank.gpus]
+    if not with_gpus:
         return
-    found = f"{first.versions.get('cupy', 'unknown version')} ({', '.join(packages)})"
-    if len(packages) > 1:
-        advice = f"only one may be installed: pip uninstall {' '.join(packages)}; then {right}"
-        yield Finding("CuPy", found, "fail", advice)
-    elif first.cupy_cuda and major and str(first.cupy_cuda) != major:
-        advice = f"torch is built for CUDA {major}: pip uninstall {packages[0]}; then {right}"
-        yield Finding("CuPy", found, "fail", advice)
-    elif first.gpus:
-        yield row("CuPy", found, "fail", first.cupy_problem, when=bool(first.cupy_problem))
-        yield Finding("NCCL", first.nccl or "not available through CuPy")
-    else:
-        yield Finding("CuPy", found, "note", "not used: torch sees no GPU")
+    first = max(with_gpus, key=lambda rank: bool(rank.memory_problem))
+    problem = first.memory_problem
+    yield row("message memory", first.memory or "none", "fail", problem, when=bool(problem))
+    yield Finding("NCCL", first.nccl or "none: torch was built without it")
 
 
 def transport_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -77,6 +64,4 @@ def place(rank: RankFacts) -> Place:
     """Where a rank would compute."""
     if not rank.gpus:
         return Place(rank.host, "cpu")
-    major, minor, patch = (int(part) for part in (rank.nccl or "0.0.0").split("."))
-    version = 10000 * major + 100 * minor + patch
-    return Place(rank.host, "cuda", rank.gpus[rank.gpu].uuid, version)
+    return Place(rank.host, "cuda", rank.gpus[rank.gpu].uuid, rank.nccl)

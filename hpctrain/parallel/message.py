@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.device import shared_zeros
 from hpctrain.parallel.late import Snapshot
+from hpctrain.parallel.memory import plain_zeros
 
 ALIGNMENT = 64  # elements
 SCALARS = ("loss", "correct", "rows", "irregular", "stop", "leave", "save")
@@ -121,7 +121,7 @@ class Totals(NamedTuple):
 
 
 class Message:
-    """The flat buffer of one model on one rank; `array` (NumPy/CuPy) and `tensor` share memory."""
+    """The flat buffer of one model on one rank, `tensor`."""
 
     def __init__(self, model: nn.Module, channels: int, rank: int, size: int) -> None:
         """Lay out a model with `channels` batch-norm channels for `rank` of `size`.
@@ -132,7 +132,7 @@ class Message:
         self.rank, self.layout = rank, lay_out(model)
         self.device = next(model.parameters()).device
         parts = [self.layout.length, 2 * channels, len(SCALARS), size * len(SLOTS)]
-        self.array, self.tensor = shared_zeros(sum(parts), self.layout.dtype, self.device)
+        self.tensor = plain_zeros(sum(parts), self.layout.dtype, self.device)
         self.gradients, moments, self.scalars, slots = self.tensor.split(parts)
         self.moments = moments.view(2, channels)
         self.slots = slots.view(size, len(SLOTS))

@@ -3,7 +3,7 @@ messages. From what is true on all ranks and from the settings alone.
 
 mpi       all ranks compute on CPUs: MPI sums host memory
 none      one rank with a GPU: nothing travels
-nccl      every rank has a GPU of its own, and CuPy finds the same NCCL everywhere
+nccl      every rank has a GPU of its own, and torch brought the same NCCL everywhere
 host      GPUs, through pinned host memory: works everywhere, with any MPI
 mpi-gpu   GPUs, whose memory MPI is given: only where asked for, after a trial in another process
 """
@@ -22,7 +22,7 @@ class Place(NamedTuple):
     host: str
     device: str  # "cpu" or "cuda"
     gpu: str = ""  # its UUID
-    nccl: int = 0  # version that CuPy finds, such as 22304; 0 = none
+    nccl: str = ""  # that of torch, such as "NCCL 2.29.7"; empty = none
     refusal: str | None = None  # why MPI may not be given device memory; None = it may; see trial
 
 
@@ -48,7 +48,7 @@ def sharing(places: Sequence[Place]) -> str:
 
 
 class Choice(NamedTuple):
-    """A transport by name, and why it is that one."""
+    """A transport, or a kind of memory, by name; and why it is that one."""
 
     name: str
     reason: str
@@ -91,9 +91,9 @@ def _against_nccl(places: Sequence[Place]) -> str:
     seen: dict[tuple[str, str], int] = {}
     for rank, place in enumerate(places):
         if not place.nccl:
-            return f"{_named(places, rank)} finds no NCCL through CuPy"
+            return f"torch on {_named(places, rank)} was built without NCCL"
         if place.nccl != places[0].nccl:
-            return f"NCCL is {places[0].nccl} on rank 0, {place.nccl} on {_named(places, rank)}"
+            return f"{places[0].nccl} on rank 0, {place.nccl} on {_named(places, rank)}"
         other = seen.setdefault((place.host, place.gpu), rank)
         if other != rank:
             return f"ranks {other} and {rank} share a GPU of {place.host}"

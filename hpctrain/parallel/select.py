@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from hpctrain.launcher import LAUNCHER_PREFIXES
-from hpctrain.parallel.device import gpu_uuid, nccl_version
+from hpctrain.parallel.device import gpu_uuid
 from hpctrain.parallel.mpi import Comm, host_name
 from hpctrain.parallel.nccl import Nccl
+from hpctrain.parallel.nccl_library import nccl_version
 from hpctrain.parallel.places import Choice, Place
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Nothing, Pinned, Transport
 

@@ -11,7 +11,8 @@ import sys
 
 import torch
 
-from hpctrain.parallel.device import choose_device, shared_zeros
+from hpctrain.parallel.device import choose_device
+from hpctrain.parallel.memory import plain_zeros
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.parallel.transport import DeviceMemory
 
@@ -22,8 +23,7 @@ def main(gpu: int) -> int:
     """Send to ourselves, and sum over one rank."""
     comm = start_mpi()
     device = choose_device("cuda", gpu)
-    _, out = shared_zeros(LENGTH, torch.float32, device)
-    _, back = shared_zeros(LENGTH, torch.float32, device)
+    out, back = (plain_zeros(LENGTH, torch.float32, device) for _ in range(2))
     out.copy_(torch.arange(LENGTH, device=device))
     transport = DeviceMemory(comm)
     transport.allreduce(out)

@@ -18,6 +18,7 @@ from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.determinism import hardware_key
+from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import Comm, allgather, host_name, library
 from hpctrain.report.folders import evaluation_file
 from hpctrain.report.jsonlines import FILE_NAME, RecordFile, cut_back
@@ -100,6 +101,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
     """The first line of the record. Collective."""
     places = allgather(comm, (host_name(), sorted(os.sched_getaffinity(0))))
     host_ranks, host_cores = most_crowded(places)
+    memory = memory_of(job.trainer.message.device)
     return {
         "name": folder.name,
         "folder": str(folder),
@@ -113,6 +115,8 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "device": job.plan.device,
         "transport": job.transport.name,
         "transport_reason": job.transport.reason,
+        "memory": memory.name,
+        "memory_reason": memory.reason,
         "overlap": job.config.overlap,
         "threads": job.plan.threads,
         "precision": job.plan.precision,

@@ -27,10 +27,10 @@ def test_on_a_gpu(row, tmp_path):
 
 def test_staging_sums_what_lies_on_the_gpu(comm):
     """Through pinned memory in pieces, and back to where it was."""
-    from hpctrain.parallel.device import shared_zeros
+    from hpctrain.parallel.memory import plain_zeros
     from hpctrain.parallel.transport import Pinned
 
-    vector = shared_zeros(1003, torch.float32, torch.device("cuda"))[1]
+    vector = plain_zeros(1003, torch.float32, torch.device("cuda"))
     vector.copy_(torch.arange(1003))
     Pinned(comm, piece_bytes=64).allreduce(vector)
     assert torch.equal(vector.cpu(), torch.arange(1003.0))

@@ -12,7 +12,7 @@ from hpctrain.parallel.places import Choice, Place, choose, sharing, which_gpu
 CPU = Place("n1", "cpu")
 
 
-def gpu(host="n1", uuid="a", nccl=22304, refusal=None):
+def gpu(host="n1", uuid="a", nccl="NCCL 2.29.7", refusal=None):
     return Place(host, "cuda", uuid, nccl, refusal)
 
 
@@ -28,8 +28,12 @@ def gpu(host="n1", uuid="a", nccl=22304, refusal=None):
             "host",
             "ranks 1 and 2 share a GPU of n2",
         ),
-        ([gpu(), gpu(uuid="b", nccl=0)], "host", "rank 1 .* finds no NCCL"),
-        ([gpu(), gpu("n2", nccl=22100)], "host", "NCCL is 22304 on rank 0, 22100 on rank 1"),
+        ([gpu(), gpu(uuid="b", nccl="")], "host", "torch on rank 1 .* without NCCL"),
+        (
+            [gpu(), gpu("n2", nccl="RCCL 2.29.7")],
+            "host",
+            "NCCL 2.29.7 on rank 0, RCCL 2.29.7 on rank 1",
+        ),
     ],
 )
 def test_what_is_taken_and_why(places, name, why):

@@ -16,6 +16,8 @@ import torch
 from hpctrain import __version__
 from hpctrain.hardware import processor_name
 from hpctrain.launch import ROOT
+from hpctrain.parallel.nccl_library import nccl_version
+from hpctrain.parallel.runtime import built_for
 
 
 def facts() -> dict[str, Any]:
@@ -23,7 +25,7 @@ def facts() -> dict[str, Any]:
     gpus = said(
         "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
     )
-    cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
+    cudnn = torch.backends.cudnn.version() if built_for() else None
     changed = bool(said("git", "status", "--porcelain", "--untracked-files=no"))
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -32,9 +34,9 @@ def facts() -> dict[str, Any]:
         or "unknown",
         "hpctrain": __version__,
         "GPUs": gpus.splitlines() or "none",
-        "CUDA of torch": torch.version.cuda or "none",
+        "torch built for": built_for() or "CPUs",
         "cuDNN": str(cudnn or "none"),
-        "NCCL of torch": _nccl() if torch.version.cuda else "none",
+        "NCCL of torch": nccl_version() or "none",
         "torch": torch.__version__,
         "cupy": ", ".join(sorted(packages("cupy"))) or "none",
         "mpi4py": ", ".join(packages("mpi4py")) or "none",
@@ -42,10 +44,6 @@ def facts() -> dict[str, Any]:
         "processor": f"{processor_name()}, {len(os.sched_getaffinity(0))} cores allowed",
         "load before": round(os.getloadavg()[0], 2),
     }
-
-
-def _nccl() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def said(*command: str) -> str:

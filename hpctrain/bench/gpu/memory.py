@@ -1,20 +1,16 @@
-"""Whose memory it is: the message is one block that CuPy (NumPy on a CPU) and torch both see, plain
-device memory; and the bytes that the loader brings there are those that a CPU computes with.
+"""Whose memory it is: the message is one block of plain device memory. And the bytes that the
+loader brings there are those that a CPU computes with.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from hpctrain.bench.gpu.case import Case, first_batches, made_pack, ready
 from hpctrain.bench.gpu.result import Result, attempt, not_run, shown
-
-if TYPE_CHECKING:
-    from hpctrain.parallel.message import Message
 
 # Of cuPointerGetAttribute, CUDA Driver API, "Unified Addressing".
 MEMORY_TYPE, IS_MANAGED, IS_LEGACY_IPC_CAPABLE, MEMPOOL_HANDLE = 2, 8, 10, 17
@@ -24,7 +20,7 @@ STEPS = 3
 
 
 def message(case: Case) -> Iterator[Result]:
-    """No copy between CuPy and torch, none between gradients and message."""
+    """No copy between gradients and message."""
     from hpctrain.training.step import train_step
 
     pack = made_pack(case, 64, (28, 28, 1))
@@ -33,9 +29,6 @@ def message(case: Case) -> Iterator[Result]:
     for batches in first_batches(job, 2):
         train_step(job.trainer, batches, 32)  # whoever replaced a view would have done it by now
     tensor = found.tensor
-    owner, seen = pointer(found), tensor.data_ptr()
-    same = "array and tensor are one memory"
-    yield shown(same, owner == seen, f"{owner:#x}", f"{seen:#x}")
     grads = [p.grad for p in job.trainer.model.parameters() if p.requires_grad]
     inside = sum(grad is not None and within(grad, tensor) for grad in grads)
     what = "every .grad lies in the message"
@@ -78,12 +71,6 @@ def batches(case: Case, pack: str, device: str, *flags: str) -> list[torch.Tenso
     return [tensor.cpu() for batch in found for tensor in (batch.images, batch.targets)]
 
 
-def pointer(message: Message) -> int:
-    """Where the array of a message lies: a CuPy array's memory, or a NumPy array's."""
-    data = message.array.data
-    return int(data.ptr if hasattr(data, "ptr") else message.array.ctypes.data)
-
-
 def within(part: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a dense tensor lies in another's memory."""
     first = part.data_ptr() - whole.data_ptr()
@@ -102,7 +89,7 @@ def in_torch_pool(tensor: torch.Tensor) -> bool:
 def plain_memory(case: Case, what: str) -> Result:
     """What the driver says of the message's memory, and of pinned host memory as a control."""
     job = ready(case, "--data", made_pack(case, 32, (28, 28, 1)), "--batch-size", "32")
-    found = told(pointer(job.trainer.message))
+    found = told(job.trainer.message.tensor.data_ptr())
     control = attribute(pinned_memory().data_ptr(), MEMORY_TYPE) != DEVICE_MEMORY
     good = found == PLAIN and control
     value = ", ".join(f"{name} {number}" for name, number in found.items())

@@ -1,0 +1,147 @@
+"""Memory for messages, which MPI libraries, NCCL and network cards register and keep registered.
+
+On a GPU it comes straight from the runtime, cudaMalloc or hipMalloc, and from no pool: torch's
+allocator may map memory piece by piece (expandable segments), which can be neither shared between
+processes nor registered. CuPy gives it where it fits torch, torch's own runtime where not. The only
+module that imports cupy.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hpctrain.errors import RunError, UsageError
+from hpctrain.parallel.places import Choice
+from hpctrain.parallel.runtime import PlainMemory, built_for
+
+NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+# As CuPy lists them (_environment.py); only one may be installed.
+CUPY_PACKAGES = (
+    *("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"),
+    *("amd-cupy", "cupy-rocm-5-0", "cupy-rocm-7-0", "cupy-rocm-7-1", "cupy-rocm-7-14"),
+)
+EXTRAS = {"CUDA 12": "cuda12", "CUDA 13": "cuda13", "ROCm 7": "rocm"}  # of setup.py
+
+
+class Facts(NamedTuple):
+    """What is installed, from which `choose_memory` follows."""
+
+    torch: str  # what it was built for, such as "CUDA 12"; empty where it knows no GPUs
+    gpus: int  # that torch sees
+    packages: tuple[str, ...] = ()  # of CuPy
+    cupy: str = ""  # what it was built for; empty where it cannot be imported
+    problem: str = ""  # what went wrong when CuPy was imported or shared memory with torch
+
+
+def choose_memory(facts: Facts) -> Choice:
+    """Whose memory messages lie in: "host", "cupy" or "torch"; and why."""
+    if not facts.torch:
+        return Choice("host", "torch was built without GPUs")
+    if not facts.gpus:
+        return Choice("host", f"torch, built for {facts.torch}, sees no GPU")
+    extra = EXTRAS.get(facts.torch)
+    install = f"; then pip install 'hpctrain[{extra}]'" if extra else ""
+    if not any((facts.packages, facts.cupy, facts.problem)):
+        return Choice("torch", "CuPy is not installed, nor needed")
+    if len(facts.packages) > 1:
+        names = " ".join(facts.packages)
+        why = f"several CuPy packages are installed: pip uninstall {names}{install}"
+        return Choice("torch", why)
+    name = "".join(facts.packages) or "CuPy"
+    if facts.cupy and facts.cupy != facts.torch:
+        why = f"{name} is built for {facts.cupy}, torch for {facts.torch}"
+        return Choice("torch", f"{why}: pip uninstall {name}{install}" if extra else why)
+    if facts.problem:
+        return Choice("torch", f"{name} does not work here ({facts.problem})")
+    return Choice("cupy", f"{name} and torch are built for {facts.torch}")
+
+
+@functools.cache
+def memory_of(device: torch.device) -> Choice:
+    """Whose memory messages on this device lie in, by what is installed and works."""
+    if device.type == "cpu":
+        return Choice("host", "computes on the CPU")
+    packages = tuple(name for name in CUPY_PACKAGES if _is_installed(name))
+    facts = Facts(built_for().split(".")[0], torch.cuda.device_count(), packages)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy's advice on how it is installed
+            import cupy
+        facts = facts._replace(cupy=_cupy_built_for(cupy))
+        if facts.cupy == facts.torch and len(packages) < 2:
+            _viewed(_cupy_memory(4, device), 1, torch.float32, device)
+    except ImportError as error:
+        text = str(error).strip().splitlines()[0] if packages else ""
+        facts = facts._replace(problem=text)
+    except Exception as error:  # CuPy's own errors cannot be named without importing it
+        facts = facts._replace(problem=f"{type(error).__name__}: {error}".splitlines()[0])
+    return choose_memory(facts)
+
+
+def plain_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A vector of zeros that MPI and network cards may register. UsageError for numbers that MPI
+    cannot sum, RunError where a GPU has no room.
+    """
+    if dtype not in NUMPY_DTYPES:
+        raise UsageError(f"a message of {dtype} cannot be summed by MPI: use float32 or float64")
+    kind = np.dtype(NUMPY_DTYPES[dtype])
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(length, kind))
+    device, size = torch.empty(0, device=device).device, length * kind.itemsize  # with its number
+    if memory_of(device).name == "cupy":
+        return _viewed(_cupy_memory(size, device), length, dtype, device).zero_()
+    with torch.cuda.device(device):
+        memory = PlainMemory(size)
+    return _viewed(memory, length, dtype, device).zero_()
+
+
+def _cupy_memory(size: int, device: torch.device) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device.index):  # CuPy's current GPU may be another than torch's
+        return cupy.cuda.Memory(size)
+
+
+def _cupy_built_for(cupy: Any) -> str:
+    """Such as "CUDA 12", "ROCm 7": HIP counts its version in other units than CUDA."""
+    runtime, unit = cupy.cuda.runtime, 1000
+    name = "CUDA"
+    if runtime.is_hip:
+        name, unit = "ROCm", 10_000_000
+    return f"{name} {runtime.runtimeGetVersion() // unit}"
+
+
+class _View:
+    """Memory as `torch.as_tensor` takes it over; the tensor keeps it alive."""
+
+    def __init__(self, memory: Any, length: int, kind: np.dtype) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (length,),
+            "typestr": kind.str,
+            "data": (memory.ptr, False),
+            "version": 2,
+        }
+
+
+def _viewed(memory: Any, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The memory as a vector. torch asks its runtime on which GPU the memory lies: RunError where
+    that is another one, ValueError where the runtime does not know it.
+    """
+    tensor = torch.as_tensor(_View(memory, length, np.dtype(NUMPY_DTYPES[dtype])))
+    if tensor.device != device or tensor.data_ptr() != memory.ptr:
+        raise RunError(f"memory for {device} was found on {tensor.device}")
+    return tensor
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
