@@ -19,13 +19,13 @@ from hpctrain.config import Config, SweepConfig, check_ranges, to_toml
 from hpctrain.console import Console, styled
 from hpctrain.data.pack import write_pack
 from hpctrain.errors import RunError, UsageError, did_you_mean
+from hpctrain.report.answers import write_csv
 from hpctrain.report.figures import wrapped
 from hpctrain.report.pictures import draw_captioned, write_rows
 from hpctrain.report.tables import print_evaluation
 from hpctrain.sweep.array import write_script
 from hpctrain.sweep.file import Network
 from hpctrain.text import csv_cell, printable, say, told_apart
-from hpctrain.training.predict import write_csv
 from tests.launch import ROOT, run_cli
 
 NAMES = (

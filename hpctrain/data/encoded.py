@@ -32,6 +32,24 @@ TASK_ROWS = 8  # that a thread takes at a time
 READ_BYTES = 4 << 20  # read in one go, about
 
 
+def decode_threads(threads: int | None = None) -> ThreadPoolExecutor:
+    """So many threads; by default as many as cores may be used, at most 8."""
+    return ThreadPoolExecutor(threads or min(MOST_THREADS, len(os.sched_getaffinity(0))), "decode")
+
+
+def share_rows(threads: ThreadPoolExecutor, make: Callable[[slice], None], count: int) -> None:
+    """Call `make` for all parts of `count` rows; of several errors the first part's is raised, when
+    no thread writes any longer.
+    """
+    tasks: list[Future[None]] = [
+        threads.submit(make, slice(start, min(count, start + TASK_ROWS)))
+        for start in range(0, count, TASK_ROWS)
+    ]
+    wait(tasks)
+    for task in tasks:
+        task.result()
+
+
 class Encoded(PackFile):
     """The rows of one split of a pack of JPEG files. Reading is thread-safe.
 
@@ -55,8 +73,7 @@ class Encoded(PackFile):
         super().__init__(pack, split_name, checks)
         height, width, channels = pack.image_shape
         self._fit = Fit(width, height, channels, crop=pack.fit == "crop")
-        count = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
-        self._threads = ThreadPoolExecutor(count, "decode")
+        self._threads = decode_threads(threads)
         try:
             self._offsets = read_offsets(self)  # (N + 1,)
         except BaseException:
@@ -77,7 +94,7 @@ class Encoded(PackFile):
             for place, data in zip(places.tolist(), self.read(indices[places]), strict=True):
                 out[place] = self._row(int(indices[place]), data)
 
-        self._share(make, len(indices))
+        share_rows(self._threads, make, len(indices))
         return out
 
     def decode(
@@ -94,7 +111,7 @@ class Encoded(PackFile):
             for place in range(part.start, part.stop):
                 out[place] = self._row(int(rows[place]), files[place], crops[place])
 
-        self._share(make, len(files))
+        share_rows(self._threads, make, len(files))
         return out
 
     def read(self, rows: np.ndarray) -> Iterator[memoryview]:
@@ -135,17 +152,6 @@ class Encoded(PackFile):
             self.meet_bad(row, f"cannot be decoded ({error})")
             return 0
         return np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
-
-    def _share(self, make: Callable[[slice], None], count: int) -> None:
-        """Call `make` for all parts of `count` rows; of several errors the first part's is raised,
-        when no thread writes any longer."""
-        tasks: list[Future[None]] = [
-            self._threads.submit(make, slice(start, min(count, start + TASK_ROWS)))
-            for start in range(0, count, TASK_ROWS)
-        ]
-        wait(tasks)
-        for task in tasks:
-            task.result()
 
 
 class Files:

@@ -18,7 +18,6 @@ What happens to a file, in this order:
 from __future__ import annotations
 
 import io
-import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
 from PIL import ExifTags, Image
@@ -144,9 +143,7 @@ def read_image(path: str, shape: tuple[int, int, int], crop: bool = False) -> np
         data = file.read(FILE_LIMIT + 1)
     if len(data) > FILE_LIMIT:
         raise BadImage(f"more than {FILE_LIMIT:,} bytes")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata
-        pixels = decode(data, Fit(width, height, channels, crop))
+    pixels = decode(data, Fit(width, height, channels, crop))
     return np.frombuffer(pixels, np.uint8).reshape(shape).copy()
 
 

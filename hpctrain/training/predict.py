@@ -8,34 +8,38 @@ ranks; rank 0 gathers them in order and writes the file.
 
 from __future__ import annotations
 
-import csv
-import io
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
 
 from hpctrain.config import PredictConfig
+from hpctrain.data.encoded import decode_threads, share_rows
 from hpctrain.data.finite import nonfinite_rows
 from hpctrain.data.images import BadImage, read_image
+from hpctrain.data.loader import ahead
 from hpctrain.data.opened import open_split
+from hpctrain.data.upload import Upload
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import as_text, whole_file
 from hpctrain.parallel.device import seed_torch
+from hpctrain.parallel.late import read_late
 from hpctrain.parallel.mpi import Comm, agreed, allgather, everywhere, from_root, start_mpi
 from hpctrain.parallel.switches import torch_settings
+from hpctrain.report.answers import write_csv
 from hpctrain.report.pictures import write_image
-from hpctrain.text import csv_cell, printable, say, told_apart
+from hpctrain.streams import Event
+from hpctrain.text import printable, say
 from hpctrain.training.evaluate import block_key, blocks_of
 from hpctrain.training.saved import Network, first_touch, open_network, open_pack_for
 from hpctrain.training.tasks import network_output
 from hpctrain.watchdog import doing, started, waiting
 
 Unusable = dict[int, str]  # by row, why
-Load = Callable[[np.ndarray], tuple[torch.Tensor, Unusable]]  # of these rows, the network's input
+# rows (n,) into their images (n, H, W, C); those that cannot be used
+Read = Callable[[np.ndarray, np.ndarray], Unusable]
 
 MOST_NAMED = 20  # images that cannot be used
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -58,23 +62,21 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     if settings.images:
         files = from_root(comm, lambda: list_images(settings.images))
         crop = bool(network.saved.metadata.get("provenance", {}).get("fit") == "crop")
-        load = file_reader(network, files, crop)
+        read, dtype = file_reader(network, files, crop), np.dtype(np.uint8)
         if restores:
-            return restore_files(network, files, load, settings, comm)
+            return restore_files(network, files, read, settings, comm)
         names, labels = [str(f) for f in files], None
     else:
         pack = open_pack_for(network.saved, settings, comm)
         checks = first_touch(pack, comm)
         source = everywhere(comm, lambda: open_split(pack, settings.split, checks=checks))
         names, labels = [str(row) for row in range(len(source.labels))], source.labels
+        dtype = source.dtype
 
-        def load(rows: np.ndarray) -> tuple[torch.Tensor, Unusable]:
-            images = np.empty((len(rows), *source.image_shape), source.dtype)  # (n, H, W, C)
-            bad = nonfinite_rows(source, rows, source.gather(rows, images))
-            images[np.isin(rows, list(bad))] = 0
-            return network.prepare(torch.from_numpy(images), 0), bad
+        def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
+            return nonfinite_rows(source, rows, source.gather(rows, images))
 
-    chances, bad = predict(network, names, load, settings, comm)
+    chances, bad = predict(network, names, read, dtype, comm)
     classes = network.saved.classes
     rows = [row for row in range(len(names)) if row not in bad]
     from_root(comm, lambda: write_csv(settings.output, names, labels, rows, chances, classes))
@@ -85,8 +87,8 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
 def predict(
     network: Network,
     names: list[str],
-    load: Load,
-    settings: PredictConfig,
+    read: Read,
+    dtype: np.dtype,
     comm: Comm,
 ) -> tuple[np.ndarray, Unusable]:
     """Class probabilities of all rows that can be used, (N, K) float32 in the order of the rows,
@@ -94,12 +96,12 @@ def predict(
     """
     unusable: Unusable = {}
 
-    @torch.no_grad()
     def mine() -> list[np.ndarray]:
         found = []
-        for number, rows in blocks_of(len(names), network.block, comm.size, comm.rank):
-            inputs, bad = load(rows)
-            chances = ask(network, number, inputs).softmax(1).float().cpu().numpy()
+        blocks = answers(
+            network, read, len(names), dtype, comm, lambda scores: scores.softmax(1).float()
+        )
+        for rows, bad, chances in blocks:
             for row in rows[~np.isfinite(chances).all(axis=1)].tolist():
                 bad.setdefault(row, f"{names[row]}: the network's answer is not finite")
             found.append(chances[~np.isin(rows, list(bad))])
@@ -112,6 +114,40 @@ def predict(
     blocks = [block for part in parts for block in part]
     chances = np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
     return chances, gather_unusable(unusable, comm)
+
+
+@torch.no_grad()
+def answers(
+    network: Network,
+    read: Read,
+    total: int,
+    dtype: np.dtype,
+    comm: Comm,
+    finish: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[tuple[np.ndarray, Unusable, np.ndarray]]:
+    """For each of this rank's blocks its rows (n,), those of them that cannot be used, and what
+    `finish` makes of the network's output, (n, ...). A block, of images of `dtype`, is read while
+    the one before is computed.
+    """
+    shape = (min(network.block, total), *network.saved.image_shape)
+    upload = Upload(shape, dtype, network.device)
+
+    def load(part: tuple[int, np.ndarray]) -> tuple[int, np.ndarray, Unusable, torch.Tensor, Event]:
+        number, rows = part
+        images = upload.room(len(rows))
+        bad = read(rows, images)
+        images[np.isin(rows, list(bad))] = 0
+        inputs = upload.make(len(rows), lambda images: network.prepare(images, 0))
+        return number, rows, bad, inputs, upload.record_event()
+
+    def asked() -> Iterator[tuple[tuple[np.ndarray, Unusable], torch.Tensor]]:
+        blocks = blocks_of(total, network.block, comm.size, comm.rank)
+        for number, rows, bad, inputs, made in ahead(load, blocks):
+            upload.take(made, [inputs])
+            yield (rows, bad), finish(ask(network, number, inputs))
+
+    for block, found in read_late(asked(), network.device):
+        yield *block, found
 
 
 def gather_unusable(unusable: Unusable, comm: Comm) -> Unusable:
@@ -147,7 +183,7 @@ def ask(network: Network, number: int, inputs: torch.Tensor) -> torch.Tensor:
 def restore_files(
     network: Network,
     files: list[Path],
-    load: Load,
+    read: Read,
     settings: PredictConfig,
     comm: Comm,
 ) -> int:
@@ -157,13 +193,14 @@ def restore_files(
 
     unusable: Unusable = {}
 
-    @torch.no_grad()
     def mine() -> None:
-        for number, rows in blocks_of(len(files), network.block, comm.size, comm.rank):
-            inputs, bad = load(rows)
+        dtype = np.dtype(np.uint8)
+        blocks = answers(
+            network, read, len(files), dtype, comm, lambda images: images.permute(0, 2, 3, 1)
+        )
+        for rows, bad, images in blocks:
             unusable.update(bad)
-            images = ask(network, number, inputs)
-            for row, image in zip(rows, images.permute(0, 2, 3, 1).cpu().numpy(), strict=True):
+            for row, image in zip(rows, images, strict=True):
                 if row not in bad:
                     write_image(folder / names[row], image)
 
@@ -212,75 +249,24 @@ def list_images(targets: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def file_reader(network: Network, files: list[Path], crop: bool) -> Load:
-    """How files become the network's input: decoded and resized as they were for the pack; black
-    where they cannot be.
-    """
-    shape = network.saved.image_shape
+def file_reader(network: Network, files: list[Path], crop: bool) -> Read:
+    """How files become images: decoded by several threads and resized as they were for the pack."""
+    shape, threads = network.saved.image_shape, decode_threads()
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # remarks on odd metadata
 
-    def load(rows: np.ndarray) -> tuple[torch.Tensor, Unusable]:
-        images, bad = np.zeros((len(rows), *shape), np.uint8), {}
-        for image, row in zip(images, rows.tolist(), strict=True):
-            try:
-                image[:] = read_image(str(files[row]), shape, crop)
-            except BadImage as error:
-                bad[row] = f"{files[row]} cannot be read as an image: {error}"
-            except OSError as error:
-                bad[row] = f"{files[row]} cannot be read: {error.strerror}"
-        return network.prepare(torch.from_numpy(images), 0), bad
+    def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
+        bad: Unusable = {}
 
-    return load
+        def decode(part: slice) -> None:
+            for image, row in zip(images[part], rows[part].tolist(), strict=True):
+                try:
+                    image[:] = read_image(str(files[row]), shape, crop)
+                except BadImage as error:
+                    bad[row] = f"{files[row]} cannot be read as an image: {error}"
+                except OSError as error:
+                    bad[row] = f"{files[row]} cannot be read: {error.strerror}"
 
+        share_rows(threads, decode, len(rows))
+        return bad
 
-def write_csv(
-    output: str,
-    names: list[str],
-    labels: np.ndarray | None,
-    rows: list[int],
-    chances: np.ndarray,
-    classes: tuple[str, ...],
-) -> None:
-    """One line for each of `rows` (n): its name, true class of a split, answer, its probability,
-    and all `chances` (n, K).
-    """
-    names = [names[row] for row in rows]
-    labels = None if labels is None else labels[rows]
-    try:
-        if output == "-":
-            lines = io.StringIO()
-            _write_lines(lines, names, labels, chances, classes)
-            say(lines.getvalue().removesuffix("\n"))
-            return
-        with (
-            whole_file(Path(output)) as binary,
-            as_text(binary) as file,
-        ):
-            _write_lines(file, names, labels, chances, classes)
-    except OSError as error:
-        raise RunError(f"cannot write {output}: {error.strerror}") from error
-    say(f"{output}: {len(names):,} images classified")
-
-
-def _write_lines(
-    file: IO[str],
-    names: list[str],
-    labels: np.ndarray | None,
-    chances: np.ndarray,
-    classes: tuple[str, ...],
-) -> None:
-    writer = csv.writer(file, lineterminator="\n")
-    true = [] if labels is None else ["class"]
-    first = "file" if labels is None else "row"
-    classes = told_apart(classes)
-    writer.writerow(map(csv_cell, [first, *true, "answer", "probability", *classes]))
-    writer.writerows(map(csv_cell, line) for line in _lines(names, labels, chances, classes))
-
-
-def _lines(
-    names: list[str], labels: np.ndarray | None, chances: np.ndarray, classes: tuple[str, ...]
-) -> Iterator[list[str]]:
-    for row, (name, chance) in enumerate(zip(names, chances, strict=True)):
-        best = int(chance[: len(classes)].argmax())
-        true = [] if labels is None else [classes[labels[row]]]
-        figures = [f"{p:.6f}" for p in chance[: len(classes)]]
-        yield [name, *true, classes[best], f"{chance[best]:.6f}", *figures]
+    return read

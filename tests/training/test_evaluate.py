@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -335,6 +337,43 @@ def test_predict_answers_what_can_be_read_and_names_the_rest(comm, network):
         assert named[20:] == ([f"  and {len(bad) - 20} more"] if len(bad) > 20 else [])
         left = (folder / "files.csv").read_text().splitlines()
         assert left == [line for row, line in enumerate(whole, -1) if row not in bad]
+
+
+def test_files_are_decoded_by_threads_while_the_network_computes(
+    comm, one_rank, network, monkeypatch
+):
+    """Two files at a time, and those of the next block before this one is answered."""
+    folder, _, _ = network
+    photos = folder / f"photos{comm.rank}"
+    photos.mkdir()
+    for number in range(48):
+        Image.new("L", (5, 7), 5 * number).save(photos / f"{number:02}.png")
+    together, begun, asked = threading.Barrier(2), threading.Semaphore(0), []
+    original, ask = predict.read_image, predict.ask
+
+    def read_image(path, *shape):
+        begun.release()
+        together.wait(60)
+        return original(path, *shape)
+
+    def asking(network, number, inputs):
+        blocks = 1 if number == 2 else 2  # whose files are read by now
+        for _ in range(16 * blocks if number == 0 else 16 * (blocks - 1)):
+            assert begun.acquire(timeout=60)
+        asked.append(number)
+        return ask(network, number, inputs)
+
+    monkeypatch.setattr(predict, "read_image", read_image)
+    monkeypatch.setattr(predict, "ask", asking)
+    monkeypatch.setattr(predict, "decode_threads", lambda: ThreadPoolExecutor(2))
+    monkeypatch.setattr(predict, "start_mpi", lambda: one_rank)
+    output = folder / f"{photos.name}.csv"
+    model, files = str(folder / "model.safetensors"), (str(photos),)
+    settings = PredictConfig(run=model, images=files, output=str(output), batch=16, threads=1)
+    assert predict.main(settings) == 0
+    assert asked == [0, 1, 2]
+    names = [Path(line.partition(",")[0]).name for line in output.read_text().splitlines()[1:]]
+    assert names == [f"{number:02}.png" for number in range(48)]
 
 
 def test_damaged_rows_are_no_answers(comm, network):

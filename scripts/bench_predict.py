@@ -1,0 +1,75 @@
+"""Images per second of ``hpctrain predict`` beside a plain loop: read a file, then the next, then
+ask the network. In turn, --rounds times; medians, and whether the answers are equal.
+
+    python scripts/bench_predict.py runs/first photos/
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from hpctrain.config import PredictConfig
+from hpctrain.data.images import read_image
+from hpctrain.parallel.mpi import start_mpi
+from hpctrain.training.predict import answers, file_reader, list_images
+from hpctrain.training.saved import Network, open_network
+from hpctrain.training.tasks import network_output
+
+
+@torch.no_grad()
+def plain(network: Network, files: list[Path]) -> np.ndarray:
+    """Probabilities (N, K) by one thread that reads and asks."""
+    found = []
+    for first in range(0, len(files), network.block):
+        part = files[first : first + network.block]
+        images = np.stack([read_image(str(file), network.saved.image_shape) for file in part])
+        inputs = network.prepare(torch.from_numpy(images), 0)
+        scores = network_output(network.model, inputs, network.precision)
+        found.append(scores.softmax(1).float().cpu().numpy())
+    return np.concatenate(found)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run")
+    parser.add_argument("photos")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int)
+    given = parser.parse_args()
+    comm = start_mpi()
+    settings = PredictConfig(run=given.run, device=given.device, threads=given.threads)
+    network, files = open_network(settings, comm), list_images((given.photos,))
+    read = file_reader(network, files, crop=False)
+
+    def ahead() -> np.ndarray:
+        blocks = answers(
+            network, read, len(files), np.dtype(np.uint8), comm, lambda x: x.softmax(1).float()
+        )
+        return np.concatenate([chances for _, _, chances in blocks])
+
+    ways = {"plain loop": lambda: plain(network, files), "hpctrain predict": ahead}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(given.rounds + 1):
+        found = {}
+        for name, way in ways.items():
+            begun = time.perf_counter()
+            found[name] = way()
+            rates[name].append(len(files) / (time.perf_counter() - begun))
+        assert np.array_equal(*found.values())
+    for name, each in rates.items():
+        each = each[1:]  # the first warms up
+        print(f"{name:16} {median(each):8.1f} images/s ({min(each):.1f} to {max(each):.1f})")
+    ratio = median(b / a for a, b in list(zip(*rates.values(), strict=True))[1:])
+    print(f"ratio {ratio:.2f}, n = {given.rounds}, equal answers")
+
+
+if __name__ == "__main__":
+    main()
