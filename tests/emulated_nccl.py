@@ -19,6 +19,15 @@ def build(folder: Path, name: str = "libnccl.so.2") -> str:
     if gcc is None:
         pytest.skip("needs gcc")
     path = folder / name
-    flags = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{name}"]
+    flags = [
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        f"-Wl,-soname,{name}",
+    ]
     subprocess.run([gcc, *flags, "-o", path, SOURCE, "-ldl", "-lrt"], check=True)
     return str(path)

@@ -30,9 +30,15 @@ class Exchange:
         self._lengths = [end - start for start, end in zip(self._starts, ends, strict=True)]
         self._own = slice(self._starts[comm.rank], ends[comm.rank])
         self._pairs = additions([span for own in spans for span in own])
-        others = sum(self._counts) - self._counts[comm.rank]
-        self._received = room((others, self._lengths[comm.rank]), example.dtype, example.device)
-        self._rounds = [self._round(number) for number in range(max(self._counts))]
+        # What is received in one round lies together: the row of each subtree (round, rank).
+        rounds, own = range(max(self._counts)), comm.rank
+        subtrees = [
+            (n, r) for n in rounds for r, c in enumerate(self._counts) if n < c and r != own
+        ]
+        self._rows = {subtree: row for row, subtree in enumerate(subtrees)}
+        shape = len(subtrees), self._lengths[comm.rank]
+        self._received = room(shape, example.dtype, example.device)
+        self._rounds = [self._round(number) for number in rounds]
 
     @property
     def sent(self) -> int:
@@ -46,9 +52,12 @@ class Exchange:
         for number, (lengths, counts, places) in enumerate(self._rounds):
             vector, blocks = sums[min(number, len(sums) - 1)], (lengths, self._starts)
             self.transport.alltoallv(vector, blocks, self._received.flatten(), (counts, places))
-        before = sum(self._counts[: self.rank])
-        mine = [s[self._own] for s in sums]
-        rows = [*self._received[:before], *mine, *self._received[before:]]
+        received, mine = self._received.unbind(), [s[self._own] for s in sums]
+        before, after = (
+            [received[self._rows[n, r]] for r in ranks for n in range(self._counts[r])]
+            for ranks in (range(self.rank), range(self.rank + 1, self.size))
+        )
+        rows = [*before, *mine, *after]
         for number, (i, j) in enumerate(self._pairs, start=1):
             target = mine[-1] if number == len(self._pairs) else rows[i]
             torch.add(rows[i], rows[j], out=target)
@@ -60,10 +69,6 @@ class Exchange:
         """
         own, has = self._lengths[self.rank], number < self._counts[self.rank]
         lengths = [n if has and r != self.rank else 0 for r, n in enumerate(self._lengths)]
-        counts, places, row = [], [], 0
-        for r, subtrees in enumerate(self._counts):
-            there = r != self.rank and number < subtrees
-            counts.append(own if there else 0)
-            places.append((row + number) * own if there else 0)
-            row += subtrees if r != self.rank else 0
-        return lengths, counts, places
+        rows = [self._rows.get((number, r)) for r in range(self.size)]
+        counts = [0 if row is None else own for row in rows]
+        return lengths, counts, [own * (row or 0) for row in rows]

@@ -39,7 +39,7 @@ class Transport(Protocol):
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
     ) -> None:
         """Send every rank its block of `vector`; put what comes from each to its place of
-        `received`.
+        `received`. What lies between the places may change.
         """
 
     def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
@@ -132,9 +132,10 @@ class Pinned:
         out.copy_(vector, non_blocking=True)
         current_stream(vector.device).synchronize()
         self._host.alltoallv(out, blocks, into, places)
-        for count, start in zip(*places, strict=True):
-            part = slice(start, start + count)
-            received[part].copy_(into[part], non_blocking=True)
+        parts = [(start, start + count) for count, start in zip(*places, strict=True) if count]
+        if parts:  # one copy, whatever lies between them
+            span = slice(min(start for start, _ in parts), max(end for _, end in parts))
+            received[span].copy_(into[span], non_blocking=True)
 
     def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
         """As in Transport."""

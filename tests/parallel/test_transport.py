@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.message import Message
@@ -138,6 +139,36 @@ def test_a_large_message_is_summed_in_pieces(comm):
     pinned._host = Counting(comm)
     pinned.allreduce(numbers(comm.rank, 25))
     assert pinned._host.lengths == (10, 10, 5)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies between tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function is torch.ops.aten.copy_.default
+        return function(*arguments, **(options or {}))
+
+
+def test_one_copy_down_and_one_up_however_many_ranks(comm):
+    class Watched(Pinned):
+        counts = ()
+
+        def alltoallv(self, *arguments):
+            with Copies() as copies:
+                super().alltoallv(*arguments)
+            self.counts = (*self.counts, copies.count)
+
+    pinned, message = Watched(comm), message_of(comm, 0)
+    shards = 3 * comm.size - 1  # the last rank has fewer subtrees: it sends nothing in one round
+    spans = [[(n, n + 1) for n in run] for run in carried(shards, comm.size)]
+    sums = [numbers(n, 1009) for n, _ in spans[comm.rank]]
+    Exchange(pinned, spans, torch.zeros(1009))(sums)
+    assert len(pinned.counts) == max(map(len, spans)) and set(pinned.counts) <= {1, 2}
+    assert comm.size == 1 or pinned.counts[0] == 2
+    NarrowWire(pinned, *halves(message))()
+    assert comm.size == 1 or pinned.counts[-1] == 2
 
 
 def test_a_group_of_nccl_is_one_launch(comm):
