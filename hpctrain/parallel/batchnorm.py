@@ -21,9 +21,10 @@ which the between-worker term is too small by the factor phi. "average" leaves t
 unbiased, as a torch process would hold it.
 
 torch normalises with the biased variance and stores the unbiased one. With momentum 1 its
-running buffers *are* the batch statistics, so they serve as scratch during forward, at no cost;
-after every step they hold the true running statistics again. Only statistics are pooled:
-normalisation itself stays within the shard.
+running buffers *are* the batch statistics, so a forward leaves them there at no cost; after every
+step the buffers hold the true running statistics again. They stay torch's own tensors, each
+aligned as torch aligns memory: one operation gathers all of them and one puts them back. Only
+statistics are pooled: normalisation itself stays within the shard.
 """
 
 from __future__ import annotations
@@ -36,23 +37,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.errors import UsageError
-
-
-def pooled(shift: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tuple:
-    """Mean and biased variance, each (C,), from the shift r and the sums A and B."""
-    return shift + first, (second - first * first).clamp_(min=0)
-
-
-def moments(
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    shift: torch.Tensor,
-    share: float,
-    square: torch.Tensor | float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One shard's terms of A and of B, each (C,); `square` weighs (x_j - r)^2 in B."""
-    distance = mean - shift
-    return distance * share, (variance + square * distance * distance) * share
 
 
 def tracked_layers(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -78,51 +62,80 @@ class Probe(NamedTuple):
 
 
 class BatchNorms:
-    """All tracked batch-norm layers of a model as two flat vectors of C channels."""
+    """All tracked batch-norm layers of a model, their running statistics as one (2, C) matrix."""
 
     def __init__(self, model: nn.Module, mode: str = "exact") -> None:
-        """Turn the layers' buffers into views; device and memory format of the model come first.
+        """Device and memory format of the model come first.
 
         The layers' own momentum is 1 from now on; theirs is kept here.
         """
         self.model, self.mode = model, mode
         self.layers = tracked_layers(model)
-        self.sizes = [layer.num_features for layer in self.layers.values()]
+        layers = list(self.layers.values())
+        self.sizes = [layer.num_features for layer in layers]
         self.channels = sum(self.sizes)
         some = next(model.parameters())
-        statistics = [layer.running_mean for layer in self.layers.values()]
-        like = next((s for s in statistics if s is not None), some)
-        self.scratch = torch.zeros(2, self.channels, dtype=like.dtype, device=some.device)
-        self.calls = torch.zeros(len(self.layers), dtype=torch.int64, device=some.device)
+        for layer in layers:
+            if layer.num_batches_tracked is None:
+                layer.num_batches_tracked = torch.tensor(0, device=some.device)
+        means, variances, self._calls = (
+            [getattr(layer, name) for layer in layers]
+            for name in ("running_mean", "running_var", "num_batches_tracked")
+        )
+        self._buffers = means + variances
+        self._own = {b.untyped_storage().data_ptr() for b in (*self._buffers, *self._calls)}
+        some = means[0] if layers else some
+        # running means and variances, and the shift: what a step updates
+        self._state = torch.zeros(3, self.channels, dtype=some.dtype, device=some.device)
+        self.running, self.shift = self._state[:2], self._state[2]  # (2, C), (C,)
+        self._places = [v for row in self.running.unbind() for v in row.split(self.sizes)]
+        # num_batches_tracked by layer, and what it is after a forward
+        self._counts = torch.tensor([[0], [1]], device=some.device).repeat(1, len(layers))
+        for number, calls in enumerate(self._calls):
+            self._counts[:, number] += calls
+        self.updates, self._expected = self._counts.unbind()
+        self._make_room()
+        self._gather()
+        self.running.copy_(self._work[:2])
+        self._updates = self.updates.unbind()
+        self._forwards = 0  # since the buffers held the running statistics
         # phi; negative = cumulative average (momentum None)
-        self.momentum = self.scratch.new_zeros(self.channels)
-        self._adopt()
-        self.running = self.scratch.clone()  # (2, C): means, variances
-        self.updates = self.calls.clone()  # num_batches_tracked, by layer
-        self.shift = self.scratch.new_zeros(self.channels)
-        self.elements = torch.ones(self.channels, dtype=torch.int64, device=some.device)
+        phi = [-1.0 if layer.momentum is None else layer.momentum for layer in layers]
+        for layer in layers:
+            layer.momentum = 1.0
         self._of_layer = torch.repeat_interleave(
-            torch.arange(len(self.layers)), torch.tensor(self.sizes, dtype=torch.int64)
+            torch.arange(len(layers)), torch.tensor(self.sizes, dtype=torch.int64)
         ).to(some.device)
-        self._private = torch.zeros_like(self.scratch) if mode == "local" else None
+        self.momentum = self._state.new_tensor(phi)[self._of_layer]
+        self._cumulative = min(phi, default=0.0) < 0
+        self._weights = torch.ones_like(self._state)  # of a step in `_state`
+        self._weights[:2] = self.momentum
+        self.elements = torch.ones(self.channels, dtype=torch.int64, device=some.device)
+        self._private = torch.zeros_like(self.running) if mode == "local" else None
         self._private_share = 0.0
         self.first_shard = 0  # of this rank, for "local"
-        self._cumulative = bool((self.momentum < 0).any()) if self.channels else False
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def _adopt(self) -> None:
-        start = 0
-        for number, (layer, size) in enumerate(zip(self.layers.values(), self.sizes, strict=True)):
-            channels = slice(start, start + size)
-            for row, name in enumerate(("running_mean", "running_var")):
-                self.scratch[row, channels] = getattr(layer, name)
-                setattr(layer, name, self.scratch[row, channels])
-            if layer.num_batches_tracked is not None:
-                self.calls[number] = layer.num_batches_tracked
-            layer.num_batches_tracked = self.calls[number]
-            self.momentum[channels] = -1.0 if layer.momentum is None else layer.momentum
-            layer.momentum = 1.0
-            start += size
+    def _make_room(self) -> None:
+        """Memory that a step computes in, and its views: making one is an operation too."""
+        # Of the newest forward: batch mean and variance, distance of the mean to the shift,
+        # Bessel's factor, distance times its weight, second term. The order makes of pairs of rows
+        # operands of one operation each.
+        self._work = self._state.new_ones(6, self.channels)
+        _, _, _, self._factor, self._weighed, self._second = self._work
+        self._gathered, self._mean = self._work[:2].view(-1), self._work[0].expand(2, -1)
+        self._distances, self._terms = self._work[2:5:2], self._work[2:6:3]
+        self._values, self._by = self._work[1:3], self._work[3:5]
+        self._factor_rows = 0  # that Bessel's factor is for
+        self._target = torch.zeros_like(self._state)  # of which a step takes its share
+        self._means, self._variance = self._target[0::2], self._target[1]
+        self._shift = self.shift.expand(2, -1)
+        self._split = (self.running, self.running[0], self._shift, self.running[1])  # see `merge`
+
+    def _gather(self) -> None:
+        """Copy what the model's buffers hold into `_work`."""
+        if self._buffers:
+            torch.cat(self._buffers, out=self._gathered)
 
     def probe(self, forward: Callable[[], object], rows: int) -> Probe:
         """Run one training forward of `rows` rows and undo its traces in all buffers."""
@@ -138,10 +151,12 @@ class BatchNorms:
             for name, layer in layers.items()
         ]
         try:
-            self.scratch.zero_()
+            for buffer in self._buffers:
+                buffer.zero_()  # 0 x NaN would stay
             with torch.no_grad():
                 forward()
-            means = self.scratch[0].to("cpu", copy=True)
+            self._gather()
+            means = self._work[0].to("cpu", copy=True)
         except ValueError as error:  # torch's word for a single value per channel
             raise UsageError(f"the model cannot learn from {rows} images: {error}") from error
         finally:
@@ -159,8 +174,7 @@ class BatchNorms:
         """Whether what a module holds is a running statistic of a tracked layer."""
         if not isinstance(held, torch.Tensor) or held.layout != torch.strided:
             return False
-        own = (self.scratch.untyped_storage().data_ptr(), self.calls.untyped_storage().data_ptr())
-        return held.untyped_storage().data_ptr() in own
+        return held.untyped_storage().data_ptr() in self._own
 
     def _elements_per_row(self, inputs: dict[str, list[int]], rows: int) -> Iterator[int]:
         for name in self.layers:
@@ -182,31 +196,38 @@ class BatchNorms:
         self.shift.copy_(probe.means)
         self.elements.copy_(torch.tensor(probe.elements, dtype=torch.int64)[self._of_layer.cpu()])
         self._factors.clear()
-
-    def clear(self) -> None:
-        """Before a shard's forward: with momentum 1 a NaN in the scratch would stay (0 * NaN)."""
-        self.scratch.zero_()
-        self.calls.zero_()
+        self._factor_rows = 0
 
     def collect(
         self, into: torch.Tensor, rows: int, total: int, shard: int | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | int:
         """After the forward of a shard's `rows` of a mini-batch of `total`: add its moments to
         the message's segment `into`, (2, C). `shard` matters under "local" only.
 
         Returns how many layers did not run exactly once, as a number on the device.
         """
-        share, (mean, variance) = rows / total, self.scratch
-        if self.mode == "exact":
-            variance = variance * self._bessel(rows)[0]
-        square = {"exact": 1.0, "running": self._weight()}.get(self.mode, 0.0)
-        terms = torch.stack(moments(mean, variance, self.shift, share, square))
+        if not self.channels:
+            return 0
+        share = rows / total
+        self._forwards += 1
+        self._gather()
+        torch.sub(self._mean, self._shift, out=self._distances)
+        if self.mode != "exact":
+            self._weighed.mul_(self._weight() if self.mode == "running" else 0.0)
+        elif rows != self._factor_rows:
+            self._factor.copy_(self._bessel(rows)[0])
+            self._factor_rows = rows
+        # not by addcmul, which may round once where two operations round twice
+        torch.sum(self._values * self._by, 0, out=self._second)
         if self._private is None:
-            into += terms
+            into.add_(self._terms, alpha=share)
         elif shard is None or shard == self.first_shard:
-            self._private += terms
+            self._private.add_(self._terms, alpha=share)
             self._private_share += share
-        return (self.calls != 1).sum()
+        calls = torch.stack(self._calls)
+        if self._forwards > 1:
+            calls -= self._forwards - 1
+        return (calls != self._expected).sum()
 
     def _bessel(self, rows: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Bessel's correction by channel for n = rows x elements: (n - 1) / n, and n / (n - 1)."""
@@ -214,7 +235,7 @@ class BatchNorms:
             return self._factors[rows]
         n = (rows * self.elements).to(torch.float64)
         remove, apply = (n - 1) / n, n / (n - 1).clamp(min=1)
-        found = remove.to(self.scratch.dtype), apply.to(self.scratch.dtype)
+        found = remove.to(self._state.dtype), apply.to(self._state.dtype)
         if isinstance(rows, int):
             self._factors[rows] = found
         return found
@@ -223,7 +244,7 @@ class BatchNorms:
         """phi by channel; 1 / (number of this update) where momentum is None."""
         if not self._cumulative:
             return self.momentum
-        average = 1.0 / (self.updates[self._of_layer] + 1).to(self.scratch.dtype)
+        average = 1.0 / (self.updates[self._of_layer] + 1).to(self._state.dtype)
         return torch.where(self.momentum < 0, average, self.momentum)
 
     def merge(self, summed: torch.Tensor, rows: int | torch.Tensor, finite: torch.Tensor) -> None:
@@ -234,30 +255,38 @@ class BatchNorms:
         """
         if not self.channels:
             return
-        first, second = summed
         if self._private is not None:
             if self._private_share == 0.0:
                 return self.restore()
-            first, second = self._private / self._private_share
-        mean, variance = pooled(self.shift, first, second)
-        weight = self._weight()
+            summed = self._private / self._private_share
+        if summed is not self._split[0]:  # views are operations too
+            self._split = (summed, summed[0], summed[0].expand(2, -1), summed[1])
+        _, first, both, second = self._split
+        torch.add(self._shift, both, out=self._means)
         if self.mode == "exact":
-            variance = variance * self._bessel(rows)[1]
+            torch.sub(second, first * first, out=self._variance)
+            self._variance.clamp_(min=0).mul_(self._bessel(rows)[1])
         elif self.mode == "running":
-            variance = second - weight * first * first
+            torch.sub(second, self._weight() * first * first, out=self._variance)
         else:
-            variance = second
-        target = torch.stack([mean, variance])
-        updated = torch.lerp(self.running, target, torch.as_tensor(weight).expand_as(target))
-        torch.where(finite, updated, self.running, out=self.running)
-        torch.where(finite, mean, self.shift, out=self.shift)
-        self.updates += finite
-        self.restore()
+            self._variance.copy_(second)
+        if self._cumulative:
+            self._weights[:2] = self._weight()
+        updated = torch.lerp(self._state, self._target, self._weights)
+        torch.where(finite, updated, self._state, out=self._state)
+        self._counts += finite
+        self._put_back()
 
     def restore(self) -> None:
         """Put the running statistics into the model's buffers and make ready for the next step."""
-        self.scratch.copy_(self.running)
-        self.calls.copy_(self.updates)
+        torch.add(self.updates, 1, out=self._expected)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self.layers:
+            torch._foreach_copy_(self._buffers, self._places)
+            torch._foreach_copy_(self._calls, self._updates)
+        self._forwards = 0
         if self._private is not None:
             self._private.zero_()
             self._private_share = 0.0

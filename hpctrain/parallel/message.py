@@ -2,10 +2,12 @@
 
     gradients | moments | scalars | slots
 
-* gradients: the parameters' `.grad` are views of it, in the order of `model.parameters()`,
-  each at a multiple of 64 elements (256 bytes), with the parameter's own strides.
+* gradients: those of the parameters in the order of `model.parameters()`, each at a multiple of
+  64 elements (256 bytes), with the parameter's own strides. After a backward one operation adds
+  all to it, as torch makes them: adding each one where it lies would be a kernel per parameter.
 * moments: two numbers per batch-norm channel (batchnorm.py).
-* scalars: loss sum, correct, rows, irregular batch-norm layers, votes; sums over ranks.
+* scalars: loss sum, correct, rows, irregular batch-norm layers, votes; sums over ranks. The last
+  one says afterwards whether the step was left out.
 * slots: a few numbers per rank, each written by its rank only, so the sum keeps them apart.
 
 Float32 holds integers exactly to 2^24, so counts and flags survive the sum.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,8 +29,8 @@ from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.memory import plain_zeros
 
 ALIGNMENT = 64  # elements
-SCALARS = ("loss", "correct", "rows", "irregular", "stop", "leave", "save")
-SLOTS = ("compute", "data", "nonfinite", "digest")
+SCALARS = ("loss", "correct", "rows", "irregular", "stop", "leave", "save", "skipped")
+SLOTS = ("compute", "data", "loss", "digest")
 
 
 class Segment(NamedTuple):
@@ -127,7 +130,7 @@ class Message:
         """Lay out a model with `channels` batch-norm channels for `rank` of `size`.
 
         The model's parameters become views of `weights`, one flat parameter for the optimizer,
-        and their gradients views of `gradients`, which is its gradient.
+        whose gradient is `gradients`.
         """
         self.rank, self.layout = rank, lay_out(model)
         self.device = next(model.parameters()).device
@@ -137,27 +140,55 @@ class Message:
         self.moments = moments.view(2, channels)
         self.slots = slots.view(size, len(SLOTS))
         self._ends = self.tensor[-len(SCALARS) - size * len(SLOTS) :]
-        self._loss, self._correct, self._rows, self._irregular, *votes = self.scalars.unbind()
-        self._stop, self._leave, self._save = votes
+        loss, self._correct, self._rows, self._irregular, *votes = self.scalars.unbind()
+        self._stop, self._leave, self._save, self.skipped = votes
         self._own = self.slots[rank].unbind()
+        # the loss of all rows, and in this rank's slot: one operation adds to both
+        start = loss.storage_offset()
+        apart = self._own[2].storage_offset() - start
+        self._losses = self.tensor.as_strided((2,), (apart,), start)
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
-        self._finite = torch.ones((), dtype=torch.bool, device=self.device)
+        self._poison = torch.zeros((), dtype=self.layout.dtype, device=self.device)  # or NaN
         self.parameters = dict(model.named_parameters())  # by name, frozen ones too
-        for segment in self.layout.segments:
-            self.parameters[segment.name].grad = segment.of(self.gradients)
+        self._views = [
+            (self.parameters[segment.name], segment.of(self.gradients))
+            for segment in self.layout.segments
+        ]
+        for parameter, _ in self._views:
+            parameter.grad = None
 
     def zero(self) -> None:
-        """Start a step. Also the reason why no `zero_grad` is called: it would drop the views."""
+        """Start a step. RuntimeError where the model does not learn what is updated, or the
+        message not what it learns.
+        """
         self.tensor.zero_()
         for segment in (self.layout.segments[0], self.layout.segments[-1]):
-            grad = self.parameters[segment.name].grad
-            address = self.gradients.data_ptr() + segment.offset * self.gradients.element_size()
-            if grad is None or grad.data_ptr() != address:
+            parameter = self.parameters[segment.name]
+            address = self.weights.data_ptr() + segment.offset * self.weights.element_size()
+            if parameter.data_ptr() != address:
                 raise RuntimeError(
-                    f"the gradient of {segment.name} is no longer a view of the message:"
-                    " zero_grad() or to() was called on the model"
+                    f"{segment.name} is no longer a view of the message's weights: to() was"
+                    " called on the model"
                 )
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"the gradient of {segment.name} is not in the message: call add_gradients()"
+                    " after each backward()"
+                )
+
+    @torch.no_grad()
+    def add_gradients(self, numbers: Sequence[int] | None = None) -> None:
+        """Add what backward left in the parameters' `.grad`, which is None afterwards; of those
+        segments of the layout only that have these `numbers`.
+        """
+        views = self._views if numbers is None else [self._views[number] for number in numbers]
+        there = [(p, view, p.grad) for p, view in views if p.grad is not None]
+        if there:
+            parameters, targets, gradients = zip(*there, strict=True)
+            torch._foreach_add_(targets, gradients)
+            for parameter in parameters:
+                parameter.grad = None
 
     def count(
         self,
@@ -166,13 +197,8 @@ class Message:
         rows: int,
         irregular: torch.Tensor | int = 0,
     ) -> None:
-        """Add a shard's loss sum, correct answers, rows and irregular layers, on the device.
-
-        A loss that is not finite is noted in this rank's slots too.
-        """
-        loss = loss.detach()
-        self._loss.add_(loss)
-        self._own[2].add_(loss, alpha=0)  # 0 x is NaN for NaN and infinity
+        """Add a shard's loss sum, correct answers, rows and irregular layers, on the device."""
+        self._losses.add_(loss.detach() if loss.requires_grad else loss)
         self._correct.add_(correct)
         self._rows.add_(rows)
         self._irregular.add_(irregular)
@@ -185,8 +211,7 @@ class Message:
 
     def clock(self, compute: float, data: float) -> None:
         """Put this rank's seconds of this step into its slots."""
-        self._own[0].fill_(compute)
-        self._own[1].fill_(data)
+        torch._foreach_add_(self._own[:2], [compute, data])
 
     def sign(self, digest: torch.Tensor | None) -> None:
         """Put a part of this rank's digest, below 2^24, into its slot, if there is one."""
@@ -205,19 +230,25 @@ class Message:
         return counted
 
     def finite(self, lasting: bool = False) -> torch.Tensor:
-        """Whether the reduced message is free of NaN and infinity: a bool on the device. Where it
-        is `lasting`, no step counts as finite after one that was not.
+        """Whether the reduced message is free of NaN and infinity: a bool on the device, and in
+        `skipped` 1 where it is not. Where it is `lasting`, no step counts as finite after one
+        that was not.
 
         A sum over the message is finite only if all of it is: NaN and infinity survive addition,
         and 0 x is NaN for both.
         """
-        finite = self.tensor.sum() * 0 == 0
-        self._finite = finite & self._finite if lasting else finite
-        return self._finite
+        total = self.tensor.sum()
+        if lasting:
+            self._poison.add_(total, alpha=0)
+        else:
+            torch.mul(total, 0, out=self._poison)
+        finite = self._poison == 0
+        torch.logical_not(finite, out=self.skipped)
+        return finite
 
     def report(self) -> Report:
         """Send scalars and slots of the reduced message to the host. Nothing waits."""
-        return Report(Snapshot(torch.cat((self._finite[None], self._ends))))
+        return Report(Snapshot(self._ends))
 
     def totals(self) -> Totals:
         """Read scalars and slots of the reduced message (waits for the device)."""
@@ -232,15 +263,15 @@ class Report:
 
     def totals(self) -> Totals:
         """It, as soon as it is there."""
-        finite, loss, *numbers = self._snapshot.numbers()
+        loss, *numbers = self._snapshot.numbers()
         votes = len(SCALARS) - 1
-        correct, rows, irregular, stop, leave, save = map(_whole, numbers[:votes])
-        compute, data, flags, digests = (
+        correct, rows, irregular, stop, leave, save, skipped = map(_whole, numbers[:votes])
+        compute, data, losses, digests = (
             numbers[slot :: len(SLOTS)] for slot in range(votes, votes + len(SLOTS))
         )
         return Totals(
-            *(loss, correct, rows, bool(finite), irregular, stop, leave, save),
-            [rank for rank, flag in enumerate(flags) if flag],
+            *(loss, correct, rows, not skipped, irregular, stop, leave, save),
+            [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)],
             *(compute, data, [_whole(digest) for digest in digests]),
         )
 

@@ -7,10 +7,10 @@ gradients come. A segment goes as soon as its gradients are there and all segmen
 in the last batch that the rank has in a step; earlier ones only add to it. What backward did not
 complete (a parameter without a part in it, a rank without rows) goes when backward is over.
 
-A hook of each parameter counts. torch calls it once in a backward, after all that the parameter
-gave in its several places was added to `.grad`, but once more in each backward within backward
-(reentrant checkpoints). How often is enough is seen in the batches before; one call more, after the
-segment went, is an error and not a wrong sum.
+A hook of each parameter counts; a segment that is complete is added to the message. torch calls it
+once in a backward, after all that the parameter gave in its several places is in `.grad`, but once
+more in each backward within backward (reentrant checkpoints). How often is enough is seen in the
+batches before; one call more, after the segment went, is an error and not a wrong sum.
 
 One thread makes the calls that wait. Nothing else in a process communicates meanwhile, so it is
 enough if MPI lets threads call it in turn. On a GPU the thread has a stream of its own, which waits
@@ -54,9 +54,14 @@ class Overlapped(Reduce):
         """
         check_threads("--overlap")
         self.transport, self._parts, self._device = parts[0].transport, parts, message.device
+        self._message = message
         segments = message.layout.segments
         self._names = [segment.name for segment in segments]
         self._part = [sum(span.start > s.offset for span in spans) for s in segments]
+        self._members = [
+            [number for number, of in enumerate(self._part) if of == part]
+            for part in range(len(parts))
+        ]
         self._enough = [0] * len(segments)  # calls in a batch, by parameter; 0 = not known yet
         self._shards: list[int] = []  # of this rank, still to come in this step
         self._sent = 0  # parts, in this step
@@ -122,6 +127,7 @@ class Overlapped(Reduce):
         self._calls[number] += 1
         self._missing[part] -= self._calls[number] == self._enough[number]
         while len(self._shards) == 1 and not self._missing[self._sent]:
+            self._message.add_gradients(self._members[self._sent])
             self._send(self._shards[0])
 
     def _send(self, shard: int | None) -> None:

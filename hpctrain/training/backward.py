@@ -4,7 +4,7 @@
     Graphs    the kernels of both recorded once for every shape and then launched together
               (--graphs): where a batch is small, a GPU otherwise waits for the host
 
-All add the gradients of loss / total to the parameters' `.grad`, where they lie.
+All add the gradients of loss / total to the message.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.device import GraphRecorder
+from hpctrain.parallel.message import Message
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
@@ -45,13 +46,17 @@ class Backward(Protocol):
 class Eager:
     """Launches forward and backward kernel by kernel."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        self._model, self._loss = model, loss
+    def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
+        self._model, self._loss, self._message = model, loss, message
+        self._shares: dict[int, Tensor] = {}  # 1 / total: a run has two totals
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
         """As in Backward."""
         loss, correct = self._loss(self._model, inputs, targets)
-        (loss / total).backward()
+        if total not in self._shares:
+            self._shares[total] = torch.full_like(loss, 1 / total, requires_grad=False)
+        loss.backward(self._shares[total])  # as of loss / total, which would be two operations
+        self._message.add_gradients()
         return loss.detach(), correct
 
 
@@ -60,8 +65,8 @@ class Compiled(Eager):
     shall not depend on which shape came first.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__(cast(nn.Module, torch.compile(model, dynamic=False)), loss)
+    def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
+        super().__init__(cast(nn.Module, torch.compile(model, dynamic=False)), loss, message)
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
         """As in Backward. RunError where torch cannot compile the model."""
@@ -123,11 +128,13 @@ def _form(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def make_backward(model: nn.Module, loss: Loss, compiled: bool, graphs: bool) -> Backward:
+def make_backward(
+    model: nn.Module, loss: Loss, message: Message, compiled: bool, graphs: bool
+) -> Backward:
     """How a run computes gradients. UsageError for graphs without a GPU, and on CPUs for compiling
     without a compiler.
     """
-    device = next(model.parameters()).device
+    device = message.device
     if graphs and device.type != "cuda":
         raise UsageError("--graphs is for GPUs: this rank computes on the CPU")
     compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
@@ -136,5 +143,5 @@ def make_backward(model: nn.Module, loss: Loss, compiled: bool, graphs: bool) ->
             f"--compile needs a C++ compiler on CPUs, and there is no {compiler}: install it, or"
             " name another in CXX"
         )
-    backward = Compiled(model, loss) if compiled else Eager(model, loss)
+    backward = (Compiled if compiled else Eager)(model, loss, message)
     return Graphs(backward) if graphs else backward

@@ -60,11 +60,10 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def gate_update(optimizer: Optimizer, finite: Tensor) -> None:
-    """Let the next `step` change nothing unless `finite`, a bool on the device, is true."""
-    closed = torch.empty((), dtype=torch.float32, device=finite.device)
+def gate_update(optimizer: Optimizer, skipped: Tensor) -> None:
+    """Let the next `step` change nothing where `skipped`, a number on the device, is 1."""
     # torch's own GradScaler sets this attribute; its type stubs do not know it.
-    optimizer.found_inf = torch.logical_not(finite, out=closed)  # type: ignore[attr-defined]
+    optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
 
 
 def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:

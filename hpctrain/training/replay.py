@@ -144,7 +144,8 @@ def replay(
 
     def forward(sample: Sample) -> dict[str, Value]:
         seed_torch(sample.key, device)
-        norms.clear() if model.training else norms.restore()
+        if not model.training:
+            norms.restore()
         task(listener, sample.inputs, sample.targets)
         return {OUTPUT: value_of(listener.output), **held()}
 

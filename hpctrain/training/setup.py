@@ -45,7 +45,7 @@ from hpctrain.parallel.reduce import broadcast, choose_reduce
 from hpctrain.parallel.select import make, place_of
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
-from hpctrain.training.backward import Backward, make_backward
+from hpctrain.training.backward import make_backward
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.probe import probe_model
 from hpctrain.training.reading import (
@@ -121,8 +121,7 @@ def set_up(
     norms.start(probe)
     places = allgather(comm, everywhere(comm, lambda: place_of(device, config.reduce)))
     choice = everywhere(comm, lambda: choose(places, config.reduce))
-    backward = everywhere(comm, lambda: make_backward(model, task, config.compile, config.graphs))
-    trainer = make_trainer(model, norms, backward, config, plan, make(choice, comm))
+    trainer = make_trainer(model, norms, task, config, plan, make(choice, comm))
     own = range(*plan.runs[comm.rank])
     reading = Reading(pack, checks, source, order_of(plan))
     if config.stage and not config.dry_run:
@@ -182,7 +181,7 @@ def make_model(
 def make_trainer(
     model: nn.Module,
     norms: BatchNorms,
-    backward: Backward,
+    task: Task,
     config: Config,
     plan: Plan,
     transport: Transport,
@@ -201,6 +200,9 @@ def make_trainer(
     )
     if plan.deterministic:
         same_everywhere(comm, {"the kind of hardware": hardware_key(message.device)})
+    backward = everywhere(
+        comm, lambda: make_backward(model, task, message, config.compile, config.graphs)
+    )
     broadcast(comm, message.weights)
     runs = [range(*run) for run in plan.runs]
     norms.first_shard = runs[comm.rank].start

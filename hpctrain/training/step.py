@@ -100,7 +100,6 @@ def train_step(
     trainer.reduce.begin([batch.shard for batch in batches])
     for batch in batches:
         seed_torch(batch.key, message.device)  # dropout belongs to the shard, not to the rank
-        norms.clear()
         loss, correct = trainer.backward(batch.images, batch.targets, total)
         rows = len(batch.targets)
         irregular = norms.collect(message.moments, rows, total, batch.shard)
@@ -119,6 +118,6 @@ def train_step(
     norms.merge(message.moments, counted, finite)
     if trainer.clip_norm is not None:
         clip_gradient(message.gradients, trainer.clip_norm)
-    gate_update(trainer.optimizer, finite)
+    gate_update(trainer.optimizer, message.skipped)
     with trainer.unused.untouched(finite):
         trainer.optimizer.step()

@@ -47,7 +47,6 @@ def run_steps(comm, model, steps, mode):
         for shard in carried(len(arrays), comm.size)[comm.rank]:
             rows = len(arrays[shard])
             if rows:
-                norms.clear()
                 model(torch.from_numpy(arrays[shard]))
                 norms.collect(message.moments, rows, total)
         reduce()
@@ -144,7 +143,6 @@ def test_without_a_shift_the_variance_would_cancel(comm):
     norms.elements.fill_(35)
     message.zero()
     for shard in carried(5, comm.size)[comm.rank]:
-        norms.clear()
         model(torch.from_numpy(data[0][shard]))
         norms.collect(message.moments, len(data[0][shard]), 161)
     choose_reduce(comm, message)()
@@ -201,7 +199,6 @@ def run_steps_with_gate(comm, model, steps):
         total = sum(len(a) for a in arrays)
         message.zero()
         for shard in carried(len(arrays), comm.size)[comm.rank]:
-            norms.clear()
             loss = model(torch.from_numpy(arrays[shard])).square().sum()
             norms.collect(message.moments, len(arrays[shard]), total)
             message.count(loss, 0, len(arrays[shard]))

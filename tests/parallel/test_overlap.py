@@ -108,7 +108,7 @@ def inputs(step, shard, dtype):
 
 def steps(comm, model, overlap, number=3, shards=None, tree=False, missing=(), **how):
     """The message after each of some steps; (step, shard) that is `missing` has no rows."""
-    message = Message(model, 5, comm.rank, comm.size)
+    message = model.message = Message(model, 5, comm.rank, comm.size)
     runs = carried(shards or comm.size, comm.size)
     in_order = runs if tree else None
     reduce = choose_reduce(comm, message, in_order, overlap=overlap, **how)
@@ -120,6 +120,7 @@ def steps(comm, model, overlap, number=3, shards=None, tree=False, missing=(), *
             for shard in mine:
                 x = inputs(step, shard, message.layout.dtype).to(message.device)
                 model(x).square().sum().backward()
+                message.add_gradients()
                 message.moments.add_(x.mean())
                 message.count(x.sum(), shard, len(x))
                 reduce.keep(shard)
@@ -250,7 +251,7 @@ def test_all_ranks_sum_in_one_order(comm):
     running = steps(comm, model, MANY, number=4, transport=transport)
     transport.start = 0
     next(running)
-    transport.start = model.layers[0].weight.grad.data_ptr()
+    transport.start = model.message.gradients.data_ptr()
     transport.lengths = ()
     list(running)
     spans = cut(lay_out(model), MANY)

@@ -58,20 +58,28 @@ def batch(rows, key):
     return images.to(memory_format=torch.channels_last), targets
 
 
+def eager(model):
+    return Eager(model, Classification(), Message(model, 4, 0, 1))
+
+
+def made(model, compiled, graphs):
+    return make_backward(model, Classification(), Message(model, 4, 0, 1), compiled, graphs)
+
+
 def gradients(make, rows, total=16):
     """What a list of batches gives, one after another: losses, answers, gradients, statistics."""
     model = network()
     norms = BatchNorms(model)
     message = Message(model, norms.channels, 0, 1)
-    backward = make(model, Classification())
-    found = []
+    backward = make(model, Classification(), message)
+    found, statistics = [], [model[1].running_mean, model[1].running_var]
     for key, count in enumerate(rows):
         message.zero()
-        norms.clear()
         torch.manual_seed(key)
         loss, correct = backward(*batch(count, key), total)
         assert not loss.requires_grad
-        found.append((loss.item(), int(correct), message.gradients.clone(), norms.scratch.clone()))
+        gradients, batch_norm = message.gradients.clone(), torch.stack(statistics)
+        found.append((loss.item(), int(correct), gradients, batch_norm))
     return found
 
 
@@ -94,7 +102,7 @@ def test_replayed_gradients_are_the_same_whatever_the_shape():
 
 def test_a_graph_belongs_to_one_total_one_layout_and_few_shapes():
     model, recorder = network(), Recorder()
-    backward = Graphs(Eager(model, Classification()), recorder)
+    backward = Graphs(eager(model), recorder)
     images, targets = batch(6, 0)
     for _ in range(WARM + 1):
         backward(images, targets, 6)
@@ -117,7 +125,7 @@ def test_a_step_that_cannot_be_recorded_is_one_line():
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    backward = Graphs(Eager(network(), Classification()), record)
+    backward = Graphs(eager(network()), record)
     for _ in range(WARM):
         backward(*batch(4, 0), 4)
     with pytest.raises(RunError) as caught:
@@ -131,8 +139,8 @@ def test_a_run_with_graphs_is_the_same_run(comm, settings, monkeypatch):
     config = dataclasses.replace(settings, deterministic=True, shards=4, epochs=3, flip=True)
     plain, recorder = digest(config, comm, "plain"), Recorder()
 
-    def made(model, loss, compiled, graphs):
-        return Graphs(Eager(model, loss), recorder)
+    def made(model, loss, message, compiled, graphs):
+        return Graphs(Eager(model, loss, message), recorder)
 
     monkeypatch.setattr(setup, "make_backward", made)
     assert digest(config, comm, "graphs") == plain
@@ -142,7 +150,7 @@ def test_a_run_with_graphs_is_the_same_run(comm, settings, monkeypatch):
 
 def test_graphs_need_a_gpu_and_leave_nothing_to_overlap():
     with pytest.raises(UsageError, match="--graphs is for GPUs"):
-        make_backward(network(), Classification(), False, True)
+        made(network(), False, True)
     with pytest.raises(UsageError, match="--overlap 3 and --graphs exclude each other"):
         check_ranges(Config(graphs=True, overlap=3))
     check_ranges(Config(graphs=True))
@@ -151,9 +159,9 @@ def test_graphs_need_a_gpu_and_leave_nothing_to_overlap():
 def without_dropout(compiled):
     """Compiled dropout draws other random numbers."""
 
-    def make(model, loss):
+    def make(model, loss, message):
         model[3].p = 0.0
-        return make_backward(model, loss, compiled, False)
+        return make_backward(model, loss, message, compiled, False)
 
     return make
 
@@ -173,8 +181,8 @@ def test_compiled_gradients_are_those_of_torch():
 def test_compiling_needs_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(UsageError, match="--compile needs a C.. compiler .* there is no /nowhere"):
-        make_backward(network(), Classification(), True, False)
-    assert isinstance(make_backward(network(), Classification(), False, False), Eager)
+        made(network(), True, False)
+    assert isinstance(made(network(), False, False), Eager)
 
 
 def test_what_cannot_be_compiled_is_one_line(monkeypatch):
@@ -183,6 +191,7 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch):
 
     compile_by = torch.compile
     monkeypatch.setattr(torch, "compile", lambda m, dynamic: compile_by(m, backend=broken))
-    backward = Compiled(network(), Classification())
+    model = network()
+    backward = Compiled(model, Classification(), Message(model, 4, 0, 1))
     with pytest.raises(RunError, match="--compile: torch cannot compile.*no such instruction"):
         backward(*batch(4, 0), 4)

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""The operators of one step of hpctrain beside those of a plain torch loop, as a table.
+
+    python scripts/count_operators.py [--device cuda]
+
+Both train the same network on the same batch, with SGD, momentum and weight decay as torch updates
+on GPUs (foreach). On a GPU every operator but views and allocations is a kernel or more, and where
+the network or the batch is small their number decides how long a step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hpctrain.bench.gpu.case import CLASSES, Case, first_batches, made_pack, ready  # noqa: E402
+from hpctrain.bench.plain import plain_step  # noqa: E402
+from hpctrain.models import build  # noqa: E402
+from hpctrain.parallel.device import place  # noqa: E402
+
+CASES = {"ResNet-50": ("resnet50", (64, 64, 3), 1.08), "digits": ("digits", (28, 28, 1), 1.5)}
+ROWS, WARM = 8, 4
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view")
+
+
+class Count(NamedTuple):
+    """The operators of a step."""
+
+    dispatched: int  # all that torch dispatched
+    computing: int  # without views and allocations
+    names: Counter[str]
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes every operator that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.computing = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        schema = function._schema
+        if not schema.name.startswith("profiler::"):
+            self.names[str(function)] += 1
+            views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+            allocates = schema.name.partition("::")[2] in ALLOCATIONS
+            self.computing += not (views or allocates)
+        return function(*args, **(kwargs or {}))
+
+
+def count_step(step: Callable[[], object]) -> Count:
+    """The operators of the step that this call does, after some that are not counted."""
+    for _ in range(WARM):
+        step()
+    with Dispatched() as found:
+        step()
+    return Count(found.names.total(), found.computing, found.names)
+
+
+def make_steps(
+    folder: Path, network: str, shape: tuple[int, int, int], device: str, *flags: str
+) -> dict[str, Callable[[], object]]:
+    """What does one step of hpctrain, with these flags too, and one of the plain loop, on ROWS
+    images (H, W, C).
+    """
+    from hpctrain.training.step import train_step
+
+    case = Case(folder, rehearsal=device == "cpu")
+    words = ["--data", made_pack(case, ROWS, shape), "--model", network, "--weight-decay", "1e-4"]
+    job = ready(case, *words, "--batch-size", str(ROWS), *flags)
+    ((batch,),) = first_batches(job)
+
+    def ours() -> object:
+        train_step(job.trainer, [batch], ROWS)
+        return job.trainer.message.report()
+
+    model = place(build(network, shape, CLASSES).train(), torch.device(device), channels_last=True)
+    plain = plain_step(model, "fp32", fused=None, foreach=True, weight_decay=1e-4)
+    return {"hpctrain": ours, "plain torch": lambda: plain(batch.images, batch.targets)}
+
+
+def main() -> int:
+    """Count, print a line for each network; 1 where there are more than there may be."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to count")
+    device, wrong = parser.parse_args().device, 0
+    print("network      hpctrain, plain torch, ratio, at most; without views and allocations")
+    for name, (network, shape, most) in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            steps = make_steps(Path(folder), network, shape, device)
+            ours, plain = (count_step(step) for step in steps.values())
+        ratio = ours.dispatched / plain.dispatched
+        wrong += ratio > most
+        few = f"{ours.computing:5} {plain.computing:5} {ours.computing / plain.computing:6.3f}"
+        dispatched = f"{ours.dispatched:5} {plain.dispatched:5} {ratio:6.3f} {most:5.2f}"
+        print(f"{name:12} {dispatched}   {few}")
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
