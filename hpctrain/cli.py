@@ -12,11 +12,13 @@ import re
 import sys
 import time
 import typing
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from hpctrain import __version__, config
 from hpctrain.configfile import read_settings, require_typed, take_files
-from hpctrain.errors import Failure, UsageError, did_you_mean
+from hpctrain.errors import Failure, UsageError, brief, did_you_mean
 from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.start import start
 
@@ -115,13 +117,13 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     for file in files:
         own, positional = read_settings(file, settings)
         try:
-            parser.parse_args(own)
+            parser.parse(own)
         except UsageError as error:
             raise UsageError(f"{file}: {error}") from error
         require_typed(file, own, rest)
         flags += own
         words |= positional
-    parsed = vars(parser.parse_args(flags + rest))
+    parsed = vars(parser.parse(flags + rest))
     given = {f.name: parsed[f.name] for f in dataclasses.fields(settings)}
     given |= {name: value for name, value in words.items() if not given[name]}
     return name, settings(**given)
@@ -138,8 +140,15 @@ def make_parser(name: str) -> Any:
     class Parser(jsonargparse.ArgumentParser):
         """Mistakes become one line that names the nearest flag or key."""
 
+        words: Sequence[str] = ()
+
+        def parse(self, words: Sequence[str]) -> Any:
+            """The settings in these words of the command line. UsageError."""
+            self.words = words
+            return self.parse_args(words)
+
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise UsageError(_one_line(message, known))
+            raise UsageError(_one_line(message, known, self.words))
 
     parser = Parser(
         prog=f"hpctrain {name}",
@@ -205,12 +214,23 @@ def _add_option(group: Any, field: dataclasses.Field, hint: Any) -> None:
         group.add_argument(flag, type=base, metavar=metavar, **arguments)
 
 
-def _one_line(message: str, known: list[str]) -> str:
+def _as_typed(flag: str, words: Sequence[str], value: str) -> str:
+    """What was typed as the value of a flag that was read as `value`; the flag's last wins."""
+    for word, following in pairwise([*words, ""]):
+        if word == flag:
+            value = following
+        elif word.startswith(f"{flag}="):
+            value = word.removeprefix(f"{flag}=")
+    return brief(value)
+
+
+def _one_line(message: str, known: list[str], words: Sequence[str]) -> str:
     text = " ".join(str(message).split()).removeprefix("Parser key ")
     number = re.fullmatch(r'"(\w+)": Expected a <class .(int|float|str).>. Got value: (.*)', text)
     if number:
         kind = {"int": "a whole number", "float": "a number", "str": "a text"}[number[2]]
-        return f"--{number[1].replace('_', '-')} {number[3]}: {kind} is expected"
+        flag = f"--{number[1].replace('_', '-')}"
+        return f"{flag} {_as_typed(flag, words, number[3])}: {kind} is expected"
     wrong = re.search(r"(?:unrecognized arguments: --|Option ')([\w-]+)", text)
     if wrong:
         return f"there is no setting {wrong[1]!r}{_flag_hint(did_you_mean(wrong[1], known))}"

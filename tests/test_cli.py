@@ -45,6 +45,8 @@ def test_a_written_configuration_reads_back_the_same(tmp_path):
         (["--bach-size", "3"], "no setting 'bach-size', did you mean '--batch-size'"),
         (["--lr", "fast"], "--lr fast: a number is expected"),
         (["--epochs", "2.5"], "--epochs 2.5: a whole number is expected"),
+        (["--epochs", "1e400"], "--epochs 1e400: a whole number is expected"),
+        (["--epochs=1e3", "--lr", "1"], "--epochs 1e3: a whole number is expected"),
         (["--optimizer", "sgd"], "'sgd'.*sgdm.*adam"),
         (["trian"], "no subcommand 'trian', did you mean 'train'"),
         (["--config", "nowhere.toml"], "nowhere.toml cannot be read: No such file"),

@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from hpctrain.config.train import Config
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, brief
 from hpctrain.typed import LARGEST
 
 MOST_THREADS = 64  # that a run may ask for on a small machine, to repeat one of a larger
@@ -93,7 +93,7 @@ def _check_numbers(config: Config) -> None:
         value = getattr(config, field.name)
         if isinstance(value, int) and abs(value) > LARGEST:
             flag = "--" + field.name.replace("_", "-")
-            raise UsageError(f"{flag} {value}: give at most {LARGEST}")
+            raise UsageError(f"{flag} {brief(value)}: give at most {LARGEST}")
 
 
 def _check_foreign(config: Config) -> None:

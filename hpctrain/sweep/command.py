@@ -28,6 +28,7 @@ from hpctrain.sweep.file import Network, Networks, read_networks
 from hpctrain.sweep.folder import choose_folder, make_folder, settings_file, sweep_file
 from hpctrain.sweep.prune import Pruner, require_optuna
 from hpctrain.sweep.results import FAILED, counts, write_results
+from hpctrain.sweep.results import FILE as RESULTS
 from hpctrain.sweep.show import Show
 from hpctrain.sweep.slots import Machine, find_machine, python_program
 from hpctrain.text import say
@@ -58,7 +59,7 @@ def main(settings: SweepConfig) -> int:
     if settings.dry_run:
         preview(folder, networks, machine, show)
         return 0
-    if file == folder / SWEEP_FILE:
+    if file == folder / SWEEP_FILE or file.with_name(RESULTS).is_file():  # of another sweep
         require_typed(settings, file, networks)
     left = not_ended(read_rows(folder, networks, settings.retry))
     if there and not left:

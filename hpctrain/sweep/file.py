@@ -122,7 +122,7 @@ class Checker:
                 raise UsageError(f"{place}: {key} is set by the sweep itself")
         flags, _ = as_flags(table, Config, place)
         try:
-            parsed = vars(self.parser.parse_args(flags))
+            parsed = vars(self.parser.parse(flags))
         except UsageError as error:
             raise UsageError(f"{place}: {error}") from error
         return {key: parsed[key] for key in table}

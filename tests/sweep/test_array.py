@@ -8,8 +8,25 @@ import subprocess
 import pytest
 
 from hpctrain.config import SweepConfig
+from hpctrain.errors import UsageError
 from hpctrain.sweep import array
+from hpctrain.sweep.command import main as sweep
 from hpctrain.sweep.file import read_networks
+
+
+def test_the_file_of_another_sweep_imports_nothing(tmp_path, monkeypatch):
+    """Named by its path too: who sent the folder must not choose what is imported."""
+    monkeypatch.chdir(tmp_path)
+    text = '[base]\ndata = "gone.h5"\nmodel = "payload:net"\n[grid]\nlr = [0.1]\n'
+    for name in ("got", "own"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sweep.toml").write_text(text)
+    (tmp_path / "got/results.csv").write_text("name,status\n")
+    with pytest.raises(UsageError, match="if you trust it, type .*--model payload:net$"):
+        sweep(SweepConfig(file="got/sweep.toml"))
+    for own in ({"file": "got/sweep.toml", "model": "payload:net"}, {"file": "own/sweep.toml"}):
+        with pytest.raises(UsageError, match=r"gone\.h5"):  # it was allowed to go on
+            sweep(SweepConfig(**own))
 
 
 @pytest.mark.parametrize(("task", "model"), [(1, ""), (2, " --model mynets:net")])

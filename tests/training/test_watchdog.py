@@ -21,7 +21,7 @@ from hpctrain import start as begin
 from hpctrain.bench.jobs import moment
 from hpctrain.config import Config, EvaluateConfig, PackConfig
 from hpctrain.data.packed import read_pack
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.heartbeats import (
     Beat,
     Turn,
@@ -519,3 +519,11 @@ def test_of_launches_at_once_one_trains(tmp_path):
         assert job.returncode == 0 or re.search("another (launch|job)", err), err
     assert codes.count(2) >= 1 and set(codes) == {0, 2}
     assert list(read_records(tmp_path / "runs/a"))[-1]["status"] == "done"
+
+
+@pytest.mark.parametrize(("place", "said"), [("rf", "rf/q"), ("rf/deep", "rf/deep/q")])
+def test_a_file_in_the_place_of_runs_dir_is_no_other_launch(tmp_path, place, said):
+    (tmp_path / "rf").write_text("")
+    job = SimpleNamespace(config=Config(run="q", runs_dir=str(tmp_path / place)))
+    with pytest.raises(RunError, match=f"cannot make .*{said}: Not a directory"):
+        make_run_folder(job, RunLock())
