@@ -2,8 +2,9 @@
 
 Images are augmented as bytes (n, H, W, C), before scaling: a quarter of the memory traffic, and
 what a shift brings in is black whatever the scaling. All images of a batch are treated at once.
-What is drawn depends on the batch's key alone, and is drawn on the CPU, so that every device and
-any number of ranks sees the same images.
+What is drawn depends on the batch's key alone, so that any number of ranks sees the same images.
+Flips and shifts are drawn on the CPU, and every device sees the same; noise, a number for each
+value, is drawn where the images are.
 """
 
 from __future__ import annotations
@@ -88,17 +89,17 @@ def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
     """A copy with image i moved by down[i] and right[i], at most `shift`; black comes in.
 
     Each image gets a black border. A row of a shifted image is then a run of W * C bytes of the
-    bordered one, so all are rows of one overlapping view, picked by where they start.
+    bordered one, so all are rows of one overlapping view, picked by the pixel where they start.
     """
     n, height, width, channels = images.shape
     tall, wide = height + 2 * shift, width + 2 * shift
     bordered = images.new_zeros((n, tall, wide, channels))
     bordered[:, shift : shift + height, shift : shift + width] = images
     run = width * channels
-    runs = bordered.as_strided((bordered.numel() - run + 1, run), (1, 1))
+    runs = bordered.as_strided((n * tall * wide - width + 1, run), (channels, 1))
     lines = torch.arange(height) + (torch.arange(n) * tall + shift - down)[:, None]  # (n, H)
-    starts = (lines * wide + (shift - right)[:, None]) * channels
-    return runs.index_select(0, sent(starts.flatten(), images.device)).view(images.shape)
+    starts = (lines * wide + (shift - right)[:, None]).flatten().int()
+    return runs.index_select(0, sent(starts, images.device)).view(images.shape)
 
 
 def to_input(
@@ -153,14 +154,16 @@ def _scaling(
 
 
 def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
-    """A copy of images (n, C, H, W) in [0, 1] with noise that depends on `key` and shape alone.
+    """A copy of images (n, C, H, W) in [0, 1] with noise that depends on `key`, shape and device
+    alone. A GPU draws other numbers than the CPU, and one of another model may draw others again:
+    torch spreads the counter of its generator over the threads that a GPU has.
 
     "salt-pepper": every value becomes 0 or 1, each with probability level / 2. "gaussian": a
     normal deviate of standard deviation `level` is added, the sum cut to [0, 1].
     """
-    generator = torch.Generator().manual_seed(key)
+    generator = torch.Generator(images.device).manual_seed(key)
     draw = torch.randn if kind == "gaussian" else torch.rand
-    drawn = sent(draw(images.shape, generator=generator), images.device).to(images.dtype)
+    drawn = draw(images.shape, generator=generator, device=images.device).to(images.dtype)
     noisy = images.clone()  # with the same strides
     if kind == "gaussian":
         # Not add_(drawn, alpha=level), of which some devices round only the sum.

@@ -115,6 +115,8 @@ CASES = {
     "NCHW": ({"shift": 1, "scaling": SCALING, "channels_last": False}, None),
     "bfloat16": ({"flip": True, "scaling": SCALING, "dtype": torch.bfloat16}, None),
     "float64": ({"scaling": SCALING, "dtype": torch.float64}, None),
+}
+NOISY = {
     "salt and pepper": ({"flip": True}, noisy("salt-pepper")),
     "gaussian": ({"shift": 1}, noisy("gaussian")),
 }
@@ -139,6 +141,41 @@ def test_a_gpu_makes_the_very_bits_of_the_cpu(case):
         assert one.images.stride() == other.images.stride()
     first, second = there[0].images, there[-3].images
     assert first.shape[1:] == second.shape[1:] and not torch.equal(first[:1], second[:1])
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", NOISY)
+def test_a_gpu_draws_noise_of_its_own_the_same_whoever_carries_a_shard(case):
+    prepare, pair = NOISY[case]
+    here, there = batches("cpu", prepare, pair), batches("cuda", prepare, pair)
+    prepare = make_prepare("cuda", **prepare)
+    alone = Loader(Source(), PARTITION, [1], SEED, prepare, pair, device="cuda")
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.targets, other.targets.cpu())
+        assert not torch.equal(one.images, other.images.cpu())
+    found = [batch.images for batch in there if batch.shard == 1][: PARTITION.steps]
+    for one, (other,) in zip(found, alone.epoch(0), strict=True):
+        assert torch.equal(one, other.images)
+    assert not torch.equal(found[0], found[1])
+
+
+def test_noise_is_drawn_where_the_images_are(monkeypatch):
+    """Nothing of the size of a batch is made on the CPU for a GPU."""
+    asked, original = [], (torch.Generator, torch.rand)
+    images = torch.rand((5, 1, 7, 3))
+
+    def generator(device="cpu"):
+        asked.append(device)
+        return original[0](device)
+
+    def rand(*shape, generator, device="cpu"):
+        asked.append(device)
+        return original[1](*shape, generator=generator, device=device)
+
+    monkeypatch.setattr(torch, "Generator", generator)
+    monkeypatch.setattr(torch, "rand", rand)
+    add_noise(images, "salt-pepper", 0.1, 3)
+    assert [type(device) for device in asked] == [torch.device] * 2 == [type(images.device)] * 2
 
 
 @needs_gpu
@@ -178,10 +215,10 @@ def no_hidden_waits():
 
 
 @needs_gpu
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | NOISY)
 def test_no_host_waits_for_the_gpu_unasked(case):
     """Neither the thread that trains nor the one that reads."""
-    prepare, pair = CASES[case]
+    prepare, pair = (CASES | NOISY)[case]
     made = make_prepare("cuda", **prepare)  # copies mean and std, once
     loader = Loader(Source(), PARTITION, [0, 1, 2], SEED, made, pair, device="cuda")
     with no_hidden_waits():
