@@ -13,7 +13,8 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.places import which_gpu
-from hpctrain.parallel.runtime import built_for
+from hpctrain.parallel.runtime import EXCLUSIVE, built_for, is_exclusive
+from hpctrain.streams import current_stream
 
 Made = TypeVar("Made")
 
@@ -35,12 +36,19 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     try:
         torch.cuda.set_device(number)
+        device = torch.device("cuda", number)
+        current_stream(device).synchronize()  # the first use: to make it current may be none
     except RuntimeError as error:  # an old driver, a GPU in exclusive mode that is taken
+        way_out = "python -m hpctrain doctor says more; --device cpu does without"
+        if is_exclusive(number):
+            way_out = (
+                f"it {EXCLUSIVE}: start one rank for each GPU and end others that use it, or ask"
+                f" for the mode DEFAULT (nvidia-smi -i {number} -c DEFAULT)"
+            )
         raise UsageError(
-            f"GPU {number} of {count} cannot be used ({str(error).splitlines()[0]}):"
-            " python -m hpctrain doctor says more; --device cpu does without"
+            f"GPU {number} of {count} cannot be used ({str(error).splitlines()[0]}): {way_out}"
         ) from error
-    return torch.device("cuda", number)
+    return device
 
 
 def gpu_uuid(device: torch.device) -> str:

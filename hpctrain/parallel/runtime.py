@@ -19,6 +19,7 @@ from hpctrain.errors import RunError
 
 COMPUTE_MODE = 20  # cudaDevAttrComputeMode
 EXCLUSIVE_PROCESS = 3  # cudaComputeModeExclusiveProcess
+EXCLUSIVE = "is in compute mode EXCLUSIVE_PROCESS and serves one process at a time"
 
 
 def built_for() -> str:

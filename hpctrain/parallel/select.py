@@ -17,21 +17,27 @@ from hpctrain.parallel.mpi import Comm, host_name
 from hpctrain.parallel.nccl import Nccl
 from hpctrain.parallel.nccl_library import nccl_version
 from hpctrain.parallel.places import Choice, Place
+from hpctrain.parallel.runtime import EXCLUSIVE, is_exclusive
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Nothing, Pinned, Transport
+from hpctrain.parallel.trial import check_exchange
 
 TRIAL_SECONDS = 120.0
 PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds hpctrain
 
 
-def make(choice: Choice, comm: Comm) -> Transport:
-    """The transport of this name. Collective."""
+def make(choice: Choice, comm: Comm, device: torch.device) -> Transport:
+    """The transport of this name, for vectors on `device`. Collective. UsageError on all ranks
+    where MPI does not deliver what it is given there.
+    """
     match choice.name:
         case "none":
             return Nothing(comm)
         case "nccl":
             return Nccl(comm)
         case "mpi-gpu":
-            return DeviceMemory(comm)
+            transport = DeviceMemory(comm)
+            check_exchange(transport, device)
+            return transport
         case "host":
             return Pinned(comm)
     return HostMemory(comm)
@@ -41,8 +47,20 @@ def place_of(device: torch.device, wanted: str) -> Place:
     """What this rank has to tell. A trial is made only for "mpi-gpu"."""
     if device.type == "cpu":
         return Place(host_name(), "cpu")
-    refusal = trial(device.index) if wanted == "mpi-gpu" else None
+    refusal = None
+    if wanted == "mpi-gpu":
+        refusal = exclusive_refusal(device.index) or trial(device.index)
     return Place(host_name(), "cuda", gpu_uuid(device), nccl_version(), refusal)
+
+
+def exclusive_refusal(gpu: int) -> str | None:
+    """Why no other process can try this GPU, which this one holds: None where it can."""
+    if not is_exclusive(gpu):
+        return None
+    return (
+        f"GPU {gpu} {EXCLUSIVE}: MPI cannot be tried with its memory; ask for the mode DEFAULT"
+        f" (nvidia-smi -i {gpu} -c DEFAULT), or for --reduce nccl or host"
+    )
 
 
 def trial(gpu: int, program: Sequence[str] = ("-m", "hpctrain.parallel.trial")) -> str | None:

@@ -121,7 +121,7 @@ def set_up(
     norms.start(probe)
     places = allgather(comm, everywhere(comm, lambda: place_of(device, config.reduce)))
     choice = everywhere(comm, lambda: choose(places, config.reduce))
-    trainer = make_trainer(model, norms, task, config, plan, make(choice, comm))
+    trainer = make_trainer(model, norms, task, config, plan, make(choice, comm, device))
     own = range(*plan.runs[comm.rank])
     reading = Reading(pack, checks, source, order_of(plan))
     if config.stage and not config.dry_run:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel import device
 from hpctrain.parallel.device import choose_device
 from tests.launch import ROOT, run
 from tests.packs import make_pack
@@ -21,6 +23,7 @@ def two_gpus(monkeypatch):
     current = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(device, "current_stream", Mock())
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     return current
 
@@ -47,6 +50,15 @@ def test_a_gpu_that_cannot_be_used_is_one_line(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", fails)
     expected = (
         r"^GPU 1 of 2 cannot be used \(CUDA error: all CUDA-capable devices are busy\): .*cpu"
+    )
+    with pytest.raises(UsageError, match=expected):
+        choose_device("auto", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)  # current already: not used
+    monkeypatch.setattr(device, "current_stream", fails)
+    monkeypatch.setattr(device, "is_exclusive", lambda number: number == 1)
+    expected = (
+        r"^GPU 1 of 2 cannot be used .* are busy\): it is in compute mode EXCLUSIVE_PROCESS and"
+        r".*: start one rank for each GPU.* -i 1 -c DEFAULT\)$"
     )
     with pytest.raises(UsageError, match=expected):
         choose_device("auto", 1)

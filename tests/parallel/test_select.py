@@ -2,21 +2,94 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
+from hpctrain.errors import UsageError
 from hpctrain.parallel import select
 from hpctrain.parallel.places import Choice
 from hpctrain.parallel.select import make, place_of, trial
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Nothing, Pinned
+from hpctrain.parallel.trial import check_exchange
+from tests.launch import run
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.mpi
 def test_made_by_name(comm):
-    assert isinstance(make(Choice("mpi", ""), comm), HostMemory)
-    assert isinstance(make(Choice("none", ""), comm), Nothing)
-    assert isinstance(make(Choice("host", ""), comm), Pinned)
-    assert isinstance(make(Choice("mpi-gpu", ""), comm), DeviceMemory)
+    assert isinstance(make(Choice("mpi", ""), comm, CPU), HostMemory)
+    assert isinstance(make(Choice("none", ""), comm, CPU), Nothing)
+    assert isinstance(make(Choice("host", ""), comm, CPU), Pinned)
+    assert isinstance(make(Choice("mpi-gpu", ""), comm, CPU), DeviceMemory)
+
+
+class Wrong(DeviceMemory):
+    """Delivers something else on the last rank, in one of its calls."""
+
+    def __init__(self, comm, call):
+        super().__init__(comm)
+        self.call = call
+
+    def spoil(self, call, vector):
+        if call == self.call and self.comm.rank == self.comm.size - 1:
+            vector[-1] += 1
+
+    def allreduce(self, vector):
+        super().allreduce(vector)
+        self.spoil("allreduce", vector)
+
+    def alltoallv(self, vector, blocks, received, places):
+        super().alltoallv(vector, blocks, received, places)
+        self.spoil("alltoallv", received)
+
+    def allgatherv(self, vector, blocks):
+        super().allgatherv(vector, blocks)
+        self.spoil("allgatherv", vector)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("call", ["allreduce", "alltoallv", "allgatherv"])
+def test_ranks_try_what_they_rely_on_with_each_other(comm, call):
+    """A MPI that moves device memory well within one process may not do so between two."""
+    with pytest.raises(UsageError, match="MPI was given device memory and delivered other numbers"):
+        check_exchange(Wrong(comm, call), CPU)
+    check_exchange(DeviceMemory(comm), CPU)
+
+
+@pytest.mark.mpi
+def test_sums_that_are_not_made_are_seen(comm):
+    if comm.size == 1:
+        pytest.skip("a sum over one rank is what it was")
+
+    class Idle(DeviceMemory):
+        def allreduce(self, vector):
+            pass
+
+    with pytest.raises(UsageError, match="delivered other numbers"):
+        check_exchange(Idle(comm), CPU)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_said"),
+    [("os.kill(os.getpid(), 11)", True), ("pass", False), ("raise SystemExit(3)", False)],
+)
+def test_a_crash_is_given_words(end, is_said):
+    code = "import os\nfrom hpctrain.parallel.trial import last_words\n"
+    code += f"with last_words('rank 1: gone'):\n    {end}"
+    assert ("rank 1: gone\n" in run([sys.executable, "-c", code]).stderr) == is_said
+
+
+def test_an_exclusive_gpu_is_not_tried_by_another_process(monkeypatch):
+    assert select.exclusive_refusal(0) is None
+    monkeypatch.setattr(select, "is_exclusive", lambda gpu: True)
+    monkeypatch.setattr(select, "gpu_uuid", lambda device: "u")
+    monkeypatch.setattr(select, "trial", lambda gpu: pytest.fail("the GPU was tried"))
+    refusal = place_of(torch.device("cuda", 2), "mpi-gpu").refusal
+    assert refusal.startswith("GPU 2 is in compute mode EXCLUSIVE_PROCESS and serves one process")
+    assert "nvidia-smi -i 2 -c DEFAULT" in refusal
 
 
 def test_a_trial_crashes_alone(monkeypatch):
