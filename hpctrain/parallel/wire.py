@@ -2,13 +2,14 @@
 
 MPI has no bfloat16 (Open MPI would add its bytes up as numbers without an error), so every rank
 sends each other rank the slice that this one owns (Alltoallv), the owner adds the slices up in
-float32, in the order of ranks, and the sums go back in bfloat16 (Allgatherv). As many bytes as a
-ring sends; a gradient is rounded twice, to 8 significant bits. Moments, counts and slots travel in
-the same two calls as they are.
+float32, and the sums go back in bfloat16 (Allgatherv). As many bytes as a ring sends; a gradient is
+rounded twice, to 8 significant bits. Moments, counts and slots travel in the same two calls as they
+are.
 
 Every rank has one block of the buffer that travels: its slice of what is not gradients, then its
-slice of them. All blocks are as long, so they are rows of matrices, and copying all is one
-operation; what is beyond the ends of the vectors, in the last blocks, is not sent.
+slice of them. All blocks are as long, so they are rows of matrices: copying all, and adding all up,
+are few operations whatever the number of ranks; what is beyond the ends of the vectors, in the last
+blocks, is not sent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hpctrain.parallel.message import ALIGNMENT
 from hpctrain.parallel.plain import Reduce
 from hpctrain.parallel.transport import Transport
 
-AT_ONCE = 1 << 18  # numbers that are widened at once: they stay in a core's cache
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 62}  # numbers widened at once: in a core's cache
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -45,11 +46,13 @@ class NarrowWire(Reduce):
         narrow, plain = _parts(self._all, self.size, few, block)
         self._own = narrow[self.rank], plain[self.rank]
         self._copies = [*_rows(gradients, narrow), *_rows(rest, plain)]
-        self._received = _parts(self._sent, self.size, few, block)
-        step = max(1, min(self.size, AT_ONCE // max(1, few + many)))
-        self._sums = room((few + many,), torch.float32, gradients.device)
-        self._widened = room((step, few + many), torch.float32, gradients.device)
-        self._few = few
+        narrow, self._received = _parts(self._sent, self.size, few, block)
+        self._sums = room((many,), torch.float32, gradients.device)
+        width = max(1, AT_ONCE[gradients.device.type] // self.size)
+        self._columns = [
+            (narrow[:, start : start + width], self._sums[start : start + width])
+            for start in range(0, many, width)
+        ]
 
     def __call__(self) -> None:
         """Sum both vectors over all ranks, in place. Collective."""
@@ -58,27 +61,14 @@ class NarrowWire(Reduce):
         for vector, block in self._copies:
             block.copy_(vector)  # rounds to the nearest
         self.transport.alltoallv(self._all, self._blocks, self._sent, self._places)
-        self._add()
         narrow, plain = self._own
-        narrow.copy_(self._sums[self._few :])
-        plain.copy_(self._sums[: self._few])
+        torch.sum(self._received, 0, out=plain)
+        for column, total in self._columns:
+            torch.sum(column, 0, dtype=torch.float32, out=total)
+        narrow.copy_(self._sums)
         self.transport.allgatherv(self._all, self._blocks)
         for vector, block in self._copies:
             vector.copy_(block)
-
-    def _add(self) -> None:
-        """Sum of the slices that all ranks sent here, in the order of ranks."""
-        narrow, plain = self._received
-        step = len(self._widened)
-        for start in range(0, self.size, step):
-            rows = self._widened[: self.size - start]  # adding narrow ones takes ten times as long
-            rows[:, : self._few].copy_(plain[start : start + step])
-            rows[:, self._few :].copy_(narrow[start : start + step])
-            for number, row in enumerate(rows.unbind(), start=start):
-                if number:
-                    self._sums.add_(row)
-                else:
-                    self._sums.copy_(row)
 
 
 def _width(length: int, ranks: int, unit: int) -> int:
