@@ -1,0 +1,54 @@
+"""Loaded by `import torch` in the environment of the emulated GPU: its operators, its counters and
+its look-out for races.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent  # where the libraries are
+COUNTERS = (
+    "launches",
+    "copies_up",
+    "copies_down",
+    "copies_within",
+    "bytes_up",
+    "bytes_down",
+    "bytes_within",
+    "allocations",
+    "frees",
+    "host_allocations",
+    "host_waits",
+    "host_blocked",
+    "graph_launches",
+)
+
+
+def start() -> None:
+    """Put the emulated operators in the place of torch's. Called at the end of `import torch`."""
+    ctypes.CDLL(str(HERE / "liboperators.so"))
+
+
+def runtime() -> ctypes.CDLL:
+    """The library in the place of CUDA's runtime."""
+    return ctypes.CDLL("libcudart.so.13")
+
+
+def counts() -> dict[str, int]:
+    """What this process asked of the emulated runtime so far: kernels, copies by their way and
+    their bytes, memory from the driver, calls that make the host wait, and among these
+    (`host_blocked`) those that found work undone.
+    """
+    found = (ctypes.c_uint64 * len(COUNTERS)).in_dll(runtime(), "emulator_counters")
+    return dict(zip(COUNTERS, found, strict=True))
+
+
+def set_order(order: str, idle: int = 20) -> None:
+    """When work is done from now on, as HPCTRAIN_EMULATED_GPU_ORDER and _IDLE say it at the start.
+    What is queued is done first. ValueError for an order that is none.
+    """
+    choose = runtime().emulator_set_order
+    choose.restype = ctypes.c_bool
+    if not choose(order.encode(), ctypes.c_long(idle)):
+        raise ValueError(f"order {order!r}: free, early, late or a number")

@@ -1,0 +1,100 @@
+"""The emulated GPU itself: a program that forgets to wait has wrong numbers on it in some order,
+and the same program with its wait the right ones in every order.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.emulator import ORDERS
+
+pytestmark = [
+    pytest.mark.emulated_gpu,
+    pytest.mark.filterwarnings("default"),  # torch tells of prototypes
+]
+SEEDS = [str(seed) for seed in range(1, 9)]
+LENGTH = 1009
+
+
+@pytest.fixture
+def orders():
+    """Do a piece of work in several orders: its results. No order is weakened by a slow machine:
+    nothing goes on by itself.
+    """
+    import emulated_gpu
+
+    def collect(work, names):
+        found = {}
+        for name in names:
+            torch.cuda.empty_cache()
+            emulated_gpu.set_order(name, idle=60_000)
+            found[name] = work()
+            torch.cuda.synchronize()
+        return found
+
+    yield collect
+    emulated_gpu.set_order("free")
+
+
+def ones(**options):
+    return torch.ones(LENGTH, **options)
+
+
+def read_by_host(waits):
+    """A copy to pinned memory that the host reads."""
+    host = torch.zeros(LENGTH, pin_memory=True)
+    host.copy_(ones(device="cuda") * 3, non_blocking=True)
+    copied = torch.cuda.current_stream().record_event()
+    if waits:
+        copied.synchronize()
+    return host.sum().item() == 3 * LENGTH
+
+
+def refilled(waits):
+    """A pinned buffer that is filled again."""
+    host = ones(pin_memory=True)
+    first = host.to("cuda", non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().record_event().synchronize()
+    host.fill_(7)
+    return first.sum().item() == LENGTH
+
+
+def freed(records):
+    """A tensor of one stream, used on another and dropped by the host."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        made = ones(device="cuda") * 5
+    torch.cuda.current_stream().wait_stream(side)
+    total = made.mul(2)
+    if records:
+        made.record_stream(torch.cuda.current_stream())
+    del made
+    with torch.cuda.stream(side):
+        torch.zeros(LENGTH, device="cuda")
+    return total.sum().item() == 10 * LENGTH
+
+
+def handed_over(waits):
+    """Work on one stream whose result another uses."""
+    side = torch.cuda.Stream()
+    start = torch.zeros(LENGTH, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        start.add_(2)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    total = start.sum()
+    start.record_stream(side)
+    return total.item() == 2 * LENGTH
+
+
+@pytest.mark.parametrize("program", [read_by_host, refilled, freed, handed_over])
+def test_what_is_not_waited_for_is_wrong_in_some_order(program, orders):
+    right = orders(lambda: program(True), [*ORDERS, "free", *SEEDS])
+    assert set(right.values()) == {True}, right
+    wrong = orders(lambda: program(False), [*ORDERS, *SEEDS])
+    assert wrong["early"] is True
+    assert wrong["late"] is False, wrong
+    assert not all(wrong[seed] for seed in SEEDS)
