@@ -118,8 +118,8 @@ class Threads:
 @pytest.mark.parametrize("size", [2, 3, 5, 7])
 @pytest.mark.parametrize(("gradients", "rest"), [(0, 1), (64, 0), (64, 6), (640, 101), (6464, 7)])
 def test_slices_are_added_in_float32(monkeypatch, size, gradients, rest):
-    """And rounded once more, wherever the borders of slices fall, the same on all ranks; hardly more
-    is sent than there is.
+    """And rounded once more, wherever the borders of slices fall, the same on all ranks; hardly
+    more is sent than there is.
     """
     monkeypatch.setattr(narrow_wire, "AT_ONCE", {"cpu": 100})
     generator = torch.Generator().manual_seed(1)
