@@ -225,3 +225,10 @@ def test_rows_of_the_first_batches_are_kept(comm, settings):
     images.zero_()
     assert found._samples[0].inputs.max() > 0
     assert found().names() == []
+
+
+def test_a_tensor_that_training_alone_makes_is_named_at_the_start(comm, settings):
+    """Evaluation does not meet it: the saved network could not be read again."""
+    model = "tests.odd_models:scaling_in_training"
+    with pytest.raises(UsageError, match="scale of the network is not there before its first forw"):
+        set_up(dataclasses.replace(settings, model=model, local_buffers=True), comm)

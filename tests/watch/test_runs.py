@@ -103,6 +103,19 @@ def test_a_process_of_this_machine_that_is_gone(tmp_path):
     assert watched(run).status.kind == "silent"
 
 
+def test_a_rank_of_another_machine_that_said_why_it_ended(tmp_path):
+    """Only where it has been silent since: a heartbeat that is new is no end."""
+    run = make_run(tmp_path / "a", run_line(), step_line(1, time=time.time() - 300))
+    for age, failed, kind in (
+        (300, "no memory", "failed"),
+        (300, "", "silent"),
+        (0, "x", "silent"),
+    ):
+        beat(run, time=time.time() - age, failed=failed)
+        status = watched(run).status
+        assert status.kind == kind and (kind != "failed" or "rank 0: no memory" in status.text)
+
+
 def test_silence_counts_from_what_is_seen_not_from_another_machines_clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
