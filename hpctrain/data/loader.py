@@ -45,6 +45,7 @@ class Batch:
     key: int  # of this step's and shard's random numbers
 
 
+Part = tuple[np.ndarray, int]  # rows of a split (n,), and the key of their random numbers
 Ready = tuple[list[Batch], Event]  # the batches of a step, and when they are
 # rows (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W),
 # a copy: the rows' memory is used again for the next batch
@@ -96,16 +97,20 @@ def keep_usable(source: Source, rows: np.ndarray, images: np.ndarray) -> np.ndar
     return rows
 
 
-def make_pair(
-    upload: Upload, source: Source, rows: np.ndarray, prepare: Prepare, pair: Pair, key: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and target on the device, of these rows, which lie in the buffer of `upload`."""
-    labels = torch.from_numpy(source.labels[rows])
+def make_pairs(
+    upload: Upload, source: Source, parts: Sequence[Part], prepare: Prepare, pair: Pair
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Input and target of each part on the device. The rows of all parts lie in the buffer of
+    `upload`, one part after the other: they go there by one copy, and their labels by one.
+    """
+    sizes = [len(rows) for rows, _ in parts]
+    labels = torch.from_numpy(source.labels[np.concatenate([rows for rows, _ in parts])])
 
-    def work(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return pair(prepare(images, key), sent(labels, images.device), key)
+    def work(images: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        own = zip(parts, images.split(sizes), sent(labels, images.device).split(sizes), strict=True)
+        return [pair(prepare(rows, key), targets, key) for (_, key), rows, targets in own]
 
-    return upload.make(len(rows), work)
+    return upload.make(sum(sizes), work)
 
 
 def ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
@@ -168,8 +173,8 @@ class Loader:
     def carry(self, shards: Sequence[int]) -> None:
         """Read these consecutive shards from the next epoch on."""
         self.shards = range(shards[0], shards[-1] + 1)
-        largest = max(self.partition.shares[j] for j in shards)
-        shape = (largest, *self.source.image_shape)
+        most = sum(self.partition.shares[j] for j in shards)
+        shape = (most, *self.source.image_shape)
         self._upload = Upload(shape, self.source.dtype, self._device)
         if self._reader is not None:
             self._reader.close()
@@ -230,24 +235,36 @@ class Loader:
         return make_reader(stored, self.order, self.shards, self._read_buffer)
 
     def _step(self, reader: Reader, epoch: int, step: int) -> Ready:
-        made = [b for j in self.shards if (b := self._batch(reader, epoch, step, j))]
+        shards = {j: n for j in self.shards if (n := self.partition.count(step, j))}
+        room, used, parts = self._upload.room(sum(shards.values())), 0, dict[int, Part]()
+        for shard, count in shards.items():
+            key = random_key(self.seed, "batch", epoch, step, shard)
+            images, first = room[used : used + count], step * self.partition.shares[shard]
+            rows = keep_usable(
+                self.source, self._read(reader, epoch, shard, first, images, key), images
+            )
+            if len(rows) >= min(count, self._least_rows):
+                parts[shard], used = (rows, key), used + len(rows)
+        made: list[Batch] = []
+        if parts:
+            each = make_pairs(
+                self._upload, self.source, list(parts.values()), self.prepare, self.pair
+            )
+            made = [
+                Batch(shard, *pair, key)
+                for (shard, (_, key)), pair in zip(parts.items(), each, strict=True)
+            ]
         return made, self._upload.record_event()
 
-    def _batch(self, reader: Reader, epoch: int, step: int, shard: int) -> Batch | None:
-        count = self.partition.count(step, shard)
-        if count == 0:
-            return None
-        images, first = self._upload.room(count), step * self.partition.shares[shard]
-        key = random_key(self.seed, "batch", epoch, step, shard)
-        if self._cropped:
-            files = np.empty(count, object)
-            rows = reader.read(epoch, shard, first, files)
-            crop_key = random_key(key, "crop")
-            self._cropped.decode(files, rows, images, self._random_crop, crop_key)
-        else:
-            rows = reader.read(epoch, shard, first, images)
-        usable = keep_usable(self.source, rows, images)
-        if len(usable) < min(count, self._least_rows):
-            return None
-        make = self._upload, self.source, usable, self.prepare, self.pair
-        return Batch(shard, *make_pair(*make, key), key)
+    def _read(
+        self, reader: Reader, epoch: int, shard: int, first: int, images: np.ndarray, key: int
+    ) -> np.ndarray:
+        """The rows at the places first ... of the shard's epoch into `images` (n, H, W, C); their
+        numbers in the split, (n,).
+        """
+        if not self._cropped:
+            return reader.read(epoch, shard, first, images)
+        files = np.empty(len(images), object)
+        rows = reader.read(epoch, shard, first, files)
+        self._cropped.decode(files, rows, images, self._random_crop, random_key(key, "crop"))
+        return rows

@@ -1,6 +1,6 @@
 """How rows reach a device behind the computation's back.
 
-On a GPU they lie in pinned memory, go there by one asynchronous copy a batch, and are made into the
+On a GPU they lie in pinned memory, go there by one asynchronous copy a step, and are made into the
 network's input on a stream of their own, beside the kernels that train. The stream that uses a
 batch waits for an event; the thread that queues its kernels never waits.
 """

@@ -22,7 +22,7 @@ from torch import nn
 
 from hpctrain.config import EvaluateConfig
 from hpctrain.data.finite import describe_first, nonfinite_rows
-from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pair
+from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pairs
 from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source
@@ -137,7 +137,7 @@ def read_block(
     source.gather(rows, images)
     bad = nonfinite_rows(source, rows, images)
     rows = keep_usable(source, rows, images)
-    pair = make_pair(upload, source, rows, prepare, task.pair, block_key(number))
+    (pair,) = make_pairs(upload, source, [(rows, block_key(number))], prepare, task.pair)
     return Block(number, rows, *pair, upload.record_event(), bad)
 
 

@@ -62,14 +62,17 @@ def test_the_order_of_copies_events_and_waits(stream):
 
     expected, copied = [("event", 0)], 0
     for step in range(3):
-        for batch in range(2):
-            expected += [("wait", copied), ("write", None)]  # never before the copy is done
-            copied = 1 + 3 * step + batch
-            expected += [("+copy", True), ("+event", copied), ("+prepare", None), ("+pair", None)]
-        expected += [("event", 3 * step + 3)]  # after all that was made of the step
+        expected += [("wait", copied), *[("write", None)] * 2]  # never before the copy is done
+        copied = 1 + 2 * step
+        expected += [
+            ("+copy", True),
+            ("+event", copied),
+            *[("+prepare", None), ("+pair", None)] * 2,
+        ]
+        expected += [("event", 2 * step + 2)]  # after all that was made of the step
     assert [entry for entry in stream.log if entry[0] != "hand over"] == expected
     for number, (made, tensors) in enumerate(stream.taken):
-        assert made == 3 * number + 3
+        assert made == 2 * number + 2
         handed = [t for b in steps[number] for t in (b.images, b.targets)]
         assert [id(t) for t in tensors] == [id(t) for t in handed]
 
