@@ -19,6 +19,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
 VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
+USUAL = {("default", "cpu"): "fp32"}  # --precision: CPUs have no TF32
 MOST_SHARES = 16  # that are told one by one
 SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
 
@@ -141,7 +142,8 @@ class Plan:
             f"optimizer      {self.optimizer}, learning rate {self.learning_rate:g}"
             + (f" after {self.warmup_steps:,} steps" if self.warmup_steps else ""),
             f"batch norm     {self.batch_norm}",
-            f"precision      {self.precision}, {'NHWC' if self.channels_last else 'NCHW'}",
+            f"precision      {self.precision.replace('default', 'default (TF32 in convolutions)')},"
+            f" {'NHWC' if self.channels_last else 'NCHW'}",
             f"seed           {self.seed}",
             f"sums           {self._sums()}",
             f"plan           {self.digest()}",
@@ -207,7 +209,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         noise_level=config.noise_level,
         patience=(5 if denoise else 0) if config.patience is None else config.patience,
         batch_norm=config.batch_norm,
-        precision=config.precision,
+        precision=USUAL.get((config.precision, facts.device), config.precision),
         channels_last=config.channels_last,
         device=facts.device,
         threads=cpu_threads(config, facts.threads),

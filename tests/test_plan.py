@@ -223,6 +223,18 @@ def test_on_gpus_the_mini_batch_grows_with_the_ranks():
     assert (plan.batch_size, plan.learning_rate) == (512, pytest.approx(0.04))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_usual_precision_is_that_of_torch_on_gpus_alone(deterministic):
+    def found(device, **given):
+        config = Config(deterministic=deterministic, **given)
+        return resolve(config, dataclasses.replace(FACTS, device=device))
+
+    assert found("cpu") == found("cpu", precision="fp32")
+    assert found("cuda").precision == "default"
+    assert "precision      default (TF32 in convolutions), NHWC" in found("cuda").lines()
+    assert found("cuda").digest() != found("cuda", precision="fp32").digest()
+
+
 def test_a_plan_is_read_back_as_it_was_written():
     plan = resolve(Config(shards=7, random_crop=0.5), FACTS)
     assert read_plan(json.loads(plan.to_json())) == plan

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hpctrain.config.option import option
 
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
-PRECISIONS = ("fp32", "tf32", "bf16")
+PRECISIONS = ("default", "fp32", "tf32", "bf16")
 DATA, NETWORK, BATCH = "Data", "Network", "Mini-batch"
 OPTIMIZER, MACHINE, RECORD = "Optimizer", "Machine", "Run and records"
 TIMEOUT = ("30m", "end all ranks where nothing new happens for so long")  # of all that ranks share
@@ -179,9 +179,10 @@ class Config:
         None, "CPU threads per rank; default: cores allowed / ranks of the host", MACHINE
     )
     precision: str = option(
-        "fp32",
-        "arithmetic of forward and backward; tf32 = fp32, but products of numbers that GPUs round"
-        " to 10 bits first; bf16 = products in bfloat16",
+        "default",
+        "arithmetic of forward and backward; default = as torch by default: fp32, but GPUs may"
+        " round factors in convolutions to 10 bits (TF32); fp32 = nothing is rounded; tf32 = in"
+        " all products; bf16 = products in bfloat16",
         MACHINE,
         choices=PRECISIONS,
     )

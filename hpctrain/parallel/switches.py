@@ -1,13 +1,14 @@
 """torch's settings for a run, put back afterwards as they were.
 
-float32 is float32: unless ``--precision tf32`` allows it, GPUs do not round the factors of matrix
-products and convolutions to TF32, 10 bits of mantissa, which cuDNN does by default
-(https://docs.pytorch.org/docs/stable/notes/cuda.html). Where bits need not repeat, cuDNN tries its
-algorithms for each shape and takes the fastest.
+GPUs can round the factors of products to TF32, 10 bits of mantissa. "default" is what torch does by
+default: cuDNN's convolutions may, matrix products do not
+(https://docs.pytorch.org/docs/stable/notes/cuda.html). With "tf32" both may, with "fp32" neither.
+Where bits need not repeat, cuDNN tries its algorithms for each shape and takes the fastest.
 
 Under ``--deterministic`` torch uses algorithms that give the same bits every time and refuses
 operations that have none (https://docs.pytorch.org/docs/stable/notes/randomness.html), and cuDNN
-does not choose by timing. TF32 repeats its bits on the same kind of GPU, so it may be asked for.
+does not choose by timing. TF32 repeats its bits on the same kind of GPU, which is all that is
+promised there, so "default" stays what it is.
 The number of CPU threads is set too, because oneDNN and MKL cut their sums by it.
 """
 
@@ -34,16 +35,15 @@ class Switches(NamedTuple):
 
 
 def chosen(precision: str, deterministic: bool, by_timing: bool) -> Switches:
-    """The switches for arithmetic in "fp32", "tf32" or "bf16" (torch's autocast does the rest)."""
-    tf32 = precision == "tf32"
+    """The switches for a --precision; of "bf16", torch's autocast does the rest."""
     return Switches(
         algorithms=deterministic,
         warn_only=False,
         fill=False,
         cudnn=deterministic,
         choose_by_timing=by_timing and not deterministic,
-        tf32=tf32,
-        matmul="high" if tf32 else "highest",
+        tf32=precision in ("default", "tf32"),
+        matmul="high" if precision == "tf32" else "highest",
     )
 
 
@@ -51,8 +51,8 @@ def chosen(precision: str, deterministic: bool, by_timing: bool) -> Switches:
 def torch_settings(
     precision: str, deterministic: bool = False, by_timing: bool = True
 ) -> Iterator[None]:
-    """Compute in "fp32", "tf32" or "bf16", with algorithms that are `deterministic` or chosen
-    `by_timing`; at the end put back torch's switches, threads and random generators.
+    """Compute in this --precision, with algorithms that are `deterministic` or chosen `by_timing`;
+    at the end put back torch's switches, threads and random generators.
     """
     threads, generator = torch.get_num_threads(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

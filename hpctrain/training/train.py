@@ -5,6 +5,7 @@ mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -44,7 +45,7 @@ from hpctrain.training.loop import run_epochs, save_checkpoint
 from hpctrain.training.outcome import CannotContinue
 from hpctrain.training.progress import Progress, Run, Why
 from hpctrain.training.replay import Replay
-from hpctrain.training.resume import find_earlier, restore
+from hpctrain.training.resume import Earlier, find_earlier, restore
 from hpctrain.training.setup import check_settings, set_up
 from hpctrain.training.step import Trainer
 from hpctrain.training.steps import compare_at_end
@@ -84,7 +85,7 @@ def train(config: Config, comm: Comm) -> int:
         watched = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
     lock = RunLock()
     try:
-        with torch_settings(config.precision, config.deterministic), watched:
+        with watched:
             return _train(config, comm, lock, times)
     except RuntimeError as error:
         if text := refusal(error):
@@ -110,6 +111,14 @@ def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
         if comm.rank == 0:
             say(f"{text}: a larger --epochs extends it")
         return 0
+    precision = earlier.plan.precision if earlier else config.precision
+    with torch_settings(precision, config.deterministic):
+        return _launch(dataclasses.replace(config, precision=precision), comm, lock, times, earlier)
+
+
+def _launch(
+    config: Config, comm: Comm, lock: RunLock, times: Times, earlier: Earlier | None
+) -> int:
     job = set_up(
         config,
         comm,

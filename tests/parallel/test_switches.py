@@ -41,9 +41,11 @@ def before(request):
 REPEATED = (True, False, False, True, False)
 FREE, UNTIMED = (False, False, False, False, True), (False, False, False, False, False)
 CASES = {
+    ("default", False): (*FREE, True, "highest"),
     ("fp32", False): (*FREE, False, "highest"),
     ("tf32", False): (*FREE, True, "high"),
     ("bf16", False): (*FREE, False, "highest"),
+    ("default", True): (*REPEATED, True, "highest"),
     ("fp32", True): (*REPEATED, False, "highest"),
     ("tf32", True): (*REPEATED, True, "high"),
     ("bf16", True): (*REPEATED, False, "highest"),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig, PredictConfig
+from hpctrain.errors import UsageError
 from hpctrain.training import evaluate, predict
 from hpctrain.training.train import train
 
@@ -33,6 +34,7 @@ def seen():
 @pytest.mark.parametrize(
     ("precision", "tf32", "product", "half"),
     [
+        ("default", True, "highest", False),
         ("fp32", False, "highest", False),
         ("tf32", True, "high", False),
         ("bf16", False, "highest", True),
@@ -49,9 +51,10 @@ def test_trained_saved_evaluated_and_predicted(
     comm.Barrier()
     common = {"run": "a", "runs_dir": settings.runs_dir, "threads": 1, "batch": 4}
     output = str(tmp_path / "answers.csv")
-    for asked in (None, "fp32", "tf32", "bf16"):
+    for asked in (None, "default", "fp32", "tf32", "bf16"):
         expected = {"fp32": (False, "highest", False, False), "tf32": (True, "high", False, False)}
         expected["bf16"] = (False, "highest", False, True)
+        expected["default"] = (asked is not None, "highest", False, False)  # of a CPU's run: fp32
         for main, config in (
             (evaluate.main, EvaluateConfig(**common, precision=asked)),
             (predict.main, PredictConfig(**common, precision=asked, output=output)),
@@ -59,3 +62,17 @@ def test_trained_saved_evaluated_and_predicted(
             seen.clear()
             assert main(config) == 0
             assert seen == {expected[asked or precision]}
+
+
+@pytest.mark.parametrize("begun", ["default", "fp32", "tf32"])
+def test_a_run_goes_on_in_the_precision_that_it_was_begun_with(comm, settings, seen, begun):
+    """By its plan where none is asked for: runs that were begun when fp32 was usual stay strict."""
+    config = dataclasses.replace(settings, epochs=1, precision=begun)
+    assert train(config, comm) == 0
+    comm.Barrier()
+    seen.clear()
+    assert train(dataclasses.replace(config, epochs=2, precision="default"), comm) == 0
+    assert {tf32 for tf32, *_ in seen} == {begun == "tf32"}
+    was = begun.replace("default", "fp32")  # on a CPU
+    with pytest.raises(UsageError, match=f"begun with --precision {was}, not bf16"):
+        train(dataclasses.replace(config, epochs=3, precision="bf16"), comm)

@@ -351,7 +351,10 @@ def label_smoothing(seen, comm):
 
 @of("precision")
 def precision(seen, comm):
-    full, rounded, half = (seen(precision=name) for name in ("fp32", "tf32", "bf16"))
+    usual, full, rounded, half = (
+        seen(precision=name) for name in ("default", "fp32", "tf32", "bf16")
+    )
+    assert usual.loss == full.loss and usual.job.plan == full.job.plan  # on a CPU
     assert rounded.loss == pytest.approx(full.loss, rel=1e-3)  # on a CPU mostly the same
     assert full.loss != half.loss
     assert half.loss == pytest.approx(full.loss, rel=0.05)
@@ -365,7 +368,9 @@ def memory_format(seen, comm):
         weight = run.job.trainer.model.conv2.weight
         image = run.batches[0][0].images
         prepared = run.job.prepare(torch.zeros(2, *SHAPE, dtype=torch.uint8), 0)
-        for tensor in (weight, weight.grad, image, prepared):
+        message = run.job.trainer.message
+        own = next(s for s in message.layout.segments if s.name == "conv2.weight")
+        for tensor in (weight, own.of(message.gradients), image, prepared):
             assert tensor.is_contiguous(memory_format=memory)
             assert tensor.is_contiguous() == (not flag)
 

@@ -14,6 +14,7 @@ EPOCHS, WARM_EPOCHS = 10, 2
 SIDES = (100, 224)
 BASE, NO_SLOWER = "bf16", 0.98  # of its images/s, for the ways that are to make it faster
 WAYS = {
+    "default": (),
     "fp32": ("--precision", "fp32"),
     "tf32": ("--precision", "tf32"),
     BASE: ("--precision", BASE),
