@@ -151,8 +151,7 @@ class Plan:
 
 
 def _range(numbers: tuple[int, ...]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return " to ".join(f"{number:,}" for number in sorted({min(numbers), max(numbers)}))
 
 
 def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
