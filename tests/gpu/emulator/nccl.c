@@ -33,6 +33,7 @@
 #define VERSION 22907
 #define RING 65536 /* bytes under way from one rank to another */
 #define MOST 16    /* ranks */
+#define MARK 90
 
 enum { SUCCESS, CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE,
        REMOTE_ERROR };
@@ -330,7 +331,8 @@ const char *ncclGetLastError(Comm *comm) { (void)comm; return last_error; }
 Result ncclGetUniqueId(Id *id) {
     static _Atomic int number;
     memset(id, 0, sizeof *id);
-    snprintf(id->name, sizeof id->name, "/emulated-nccl-%d-%d-%lx", getpid(), number++,
+    id->name[sizeof id->name - 1] = MARK; /* comes back only where all of it is passed on */
+    snprintf(id->name, sizeof id->name - 1, "/emulated-nccl-%d-%d-%lx", getpid(), number++,
              (long)(seconds() * 1e6));
     return SUCCESS;
 }
@@ -361,6 +363,8 @@ Result ncclCommInitRank(Comm **made, int size, Id id, int rank) {
     CUDA(cudaEventCreateWithFlags, void **, unsigned);
     if (size < 1 || size > MOST || rank < 0 || rank >= size)
         return fail(INVALID_ARGUMENT, "rank %d of %d", rank, size);
+    if (id.name[sizeof id.name - 1] != MARK)
+        return fail(INVALID_ARGUMENT, "this is no unique id, or not all of it");
     size_t bytes = sizeof(Shared) + sizeof(Ring) * size * size;
     int file = shm_open(id.name, O_RDWR | O_CREAT, 0600);
     if (file < 0 || ftruncate(file, bytes)) return fail(SYSTEM_ERROR, "%s: %s", id.name, strerror(errno));
