@@ -11,10 +11,13 @@ takes the core from the threads that read and decode, where a launcher binds a r
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+
+Made = TypeVar("Made", bound=tuple[torch.Tensor, ...])
 
 
 class Event:
@@ -101,3 +104,39 @@ def current_stream(device: torch.device) -> Stream:
 def record_event(device: torch.device, timing: bool = False) -> Event:
     """When all is done that was queued on the current stream of `device` until now."""
     return current_stream(device).record_event(timing)
+
+
+class GraphRecorder:
+    """Records work as CUDA graphs, which share one pool of memory: they run one after another.
+
+    Warm-up and recording use one stream beside the current one, as
+    torch.cuda.make_graphed_callables does: autograd remembers on which stream a parameter was first
+    used, and work of another stream cannot be recorded (pytorch/pytorch#137483).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool: Any = None
+        self._stream = Stream(device)
+
+    def warm_up(self, work: Callable[[], Made], inputs: Iterable[torch.Tensor]) -> Made:
+        """Do `work` with these `inputs` on the stream on which it will be recorded, in order of
+        the current one.
+        """
+        current = current_stream(self._stream.device)
+        self._stream.wait_event(current.record_event(), inputs)
+        with self._stream.select():
+            found = work()
+        current.wait_event(self._stream.record_event(), found)
+        return found
+
+    def __call__(self, work: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
+        """Record `work`, which was warmed up and does not run now: its results, which lie where
+        every replay puts them, and the replay, queued on the current stream. Other threads may use
+        the GPU meanwhile.
+        """
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        how = {"pool": self._pool, "stream": self._stream._stream}
+        with torch.cuda.graph(graph, **how, capture_error_mode="thread_local"):
+            found = work()
+        return found, graph.replay

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,8 +13,6 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.places import which_gpu
 from hpctrain.parallel.runtime import EXCLUSIVE, built_for, is_exclusive
 from hpctrain.streams import current_stream
-
-Made = TypeVar("Made")
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
@@ -116,21 +112,3 @@ def keep_memory() -> None:
     if mallopt is not None and (mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25)):
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(arena_max, 1)
-
-
-class GraphRecorder:
-    """Records work as CUDA graphs, which share one pool of memory: they run one after another."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def __call__(self, work: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
-        """Record `work`, which ran before and now does not: its results, which lie where every
-        replay puts them, and the replay, queued on the current stream. Other threads may use the
-        GPU meanwhile.
-        """
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            found = work()
-        return found, graph.replay

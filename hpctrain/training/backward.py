@@ -20,15 +20,13 @@ import torch
 from torch import nn
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.device import GraphRecorder
 from hpctrain.parallel.message import Message
+from hpctrain.streams import GraphRecorder
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 # model, inputs (n, C, H, W), targets -> sum of the rows' losses, number of correct rows
 Loss = Callable[[nn.Module, Tensor, Tensor], Pair]
-# work that is recorded -> its results, always in the same memory, and what fills them anew
-Record = Callable[[Callable[[], Pair]], tuple[Pair, Callable[[], None]]]
 
 WARM = 3  # batches of a shape before it is recorded: libraries choose their algorithms in these
 MOST_GRAPHS = 8  # shapes; a run has few: whole batches, and those that end an epoch
@@ -41,6 +39,16 @@ class Backward(Protocol):
         """From inputs (n, C, H, W) of a mini-batch of `total` rows: sum of the rows' losses and
         number of correct rows, on the device.
         """
+
+
+class Record(Protocol):
+    """What a `GraphRecorder` does."""
+
+    def warm_up(self, work: Callable[[], Pair], inputs: Pair) -> Pair:
+        """Do what will be recorded, which reads `inputs`."""
+
+    def __call__(self, work: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+        """The results of `work`, always in the same memory, and what fills them anew."""
 
 
 class Eager:
@@ -66,7 +74,9 @@ class Compiled(Eager):
     """
 
     def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
-        super().__init__(cast(nn.Module, torch.compile(model, dynamic=False)), loss, message)
+        # Graphs of its own would take --graphs' place, whatever the environment says.
+        made = torch.compile(model, dynamic=False, options={"triton.cudagraphs": False})
+        super().__init__(cast(nn.Module, made), loss, message)
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
         """As in Backward. RunError where torch cannot compile the model."""
@@ -81,9 +91,8 @@ class Compiled(Eager):
 class Graphs:
     """Records forward and backward of every shape that comes often, and replays them."""
 
-    def __init__(self, backward: Backward, record: Record | None = None) -> None:
-        """`record` stands in for that of a GPU."""
-        self._backward, self._record = backward, record or GraphRecorder()
+    def __init__(self, backward: Backward, record: Record) -> None:
+        self._backward, self._record = backward, record
         self._seen: Counter[tuple] = Counter()
         self._graphs: dict[tuple, Graph] = {}
 
@@ -93,7 +102,8 @@ class Graphs:
         if shape not in self._graphs:
             self._seen[shape] += 1
             if self._seen[shape] <= WARM or len(self._graphs) == MOST_GRAPHS:
-                return self._backward(inputs, targets, total)
+                work = partial(self._backward, inputs, targets, total)
+                return self._record.warm_up(work, (inputs, targets))
             self._graphs[shape] = Graph(self._backward, inputs, targets, total, self._record)
         return self._graphs[shape](inputs, targets)
 
@@ -144,4 +154,4 @@ def make_backward(
             " name another in CXX"
         )
     backward = (Compiled if compiled else Eager)(model, loss, message)
-    return Graphs(backward) if graphs else backward
+    return Graphs(backward, GraphRecorder(device)) if graphs else backward

@@ -31,7 +31,11 @@ class Recorder:
     """As GPUs record: the work is known by what it reads and writes, replays fill its results."""
 
     def __init__(self):
-        self.recorded = self.replayed = 0
+        self.warmed = self.recorded = self.replayed = 0
+
+    def warm_up(self, work, inputs):
+        self.warmed += 1
+        return work()
 
     def __call__(self, work):
         self.recorded += 1
@@ -96,6 +100,7 @@ def test_replayed_gradients_are_the_same_whatever_the_shape():
     plain = gradients(Eager, rows)
     assert same(plain, gradients(lambda *parts: Graphs(Eager(*parts), recorder), rows))
     assert recorder.recorded == 2 and recorder.replayed == len(rows) - 2 * WARM
+    assert recorder.warmed == 2 * WARM
     assert not same(plain, gradients(Eager, rows, total=17))
     assert not same(plain[:-1], plain[1:])
 
@@ -119,13 +124,14 @@ def test_a_graph_belongs_to_one_total_one_layout_and_few_shapes():
 def test_a_step_that_cannot_be_recorded_is_one_line():
     """The user learns of what broke the recording, not of how that ended."""
 
-    def record(work):
-        try:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        finally:
-            raise RuntimeError("operation failed due to a previous error during capture")
+    class Broken(Recorder):
+        def __call__(self, work):
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing\nand more")
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
 
-    backward = Graphs(eager(network()), record)
+    backward = Graphs(eager(network()), Broken())
     for _ in range(WARM):
         backward(*batch(4, 0), 4)
     with pytest.raises(RunError) as caught:
@@ -178,6 +184,23 @@ def test_compiled_gradients_are_those_of_torch():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_gradients_are_recorded_like_others(monkeypatch):
+    """torch's own graphs are off whatever its environment says."""
+    seen, compile_by = [], torch.compile
+
+    def noted(model, **how):
+        seen.append(how["options"])
+        return compile_by(model, **how)
+
+    monkeypatch.setattr(torch, "compile", noted)
+    make, recorder, rows = without_dropout(True), Recorder(), [4] * (WARM + 3)
+    compiled = gradients(make, rows)
+    assert same(compiled, gradients(lambda *parts: Graphs(make(*parts), recorder), rows))
+    assert (recorder.warmed, recorder.recorded, recorder.replayed) == (WARM, 1, 3)
+    assert seen == [{"triton.cudagraphs": False}] * 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiling_needs_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(UsageError, match="--compile needs a C.. compiler .* there is no /nowhere"):
@@ -190,7 +213,7 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch):
         raise ValueError("no such instruction")
 
     compile_by = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda m, dynamic: compile_by(m, backend=broken))
+    monkeypatch.setattr(torch, "compile", lambda m, **how: compile_by(m, backend=broken))
     model = network()
     backward = Compiled(model, Classification(), Message(model, 4, 0, 1))
     with pytest.raises(RunError, match="--compile: torch cannot compile.*no such instruction"):
