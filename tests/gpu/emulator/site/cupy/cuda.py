@@ -22,9 +22,26 @@ def _integer(call: Any) -> int:
 class runtime:
     """cupy.cuda.runtime."""
 
+    is_hip = False
+
     @staticmethod
     def runtimeGetVersion() -> int:
         return _integer(_RUNTIME.cudaRuntimeGetVersion)
+
+
+class Device:
+    """The current device within a `with`."""
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+    def __enter__(self) -> Device:
+        self._before = _integer(_RUNTIME.cudaGetDevice)
+        _check(_RUNTIME.cudaSetDevice(self.id))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _check(_RUNTIME.cudaSetDevice(self._before))
 
 
 class Memory:
@@ -39,10 +56,3 @@ class Memory:
     def __del__(self, _free: Any = _RUNTIME.cudaFree) -> None:
         if getattr(self, "ptr", 0):
             _free(ctypes.c_void_p(self.ptr))
-
-
-class MemoryPointer:
-    """A place in memory, which it keeps."""
-
-    def __init__(self, mem: Memory, offset: int) -> None:
-        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id

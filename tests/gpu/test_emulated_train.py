@@ -1,0 +1,63 @@
+"""hpctrain on emulated GPUs: a run finds there what it finds on the CPU, within rounding, and the
+same bits whenever the devices do their work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpctrain.report.record import read_records
+from tests.gpu.emulator import launch
+from tests.packs import make_pack
+
+pytestmark = [pytest.mark.emulated_gpu, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("emulated")
+    make_pack(made / "pack.h5", {"train": 127, "test": 31}, shape=(13, 11, 3))
+    return made
+
+
+def train(folder, *flags, device="cuda", **how):
+    """The records of a run."""
+    name = f"run{len(list(folder.iterdir()))}-{len(list(folder.glob('runs/*')))}"
+    words = ["train", "--data", str(folder / "pack.h5"), "--device", device, "--epochs", "2"]
+    words += ["--batch-size", "32", "--runs-dir", str(folder / "runs"), "--run", name, *flags]
+    done = launch([*words, "--progress", "none", "--threads", "1"], timeout=200, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return list(read_records(folder / "runs" / name))
+
+
+def losses(records):
+    """Of every step, and of the test rows."""
+    found = [r["loss"] for r in records if r["kind"] in ("step", "evaluation")]
+    assert len(found) > 4
+    return found
+
+
+def digests(runs):
+    return {run[-1]["digest"] for run in runs}
+
+
+def test_a_run_is_that_of_the_cpu_in_every_order(folder):
+    flags = ("--flip", "--shift", "2", "--overlap", "2")
+    runs = [train(folder, *flags, order=order) for order in ("early", "late", "1")]
+    assert len(digests(runs)) == 1
+    cpu = train(folder, *flags, device="cpu")
+    np.testing.assert_allclose(losses(runs[0]), losses(cpu), rtol=1e-3)
+
+
+def test_deterministic_runs_have_one_digest_on_any_number_of_gpus(folder):
+    flags = ("--deterministic", "--shards", "4")
+    ways = [(1, "late", ()), (2, "2", ("--reduce", "nccl")), (3, "early", ("--overlap", "3"))]
+    runs = [train(folder, *flags, *more, ranks=n, order=order) for n, order, more in ways]
+    assert len(digests(runs)) == 1
+
+
+def test_graphs_train_with_the_same_bits_as_kernel_by_kernel(folder):
+    plain = train(folder, "--wire", "bf16", ranks=2, order="early")
+    graphs = train(folder, "--wire", "bf16", "--graphs", ranks=2, order="late")
+    assert digests([plain]) == digests([graphs])
