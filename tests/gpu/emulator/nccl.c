@@ -257,8 +257,8 @@ static Result exchange(Call *calls) {
 }
 
 /* What the stream runs: the calls of one group and communicator. */
-static void run(void *data) {
-    Call *calls = data, *next;
+static void work(Call *calls, int queued) {
+    Call *next;
     Comm *comm = calls->comm;
     Result code = comm->error;
     for (Call *call = calls; call && !code; call = call->next)
@@ -267,12 +267,17 @@ static void run(void *data) {
     if (code) {
         comm->error = code;
         comm->shared->failed = 1;
+        /* As a kernel of NCCL: nothing after it on the stream is done before an abort. */
+        for (double since = seconds(); queued && !comm->aborted && seconds() - since < limit();)
+            nanosleep(&(struct timespec){0, 1000000}, NULL);
     }
     for (Call *call = calls; call; call = next) {
         next = call->next;
         free(call);
     }
 }
+
+static void run(void *data) { work(data, 1); }
 
 static Result launch(Call *calls) {
     CUDA(cudaLaunchHostFunc, void *, void (*)(void *), void *);
@@ -281,7 +286,7 @@ static Result launch(Call *calls) {
     Comm *comm = calls->comm;
     void *stream = calls->stream;
     if (!cudaLaunchHostFunc) {
-        run(calls);
+        work(calls, 0);
         return comm->error;
     }
     int before = current_device();
