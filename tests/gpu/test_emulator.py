@@ -4,10 +4,13 @@ and the same program with its wait the right ones in every order.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from tests.gpu.emulator import ORDERS
+from tests.launch import ROOT, run
 
 pytestmark = [
     pytest.mark.emulated_gpu,
@@ -98,3 +101,21 @@ def test_what_is_not_waited_for_is_wrong_in_some_order(program, orders):
     assert wrong["early"] is True
     assert wrong["late"] is False, wrong
     assert not all(wrong[seed] for seed in SEEDS)
+
+
+RACES = """
+import races, torch
+from tests.gpu.test_emulator import handed_over
+handed_over(True)
+assert not races.found, races.found
+handed_over(False)
+print(len(races.found), races.found)
+"""
+
+
+def test_a_missing_wait_is_named_as_a_race_whatever_came_of_it():
+    env = {"HPCTRAIN_EMULATED_GPU_RACES": "1", "HPCTRAIN_EMULATED_GPU_ORDER": "early"}
+    done = run([sys.executable, "-c", RACES], 100, env, ROOT)
+    assert done.returncode == 0 and done.stdout.startswith("1 "), done.stdout + done.stderr
+    assert "aten::sum" in done.stdout and "in handed_over" in done.stdout
+    assert done.stderr.count("RACE") == 1

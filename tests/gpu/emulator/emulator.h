@@ -43,6 +43,7 @@ struct Stream {
     Work *first, *last;
     uint64_t queued, allowed, done; /* numbers of work: the last queued, that may run, that ran */
     bool running, has_thread;
+    uint64_t pace; /* how often it goes on in a random order */
     pthread_cond_t wake;
     Capture *capture;           /* NULL, or the capture that its work is recorded by */
     uint64_t captured, joined;  /* works of this capture: recorded; those the origin waits for */

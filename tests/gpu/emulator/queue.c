@@ -5,7 +5,8 @@
  *   free    as soon as the thread comes to it, beside the host (the default)
  *   early   before the call that queues it returns, where nothing else must be done first
  *   late    when the host waits for it, or work that the host waits for does
- *   NUMBER  at each call a random part of it, by this seed; the rest late
+ *   NUMBER  at each call a random part of it, by this seed, and the rest late; some streams are
+ *           slower than others
  *
  * A host that waits for something else, an MPI call for example, does not hold work up for ever:
  * after HPCTRAIN_EMULATED_GPU_IDLE milliseconds (20) without a call all of it may be done.
@@ -18,7 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { POLLS = 64, MOST_AT_RANDOM = 16 };
+enum { POLLS = 64, MOST_AT_RANDOM = 16, OFTEN = 64 };
 enum Order { FREE, EARLY, LATE, RANDOM };
 
 pthread_mutex_t emulator_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -28,7 +29,7 @@ static Stream *streams;
 static Stream *defaults[MOST_DEVICES];
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER; /* something was done */
 static enum Order order;
-static uint64_t randomness, calls;
+static uint64_t randomness = 1, calls;
 static long idle = 20; /* milliseconds */
 static bool ending, started;
 bool emulator_forked; /* in a child of fork nothing goes on, as on a GPU */
@@ -44,6 +45,11 @@ static uint64_t draw(void) { /* xorshift64* */
     randomness ^= randomness << 25;
     randomness ^= randomness >> 27;
     return (randomness * 2685821657736338717ull) >> 32;
+}
+
+static void draw_pace(Stream *s) {
+    const uint64_t paces[] = {0, 2, OFTEN / 4, OFTEN};
+    s->pace = paces[draw() % 4];
 }
 
 static bool is_ready(const Stream *s) {
@@ -134,7 +140,7 @@ static void progress(void) {
             waiting += s->allowed < s->queued;
         int chosen = waiting ? (int)(draw() % (unsigned)waiting) : -1;
         for (Stream *s = streams; s; s = s->next)
-            if (s->allowed < s->queued && chosen-- == 0) {
+            if (s->allowed < s->queued && chosen-- == 0 && draw() % OFTEN < s->pace) {
                 uint64_t number = s->done + 1 + draw() % MOST_AT_RANDOM;
                 demand(s, number < s->queued ? number : s->queued);
             }
@@ -206,6 +212,8 @@ static bool choose_order(const char *text) {
     randomness = seed * 4 + 1 + (rank ? strtoull(rank, NULL, 10) << 40 : 0);
     for (int i = 0; i < 8; i++)
         draw();
+    for (Stream *s = streams; s; s = s->next)
+        draw_pace(s);
     return true;
 }
 
@@ -254,6 +262,7 @@ Stream *add_stream(int device, bool blocking) {
     s->device = device;
     s->blocking = blocking;
     pthread_cond_init(&s->wake, NULL);
+    draw_pace(s);
     s->next = streams;
     return streams = s;
 }

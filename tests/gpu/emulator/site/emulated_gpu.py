@@ -1,10 +1,11 @@
-"""Loaded by `import torch` in the environment of the emulated GPU: its operators, its counters and
-its look-out for races.
+"""Loaded by `import torch` in the environment of the emulated GPU: its operators and its
+counters.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent  # where the libraries are
@@ -27,7 +28,11 @@ COUNTERS = (
 
 def start() -> None:
     """Put the emulated operators in the place of torch's. Called at the end of `import torch`."""
-    ctypes.CDLL(str(HERE / "liboperators.so"))
+    operators = ctypes.CDLL(str(HERE / "liboperators.so"))
+    if os.environ.get("HPCTRAIN_EMULATED_GPU_RACES"):
+        import races
+
+        races.watch(operators)
 
 
 def runtime() -> ctypes.CDLL:
