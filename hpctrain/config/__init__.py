@@ -20,7 +20,14 @@ from hpctrain.config.others import (
     SweepConfig,
     WatchConfig,
 )
-from hpctrain.config.ranges import Interval, byte_count, check_ranges, duration, worker_loads
+from hpctrain.config.ranges import (
+    Interval,
+    byte_count,
+    check_ranges,
+    duration,
+    segments,
+    worker_loads,
+)
 from hpctrain.config.train import DEFAULT_LEARNING_RATES, PRECISIONS, Config
 
 __all__ = [
@@ -44,6 +51,7 @@ __all__ = [
     "check_ranges",
     "command_line",
     "duration",
+    "segments",
     "to_toml",
     "toml_value",
     "validate_optimizer",

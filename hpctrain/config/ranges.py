@@ -26,9 +26,7 @@ def check_ranges(config: Config) -> None:
     cores = os.cpu_count() or 1
     if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
         raise UsageError(f"--threads {config.threads}: this machine has {cores} cores")
-    if config.overlap > MOST_SEGMENTS:
-        raise UsageError(f"--overlap {config.overlap}: give at most {MOST_SEGMENTS} segments")
-    if config.overlap and config.graphs:
+    if segments(config.overlap) != 0 and config.graphs:
         raise UsageError(
             f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
             " come at once"
@@ -84,7 +82,6 @@ def _check_numbers(config: Config) -> None:
         ("--keep", config.keep, 1),
         ("--evaluate-every", config.evaluate_every, 0),
         ("--digest-every", config.digest_every, 0),
-        ("--overlap", config.overlap, 0),
         ("--patience", config.patience, 0),
     ):
         if value is not None and value < least:
@@ -133,6 +130,17 @@ def byte_count(text: str, flag: str) -> int:
     if size < 1:
         raise UsageError(f"{flag} {text}: give a size, such as 256M or 1.5G")
     return size
+
+
+def segments(text: str) -> int | None:
+    """Of --overlap, at most; None for "auto". UsageError."""
+    if text == "auto":
+        return None
+    if not re.fullmatch(r"\d{1,9}", str(text)):
+        raise UsageError(f"--overlap {text}: give 0 or more segments, or auto")
+    if int(text) > MOST_SEGMENTS:
+        raise UsageError(f"--overlap {text}: give at most {MOST_SEGMENTS} segments")
+    return int(text)
 
 
 def worker_loads(text: str | None) -> tuple[float, ...]:

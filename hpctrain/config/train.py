@@ -201,10 +201,10 @@ class Config:
         MACHINE,
         choices=("auto", "nccl", "host", "mpi-gpu"),
     )
-    overlap: int = option(
-        0,
+    overlap: str = option(
+        "0",
         "gradient segments that are summed while backward still runs, at most; 0 = one Allreduce a"
-        " step",
+        " step; auto = by the times of the first steps",
         MACHINE,
     )
     wire: str = option(

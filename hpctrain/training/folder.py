@@ -117,7 +117,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "transport_reason": job.transport.reason,
         "memory": memory.name,
         "memory_reason": memory.reason,
-        "overlap": job.config.overlap,
+        "overlap": "auto" if job.config.overlap == "auto" else job.trainer.segments,
         "threads": job.plan.threads,
         "precision": job.plan.precision,
         "wire": job.plan.wire,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
+from hpctrain.parallel.mpi import allgather
+from hpctrain.training.overlap_trial import OverlapTrial
 from hpctrain.training.progress import Run
 from hpctrain.training.resume import gather
-from hpctrain.training.setup import carry
+from hpctrain.training.setup import carry, renew_reduction
 from hpctrain.training.step import Trainer
 from hpctrain.training.steps import Steps
 from hpctrain.training.validate import validate, validation_due
@@ -37,6 +39,8 @@ def run_epoch(run: Run) -> None:
         steps.settle(0 if last or pause_after(run, steps.newest) else job.trainer.late)
         if state.ended or state.save:
             steps.settle()
+        if run.overlap and run.overlap.follows(state.step) and steps.settled:
+            choose_overlap(run, run.overlap)
         if last:
             break
         if steps.settled:
@@ -53,7 +57,19 @@ def run_epoch(run: Run) -> None:
 
 def pause_after(run: Run, step: int) -> bool:
     """Whether this step is followed by what needs its totals, as all ranks know beforehand."""
-    return validation_due(run, step) or run.checkpoints.follows(step)
+    measured = run.overlap is not None and run.overlap.follows(step)
+    return measured or validation_due(run, step) or run.checkpoints.follows(step)
+
+
+def choose_overlap(run: Run, trial: OverlapTrial) -> None:
+    """Sum gradients in as many segments as the steps so far speak for. Collective."""
+    doing("choosing --overlap")
+    text = trial.decide(allgather(run.comm, trial.times()))
+    runs = run.balance.runs if run.balance else [range(*each) for each in run.job.plan.runs]
+    if trial.segments != run.job.trainer.segments:
+        renew_reduction(run.job, runs, trial.segments)
+    if text:
+        run.recorder.note(text)
 
 
 def end_epoch(run: Run) -> None:

@@ -18,6 +18,7 @@ from hpctrain.training.balance import Balance
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control
 from hpctrain.training.digest import chain
+from hpctrain.training.overlap_trial import OverlapTrial
 from hpctrain.training.replay import Replay
 from hpctrain.training.setup import Job
 from hpctrain.training.step import NETWORK, Trainer
@@ -140,4 +141,5 @@ class Run:
     checkpoints: Interval
     writer: Writer | None  # on rank 0
     balance: Balance | None = None  # where shards may move
+    overlap: OverlapTrial | None = None  # where it is to be measured
     replay: Replay | None = None  # where digests are compared and no rank may have its own buffers

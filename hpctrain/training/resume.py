@@ -99,6 +99,8 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
     try:
         known = Config.__dataclass_fields__
         given = {n: v for n, v in parse_toml(path.read_bytes()).items() if n in known}
+        if type(given.get("overlap")) is int:  # as it was written before there was "auto"
+            given["overlap"] = str(given["overlap"])
         config = from_fields(Config, given)
         path = folder / "plan.json"
         return config, read_plan(parse_json(path.read_bytes()))

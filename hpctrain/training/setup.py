@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config, check_ranges, validate_optimizer
+from hpctrain.config import Config, check_ranges, segments, validate_optimizer
 from hpctrain.data.augment import normalization
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare
@@ -204,18 +204,19 @@ def make_trainer(
         comm, lambda: make_backward(model, task, message, config.compile, config.graphs)
     )
     broadcast(comm, message.weights)
-    runs = [range(*run) for run in plan.runs]
+    runs, overlap = [range(*run) for run in plan.runs], segments(config.overlap) or 0
     norms.first_shard = runs[comm.rank].start
     return Trainer(
         model,
         message,
         norms,
         make_optimizer(plan.optimizer, plan.learning_rate, config, [message.weights]),
-        everywhere(comm, lambda: reduce_for(plan, config.overlap, message, runs, transport)),
+        everywhere(comm, lambda: reduce_for(plan, overlap, message, runs, transport)),
         backward,
         config.clip_norm,
         config.skip_bad,
         config.local_buffers,
+        overlap,
         LATE[message.device.type],
     )
 
@@ -233,9 +234,17 @@ def carry(job: Job, runs: Sequence[range], comm: Comm) -> None:
     own = runs[comm.rank]
     job.loader.carry(own)
     job.trainer.norms.first_shard = own.start
-    before, message = job.trainer.reduce, job.trainer.message
-    before.close()
-    job.trainer.reduce = reduce_for(job.plan, job.config.overlap, message, runs, before.transport)
+    renew_reduction(job, runs, job.trainer.segments)
+
+
+def renew_reduction(job: Job, runs: Sequence[range], overlap: int) -> None:
+    """Let ranks that carry these shards sum in so many segments from the next step on, 0 = at once.
+    UsageError where MPI cannot.
+    """
+    trainer, transport = job.trainer, job.trainer.reduce.transport
+    trainer.reduce.close()
+    trainer.reduce = reduce_for(job.plan, overlap, trainer.message, runs, transport)
+    trainer.segments = overlap
 
 
 def _fixed_state(model: nn.Module) -> str:

@@ -38,6 +38,7 @@ class Trainer:
     clip_norm: float | None = None
     skips_rows: bool = False  # a step may have fewer rows than it was planned with
     local_buffers: bool = False  # ranks may hold other buffers than batch norm's of their own
+    segments: int = 0  # in which the reduction overlaps backward
     late: int = 0  # steps that are begun before the totals of one are read
     clock: Clock = field(init=False)
     unused: UnusedParameters = field(init=False)

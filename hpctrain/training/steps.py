@@ -207,6 +207,8 @@ def tell_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
     )
     if run.balance:
         run.balance.add(totals.compute)
+    if run.overlap:
+        run.overlap.add(seconds, max(totals.compute), run.job.trainer.clock.reduce)
     if run.writer:
         run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
     run.control.slowest_step = max(run.control.slowest_step, seconds)

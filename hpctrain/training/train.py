@@ -25,6 +25,7 @@ from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
     allgather,
+    check_threads,
     everywhere,
     from_root,
     host_name,
@@ -43,6 +44,7 @@ from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
 from hpctrain.training.lock import RunLock
 from hpctrain.training.loop import run_epochs, save_checkpoint
 from hpctrain.training.outcome import CannotContinue
+from hpctrain.training.overlap_trial import OverlapTrial
 from hpctrain.training.progress import Progress, Run, Why
 from hpctrain.training.replay import Replay
 from hpctrain.training.resume import Earlier, find_earlier, restore
@@ -159,7 +161,8 @@ def _launch(
         replays = config.digest_every and not config.local_buffers
         replay = Replay(job.trainer, job.task, job.plan) if replays else None
         interval = times.checkpoints
-        run = Run(job, comm, recorder, control, state, interval, writer, balance, replay)
+        trial = make_trial(config, comm, state.step)
+        run = Run(job, comm, recorder, control, state, interval, writer, balance, trial, replay)
         return train_in(run, folder)
 
 
@@ -170,6 +173,16 @@ def check_network(path: Path, text: str) -> None:
     except UsageError as error:
         advice = "bring that file back, or train anew under another --run"
         raise RunError(f"{text}, but {error}: {advice}") from error
+
+
+def make_trial(config: Config, comm: Comm, first: int) -> OverlapTrial | None:
+    """What measures for --overlap auto after `first` steps, where it is asked for and ranks have
+    something to sum. UsageError where MPI may be called by one thread only.
+    """
+    if config.overlap != "auto" or comm.size == 1:
+        return None
+    everywhere(comm, lambda: check_threads("--overlap"))
+    return OverlapTrial(first)
 
 
 @contextmanager
