@@ -260,3 +260,15 @@ def test_frozen_layers_keep_their_statistics(comm):
     model[0].eval()
     norms = BatchNorms(model, "exact")
     assert list(norms.layers) == ["1"]
+
+
+def test_buffers_stay_tensors_of_their_own(comm):
+    """No views of one vector: kernels find each aligned, compilers none that alias."""
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(5), nn.BatchNorm2d(3)).train()
+    before = dict(model.named_buffers())
+    run_steps(comm, nn.Sequential(model[0]), [activations([7, 4, 2, 5, 3], 2, 2.0)], "exact")
+    BatchNorms(model)
+    buffers = dict(model.named_buffers())
+    assert all(buffers[name] is before[name] for name in before)
+    assert len({b.untyped_storage().data_ptr() for b in buffers.values()}) == len(buffers) == 9
+    assert all(b.storage_offset() == 0 and b.data_ptr() % 64 == 0 for b in buffers.values())
