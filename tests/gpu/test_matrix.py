@@ -1,0 +1,104 @@
+"""hpctrain on emulated GPUs: settings in pairs, and ranks that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from hpctrain.report.record import read_records
+from tests.gpu.emulator import launch
+from tests.launch import Job, mpirun, run_mpi
+from tests.packs import make_pack
+
+pytestmark = pytest.mark.emulated_gpu
+
+
+@pytest.mark.timeout(3600)
+def test_every_two_settings_together(tmp_path):
+    """Losses are the CPU's; one digest in tree order, whatever ranks, transport, launch and order.
+
+    HPCTRAIN_TEST_GPU_MATRIX=all runs every cell.
+    """
+    from tests.gpu.matrix import Cell, pairwise, problems, product
+
+    which = os.environ.get("HPCTRAIN_TEST_GPU_MATRIX", "pairwise")
+    done = run_mpi(
+        4,
+        ["-m", "mpi4py", "-m", "tests.gpu.matrix", str(tmp_path), which],
+        timeout=3500 if which == "all" else 400,
+        env={"HPCTRAIN_EMULATED_GPUS": "4"},
+    )
+    lines = (tmp_path / "cells.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert problems(found) == []
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    wanted = list(product()) if which == "all" else pairwise()
+    assert [Cell(*result["cell"]) for result in found] == wanted
+    digests = [result["gpu"]["digest"] for result in found if "digest" in result["gpu"]]
+    assert len(digests) > 10 and len(set(digests)) > 4, "cells do not differ"
+
+
+def test_other_figures_are_problems():
+    from tests.gpu.matrix import Cell, problems
+
+    cell = Cell("classify", "nccl", "tree", "eager", "fp32", 2, "late")
+    gpu, cpu = {"losses": [1.0, 0.5], "digest": "a"}, {"losses": [1.0, 0.5], "digest": "b"}
+    sound = {"cell": cell, "gpu": gpu, "cpu": cpu}
+    assert problems([sound, sound]) == []
+    assert problems([sound, sound | {"gpu": gpu | {"digest": "c"}}])
+    assert problems([sound | {"gpu": gpu | {"losses": [1.0, 0.6]}}])
+    assert problems([sound | {"gpu": gpu | {"losses": [1.0]}}])
+    assert problems([{"cell": cell, "error": "RunError: late"}])
+
+
+@pytest.mark.parametrize("transport", ["host", "nccl"])
+def test_a_killed_rank_costs_no_bits(tmp_path, transport):
+    """kill -9 of one of three ranks; two go on from the last checkpoint to the same digest."""
+    make_pack(tmp_path / "pack.h5", {"train": 127, "test": 31}, shape=(13, 11, 3))
+
+    def words(name):
+        flags = ["--deterministic", "--shards", "4", "--reduce", transport, "--overlap", "3"]
+        words = ["train", "--data", str(tmp_path / "pack.h5"), "--device", "cuda", "--epochs", "20"]
+        words += [
+            "--model",
+            "digits",
+            "--batch-size",
+            "16",
+            "--runs-dir",
+            str(tmp_path / "runs"),
+            "--run",
+            name,
+        ]
+        return [*words, *flags, "--checkpoint-every", "10", "--progress", "none", "--threads", "1"]
+
+    whole = launch(words("whole"), 2)
+    assert whole.returncode == 0, whole.stderr
+    env = {"HPCTRAIN_EMULATED_GPUS": "3", "HPCTRAIN_EMULATED_GPU_ORDER": "1"}
+    job = Job([mpirun(), "-n", "3", sys.executable, "-m", "hpctrain", *words("killed")], env)
+    run = tmp_path / "runs" / "killed"
+    try:
+        wait_for_checkpoint(run / "checkpoints", job)
+        os.kill(json.loads((run / "ranks" / "2.json").read_text())["pid"], signal.SIGKILL)
+        assert job.wait(timeout=60) not in (0, 75)
+    finally:
+        job.end()
+    again = launch(words("killed"), 2, order="late")
+    assert again.returncode == 0, again.stderr
+    whole, killed = (list(read_records(tmp_path / "runs" / name)) for name in ("whole", "killed"))
+    assert any("going on after step" in record.get("text", "") for record in killed)
+    assert whole[-1]["digest"] == killed[-1]["digest"]
+
+
+def wait_for_checkpoint(folder, job):
+    """Until the run has one, 60 s at most."""
+    for _ in range(600):
+        if list(folder.glob("*.safetensors")):
+            return
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.1)
+    raise AssertionError("no checkpoint within 60 s")
