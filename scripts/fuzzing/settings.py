@@ -55,8 +55,9 @@ class Settings(Surface):
         """What becomes of settings; other ones are settings too."""
         path = self.folder / f"{name}.toml"
         path.write_bytes(data)
-        # A value that is out of its range is one of a flag, wherever the flag stood.
-        names = (path.name, "--", "mini-batch", str(self.folder))
+        # A value that is out of its range is one of a flag, wherever the flag stood; a path that
+        # leads elsewhere is named itself.
+        names = (path.name, "--", "mini-batch", str(self.folder), "/etc/passwd")
 
         def use() -> object:
             if name == "sweep":
