@@ -103,6 +103,44 @@ def test_what_is_not_waited_for_is_wrong_in_some_order(program, orders):
     assert not all(wrong[seed] for seed in SEEDS)
 
 
+def pageable(_):
+    """Pageable memory: read before a copy up returns, written when a copy down has returned."""
+    host, back = ones(), torch.zeros(LENGTH)
+    up = host.to("cuda", non_blocking=True)
+    host.fill_(7)
+    back.copy_(up, non_blocking=True)
+    return back.sum().item() == LENGTH
+
+
+def test_copies_of_pageable_memory_need_no_wait(orders):
+    right = orders(lambda: pageable(False), [*ORDERS, "free", *SEEDS])
+    assert set(right.values()) == {True}, right
+
+
+TWO = """
+import torch
+one, other = (torch.ones(7, device=f"cuda:{n}") for n in range(2))
+mixed = (lambda: one + other, lambda: one + torch.ones(7), lambda: torch.cat([one, other]))
+for work in (*mixed, lambda: torch.tensor(1.0).add_(one[0])):
+    try:
+        work()
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+    else:
+        raise SystemExit("taken")
+assert (one.to("cuda:1") + other).sum().item() == 14
+assert len({torch.cuda.get_device_properties(n).uuid for n in range(2)}) == 2
+seen = torch.as_tensor(type("", (), {"__cuda_array_interface__": other.__cuda_array_interface__})())
+assert seen.device == other.device and torch.cuda.current_device() == 0
+"""
+
+
+def test_devices_have_memory_of_their_own():
+    done = run([sys.executable, "-c", TWO], 100, {"HPCTRAIN_EMULATED_GPUS": "2"}, ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("same device") == 3 and done.stdout.count("writes a tensor") == 1
+
+
 RACES = """
 import races, torch
 from tests.gpu.test_emulator import handed_over

@@ -109,7 +109,7 @@ enum {
 };
 extern uint64_t emulator_counters[COUNTERS];
 cudaError_t emulator_launch(cudaStream_t, void (*run)(void *), void (*drop)(void *), void *data);
-cudaError_t emulator_mark_freed(cudaStream_t, void *start, size_t length);
+cudaError_t emulator_mark_freed(int device, cudaStream_t, void *start, size_t length);
 void emulator_fail(const char *words);
 bool emulator_set_order(const char *text, long idle_milliseconds);
 

@@ -255,8 +255,13 @@ cudaError_t cudaMemset(void *start, int value, size_t length) {
     return cudaMemsetAsync(start, value, length, cudaStreamLegacy);
 }
 
-cudaError_t emulator_mark_freed(cudaStream_t stream, void *start, size_t length) {
+/* The default stream of a device has no handle of its own: the device tells which one it is. */
+cudaError_t emulator_mark_freed(int device, cudaStream_t stream, void *start, size_t length) {
     Work *fill = make_fill(start, NAN_BYTE, length);
+    int before = current_device();
     fill->at_once = true;
-    return enqueue(stream, fill);
+    cudaSetDevice(device);
+    cudaError_t code = enqueue(stream, fill);
+    cudaSetDevice(before);
+    return code;
 }

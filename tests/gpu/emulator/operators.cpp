@@ -27,7 +27,7 @@
 
 extern "C" {
 cudaError_t emulator_launch(cudaStream_t, void (*)(void*), void (*)(void*), void*);
-cudaError_t emulator_mark_freed(cudaStream_t, void*, size_t);
+cudaError_t emulator_mark_freed(int, cudaStream_t, void*, size_t);
 void emulator_fail(const char*);
 }
 
@@ -443,7 +443,8 @@ void watch_frees() {
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const Entry& entry) {
     if (entry.action_ == Entry::FREE_COMPLETED)
       emulator_mark_freed(
-          static_cast<cudaStream_t>(entry.stream_), reinterpret_cast<void*>(entry.addr_), entry.size_);
+          entry.device_, static_cast<cudaStream_t>(entry.stream_),
+          reinterpret_cast<void*>(entry.addr_), entry.size_);
   });
 }
 
