@@ -3,10 +3,10 @@
     HPCTRAIN_EMULATED_GPUS=4 tests/gpu/emulator/run mpirun -n 4 python -m tests.gpu.matrix FOLDER
     ... python -m tests.gpu.matrix FOLDER all
 
-Cells are chosen so that every pair of values of two axes is in one of them; `all` runs the whole
-product of the axes but for ranks and orders, which take turns. All cells run in one launch: those
-of fewer ranks on its first ranks. FOLDER/cells.jsonl has what each cell came to; `problems` checks
-it.
+Cells are chosen so that every pair of values of two axes is in one of them; each runs in its own
+order and late. `all` runs the whole product of the axes but for ranks and orders, which take turns.
+All cells run in one launch: those of fewer ranks on its first ranks. FOLDER/cells.jsonl has what
+each cell came to; `problems` checks it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "launch": ("eager", "overlap", "graphs"),
     "precision": ("default", "fp32", "tf32", "bf16"),
     "ranks": (1, 2, 3, 4),
-    "order": ORDERS,
+    "order": ORDERS,  # of the devices' work
 }
+USES = ("evaluate", "predict")  # jobs that train nothing
 TURNS = ("ranks", "order")  # axes that take turns where all others are multiplied
 SHARDS = 4
 STEPS = 3  # until a run that is resumed leaves
@@ -78,7 +79,7 @@ def pairwise(seed: int = 0) -> list[Cell]:
         for a, b in itertools.combinations(names, 2)
         for x, y in itertools.product(AXES[a], AXES[b])
     }
-    cells = []
+    cells: list[Cell] = []
     while left:
         (a, x), (b, y) = min(left, key=repr)
         drawn = [Cell(*(rng.choice(AXES[name]) for name in names)) for _ in range(200)]
@@ -86,7 +87,7 @@ def pairwise(seed: int = 0) -> list[Cell]:
         best = max(found, key=lambda cell: len(left & pairs(cell)))
         left -= pairs(best)
         cells.append(best)
-    return cells
+    return sorted(cells, key=lambda cell: cell.transport == "mpi-gpu")  # its trial takes seconds
 
 
 def pairs(cell: Cell) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
@@ -128,6 +129,7 @@ def settings_of(cell: Cell, folder: Path, device: str) -> Config:
         device=device,
         digest_every=3,
         threads=1,
+        timeout="60s",
     )
 
 
@@ -212,65 +214,80 @@ class Matrix:
         return [float(number) for row in rows for number in row[-3:]]
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """What a cell came to on the emulated GPU, and on the CPU."""
-        cpu = self.on_cpu(cell)
-        emulated_gpu.set_order(cell.order)
-        try:
-            if cell.job in ("evaluate", "predict"):
-                found = {device: self.use(cell, device) for device in ("cuda", "cpu")}
-                return {"gpu": {"losses": found["cuda"]}, "cpu": {"losses": found["cpu"]}}
-            if cell.job == "resume":
-                with leaving_after(STEPS):
-                    self.train(cell, "cuda", cell.ranks)
-                return {"gpu": self.train(cell, "cuda", cell.ranks % SHARDS + 1), "cpu": cpu}
-            return {"gpu": self.train(cell, "cuda", cell.ranks), "cpu": cpu}
-        finally:
-            emulated_gpu.set_order("early")
+        """What a cell came to on the CPU, and on the emulated GPU in its order and late."""
+        found = {"cpu": self.on_cpu(cell)}
+        if cell.job in USES:
+            found = {"cpu": {"losses": self.use(cell, "cpu")}}
+        for order in {cell.order: None, "late": None}:
+            emulated_gpu.set_order(order)
+            found[order] = self.on_gpu(cell._replace(order=order))
+        emulated_gpu.set_order("early")
+        return found
+
+    def on_gpu(self, cell: Cell) -> dict[str, Any]:
+        """What a cell came to on the emulated GPU."""
+        if cell.job in USES:
+            return {"losses": self.use(cell, "cuda")}
+        if cell.job != "resume":
+            return self.train(cell, "cuda", cell.ranks)
+        with leaving_after(STEPS):
+            self.train(cell, "cuda", cell.ranks)
+        return self.train(cell, "cuda", cell.ranks % SHARDS + 1)
 
 
 def problems(found: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong with the cells of a matrix: other losses than the CPU's, and other digests than
-    those of the same network summed in tree order on other ranks, by other ways, in another order.
+    """What is wrong with the cells of a matrix: other losses than the CPU's; other digests in
+    another order, or than those of the same network that was summed in tree order on other ranks
+    and by other ways.
     """
-    wrong, digests = [], {}
+    wrong: list[str] = []
+    digests: dict[tuple[str, str], str] = {}
     for result in found:
         cell, name = Cell(*result["cell"]), " ".join(map(str, result["cell"]))
         if "error" in result:
             wrong.append(f"{name}: {result['error']}")
             continue
-        gpu, cpu = (np.array(result[device]["losses"]) for device in ("gpu", "cpu"))
+        cpu, *gpu = (np.array(result[key]["losses"]) for key in ("cpu", cell.order, "late"))
         close = max(CLOSE.get(cell.precision, 1e-3), CLOSE.get(cell.job, 1e-3))
-        if gpu.shape != cpu.shape or not np.allclose(gpu, cpu, rtol=close, atol=1e-4):
-            wrong.append(f"{name}: {gpu.tolist()} on the GPU, {cpu.tolist()} on the CPU")
-        if cell.sum == "tree" and (digest := result["gpu"].get("digest")):
-            key = reference_of(cell).job, cell.precision
-            first = digests.setdefault(key, (digest, name))
-            if first[0] != digest:
-                wrong.append(f"{name}: digest {digest}, but {first[0]} in {first[1]}")
+        for losses in gpu:
+            if losses.shape != cpu.shape or not np.allclose(losses, cpu, rtol=close, atol=1e-4):
+                wrong.append(f"{name}: {losses.tolist()} on the GPU, {cpu.tolist()} on the CPU")
+        ends = {result[order].get("digest") for order in (cell.order, "late")}
+        if cell.sum == "tree" and cell.job not in USES:
+            ends.add(digests.setdefault((reference_of(cell).job, cell.precision), min(ends)))
+        if len(ends) > 1:
+            wrong.append(f"{name}: digests {', '.join(sorted(ends))}")
     return wrong
 
 
-def run_cells(cells: Iterable[Cell], folder: Path, comm: Comm) -> list[dict[str, Any]]:
-    """Run cells and write what each came to, a line each. Collective."""
+def run_cells(cells: Iterable[Cell], folder: Path, comm: Comm, stop: bool) -> list[dict[str, Any]]:
+    """Run cells, with `stop` until one has a problem, and write what each came to, a line each.
+    Collective.
+    """
     select.trial = functools.cache(select.trial)  # one MPI: a process for it once, not in each run
     matrix, found = Matrix(folder, comm), []
     for cell in cells:
         started = time.perf_counter()
         try:
             result = matrix.run(cell)
-        except (Failure, RuntimeError) as error:
-            result = {"error": f"{type(error).__name__}: {error}"}
+        except Failure as error:
+            if not error.agreed:
+                raise  # on one rank alone: the others would wait
+            result = {"error": str(error)}
         found.append({"cell": cell, **result, "seconds": round(time.perf_counter() - started, 2)})
         if comm.rank == 0:
             with open(folder / "cells.jsonl", "a") as file:
                 file.write(json.dumps(found[-1]) + "\n")
+        if stop and comm.bcast(problems(found)):
+            break
     return found
 
 
 def main(folder: str, which: str = "pairwise") -> int:
     """Run the matrix; one line for each problem, on rank 0."""
     comm = start_mpi()
-    found = run_cells(pairwise() if which == "pairwise" else product(), Path(folder), comm)
+    cells = product() if which == "all" else pairwise()
+    found = run_cells(cells, Path(folder), comm, stop=which != "all")
     wrong = comm.bcast(problems(found))
     if comm.rank == 0:
         print("\n".join([*wrong, f"{len(found)} cells, {len(wrong)} problems"]))

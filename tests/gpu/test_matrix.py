@@ -39,21 +39,22 @@ def test_every_two_settings_together(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     wanted = list(product()) if which == "all" else pairwise()
     assert [Cell(*result["cell"]) for result in found] == wanted
-    digests = [result["gpu"]["digest"] for result in found if "digest" in result["gpu"]]
+    digests = [result["late"]["digest"] for result in found if "digest" in result["late"]]
     assert len(digests) > 10 and len(set(digests)) > 4, "cells do not differ"
 
 
 def test_other_figures_are_problems():
     from tests.gpu.matrix import Cell, problems
 
-    cell = Cell("classify", "nccl", "tree", "eager", "fp32", 2, "late")
+    cell = Cell("classify", "nccl", "tree", "eager", "fp32", 2, "1")
     gpu, cpu = {"losses": [1.0, 0.5], "digest": "a"}, {"losses": [1.0, 0.5], "digest": "b"}
-    sound = {"cell": cell, "gpu": gpu, "cpu": cpu}
+    sound = {"cell": cell, "1": gpu, "late": gpu, "cpu": cpu}
     assert problems([sound, sound]) == []
-    assert problems([sound, sound | {"gpu": gpu | {"digest": "c"}}])
-    assert problems([sound | {"gpu": gpu | {"losses": [1.0, 0.6]}}])
-    assert problems([sound | {"gpu": gpu | {"losses": [1.0]}}])
-    assert problems([{"cell": cell, "error": "RunError: late"}])
+    other = gpu | {"digest": "c"}
+    assert problems([sound, sound | {"1": other, "late": other}])
+    for wrong in (other, gpu | {"losses": [1.0, 0.6]}, gpu | {"losses": [1.0]}):
+        assert problems([sound | {"late": wrong}])
+    assert problems([{"cell": cell, "error": "late"}])
 
 
 @pytest.mark.parametrize("transport", ["host", "nccl"])

@@ -90,12 +90,12 @@ def test_gate_leaves_weights_and_state_untouched(name: str, dtype: torch.dtype) 
     assert len(before) == (2 if name == "sgdm" else 4)
 
     parameter.grad = torch.full((LENGTH,), math.nan, dtype=dtype)
-    gate_update(optimizer, torch.tensor(False))
+    gate_update(optimizer, torch.tensor(1.0))
     optimizer.step()
     assert all(map(torch.equal, snapshot(optimizer, parameter), before))
 
     parameter.grad = next(gradients(1, dtype))
-    gate_update(optimizer, torch.tensor(True))
+    gate_update(optimizer, torch.tensor(0.0))
     optimizer.step()
     assert not any(map(torch.equal, snapshot(optimizer, parameter), before))
 
@@ -111,9 +111,9 @@ def test_gated_first_step_is_as_if_it_had_not_been(name: str) -> None:
             junk = [torch.full((LENGTH,), 1e30, dtype=torch.float64) for _ in range(20)]
             del junk
             parameter.grad = torch.full((LENGTH,), math.inf, dtype=torch.float64)
-            gate_update(optimizer, torch.tensor(False))
+            gate_update(optimizer, torch.tensor(1.0))
             optimizer.step()
-        gate_update(optimizer, torch.tensor(True))
+        gate_update(optimizer, torch.tensor(0.0))
         results.append(run(optimizer, parameter, gradients(3)))
     assert torch.equal(*results)
     assert not torch.equal(results[0], weights())
