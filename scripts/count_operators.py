@@ -64,6 +64,8 @@ def count_step(step: Callable[[], object]) -> Count:
     """The operators of the step that this call does, after some that are not counted."""
     for _ in range(WARM):
         step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # first steps ask more, until the device has told what it met
     with Dispatched() as found:
         step()
     return Count(found.names.total(), found.computing, found.names)

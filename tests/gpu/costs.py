@@ -1,0 +1,44 @@
+"""What each step of a run asks of an emulated GPU, on rank 0, as JSON: one line a step.
+
+HPCTRAIN_EMULATED_GPUS=2 tests/gpu/emulator/run mpirun -n 2 python -m tests.gpu.costs FOLDER nccl
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import emulated_gpu
+from hpctrain.parallel.mpi import start_mpi
+from hpctrain.training.control import Control
+from hpctrain.training.train import train
+from tests.packs import make_pack
+from tests.training.runs import short_run
+
+
+def main(folder: str, transport: str) -> None:
+    """Train two epochs of 14 steps; the counters of the runtime from step to step."""
+    comm = start_mpi()
+    if comm.rank == 0:
+        make_pack(Path(folder) / "pack.h5", {"train": 224, "test": 16})
+    comm.Barrier()
+    original, seen = Control.news, []
+
+    def news(self: Control, *told: Any) -> Any:
+        seen.append(emulated_gpu.counts())
+        return original(self, *told)
+
+    Control.news = news  # type: ignore[method-assign]
+    flags = {"model": "digits", "device": "cuda", "reduce": transport, "threads": 1, "run": "costs"}
+    train(
+        short_run(Path(folder), "pack.h5", epochs=2, batch_size=16, digest_every=0, **flags), comm
+    )
+    if comm.rank == 0:
+        for before, after in zip(seen, seen[1:], strict=False):
+            print(json.dumps({name: after[name] - before[name] for name in after}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
