@@ -5,12 +5,14 @@ HPCTRAIN_EMULATED_GPUS=2 tests/gpu/emulator/run mpirun -n 2 python -m tests.gpu.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import emulated_gpu
+
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.training.control import Control
 from hpctrain.training.train import train
@@ -36,7 +38,7 @@ def main(folder: str, transport: str) -> None:
         short_run(Path(folder), "pack.h5", epochs=2, batch_size=16, digest_every=0, **flags), comm
     )
     if comm.rank == 0:
-        for before, after in zip(seen, seen[1:], strict=False):
+        for before, after in itertools.pairwise(seen):
             print(json.dumps({name: after[name] - before[name] for name in after}))
 
 
