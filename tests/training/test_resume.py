@@ -635,8 +635,8 @@ def test_steps_that_the_record_lost_are_named(comm, settings, leave_after, capfd
         text = "the record has lost steps that were done: 3, 6 to 9"
         records = list(read_records(folder))
         notes = [r["text"] for r in records if r["kind"] == "note"]
-        assert "did not record its end" in notes[0]  # that was cut off too
-        assert notes[1:] == [text, "going on after step 9"]
+        # Its end was cut off too, but it left no heartbeats: nothing claims a crash.
+        assert notes == [text, "going on after step 9"]
         assert text in capfd.readouterr().out
         steps_told = [r["step"] for r in records if r["kind"] == "step"]
         assert steps_told == [1, 2, 4, 5, *range(10, 15)]

@@ -15,6 +15,7 @@ from hpctrain.models import read_model, save_model
 from hpctrain.report.record import read_records
 from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
+from hpctrain.training.outcome import CannotContinue
 from hpctrain.training.saved import find_model, open_network, open_pack_for, restore
 from hpctrain.training.setup import set_up
 from tests.launch import run_cli
@@ -162,7 +163,7 @@ def test_a_pack_that_is_replaced_while_training_is_noticed_and_the_weights_are_k
         return step(*arguments)
 
     monkeypatch.setattr(inner, "train_step", replacing)
-    with pytest.raises(UsageError, match="is not the file that was checked"):
+    with pytest.raises(CannotContinue, match="is not the file that was checked"):
         loop.train(Config(data="pack.h5", run="a", epochs=1, threads=1, progress="none"), comm)
     assert read_model("runs/a/model.safetensors")[1]["step"] == 1
 

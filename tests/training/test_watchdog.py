@@ -98,13 +98,13 @@ def ended(job, seconds):
 
 def test_a_rank_that_is_stopped_is_named_by_one_other_and_all_end(start, tmp_path):
     stopped = 0
-    job = start("--timeout", "6s", ranks=3)
+    job = start("--timeout", "12s", ranks=3)
     pid = beats(tmp_path)[stopped]["pid"]
     os.kill(pid, signal.SIGSTOP)
-    code, err, _ = ended(job, 40)
+    code, err, _ = ended(job, 60)
     assert code == 1
     assert (
-        len(re.findall(r"\[rank \d of 3 @.*nothing new for 6 s while in: waiting for all", err))
+        len(re.findall(r"\[rank \d of 3 @.*nothing new for 12 s while in: waiting for all", err))
         == 1
     )
     assert len(re.findall(rf"rank {stopped} \(process {pid} on .*gave no sign for", err)) == 1
@@ -273,10 +273,10 @@ def test_a_rank_that_hangs_while_starting_ends_all(start, tmp_path):
         "from hpctrain.models import build\n"
         "def net(image_shape, classes): return build('digits', image_shape, classes)\n"
     )
-    job = start("--timeout", "5s", "--model", "stuck:net", wait=False)
-    code, err, _ = ended(job, 60)
+    job = start("--timeout", "12s", "--model", "stuck:net", wait=False)
+    code, err, _ = ended(job, 90)
     assert code == 1
-    assert re.search(r"nothing new for 5 s while in: (waiting for .* in )?setting up", err)
+    assert re.search(r"nothing new for 12 s while in: (waiting for .* in )?setting up", err)
     assert re.search(r"rank 1 \(process \d+ on .*\) did not arrive, it is in: setting up", err)
     assert "stuck.py" in stacks_of(err)
 
