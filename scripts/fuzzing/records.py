@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scripts.fuzzing.runs import mutate_file
 from scripts.fuzzing.surface import OTHER, WRONG, Outcome, Surface, attempt, run_command
-from scripts.fuzzing.training import make_pack, run_settings, train
+from scripts.fuzzing.training import leave_heartbeat, make_pack, run_settings, train
 
 READ = ("progress.jsonl", "progress.jsonl", "ranks/0.json", "config.toml", "plan.json")
 READ += ("evaluation-test.json", "model.safetensors")
@@ -25,6 +25,7 @@ class Records(Surface):
         for name in ("sound", "mutated"):
             shutil.rmtree(folder / name, ignore_errors=True)
         train(run_settings(folder, run="sound"))
+        leave_heartbeat(folder / "sound")
         shutil.copytree(folder / "sound", folder / "mutated")
         self.line = self.watch()[1]
 

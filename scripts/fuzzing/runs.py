@@ -18,7 +18,7 @@ from scripts.fuzzing.mutations import (
     mutate_toml,
 )
 from scripts.fuzzing.surface import Outcome, Surface, attempt, compared
-from scripts.fuzzing.training import make_pack, run_settings, train
+from scripts.fuzzing.training import leave_heartbeat, make_pack, run_settings, train
 
 LEFT_AFTER = 7  # steps of ten
 
@@ -54,11 +54,7 @@ class Runs(Surface):
         make_unfinished(folder, "unfinished")
         train(run_settings(folder, run="finished", epochs=1))
         for name in ("unfinished", "finished"):
-            (folder / name / "ranks").mkdir(exist_ok=True)
-            beat = (
-                '{"rank": 0, "host": "x", "pid": 1, "doing": "start", "seconds": 1.0, "time": 1.0}'
-            )
-            (folder / name / "ranks" / "0.json").write_text(beat + "\n")
+            leave_heartbeat(folder / name)
         train(run_settings(folder, run="whole"))
         self.sound = str(list(read_records(folder / "whole"))[-1]["digest"])
 

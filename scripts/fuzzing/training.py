@@ -9,6 +9,7 @@ import numpy as np
 
 from hpctrain.config import Config
 from hpctrain.data.pack import write_pack
+from hpctrain.heartbeats import Beat, write_beat
 
 
 def make_images(rows: int, shape: tuple[int, int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -75,3 +76,9 @@ def train(config: Config) -> int:
     from hpctrain.training.train import train as run
 
     return run(config, MPI.COMM_SELF)
+
+
+def leave_heartbeat(run: Path) -> None:
+    """Put a heartbeat into the folder of a run, as a rank leaves one that is killed."""
+    (run / "ranks").mkdir(exist_ok=True)
+    write_beat(run / "ranks", Beat(0, "x", 1, "start", 1.0, 1.0))
