@@ -136,7 +136,7 @@ def segments(text: str) -> int | None:
     """Of --overlap, at most; None for "auto". UsageError."""
     if text == "auto":
         return None
-    if not re.fullmatch(r"\d{1,9}", str(text)):
+    if not re.fullmatch(r"[0-9]{1,9}", str(text)):
         raise UsageError(f"--overlap {text}: give 0 or more segments, or auto")
     if int(text) > MOST_SEGMENTS:
         raise UsageError(f"--overlap {text}: give at most {MOST_SEGMENTS} segments")

@@ -77,11 +77,16 @@ def memory_of(device: torch.device) -> Choice:
         if facts.cupy == facts.torch and len(packages) < 2:
             _viewed(_cupy_memory(4, device), 1, torch.float32, device)
     except ImportError as error:
-        text = str(error).strip().splitlines()[0] if packages else ""
-        facts = facts._replace(problem=text)
+        facts = facts._replace(problem=_first_line(error) if packages else "")
     except Exception as error:  # CuPy's own errors cannot be named without importing it
-        facts = facts._replace(problem=f"{type(error).__name__}: {error}".splitlines()[0])
+        facts = facts._replace(problem=f"{type(error).__name__}: {_first_line(error)}")
     return choose_memory(facts)
+
+
+def _first_line(error: Exception) -> str:
+    """Of the error's text, without the bars that CuPy draws around it."""
+    lines = (line.strip(" =") for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
 
 
 def plain_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -95,7 +100,11 @@ def plain_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.
         return torch.from_numpy(np.zeros(length, kind))
     device, size = torch.empty(0, device=device).device, length * kind.itemsize  # with its number
     if memory_of(device).name == "cupy":
-        return _viewed(_cupy_memory(size, device), length, dtype, device).zero_()
+        try:
+            cupy_memory = _cupy_memory(size, device)
+        except Exception as error:  # as above
+            raise RunError(f"{size:,} bytes on {device}: {_first_line(error)}") from error
+        return _viewed(cupy_memory, length, dtype, device).zero_()
     with torch.cuda.device(device):
         memory = PlainMemory(size)
     return _viewed(memory, length, dtype, device).zero_()

@@ -24,6 +24,7 @@ from hpctrain.parallel.determinism import refusal
 from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
+    agreed,
     allgather,
     check_threads,
     everywhere,
@@ -229,11 +230,21 @@ def keeping_progress(run: Run, folder: Path) -> Iterator[None]:
         yield
     except CannotContinue as error:
         doing("saving")
-        save_checkpoint(run)
-        from_root(run.comm, lambda: save(run, folder))
-        from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
+        try:
+            from_root(run.comm, lambda: save_all(run, folder))
+        except RunError as second:
+            run.recorder.end("failed", f"{error}; not saved: {second}")
+            raise agreed(CannotContinue(f"{error}; not saved: {second}")) from error
         run.recorder.end("failed", str(error))
         raise
+
+
+def save_all(run: Run, folder: Path) -> None:
+    """Save a checkpoint and the network, and wait until both are there (rank 0). RunError."""
+    save_checkpoint(run)
+    save(run, folder)
+    if run.writer:
+        run.writer.wait()
 
 
 def leave(run: Run, done: int) -> int:
@@ -258,7 +269,11 @@ def finish(run: Run, folder: Path, first: int) -> int:
         from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
     state.restore_best(trainer)
     from_root(run.comm, lambda: save(run, folder))  # before anything else may fail
-    tests = test(run, folder) if run.job.config.test else {}
+    try:
+        tests = test(run, folder) if run.job.config.test else {}
+    except CannotContinue as error:
+        run.recorder.end("failed", str(error))
+        raise
     if state.ended is Why.LEAVE:
         return leave(run, state.step - first)
     from_root(run.comm, lambda: save(run, folder))

@@ -172,3 +172,9 @@ def test_a_torch_without_a_runtime_is_one_line():
     with pytest.raises(RunError, match="without GPUs"):
         call_runtime("Malloc")
     assert not is_exclusive(0)
+
+
+def test_a_broken_cupy_is_described_without_its_bars():
+    text = "\n" + "=" * 40 + "\nFailed to import CuPy.\n" + "=" * 40
+    assert memory._first_line(ImportError(text)) == "Failed to import CuPy."
+    assert memory._first_line(ImportError()) == "ImportError"

@@ -177,3 +177,17 @@ def test_where_the_bad_image_cannot_be_read_again_the_weights_are_saved_all_the_
         assert len(reached) == 1 and reached[0] > 0
         metadata = read_model(Path(settings.runs_dir) / "a" / "model.safetensors")[1]
         assert metadata["step"] == reached[0]
+
+
+def test_why_a_run_ended_is_said_where_it_cannot_be_saved_too(comm, settings, monkeypatch):
+    def full(*_):
+        raise RunError("no room left")
+
+    monkeypatch.setattr(loop, "save", full)
+    said = "is not finite.*; not saved: .*no room left"
+    with pytest.raises(CannotContinue, match=said) as caught:
+        loop.train(dataclasses.replace(settings, lr=1e30), comm)
+    assert caught.value.agreed
+    if comm.rank == 0:
+        end = list(read_records(Path(settings.runs_dir) / "a"))[-1]
+        assert end["status"] == "failed" and "no room left" in end["reason"]
