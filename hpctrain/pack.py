@@ -41,17 +41,17 @@ class Ranks:
         self.columns = None if comm.rank or dumb_terminal() else terminal_columns()
         self._comm = comm
 
-    def from_root(self, function: Callable[[], T]) -> T:
+    def call_on_root(self, function: Callable[[], T]) -> T:
         """What `function` gives, or raises, on rank 0."""
-        from hpctrain.parallel.mpi import from_root
+        from hpctrain.parallel.mpi import call_on_root
 
-        return from_root(self._comm, function)
+        return call_on_root(self._comm, function)
 
-    def everywhere(self, function: Callable[[], T]) -> T:
+    def call_on_all(self, function: Callable[[], T]) -> T:
         """Run `function` on all ranks; all raise the first failure."""
-        from hpctrain.parallel.mpi import everywhere
+        from hpctrain.parallel.mpi import call_on_all
 
-        return everywhere(self._comm, function)
+        return call_on_all(self._comm, function)
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, on rank 0."""

@@ -48,11 +48,11 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
         elif rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
             ranks = f"{size} ranks" if size > 1 else "1 rank"
             say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
-        from hpctrain.parallel.mpi import abort_all, everywhere, run_guarded, start_mpi
+        from hpctrain.parallel.mpi import abort_all, call_on_all, run_guarded, start_mpi
 
         def work() -> int:
             comm = start_mpi()
-            everywhere(comm, lambda: raise_(failure))
+            call_on_all(comm, lambda: raise_(failure))
             comm.Free()
             watchdog.doing(f"importing {module}")
             main = importlib.import_module(module).main

@@ -53,7 +53,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def main(config: PackConfig, team: Team = ALONE) -> int:
     """The subcommand: pack, or check a pack. Its exit code. Collective."""
     if config.check is not None:
-        return team.from_root(lambda: _check(config, team.columns))
+        return team.call_on_root(lambda: _check(config, team.columns))
     create_pack(config, team)
     return 0
 
@@ -83,7 +83,7 @@ def create_pack(config: PackConfig, team: Team = ALONE) -> Path:
     start = time.perf_counter()
     path = make_pack(config, team)
     seconds = time.perf_counter() - start
-    team.from_root(lambda: _say_made(path, seconds, team.columns))
+    team.call_on_root(lambda: _say_made(path, seconds, team.columns))
     return path
 
 
@@ -100,10 +100,10 @@ def make_pack(config: PackConfig, team: Team = ALONE) -> Path:
     Raises UsageError where the source or the settings cannot be used, RunError where the disk is
     full; then, and when interrupted, nothing is left under the pack's name. Collective.
     """
-    path, output = team.from_root(lambda: _places(config))
+    path, output = team.call_on_root(lambda: _places(config))
     team = Framed(team, lambda: _writing(output))
     if config.source == "digits":
-        team.from_root(lambda: _pack_digits(config, output))
+        team.call_on_root(lambda: _pack_digits(config, output))
     else:
         _pack_images(config, path, output, team)
     return output
@@ -150,10 +150,10 @@ def _cut_again(
 
 
 def _pack_images(config: PackConfig, path: Path, output: Path, team: Team) -> None:
-    wish, shares = team.from_root(lambda: (image_wish(config), parse_split(config.split)))
+    wish, shares = team.call_on_root(lambda: (image_wish(config), parse_split(config.split)))
     with shared_work(path, output, team) as work, ExitStack() as stack:
-        team.everywhere(lambda: check_encoding(config, work.mine))
-        jobs = team.everywhere(lambda: job_count(config, len(work.mine.items), team.cores))
+        team.call_on_all(lambda: check_encoding(config, work.mine))
+        jobs = team.call_on_all(lambda: job_count(config, len(work.mine.items), team.cores))
         fit, decoded = decode_shared(work, wish, config.encoding, jobs, output, team)
 
         def choose_rows() -> tuple[dict[str, Placed], Content]:
@@ -162,8 +162,8 @@ def _pack_images(config: PackConfig, path: Path, output: Path, team: Team) -> No
             check_decoded(work.source, whole, config.skip_bad)
             return choose(work.source, whole, config, fit, shares, work.counts)
 
-        chosen, content = team.from_root(choose_rows)
-        store = team.everywhere(lambda: reread(work.store, team, stack))
+        chosen, content = team.call_on_root(choose_rows)
+        store = team.call_on_all(lambda: reread(work.store, team, stack))
         columns = stored_columns(chosen, content.image_shape, store)
         with report.progress("writing", *image_counts(columns, team), team) as advance:
             write_columns(output, columns, content, jobs, advance, team)

@@ -65,7 +65,7 @@ def _examine(settings: DoctorConfig, launcher: str) -> int:
         comm = mpi.MPI.COMM_WORLD.Dup()
     _, ranks_here = mpi.local_ranks(comm)
     if comm.size > 1:
-        mpi.everywhere(comm, lambda: _require_memory(settings.mib, ranks_here))
+        mpi.call_on_all(comm, lambda: _require_memory(settings.mib, ranks_here))
     ranks = comm.gather(collect(comm, launcher)) or []  # of all, on rank 0
     speaks = comm.rank == 0 and (comm.size > 1 or launched_rank() == 0)
     rows = _show(ranks) if speaks else []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from hpctrain.doctor.facts import RankFacts
 from hpctrain.doctor.finding import GIB, Finding, numbered, row
-from hpctrain.parallel.places import Place, choose, sharing
+from hpctrain.parallel.places import RankDevice, choose, sharing
 
 
 def gpu_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -60,8 +60,8 @@ def transport_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         yield Finding("messages", f"--reduce auto is {choice.name}: {choice.reason}")
 
 
-def place(rank: RankFacts) -> Place:
+def place(rank: RankFacts) -> RankDevice:
     """Where a rank would compute."""
     if not rank.gpus:
-        return Place(rank.host, "cpu")
-    return Place(rank.host, "cuda", rank.gpus[rank.gpu].uuid, rank.nccl)
+        return RankDevice(rank.host, "cpu")
+    return RankDevice(rank.host, "cuda", rank.gpus[rank.gpu].uuid, rank.nccl)

@@ -4,7 +4,7 @@ The only module that imports mpi4py, and importing it starts MPI; nothing import
 subcommand needs several ranks. Everything else is handed a communicator.
 
 A mistake of the user is one line on rank 0 and the same exit code on all ranks. That needs
-agreement: `from_root` runs a function on rank 0 and `everywhere` on all ranks; both raise the
+agreement: `call_on_root` runs a function on rank 0 and `call_on_all` on all ranks; both raise the
 same error on every rank. Any error raised otherwise is this rank's alone, is printed with its
 rank and host, and aborts all ranks, because the others may be waiting in a collective.
 """
@@ -103,7 +103,7 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def from_root(comm: Comm, function: Callable[[], T]) -> T:
+def call_on_root(comm: Comm, function: Callable[[], T]) -> T:
     """What `function` gives (or raises: UsageError, RunError) on rank 0, for all. Collective."""
     outcome: tuple[Any, Failure | None] = (None, None)
     if comm.rank == 0:
@@ -124,7 +124,7 @@ def allgather(comm: Comm, value: T) -> list[T]:
         return comm.allgather(value)
 
 
-def everywhere(comm: Comm, function: Callable[[], T]) -> T:
+def call_on_all(comm: Comm, function: Callable[[], T]) -> T:
     """Run `function` on all ranks; if it fails on any, all raise the first failure. Collective."""
     result: list[T] = []
     failure = None
@@ -147,7 +147,7 @@ def agreed(error: Failure) -> Failure:
     return error
 
 
-def same_everywhere(comm: Comm, facts: dict[str, str]) -> None:
+def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
     """Refuse to go on where ranks hold different facts (layout, versions, ...). Collective."""
     gathered = allgather(comm, facts)
     for rank, theirs in enumerate(gathered):

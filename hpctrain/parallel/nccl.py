@@ -18,7 +18,7 @@ from ctypes import c_int, c_void_p
 import torch
 
 from hpctrain.errors import RunError
-from hpctrain.parallel.mpi import Comm, from_root
+from hpctrain.parallel.mpi import Comm, call_on_root
 from hpctrain.parallel.nccl_library import Library, UniqueId
 from hpctrain.parallel.transport import Blocks
 from hpctrain.watchdog import waiting
@@ -33,7 +33,7 @@ class Nccl:
     def __init__(self, comm: Comm, library: Library | None = None) -> None:
         """Collective, on the current GPU of this thread."""
         self.comm, self._call = comm, library or Library()
-        number = UniqueId.from_buffer_copy(from_root(comm, self._call.unique_id))
+        number = UniqueId.from_buffer_copy(call_on_root(comm, self._call.unique_id))
         self._group = c_void_p()
         with waiting():
             self._call("ncclCommInitRank", ctypes.byref(self._group), comm.size, number, comm.rank)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hpctrain.errors import UsageError
 
 
-class Place(NamedTuple):
+class RankDevice(NamedTuple):
     """Where one rank computes, and what it can do there."""
 
     host: str
@@ -33,7 +33,7 @@ def which_gpu(local_rank: int, visible: int) -> int | None:
     return local_rank % visible if visible else None
 
 
-def sharing(places: Sequence[Place]) -> str:
+def sharing(places: Sequence[RankDevice]) -> str:
     """Where more ranks than GPUs compute on a host, with the numbers; nothing where none do."""
     gpus: dict[str, list[str]] = {}
     for place in places:
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(places: Sequence[Place], wanted: str = "auto") -> Choice:
+def choose(places: Sequence[RankDevice], wanted: str = "auto") -> Choice:
     """The transport for these ranks. UsageError where the one `wanted` cannot be, and why, and
     where some ranks have a GPU and others not: these round differently, so weights that every rank
     updates for itself would drift apart.
@@ -86,7 +86,7 @@ def choose(places: Sequence[Place], wanted: str = "auto") -> Choice:
     return Choice("nccl", "every rank has a GPU of its own" if wanted == "auto" else "asked for")
 
 
-def _against_nccl(places: Sequence[Place]) -> str:
+def _against_nccl(places: Sequence[RankDevice]) -> str:
     """What NCCL cannot do with these ranks; nothing where it can."""
     seen: dict[tuple[str, str], int] = {}
     for rank, place in enumerate(places):
@@ -100,5 +100,5 @@ def _against_nccl(places: Sequence[Place]) -> str:
     return ""
 
 
-def _named(places: Sequence[Place], rank: int) -> str:
+def _named(places: Sequence[RankDevice], rank: int) -> str:
     return f"rank {rank} ({places[rank].host})"

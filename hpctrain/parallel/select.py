@@ -16,7 +16,7 @@ from hpctrain.parallel.device import gpu_uuid
 from hpctrain.parallel.mpi import Comm, host_name
 from hpctrain.parallel.nccl import Nccl
 from hpctrain.parallel.nccl_library import nccl_version
-from hpctrain.parallel.places import Choice, Place
+from hpctrain.parallel.places import Choice, RankDevice
 from hpctrain.parallel.runtime import EXCLUSIVE, is_exclusive
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Nothing, Pinned, Transport
 from hpctrain.parallel.trial import check_exchange
@@ -43,14 +43,14 @@ def make(choice: Choice, comm: Comm, device: torch.device) -> Transport:
     return HostMemory(comm)
 
 
-def place_of(device: torch.device, wanted: str) -> Place:
+def describe_rank(device: torch.device, wanted: str) -> RankDevice:
     """What this rank has to tell. A trial is made only for "mpi-gpu"."""
     if device.type == "cpu":
-        return Place(host_name(), "cpu")
+        return RankDevice(host_name(), "cpu")
     refusal = None
     if wanted == "mpi-gpu":
         refusal = exclusive_refusal(device.index) or trial(device.index)
-    return Place(host_name(), "cuda", gpu_uuid(device), nccl_version(), refusal)
+    return RankDevice(host_name(), "cuda", gpu_uuid(device), nccl_version(), refusal)
 
 
 def exclusive_refusal(gpu: int) -> str | None:

@@ -22,7 +22,7 @@ import torch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.device import choose_device
 from hpctrain.parallel.memory import plain_zeros
-from hpctrain.parallel.mpi import MPI, everywhere, host_name, start_mpi
+from hpctrain.parallel.mpi import MPI, call_on_all, host_name, start_mpi
 from hpctrain.parallel.transport import DeviceMemory, Transport, mpi_type
 from hpctrain.streams import current_stream
 
@@ -46,7 +46,7 @@ def check_exchange(transport: Transport, device: torch.device) -> None:
                 " were sent; --reduce host works with any MPI"
             )
 
-    everywhere(comm, refuse)
+    call_on_all(comm, refuse)
 
 
 def _arrives(transport: Transport, length: int, device: torch.device) -> bool:

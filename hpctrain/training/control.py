@@ -29,7 +29,7 @@ LOOK_EVERY = 0.5  # seconds between looks at the file system
 SPARE = 5.0  # seconds, besides what is measured
 
 
-class News(NamedTuple):
+class StepFlags(NamedTuple):
     """What a rank tells all others in a step's message."""
 
     waited: float = 0.0  # seconds for data
@@ -67,9 +67,9 @@ class Control:
             raise KeyboardInterrupt
         self._interrupted = True
 
-    def news(self, waited: float, save: bool, digest: torch.Tensor | None) -> News:
+    def news(self, waited: float, save: bool, digest: torch.Tensor | None) -> StepFlags:
         """What this rank tells all others in its next step."""
-        return News(waited, self.asked(), self.leaving() is not None, save, digest)
+        return StepFlags(waited, self.asked(), self.leaving() is not None, save, digest)
 
     def margin(self, evaluating: bool = False) -> float:
         """Seconds before the deadline at which to leave: for a step, an evaluation (one that is

@@ -31,7 +31,7 @@ from hpctrain.errors import Failure, RunError
 from hpctrain.keys import random_key
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.late import read_late
-from hpctrain.parallel.mpi import Comm, agreed, allgather, everywhere, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.tables import print_evaluation, write_json
@@ -77,7 +77,10 @@ def main(settings: EvaluateConfig) -> int:
         doing(f"{what} of {settings.split}")
         return True
 
-    with everywhere(comm, lambda: open_split(pack, settings.split, checks=checks)) as source, exact:
+    with (
+        call_on_all(comm, lambda: open_split(pack, settings.split, checks=checks)) as source,
+        exact,
+    ):
         result = evaluate(
             network.model, source, network.task, network.prepare, comm, network.block, go_on
         )
@@ -255,6 +258,6 @@ def evaluate(
     tally.bad += len(failures)
     allreduce(comm, tally.vector)
     if tally.bad[0]:
-        everywhere(comm, lambda: raise_first(failures))
+        call_on_all(comm, lambda: raise_first(failures))
         raise agreed(RunError(str(describe_first(allgather(comm, tally.bad_rows)))))
     return tally.result(task)

@@ -26,7 +26,7 @@ from hpctrain.data.upload import Upload
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.late import read_late
-from hpctrain.parallel.mpi import Comm, agreed, allgather, everywhere, from_root, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.answers import write_csv
 from hpctrain.report.pictures import write_image
@@ -60,7 +60,7 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     if restores and not settings.images:
         raise agreed(UsageError("this network restores images: name image files"))
     if settings.images:
-        files = from_root(comm, lambda: list_images(settings.images))
+        files = call_on_root(comm, lambda: list_images(settings.images))
         crop = bool(network.saved.metadata.get("provenance", {}).get("fit") == "crop")
         read, dtype = file_reader(network, files, crop), np.dtype(np.uint8)
         if restores:
@@ -69,7 +69,7 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     else:
         pack = open_pack_for(network.saved, settings, comm)
         checks = first_touch(pack, comm)
-        source = everywhere(comm, lambda: open_split(pack, settings.split, checks=checks))
+        source = call_on_all(comm, lambda: open_split(pack, settings.split, checks=checks))
         names, labels = [str(row) for row in range(len(source.labels))], source.labels
         dtype = source.dtype
 
@@ -79,7 +79,7 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     chances, bad = predict(network, names, read, dtype, comm)
     classes = network.saved.classes
     rows = [row for row in range(len(names)) if row not in bad]
-    from_root(comm, lambda: write_csv(settings.output, names, labels, rows, chances, classes))
+    call_on_root(comm, lambda: write_csv(settings.output, names, labels, rows, chances, classes))
     refuse_unusable(bad, len(names), settings.output)
     return 0
 
@@ -108,7 +108,7 @@ def predict(
             unusable.update(bad)
         return found
 
-    found = everywhere(comm, mine)
+    found = call_on_all(comm, mine)
     with waiting():
         parts = comm.gather(found) or []
     blocks = [block for part in parts for block in part]
@@ -189,7 +189,7 @@ def restore_files(
 ) -> int:
     """Write what the network makes of every file, as PNG, into the folder --output. Collective."""
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
-    names = from_root(comm, lambda: own_names(folder, files))
+    names = call_on_root(comm, lambda: own_names(folder, files))
 
     unusable: Unusable = {}
 
@@ -204,7 +204,7 @@ def restore_files(
                 if row not in bad:
                     write_image(folder / names[row], image)
 
-    everywhere(comm, mine)
+    call_on_all(comm, mine)
     unusable = gather_unusable(unusable, comm)
     if comm.rank == 0:
         say(f"{folder}: {len(files) - len(unusable):,} images restored")

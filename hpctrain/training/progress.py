@@ -27,11 +27,11 @@ from hpctrain.typed import typed_fields
 RESUMED = ("planned", "step", "epoch", "best_loss", "sums")  # every checkpoint holds these
 
 
-class Why(StrEnum):
+class EndReason(StrEnum):
     """Why no further step is to be done, before the last epoch."""
 
     STOP = "asked to stop"  # a wish: save, test, exit code 0
-    LEAVE = "asked to leave"  # forced from outside: save, exit code 75
+    PREEMPTED = "asked to leave"  # forced from outside: save, exit code 75
     PATIENCE = "no better validation"  # the run's own end
 
 
@@ -51,7 +51,7 @@ class Progress:
     step: int = 0  # steps done
     epoch: int = 0  # epochs done
     validated: int = 0  # step of the last validation
-    ended: Why | None = None
+    ended: EndReason | None = None
     save: bool = False  # a checkpoint was asked for
     reason: str | None = None  # of that end, for the reader
     figures: dict[str, float | None] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Progress:
         """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["best"], fields["went_back"], fields["save"]
-        if self.ended is not Why.PATIENCE:
+        if self.ended is not EndReason.PATIENCE:
             fields["ended"] = fields["reason"] = None
         return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
 

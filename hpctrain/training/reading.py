@@ -19,7 +19,7 @@ from hpctrain.data.pack_format import Pack
 from hpctrain.data.packed import read_pack, read_sums, verify
 from hpctrain.data.source import Opened
 from hpctrain.errors import UsageError
-from hpctrain.parallel.mpi import Comm, everywhere, from_root
+from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root
 from hpctrain.plan import Plan
 from hpctrain.text import say
 from hpctrain.training.saved import require_split
@@ -84,7 +84,7 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
             read_sums(pack)  # they must be those of the pack even where nothing is compared
         return pack
 
-    return from_root(comm, find)
+    return call_on_root(comm, find)
 
 
 def verified(config: Config, pack: Pack) -> str:
@@ -104,7 +104,7 @@ def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
         say(f"hpctrain: rank {comm.rank}: {text}", sys.stderr)
 
     wanted = not pack.foreign and verified(config, pack) == FIRST_TOUCH
-    sums = from_root(comm, lambda: read_sums(pack)) if wanted else None
+    sums = call_on_root(comm, lambda: read_sums(pack)) if wanted else None
     return Checks(sums, tell if config.skip_bad else None)
 
 
@@ -115,12 +115,12 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     pack, source = reading.pack, reading.source
     if pack.foreign:
         raise UsageError(f"--stage copies packs, and {pack.path} is none: copy the file yourself")
-    sums = reading.checks.sums or from_root(comm, lambda: read_sums(pack))
+    sums = reading.checks.sums or call_on_root(comm, lambda: read_sums(pack))
     extent = source.extent(reading.order.reach(shards))
     here, held = stage(folder, pack, sums, extent, comm)
     source.close()
     checks = Checks(None, reading.checks.tell, held)  # every block was compared on its way
-    opened = everywhere(comm, lambda: open_split(here, "train", checks=checks))
+    opened = call_on_all(comm, lambda: open_split(here, "train", checks=checks))
     return replace(reading, pack=here, checks=checks, source=opened)
 
 

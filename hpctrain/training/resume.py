@@ -20,7 +20,7 @@ from hpctrain.errors import UsageError
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.heartbeats import find_cause
 from hpctrain.parallel.determinism import hardware_key
-from hpctrain.parallel.mpi import Comm, agreed, from_root
+from hpctrain.parallel.mpi import Comm, agreed, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
 from hpctrain.plan_check import check_recorded, read_plan
@@ -183,7 +183,7 @@ def _on_all(comm: Comm, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         mine.update(checkpoint.tensors())
         return {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
 
-    for name, (shape, dtype) in from_root(comm, shapes).items():
+    for name, (shape, dtype) in call_on_root(comm, shapes).items():
         broadcast(comm, mine.setdefault(name, torch.empty(shape, dtype=dtype)))
     return mine
 

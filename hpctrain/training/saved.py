@@ -36,7 +36,7 @@ from hpctrain.data.packed import read_sums
 from hpctrain.errors import UsageError
 from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
-from hpctrain.parallel.mpi import Comm, agreed, everywhere, fair_threads, from_root, local_ranks
+from hpctrain.parallel.mpi import Comm, agreed, call_on_all, call_on_root, fair_threads, local_ranks
 from hpctrain.plan import Plan
 from hpctrain.report.find import SWEEP_FILE, propose_run
 from hpctrain.report.results import best_run
@@ -209,15 +209,15 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
             raise agreed(UsageError(f"{flag} {value}: give 1 or more"))
     if settings.output == "":
         raise agreed(UsageError("--output '': name a file"))
-    path = from_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
+    path = call_on_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
     local_rank, _ = local_ranks(comm)
-    device = everywhere(comm, lambda: choose_device(settings.device, local_rank))
+    device = call_on_all(comm, lambda: choose_device(settings.device, local_rank))
     threads = fair_threads(comm)
     set_threads(settings.threads or threads)
     keep_memory()
     command = "predict" if isinstance(settings, PredictConfig) else "evaluate"
     words = command, *as_words(settings, without=("model",))
-    saved = everywhere(comm, lambda: restore(path, settings.model, words))
+    saved = call_on_all(comm, lambda: restore(path, settings.model, words))
     channels_last = saved.metadata.get("channels_last", True)
     dtype = next(saved.model.parameters()).dtype
     model = place(saved.model, device, channels_last)
@@ -232,7 +232,7 @@ def first_touch(pack: Pack, comm: Comm) -> Checks:
     """Every block of a pack is compared when it is first read: what is reported of damaged rows
     would be wrong. Collective.
     """
-    return Checks(None if pack.foreign else from_root(comm, lambda: read_sums(pack)))
+    return Checks(None if pack.foreign else call_on_root(comm, lambda: read_sums(pack)))
 
 
 def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
@@ -268,7 +268,7 @@ def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
             )
         return pack
 
-    return from_root(comm, find)
+    return call_on_root(comm, find)
 
 
 def require_split(pack: Pack, split: str) -> None:

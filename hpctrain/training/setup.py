@@ -33,16 +33,16 @@ from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     Comm,
     allgather,
-    everywhere,
+    call_on_all,
+    call_on_root,
+    check_equal_on_all,
     fair_threads,
-    from_root,
     local_ranks,
-    same_everywhere,
 )
 from hpctrain.parallel.places import Choice, choose, sharing
 from hpctrain.parallel.plain import Reduce
 from hpctrain.parallel.reduce import broadcast, choose_reduce
-from hpctrain.parallel.select import make, place_of
+from hpctrain.parallel.select import describe_rank, make
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.training.backward import make_backward
@@ -90,37 +90,37 @@ def set_up(
     launch where that was an `earlier` one; without `first_weights` a checkpoint will give them, not
     --init. Raises the same error on all ranks. Collective.
     """
-    config = from_root(comm, lambda: config)
+    config = call_on_root(comm, lambda: config)
     pack = open_pack(config, "train", comm)
     doing("setting up")  # no longer the last block of the pack that rank 0 compared
-    everywhere(comm, lambda: check_data(config, pack))
+    call_on_all(comm, lambda: check_data(config, pack))
     local_rank, _ = local_ranks(comm)
-    device = everywhere(comm, lambda: choose_device(config.device, local_rank))
+    device = call_on_all(comm, lambda: choose_device(config.device, local_rank))
     threads = fair_threads(comm)
     set_threads(cpu_threads(config, threads, earlier))
     keep_memory()
 
-    model, fresh = everywhere(comm, lambda: make_model(config, pack, first_weights))
+    model, fresh = call_on_all(comm, lambda: make_model(config, pack, first_weights))
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
-    norms = everywhere(comm, lambda: BatchNorms(model, config.batch_norm))
+    norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
     task = make_task(dataclasses.asdict(config), len(pack.classes))
     checks = make_checks(config, pack, comm)
-    source = everywhere(comm, lambda: open_split(pack, "train", checks=checks))
+    source = call_on_all(comm, lambda: open_split(pack, "train", checks=checks))
     if pack.encoded:
-        same_everywhere(comm, {"what decodes JPEG files": decoder_versions()})
-    scaling = everywhere(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
+        check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
+    scaling = call_on_all(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
-    probe = from_root(comm, lambda: probe_model(norms, task, source, prepare, config))
+    probe = call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
     machine = comm.size, device.type, threads
     facts = facts_of(pack, held_bytes(as_kept(source, config.random_crop)), machine, probe)
-    plan = from_root(
+    plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
     norms.start(probe)
-    places = allgather(comm, everywhere(comm, lambda: place_of(device, config.reduce)))
-    choice = everywhere(comm, lambda: choose(places, config.reduce))
+    places = allgather(comm, call_on_all(comm, lambda: describe_rank(device, config.reduce)))
+    choice = call_on_all(comm, lambda: choose(places, config.reduce))
     trainer = make_trainer(model, norms, task, config, plan, make(choice, comm, device))
     own = range(*plan.runs[comm.rank])
     reading = Reading(pack, checks, source, order_of(plan))
@@ -188,8 +188,8 @@ def make_trainer(
 ) -> Trainer:
     """Lay out the message, make all ranks hold rank 0's weights, compare layouts. Collective."""
     comm = transport.comm
-    message = everywhere(comm, lambda: Message(model, norms.channels, comm.rank, comm.size))
-    same_everywhere(
+    message = call_on_all(comm, lambda: Message(model, norms.channels, comm.rank, comm.size))
+    check_equal_on_all(
         comm,
         {
             "hpctrain": __version__,
@@ -199,8 +199,8 @@ def make_trainer(
         },
     )
     if plan.deterministic:
-        same_everywhere(comm, {"the kind of hardware": hardware_key(message.device)})
-    backward = everywhere(
+        check_equal_on_all(comm, {"the kind of hardware": hardware_key(message.device)})
+    backward = call_on_all(
         comm, lambda: make_backward(model, task, message, config.compile, config.graphs)
     )
     broadcast(comm, message.weights)
@@ -211,7 +211,7 @@ def make_trainer(
         message,
         norms,
         make_optimizer(plan.optimizer, plan.learning_rate, config, [message.weights]),
-        everywhere(comm, lambda: reduce_for(plan, overlap, message, runs, transport)),
+        call_on_all(comm, lambda: reduce_for(plan, overlap, message, runs, transport)),
         backward,
         config.clip_norm,
         config.skip_bad,

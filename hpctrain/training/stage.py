@@ -22,7 +22,7 @@ from hpctrain.data.staging import (
     pieces,
     staged_name,
 )
-from hpctrain.parallel.mpi import Comm, allgather, comm_of_host, everywhere, from_root
+from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root, comm_of_host
 
 
 def stage(
@@ -38,7 +38,7 @@ def stage(
     """
     host = comm_of_host(comm)
     try:
-        everywhere(comm, lambda: make_folder(Path(folder)))
+        call_on_all(comm, lambda: make_folder(Path(folder)))
         extents = allgather(host, extent)
         low, high = min(start for start, _ in extents), max(stop for _, stop in extents)
         final = Path(folder).absolute() / staged_name(pack, (low, high))
@@ -62,11 +62,11 @@ def _copy(pack: Pack, final: Path, part: list[Piece], needed: int, host: Comm, c
         make_room(final.parent, final.name, needed)
         return begin(final.parent, pack, final.name)
 
-    temporary = everywhere(comm, make)
-    target = from_root(host, lambda: temporary)
+    temporary = call_on_all(comm, make)
+    target = call_on_root(host, lambda: temporary)
     try:
-        everywhere(comm, lambda: copy(pack, target, part) if target else None)
-        everywhere(comm, lambda: finish(temporary, final) if temporary else None)
+        call_on_all(comm, lambda: copy(pack, target, part) if target else None)
+        call_on_all(comm, lambda: finish(temporary, final) if temporary else None)
     finally:
         if temporary:
             temporary.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from hpctrain.parallel.late import Clock
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.plain import Reduce
 from hpctrain.training.backward import Backward
-from hpctrain.training.control import News
+from hpctrain.training.control import StepFlags
 from hpctrain.training.optim import clip_gradient, gate_update
 from hpctrain.training.unused import UnusedParameters
 
@@ -83,7 +83,7 @@ def train_step(
     trainer: Trainer,
     batches: list[Batch],
     total: int,
-    news: News = News(),  # noqa: B008
+    news: StepFlags = StepFlags(),  # noqa: B008
     before_waiting: Callable[[], None] = lambda: None,
 ) -> None:
     """Update the weights from this rank's shards of a mini-batch of `total` rows. Collective.

@@ -17,7 +17,7 @@ from hpctrain.data.loader import Batch
 from hpctrain.errors import Failure, RunError
 from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Report, Totals
-from hpctrain.parallel.mpi import agreed, allgather, everywhere
+from hpctrain.parallel.mpi import agreed, allgather, call_on_all
 from hpctrain.streams import Event, current_stream, record_event
 from hpctrain.training.digest import (
     CHANGED,
@@ -29,7 +29,7 @@ from hpctrain.training.digest import (
 )
 from hpctrain.training.optim import learning_rate, set_learning_rate, warm_up
 from hpctrain.training.outcome import check, time_shares
-from hpctrain.training.progress import Progress, Run, Why
+from hpctrain.training.progress import EndReason, Progress, Run
 from hpctrain.training.reading import order_of
 from hpctrain.training.replay import Found, changed_error
 from hpctrain.training.step import train_step
@@ -132,7 +132,7 @@ def find_bad_image(run: Run, step: int) -> str | None:
     ]
     source = job.loader.source
     try:
-        found = everywhere(run.comm, lambda: find_nonfinite(source, np.concatenate(rows)))
+        found = call_on_all(run.comm, lambda: find_nonfinite(source, np.concatenate(rows)))
     except Failure as error:
         return f"Its images cannot be read again: {error}"
     return describe_first(allgather(run.comm, found))
@@ -224,7 +224,7 @@ def tell_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
 def note_votes(state: Progress, totals: Totals) -> None:
     """What ranks asked for in a step; a stop that was asked for before a notice remains one."""
     if totals.stop:
-        state.ended = Why.STOP
+        state.ended = EndReason.STOP
     elif totals.leave and not state.ended:
-        state.ended = Why.LEAVE
+        state.ended = EndReason.PREEMPTED
     state.save |= totals.save > 0

@@ -26,9 +26,9 @@ from hpctrain.parallel.mpi import (
     abort_all,
     agreed,
     allgather,
+    call_on_all,
+    call_on_root,
     check_threads,
-    everywhere,
-    from_root,
     host_name,
     limit_finalize,
     start_mpi,
@@ -46,7 +46,7 @@ from hpctrain.training.lock import RunLock
 from hpctrain.training.loop import run_epochs, save_checkpoint
 from hpctrain.training.outcome import CannotContinue
 from hpctrain.training.overlap_trial import OverlapTrial
-from hpctrain.training.progress import Progress, Run, Why
+from hpctrain.training.progress import EndReason, Progress, Run
 from hpctrain.training.replay import Replay
 from hpctrain.training.resume import Earlier, find_earlier, restore
 from hpctrain.training.setup import check_settings, set_up
@@ -79,9 +79,9 @@ def train(config: Config, comm: Comm) -> int:
 
     Raises UsageError or RunError, the same on all ranks unless one rank alone fails.
     """
-    config = from_root(comm, lambda: config)
-    from_root(comm, lambda: check_settings(config))
-    times = from_root(comm, lambda: read_times(config))
+    config = call_on_root(comm, lambda: config)
+    call_on_root(comm, lambda: check_settings(config))
+    times = call_on_root(comm, lambda: read_times(config))
     limit_finalize(min(60.0, times.timeout))
     watched: AbstractContextManager[Any] = nullcontext()
     if not current():  # called by a program of the user's own
@@ -107,10 +107,10 @@ def read_times(config: Config) -> Times:
 
 def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
     started("setting up")
-    earlier = from_root(comm, lambda: find_earlier(config, lock))
+    earlier = call_on_root(comm, lambda: find_earlier(config, lock))
     if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
         text = f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs"
-        from_root(comm, partial(check_network, earlier.folder / saved.FILE, text))
+        call_on_root(comm, partial(check_network, earlier.folder / saved.FILE, text))
         if comm.rank == 0:
             say(f"{text}: a larger --epochs extends it")
         return 0
@@ -142,8 +142,8 @@ def _launch(
             return open_run_folder(job, earlier, state)
         return make_run_folder(job, lock)
 
-    folder = from_root(comm, open_folder)
-    everywhere(comm, lambda: keep_in(folder / HEARTBEATS))
+    folder = call_on_root(comm, open_folder)
+    call_on_all(comm, lambda: keep_in(folder / HEARTBEATS))
     mine = folder if comm.rank == 0 else None
     with (
         closing(job.trainer),
@@ -182,7 +182,7 @@ def make_trial(config: Config, comm: Comm, first: int) -> OverlapTrial | None:
     """
     if config.overlap != "auto" or comm.size == 1:
         return None
-    everywhere(comm, lambda: check_threads("--overlap"))
+    call_on_all(comm, lambda: check_threads("--overlap"))
     return OverlapTrial(first)
 
 
@@ -217,8 +217,8 @@ def train_in(run: Run, folder: Path) -> int:
     compare_at_end(run)
     doing("saving")
     save_checkpoint(run)
-    from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
-    if run.state.ended is Why.LEAVE:
+    call_on_root(run.comm, lambda: run.writer.wait() if run.writer else None)
+    if run.state.ended is EndReason.PREEMPTED:
         return leave(run, run.state.step - first)
     return finish(run, folder, first)
 
@@ -231,7 +231,7 @@ def keeping_progress(run: Run, folder: Path) -> Iterator[None]:
     except CannotContinue as error:
         doing("saving")
         try:
-            from_root(run.comm, lambda: save_all(run, folder))
+            call_on_root(run.comm, lambda: save_all(run, folder))
         except RunError as second:
             run.recorder.end("failed", f"{error}; not saved: {second}")
             raise agreed(CannotContinue(f"{error}; not saved: {second}")) from error
@@ -260,24 +260,24 @@ def finish(run: Run, folder: Path, first: int) -> int:
     """After the last step: validate, choose the network, save it, test it, close the record; the
     exit code. Collective.
     """
-    state, trainer, stopped = run.state, run.job.trainer, run.state.ended is Why.STOP
+    state, trainer, stopped = run.state, run.job.trainer, run.state.ended is EndReason.STOP
     if not stopped and "validation" in run.job.pack.splits and state.validated < state.step:
         with keeping_progress(run, folder):
             validate(run)
-        if state.ended is Why.LEAVE:
+        if state.ended is EndReason.PREEMPTED:
             return leave(run, state.step - first)
-        from_root(run.comm, lambda: run.writer.wait() if run.writer else None)
+        call_on_root(run.comm, lambda: run.writer.wait() if run.writer else None)
     state.restore_best(trainer)
-    from_root(run.comm, lambda: save(run, folder))  # before anything else may fail
+    call_on_root(run.comm, lambda: save(run, folder))  # before anything else may fail
     try:
         tests = test(run, folder) if run.job.config.test else {}
     except CannotContinue as error:
         run.recorder.end("failed", str(error))
         raise
-    if state.ended is Why.LEAVE:
+    if state.ended is EndReason.PREEMPTED:
         return leave(run, state.step - first)
-    from_root(run.comm, lambda: save(run, folder))
-    from_root(run.comm, lambda: show_work(run, folder))
+    call_on_root(run.comm, lambda: save(run, folder))
+    call_on_root(run.comm, lambda: show_work(run, folder))
     run.recorder.end(
         "stopped" if stopped else "done",
         state.ended if stopped else state.reason,

@@ -16,7 +16,7 @@ from hpctrain.data.loader import read_rows
 from hpctrain.errors import Failure
 from hpctrain.models import save_tensors, snapshot
 from hpctrain.parallel.device import fork_rng, seed_torch
-from hpctrain.parallel.mpi import agreed, everywhere, from_root
+from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.folders import evaluation_file
 from hpctrain.report.pictures import draw_captioned, shown_values, write_rows
@@ -24,7 +24,7 @@ from hpctrain.report.tables import write_json
 from hpctrain.training import saved
 from hpctrain.training.evaluate import Evaluation, as_json, block_key, evaluate
 from hpctrain.training.outcome import CannotContinue
-from hpctrain.training.progress import Run, Why
+from hpctrain.training.progress import EndReason, Run
 from hpctrain.training.tasks import Denoising, network_output
 from hpctrain.watchdog import doing
 
@@ -54,7 +54,7 @@ def validate(run: Run) -> None:
         save_best(run)
     if patience and state.waited >= patience and not state.ended:
         state.ended, state.reason = (
-            Why.PATIENCE,
+            EndReason.PATIENCE,
             (
                 f"{patience} validations without a loss below the {state.best_loss:.4g}"
                 f" of step {state.best_step}"
@@ -93,7 +93,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     kept = MISTAKES if job.config.tensorboard else 0
     model, prepare, block = job.trainer.model, job.prepare, job.plan.evaluation_rows
     try:
-        source = everywhere(comm, lambda: job.reading.split(split))
+        source = call_on_all(comm, lambda: job.reading.split(split))
         with source, statistics_of_rank_0(run):
             result = evaluate(model, source, job.task, prepare, comm, block, go_on, kept)
     except Failure as error:
@@ -104,7 +104,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     seconds = time.perf_counter() - began
     run.control.slowest_evaluation = max(run.control.slowest_evaluation, seconds)
     if result is None:
-        state.ended = state.ended if state.ended is Why.STOP else Why.LEAVE
+        state.ended = state.ended if state.ended is EndReason.STOP else EndReason.PREEMPTED
         return None
     step, epoch, known = state.network
     known[f"{split}_accuracy"] = result.accuracy
@@ -160,7 +160,7 @@ def test(run: Run, folder: Path) -> dict[str, float | None]:
             continue
         figures = as_json(result, run.job.pack, folder / saved.FILE, split)
         path = evaluation_file(folder, split)
-        from_root(run.comm, partial(write_json, path, figures))
+        call_on_root(run.comm, partial(write_json, path, figures))
         if run.job.task.classes:
             found[f"{split}_accuracy"] = result.accuracy
         else:

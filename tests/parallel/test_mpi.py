@@ -5,34 +5,40 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.mpi import comm_of_host, everywhere, from_root, local_ranks, same_everywhere
+from hpctrain.parallel.mpi import (
+    call_on_all,
+    call_on_root,
+    check_equal_on_all,
+    comm_of_host,
+    local_ranks,
+)
 
 pytestmark = pytest.mark.mpi
 
 
 def test_the_same_facts_pass_and_different_ones_are_named_on_all_ranks(comm):
-    same_everywhere(comm, {"torch": "2.13", "the layout": "abc"})
+    check_equal_on_all(comm, {"torch": "2.13", "the layout": "abc"})
     if comm.size == 1:
         return
     last = comm.size - 1
     facts = {"torch": "2.13", "the layout": "abc" if comm.rank < last else "xyz"}
     with pytest.raises(UsageError, match=f"the layout differs.* abc on rank 0, xyz on rank {last}"):
-        same_everywhere(comm, facts)
+        check_equal_on_all(comm, facts)
 
 
 def test_what_rank_0_finds_is_given_to_all_or_raised_on_all(comm):
-    assert from_root(comm, lambda: comm.rank) == 0
+    assert call_on_root(comm, lambda: comm.rank) == 0
 
     def refuse():
         raise UsageError("3 of 4")
 
     with pytest.raises(UsageError, match="3 of 4") as caught:
-        from_root(comm, refuse)
+        call_on_root(comm, refuse)
     assert caught.value.agreed
 
 
 def test_a_failure_on_one_rank_is_raised_on_all_with_its_number(comm):
-    assert everywhere(comm, lambda: comm.rank) == comm.rank
+    assert call_on_all(comm, lambda: comm.rank) == comm.rank
     last = comm.size - 1
 
     def fail():
@@ -40,7 +46,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_with_its_number(comm):
             raise RunError("disk full")
 
     with pytest.raises(RunError, match="disk full") as caught:
-        everywhere(comm, fail)
+        call_on_all(comm, fail)
     assert caught.value.agreed
     assert (f"rank {last}" in str(caught.value)) == (comm.size > 1)
 

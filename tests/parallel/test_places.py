@@ -7,13 +7,13 @@ import re
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.places import Choice, Place, choose, sharing, which_gpu
+from hpctrain.parallel.places import Choice, RankDevice, choose, sharing, which_gpu
 
-CPU = Place("n1", "cpu")
+CPU = RankDevice("n1", "cpu")
 
 
 def gpu(host="n1", uuid="a", nccl="NCCL 2.29.7", refusal=None):
-    return Place(host, "cuda", uuid, nccl, refusal)
+    return RankDevice(host, "cuda", uuid, nccl, refusal)
 
 
 @pytest.mark.parametrize(

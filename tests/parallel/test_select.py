@@ -10,7 +10,7 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.parallel import select
 from hpctrain.parallel.places import Choice
-from hpctrain.parallel.select import make, place_of, trial
+from hpctrain.parallel.select import describe_rank, make, trial
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Nothing, Pinned
 from hpctrain.parallel.trial import check_exchange
 from tests.launch import run
@@ -87,7 +87,7 @@ def test_an_exclusive_gpu_is_not_tried_by_another_process(monkeypatch):
     monkeypatch.setattr(select, "is_exclusive", lambda gpu: True)
     monkeypatch.setattr(select, "gpu_uuid", lambda device: "u")
     monkeypatch.setattr(select, "trial", lambda gpu: pytest.fail("the GPU was tried"))
-    refusal = place_of(torch.device("cuda", 2), "mpi-gpu").refusal
+    refusal = describe_rank(torch.device("cuda", 2), "mpi-gpu").refusal
     assert refusal.startswith("GPU 2 is in compute mode EXCLUSIVE_PROCESS and serves one process")
     assert "nvidia-smi -i 2 -c DEFAULT" in refusal
 
@@ -109,5 +109,5 @@ def test_the_real_trial_says_why_it_failed():
 
 
 def test_a_rank_without_a_gpu_tells_its_host():
-    place = place_of(torch.device("cpu"), "mpi-gpu")
+    place = describe_rank(torch.device("cpu"), "mpi-gpu")
     assert place.device == "cpu" and place.host and place.refusal is None

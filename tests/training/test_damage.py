@@ -56,7 +56,7 @@ def test_every_flipped_bit_is_refused_or_has_no_effect(tmp_path, monkeypatch, na
         ("epoch", True, "epoch is True, not int"),
         ("sums", [0.0, 1.0], "sums is "),
         ("sums", None, "sums is None"),
-        ("ended", "tired", "ended is 'tired', not Why"),
+        ("ended", "tired", "ended is 'tired', not EndReason"),
         ("best_loss", 1.0, "best_loss is 1.0, not str"),
         ("best_loss", "small", "best_loss is 'small', not a number"),
         ("figures", {"loss": [1]}, "figures.loss is "),

@@ -20,7 +20,7 @@ from hpctrain.report.record import read_records
 from hpctrain.training import setup
 from hpctrain.training import steps as steps_module
 from hpctrain.training.checkpoint import Writer, steps
-from hpctrain.training.control import Control, News
+from hpctrain.training.control import Control, StepFlags
 from hpctrain.training.digest import rank_digest, slot_value
 from hpctrain.training.outcome import NonFinite
 from hpctrain.training.train import train
@@ -156,7 +156,7 @@ def test_nothing_follows_a_step_that_is_not_finite(comm, settings, late, monkeyp
     late(0)
     counted.clear()
     monkeypatch.setattr(
-        Control, "news", lambda self, *told: News(stop=counted.append(1) or len(counted) == 4)
+        Control, "news", lambda self, *told: StepFlags(stop=counted.append(1) or len(counted) == 4)
     )
     assert train(dataclasses.replace(few, run="four"), comm) == 0
     if comm.rank == 0:
@@ -192,7 +192,7 @@ def test_a_step_does_not_wait_for_the_device(comm, mode, skips):
         for key in range(2):
             batch = Batch(comm.rank, torch.rand(6, 1, 28, 28), labels, key)
             digest = rank_digest(trainer)
-            news = News(digest=slot_value(digest))
+            news = StepFlags(digest=slot_value(digest))
             train_step(trainer, [batch], 7 * comm.size if skips else 6 * comm.size, news)
             report = trainer.message.report()
         with pytest.raises(AssertionError, match="_local_scalar_dense"):

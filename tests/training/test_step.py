@@ -19,7 +19,7 @@ from hpctrain.parallel.reduce import choose_reduce
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import HostMemory, Pinned
 from hpctrain.training.backward import Eager
-from hpctrain.training.control import News
+from hpctrain.training.control import StepFlags
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.step import Trainer, train_step
 from hpctrain.training.tasks import Classification
@@ -251,7 +251,7 @@ def test_stop_votes_and_clocks_arrive(comm):
     mine = carried(comm.size, comm.size)[comm.rank]
     batches = next(Loader(Arrays(), partition, mine, 7, to_float64).epoch(0))
     last = comm.size - 1
-    told = News(1.0 + comm.rank, comm.rank == last, True, last == 0, torch.tensor(5))
+    told = StepFlags(1.0 + comm.rank, comm.rank == last, True, last == 0, torch.tensor(5))
     train_step(trainer, batches, 7, told)
     totals = trainer.message.totals()
     assert (totals.stop, totals.leave, totals.save) == (1, comm.size, last == 0)

@@ -13,7 +13,7 @@ import torch
 from hpctrain.config import Config, EvaluateConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model
-from hpctrain.parallel.places import Place
+from hpctrain.parallel.places import RankDevice
 from hpctrain.report.record import Recorder, read_records
 from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
@@ -124,8 +124,8 @@ def test_what_a_step_an_evaluation_and_a_save_take_is_measured(comm, settings, m
 def test_ranks_that_share_a_gpu_are_told_so(comm, settings, monkeypatch, capsys):
     """In the record, and with the plan; for ranks on CPUs nothing is said."""
     assert loop.train(dataclasses.replace(settings, run="cpu", epochs=1), comm) == 0
-    shared = Place("n1", "cuda", "the only GPU", 22304)
-    monkeypatch.setattr("hpctrain.training.setup.place_of", lambda device, wanted: shared)
+    shared = RankDevice("n1", "cuda", "the only GPU", 22304)
+    monkeypatch.setattr("hpctrain.training.setup.describe_rank", lambda device, wanted: shared)
     assert loop.train(dataclasses.replace(settings, run="gpu", epochs=1), comm) == 0
     capsys.readouterr()
     assert loop.train(dataclasses.replace(settings, run="dry", dry_run=True), comm) == 0

@@ -33,7 +33,7 @@ def decode_shared(
     own = len(mine.items)
     counting = shared_counter(team.rank, team.size) if encoding == JPEG else nullcontext()
     with counting as counter, _workers(jobs, descriptors(mine, store, counter), team) as run:
-        seen = team.gather(team.everywhere(lambda: look(mine, wish, run)))
+        seen = team.gather(team.call_on_all(lambda: look(mine, wish, run)))
 
         def plan() -> Fit:
             assert work.source
@@ -41,13 +41,13 @@ def decode_shared(
             check_room(output, bytes_of(work.source, fit, encoding))
             return fit
 
-        fit = team.from_root(plan)
+        fit = team.call_on_root(plan)
         first = first_rows(work.counts, row_bytes(fit))[team.rank]
         with report.progress("decoding", total, own, team) as advance:
-            decoded = team.everywhere(
+            decoded = team.call_on_all(
                 lambda: decode_all(mine, fit, store, first, run, advance, counter)
             )
-        team.everywhere(lambda: flush(store, team))
+        team.call_on_all(lambda: flush(store, team))
     return fit, team.gather(decoded)
 
 

@@ -55,11 +55,11 @@ class Outline(NamedTuple):
 def shared_work(path: Path, output: Path, team: Team) -> Iterator[Work]:
     """List the source at `path` and give each process its part. Raises UsageError. Collective."""
     with on_root(team, lambda: _listed(path, output, team)) as listed, ExitStack() as stack:
-        outline = team.from_root(lambda: _outline(listed))
+        outline = team.call_on_root(lambda: _outline(listed))
         shares = parts(outline.images, team.size)
         items = listed.source.items if listed else []
         own = team.scatter([items[share.start : share.stop] for share in shares])
-        opened = team.everywhere(lambda: _opened(outline, listed, stack))
+        opened = team.call_on_all(lambda: _opened(outline, listed, stack))
         if listed and listed.shelf and team.one_host:
             listed.shelf.remove_names()
         mine = dataclasses.replace(outline.source, items=own, files=opened[:-1])

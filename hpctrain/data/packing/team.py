@@ -40,10 +40,10 @@ class Team(Protocol):
     def columns(self) -> int | None:
         """Width of the terminal that shows what the root says; None = none, ASK = not known."""
 
-    def from_root(self, function: Callable[[], T]) -> T:
+    def call_on_root(self, function: Callable[[], T]) -> T:
         """What `function` gives on the root, or the Failure it raises there, for all."""
 
-    def everywhere(self, function: Callable[[], T]) -> T:
+    def call_on_all(self, function: Callable[[], T]) -> T:
         """What `function` gives here; a Failure that it raises anywhere is raised by all."""
 
     def gather(self, value: T) -> list[T]:
@@ -64,11 +64,11 @@ class Alone:
         """All cores that this process may use."""
         return len(os.sched_getaffinity(0))
 
-    def from_root(self, function: Callable[[], T]) -> T:
+    def call_on_root(self, function: Callable[[], T]) -> T:
         """As in Team."""
         return function()
 
-    def everywhere(self, function: Callable[[], T]) -> T:
+    def call_on_all(self, function: Callable[[], T]) -> T:
         """As in Team."""
         return function()
 
@@ -91,13 +91,13 @@ class Framed:
         self.gather, self.scatter = team.gather, team.scatter
         self._team, self._frame = team, frame
 
-    def from_root(self, function: Callable[[], T]) -> T:
+    def call_on_root(self, function: Callable[[], T]) -> T:
         """As in Team."""
-        return self._team.from_root(lambda: self._framed(function))
+        return self._team.call_on_root(lambda: self._framed(function))
 
-    def everywhere(self, function: Callable[[], T]) -> T:
+    def call_on_all(self, function: Callable[[], T]) -> T:
         """As in Team."""
-        return self._team.everywhere(lambda: self._framed(function))
+        return self._team.call_on_all(lambda: self._framed(function))
 
     def _framed(self, function: Callable[[], T]) -> T:
         with self._frame():
@@ -121,7 +121,7 @@ def on_root(team: Team, make: Callable[[], AbstractContextManager[T]]) -> Iterat
     it are raised by all. Collective."""
     with ExitStack() as stack:
         entered: list[T] = []
-        team.from_root(lambda: entered.append(stack.enter_context(make())))
+        team.call_on_root(lambda: entered.append(stack.enter_context(make())))
         yield entered[0] if entered else None
         leave = stack.pop_all()
-        team.from_root(leave.close)
+        team.call_on_root(leave.close)

@@ -90,10 +90,10 @@ def write_columns(
     """Write all columns with `jobs` threads; `advance` is told the images of each finished block.
     Collective: every process has all columns."""
     with on_root(team, lambda: whole_file(path)) as file:
-        name, offsets = team.from_root(lambda: _lay_out(file, columns))
-        sums = team.everywhere(lambda: fill(name, columns, offsets, team, jobs, advance))
+        name, offsets = team.call_on_root(lambda: _lay_out(file, columns))
+        sums = team.call_on_all(lambda: fill(name, columns, offsets, team, jobs, advance))
         every = team.gather(sums)
-        team.from_root(lambda: _finish(file, columns, total(every), content))
+        team.call_on_root(lambda: _finish(file, columns, total(every), content))
 
 
 def _open_hdf5(file: BinaryIO | None, mode: str) -> h5py.File:
