@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 
 from hpctrain import launch
-from hpctrain.bench.gpu import check
-from hpctrain.bench.gpu.result import (
+from hpctrain.errors import UsageError
+from scripts.benchmarks.gpu import check
+from scripts.benchmarks.gpu.result import (
     FAILED,
     MISSED,
     NOT_RUN,
@@ -23,8 +24,7 @@ from hpctrain.bench.gpu.result import (
     judged,
     not_run,
 )
-from hpctrain.bench.gpu.rows import ROWS
-from hpctrain.errors import UsageError
+from scripts.benchmarks.gpu.rows import ROWS
 from tests.launch import ROOT, marked, run
 
 CUDA_ONLY = {  # why a rehearsal leaves lines out, by row

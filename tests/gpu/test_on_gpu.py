@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.bench.gpu import memory, parity, trace
-from hpctrain.bench.gpu.case import Case
-from hpctrain.bench.gpu.result import OK
+from scripts.benchmarks.gpu import memory, parity, trace
+from scripts.benchmarks.gpu.case import Case
+from scripts.benchmarks.gpu.result import OK
 from tests.gpu.emulator import EMULATED
 
 pytestmark = [

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.bench.gpu import (
+from hpctrain.cli import parse
+from hpctrain.config import Config, check_ranges
+from hpctrain.data.packed import read_pack
+from hpctrain.errors import UsageError
+from scripts.benchmarks.gpu import (
     digests,
     learning,
     memory,
@@ -20,8 +24,8 @@ from hpctrain.bench.gpu import (
     staging,
     trace,
 )
-from hpctrain.bench.gpu.case import Case, made_pack, ready, train
-from hpctrain.bench.gpu.result import (
+from scripts.benchmarks.gpu.case import Case, made_pack, ready, train
+from scripts.benchmarks.gpu.result import (
     FAILED,
     MISSED,
     NOT_RUN,
@@ -32,10 +36,6 @@ from hpctrain.bench.gpu.result import (
     not_run,
     shown,
 )
-from hpctrain.cli import parse
-from hpctrain.config import Config, check_ranges
-from hpctrain.data.packed import read_pack
-from hpctrain.errors import UsageError
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scripts.count_operators import CASES, count_step, make_steps
+from scripts.benchmarks.operators import CASES, count_step, make_steps
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.gpu.case import CLASSES, Case, first_batches, made_pack, ready
-from hpctrain.bench.gpu.result import Result, judged, not_run
 from hpctrain.bench.jobs import free_port
 from hpctrain.bench.plain import plain_step
 from hpctrain.errors import UsageError
 from hpctrain.models import build
 from hpctrain.parallel.device import place
+from scripts.benchmarks.gpu.case import CLASSES, Case, first_batches, made_pack, ready
+from scripts.benchmarks.gpu.result import Result, judged, not_run
 
 if TYPE_CHECKING:
     from hpctrain.data.loader import Batch

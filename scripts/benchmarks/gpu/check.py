@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain import launch
-from hpctrain.bench.gpu.machine import facts
-from hpctrain.bench.gpu.result import FAILED, MISSED, NOT_RUN, Result, not_run
-from hpctrain.bench.gpu.rows import RESULTS, ROWS
 from hpctrain.errors import Failure, UsageError, did_you_mean
+from scripts.benchmarks.gpu.machine import facts
+from scripts.benchmarks.gpu.result import FAILED, MISSED, NOT_RUN, Result, not_run
+from scripts.benchmarks.gpu.rows import RESULTS, ROWS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -125,7 +125,7 @@ def run_row(name: str, options: argparse.Namespace, log: Path, left: float) -> l
         with open(log, "a") as file:
             print(f"== {name}: {row.about}", file=file)
         start = log.stat().st_size
-        code = run_for([sys.executable, "-m", "hpctrain.bench.gpu.rows", *words], log, limit)
+        code = run_for([sys.executable, "-m", "scripts.benchmarks.gpu.rows", *words], log, limit)
         file_of_results = Path(work) / RESULTS
         text = file_of_results.read_text() if file_of_results.exists() else ""
     results = [Result(**json.loads(line)) for line in text.splitlines()]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.bench.gpu.case import Case, first_batches, made_pack, ready
-from hpctrain.bench.gpu.result import Result, attempt, judged, not_run, shown
+from scripts.benchmarks.gpu.case import Case, first_batches, made_pack, ready
+from scripts.benchmarks.gpu.result import Result, attempt, judged, not_run, shown
 
 if TYPE_CHECKING:
     from hpctrain.parallel.message import Report

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from hpctrain.bench.gpu.case import Case, made_pack, train
-from hpctrain.bench.gpu.result import Result, attempt, shown
+from scripts.benchmarks.gpu.case import Case, made_pack, train
+from scripts.benchmarks.gpu.result import Result, attempt, shown
 
 SHARDS = 4
 SAME = ("--reduce", "host", "--deterministic", "--shards", str(SHARDS))

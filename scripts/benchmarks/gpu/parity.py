@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from hpctrain.bench.gpu.case import Case, first_batches, made_pack, ready
-from hpctrain.bench.gpu.result import Result, attempt, judged, not_run
 from hpctrain.models import build
+from scripts.benchmarks.gpu.case import Case, first_batches, made_pack, ready
+from scripts.benchmarks.gpu.result import Result, attempt, judged, not_run
 
 BOUNDS = {"fp32": (None, 2e-5), "tf32": (1e-4, 1e-2), "bf16": (1e-3, 5e-2)}
 NETWORKS = {"digits": (28, 28, 1), "resnet18": (64, 64, 3)}

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from hpctrain.bench.gpu.case import Case, made_pack, train
-from hpctrain.bench.gpu.result import Result, judged, not_run, shown
 from hpctrain.errors import Failure
 from hpctrain.launch import ROOT
+from scripts.benchmarks.gpu.case import Case, made_pack, train
+from scripts.benchmarks.gpu.result import Result, judged, not_run, shown
 
 RECIPE = ROOT / "scripts" / "recipes" / "flowers.toml"
 PIXELS = ("--random-crop", "0", "--shift", "10")  # of the recipe, where a pack holds no JPEG files

@@ -1,7 +1,7 @@
 """Images per second of ``hpctrain predict`` beside a plain loop: read a file, then the next, then
 ask the network. In turn, --rounds times; medians, and whether the answers are equal.
 
-    python scripts/bench_predict.py runs/first photos/
+    python -m scripts.benchmarks.predict runs/first photos/
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
             begun = time.perf_counter()
             found[name] = way()
             rates[name].append(len(files) / (time.perf_counter() - begun))
-        assert np.array_equal(*found.values())
+        assert np.array_equal(found["plain loop"], found["hpctrain predict"])
     for name, each in rates.items():
         each = each[1:]  # the first warms up
         print(f"{name:16} {median(each):8.1f} images/s ({min(each):.1f} to {max(each):.1f})")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from hpctrain.bench.gpu.case import Case, made_pack, steps_of, train
-from hpctrain.bench.gpu.result import Result, attempt, judged
 from hpctrain.bench.jobs import steps_rate
+from scripts.benchmarks.gpu.case import Case, made_pack, steps_of, train
+from scripts.benchmarks.gpu.result import Result, attempt, judged
 
 BATCH, PACK_STEPS = 128, 8
 EPOCHS, WARM_EPOCHS = 10, 2

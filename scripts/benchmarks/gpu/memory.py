@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from hpctrain.bench.gpu.case import Case, first_batches, made_pack, ready
-from hpctrain.bench.gpu.result import Result, attempt, not_run, shown
+from scripts.benchmarks.gpu.case import Case, first_batches, made_pack, ready
+from scripts.benchmarks.gpu.result import Result, attempt, not_run, shown
 
 # Of cuPointerGetAttribute, CUDA Driver API, "Unified Addressing".
 MEMORY_TYPE, IS_MANAGED, IS_LEGACY_IPC_CAPABLE, MEMPOOL_HANDLE = 2, 8, 10, 17

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """The operators of one step of hpctrain beside those of a plain torch loop, as a table.
 
-    python scripts/count_operators.py [--device cuda]
+    python -m scripts.benchmarks.operators [--device cuda]
 
 Both train the same network on the same batch, with SGD, momentum and weight decay as torch updates
 on GPUs (foreach). On a GPU every operator but views and allocations is a kernel or more, and where
@@ -16,18 +15,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from hpctrain.bench.gpu.case import CLASSES, Case, first_batches, made_pack, ready  # noqa: E402
-from hpctrain.bench.plain import plain_step  # noqa: E402
-from hpctrain.models import build  # noqa: E402
-from hpctrain.parallel.device import place  # noqa: E402
+from hpctrain.bench.plain import plain_step
+from hpctrain.models import build
+from hpctrain.parallel.device import place
+from scripts.benchmarks.gpu.case import CLASSES, Case, first_batches, made_pack, ready
 
 CASES = {"ResNet-50": ("resnet50", (64, 64, 3), 1.08), "digits": ("digits", (28, 28, 1), 1.5)}
 ROWS, WARM = 8, 4
@@ -50,7 +46,9 @@ class Dispatched(TorchDispatchMode):
         self.names: Counter[str] = Counter()
         self.computing = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         schema = function._schema
         if not schema.name.startswith("profiler::"):
             self.names[str(function)] += 1

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from hpctrain.bench.gpu import digests, speed
-from hpctrain.bench.gpu.case import Case
-from hpctrain.bench.gpu.result import Result, attempt, judged, not_run
+from scripts.benchmarks.gpu import digests, speed
+from scripts.benchmarks.gpu.case import Case
+from scripts.benchmarks.gpu.result import Result, attempt, judged, not_run
 
 GROWTH = 0.9  # of the speed of one GPU times their number
 SIDE, BF16 = 100, ("--precision", "bf16")

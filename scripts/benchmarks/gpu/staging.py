@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from hpctrain.bench.gpu.case import Case
-from hpctrain.bench.gpu.peers import rounds
-from hpctrain.bench.gpu.result import Result, judged
+from scripts.benchmarks.gpu.case import Case
+from scripts.benchmarks.gpu.peers import rounds
+from scripts.benchmarks.gpu.result import Result, judged
 
 NUMBERS = 25_000_000  # float32: 100 MB, as the message of ResNet-50
 TARGET = 0.8

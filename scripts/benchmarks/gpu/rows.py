@@ -1,7 +1,7 @@
 """The rows of ``scripts/gpu_check``, each a function of a module of this folder, and the process in
 which one of them runs:
 
-    python -m hpctrain.bench.gpu.rows ROW FOLDER [--rehearse] [--data PACK]
+    python -m scripts.benchmarks.gpu.rows ROW FOLDER [--rehearse] [--data PACK]
 
 A line of JSON for every result goes to FOLDER/results.jsonl as soon as it is known: what a row that
 hangs or crashes had found until then is kept.
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.bench.gpu.case import Case
+from scripts.benchmarks.gpu.case import Case
 
 RESULTS = "results.jsonl"
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--data")
     options = parser.parse_args()
     module, _, function = ROWS[options.row].place.partition(":")
-    measure = getattr(importlib.import_module(f"hpctrain.bench.gpu.{module}"), function)
+    measure = getattr(importlib.import_module(f"scripts.benchmarks.gpu.{module}"), function)
     with open(options.folder / RESULTS, "w") as file:
         for result in measure(Case(options.folder, options.rehearse, options.data)):
             print(result, flush=True)

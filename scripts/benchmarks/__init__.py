@@ -1,0 +1,1 @@
+"""Measurements of hpctrain: what the pages of docs/ cite. ``__main__.py`` lists them."""
