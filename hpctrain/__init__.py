@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from hpctrain.data.partition import cut_epoch
     from hpctrain.models import build
     from hpctrain.parallel.batchnorm import BatchNorms
+    from hpctrain.parallel.choose import choose_reduce
     from hpctrain.parallel.message import Message
     from hpctrain.parallel.mpi import start_mpi
-    from hpctrain.parallel.reduce import choose_reduce
 
 __version__ = "0.1.0"
 
@@ -32,7 +32,7 @@ _HOME = {
     "BatchNorms": "parallel.batchnorm",
     "Message": "parallel.message",
     "start_mpi": "parallel.mpi",
-    "choose_reduce": "parallel.reduce",
+    "choose_reduce": "parallel.choose",
 }
 __all__ = [
     "BatchNorms",

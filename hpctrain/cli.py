@@ -57,13 +57,13 @@ COMMANDS = {
     "evaluate": Command(
         config.EvaluateConfig,
         "test a trained network on a split",
-        "hpctrain.training.evaluate",
+        "hpctrain.inference.evaluate",
         True,
     ),
     "predict": Command(
         config.PredictConfig,
         "classify image files or a split into CSV",
-        "hpctrain.training.predict",
+        "hpctrain.inference.predict",
         True,
     ),
     "compare": Command(config.CompareConfig, "two runs, bit by bit", "hpctrain.compare"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from hpctrain.config import CompareConfig
 from hpctrain.configfile import load_toml
 from hpctrain.errors import UsageError
+from hpctrain.inference.network import FILE
 from hpctrain.models import read_model
 from hpctrain.plan_check import read_plan
 from hpctrain.report.differences import compare_tensors, first_difference, values
@@ -28,7 +29,6 @@ from hpctrain.report.tables import print_differences
 from hpctrain.strictjson import parse_json
 from hpctrain.text import say
 from hpctrain.training.checkpoint import newest
-from hpctrain.training.saved import FILE
 
 Tensors = dict[str, Tensor]
 OF_THE_RUN_ALONE = ("run", "runs_dir", "progress", "tensorboard")  # settings that change no number

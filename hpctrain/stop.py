@@ -13,8 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE, sweep_runs
 from hpctrain.report.folders import find_run, is_finished
 from hpctrain.text import say
-from hpctrain.training.control import request_stop
-from hpctrain.training.lock import is_locked
+from hpctrain.training.control import is_locked, request_stop
 
 
 def main(settings: StopConfig) -> int:

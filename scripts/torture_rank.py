@@ -69,7 +69,7 @@ def arm() -> None:
 
         before(BatchNorms, "merge")
     elif PHASE in ("evaluation", "evaluate"):
-        from hpctrain.training.tasks import Classification
+        from hpctrain.inference.tasks import Classification
 
         before(Classification, "judge")
     elif PHASE == "writing":

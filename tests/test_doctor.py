@@ -15,8 +15,8 @@ from hpctrain.doctor import machine
 from hpctrain.doctor.facts import Gpu, RankFacts
 from hpctrain.doctor.finding import GIB, KIB, MIB
 from hpctrain.doctor.findings import findings
-from hpctrain.parallel import memory, nccl_library
-from hpctrain.parallel.places import Choice
+from hpctrain.parallel import memory, nccl
+from hpctrain.parallel.topology import Choice
 from tests.launch import ROOT, run, run_cli, run_mpi
 
 VERSIONS = {"hpctrain": "0.1.0", "Python": "3.11.4", "MPI": "Open MPI v5.0.11", "torch": "2.13.0"}
@@ -368,7 +368,7 @@ def test_facts_of_a_gpu_machine(two_gpus):
     choice = Choice("torch", "CuPy is not installed, nor needed")
     two_gpus.setattr(memory, "memory_of", lambda place: choice)
     two_gpus.setattr(memory, "plain_zeros", zeros)
-    two_gpus.setattr(nccl_library, "nccl_version", lambda: "NCCL 2.29.7")
+    two_gpus.setattr(nccl, "nccl_version", lambda: "NCCL 2.29.7")
     versions = {}
     found = machine._torch_facts(versions, local_rank=3)
     assert found["gpus"] == tuple(Gpu("H200", GIB, f"u{n}", (9, 0)) for n in range(2))

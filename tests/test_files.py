@@ -18,8 +18,7 @@ from hpctrain.data.packing import write
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.heartbeats import Beat, write_beat
 from hpctrain.report.jsonlines import RecordFile
-from hpctrain.training.control import request_stop
-from hpctrain.training.lock import RunLock
+from hpctrain.training.control import RunLock, request_stop
 from tests.packs import make_pack
 
 BEAT = Beat(0, "here", 1, "step 1", 0.0, 0.0)

@@ -18,7 +18,7 @@ FLOORS = (
     " strictjson slurm streams watchdog data.partition parallel.shards",
     "plan plan_check",
     "data* parallel* models* report*",
-    "training*",
+    "training* inference*",
     "*",
 )
 ONLY_IN = {

@@ -20,13 +20,12 @@ import torch
 from torch.nn import Linear
 
 from hpctrain.parallel.device import room
-from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import Comm, start_mpi
+from hpctrain.parallel.reduce import NarrowWire
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import HostMemory
-from hpctrain.parallel.tree import subtrees
-from hpctrain.parallel.wire import NarrowWire
+from hpctrain.parallel.tree import Exchange, subtrees
 
 SECONDS = 3.0  # in tree order, at least, and
 LEAST, MOST = 11, 2000  # repetitions

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from hpctrain.doctor.facts import RankFacts
 from hpctrain.doctor.finding import GIB, Finding, numbered, row
-from hpctrain.parallel.places import RankDevice, choose, sharing
+from hpctrain.parallel.topology import RankDevice, choose_transport, describe_sharing
 
 
 def gpu_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -34,7 +34,7 @@ def gpu_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     if without:
         advice = f"{numbered(without)} without GPU, which train refuses: {start}, or --device cpu"
         yield Finding("GPU of rank", found, "fail", advice)
-    elif shared := sharing([place(rank) for rank in ranks]):
+    elif shared := describe_sharing([place(rank) for rank in ranks]):
         yield Finding("GPU of rank", found, "note", f"{shared}: {start} gives each its own")
     else:
         idle = len(seen) - len(used)
@@ -56,7 +56,7 @@ def memory_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
 def transport_findings(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     """How the messages of GPUs would travel."""
     if all(rank.gpus for rank in ranks):
-        choice = choose([place(rank) for rank in ranks])
+        choice = choose_transport([place(rank) for rank in ranks])
         yield Finding("messages", f"--reduce auto is {choice.name}: {choice.reason}")
 
 

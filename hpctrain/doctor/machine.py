@@ -135,7 +135,7 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
     except (ImportError, OSError) as error:
         return found | {"torch_error": _first_line(error)}
     versions["torch"] = torch.__version__
-    from hpctrain.parallel.determinism import hardware_key
+    from hpctrain.parallel.backend_flags import hardware_key
     from hpctrain.parallel.runtime import built_for
 
     found |= dict(torch_threads=torch.get_num_threads(), built_for=built_for())
@@ -155,7 +155,7 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
 
 
 def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
-    from hpctrain.parallel.places import which_gpu
+    from hpctrain.parallel.topology import which_gpu
 
     gpus = []
     for number in range(torch.cuda.device_count()):
@@ -170,7 +170,7 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
 def _message_facts(torch: Any, gpu: int) -> dict[str, Any]:
     """Write and read one number where messages would lie."""
     from hpctrain.parallel.memory import memory_of, plain_zeros
-    from hpctrain.parallel.nccl_library import nccl_version
+    from hpctrain.parallel.nccl import nccl_version
 
     place = torch.device("cuda", gpu)
     try:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.places import which_gpu
 from hpctrain.parallel.runtime import EXCLUSIVE, built_for, is_exclusive
+from hpctrain.parallel.topology import which_gpu
 from hpctrain.streams import current_stream
 
 

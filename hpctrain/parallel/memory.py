@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.places import Choice
 from hpctrain.parallel.runtime import PlainMemory, built_for
+from hpctrain.parallel.topology import Choice
 
 NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 # As CuPy lists them (_environment.py); only one may be installed.

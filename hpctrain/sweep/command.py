@@ -32,8 +32,7 @@ from hpctrain.sweep.results import FILE as RESULTS
 from hpctrain.sweep.show import Show
 from hpctrain.sweep.slots import Machine, find_machine, python_program
 from hpctrain.text import say
-from hpctrain.training.control import FILE as STOP_FILE
-from hpctrain.training.lock import RunLock
+from hpctrain.training.control import STOP_FILE, RunLock
 
 LOG = "sweep.log"  # of a driver in the background
 ALIVE = 1.0  # seconds that it is watched

@@ -31,8 +31,7 @@ from hpctrain.sweep.results import (
 )
 from hpctrain.sweep.show import Show
 from hpctrain.sweep.slots import Slot
-from hpctrain.training.control import FILE as STOP_FILE
-from hpctrain.training.lock import is_locked
+from hpctrain.training.control import STOP_FILE, is_locked
 
 TICK = 0.1  # seconds between looks at the processes
 LOOK_EVERY = 0.5  # seconds between looks at records, locks and the STOP file

@@ -16,8 +16,7 @@ from hpctrain.report.results import Figures
 from hpctrain.sweep.file import Network
 from hpctrain.sweep.results import DONE, FAILED, STOPPED, UNFINISHED
 from hpctrain.sweep.slots import Slot
-from hpctrain.training.control import FILE as STOP_FILE
-from hpctrain.training.control import request_stop
+from hpctrain.training.control import STOP_FILE, request_stop
 
 MOST_READ = 1 << 16  # bytes of a log that are looked at for a reason
 LAST_WAIT = 10.0  # seconds from SIGTERM to SIGKILL

@@ -3,11 +3,15 @@ of the scheduler, or its clock.
 
 A request only makes this rank vote in its next step's message, so all ranks end after the same
 step. A stop is a wish (exit code 0), leaving is forced from outside (75: start me again).
+
+A lock lets one job at a time work in a run's folder, also where the one before is still ending.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import time
@@ -16,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.config import duration
-from hpctrain.errors import RunError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
 from hpctrain.signals import noticed
 from hpctrain.slurm import job_end
@@ -24,7 +28,7 @@ from hpctrain.slurm import job_end
 if TYPE_CHECKING:  # watching and sweeping stop runs without it
     import torch
 
-FILE = "STOP"
+STOP_FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between looks at the file system
 SPARE = 5.0  # seconds, besides what is measured
 
@@ -46,7 +50,7 @@ class Control:
 
     def __init__(self, folder: Path | None, ends: float | None = None) -> None:
         """`ends` is when the run must have ended, in seconds since 1970."""
-        self._file = folder / FILE if folder else None
+        self._file = folder / STOP_FILE if folder else None
         self._interrupted = self._stop_seen = False
         self._looked = 0.0
         self._before: Any = signal.SIG_DFL  # handler of SIGINT
@@ -118,6 +122,56 @@ def deadline(limit: str | None) -> tuple[float | None, str | None]:
 def request_stop(folder: Path) -> None:
     """Ask the run in this folder to stop after its next step. RunError where that cannot be."""
     try:
-        os.close(open_itself(folder / FILE, os.O_WRONLY | os.O_CREAT))
+        os.close(open_itself(folder / STOP_FILE, os.O_WRONLY | os.O_CREAT))
     except OSError as error:
-        raise RunError(f"cannot write {folder / FILE}: {error.strerror}") from error
+        raise RunError(f"cannot write {folder / STOP_FILE}: {error.strerror}") from error
+
+
+LOCK_FILE = "lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class RunLock:
+    """A lock of the kernel on a file in the folder; gone with the process that holds it (rank 0).
+
+    Where the file system has no locks, nothing is locked.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+
+    def take(self, folder: Path) -> None:
+        """Lock the folder. UsageError where another process holds it, RunError where nothing can
+        be written there.
+        """
+        try:
+            self._descriptor = open_itself(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise RunError(f"cannot write {folder / LOCK_FILE}: {error.strerror}") from error
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            self.release()
+            raise UsageError(
+                f"another job works in {folder}: wait for it to end, or choose another --run"
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise RunError(f"cannot lock {folder / LOCK_FILE}: {error.strerror}") from error
+
+    def release(self) -> None:
+        """Give the folder free."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether another process works in the folder. RunError where nothing can be written there."""
+    lock = RunLock()
+    try:
+        lock.take(folder)
+    except UsageError:
+        return True
+    lock.release()
+    return False

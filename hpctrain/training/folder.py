@@ -17,13 +17,13 @@ from hpctrain import __version__, heartbeats
 from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
-from hpctrain.parallel.determinism import hardware_key
+from hpctrain.parallel.backend_flags import hardware_key
 from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import Comm, allgather, host_name, library
 from hpctrain.report.folders import evaluation_file
 from hpctrain.report.jsonlines import FILE_NAME, RecordFile, cut_back
 from hpctrain.training.checkpoint import make_ready
-from hpctrain.training.lock import RunLock
+from hpctrain.training.control import RunLock
 from hpctrain.training.progress import Progress
 from hpctrain.training.resume import FREE, Earlier
 from hpctrain.training.setup import Job

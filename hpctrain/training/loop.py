@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from hpctrain.parallel.mpi import allgather
-from hpctrain.training.overlap_trial import OverlapTrial
+from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.training.progress import Run
 from hpctrain.training.resume import gather
 from hpctrain.training.setup import carry, renew_reduction

@@ -13,12 +13,12 @@ import torch
 
 from hpctrain.config import Interval
 from hpctrain.parallel.mpi import Comm
+from hpctrain.parallel.overlap import OverlapTrial
+from hpctrain.parallel.shards import Balance
 from hpctrain.report.record import Recorder
-from hpctrain.training.balance import Balance
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control
 from hpctrain.training.digest import chain
-from hpctrain.training.overlap_trial import OverlapTrial
 from hpctrain.training.replay import Replay
 from hpctrain.training.setup import Job
 from hpctrain.training.step import NETWORK, Trainer

@@ -1,16 +1,24 @@
-"""What a run reads and how: the pack, what is compared on the way, in which order."""
+"""What a run reads and how: the pack, what is compared on the way, in which order.
+
+``--stage DIR``: before the first step every host copies what its ranks read to its own disk.
+
+The ranks of a host share the copying. A whole copy that an earlier launch left is compared and
+used again; until it is whole it has another name.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from hpctrain.config import Config, byte_count
 from hpctrain.data.augment import check_shift
 from hpctrain.data.builtin import locate
-from hpctrain.data.checks import Checks
+from hpctrain.data.checks import Checks, Sums
 from hpctrain.data.foreign import read_foreign
 from hpctrain.data.loader import Loader, Pair, Prepare
 from hpctrain.data.opened import open_split
@@ -18,12 +26,22 @@ from hpctrain.data.orders import Order, make_order
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.packed import read_pack, read_sums, verify
 from hpctrain.data.source import Opened
+from hpctrain.data.staging import (
+    Piece,
+    begin,
+    compare,
+    copy,
+    finish,
+    make_folder,
+    make_room,
+    pieces,
+    staged_name,
+)
 from hpctrain.errors import UsageError
-from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root
+from hpctrain.inference.network import require_split
+from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root, comm_of_host
 from hpctrain.plan import Plan
 from hpctrain.text import say
-from hpctrain.training.saved import require_split
-from hpctrain.training.stage import stage
 
 VERIFIED_BYTES = 1 << 30  # packs up to this size are verified at start, about 1 s per GB
 START, FIRST_TOUCH, NEVER = "start", "first-touch", "never"
@@ -154,3 +172,50 @@ def order_of(plan: Plan) -> Order:
     """In which order the shards read the training rows."""
     runs = plan.block_rows, plan.window_blocks, plan.scattered
     return make_order(plan.shuffle, plan.partition, plan.seed, *runs)
+
+
+def stage(
+    folder: str,
+    pack: Pack,
+    sums: Sums,
+    extent: tuple[int, int],
+    comm: Comm,
+) -> tuple[Pack, tuple[int, int]]:
+    """The pack as it is read on this host: copied into `folder`, bytes `extent` of the training
+    images; and the bytes that are there, what the ranks of the host need together. Raises the same
+    on all ranks. Collective.
+    """
+    host = comm_of_host(comm)
+    try:
+        call_on_all(comm, lambda: make_folder(Path(folder)))
+        extents = allgather(host, extent)
+        low, high = min(start for start, _ in extents), max(stop for _, stop in extents)
+        final = Path(folder).absolute() / staged_name(pack, (low, high))
+        whole = pieces(pack, sums, (low, high))
+        part = whole[host.rank :: host.size]  # of this rank
+        sound = final.exists() and compare(pack, final, part)
+        needed = 0 if all(allgather(host, sound)) else sum(piece.length for piece in whole)
+        _copy(pack, final, part, needed, host, comm)
+        return dataclasses.replace(pack, path=str(final)), (low, high)
+    finally:
+        host.Free()
+
+
+def _copy(pack: Pack, final: Path, part: list[Piece], needed: int, host: Comm, comm: Comm) -> None:
+    """Copy `needed` bytes, this rank its `part` of them; nothing where none are. Collective, also
+    for hosts that need nothing."""
+
+    def make() -> Path | None:
+        if not needed or host.rank:
+            return None
+        make_room(final.parent, final.name, needed)
+        return begin(final.parent, pack, final.name)
+
+    temporary = call_on_all(comm, make)
+    target = call_on_root(host, lambda: temporary)
+    try:
+        call_on_all(comm, lambda: copy(pack, target, part) if target else None)
+        call_on_all(comm, lambda: finish(temporary, final) if temporary else None)
+    finally:
+        if temporary:
+            temporary.unlink(missing_ok=True)

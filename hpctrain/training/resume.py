@@ -19,7 +19,7 @@ from hpctrain.config import Config
 from hpctrain.errors import UsageError
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.heartbeats import find_cause
-from hpctrain.parallel.determinism import hardware_key
+from hpctrain.parallel.backend_flags import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
@@ -28,7 +28,7 @@ from hpctrain.report.folders import is_finished, scan_record
 from hpctrain.report.jsonlines import FILE_NAME
 from hpctrain.strictjson import parse_json
 from hpctrain.training.checkpoint import FOLDER, Checkpoint, newest
-from hpctrain.training.lock import RunLock
+from hpctrain.training.control import RunLock
 from hpctrain.training.progress import Progress
 from hpctrain.training.step import NETWORK, Trainer
 from hpctrain.typed import from_fields, parse_toml

@@ -23,10 +23,13 @@ from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import as_kept, held_bytes
 from hpctrain.errors import UsageError
+from hpctrain.inference.network import find_model
+from hpctrain.inference.tasks import Task, make_task, output_shape
 from hpctrain.keys import random_key
 from hpctrain.models import as_bytes, build, check_forward, describe_fresh_layer, load_init
+from hpctrain.parallel.backend_flags import hardware_key
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.determinism import hardware_key
+from hpctrain.parallel.choose import choose_reduce, describe_rank, make_transport
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.late import LATE
 from hpctrain.parallel.message import Message
@@ -39,15 +42,12 @@ from hpctrain.parallel.mpi import (
     fair_threads,
     local_ranks,
 )
-from hpctrain.parallel.places import Choice, choose, sharing
-from hpctrain.parallel.plain import Reduce
-from hpctrain.parallel.reduce import broadcast, choose_reduce
-from hpctrain.parallel.select import describe_rank, make
+from hpctrain.parallel.reduce import Reduce, broadcast
+from hpctrain.parallel.topology import Choice, choose_transport, describe_sharing
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.training.backward import make_backward
 from hpctrain.training.optim import make_optimizer
-from hpctrain.training.probe import probe_model
 from hpctrain.training.reading import (
     Reading,
     check_data,
@@ -57,9 +57,8 @@ from hpctrain.training.reading import (
     order_of,
     staged,
 )
-from hpctrain.training.saved import find_model
+from hpctrain.training.replay import probe_model
 from hpctrain.training.step import Trainer
-from hpctrain.training.tasks import Task, make_task, output_shape
 from hpctrain.watchdog import doing
 
 
@@ -120,8 +119,8 @@ def set_up(
     )
     norms.start(probe)
     places = allgather(comm, call_on_all(comm, lambda: describe_rank(device, config.reduce)))
-    choice = call_on_all(comm, lambda: choose(places, config.reduce))
-    trainer = make_trainer(model, norms, task, config, plan, make(choice, comm, device))
+    choice = call_on_all(comm, lambda: choose_transport(places, config.reduce))
+    trainer = make_trainer(model, norms, task, config, plan, make_transport(choice, comm, device))
     own = range(*plan.runs[comm.rank])
     reading = Reading(pack, checks, source, order_of(plan))
     if config.stage and not config.dry_run:
@@ -131,7 +130,9 @@ def set_up(
         device, dtype, config.channels_last, scaling, config.flip, config.shift
     )
     loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, device)
-    notes = tuple(filter(None, (sharing(places), describe_fresh_layer(fresh, plan.classes))))
+    notes = tuple(
+        filter(None, (describe_sharing(places), describe_fresh_layer(fresh, plan.classes)))
+    )
     return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, fresh, notes)
 
 

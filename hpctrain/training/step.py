@@ -16,11 +16,10 @@ from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.late import Clock
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.plain import Reduce
+from hpctrain.parallel.reduce import Reduce
 from hpctrain.training.backward import Backward
 from hpctrain.training.control import StepFlags
-from hpctrain.training.optim import clip_gradient, gate_update
-from hpctrain.training.unused import UnusedParameters
+from hpctrain.training.optim import UnusedParameters, clip_gradient, gate_update
 
 NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that make a network
 

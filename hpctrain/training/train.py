@@ -18,9 +18,10 @@ from hpctrain.data.foreign import reading_note
 from hpctrain.data.staging import remove_copies
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
+from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.launcher import LEFT
 from hpctrain.models import read_model, save_model
-from hpctrain.parallel.determinism import refusal
+from hpctrain.parallel.backend_flags import refusal, torch_settings
 from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
@@ -33,19 +34,16 @@ from hpctrain.parallel.mpi import (
     limit_finalize,
     start_mpi,
 )
-from hpctrain.parallel.switches import torch_settings
+from hpctrain.parallel.overlap import OverlapTrial
+from hpctrain.parallel.shards import Balance
 from hpctrain.report.record import Recorder
 from hpctrain.text import say
-from hpctrain.training import saved
-from hpctrain.training.balance import Balance
 from hpctrain.training.checkpoint import Interval, Writer
-from hpctrain.training.control import Control, deadline
+from hpctrain.training.control import Control, RunLock, deadline
 from hpctrain.training.digest import run_digest
 from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
-from hpctrain.training.lock import RunLock
 from hpctrain.training.loop import run_epochs, save_checkpoint
 from hpctrain.training.outcome import CannotContinue
-from hpctrain.training.overlap_trial import OverlapTrial
 from hpctrain.training.progress import EndReason, Progress, Run
 from hpctrain.training.replay import Replay
 from hpctrain.training.resume import Earlier, find_earlier, restore
@@ -110,7 +108,7 @@ def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
     earlier = call_on_root(comm, lambda: find_earlier(config, lock))
     if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
         text = f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs"
-        call_on_root(comm, partial(check_network, earlier.folder / saved.FILE, text))
+        call_on_root(comm, partial(check_network, earlier.folder / MODEL_FILE, text))
         if comm.rank == 0:
             say(f"{text}: a larger --epochs extends it")
         return 0
@@ -292,4 +290,4 @@ def finish(run: Run, folder: Path, first: int) -> int:
 
 def save(run: Run, folder: Path) -> None:
     """Write model.safetensors (rank 0)."""
-    save_model(folder / saved.FILE, run.job.trainer.model, describe_network(run, folder.name))
+    save_model(folder / MODEL_FILE, run.job.trainer.model, describe_network(run, folder.name))

@@ -14,6 +14,10 @@ import torch
 
 from hpctrain.data.loader import read_rows
 from hpctrain.errors import Failure
+from hpctrain.inference.evaluate import Evaluation, as_json, block_key, evaluate
+from hpctrain.inference.network import BEST, describe
+from hpctrain.inference.network import FILE as MODEL_FILE
+from hpctrain.inference.tasks import Denoising, network_output
 from hpctrain.models import save_tensors, snapshot
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
@@ -21,11 +25,8 @@ from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.folders import evaluation_file
 from hpctrain.report.pictures import draw_captioned, shown_values, write_rows
 from hpctrain.report.tables import write_json
-from hpctrain.training import saved
-from hpctrain.training.evaluate import Evaluation, as_json, block_key, evaluate
 from hpctrain.training.outcome import CannotContinue
 from hpctrain.training.progress import EndReason, Run
-from hpctrain.training.tasks import Denoising, network_output
 from hpctrain.watchdog import doing
 
 MISTAKES = 16  # shown in TensorBoard after an evaluation
@@ -68,14 +69,14 @@ def save_best(run: Run) -> None:
         tensors = snapshot(run.job.trainer.model)
         folder = run.writer.folder.parent
         metadata = describe_network(run, folder.name)
-        run.writer.begin(lambda: save_tensors(folder / saved.BEST, tensors, metadata))
+        run.writer.begin(lambda: save_tensors(folder / BEST, tensors, metadata))
 
 
 def describe_network(run: Run, name: str) -> dict[str, Any]:
     """The metadata of the network that the model holds."""
     job, reached = run.job, run.state.network
     figures = {"run": name, "step": reached.step, "epoch": reached.epoch, **reached.figures}
-    return saved.describe(job.config, job.plan, job.pack, figures)
+    return describe(job.config, job.plan, job.pack, figures)
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:
@@ -158,7 +159,7 @@ def test(run: Run, folder: Path) -> dict[str, float | None]:
     for split in splits:
         if not run.job.pack.splits[split].rows or (result := evaluation(run, split)) is None:
             continue
-        figures = as_json(result, run.job.pack, folder / saved.FILE, split)
+        figures = as_json(result, run.job.pack, folder / MODEL_FILE, split)
         path = evaluation_file(folder, split)
         call_on_root(run.comm, partial(write_json, path, figures))
         if run.job.task.classes:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from hpctrain.heartbeats import BEAT_EVERY, FOLDER, cause_if_ended, is_gone, read_beat
 from hpctrain.report.progress import duration
 from hpctrain.report.story import Story, moment, number
-from hpctrain.training.control import FILE as STOP_FILE
+from hpctrain.training.control import STOP_FILE
 
 PATIENCE = 10.0  # seconds of silence that mean nothing
 LATE = 3.0  # times the usual is late

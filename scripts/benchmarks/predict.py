@@ -16,10 +16,10 @@ import torch
 
 from hpctrain.config import PredictConfig
 from hpctrain.data.images import read_image
+from hpctrain.inference.network import Network, open_network
+from hpctrain.inference.predict import answers, file_reader, list_images
+from hpctrain.inference.tasks import network_output
 from hpctrain.parallel.mpi import start_mpi
-from hpctrain.training.predict import answers, file_reader, list_images
-from hpctrain.training.saved import Network, open_network
-from hpctrain.training.tasks import network_output
 
 
 @torch.no_grad()

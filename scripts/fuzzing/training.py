@@ -32,8 +32,8 @@ def one_step(config: Config) -> str:
     """The digest after a step on this rank and an evaluation of the test split."""
     from mpi4py import MPI
 
+    from hpctrain.inference.evaluate import evaluate
     from hpctrain.training.digest import rank_digest
-    from hpctrain.training.evaluate import evaluate
     from hpctrain.training.setup import check_settings, set_up
     from hpctrain.training.step import train_step
 

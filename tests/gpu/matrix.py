@@ -28,10 +28,10 @@ import numpy as np
 from hpctrain.config import Config
 from hpctrain.config.others import EvaluateConfig, PredictConfig
 from hpctrain.errors import Failure
-from hpctrain.parallel import select
+from hpctrain.inference import evaluate, predict
+from hpctrain.parallel import choose
 from hpctrain.parallel.mpi import Comm, start_mpi
 from hpctrain.report.record import read_records
-from hpctrain.training import evaluate, predict
 from hpctrain.training.control import Control
 from hpctrain.training.train import train
 from tests.data.pictures import class_folders, pack
@@ -264,7 +264,8 @@ def run_cells(cells: Iterable[Cell], folder: Path, comm: Comm, stop: bool) -> li
     """Run cells, with `stop` until one has a problem, and write what each came to, a line each.
     Collective.
     """
-    select.trial = functools.cache(select.trial)  # one MPI: a process for it once, not in each run
+    # one MPI: a process for it once, not in each run
+    choose.try_device_memory = functools.cache(choose.try_device_memory)
     matrix, found = Matrix(folder, comm), []
     for cell in cells:
         started = time.perf_counter()

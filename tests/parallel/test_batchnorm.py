@@ -11,8 +11,8 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.reduce import choose_reduce
 from hpctrain.parallel.shards import carried
 
 pytestmark = pytest.mark.mpi

@@ -11,8 +11,8 @@ import torch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel import memory
 from hpctrain.parallel.memory import Facts, choose_memory, memory_of, plain_zeros
-from hpctrain.parallel.places import Choice
 from hpctrain.parallel.runtime import PlainMemory, built_for, call_runtime, is_exclusive
+from hpctrain.parallel.topology import Choice
 
 C12, C13, R70, R71 = "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "cupy-rocm-7-1"
 NVRTC = "libnvrtc.so.12: cannot open"

@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from hpctrain.errors import RunError
-from hpctrain.parallel import nccl_library
-from hpctrain.parallel.nccl import Nccl
-from hpctrain.parallel.nccl_library import Library, nccl_version
+from hpctrain.parallel import nccl
+from hpctrain.parallel.nccl import Library, Nccl, nccl_version
 from tests.emulated_nccl import build
 from tests.launch import ROOT
 
 RANK = """
 import sys, types, torch
 from hpctrain.parallel.nccl import Nccl
-from hpctrain.parallel.nccl_library import Library
+from hpctrain.parallel.nccl import Library
 rank, size, meeting = int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
 comm = types.SimpleNamespace(rank=rank, size=size, bcast=lambda outcome: (meeting, None))
 nccl = Nccl(comm, Library(sys.argv[1]))
@@ -140,7 +139,7 @@ def test_the_library_is_the_one_that_torch_loaded(
     make = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{torch_name}", "-xc", "/dev/null", "-xnone"]
     subprocess.run([*make, *link, "-o", tmp_path / torch_name], check=True)
     code = (
-        "import ctypes, sys, torch; from hpctrain.parallel.nccl_library import nccl_version;"
+        "import ctypes, sys, torch; from hpctrain.parallel.nccl import nccl_version;"
         "print(repr(nccl_version())); ctypes.CDLL(sys.argv[1]);"
         f"torch.version.cuda, torch.version.hip = {cuda!r}, {hip!r}; print(nccl_version())"
     )
@@ -153,7 +152,7 @@ def test_a_torch_without_nccl_is_one_line(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(RunError, match=r"^torch \S+ was built without GPUs$"):
             Library()
-    monkeypatch.setattr(nccl_library, "torch_library", lambda: ctypes.CDLL("libm.so.6"))
+    monkeypatch.setattr(nccl, "torch_library", lambda: ctypes.CDLL("libm.so.6"))
     with pytest.raises(RunError, match=r"^torch \S+ was built without NCCL \(.*ncclGetVersion\)$"):
         Library()
     assert nccl_version() == ""

@@ -15,10 +15,10 @@ from hpctrain.config import Config, check_ranges
 from hpctrain.data.partition import cut_epoch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel import mpi
+from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.device import choose_device
 from hpctrain.parallel.message import Message, lay_out
 from hpctrain.parallel.overlap import cut
-from hpctrain.parallel.reduce import choose_reduce
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import HostMemory
 from tests.parallel.test_transport import MAKERS

@@ -12,15 +12,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.nccl import Nccl
-from hpctrain.parallel.nccl_library import Library
-from hpctrain.parallel.plain import Plain
-from hpctrain.parallel.reduce import InTreeOrder
+from hpctrain.parallel.nccl import Library, Nccl
+from hpctrain.parallel.reduce import NarrowWire, Plain
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, mpi_type
-from hpctrain.parallel.wire import NarrowWire
+from hpctrain.parallel.tree import Exchange, InTreeOrder
 from tests.emulated_nccl import build
 
 pytestmark = pytest.mark.mpi

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.exchange import Exchange
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import HostMemory
-from hpctrain.parallel.tree import Subtrees, additions, subtrees
+from hpctrain.parallel.tree import Exchange, Subtrees, additions, subtrees
 
 LENGTH = 101
 

@@ -3,9 +3,9 @@
 import pytest
 
 from hpctrain.errors import UsageError
+from hpctrain.inference.network import find_model
 from hpctrain.report.find import find_runs
 from hpctrain.report.folders import find_run
-from hpctrain.training.saved import find_model
 
 
 def make(*folders):

@@ -147,7 +147,7 @@ def test_a_network_in_whose_folder_another_job_works_waits(tmp_path):
     run = folder / "01-seed=1"
     run.mkdir()
     program = (
-        "import sys, time; from pathlib import Path; from hpctrain.training.lock import RunLock;"
+        "import sys, time; from pathlib import Path; from hpctrain.training.control import RunLock;"
         f"RunLock().take(Path({str(run)!r})); print('held', flush=True); time.sleep(4)"
     )
     held = Job([sys.executable, "-c", program.replace("RunLock().take", "k = RunLock(); k.take")])

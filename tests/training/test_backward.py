@@ -10,6 +10,7 @@ from torch import nn
 
 from hpctrain.config import Config, check_ranges
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference.tasks import Classification
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.message import Message
 from hpctrain.training import setup
@@ -21,7 +22,6 @@ from hpctrain.training.backward import (
     Graphs,
     make_backward,
 )
-from hpctrain.training.tasks import Classification
 from tests.training.runs import digest
 
 SHAPE = (3, 8, 8)

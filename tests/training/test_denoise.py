@@ -15,13 +15,13 @@ from PIL import Image
 from hpctrain.config import EvaluateConfig, PredictConfig
 from hpctrain.data.augment import add_noise
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference.evaluate import main as evaluate_main
+from hpctrain.inference.predict import main as predict_main
+from hpctrain.inference.predict import own_names
 from hpctrain.models import build
 from hpctrain.report.record import read_records
 from hpctrain.report.tables import psnr
 from hpctrain.training import train as loop
-from hpctrain.training.evaluate import main as evaluate_main
-from hpctrain.training.predict import main as predict_main
-from hpctrain.training.predict import own_names
 
 
 def load(path):
@@ -108,7 +108,7 @@ def test_images_are_restored_into_a_folder(comm, settings, shared_tmp, monkeypat
         for number in range(3):
             Image.new("L", (40, 28), number * 100).save(noisy / f"{number}.png")
     comm.Barrier()
-    monkeypatch.setattr("hpctrain.training.predict.start_mpi", lambda: comm)
+    monkeypatch.setattr("hpctrain.inference.predict.start_mpi", lambda: comm)
     run = str(Path(settings.runs_dir) / "a")
     output = str(shared_tmp / "clean")
     predict = PredictConfig(run=run, images=(str(noisy),), output=output, threads=1)

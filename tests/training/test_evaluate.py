@@ -19,13 +19,14 @@ from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.packed import Rows, read_pack
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference import network as saved
+from hpctrain.inference import predict
+from hpctrain.inference.evaluate import block_key, blocks_of, evaluate
+from hpctrain.inference.evaluate import main as evaluate_main
+from hpctrain.inference.tasks import Classification
 from hpctrain.models import build, read_model, save_model, save_tensors
 from hpctrain.parallel.late import LATE, Snapshot
 from hpctrain.plan import Facts, resolve
-from hpctrain.training import predict, saved
-from hpctrain.training.evaluate import block_key, blocks_of, evaluate
-from hpctrain.training.evaluate import main as evaluate_main
-from hpctrain.training.tasks import Classification
 from hpctrain.training.train import train
 from tests.packs import make_pack
 from tests.streams import Recorder, noted

@@ -15,9 +15,10 @@ from hpctrain.config import Config, EvaluateConfig, PredictConfig, check_ranges
 from hpctrain.data.foreign import read_foreign
 from hpctrain.data.opened import open_split
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference import evaluate, predict
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
-from hpctrain.training import evaluate, predict, setup
+from hpctrain.training import setup
 from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
 from hpctrain.training.outcome import NonFinite

@@ -13,9 +13,9 @@ from hpctrain.config import Config, check_ranges
 from hpctrain.data.opened import open_split
 from hpctrain.data.packed import read_pack
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference.evaluate import evaluate
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
-from hpctrain.training.evaluate import evaluate
 from hpctrain.training.setup import set_up
 from tests.data.pictures import class_folders, pack
 from tests.launch import mpirun, run

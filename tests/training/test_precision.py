@@ -10,7 +10,7 @@ from torch import nn
 
 from hpctrain.config import EvaluateConfig, PredictConfig
 from hpctrain.errors import UsageError
-from hpctrain.training import evaluate, predict
+from hpctrain.inference import evaluate, predict
 from hpctrain.training.train import train
 
 pytestmark = pytest.mark.mpi

@@ -12,6 +12,7 @@ import torch
 
 from hpctrain.data.loader import Batch
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference.tasks import Classification
 from hpctrain.models import ModelState, build
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.training import steps as inner
@@ -19,7 +20,6 @@ from hpctrain.training import train as loop
 from hpctrain.training.digest import CHANGED, checksum, slot_value
 from hpctrain.training.replay import Listener, Sample, replay
 from hpctrain.training.setup import set_up
-from hpctrain.training.tasks import Classification
 from tests.training.runs import digest
 
 pytestmark = pytest.mark.mpi

@@ -14,11 +14,12 @@ import torch
 from hpctrain import compare, plot
 from hpctrain.config import CompareConfig, EvaluateConfig, PlotConfig
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference import evaluate
 from hpctrain.parallel.mpi import agreed
 from hpctrain.plan_check import read_plan
 from hpctrain.report.differences import first_difference
 from hpctrain.report.record import read_records
-from hpctrain.training import checkpoint, evaluate, resume, validate
+from hpctrain.training import checkpoint, resume, validate
 from hpctrain.training import steps as inner
 from hpctrain.training import train as program
 from hpctrain.training.checkpoint import steps

@@ -16,9 +16,9 @@ from hpctrain.data.checks import Checks
 from hpctrain.data.opened import open_split
 from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.errors import RunError, UsageError
+from hpctrain.parallel.shards import Balance
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
-from hpctrain.training.balance import Balance
 from tests.packs import make_pack
 from tests.training.runs import short_run
 from tests.training.test_bad_rows import overwrite
@@ -164,7 +164,9 @@ def test_shards_that_move_to_another_host_find_their_rows_there(comm, shared_tmp
     if comm.rank == 0:
         make_pack(shared_tmp / "a.h5", {"train": 601}, SHAPE)
     comm.Barrier()
-    monkeypatch.setattr("hpctrain.training.stage.comm_of_host", lambda comm: comm.Split(comm.rank))
+    monkeypatch.setattr(
+        "hpctrain.training.reading.comm_of_host", lambda comm: comm.Split(comm.rank)
+    )
     original = Balance.add
 
     def slowed(self, compute):

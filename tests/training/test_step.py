@@ -12,17 +12,17 @@ from hpctrain.config import Config
 from hpctrain.data.bad_rows import BadRows
 from hpctrain.data.loader import Batch, Loader
 from hpctrain.data.partition import Partition, cut_epoch, even_shares
+from hpctrain.inference.tasks import Classification
 from hpctrain.models import build
 from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.reduce import choose_reduce
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import HostMemory, Pinned
 from hpctrain.training.backward import Eager
 from hpctrain.training.control import StepFlags
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.step import Trainer, train_step
-from hpctrain.training.tasks import Classification
 from tests.packs import order_of
 
 pytestmark = pytest.mark.mpi

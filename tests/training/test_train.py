@@ -12,13 +12,13 @@ import torch
 
 from hpctrain.config import Config, EvaluateConfig
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference.evaluate import main as evaluate_main
 from hpctrain.models import read_model
-from hpctrain.parallel.places import RankDevice
+from hpctrain.parallel.topology import RankDevice
 from hpctrain.report.record import Recorder, read_records
 from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
 from hpctrain.training.control import Control
-from hpctrain.training.evaluate import main as evaluate_main
 from hpctrain.training.loop import run_epoch
 from hpctrain.training.setup import set_up
 from tests.packs import make_pack
@@ -261,7 +261,7 @@ def test_local_statistics_are_tested_as_they_are_saved(comm, settings):
     if comm.rank == 0:
         again = EvaluateConfig(run=str(folder), output=str(folder / "e.json"), batch=64, threads=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hpctrain.training.evaluate.start_mpi", lambda: alone)
+            patch.setattr("hpctrain.inference.evaluate.start_mpi", lambda: alone)
             assert evaluate_main(again) == 0
         end = list(read_records(folder))[-1]
         assert json.loads((folder / "e.json").read_text())["accuracy"] == end["test_accuracy"]

@@ -17,8 +17,8 @@ from hpctrain.data.loader import Batch
 from hpctrain.parallel.late import Snapshot
 from hpctrain.report.record import read_records
 from hpctrain.training import resume
+from hpctrain.training.optim import UnusedParameters
 from hpctrain.training.train import train
-from hpctrain.training.unused import UnusedParameters
 from tests.training.test_step import make_trainer, train_step
 
 pytestmark = pytest.mark.mpi

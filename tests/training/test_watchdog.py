@@ -37,8 +37,8 @@ from hpctrain.models import build, save_model
 from hpctrain.report.plot_data import read_curves
 from hpctrain.report.record import read_records
 from hpctrain.start import is_own
+from hpctrain.training.control import RunLock, is_locked
 from hpctrain.training.folder import make_run_folder, open_run_folder
-from hpctrain.training.lock import RunLock, is_locked
 from hpctrain.training.progress import Progress
 from hpctrain.training.resume import find_earlier
 from hpctrain.typed import from_fields, parse_toml
@@ -485,7 +485,7 @@ def test_a_run_that_another_launch_begins_meanwhile(tmp_path):
     )
     first, second = RunLock(), RunLock()
     folder = make_run_folder(job, first)
-    code = f"from hpctrain.training.lock import *; print(is_locked(Path({str(folder)!r})))"
+    code = f"from hpctrain.training.control import *; print(is_locked(Path({str(folder)!r})))"
     try:
         assert run([sys.executable, "-c", code]).stdout == "True\n"
         with pytest.raises(UsageError, match="another launch has just begun the run .*/a: wait"):

@@ -16,7 +16,7 @@ import torch
 from hpctrain import __version__
 from hpctrain.hardware import processor_name
 from hpctrain.launch import ROOT
-from hpctrain.parallel.nccl_library import nccl_version
+from hpctrain.parallel.nccl import nccl_version
 from hpctrain.parallel.runtime import built_for
 
 

@@ -1,4 +1,4 @@
-"""torch's settings for a run, put back afterwards as they were.
+"""torch's backend flags for a run, restored afterwards, and what bits depend on besides the plan.
 
 GPUs can round the factors of products to TF32, 10 bits of mantissa. "default" is what torch does by
 default: cuDNN's convolutions may, matrix products do not
@@ -20,6 +20,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+
+from hpctrain.hardware import processor_name
+from hpctrain.parallel.runtime import built_for
 
 
 class Switches(NamedTuple):
@@ -91,3 +94,27 @@ def _set_switches(to: Switches) -> None:
     torch.backends.cudnn.benchmark = to.choose_by_timing
     torch.backends.cudnn.allow_tf32 = to.tf32
     torch.set_float32_matmul_precision(to.matmul)
+
+
+REFUSAL = "does not have a deterministic implementation"  # torch's words
+
+
+def hardware_key(device: torch.device) -> str:
+    """What the bits depend on besides the plan: torch, processor and the instructions that torch
+    uses on it; on a GPU its kind, CUDA and cuDNN (ROCm and MIOpen) too.
+    """
+    parts = [f"torch {torch.__version__}", processor_name()]
+    parts.append(torch.backends.cpu.get_cpu_capability())
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(device))
+        name = "MIOpen" if torch.version.hip else "cuDNN"
+        parts.append(f"{built_for()}, {name} {torch.backends.cudnn.version()}")
+    return ", ".join(parts)
+
+
+def refusal(error: BaseException) -> str | None:
+    """The operation that torch refused to run, in one line; None for any other error."""
+    text = " ".join(str(error).split())
+    if REFUSAL not in text:
+        return None
+    return f"--deterministic: {text.partition(REFUSAL)[0].strip()} {REFUSAL} in torch"

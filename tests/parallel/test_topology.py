@@ -7,7 +7,13 @@ import re
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.places import Choice, RankDevice, choose, sharing, which_gpu
+from hpctrain.parallel.topology import (
+    Choice,
+    RankDevice,
+    choose_transport,
+    describe_sharing,
+    which_gpu,
+)
 
 CPU = RankDevice("n1", "cpu")
 
@@ -37,16 +43,16 @@ def gpu(host="n1", uuid="a", nccl="NCCL 2.29.7", refusal=None):
     ],
 )
 def test_what_is_taken_and_why(places, name, why):
-    choice = choose(places)
+    choice = choose_transport(places)
     assert choice.name == name and re.search(why, choice.reason)
 
 
 def test_what_is_asked_for_is_taken_or_refused_with_the_reason():
     apart, shared = [gpu(uuid="a"), gpu(uuid="b")], [gpu(), gpu()]
-    assert choose(apart, "nccl") == Choice("nccl", "asked for")
-    assert choose(apart, "host") == Choice("host", "asked for")
-    assert choose(shared, "mpi-gpu").name == "mpi-gpu"
-    assert choose([CPU, CPU], "host").name == "mpi"
+    assert choose_transport(apart, "nccl") == Choice("nccl", "asked for")
+    assert choose_transport(apart, "host") == Choice("host", "asked for")
+    assert choose_transport(shared, "mpi-gpu").name == "mpi-gpu"
+    assert choose_transport([CPU, CPU], "host").name == "mpi"
     for places, wanted, text in (
         (shared, "nccl", "--reduce nccl: ranks 0 and 1 share a GPU of n1"),
         ([CPU, gpu()], "nccl", r"--reduce nccl is for GPUs: rank 0 \(n1\) has none"),
@@ -54,7 +60,7 @@ def test_what_is_asked_for_is_taken_or_refused_with_the_reason():
         ([gpu(), gpu("n2", refusal="it crashed")], "mpi-gpu", r"on rank 1 \(n2\) it crashed"),
     ):
         with pytest.raises(UsageError, match=text):
-            choose(places, wanted)
+            choose_transport(places, wanted)
 
 
 def of_job(hosts):
@@ -107,7 +113,11 @@ JOBS = {
 def test_who_uses_which_gpu(name):
     hosts, numbers, transport, said = JOBS[name]
     places, found = of_job(hosts)
-    assert (found, choose(places).name, sharing(places)) == (numbers, transport, said)
+    assert (found, choose_transport(places).name, describe_sharing(places)) == (
+        numbers,
+        transport,
+        said,
+    )
 
 
 def test_ranks_with_and_without_a_gpu_do_not_go_together():
@@ -115,5 +125,5 @@ def test_ranks_with_and_without_a_gpu_do_not_go_together():
     mixed, _ = of_job([("n1", [NODE[:2]] * 2), ("n2", [(), ()])])
     for wanted in ("auto", "host"):
         with pytest.raises(UsageError, match=r"2 of 4 ranks see no GPU, such as rank 2 \(n2\): .*"):
-            choose(mixed, wanted)
-    assert sharing(mixed) == ""
+            choose_transport(mixed, wanted)
+    assert describe_sharing(mixed) == ""

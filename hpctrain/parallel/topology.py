@@ -33,7 +33,7 @@ def which_gpu(local_rank: int, visible: int) -> int | None:
     return local_rank % visible if visible else None
 
 
-def sharing(places: Sequence[RankDevice]) -> str:
+def describe_sharing(places: Sequence[RankDevice]) -> str:
     """Where more ranks than GPUs compute on a host, with the numbers; nothing where none do."""
     gpus: dict[str, list[str]] = {}
     for place in places:
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(places: Sequence[RankDevice], wanted: str = "auto") -> Choice:
+def choose_transport(places: Sequence[RankDevice], wanted: str = "auto") -> Choice:
     """The transport for these ranks. UsageError where the one `wanted` cannot be, and why, and
     where some ranks have a GPU and others not: these round differently, so weights that every rank
     updates for itself would drift apart.

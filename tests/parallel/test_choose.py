@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel import select
-from hpctrain.parallel.places import Choice
-from hpctrain.parallel.select import describe_rank, make, trial
+from hpctrain.parallel import choose
+from hpctrain.parallel.choose import (
+    check_exchange,
+    describe_rank,
+    make_transport,
+    try_device_memory,
+)
+from hpctrain.parallel.topology import Choice
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Nothing, Pinned
-from hpctrain.parallel.trial import check_exchange
 from tests.launch import run
 
 CPU = torch.device("cpu")
@@ -20,10 +24,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.mpi
 def test_made_by_name(comm):
-    assert isinstance(make(Choice("mpi", ""), comm, CPU), HostMemory)
-    assert isinstance(make(Choice("none", ""), comm, CPU), Nothing)
-    assert isinstance(make(Choice("host", ""), comm, CPU), Pinned)
-    assert isinstance(make(Choice("mpi-gpu", ""), comm, CPU), DeviceMemory)
+    assert isinstance(make_transport(Choice("mpi", ""), comm, CPU), HostMemory)
+    assert isinstance(make_transport(Choice("none", ""), comm, CPU), Nothing)
+    assert isinstance(make_transport(Choice("host", ""), comm, CPU), Pinned)
+    assert isinstance(make_transport(Choice("mpi-gpu", ""), comm, CPU), DeviceMemory)
 
 
 class Wrong(DeviceMemory):
@@ -54,9 +58,9 @@ class Wrong(DeviceMemory):
 @pytest.mark.parametrize("call", ["allreduce", "alltoallv", "allgatherv"])
 def test_ranks_try_what_they_rely_on_with_each_other(comm, call, monkeypatch):
     """A MPI that moves device memory well within one process may not do so between two."""
-    monkeypatch.setattr(select, "DeviceMemory", lambda comm: Wrong(comm, call))
+    monkeypatch.setattr(choose, "DeviceMemory", lambda comm: Wrong(comm, call))
     with pytest.raises(UsageError, match="MPI was given device memory and delivered other numbers"):
-        make(Choice("mpi-gpu", ""), comm, CPU)
+        make_transport(Choice("mpi-gpu", ""), comm, CPU)
 
 
 @pytest.mark.mpi
@@ -77,35 +81,37 @@ def test_sums_that_are_not_made_are_seen(comm):
     [("os.kill(os.getpid(), 11)", True), ("pass", False), ("raise SystemExit(3)", False)],
 )
 def test_a_crash_is_given_words(end, is_said):
-    code = "import os\nfrom hpctrain.parallel.trial import last_words\n"
+    code = "import os\nfrom hpctrain.parallel.choose import last_words\n"
     code += f"with last_words('rank 1: gone'):\n    {end}"
     assert ("rank 1: gone\n" in run([sys.executable, "-c", code]).stderr) == is_said
 
 
 def test_an_exclusive_gpu_is_not_tried_by_another_process(monkeypatch):
-    assert select.exclusive_refusal(0) is None
-    monkeypatch.setattr(select, "is_exclusive", lambda gpu: True)
-    monkeypatch.setattr(select, "gpu_uuid", lambda device: "u")
-    monkeypatch.setattr(select, "trial", lambda gpu: pytest.fail("the GPU was tried"))
+    assert choose.exclusive_refusal(0) is None
+    monkeypatch.setattr(choose, "is_exclusive", lambda gpu: True)
+    monkeypatch.setattr(choose, "gpu_uuid", lambda device: "u")
+    monkeypatch.setattr(choose, "try_device_memory", lambda gpu: pytest.fail("the GPU was tried"))
     refusal = describe_rank(torch.device("cuda", 2), "mpi-gpu").refusal
     assert refusal.startswith("GPU 2 is in compute mode EXCLUSIVE_PROCESS and serves one process")
     assert "nvidia-smi -i 2 -c DEFAULT" in refusal
 
 
 def test_a_trial_crashes_alone(monkeypatch):
-    assert trial(0, ("-c", "import os; assert 'OMPI_X' not in os.environ")) is None
+    assert try_device_memory(0, ("-c", "import os; assert 'OMPI_X' not in os.environ")) is None
     monkeypatch.setenv("OMPI_X", "of this job")
-    assert trial(0, ("-c", "import os; assert 'OMPI_X' not in os.environ")) is None
+    assert try_device_memory(0, ("-c", "import os; assert 'OMPI_X' not in os.environ")) is None
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    assert "crashed (SIGSEGV): it is not GPU-aware" in trial(0, ("-c", crash))
-    assert trial(0, ("-c", "raise SystemExit('no such GPU')")).endswith("failed: no such GPU")
-    monkeypatch.setattr(select, "TRIAL_SECONDS", 0.2)
-    assert "did not return" in trial(0, ("-c", "import time; time.sleep(60)"))
+    assert "crashed (SIGSEGV): it is not GPU-aware" in try_device_memory(0, ("-c", crash))
+    assert try_device_memory(0, ("-c", "raise SystemExit('no such GPU')")).endswith(
+        "failed: no such GPU"
+    )
+    monkeypatch.setattr(choose, "TRIAL_SECONDS", 0.2)
+    assert "did not return" in try_device_memory(0, ("-c", "import time; time.sleep(60)"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_real_trial_says_why_it_failed():
-    assert "sees no GPU" in trial(0)
+    assert "sees no GPU" in try_device_memory(0)
 
 
 def test_a_rank_without_a_gpu_tells_its_host():

@@ -24,17 +24,17 @@ from hpctrain.data.loader import ahead
 from hpctrain.data.opened import open_split
 from hpctrain.data.upload import Upload
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference.evaluate import block_key, blocks_of
+from hpctrain.inference.network import Network, first_touch, open_network, open_pack_for
+from hpctrain.inference.tasks import network_output
+from hpctrain.parallel.backend_flags import torch_settings
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.late import read_late
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
-from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.answers import write_csv
 from hpctrain.report.pictures import write_image
 from hpctrain.streams import Event
 from hpctrain.text import printable, say
-from hpctrain.training.evaluate import block_key, blocks_of
-from hpctrain.training.saved import Network, first_touch, open_network, open_pack_for
-from hpctrain.training.tasks import network_output
 from hpctrain.watchdog import doing, started, waiting
 
 Unusable = dict[int, str]  # by row, why

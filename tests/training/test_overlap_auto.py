@@ -9,10 +9,7 @@ import pytest
 
 from hpctrain.config import Config, check_ranges
 from hpctrain.errors import UsageError
-from hpctrain.report.record import read_records
-from hpctrain.training import loop as training_loop
-from hpctrain.training import train as loop
-from hpctrain.training.overlap_trial import (
+from hpctrain.parallel.overlap import (
     SEGMENTS,
     SKIPPED,
     STEPS,
@@ -21,6 +18,9 @@ from hpctrain.training.overlap_trial import (
     best_segments,
     exposed,
 )
+from hpctrain.report.record import read_records
+from hpctrain.training import loop as training_loop
+from hpctrain.training import train as loop
 
 
 def test_what_is_left_of_a_reduction():

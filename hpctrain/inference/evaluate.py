@@ -28,16 +28,16 @@ from hpctrain.data.pack_format import Pack
 from hpctrain.data.source import Source
 from hpctrain.data.upload import Upload
 from hpctrain.errors import Failure, RunError
+from hpctrain.inference.network import first_touch, open_network, open_pack_for
+from hpctrain.inference.tasks import Task
 from hpctrain.keys import random_key
+from hpctrain.parallel.backend_flags import torch_settings
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.late import read_late
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, start_mpi
 from hpctrain.parallel.reduce import allreduce
-from hpctrain.parallel.switches import torch_settings
 from hpctrain.report.tables import print_evaluation, write_json
 from hpctrain.streams import Event
-from hpctrain.training.saved import first_touch, open_network, open_pack_for
-from hpctrain.training.tasks import Task
 from hpctrain.watchdog import doing, started
 
 

@@ -34,6 +34,7 @@ from hpctrain.data.opened import read_again
 from hpctrain.data.pack_format import NAMED_IN_FOREIGN, Pack
 from hpctrain.data.packed import read_sums
 from hpctrain.errors import UsageError
+from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.mpi import Comm, agreed, call_on_all, call_on_root, fair_threads, local_ranks
@@ -41,7 +42,6 @@ from hpctrain.plan import Plan
 from hpctrain.report.find import SWEEP_FILE, propose_run
 from hpctrain.report.results import best_run
 from hpctrain.text import say
-from hpctrain.training.tasks import Task, make_task
 
 FILE, BEST = "model.safetensors", "best.safetensors"
 

@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config import Config, check_ranges
 from hpctrain.errors import UsageError
-from hpctrain.parallel import wire as narrow_wire
+from hpctrain.parallel import reduce as narrow_wire
+from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.plain import Plain
-from hpctrain.parallel.reduce import choose_reduce
+from hpctrain.parallel.reduce import NarrowWire, Plain
 from hpctrain.parallel.transport import HostMemory
-from hpctrain.parallel.wire import NarrowWire
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from tests.packs import make_pack

@@ -1,0 +1,1 @@
+"""Trained networks in use: evaluate, predict, and the file that holds one."""

@@ -1,0 +1,226 @@
+"""The transport and the reduction of a run: what each rank can do, and what follows from it.
+
+An MPI that is not GPU-aware crashes when it is given device memory. So before a run relies on it,
+it is tried twice:
+
+* in a process that is no rank of the job:
+
+      python -m hpctrain.parallel.choose GPU
+
+  It copies within itself, out of place: in place, MPI does nothing with one rank. Exit code 0 where
+  what was sent arrived;
+* by all ranks of the job, because copies between processes, and sums, take other ways than copies
+  within one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from hpctrain.errors import RunError, UsageError
+from hpctrain.launcher import LAUNCHER_PREFIXES
+from hpctrain.parallel.device import choose_device, gpu_uuid
+from hpctrain.parallel.memory import plain_zeros
+from hpctrain.parallel.message import Message
+from hpctrain.parallel.mpi import MPI, Comm, call_on_all, host_name, start_mpi
+from hpctrain.parallel.nccl import Nccl, nccl_version
+from hpctrain.parallel.overlap import Overlapped, cut
+from hpctrain.parallel.reduce import NarrowWire, Plain, Reduce
+from hpctrain.parallel.runtime import EXCLUSIVE, is_exclusive
+from hpctrain.parallel.topology import Choice, RankDevice
+from hpctrain.parallel.transport import (
+    DeviceMemory,
+    HostMemory,
+    Nothing,
+    Pinned,
+    Transport,
+    mpi_type,
+)
+from hpctrain.parallel.tree import InTreeOrder
+from hpctrain.streams import current_stream
+
+TRIAL_SECONDS = 120.0
+PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds hpctrain
+
+
+def make_transport(choice: Choice, comm: Comm, device: torch.device) -> Transport:
+    """The transport of this name, for vectors on `device`. Collective. UsageError on all ranks
+    where MPI does not deliver what it is given there.
+    """
+    match choice.name:
+        case "none":
+            return Nothing(comm)
+        case "nccl":
+            return Nccl(comm)
+        case "mpi-gpu":
+            transport = DeviceMemory(comm)
+            check_exchange(transport, device)
+            return transport
+        case "host":
+            return Pinned(comm)
+    return HostMemory(comm)
+
+
+def describe_rank(device: torch.device, wanted: str) -> RankDevice:
+    """What this rank has to tell. A trial is made only for "mpi-gpu"."""
+    if device.type == "cpu":
+        return RankDevice(host_name(), "cpu")
+    refusal = None
+    if wanted == "mpi-gpu":
+        refusal = exclusive_refusal(device.index) or try_device_memory(device.index)
+    return RankDevice(host_name(), "cuda", gpu_uuid(device), nccl_version(), refusal)
+
+
+def exclusive_refusal(gpu: int) -> str | None:
+    """Why no other process can try this GPU, which this one holds: None where it can."""
+    if not is_exclusive(gpu):
+        return None
+    return (
+        f"GPU {gpu} {EXCLUSIVE}: MPI cannot be tried with its memory; ask for the mode DEFAULT"
+        f" (nvidia-smi -i {gpu} -c DEFAULT), or for --reduce nccl or host"
+    )
+
+
+def try_device_memory(
+    gpu: int, program: Sequence[str] = ("-m", "hpctrain.parallel.choose")
+) -> str | None:
+    """Let a process that is no rank of this job give device memory to MPI: None where the bytes
+    came back, else what happened. A MPI that does not take it crashes, so it is not tried here.
+    """
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)
+    }
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, (PACKAGES, own.get("PYTHONPATH"))))
+    command = [sys.executable, *program, str(gpu)]
+    try:
+        done = subprocess.run(
+            command, env=own, capture_output=True, text=True, timeout=TRIAL_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"MPI was given device memory in a trial and did not return in {TRIAL_SECONDS:.0f} s"
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        return f"MPI was given device memory in a trial and crashed ({name}): it is not GPU-aware"
+    words = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
+    return f"MPI was given device memory in a trial and failed: {words[-1]}"
+
+
+LENGTHS = 16, 1 << 20  # numbers for each rank or of all: MPI sends small and large messages apart
+
+
+def check_exchange(transport: Transport, device: torch.device) -> None:
+    """Sum and exchange known numbers with all ranks. Collective. UsageError on all ranks where
+    something else arrives on one; what crashes ends the run, and a line says in what.
+    """
+    comm = transport.comm
+    where = f"[rank {comm.rank} of {comm.size} @{host_name()}]"
+    text = f"{where} ended while MPI was tried with device memory: --reduce host needs no such MPI"
+    with last_words(text):
+        arrived = all([_arrives(transport, length, device) for length in LENGTHS])
+
+    def refuse() -> None:
+        if not arrived:
+            raise UsageError(
+                "--reduce mpi-gpu: MPI was given device memory and delivered other numbers than"
+                " were sent; --reduce host works with any MPI"
+            )
+
+    call_on_all(comm, refuse)
+
+
+def _arrives(transport: Transport, length: int, device: torch.device) -> bool:
+    """Whether sums, blocks of all and blocks for all are as they should be. Collective."""
+    rank, size = transport.comm.rank, transport.comm.size
+    width = max(1, length // size)
+    numbers = torch.arange(width * size, dtype=torch.float32, device=device)
+    vector, received = (plain_zeros(width * size, torch.float32, device) for _ in range(2))
+    blocks = [width] * size, [width * peer for peer in range(size)]
+    try:
+        vector.copy_(numbers % 8 + rank)  # exact, however they are added
+        transport.allreduce(vector)
+        summed = torch.equal(vector, numbers % 8 * size + size * (size - 1) // 2)
+        vector.copy_(numbers + rank)
+        transport.alltoallv(vector, blocks, received, blocks)
+        peers = torch.arange(size, device=device).repeat_interleave(width)
+        own = numbers[width * rank : width * (rank + 1)].repeat(size)
+        exchanged = torch.equal(received, own + peers)
+        vector.zero_()[width * rank : width * (rank + 1)] = rank + 1
+        transport.allgatherv(vector, blocks)
+        return summed and exchanged and torch.equal(vector, peers.float() + 1)
+    except MPI.Exception as error:
+        raise RunError(f"--reduce mpi-gpu: MPI refused device memory: {error}") from None
+
+
+@contextmanager
+def last_words(text: str) -> Iterator[None]:
+    """Where this process is ended by a signal in the block, a shell says `text` in its place."""
+    command = ["sh", "-c", 'read -r _ || printf "%s\\n" "$0" >&2', text]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as shell:
+        try:
+            yield
+        finally:
+            shell.communicate(b"\n")
+
+
+def usual_transport(comm: Comm, message: Message) -> Transport:
+    """MPI on host memory; through pinned memory where the message lies on a GPU."""
+    return Pinned(comm) if message.device.type == "cuda" else HostMemory(comm)
+
+
+def choose_reduce(
+    comm: Comm,
+    message: Message,
+    runs: Sequence[range] | None = None,
+    wire: str = "fp32",
+    transport: Transport | None = None,
+    overlap: int = 0,
+) -> Reduce:
+    """The reduction for this message: in tree order where `runs`, the shards that each rank
+    carries, are given; with the `wire` "bf16" gradients travel in half the bytes; else one
+    Allreduce. Without a `transport`, MPI's, staged from a GPU. With `overlap`, in at most so many
+    segments of gradients that are summed while backward runs. UsageError where that cannot be.
+    """
+    way, length = transport or usual_transport(comm, message), message.layout.length
+
+    def over(span: range) -> Reduce:
+        vector = message.tensor[span.start : span.stop]
+        if runs is not None:
+            return InTreeOrder(way, vector, runs)
+        if wire == "bf16":
+            border = max(0, length - span.start)
+            return NarrowWire(way, vector[:border], vector[border:])
+        return Plain(way, vector)
+
+    if not overlap:
+        return over(range(len(message.tensor)))
+    spans = cut(message.layout, overlap)
+    rest = range(length, len(message.tensor))
+    return Overlapped(message, spans, [over(span) for span in (*spans, rest)])
+
+
+def main(gpu: int) -> int:
+    """Copy to ourselves: by a sum over one rank, and by an exchange."""
+    comm = start_mpi()
+    device = choose_device("cuda", gpu)
+    out, back = (plain_zeros(LENGTHS[-1], torch.float32, device) for _ in range(2))
+    out.copy_(torch.arange(1, len(out) + 1, device=device))
+    current_stream(device).synchronize()
+    comm.Allreduce([out, mpi_type(out)], [back, mpi_type(back)])
+    if not torch.equal(out, back) or not _arrives(DeviceMemory(comm), len(out), device):
+        print("what arrived is not what was sent", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
