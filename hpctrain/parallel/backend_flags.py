@@ -15,6 +15,7 @@ The number of CPU threads is set too, because oneDNN and MKL cut their sums by i
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -88,7 +89,11 @@ def _switches() -> Switches:
 
 
 def _set_switches(to: Switches) -> None:
-    torch.use_deterministic_algorithms(to.algorithms, warn_only=to.warn_only)
+    if "torch._inductor.config" in sys.modules:  # the compiler has a switch of its own
+        torch.use_deterministic_algorithms(to.algorithms, warn_only=to.warn_only)
+    else:  # the same without importing the compiler, which takes longer than importing torch
+        wanted = "warn" if to.warn_only else "error"
+        torch.set_deterministic_debug_mode(wanted if to.algorithms else "default")
     torch.utils.deterministic.fill_uninitialized_memory = to.fill  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = to.cudnn
     torch.backends.cudnn.benchmark = to.choose_by_timing

@@ -63,7 +63,11 @@ class Eager:
         loss, correct = self._loss(self._model, inputs, targets)
         if total not in self._shares:
             self._shares[total] = torch.full_like(loss, 1 / total, requires_grad=False)
-        loss.backward(self._shares[total])  # as of loss / total, which would be two operations
+        # As of loss / total, which would be two operations. As an argument of backward it would
+        # import the compiler's symbolic shapes.
+        share = self._shares[total]
+        loss.register_hook(lambda ones: share)
+        loss.backward()
         self._message.add_gradients()
         return loss.detach(), correct
 
@@ -74,6 +78,8 @@ class Compiled(Eager):
     """
 
     def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
+        # The compiler has a switch of its own, which torch_settings does not import it to set.
+        torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
         # Graphs of its own would take --graphs' place, whatever the environment says.
         made = torch.compile(model, dynamic=False, options={"triton.cudagraphs": False})
         super().__init__(cast(nn.Module, made), loss, message)

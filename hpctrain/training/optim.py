@@ -18,9 +18,11 @@ nothing is done for these any more, which after the first steps of most networks
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +41,26 @@ def make_optimizer(
     sgdm: v <- momentum v + g + weight_decay w, w <- w - lr v. adam and adamw: torch's defaults
     for the two decays (0.9, 0.999) and epsilon (1e-8).
     """
-    decay = config.weight_decay
+    common = {"lr": lr, "weight_decay": config.weight_decay, "fused": True}
     if name == "adam":
-        return Adam(parameters, lr=lr, weight_decay=decay, fused=True)
+        return _without_compiler(Adam)(parameters, **common)
     if name == "adamw":
-        return AdamW(parameters, lr=lr, weight_decay=decay, fused=True)
-    optimizer = SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=decay, fused=True)
+        return _without_compiler(AdamW)(parameters, **common)
+    optimizer = _without_compiler(SGD)(parameters, momentum=config.momentum, **common)
     if config.momentum:
         # Without this, a gated first step leaves torch's new momentum buffer uninitialised, and
         # the second step adds it to the weights.
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def _without_compiler(kind: type[Optimizer]) -> type[Any]:
+    """The optimizer without torch's decorators, which import the compiler in each rank, also where
+    nothing is compiled: that takes longer than to import torch itself.
+    """
+    step, add = torch.no_grad()(inspect.unwrap(kind.step)), inspect.unwrap(kind.add_param_group)
+    return type(kind.__name__, (kind,), {"step": step, "add_param_group": add})
 
 
 def learning_rate(config: Config, lr: float, step: int, steps_per_epoch: int, epochs: int) -> float:
