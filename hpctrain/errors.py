@@ -35,6 +35,14 @@ def brief(error: object) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
+def first_line(error: object) -> str:
+    """The first line of an error's text, without the bars that CuPy draws around it; its class's
+    name where there is none.
+    """
+    lines = (line.strip(" =") for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """', did you mean X?' for the nearest known name, or nothing."""
     others = [name for name in known if name != word]

@@ -87,12 +87,19 @@ def test_streams_and_events_of_a_gpu_are_made_and_waited_for_in_one_file():
     assert found == []
 
 
+def test_the_first_line_of_an_error_is_taken_in_one_place():
+    """errors.first_line: an error may have no text, or bars around it."""
+    own = re.compile(r"str\((?:error|cause)\b.*\)\.(?:splitlines|partition|split\(.\\n)")
+    found = [str(path) for path in TREES if own.search((ROOT / path).read_text())]
+    assert found == ["hpctrain/errors.py"]
+
+
 def test_a_rank_that_waits_for_others_tells_the_watchdog():
     """Else it is named among those that did not arrive."""
     silent = [
         str(path)
         for path in TREES
-        if "training" in path.parts
+        if {"training", "inference"} & set(path.parts)
         and re.search(r"\b(comm|host)\.(allgather|bcast)\(", (ROOT / path).read_text())
     ]
     assert silent == []

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from PIL import ExifTags, Image
 
+from hpctrain.errors import first_line
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -248,5 +250,4 @@ def reason(error: Exception) -> str:
     """What to say of a file that Pillow could not read, in one line."""
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image of a known format"  # Pillow names a memory address here
-    text = str(error).strip().split("\n")[0]
-    return text or type(error).__name__
+    return first_line(error)

@@ -27,7 +27,7 @@ from hpctrain.doctor.facts import RankFacts, hosts, union
 from hpctrain.doctor.finding import KIB, MIB, VERDICTS, Finding, bytes_text
 from hpctrain.doctor.findings import findings
 from hpctrain.doctor.machine import collect, launcher_name
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, first_line
 from hpctrain.launcher import launched_rank
 from hpctrain.report.bar import dumb_terminal, terminal_columns
 from hpctrain.report.progress import counted
@@ -50,7 +50,7 @@ def main(settings: DoctorConfig) -> int:
     try:
         from hpctrain.parallel.mpi import run_guarded
     except UsageError as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
+        reason = first_line(error.__cause__ or error)
         ranks = [collect(None, launcher, reason)]
         return _conclude(_show(ranks)) if launched_rank() == 0 else 1
     return run_guarded(lambda: _examine(settings, launcher))

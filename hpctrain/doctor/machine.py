@@ -21,7 +21,7 @@ from typing import Any
 
 from hpctrain import __version__
 from hpctrain.doctor.facts import Gpu, RankFacts
-from hpctrain.errors import RunError
+from hpctrain.errors import RunError, first_line
 from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.report.progress import duration
 from hpctrain.slurm import job_end
@@ -133,7 +133,7 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return found | {"torch_error": _first_line(error)}
+        return found | {"torch_error": _named(error)}
     versions["torch"] = torch.__version__
     from hpctrain.parallel.backend_flags import hardware_key
     from hpctrain.parallel.runtime import built_for
@@ -145,9 +145,9 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
         try:
             found |= _gpu_facts(torch, local_rank) if torch.cuda.is_available() else {}
         except RuntimeError as error:
-            found["gpu_problem"] = _first_line(error)
+            found["gpu_problem"] = _named(error)
     if said and not found["gpus"]:
-        found["gpu_problem"] = found["gpu_problem"] or _first_line(said[-1].message)
+        found["gpu_problem"] = found["gpu_problem"] or _named(said[-1].message)
     if found["gpus"]:
         found |= _message_facts(torch, found["gpu"])
     place = torch.device("cuda", found["gpu"]) if found["gpus"] else torch.device("cpu")
@@ -178,7 +178,7 @@ def _message_facts(torch: Any, gpu: int) -> dict[str, Any]:
         tensor += 1
         seen = float(tensor)
     except (RunError, RuntimeError) as error:
-        return {"memory_problem": _first_line(error)}
+        return {"memory_problem": _named(error)}
     return dict(
         memory=f"{choice.name}'s: {choice.reason}",
         memory_problem="" if seen == 1 else f"1 was written there, {seen} is read",
@@ -198,7 +198,7 @@ def _hdf5_facts(versions: dict[str, str]) -> dict[str, Any]:
         library_versions = getattr(packed, "library_versions", None)
         return found | {"hdf5": library_versions() if library_versions else ""}
     except (ImportError, OSError) as error:
-        return found | {"h5py_error": _first_line(error)}
+        return found | {"h5py_error": _named(error)}
 
 
 def _place_facts() -> dict[str, Any]:
@@ -254,6 +254,5 @@ def _read(path: str) -> str:
         return ""
 
 
-def _first_line(error: object) -> str:
-    text = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"
+def _named(error: object) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, first_line
 from hpctrain.parallel.runtime import EXCLUSIVE, built_for, is_exclusive
 from hpctrain.parallel.topology import which_gpu
 from hpctrain.streams import current_stream
@@ -42,7 +42,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
                 f" for the mode DEFAULT (nvidia-smi -i {number} -c DEFAULT)"
             )
         raise UsageError(
-            f"GPU {number} of {count} cannot be used ({str(error).splitlines()[0]}): {way_out}"
+            f"GPU {number} of {count} cannot be used ({first_line(error)}): {way_out}"
         ) from error
     return device
 

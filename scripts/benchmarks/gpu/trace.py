@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpctrain.errors import first_line
 from scripts.benchmarks.gpu.case import Case, first_batches, made_pack, ready
 from scripts.benchmarks.gpu.result import Result, attempt, judged, not_run, shown
 
@@ -146,5 +147,5 @@ def alarm(work: Callable[[], object]) -> str:
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        return str(error).splitlines()[0]
+        return first_line(error)
     return ""
