@@ -19,7 +19,6 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
 VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
-USUAL = {("default", "cpu"): "fp32"}  # --precision: CPUs have no TF32
 MOST_SHARES = 16  # that are told one by one
 SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
 
@@ -177,6 +176,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     block_rows = facts.run_rows or -(-RUN_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
     denoise = config.task == "denoise"
+    no_tf32 = config.precision == "default" and facts.device == "cpu"
     optimizer = config.optimizer or ("adam" if denoise else "sgdm")
     rate = DEFAULT_LEARNING_RATES[optimizer] if config.lr is None else config.lr
     growth = rate_growth(config, partition.batch_size)
@@ -208,7 +208,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         noise_level=config.noise_level,
         patience=(5 if denoise else 0) if config.patience is None else config.patience,
         batch_norm=config.batch_norm,
-        precision=USUAL.get((config.precision, facts.device), config.precision),
+        precision="fp32" if no_tf32 else config.precision,
         channels_last=config.channels_last,
         device=facts.device,
         threads=cpu_threads(config, facts.threads),

@@ -180,9 +180,9 @@ class Config:
     )
     precision: str = option(
         "default",
-        "arithmetic of forward and backward; default = as torch by default: fp32, but GPUs may"
-        " round factors in convolutions to 10 bits (TF32); fp32 = nothing is rounded; tf32 = in"
-        " all products; bf16 = products in bfloat16",
+        "arithmetic of forward and backward: default = torch's default, float32 with TF32 in"
+        " convolutions on GPUs; fp32 = no TF32; tf32 = TF32 in convolutions and matrix products;"
+        " bf16 = autocast to bfloat16. A resumed run keeps its own",
         MACHINE,
         choices=PRECISIONS,
     )

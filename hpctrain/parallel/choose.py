@@ -15,6 +15,7 @@ it is tried twice:
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -163,13 +164,21 @@ def _arrives(transport: Transport, length: int, device: torch.device) -> bool:
 
 @contextmanager
 def last_words(text: str) -> Iterator[None]:
-    """Where this process is ended by a signal in the block, a shell says `text` in its place."""
-    command = ["sh", "-c", 'read -r _ || printf "%s\\n" "$0" >&2', text]
+    """Where this process crashes in the block (SIGSEGV, SIGBUS, SIGABRT, ...), a shell says `text`
+    in its place. It says nothing where the process is ended from outside, as all ranks are after
+    a crash of one.
+    """
+    command = ["sh", "-c", 'read -r _ && printf "%s\\n" "$0" >&2; cat > /dev/null', text]
+    was_enabled = faulthandler.is_enabled()
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as shell:
+        assert shell.stdin is not None
+        faulthandler.enable(shell.stdin)  # it writes the stack there when the process crashes
         try:
             yield
         finally:
-            shell.communicate(b"\n")
+            faulthandler.disable()
+            if was_enabled:
+                faulthandler.enable(2)
 
 
 def usual_transport(comm: Comm, message: Message) -> Transport:

@@ -155,6 +155,7 @@ class Message:
             (self.parameters[segment.name], segment.of(self.gradients))
             for segment in self.layout.segments
         ]
+        self._addresses = [parameter.data_ptr() for parameter, _ in self._views]
         for parameter, _ in self._views:
             parameter.grad = None
 
@@ -163,18 +164,16 @@ class Message:
         message not what it learns.
         """
         self.tensor.zero_()
-        for segment in (self.layout.segments[0], self.layout.segments[-1]):
-            parameter = self.parameters[segment.name]
-            address = self.weights.data_ptr() + segment.offset * self.weights.element_size()
-            if parameter.data_ptr() != address:
+        for number, (parameter, _) in enumerate(self._views):
+            if parameter.data_ptr() != self._addresses[number]:
                 raise RuntimeError(
-                    f"{segment.name} is no longer a view of the message's weights: to() was"
-                    " called on the model"
+                    f"{self.layout.segments[number].name} is no longer a view of the message's"
+                    " weights: to() was called on the model, or its data replaced"
                 )
             if parameter.grad is not None:
                 raise RuntimeError(
-                    f"the gradient of {segment.name} is not in the message: call add_gradients()"
-                    " after each backward()"
+                    f"the gradient of {self.layout.segments[number].name} is not in the message:"
+                    " call add_gradients() after each backward()"
                 )
 
     @torch.no_grad()

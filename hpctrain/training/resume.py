@@ -51,6 +51,7 @@ class Earlier:
 
     folder: Path
     plan: Plan
+    precision: str  # --precision as it was asked for; the plan says what it came to
     finished: bool  # it did all its epochs, or validation ended it
     checkpoint: Checkpoint | None  # the newest whole one; without one the run is to begin again
     damage: list[str]  # newer ones, passed over
@@ -69,7 +70,7 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
     if config.resume == "never":
         raise UsageError(f"the run {folder} exists: choose another name with --run")
     before, plan = read_settings(folder)
-    check_same(config, before, folder)
+    check_same(config, before, plan, folder)
     if config.epochs and config.epochs < plan.epochs and not is_finished(folder):
         raise UsageError(
             f"the run {folder} was begun with {plan.epochs} epochs, which --epochs {config.epochs}"
@@ -90,7 +91,8 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
     crash = None if scan.ended or scan.wrong or not scan.launch else find_cause(folder / HEARTBEATS)
     if crash:
         damage.insert(0, f"the launch before did not record its end: {crash[0]}")
-    return Earlier(folder, plan, is_finished(folder), checkpoint, damage, crash)
+    finished = is_finished(folder)
+    return Earlier(folder, plan, before.precision, finished, checkpoint, damage, crash)
 
 
 def read_settings(folder: Path) -> tuple[Config, Plan]:
@@ -116,12 +118,12 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
         ) from error
 
 
-def check_same(config: Config, before: Config, folder: Path) -> None:
+def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None:
     """UsageError that names the first setting with which the run was not begun."""
     for field in dataclasses.fields(Config):
         old, new = getattr(before, field.name), getattr(config, field.name)
-        if field.name == "precision" and new == field.default:
-            continue  # the plan says what it came to, which stays
+        if field.name == "precision":
+            old = new if new == field.default else plan.precision  # the default keeps the plan's
         if field.name not in FREE and old != new:
             flag = "--" + field.name.replace("_", "-")
             raise UsageError(

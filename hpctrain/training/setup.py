@@ -39,6 +39,7 @@ from hpctrain.parallel.mpi import (
     call_on_all,
     call_on_root,
     check_equal_on_all,
+    check_threads,
     fair_threads,
     local_ranks,
 )
@@ -95,6 +96,8 @@ def set_up(
     call_on_all(comm, lambda: check_data(config, pack))
     local_rank, _ = local_ranks(comm)
     device = call_on_all(comm, lambda: choose_device(config.device, local_rank))
+    if config.overlap == "auto" and comm.size > 1:
+        call_on_all(comm, lambda: check_threads("--overlap"))
     threads = fair_threads(comm)
     set_threads(cpu_threads(config, threads, earlier))
     keep_memory()
@@ -103,7 +106,9 @@ def set_up(
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
     norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
-    task = make_task(dataclasses.asdict(config), len(pack.classes))
+    settings = dataclasses.asdict(config)
+    settings["precision"] = earlier.precision if earlier else config.precision
+    task = make_task(settings, len(pack.classes))
     checks = make_checks(config, pack, comm)
     source = call_on_all(comm, lambda: open_split(pack, "train", checks=checks))
     if pack.encoded:

@@ -29,7 +29,6 @@ from hpctrain.parallel.mpi import (
     allgather,
     call_on_all,
     call_on_root,
-    check_threads,
     host_name,
     limit_finalize,
     start_mpi,
@@ -113,8 +112,10 @@ def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
             say(f"{text}: a larger --epochs extends it")
         return 0
     precision = earlier.plan.precision if earlier else config.precision
+    if earlier:
+        config = dataclasses.replace(config, precision=earlier.precision)
     with torch_settings(precision, config.deterministic):
-        return _launch(dataclasses.replace(config, precision=precision), comm, lock, times, earlier)
+        return _launch(config, comm, lock, times, earlier)
 
 
 def _launch(
@@ -176,12 +177,9 @@ def check_network(path: Path, text: str) -> None:
 
 def make_trial(config: Config, comm: Comm, first: int) -> OverlapTrial | None:
     """What measures for --overlap auto after `first` steps, where it is asked for and ranks have
-    something to sum. UsageError where MPI may be called by one thread only.
+    something to sum.
     """
-    if config.overlap != "auto" or comm.size == 1:
-        return None
-    call_on_all(comm, lambda: check_threads("--overlap"))
-    return OverlapTrial(first)
+    return OverlapTrial(first) if config.overlap == "auto" and comm.size > 1 else None
 
 
 @contextmanager

@@ -78,9 +78,17 @@ def test_sums_that_are_not_made_are_seen(comm):
 
 @pytest.mark.parametrize(
     ("end", "is_said"),
-    [("os.kill(os.getpid(), 11)", True), ("pass", False), ("raise SystemExit(3)", False)],
+    [
+        ("os.kill(os.getpid(), 11)", True),
+        ("os.abort()", True),
+        ("pass", False),
+        ("raise SystemExit(3)", False),
+        ("os._exit(3)", False),
+        ("os.kill(os.getpid(), 15)", False),  # as a launcher ends healthy ranks
+        ("os.kill(os.getpid(), 9)", False),
+    ],
 )
-def test_a_crash_is_given_words(end, is_said):
+def test_a_crash_is_given_words_by_the_rank_that_crashed(end, is_said):
     code = "import os\nfrom hpctrain.parallel.choose import last_words\n"
     code += f"with last_words('rank 1: gone'):\n    {end}"
     assert ("rank 1: gone\n" in run([sys.executable, "-c", code]).stderr) == is_said

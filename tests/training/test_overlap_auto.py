@@ -9,6 +9,7 @@ import pytest
 
 from hpctrain.config import Config, check_ranges
 from hpctrain.errors import UsageError
+from hpctrain.parallel import mpi
 from hpctrain.parallel.overlap import (
     SEGMENTS,
     SKIPPED,
@@ -77,6 +78,15 @@ def test_what_is_asked_for_wrongly_is_one_line():
         check_ranges(Config(overlap="auto", graphs=True))
     with pytest.raises(UsageError, match="--overlap some: give 0 or more segments, or auto"):
         check_ranges(Config(overlap="some"))
+
+
+@pytest.mark.mpi
+def test_an_mpi_without_threads_is_refused_before_anything_is_written(comm, settings, monkeypatch):
+    monkeypatch.setattr(mpi.MPI, "Query_thread", lambda: mpi.MPI.THREAD_FUNNELED)
+    config = dataclasses.replace(settings, overlap="auto" if comm.size > 1 else "2")
+    with pytest.raises(UsageError, match="--overlap calls MPI from a thread of its own"):
+        loop.train(config, comm)
+    assert not Path(settings.runs_dir).exists()
 
 
 @pytest.mark.mpi

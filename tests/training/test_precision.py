@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,3 +77,15 @@ def test_a_run_goes_on_in_the_precision_that_it_was_begun_with(comm, settings, s
     was = begun.replace("default", "fp32")  # on a CPU
     with pytest.raises(UsageError, match=f"begun with --precision {was}, not bf16"):
         train(dataclasses.replace(config, epochs=3, precision="bf16"), comm)
+
+
+def test_a_resume_may_name_the_precision_of_the_plan(comm, settings):
+    """On a CPU a run that asked for nothing has fp32; what was asked for stays in config.toml."""
+    config = dataclasses.replace(settings, epochs=1)
+    assert train(config, comm) == 0
+    for epochs, precision in ((2, "fp32"), (3, "default"), (4, "fp32")):
+        comm.Barrier()
+        assert train(dataclasses.replace(config, epochs=epochs, precision=precision), comm) == 0
+    comm.Barrier()
+    text = (Path(settings.runs_dir) / "a" / "config.toml").read_text()
+    assert 'precision = "default"' in text

@@ -240,6 +240,16 @@ def test_a_model_that_the_message_does_not_know_is_noticed(comm):
         trainer.message.zero()
     trainer.message.add_gradients()
     trainer.message.zero()
+    middle = trainer.message.parameters["0.bias"]  # neither the first nor the last
+    middle.grad = torch.zeros_like(middle)
+    with pytest.raises(RuntimeError, match=r"0.bias is not in the message: call add_gradients"):
+        trainer.message.zero()
+    middle.grad, data = None, middle.data
+    middle.data = data.clone()
+    with pytest.raises(RuntimeError, match="0.bias is no longer a view"):
+        trainer.message.zero()
+    middle.data = data
+    trainer.message.zero()
     trainer.model.float()
     with pytest.raises(RuntimeError, match="0.weight is no longer a view"):
         trainer.message.zero()
