@@ -27,7 +27,7 @@ FLOORS = (
 ONLY_IN = {
     "mpi4py": "parallel.mpi",
     "cupy": "parallel.memory",
-    "h5py": "data.pack* data.foreign_* bench.data bench.readers",
+    "h5py": "data.pack* data.foreign_* bench.peers bench.reading",
 }
 
 

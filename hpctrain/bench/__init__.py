@@ -1,1 +1,1 @@
-"""``hpctrain bench``: hpctrain, its limit and DDP in turn. ``command.py`` runs it."""
+"""``hpctrain bench``: training, reading and Allreduce against their limits. See ``command.py``."""

@@ -1,55 +1,58 @@
-"""``hpctrain bench``: hpctrain, the limit, and PyTorch's DistributedDataParallel (DDP), in turn.
+"""``hpctrain bench CASE``: how fast this machine trains, reads and sums, against the limits.
 
-    python -m hpctrain bench digits
-
-Every contestant is one job ``mpirun -n 2 ...`` with one thread a rank, all under the same binding,
-started in turn (A B C ... A B C ...), so that a machine that slows down slows all of them down. The
-peers stand in ``scripts/bench_ddp.py``. In all jobs the clock starts at the end of the last warm-up
-step and stops at the end of the last step; images/s are the rows of all ranks in that time (of the
-slowest rank, where they are independent). Medians over the rounds are compared.
+digits, resnet50   hpctrain against the same network without loading and communication (the limit)
+                   and under PyTorch's DistributedDataParallel (``peers.py``)
+data               batches from a pack against a copy in memory, h5py and torch's DataLoader
+allreduce          MPI's Allreduce for messages of 4 B to 64 MiB (``hpctrain doctor`` on all ranks)
 
 hpctrain is measured from outside: whole epochs from the pack through the public command, with its
-records written, timed by the wall-clock times in ``progress.jsonl``.
+records written, timed by the wall-clock times in ``progress.jsonl``. In all training jobs the clock
+starts at the end of the last warm-up step; images/s are the images of all ranks in the time of the
+slowest.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from hpctrain.bench import balance, data, sweep, tree
-from hpctrain.bench.jobs import free_port, moment, run_job, steps_rate
-from hpctrain.bench.report import (
-    START,
-    START_RANKS,
-    TRAINERS,
-    Contestant,
-    Results,
+from hpctrain.bench.harness import (
+    Rates,
     machine_lines,
-    number_text,
+    measure,
+    python,
+    run_job,
+    steps_rate,
     table,
-    target_lines,
 )
 from hpctrain.config import BenchConfig
-from hpctrain.errors import UsageError
-from hpctrain.launch import ROOT, mpirun
+from hpctrain.errors import RunError, UsageError
+from hpctrain.launch import environment
 from hpctrain.launcher import launched_size
 
-PEERS = ROOT / "scripts" / "bench_ddp.py"
-RANKS = 2
-OTHERS = {"tree": tree, "balance": balance, "data": data, "sweep": sweep}
+FORMATS = {
+    "fp32 NCHW": ["--precision", "fp32", "--no-channels-last"],
+    "fp32 NHWC": ["--precision", "fp32", "--channels-last"],  # hpctrain's default on CPUs
+    "bf16 NHWC": ["--precision", "bf16", "--channels-last"],
+}
+HPCTRAIN, LIMIT, DDP = "hpctrain", "limit: no loading, no communication", "DDP, data in memory"
+LOADER, LOADER_2 = "DDP with DataLoader", "DDP with DataLoader, 2 workers"
+MODES = {LIMIT: "limit", DDP: "ddp", LOADER: "loader", LOADER_2: "loader"}  # of peers.py
 RESNET_STEPS, RESNET_WARM, RESNET_BATCH = 15, 3, 32
-RESNET_SHAPE, RESNET_CLASSES = (100, 100, 3), 5  # without --data
+IMAGE_SHAPE, CLASSES = (100, 100, 3), 5  # of made images
+IMAGES = 4000  # made for reading
+
+Show = Callable[[object], object]
 
 
-@dataclass(frozen=True)
-class Case:
+class Workload(NamedTuple):
     """What is trained, and how long."""
 
     model: str
@@ -60,66 +63,84 @@ class Case:
 
 
 def main(config: BenchConfig) -> int:
-    """Run all rounds and print the table. Needs mpirun and the source tree."""
-    if launched_size() is not None:
-        raise UsageError("bench starts its own jobs: call it without mpirun or srun")
-    if config.rounds < 1:
-        raise UsageError(f"--rounds {config.rounds}: give 1 or more, 3 for figures to quote")
-    if not PEERS.is_file():
-        raise UsageError(f"bench needs {PEERS}, which only the source tree has: run it from there")
+    """Run all rounds and print the table. Needs mpirun."""
     from hpctrain.console import Console
 
+    if launched_size() is not None:
+        raise UsageError("bench starts its own jobs: call it without mpirun or srun")
+    for flag, value in (("--rounds", config.rounds), ("--ranks", config.ranks)):
+        if value < 1:
+            raise UsageError(f"{flag} {value}: give 1 or more")
     console = Console(width=None if sys.stdout.isatty() else 120)
-    if config.case in OTHERS:
-        OTHERS[config.case].run(config, console.print)
-        return 0
-    contestants = TRAINERS + ((START,) if config.case == "digits" else ())
-    with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
-        case = make_case(config, Path(folder))
-        for line in machine_lines():
-            console.print(line)
-        results = measure(case, contestants, config.rounds, Path(folder), console.print)
-    console.print(table(config.case, results))
-    for line in target_lines(config.case, results):
+    for line in machine_lines():
         console.print(line)
+    case = {"data": bench_data, "allreduce": bench_allreduce}.get(config.case, bench_training)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
+        case(config, Path(folder), console.print)
     return 0
 
 
-def make_case(config: BenchConfig, folder: Path) -> Case:
-    """The workload; resnet50 trains on the first rows of --data, or on made images."""
+def bench_training(config: BenchConfig, folder: Path, show: Show) -> Rates:
+    """images/s of hpctrain, of the limit and of DDP, in each format."""
+    work = make_workload(config, folder)
+    jobs = commands(work, config.ranks, folder / "job")
+
+    def run(name: str) -> float:
+        (folder / "job").mkdir()
+        run_job(jobs[name], name)
+        rate = training_rate(folder / "job", config.ranks, work.warm)
+        shutil.rmtree(folder / "job")
+        return rate
+
+    rates = measure(jobs, config.rounds, run, show)
+    compared = {}
+    for name in jobs:
+        form = name.rpartition(", ")[2]
+        peers = (
+            ("/ DataLoader", LOADER, "fp32 NCHW"),
+            ("/ DDP", DDP, form),
+            ("/ limit", LIMIT, form),
+        )
+        compared[name] = {head: other for head, who, f in peers if (other := f"{who}, {f}") != name}
+    show(table(f"{config.case}, {config.ranks} ranks of 1 thread", rates, compared))
+    return rates
+
+
+def make_workload(config: BenchConfig, folder: Path) -> Workload:
+    """The workload; resnet50 trains on the first images of --data, or on made ones."""
     from hpctrain.data.builtin import locate
     from hpctrain.data.packed import read_pack
 
     if config.case == "digits":
         path = locate(config.data or "digits", config.data_dir)
         rows = read_pack(path).splits["train"].rows
-        return Case("digits", str(path), 128, epochs=3, warm=-(-rows // 128))
+        return Workload("digits", str(path), 128, epochs=3, warm=-(-rows // 128))
     path = folder / "resnet50.h5"
-    write_resnet_pack(config.data and str(locate(config.data, config.data_dir)), path)
-    return Case("resnet50", str(path), RESNET_BATCH, epochs=1, warm=RESNET_WARM)
+    rows = RESNET_STEPS * RESNET_BATCH
+    write_pixels(config.data and str(locate(config.data, config.data_dir)), path, rows)
+    return Workload("resnet50", str(path), RESNET_BATCH, epochs=1, warm=RESNET_WARM)
 
 
-def write_resnet_pack(data: str | None, path: Path) -> None:
-    """A pack of as many rows as the timed steps need, all in the split train."""
+def write_pixels(data: str | None, path: Path, rows: int) -> None:
+    """A pack of pixels: the first `rows` training images of the pack `data`, else made images."""
     import numpy as np
 
     from hpctrain.data.opened import open_split
     from hpctrain.data.pack import write_pack
     from hpctrain.data.packed import read_pack
 
-    rows = RESNET_STEPS * RESNET_BATCH
     if data is None:
         random = np.random.default_rng(0)
-        images = random.integers(256, size=(rows, *RESNET_SHAPE), dtype=np.uint8)
-        labels = np.arange(rows) % RESNET_CLASSES
-        classes = tuple(f"class {number}" for number in range(RESNET_CLASSES))
+        images = random.integers(256, size=(rows, *IMAGE_SHAPE), dtype=np.uint8)
+        labels = np.arange(rows) % CLASSES
+        classes = tuple(f"class {number}" for number in range(CLASSES))
     else:
         pack = read_pack(data)
         found = pack.splits["train"].rows
         if found < rows:
             raise UsageError(
-                f"{data} has {found:,} training images; {RESNET_STEPS} steps of {RESNET_BATCH}"
-                f" need {rows}: give a larger pack, or none for made images"
+                f"{data} has {found:,} training images, {rows:,} are needed: give a larger pack,"
+                " or none for made images"
             )
         with open_split(pack, "train") as source:
             images = source.gather(np.arange(rows), np.empty((rows, *pack.image_shape), np.uint8))
@@ -127,64 +148,71 @@ def write_resnet_pack(data: str | None, path: Path) -> None:
     write_pack(path, {"train": (images, labels)}, classes, {"source": "hpctrain bench"})
 
 
-def measure(
-    case: Case, contestants: tuple[Contestant, ...], rounds: int, folder: Path, say: Any
-) -> Results:
-    """Run every contestant once a round, in turn."""
-    results: Results = {contestant: [] for contestant in contestants}
-    for number in range(rounds):
-        for place, contestant in enumerate(contestants):
-            job = folder / f"{number}-{place}"
-            job.mkdir()
-            began = time.time()
-            run_job(command(contestant, case, job), contestant.name)
-            wall = time.time() - began
-            figure, remark = figures(contestant, case, job, began)
-            results[contestant].append(figure)
-            say(
-                f"round {number + 1} of {rounds}  {contestant.name}, {contestant.format}:"
-                f" {number_text(figure)} {contestant.unit} (job {wall:.1f} s{remark})"
-            )
-            shutil.rmtree(job)
-    return results
+def commands(work: Workload, ranks: int, job: Path) -> dict[str, list[str]]:
+    """The job of each contestant, which writes its records into the folder `job`."""
+    found = {}
+    train = ["--data", work.pack, "--model", work.model, "--batch-size", str(work.batch)]
+    train += ["--epochs", str(work.epochs), "--evaluate-every", "0", "--device", "cpu"]
+    train += ["--threads", "1", "--run", "run", "--runs-dir", str(job), "--progress", "none"]
+    peer = ["--data", work.pack, "--model", work.model, "--batch-size", str(work.batch)]
+    peer += ["--epochs", str(work.epochs), "--warm", str(work.warm), "--output", str(job)]
+    for name, flags in FORMATS.items():
+        words = ["hpctrain", "train", *train, *flags]
+        found[f"{HPCTRAIN}, {name}"] = python(*words, ranks=ranks)
+    for who, mode in MODES.items():
+        for name in ("fp32 NCHW",) if mode == "loader" else FORMATS:
+            words = [
+                "hpctrain.bench.peers",
+                mode,
+                *peer,
+                *FORMATS[name],
+                "--port",
+                str(free_port()),
+            ]
+            words += ["--workers", "2"] if who == LOADER_2 else []
+            found[f"{who}, {name}"] = python(*words, ranks=ranks)
+    return found
 
 
-def command(contestant: Contestant, case: Case, job: Path) -> list[str]:
-    """The job of a contestant, which leaves its records in the folder `job`."""
-    format = ["--precision", contestant.precision]
-    work = ["--model", case.model]
-    if contestant.kind in ("hpctrain", "start"):
-        start = contestant.kind == "start"
-        format += ["--channels-last" if contestant.channels_last else "--no-channels-last"]
-        work += ["--data", case.pack, "--batch-size", str(case.batch)]
-        work += ["--epochs", "1" if start else str(case.epochs), "--evaluate-every", "0"]
-        records = ["--run", "run", "--runs-dir", str(job), "--progress", "none"]
-        program = ["-m", "hpctrain", "train", *work, *format, *records]
-        program += ["--device", "cpu", "--threads", "1"]
-        return [mpirun(), "-n", str(START_RANKS if start else RANKS), sys.executable, *program]
-    format += ["--channels-last"] if contestant.channels_last else []
-    work += ["--pack", case.pack, "--batch", str(case.batch), "--epochs", str(case.epochs)]
-    work += ["--warm", str(case.warm), "--workers", str(contestant.workers)]
-    meeting = ["--port", str(free_port()), "--output", str(job)]
-    program = [str(PEERS), contestant.kind, *work, *format, *meeting]
-    return [mpirun(), "-n", str(RANKS), sys.executable, *program]
-
-
-def figures(contestant: Contestant, case: Case, job: Path, began: float) -> tuple[float, str]:
-    """What a finished job reached, and a remark on how it was measured."""
-    if contestant.kind not in ("hpctrain", "start"):
-        ranks = [json.loads((job / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
-        return peers_rate(ranks), f", {ranks[0]['cores']:.0f} core(s) a rank"
+def training_rate(job: Path, ranks: int, warm: int) -> float:
+    """images/s of a job that has ended: from hpctrain's records, or from what its peers wrote."""
     from hpctrain.report.record import read_records
 
-    records = list(read_records(job / "run"))
-    steps = [record for record in records if record["kind"] == "step"]
-    if contestant.kind == "start":
-        return moment(steps[0]) - began, ""
-    rate, covered = steps_rate(steps, case.warm)
-    return rate, f", steps cover {100 * covered:.1f} % of the wall clock"
+    if (job / "run").exists():
+        steps = [record for record in read_records(job / "run") if record["kind"] == "step"]
+        return steps_rate(steps, warm)
+    found = [json.loads((job / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return float(sum(rank["rows"] for rank in found) / max(rank["seconds"] for rank in found))
 
 
-def peers_rate(ranks: list[dict[str, float]]) -> float:
-    """images/s: the rows of all ranks in the time of the slowest."""
-    return sum(rank["rows"] for rank in ranks) / max(rank["seconds"] for rank in ranks)
+def free_port() -> int:
+    """A TCP port of this host that nobody uses now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def bench_data(config: BenchConfig, folder: Path, show: Show) -> Rates:
+    """images/s of reading, on one core, from the page cache."""
+    from hpctrain.bench.reading import COMPARED, CONTESTANTS
+    from hpctrain.data.builtin import locate
+
+    if config.data is None:
+        write_pixels(None, pack := folder / "made.h5", IMAGES)
+    else:
+        pack = locate(config.data, config.data_dir)
+
+    def run(name: str) -> float:
+        run_job(python("hpctrain.bench.reading", name, str(pack), str(folder / "rate")), name)
+        return float((folder / "rate").read_text())
+
+    rates = measure(CONTESTANTS, config.rounds, run, show)
+    show(table(f"Reading {pack.name} on one core", rates, COMPARED))
+    return rates
+
+
+def bench_allreduce(config: BenchConfig, folder: Path, show: Show) -> None:
+    """Time Allreduce among the ranks, by ``hpctrain doctor``, whose findings explain it."""
+    done = subprocess.run(python("hpctrain", "doctor", ranks=config.ranks), env=environment())
+    if done.returncode:
+        raise RunError(f"hpctrain doctor on {config.ranks} ranks failed ({done.returncode})")

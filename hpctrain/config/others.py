@@ -222,22 +222,21 @@ class DoctorConfig:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Settings of ``hpctrain bench``: hpctrain, its limit and PyTorch DDP, in turn."""
+    """Settings of ``hpctrain bench``: hpctrain against the communication-free limit and DDP."""
 
     case: str = option(
         "digits",
-        "what is measured",
+        "measure training of digits or resnet50, reading (data) or allreduce",
         "Case",
-        choices=("digits", "resnet50", "tree", "balance", "data", "sweep"),
+        choices=("digits", "resnet50", "data", "allreduce"),
         positional=True,
     )
     data: str | None = option(
-        None,
-        "pack, for data any source of a pack; default: digits, or made images of 100x100x3",
-        "Case",
+        None, "pack of pixels to read; default: digits, or made images of 100x100x3", "Case"
     )
     data_dir: str = option("data", "folder where built-in sets are kept once made", "Case")
-    rounds: int = option(3, "interleaved rounds; the median counts", "Case")
+    ranks: int = option(2, "ranks of 1 CPU thread in each job", "Case")
+    rounds: int = option(3, "rounds in which each contestant runs once; medians count", "Case")
 
 
 @dataclass(frozen=True)

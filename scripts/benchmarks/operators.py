@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.bench.plain import plain_step
+from hpctrain.bench.peers import plain_step
 from hpctrain.models import build
 from hpctrain.parallel.device import place
 from scripts.benchmarks.gpu.case import CLASSES, Case, first_batches, made_pack, ready

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from hpctrain import start as begin
-from hpctrain.bench.jobs import moment
+from hpctrain.bench.harness import timestamp
 from hpctrain.config import Config, EvaluateConfig, PackConfig
 from hpctrain.data.packed import read_pack
 from hpctrain.errors import RunError, UsageError
@@ -254,7 +254,7 @@ def test_the_time_limit_is_kept(start, tmp_path):
     assert code == 75
     first, *_, last = read_records(tmp_path / "runs/a")
     assert "the time is up; saved" in last["reason"]
-    assert moment(last) - moment(first) < 12, "the limit counts from before the run line"
+    assert timestamp(last) - timestamp(first) < 12, "the limit counts from before the run line"
 
 
 def test_two_jobs_do_not_work_in_one_folder(start, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain import launch
-from hpctrain.bench.jobs import run_job
+from hpctrain.bench.harness import run_job
 from hpctrain.cli import parse
 
 if TYPE_CHECKING:

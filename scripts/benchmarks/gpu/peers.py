@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.jobs import free_port
-from hpctrain.bench.plain import plain_step
+from hpctrain.bench.command import free_port
+from hpctrain.bench.peers import plain_step
 from hpctrain.errors import UsageError
 from hpctrain.models import build
 from hpctrain.parallel.device import place

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hpctrain.bench.report import number_text
+from hpctrain.bench.harness import number_text
 from hpctrain.errors import UsageError, first_line
 
 OK, MISSED, FAILED, NOT_RUN = "ok", "MISSED", "FAILED", "not run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from hpctrain.bench.jobs import steps_rate
+from hpctrain.bench.harness import steps_rate
 from scripts.benchmarks.gpu.case import Case, made_pack, steps_of, train
 from scripts.benchmarks.gpu.result import Result, attempt, judged
 
@@ -55,4 +55,4 @@ def rate(case: Case, side: int, *flags: str, ranks: int = 1) -> tuple[float, int
     words += ["--epochs", str(epochs), "--evaluate-every", "0"]
     found = list(steps_of(train(case, *words, *flags, ranks=ranks)))
     warm = WARM_EPOCHS * steps
-    return steps_rate(found, warm)[0], len(found) - warm
+    return steps_rate(found, warm), len(found) - warm

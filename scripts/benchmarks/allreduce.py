@@ -1,0 +1,78 @@
+"""One job of ``tree.py``: each way to sum a message, in turn, on the same ranks.
+
+    mpirun -n 2 python -m scripts.benchmarks.allreduce LENGTH OUTPUT.json
+
+Rank 0 writes the median seconds of the slowest rank: of MPI's Allreduce of LENGTH float32 numbers,
+of the sum in tree order (one shard a rank), and of gradients in bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import Linear
+
+from hpctrain.parallel.device import room
+from hpctrain.parallel.message import Message
+from hpctrain.parallel.mpi import Comm, start_mpi
+from hpctrain.parallel.reduce import NarrowWire
+from hpctrain.parallel.shards import carried
+from hpctrain.parallel.transport import HostMemory
+from hpctrain.parallel.tree import Exchange, subtrees
+
+SECONDS = 3.0  # in tree order, at least, and
+LEAST, MOST = 11, 2000  # repetitions
+
+
+def time_call(function: Callable[[], object], comm: Comm) -> float:
+    """Seconds of one call on the slowest rank. Collective."""
+    comm.Barrier()
+    began = time.perf_counter()
+    function()
+    return max(comm.allgather(time.perf_counter() - began))
+
+
+def measure_sums(comm: Comm, length: int) -> dict[str, float]:
+    """Median seconds by way. Collective."""
+    spans = [subtrees(run, (0, comm.size)) for run in carried(comm.size, comm.size)]
+    cpu = torch.device("cpu")
+    sums = [room((length,), torch.float32, cpu) for _ in spans[comm.rank]]
+    transport = HostMemory(comm)
+    exchange = Exchange(transport, spans, sums[0])
+    message = Message(Linear(1, length, bias=False), 0, comm.rank, comm.size)
+    ways: dict[str, Callable[[], object]] = {
+        "Allreduce": lambda: transport.allreduce(sums[-1]),
+        "tree order": lambda: exchange(sums),
+        "gradients in bf16": NarrowWire(
+            transport, message.gradients, message.tensor[message.layout.length :]
+        ),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    done = 0
+    while done <= LEAST or (done < MOST and sum(times["tree order"]) < SECONDS):
+        for name, way in ways.items():
+            for tensor in (*sums, message.tensor):
+                tensor.fill_(1)
+            times[name].append(time_call(way, comm))
+        done += 1
+    # The first call makes connections and touches pages.
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def main(length: int, output: Path) -> None:
+    """Measure, and write the figures as JSON (rank 0). Collective."""
+    comm = start_mpi()
+    torch.set_num_threads(1)  # a rank, as in training on CPUs
+    figures = measure_sums(comm, length)
+    if comm.rank == 0:
+        output.write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

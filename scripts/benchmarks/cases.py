@@ -1,0 +1,233 @@
+"""The cases of ``python -m scripts.benchmarks`` that train on CPUs, with the goals they have.
+
+digits, resnet50   ``hpctrain bench`` of the same name, and the time to the first step
+tree               what --deterministic costs: steps of the digits network, and sums of messages
+balance            what --worker-load auto gets back where the last of two ranks is slow
+sweep              networks side by side against the same ones one after another
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from hpctrain.bench.command import DDP, HPCTRAIN, LIMIT, LOADER, Show, bench_training
+from hpctrain.bench.harness import (
+    Rates,
+    measure,
+    python,
+    ratio,
+    run_job,
+    steps_rate,
+    table,
+    timestamp,
+)
+from hpctrain.config import BenchConfig
+from hpctrain.data.builtin import locate
+from hpctrain.launcher import launched_rank, launched_size
+from hpctrain.report.record import read_records
+from scripts.benchmarks import data
+
+FORMATS = ("fp32 NCHW", "fp32 NHWC", "bf16 NHWC")
+WRITTEN = f"{LOADER}, fp32 NCHW"
+GOALS = {  # case -> (contestant, at least so many times, this one)
+    "digits": [
+        ("hpctrain, fp32 NHWC", 1.5, WRITTEN),
+        *((f"{HPCTRAIN}, {form}", 0.95, f"{LIMIT}, {form}") for form in FORMATS),
+    ],
+    "resnet50": [
+        ("hpctrain, fp32 NHWC", 1.15, WRITTEN),
+        ("hpctrain, bf16 NHWC", 1.9, WRITTEN),
+        *((f"{HPCTRAIN}, {form}", 1.0, f"{DDP}, {form}") for form in FORMATS),
+        *((f"{HPCTRAIN}, {form}", 0.88, f"{LIMIT}, {form}") for form in FORMATS),
+    ],
+}
+START_RANKS, START_GOAL = 4, 6.0  # seconds to the first step, on two cores
+
+TREE_RANKS, TREE_EPOCHS, TREE_BATCH = (1, 2, 4), 3, 128
+LENGTHS = (29_000, 25_600_000)  # numbers in the messages of the digits network and of ResNet-50
+STEP_GOAL, SUM_GOAL = 1.05, 1.5  # at most so many times the plain Allreduce, on 2 ranks
+
+SHARDS, SLOW_BATCH, SLOW_EPOCHS = 8, 512, 3
+SHARD_SECONDS, SLOWER = 0.01, 3  # of a shard; and so many times that on the last rank
+SPLITS = {"even": [], "3,1": ["--worker-load", "3,1"], "auto": ["--worker-load", "auto"]}
+BALANCE_GOAL = 0.8
+
+NETWORKS, SLOTS, SWEEP_EPOCHS, SWEEP_GOAL = 6, 2, 3, 0.6
+SWEEP = """\
+[base]
+data = {data}
+epochs = {epochs}
+threads = 1
+device = "cpu"
+[grid]
+seed = {seeds}
+"""
+
+
+def goal_line(found: float, bound: float, what: str, at_most: bool = False) -> str:
+    """Whether a goal is met."""
+    met = found <= bound if at_most else found >= bound
+    return (
+        f"{'met   ' if met else 'MISSED'} {found:.3f}  {what} {'<=' if at_most else '>='} {bound}"
+    )
+
+
+def training(config: BenchConfig, folder: Path, show: Show) -> list[str]:
+    """``hpctrain bench``, the time to the first step, and the goals."""
+    rates = bench_training(config, folder, show)
+    goals = [
+        goal_line(ratio(rates, who, other), factor, f"{who} / {other}")
+        for who, factor, other in GOALS[config.case]
+    ]
+    if config.case == "digits":
+        pack = str(locate(config.data or "digits", config.data_dir))
+        starts = [first_step(pack, folder / f"start{number}") for number in range(config.rounds)]
+        what = f"seconds from mpirun -n {START_RANKS} to the first step, on 2 cores"
+        goals.append(goal_line(median(starts), START_GOAL, what, at_most=True))
+    return goals
+
+
+def first_step(pack: str, folder: Path) -> float:
+    """Seconds from the start of mpirun to the end of the first step."""
+    began = time.time()
+    steps = train(folder, START_RANKS, "--data", pack, "--model", "digits", "--epochs", "1")
+    return timestamp(steps[0]) - began
+
+
+def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, float]]:
+    """The records of the steps of a run without validation, with one CPU thread a rank."""
+    words = ["--runs-dir", str(folder), "--run", "run", "--progress", "none"]
+    words += ["--evaluate-every", "0", "--device", "cpu", "--threads", "1", *flags]
+    run_job(python("hpctrain", "train", *words, ranks=ranks), f"training on {ranks} ranks")
+    return [record for record in read_records(folder / "run") if record["kind"] == "step"]
+
+
+def tree(config: BenchConfig, folder: Path, show: Show) -> list[str]:
+    """Milliseconds of a step and of a sum, in tree order and by a plain Allreduce."""
+    pack = str(locate(config.data or "digits", config.data_dir))
+    flags = ["--data", pack, "--model", "digits", "--batch-size", str(TREE_BATCH)]
+    flags += ["--epochs", str(TREE_EPOCHS)]
+    ways = {
+        f"{ranks} ranks, {way}": (ranks, ["--shards", str(ranks), *more])
+        for ranks in TREE_RANKS
+        for way, more in (("Allreduce", []), ("tree order", ["--deterministic"]))
+    }
+
+    def step(name: str) -> float:
+        ranks, more = ways[name]
+        steps = train(folder / f"{name} {time.time()}", ranks, *flags, *more)
+        return 1000 * TREE_BATCH / steps_rate(steps, len(steps) // TREE_EPOCHS)
+
+    steps = measure(ways, config.rounds, step, show)
+    show(table(f"digits, global batch size {TREE_BATCH}, a step", steps, by_plain(steps), "ms"))
+    sums: Rates = {}
+    for _ in range(config.rounds):
+        for ranks in TREE_RANKS[1:]:
+            for length in LENGTHS:
+                for way, seconds in add(ranks, length, folder / "sum.json").items():
+                    name = f"{length:,} numbers, {ranks} ranks, {way}"
+                    sums.setdefault(name, []).append(1000 * seconds)
+    show(table("Sum of float32 numbers", sums, by_plain(sums), "ms"))
+    sum_2 = f"{LENGTHS[-1]:,} numbers, 2 ranks, "
+    return [
+        goal_line(ratio(found, f"{name}tree order", f"{name}Allreduce"), most, what, at_most=True)
+        for found, name, most, what in (
+            (steps, "2 ranks, ", STEP_GOAL, "a step in tree order on 2 ranks, of a plain one"),
+            (sums, sum_2, SUM_GOAL, f"{sum_2}in tree order, of a plain one"),
+        )
+    ]
+
+
+def by_plain(rates: Rates) -> dict[str, dict[str, str]]:
+    """Each way is compared with the plain Allreduce."""
+    plain = {name: f"{name.rpartition(', ')[0]}, Allreduce" for name in rates}
+    return {name: {"/ Allreduce": other} for name, other in plain.items() if name != other}
+
+
+def add(ranks: int, length: int, output: Path) -> dict[str, float]:
+    """Seconds of each way to sum, from one job of allreduce.py."""
+    words = ["scripts.benchmarks.allreduce", str(length), str(output)]
+    run_job(python(*words, ranks=ranks), f"sums on {ranks} ranks")
+    figures: dict[str, float] = json.loads(output.read_text())
+    return figures
+
+
+class SlowLinear(nn.Linear):
+    """A linear classifier that sleeps first, longer on the last rank."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits (n, classes) of images (n, C, H, W)."""
+        if self.training:
+            last = launched_rank() == (launched_size() or 1) - 1
+            time.sleep(SHARD_SECONDS * (SLOWER if last else 1))
+        return super().forward(images.flatten(1))
+
+
+def slow_network(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """The network for images of (H, W, C)."""
+    height, width, channels = image_shape
+    return SlowLinear(height * width * channels, classes)
+
+
+def balance(config: BenchConfig, folder: Path, show: Show) -> list[str]:
+    """images/s with an even split, the ideal one, and auto, after the first epoch, in which auto
+    measures.
+    """
+    pack = str(locate(config.data or "digits", config.data_dir))
+    flags = ["--data", pack, "--model", f"{__name__}:slow_network", "--shards", str(SHARDS)]
+    flags += ["--batch-size", str(SLOW_BATCH), "--epochs", str(SLOW_EPOCHS)]
+
+    def rate(split: str) -> float:
+        steps = train(folder / f"{split} {time.time()}", 2, *flags, *SPLITS[split])
+        return steps_rate(steps, len(steps) // SLOW_EPOCHS)
+
+    rates = measure(SPLITS, config.rounds, rate, show)
+    title = f"{SHARDS} shards of {1000 * SHARD_SECONDS:.0f} ms, {SLOWER} times that on rank 1"
+    show(table(title, rates, {name: {"/ even": "even"} for name in ("3,1", "auto")}))
+    what = "of the time that the ideal split saves, saved by auto"
+    return [goal_line(recovered(rates), BALANCE_GOAL, what)]
+
+
+def recovered(rates: Rates) -> float:
+    """The share of the time between the even split and the ideal one that auto gets back."""
+    even, ideal, auto = (1 / median(rates[split]) for split in SPLITS)
+    return (even - auto) / (even - ideal)
+
+
+def sweep(config: BenchConfig, folder: Path, show: Show) -> list[str]:
+    """Seconds of a whole sweep of the digits network, in two slots and in one."""
+    pack = str(locate(config.data or "digits", config.data_dir))
+    file, seeds = folder / "sweep.toml", list(range(NETWORKS))
+    file.write_text(SWEEP.format(data=json.dumps(pack), epochs=SWEEP_EPOCHS, seeds=seeds))
+    ways = {f"{slots} slot(s)": slots for slots in (SLOTS, 1)}
+
+    def seconds(name: str) -> float:
+        words = ["sweep", str(file), "--slots", str(ways[name]), "--name", f"{time.time()}"]
+        began = time.perf_counter()
+        words += ["--progress", "none", "--runs-dir", str(folder)]
+        run_job(python("hpctrain", *words), f"the sweep in {name}")
+        return time.perf_counter() - began
+
+    rates = measure(ways, config.rounds, seconds, show)
+    together, alone = ways
+    title = f"{NETWORKS} networks of {SWEEP_EPOCHS} epochs"
+    show(table(title, rates, {together: {f"/ {alone}": alone}}, "s"))
+    what = f"of the time one after another, in {SLOTS} slots"
+    return [goal_line(ratio(rates, together, alone), SWEEP_GOAL, what, at_most=True)]
+
+
+CASES: dict[str, Callable[[BenchConfig, Path, Show], list[str]]] = {
+    "digits": training,
+    "resnet50": training,
+    "tree": tree,
+    "balance": balance,
+    "sweep": sweep,
+    "data": data.measure_data,
+}

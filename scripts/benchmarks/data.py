@@ -1,0 +1,157 @@
+"""``python -m scripts.benchmarks data``: ``hpctrain bench data`` on images of 100x100x3, and the
+same images as JPEG files and as HDF5 files that are no packs; and packing them, against one thread
+of Pillow. --data may name any source of ``hpctrain pack``.
+
+    python -m scripts.benchmarks.data NAME FOLDER/raw.h5 OUTPUT     one contestant
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import h5py
+import numpy as np
+from PIL import Image
+
+from hpctrain.bench import reading
+from hpctrain.bench.command import Show
+from hpctrain.bench.harness import measure, number_text, python, ratio, run_job, table
+from hpctrain.bench.reading import COPY, GATHER, H5PY, KEPT, LOADER, LOADER_2, Epoch, loaded
+from hpctrain.config import BenchConfig, PackConfig
+from hpctrain.data.foreign import read_foreign
+from hpctrain.data.images import Fit, decode
+from hpctrain.data.opened import open_split
+from hpctrain.data.pack import make_pack, write_pack
+from hpctrain.data.pack_format import Pack
+from hpctrain.data.packed import read_pack
+
+FILES, CLASSES, SIDE = 2000, 5, 100  # image files that are made; pixels of packed images
+FILE_SIDES = (500, 375)  # pixels, as photographs on the web have
+COPIES = 2  # of each image, so that an epoch takes long enough
+CHUNK_ROWS = 32
+PILLOW, PACK = "Pillow, one thread, from files", "hpctrain pack, all cores, from files"
+GOALS = (  # contestant, at least so many times, this one (or images/s)
+    (GATHER, 0.35, COPY),
+    (GATHER, 20, H5PY),
+    (KEPT, 100_000, ""),
+    (KEPT, 20, LOADER),
+    (KEPT, 20, LOADER_2),
+    (PACK, 1.7, PILLOW),
+)
+
+
+def measure_data(config: BenchConfig, folder: Path, show: Show) -> list[str]:
+    """Run all rounds, print the table; the goals."""
+    raw, jpeg = make_files(folder, config.data)
+    show(
+        f"{raw.splits['train'].rows:,} images: {raw.file_size / 2**20:,.1f} MiB of pixels,"
+        f" {jpeg.file_size / 2**20:,.1f} MiB as JPEG files"
+    )
+
+    def run(name: str) -> float:
+        if name == PACK:
+            return pack_rate(folder)
+        words = [name, str(folder / "raw.h5"), str(folder / "rate")]
+        run_job(python("scripts.benchmarks.data", *words), name)
+        return float((folder / "rate").read_text())
+
+    rates = measure([*CONTESTANTS, PACK], config.rounds, run, show)
+    compared = {**reading.COMPARED, PACK: {"/ Pillow": PILLOW}}
+    show(table("Images of 100x100x3 on one core", rates, compared))
+    lines = []
+    for name, least, other in GOALS:
+        found = ratio(rates, name, other) if other else median(rates[name])
+        verdict = "met   " if found >= least else "MISSED"
+        wanted = f"{number_text(least)} x {other}" if other else f"{least:,} images/s"
+        lines.append(f"{verdict} {number_text(found)}  {name} >= {wanted}")
+    return lines
+
+
+def make_files(folder: Path, source: str | None) -> tuple[Pack, Pack]:
+    """raw.h5 and jpeg.h5, packs; plain.h5 and gzip.h5, the pixels in one piece and in compressed
+    chunks (/images, /labels); files/, the images at their own size. Gives the two packs.
+    """
+    write_images(folder / "files")
+    images = source or str(folder / "files")
+    settings = PackConfig(images, size=f"{SIDE}x{SIDE}", split="1", output=str(folder / "once.h5"))
+    once = read_pack(make_pack(settings))
+    settings = replace(settings, output=str(folder / "jpeg.h5"), encoding="jpeg")
+    jpeg = read_pack(make_pack(settings))
+    with open_split(once, "train") as rows:
+        shape = (len(rows.labels), *once.image_shape)
+        pixels = rows.gather(np.arange(shape[0]), np.empty(shape, np.uint8))
+        pixels, labels = np.tile(pixels, (COPIES, 1, 1, 1)), np.tile(rows.labels, COPIES)
+    write_pack(folder / "raw.h5", {"train": (pixels, labels)}, once.classes, {"source": "bench"})
+    for name, chunks in (
+        ("plain.h5", {}),
+        ("gzip.h5", {"chunks": (CHUNK_ROWS, *once.image_shape), "compression": "gzip"}),
+    ):
+        with h5py.File(folder / name, "w") as file:
+            file.create_dataset("images", data=pixels, **chunks)
+            file.create_dataset("labels", data=labels)
+    return read_pack(folder / "raw.h5"), jpeg
+
+
+def write_images(folder: Path) -> None:
+    """JPEG files that compress about as photographs do: smooth colours with some grain."""
+    random = np.random.default_rng(0)
+    for number in range(FILES):
+        place = folder / f"class{number % CLASSES}"
+        place.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(random.integers(256, size=(24, 32, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize(FILE_SIDES, Image.Resampling.BICUBIC), np.float32)
+        grain = random.normal(0, 6, smooth.shape)
+        image = Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8))
+        image.save(place / f"{number}.jpg", quality=90)
+
+
+def pack_rate(folder: Path) -> float:
+    """images/s of packing, from the command to the finished file."""
+    words = ["pack", str(folder / "files"), "--size", f"{SIDE}x{SIDE}", "--overwrite"]
+    command = python("hpctrain", *words, "--output", str(folder / "again.h5"))
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    images, seconds = done.stderr.rpartition(" images in ")[::2]
+    return int(images.split()[-1].replace(",", "")) / float(seconds.split()[0])
+
+
+def pillow(path: Path) -> Epoch:
+    """The files beside `path` decoded and resized by one thread, nothing else."""
+    files = [file.read_bytes() for file in sorted(path.with_name("files").rglob("*.jpg"))]
+    fit = Fit(SIDE, SIDE, 3, False)
+
+    def epoch(number: int) -> Iterator[int]:
+        for data in files:
+            decode(data, fit)
+            yield 1
+
+    return epoch
+
+
+def jpeg(path: Path, **options: Any) -> Epoch:
+    """The pack of JPEG files beside `path`."""
+    return loaded(read_pack(path.with_name("jpeg.h5")), "partition", **options)
+
+
+def external(path: Path, name: str, shuffle: str) -> Epoch:
+    """An HDF5 file that is no pack, beside `path`."""
+    names = ("images", "labels", None, "1", 0, None if shuffle == "blocks" else 0)
+    return loaded(read_foreign(path.with_name(name), *names), shuffle)
+
+
+CONTESTANTS: dict[str, Callable[[Path], Epoch]] = {
+    **reading.CONTESTANTS,
+    "pack of JPEG files": jpeg,
+    "pack of JPEG files, --random-crop 0.08": partial(jpeg, random_crop=0.08),
+    "external HDF5, contiguous": partial(external, name="plain.h5", shuffle="partition"),
+    "external HDF5, gzip chunks": partial(external, name="gzip.h5", shuffle="blocks"),
+    PILLOW: pillow,
+}
+
+if __name__ == "__main__":
+    reading.main(CONTESTANTS)
