@@ -110,20 +110,21 @@ class GraphRecorder:
     """Records work as CUDA graphs, which share one pool of memory: they run one after another.
 
     Warm-up and recording use one stream beside the current one, as
-    torch.cuda.make_graphed_callables does: autograd remembers on which stream a parameter was first
-    used, and work of another stream cannot be recorded (pytorch/pytorch#137483).
+    torch.cuda.make_graphed_callables does. Autograd's AccumulateGrad nodes keep the stream on which
+    they were created, so nodes of a warm-up on the default stream would queue work there during the
+    capture, which invalidates it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._pool: Any = None
         self._stream = Stream(device)
 
-    def warm_up(self, work: Callable[[], Made], inputs: Iterable[torch.Tensor]) -> Made:
-        """Do `work` with these `inputs` on the stream on which it will be recorded, in order of
-        the current one.
+    def warm_up(self, work: Callable[[], Made]) -> Made:
+        """Run `work` on the stream on which it will be recorded, in order with the current one:
+        as that one waits for it, tensors that `work` only reads need no record_stream.
         """
         current = current_stream(self._stream.device)
-        self._stream.wait_event(current.record_event(), inputs)
+        self._stream.wait_stream(current)
         with self._stream.select():
             found = work()
         current.wait_event(self._stream.record_event(), found)

@@ -112,13 +112,12 @@ class Pinned:
         self._streams = self._streams or (Stream(vector.device), Stream(vector.device))
         (down, up), current, copied = self._streams, current_stream(vector.device), []
         down.wait_stream(current)
-        up.wait_stream(current)
         with down.select():
             for span in spans:
                 host[span].copy_(vector[span], non_blocking=True)
                 copied.append(down.record_event())
         for span, event in zip(spans, copied, strict=True):
-            event.synchronize()
+            event.synchronize()  # all that was queued on `current` is done then, too
             self._host.allreduce(host[span])
             with up.select():
                 vector[span].copy_(host[span], non_blocking=True)

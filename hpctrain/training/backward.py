@@ -44,8 +44,8 @@ class Backward(Protocol):
 class Record(Protocol):
     """What a `GraphRecorder` does."""
 
-    def warm_up(self, work: Callable[[], Pair], inputs: Pair) -> Pair:
-        """Do what will be recorded, which reads `inputs`."""
+    def warm_up(self, work: Callable[[], Pair]) -> Pair:
+        """Do what will be recorded."""
 
     def __call__(self, work: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
         """The results of `work`, always in the same memory, and what fills them anew."""
@@ -109,7 +109,7 @@ class Graphs:
             self._seen[shape] += 1
             if self._seen[shape] <= WARM or len(self._graphs) == MOST_GRAPHS:
                 work = partial(self._backward, inputs, targets, total)
-                return self._record.warm_up(work, (inputs, targets))
+                return self._record.warm_up(work)
             self._graphs[shape] = Graph(self._backward, inputs, targets, total, self._record)
         return self._graphs[shape](inputs, targets)
 

@@ -33,7 +33,7 @@ class Recorder:
     def __init__(self):
         self.warmed = self.recorded = self.replayed = 0
 
-    def warm_up(self, work, inputs):
+    def warm_up(self, work):
         self.warmed += 1
         return work()
 
