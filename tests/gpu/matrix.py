@@ -170,12 +170,18 @@ class Matrix:
             pack(files, folder / "jpeg.h5", size="17x13", split="0.8,0.1,0.1", encoding="jpeg")
         comm.Barrier()
 
+    def wait_for_all(self) -> None:
+        """A barrier in which ranks that have nothing to do sleep: the cores are for the others."""
+        request = self.comm.Ibarrier()
+        while not request.Test():
+            time.sleep(0.005)
+
     def train(self, cell: Cell, device: str, ranks: int) -> dict[str, Any]:
         """Train on the first `ranks` ranks: losses, and the digest of the end."""
         config = settings_of(cell, self.folder, device)
         if self.comm.rank < ranks:
             train(config, self.comms[ranks])
-        self.comm.Barrier()
+        self.wait_for_all()
         records = list(read_records(self.folder / "runs" / str(config.run)))
         losses = {r["step"]: r["loss"] for r in records if r["kind"] == "step"}
         test = [r["loss"] for r in records if r["kind"] == "evaluation"]
@@ -206,7 +212,7 @@ class Matrix:
             else:
                 predict.start_mpi = lambda: self.comms[cell.ranks]
                 predict.main(PredictConfig(**same))
-        self.comm.Barrier()
+        self.wait_for_all()
         if cell.job == "evaluate":
             found = json.loads(output.read_text())
             return [found["loss"], *itertools.chain(*found["confusion"])]
