@@ -31,11 +31,17 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
     return cudaSuccess;
 }
 
+/* Takes the lock for a call on a stream: it, or why there can be none. */
+static cudaError_t enter_stream(cudaStream_t handle, Stream **stream) {
+    enter();
+    return stream_of(handle, stream) ? failed() : cudaErrorInvalidResourceHandle;
+}
+
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Stream *stream;
-    enter();
-    cudaError_t code =
-        stream_of(handle, &stream) ? forbidden_in_capture_locked(stream) : cudaErrorInvalidResourceHandle;
+    cudaError_t code = enter_stream(handle, &stream);
+    if (!code)
+        code = forbidden_in_capture_locked(stream);
     emulator_counters[HOST_WAITS]++;
     if (!code) {
         finish_locked(stream, stream->queued);
@@ -47,9 +53,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
     Stream *stream;
-    enter();
-    cudaError_t code =
-        stream_of(handle, &stream) ? forbidden_in_capture_locked(stream) : cudaErrorInvalidResourceHandle;
+    cudaError_t code = enter_stream(handle, &stream);
+    if (!code)
+        code = forbidden_in_capture_locked(stream);
     if (!code && !has_finished_locked(stream, stream->queued, &stream->polls))
         code = cudaErrorNotReady;
     leave();
@@ -111,8 +117,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsign
     (void)flags;
     Event *event = (Event *)handle;
     Stream *stream;
-    enter();
-    cudaError_t code = stream_of(on, &stream) ? failed() : cudaErrorInvalidResourceHandle;
+    cudaError_t code = enter_stream(on, &stream);
     if (!code && stream->capture) {
         event->capture = capture_id(stream->capture);
         event->stream = stream;
@@ -138,8 +143,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t awaited, unsign
     (void)flags;
     Event *event = (Event *)awaited;
     Stream *stream;
-    enter();
-    cudaError_t code = stream_of(handle, &stream) ? failed() : cudaErrorInvalidResourceHandle;
+    cudaError_t code = enter_stream(handle, &stream);
     if (!code && (stream->capture || event->capture))
         code = wait_in_capture_locked(stream, event);
     else if (!code && event->recorded && event->stream != stream) {
