@@ -9,7 +9,6 @@ from pathlib import Path
 
 from hpctrain.report.record import read_records
 from hpctrain.training.checkpoint import _check
-from hpctrain.training.control import Control
 from scripts.fuzzing.mutations import (
     mutate_bytes,
     mutate_json,
@@ -19,23 +18,15 @@ from scripts.fuzzing.mutations import (
 )
 from scripts.fuzzing.surface import Outcome, Surface, attempt, compared
 from scripts.fuzzing.training import leave_heartbeat, make_pack, run_settings, train
+from tests.training.runs import leave_after
 
 LEFT_AFTER = 7  # steps of ten
 
 
 def make_unfinished(folder: Path, name: str) -> None:
     """A run that was asked to leave in its second epoch."""
-    original, asked = Control.news, []
-
-    def news(self, *told):  # type: ignore[no-untyped-def]
-        asked.append(1)
-        return original(self, *told)._replace(leave=len(asked) == LEFT_AFTER)
-
-    Control.news = news  # type: ignore[method-assign]
-    try:
+    with leave_after(LEFT_AFTER):
         code = train(run_settings(folder, run=name))
-    finally:
-        Control.news = original  # type: ignore[method-assign]
     if code != 75:
         raise SystemExit(f"the unfinished run ended with {code}")
 

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import emulated_gpu
 
@@ -32,11 +33,10 @@ def main(folder: str, transport: str) -> None:
         seen.append(emulated_gpu.counts())
         return original(self, *told)
 
-    Control.news = news  # type: ignore[method-assign]
     flags = {"model": "digits", "device": "cuda", "reduce": transport, "threads": 1, "run": "costs"}
-    train(
-        short_run(Path(folder), "pack.h5", epochs=2, batch_size=16, digest_every=0, **flags), comm
-    )
+    flags |= {"epochs": 2, "batch_size": 16, "digest_every": 0}
+    with mock.patch.object(Control, "news", news):
+        train(short_run(Path(folder), "pack.h5", **flags), comm)
     if comm.rank == 0:
         for before, after in itertools.pairwise(seen):
             print(json.dumps({name: after[name] - before[name] for name in after}))

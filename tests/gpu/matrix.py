@@ -11,7 +11,6 @@ each cell came to; `problems` checks it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -32,12 +31,11 @@ from hpctrain.inference import evaluate, predict
 from hpctrain.parallel import choose
 from hpctrain.parallel.mpi import Comm, start_mpi
 from hpctrain.report.record import read_records
-from hpctrain.training.control import Control
 from hpctrain.training.train import train
 from tests.data.pictures import class_folders, pack
 from tests.gpu.emulator import ORDERS
 from tests.packs import make_pack
-from tests.training.runs import short_run
+from tests.training.runs import leave_after, short_run
 
 AXES: dict[str, tuple[Any, ...]] = {
     "job": ("classify", "denoise", "jpeg", "resume", "evaluate", "predict"),
@@ -140,21 +138,6 @@ def reference_of(cell: Cell) -> Cell:
     return cell._replace(**same, job=job or cell.job)
 
 
-@contextlib.contextmanager
-def leaving_after(steps: int) -> Iterator[None]:
-    """Let runs leave after so many steps, as at a notice."""
-    original, asked = Control.news, itertools.count(1)
-
-    def news(self: Control, *told: Any) -> Any:
-        return original(self, *told)._replace(leave=next(asked) == steps)
-
-    Control.news = news  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Control.news = original  # type: ignore[method-assign]
-
-
 class Matrix:
     """Runs cells in a folder, on communicators of the first 1, 2, ... ranks. Collective."""
 
@@ -236,7 +219,7 @@ class Matrix:
             return {"losses": self.use(cell, "cuda")}
         if cell.job != "resume":
             return self.train(cell, "cuda", cell.ranks)
-        with leaving_after(STEPS):
+        with leave_after(STEPS):
             self.train(cell, "cuda", cell.ranks)
         return self.train(cell, "cuda", cell.ranks % SHARDS + 1)
 

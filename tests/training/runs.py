@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
+from unittest import mock
 
 from hpctrain.config import Config, Interval
 from hpctrain.report.record import read_records
@@ -21,6 +23,22 @@ def short_run(folder, pack, **settings):
 def make_run(job, comm, recorder, control=None):
     """What the training loop works with."""
     return Run(job, comm, recorder, control or Control(None), Progress(), Interval(), None)
+
+
+@contextlib.contextmanager
+def leave_after(*steps, vote="leave", votes=True):
+    """Within this block, vote for leaving (or another `vote` of StepFlags) in these steps, as at a
+    notice. Gives a list with an item for each step; cleared, steps count from 1 again. Ranks that
+    are not to vote only count.
+    """
+    original, begun = Control.news, []
+
+    def news(self, *told):
+        begun.append(None)
+        return original(self, *told)._replace(**{vote: votes and len(begun) in steps})
+
+    with mock.patch.object(Control, "news", news):
+        yield begun
 
 
 def digest(config, comm, name):

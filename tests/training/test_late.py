@@ -20,11 +20,11 @@ from hpctrain.report.record import read_records
 from hpctrain.training import setup
 from hpctrain.training import steps as steps_module
 from hpctrain.training.checkpoint import Writer, steps
-from hpctrain.training.control import Control, StepFlags
+from hpctrain.training.control import StepFlags
 from hpctrain.training.digest import rank_digest, slot_value
 from hpctrain.training.outcome import NonFinite
 from hpctrain.training.train import train
-from tests.training.runs import digest
+from tests.training.runs import digest, leave_after
 from tests.training.test_step import Config, make_trainer, train_step
 
 pytestmark = pytest.mark.mpi
@@ -91,22 +91,11 @@ def test_seconds_of_steps_that_are_read_together_are_their_own(
 
 
 @pytest.mark.parametrize(("vote", "code"), [("leave", 75), ("stop", 0)])
-def test_votes_end_a_late_run_one_step_later_on_all_ranks(
-    comm, settings, late, monkeypatch, vote, code
-):
+def test_votes_end_a_late_run_one_step_later_on_all_ranks(comm, settings, late, vote, code):
     late(1)
-    asked = []
-    original = Control.news
-
-    def news(self, *told):
-        asked.append(1)
-        here = comm.rank == comm.size - 1 and len(asked) == 3
-        return original(self, *told)._replace(**{vote: here})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Control, "news", news)
+    with leave_after(3, vote=vote, votes=comm.rank == comm.size - 1) as begun:
         assert train(settings, comm) == code
-    assert len(asked) == 4
+    assert len(begun) == 4
     assert [r["step"] for r in recorded(settings, comm, "a") if r["kind"] == "step"][-1] == 4
     assert train(settings, comm) == 0
     late(0)
@@ -154,15 +143,11 @@ def test_nothing_follows_a_step_that_is_not_finite(comm, settings, late, monkeyp
 
         left = load_file(Path(settings.runs_dir) / "a/model.safetensors")
     late(0)
-    counted.clear()
-    monkeypatch.setattr(
-        Control, "news", lambda self, *told: StepFlags(stop=counted.append(1) or len(counted) == 4)
-    )
-    assert train(dataclasses.replace(few, run="four"), comm) == 0
+    with leave_after(4, vote="stop"):
+        assert train(dataclasses.replace(few, run="four"), comm) == 0
     if comm.rank == 0:
         four = load_file(Path(settings.runs_dir) / "four/model.safetensors")
         assert all(torch.equal(left[name], four[name]) for name in four)
-    monkeypatch.undo()
     assert digest(few, comm, "a") == digest(few, comm, "whole")  # it was saved after step 4
     if comm.rank == 0:
         notes = [r for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == "note"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -27,6 +28,7 @@ from hpctrain.training.control import Control
 from hpctrain.watch.runs import Watched
 from tests import odd_models
 from tests.packs import make_pack
+from tests.training import runs
 
 pytestmark = pytest.mark.mpi
 CASES = {
@@ -49,23 +51,18 @@ def settings(settings):
 
 
 @pytest.fixture
-def leave_after(comm, monkeypatch):
-    """A function that makes the last rank ask to leave when so many steps are done."""
+def leave_after(comm):
+    """A function that makes the last rank vote for leaving in these steps, and in no others; gives
+    one that lets steps count from 1 again.
+    """
+    with contextlib.ExitStack() as stack:
 
-    def script(*marks):
-        asked = []
+        def script(*steps):
+            stack.close()
+            last = comm.rank == comm.size - 1
+            return stack.enter_context(runs.leave_after(*steps, votes=last)).clear
 
-        def news(self, *told):
-            found = original(self, *told)
-            asked.append(1)
-            here = comm.rank == comm.size - 1 and len(asked) in marks
-            return found._replace(leave=here)
-
-        monkeypatch.setattr(Control, "news", news)
-        return lambda: asked.clear()
-
-    original = Control.news
-    return script
+        yield script
 
 
 def end(settings, comm, name="a"):
@@ -119,15 +116,7 @@ def test_on_another_number_of_ranks(comm, settings, leave_after):
     if comm.rank == 0:
         few = dataclasses.replace(settings, checkpoint_every="2")
         if comm.size > 1:
-            before = Control.news
-            counted = []
-
-            def news(self, *told):
-                counted.append(1)
-                return before(self, *told)._replace(leave=len(counted) == 5)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Control, "news", news)
+            with runs.leave_after(5):
                 assert program.train(few, alone) == 75
         else:
             assert program.train(few, alone) == 75
