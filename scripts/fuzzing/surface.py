@@ -96,6 +96,6 @@ def alone() -> None:
     """Let the subcommands of this process use a communicator that needs no freeing."""
     from mpi4py import MPI
 
-    for name in ("train", "evaluate", "predict"):
-        module: Any = importlib.import_module(f"hpctrain.training.{name}")
+    for name in ("training.train", "inference.evaluate", "inference.predict"):
+        module: Any = importlib.import_module(f"hpctrain.{name}")
         module.start_mpi = lambda: MPI.COMM_SELF
