@@ -1,13 +1,19 @@
-"""The README's own program, run word for word; and that no page leads nowhere."""
+"""The program in the README runs as printed, and what the pages refer to exists."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
+from hpctrain.cli import COMMANDS
 from tests.launch import ROOT, run_mpi
 from tests.packs import make_pack
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+OTHERS = {"--array", "--exact", "--gpus", "--gpus-per-node", "--logdir", "--signal"}  # Slurm's, ...
 
 CHECK = """
 totals = message.totals()
@@ -38,12 +44,27 @@ def headings(page):
 
 
 def test_links_lead_somewhere_and_every_page_is_linked():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    links = [(page.name, *target) for page in pages for target in targets(page)]
+    links = [(page.name, *target) for page in PAGES for target in targets(page)]
     assert [link for link in links if not link[1].exists()] == []
     assert [link for link in links if link[2] and link[2] not in headings(link[1])] == []
     linked = {path for name, path, _ in links if name == "README.md"}
-    assert linked >= set(pages[1:]) and len(pages) > 5
+    assert linked >= set(PAGES[1:]) and len(PAGES) > 5
+
+
+def test_pages_have_at_most_100_columns_and_the_readme_160_lines():
+    lines = {page: page.read_text().splitlines() for page in PAGES if page.name != "gpus.md"}
+    assert [(page.name, line) for page in lines for line in lines[page] if len(line) > 100] == []
+    assert len(lines[PAGES[0]]) <= 160
+
+
+def test_the_flags_that_pages_name_exist():
+    fields = {f.name for c in COMMANDS.values() for f in dataclasses.fields(c.settings)}
+    known = {"--" + name.replace("_", "-") for name in fields} | {"--config", "--help"}
+    scripts = [path for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py")]
+    known |= {f for path in scripts if path.is_file() for f in FLAG.findall(path.read_text())}
+    named = {(page.name, flag) for page in PAGES for flag in FLAG.findall(page.read_text())}
+    assert {pair for pair in named if pair[1] not in known | OTHERS} == set()
+    assert len(named) > 80
 
 
 def test_the_loop_of_the_readme_has_at_most_30_lines():
@@ -60,6 +81,5 @@ def test_the_loop_of_the_readme_runs(tmp_path, ranks):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("epochs 2 steps 4 finite True") == ranks
     assert re.findall(r"^epoch (\d+): loss", result.stdout, re.MULTILINE) == ["1", "2"]
-    assert "rank 0 prints the loss of every epoch" in (ROOT / "README.md").read_text()
     losses = [float(x) for x in re.findall(r"loss (\S+)", result.stdout)]
     assert max(losses) * ranks < 2.3, "the network did not learn"
