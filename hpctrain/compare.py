@@ -20,12 +20,17 @@ from hpctrain.errors import UsageError
 from hpctrain.inference.network import FILE
 from hpctrain.models import read_model
 from hpctrain.plan_check import read_plan
-from hpctrain.report.differences import compare_tensors, first_difference, values
+from hpctrain.report.differences import (
+    compare_tensors,
+    first_difference,
+    plot_differences,
+    print_differences,
+    values,
+)
 from hpctrain.report.figures import check_name
-from hpctrain.report.folders import find_run
-from hpctrain.report.plot_differences import plot_differences
-from hpctrain.report.record import read_records
-from hpctrain.report.tables import print_differences
+from hpctrain.report.find import find_folder
+from hpctrain.report.history import find_outcome
+from hpctrain.report.record import read_history, read_records
 from hpctrain.strictjson import parse_json
 from hpctrain.text import say
 from hpctrain.training.checkpoint import newest
@@ -41,7 +46,7 @@ def main(settings: CompareConfig) -> int:
         raise UsageError("compare what? Name two runs")
     if settings.plot:
         check_name(Path(settings.plot), "--plot")
-    folders = [find_run(run, settings.runs_dir) for run in (settings.first, settings.second)]
+    folders = [find_folder(run, settings.runs_dir) for run in (settings.first, settings.second)]
     a, b = (read_model(folder / FILE)[0] for folder in folders)
     if settings.plot:
         name = _chosen(settings, a, b)
@@ -54,7 +59,9 @@ def main(settings: CompareConfig) -> int:
         if name in b and not _unlike(a[name], b[name])
     ]
     records = first_difference(*(read_records(folder) for folder in folders))
-    print_differences(differences, problems, records, [*checkpoints, *_settings(folders)])
+    print_differences(
+        differences, problems, records, [*checkpoints, *_outcomes(folders), *_settings(folders)]
+    )
     equal = not problems and not records and not any(d.differing for d in differences)
     say("equal" if equal else "different")
     return 0 if equal else 1
@@ -76,6 +83,17 @@ def _add_checkpoints(folders: list[Path], a: Tensors, b: Tensors) -> tuple[list[
         read = checkpoint.tensors()
         tensors |= {f"checkpoint {name}": read[name] for name in sorted(read)}
     return [f"checkpoints: of step {one.step}"], damage
+
+
+def _outcomes(folders: list[Path]) -> list[str]:
+    """A line for each run that is not simply done."""
+    lines = []
+    for which, folder in zip(("first", "second"), folders, strict=True):
+        outcome = find_outcome(folder, read_history(folder, "none"))
+        reason = f" ({outcome.reason})" if outcome.reason else ""
+        if outcome.status != "done":
+            lines.append(f"{which} run: {outcome.status or 'not finished'}{reason}")
+    return lines
 
 
 def _unlike(a: Tensor, b: Tensor) -> bool:

@@ -5,23 +5,27 @@ Reads records only: no MPI, no torch, no display. A run may still be under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from hpctrain.config import PlotConfig
 from hpctrain.errors import UsageError
-from hpctrain.report.figures import check_name, distinct_names, save
-from hpctrain.report.find import find_folder, find_runs
-from hpctrain.report.plot_confusion import Confusion, plot_confusion, read_confusion
-from hpctrain.report.plot_data import Curves, read_curves
-from hpctrain.report.plot_training import outcome, plot_training
+from hpctrain.report.figures import (
+    check_name,
+    distinct_names,
+    plot_confusion,
+    read_confusion,
+    save,
+)
+from hpctrain.report.find import find_run_or_sweep, find_runs
+from hpctrain.report.plot_training import RunCurves, plot_training, read_curves, summary
 from hpctrain.text import say
 
 FILE = "training.png"
-Found = TypeVar("Found")
 CONFUSION = "-confusion"  # what the name of that figure has before its suffix
+T = TypeVar("T")
+Found = TypeVar("Found")
 
 
 def main(settings: PlotConfig) -> int:
@@ -35,18 +39,19 @@ def main(settings: PlotConfig) -> int:
         raise UsageError(f"{settings.targets[0]}: none of its runs has begun yet")
     names = distinct_names(folders)
     pairs = zip(folders, names, strict=True)
-    found = read_each([partial(read_run, folder, name) for folder, name in pairs])
-    shown = [(folder, curves) for folder, curves in found if curves.shown]
+    found = read_each(lambda pair: (pair[0], read_curves(*pair)), pairs)
+    shown = [(folder, curves) for folder, curves in found if curves.panels]
     if not shown:
         verb = "has" if len(names) == 1 else "have"
         raise UsageError(f"{', '.join(names)} {verb} recorded nothing to plot yet")
-    matrices: list[Confusion] = []
+    matrices = []
     if settings.confusion:
-        named = [(folder, curves.name) for folder, curves in shown]
-        matrices = read_each([partial(read_confusion, *each, settings.split) for each in named])
-    tell([curves for _, curves in found])
+        matrices = read_each(
+            lambda each: read_confusion(each[0], each[1].name, settings.split), shown
+        )
+    say_what_is_not_done([curves for _, curves in found])
     save(plot_training([curves for _, curves in shown]), path)
-    accurate = any(curves.has_accuracy for _, curves in shown)
+    accurate = any("accuracy" in curves.panels for _, curves in shown)
     say(f"{path}: {'accuracy and loss' if accurate else 'loss'} by epoch")
     if matrices:
         second = path.with_stem(path.stem + CONFUSION)
@@ -55,18 +60,15 @@ def main(settings: PlotConfig) -> int:
     return 0
 
 
-def read_run(folder: Path, name: str) -> tuple[Path, Curves]:
-    """The curves of a run, and its folder. UsageError."""
-    return folder, read_curves(folder, name)
-
-
-def read_each(readers: Sequence[Callable[[], Found]]) -> list[Found]:
-    """What they give; a line for each that cannot read. UsageError where none can."""
+def read_each(read: Callable[[T], Found], items: Iterable[T]) -> list[Found]:
+    """What `read` makes of each item; a line for each that it cannot read. UsageError where it can
+    read none.
+    """
     found: list[Found] = []
     unreadable: list[UsageError] = []
-    for read in readers:
+    for item in items:
         try:
-            found.append(read())
+            found.append(read(item))
         except UsageError as error:
             unreadable.append(error)
     if not found:
@@ -81,14 +83,14 @@ def output_path(settings: PlotConfig) -> Path:
     if settings.output:
         return Path(settings.output)
     if len(settings.targets) == 1:
-        return find_folder(settings.targets[0], settings.runs_dir) / FILE
+        return find_run_or_sweep(settings.targets[0], settings.runs_dir) / FILE
     return Path(settings.runs_dir) / FILE
 
 
-def tell(networks: Sequence[Curves]) -> None:
-    """A line for each network that has not simply done its work."""
+def say_what_is_not_done(networks: Sequence[RunCurves]) -> None:
+    """A line for each network whose run is not simply done."""
     for network in networks:
-        if not network.shown:
+        if not network.panels:
             say(f"{network.name}: left out, it has recorded nothing to plot yet")
         elif network.status != "done":
-            say(f"{network.name}: {network.reason or outcome(network)}")
+            say(f"{network.name}: {network.reason or summary(network)}")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hpctrain.config import StopConfig
 from hpctrain.errors import UsageError
-from hpctrain.report.find import SWEEP_FILE, sweep_runs
-from hpctrain.report.folders import find_run, is_finished
+from hpctrain.report.find import SWEEP_FILE, find_folder, sweep_runs
+from hpctrain.report.record import is_done
 from hpctrain.text import say
 from hpctrain.training.control import is_locked, request_stop
 
@@ -20,7 +20,7 @@ def main(settings: StopConfig) -> int:
     """Ask the run, or the sweep, to stop; say so where it has ended by itself."""
     if settings.target is None:
         raise UsageError("stop what? Name a run")
-    folder = find_run(settings.target, settings.runs_dir)
+    folder = find_folder(settings.target, settings.runs_dir)
     if (folder / SWEEP_FILE).is_file():
         say(ask_sweep(folder))
     else:
@@ -34,7 +34,7 @@ def ask(folder: Path) -> str:
     """
     if not (folder / "config.toml").is_file():
         raise UsageError(f"{folder} is not the folder of a run: it has no config.toml")
-    if is_finished(folder):
+    if is_done(folder):
         return f"{folder} has already ended"
     request_stop(folder)
     return f"{folder} is asked to stop after its next step"

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpctrain.report.jsonlines import FILE_NAME, encode
+from hpctrain.report.fields import encode_record
+from hpctrain.report.record import FILE_NAME
 
 
 def run_line(**facts: Any) -> bytes:
@@ -35,7 +36,7 @@ def end_line(status: str = "done", reason: str | None = None, **fields: Any) -> 
 
 def line(kind: str, **fields: Any) -> bytes:
     """A record of this moment, unless `time` is among its fields."""
-    return encode({"kind": kind, "time": time.time(), **fields})
+    return encode_record({"kind": kind, "time": time.time(), **fields})
 
 
 def make_run(folder: Path, *lines: bytes) -> Path:

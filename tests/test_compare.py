@@ -17,8 +17,11 @@ from hpctrain.cli import main
 from hpctrain.config import Config, Interval
 from hpctrain.models import read_model, save_model
 from hpctrain.plan import Facts, resolve
-from hpctrain.report.differences import compare_tensors, first_difference
-from hpctrain.report.plot_differences import largest_of_neighbours
+from hpctrain.report.differences import (
+    compare_tensors,
+    first_difference,
+    largest_of_neighbours,
+)
 from hpctrain.training.checkpoint import Writer, make_ready
 from tests.launch import run_cli
 
@@ -101,7 +104,14 @@ def test_largest_and_relative_difference():
 
 
 def step(number, loss=1.0, **more):
-    return {"kind": "step", "step": number, "loss": loss, "accuracy": 0.5, "seconds": 3, **more}
+    return {
+        "kind": "step",
+        "step": number,
+        "loss": loss,
+        "accuracy": 0.5,
+        "seconds": {"total": 3},
+        **more,
+    }
 
 
 def digested(step, digest):
@@ -115,7 +125,7 @@ def end(digest):
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
-        ([step(1), step(2)], [step(1), step(2, seconds=9)], None),
+        ([step(1), step(2)], [step(1), step(2, seconds={"total": 9})], None),
         ([step(1), step(2)], [step(1), step(2, 1.5)], (2, "step: loss 1.0 and 1.5")),
         ([step(1), step(2)], [step(1)], (2, "one has step 2, the other ended")),
         (
@@ -150,7 +160,16 @@ def runs(tmp_path, monkeypatch):
     """A function that writes a run's folder."""
     monkeypatch.chdir(tmp_path)
 
-    def write(name, seed=0, shift=0.0, losses=(1.0, 2.0), shape=(4, 3, 3, 3), memory=None, rate=1):
+    def write(
+        name,
+        seed=0,
+        shift=0.0,
+        losses=(1.0, 2.0),
+        shape=(4, 3, 3, 3),
+        memory=None,
+        rate=1,
+        status="done",
+    ):
         torch.manual_seed(3)
         model = torch.nn.Conv2d(shape[1], shape[0], shape[2])
         model.weight.data[0, 0, 0, 0] += shift
@@ -159,6 +178,7 @@ def runs(tmp_path, monkeypatch):
         save_model(folder / "model.safetensors", model, {})
         (folder / "config.toml").write_text(f'seed = {seed}\nrun = "{name}"\n')
         lines = [json.dumps({**step(n + 1, loss), "time": "x"}) for n, loss in enumerate(losses)]
+        lines += [json.dumps({"kind": "end", "status": status, "reason": "the time is up"})]
         (folder / "progress.jsonl").write_text("\n".join(lines) + "\n")
         plan = resolve(Config(seed=seed, lr=rate), FACTS)
         (folder / "plan.json").write_text(plan.to_json())
@@ -179,6 +199,8 @@ def test_equal_runs(runs, capsys):
         "checkpoints: not compared, both runs have none",
         "equal",
     ]
+    assert main(["compare", "a", runs("c", status="preempted")]) == 0
+    assert "second run: preempted (the time is up)\n" in capsys.readouterr().out
 
 
 def test_runs_that_differ(runs, capsys, tmp_path):

@@ -17,7 +17,7 @@ from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.data.packing import write
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.heartbeats import Beat, write_beat
-from hpctrain.report.jsonlines import RecordFile
+from hpctrain.report.recorder import RecordFile
 from hpctrain.training.control import RunLock, request_stop
 from tests.packs import make_pack
 

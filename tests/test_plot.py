@@ -12,7 +12,7 @@ from PIL import Image
 
 from hpctrain.cli import main
 from hpctrain.report.figures import columns_for, distinct_names, wrapped
-from hpctrain.report.plot_data import read_curves
+from hpctrain.report.plot_training import read_curves
 from tests.launch import run
 from tests.report.records import write_record
 
@@ -199,7 +199,7 @@ def test_the_confusion_matrix_is_a_second_figure(runs, capsys):
     capsys.readouterr()
     assert main(["plot", "a", "b", "--confusion"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "left out: b has no figures of the split test; this makes them: hpctrain evaluate runs/b"
+        "left out: b has no metrics of the split test; this makes them: hpctrain evaluate runs/b"
         " --split test --output runs/b/evaluation-test.json",
         "runs/training.png: accuracy and loss by epoch",
         "runs/training-confusion.png: confusion matrix of the split test",
@@ -213,7 +213,7 @@ def test_a_name_is_no_formula(runs):
 
 @pytest.mark.parametrize("classes", [2, 10, 30, 100])
 def test_a_confusion_matrix_of_any_size(runs, classes):
-    from hpctrain.report.plot_confusion import plot_confusion, read_confusion
+    from hpctrain.report.figures import plot_confusion, read_confusion
 
     counts = np.eye(classes, dtype=int) * 30
     counts[0, 1] = 10
@@ -242,10 +242,10 @@ def test_a_confusion_matrix_of_any_size(runs, classes):
         (["sweep"], "sweep: none of its runs has begun yet"),
         (
             ["a", "--confusion"],
-            "a has no figures of the split test; this makes them: hpctrain eval",
+            "a has no metrics of the split test; this makes them: hpctrain eval",
         ),
         (["odd", "--confusion"], "evaluation-test.json is not what hpctrain evaluate --output"),
-        (["den", "--confusion"], "den restores images: there are no classes to confuse"),
+        (["den", "--confusion"], "den restores images: it has no confusion matrix"),
     ],
 )
 def test_mistakes_are_one_line(runs, capsys, arguments, message):

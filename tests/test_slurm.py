@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.report.folders import last_step
-from hpctrain.report.record import read_records
+from hpctrain.report.record import read_history, read_records
 from tests.launch import ROOT, environment, marked, run
 from tests.packs import make_pack
 
@@ -85,7 +84,7 @@ class Cluster:
 
     def steps(self, name: str) -> int:
         """Steps done by a run, as its record tells."""
-        return last_step(self.folder / "runs" / name)
+        return read_history(self.folder / "runs" / name).last_step
 
     def wait_for_step(self, name: str, step: int, seconds: float = 60) -> None:
         until = time.monotonic() + seconds
@@ -173,7 +172,7 @@ def test_a_notice_to_the_batch_shell_alone_saves_and_exits_75(cluster):
     cluster.call("scancel", "--batch", "--signal=USR2", job)
     found = cluster.wait(job, "FAILED", "COMPLETED", "CANCELLED", seconds=60)
     assert found["ExitCode"] == "75:0", cluster.log(job)
-    assert cluster.end("shell")["status"] == "left"
+    assert cluster.end("shell")["status"] == "preempted"
 
 
 FACTS = """
@@ -349,4 +348,4 @@ def test_a_notice_to_a_sweep_within_a_job_saves_its_steps(cluster):
     assert found["ExitCode"] == "75:0", cluster.log(job)
     assert sweep_digests(cluster, "noticed")[0] == ["unfinished", "unfinished", "waiting"]
     ends = [cluster.end(f"noticed/0{number}-seed={number}")["status"] for number in (1, 2)]
-    assert ends == ["left", "left"]
+    assert ends == ["preempted", "preempted"]

@@ -19,10 +19,9 @@ from hpctrain.config import Config, SweepConfig, check_ranges, to_toml
 from hpctrain.console import Console, styled
 from hpctrain.data.pack import write_pack
 from hpctrain.errors import RunError, UsageError, did_you_mean
-from hpctrain.report.answers import write_csv
 from hpctrain.report.figures import wrapped
 from hpctrain.report.pictures import draw_captioned, write_rows
-from hpctrain.report.tables import print_evaluation
+from hpctrain.report.tables import print_evaluation, write_predictions
 from hpctrain.sweep.array import write_script
 from hpctrain.sweep.file import Network
 from hpctrain.text import csv_cell, printable, say, told_apart
@@ -100,7 +99,7 @@ def test_pictures_with_any_caption(tmp_path):
 def test_cells_of_a_csv_file_are_no_formulas(tmp_path):
     answers = np.full((2, len(NAMES)), 0.125)
     path = tmp_path / "answers.csv"
-    write_csv(str(path), ["=1+1.png", "b.png"], np.array([3, 7]), [0, 1], answers, NAMES)
+    write_predictions(str(path), ["=1+1.png", "b.png"], np.array([3, 7]), [0, 1], answers, NAMES)
     with path.open(newline="", errors="surrogateescape") as file:
         header, first, _ = csv.reader(file)
     assert [
@@ -116,7 +115,7 @@ def test_cells_of_a_csv_file_are_no_formulas(tmp_path):
 
 def test_answers_on_standard_output_steer_no_terminal(capsys):
     names = ["\x1b[2J.png", "\udcff.png"]
-    write_csv("-", names, None, [0, 1], np.full((2, 2), 0.5), ("a", "\x07"))
+    write_predictions("-", names, None, [0, 1], np.full((2, 2), 0.5), ("a", "\x07"))
     assert capsys.readouterr().out.splitlines()[1:] == [
         "\\x1b[2J.png,a,0.500000,0.500000,0.500000",
         "\\udcff.png,a,0.500000,0.500000,0.500000",

@@ -39,8 +39,7 @@ from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
 from hpctrain.parallel.mpi import Comm, agreed, call_on_all, call_on_root, fair_threads, local_ranks
 from hpctrain.plan import Plan
-from hpctrain.report.find import SWEEP_FILE, propose_run
-from hpctrain.report.results import best_run
+from hpctrain.report.find import SWEEP_FILE, best_run, propose_run
 from hpctrain.text import say
 
 FILE, BEST = "model.safetensors", "best.safetensors"

@@ -31,8 +31,8 @@ from hpctrain.parallel.backend_flags import torch_settings
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.late import read_late
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
-from hpctrain.report.answers import write_csv
 from hpctrain.report.pictures import write_image
+from hpctrain.report.tables import write_predictions
 from hpctrain.streams import Event
 from hpctrain.text import printable, say
 from hpctrain.watchdog import doing, started, waiting
@@ -76,10 +76,10 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
             return nonfinite_rows(source, rows, source.gather(rows, images))
 
-    chances, bad = predict(network, names, read, dtype, comm)
-    classes = network.saved.classes
+    found, bad = predict(network, names, read, dtype, comm)
+    output, classes = settings.output, network.saved.classes
     rows = [row for row in range(len(names)) if row not in bad]
-    call_on_root(comm, lambda: write_csv(settings.output, names, labels, rows, chances, classes))
+    call_on_root(comm, lambda: write_predictions(output, names, labels, rows, found, classes))
     refuse_unusable(bad, len(names), settings.output)
     return 0
 

@@ -21,8 +21,8 @@ class Costs:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._slowest: Counter[int] = Counter()
 
-    def know(self, facts: Mapping[str, Any]) -> None:
-        """Of the run, for the advice."""
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Take what the advice depends on from the description of a run."""
         large = facts.get("parameters", 0) >= WORTH_NARROWING
         self.may_narrow = large and facts.get("wire") == "fp32" and not facts.get("deterministic")
         self.may_stage = not facts.get("staged")

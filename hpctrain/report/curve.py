@@ -1,30 +1,31 @@
-"""A curve of bounded size: means, least and largest values over equal stretches of steps."""
+"""A curve of bounded size: means, minima and maxima over equal intervals of steps."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 MOST = 800  # points of a curve; where there are more, two neighbours become one
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
     """Some neighbouring steps: the mean of their numbers and values, and the values' range."""
 
     step: float
-    value: float
-    least: float
-    most: float
-    number: int  # of values
+    mean: float
+    min: float
+    max: float
+    count: int  # of values
 
-    def merged(self, other: Point) -> Point:
+    def merged(self, other: CurvePoint) -> CurvePoint:
         """Both in one."""
-        number = self.number + other.number
-        return Point(
-            (self.step * self.number + other.step * other.number) / number,
-            (self.value * self.number + other.value * other.number) / number,
-            min(self.least, other.least),
-            max(self.most, other.most),
-            number,
+        count = self.count + other.count
+        return CurvePoint(
+            (self.step * self.count + other.step * other.count) / count,
+            (self.mean * self.count + other.mean * other.count) / count,
+            min(self.min, other.min),
+            max(self.max, other.max),
+            count,
         )
 
 
@@ -32,32 +33,25 @@ class Curve:
     """Values by step, added in any number and kept as at most `MOST` points, in order."""
 
     def __init__(self) -> None:
-        self._points: list[Point] = []
+        self.points: list[CurvePoint] = []  # in order of steps
         self._width = 1  # steps that share a point
 
     def add(self, step: int, value: float) -> None:
-        """Add one value. What stands at later steps is dropped: a run that went back tells anew."""
-        points, new = self._points, Point(step, value, value, value, 1)
-        while points and points[-1].step > step:
-            points.pop()
-        if points and points[-1].step // self._width == step // self._width:
-            points[-1] = points[-1].merged(new)
-            return
+        """Add one value. Later steps are dropped: a run that went back records them again."""
+        while self.points and self.points[-1].step > step:
+            self.points.pop()
+        _append(self.points, CurvePoint(step, value, value, value, 1), self._width)
+        while len(self.points) > MOST:
+            self._width *= 2
+            merged: list[CurvePoint] = []
+            for point in self.points:
+                _append(merged, point, self._width)
+            self.points = merged
+
+
+def _append(points: list[CurvePoint], new: CurvePoint, width: int) -> None:
+    """Add a point behind others, or merge it into the last where both share their interval."""
+    if points and points[-1].step // width == new.step // width:
+        points[-1] = points[-1].merged(new)
+    else:
         points.append(new)
-        while len(self._points) > MOST:
-            self._halve()
-
-    def points(self) -> list[Point]:
-        """The points so far, in order of steps."""
-        return list(self._points)
-
-    def _halve(self) -> None:
-        """Let twice as many steps share a point."""
-        self._width *= 2
-        merged: list[Point] = []
-        for point in self._points:
-            if merged and merged[-1].step // self._width == point.step // self._width:
-                merged[-1] = merged[-1].merged(point)
-            else:
-                merged.append(point)
-        self._points = merged

@@ -1,25 +1,28 @@
-"""How two runs differ: tensor by tensor, and from which step of their records on."""
+"""How two runs differ: tensor by tensor, and from which step of their records on; as a table and as
+a figure.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 from torch import Tensor
 
-# What two equal runs record alike; seconds, speed and time of day differ in any case.
-FIGURES = {
-    "step": ("loss", "accuracy", "learning_rate", "rows"),
-    "evaluation": ("split", "loss", "noisy", "accuracy", "rows"),
-    "digest": ("digest",),
-}
+from hpctrain.report.fields import Record, deterministic_fields
+from hpctrain.report.figures import BLUE, empty_figure, save
+from hpctrain.report.tables import make_console
+from hpctrain.text import printable
 
-
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_TENSORS, MOST_PROBLEMS = 30, 6  # lines of a comparison
+MOST_BARS = 1000
 UNSIGNED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)  # no number with a sign bit of its own
 
 
@@ -69,7 +72,7 @@ def _bits(tensor: Tensor) -> Tensor:
     """The bits of each value as whole numbers, (n, 1), of complex ones (n, 2)."""
     tensor = _flat(tensor)
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor[:, None]
-    return parts.view(WORDS[parts.itemsize])
+    return parts.view(INTEGERS[parts.itemsize])
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:
@@ -84,58 +87,111 @@ def _ordered(values: np.ndarray) -> np.ndarray:
     return np.where(bits < 0, lowest - bits, bits)
 
 
-def first_difference(
-    a: Iterable[Mapping[str, Any]], b: Iterable[Mapping[str, Any]]
-) -> tuple[int, str] | None:
+Compared = tuple[int, str, dict[str, Any]]  # step, kind of record, deterministic fields
+
+
+def first_difference(a: Iterable[Record], b: Iterable[Record]) -> tuple[int, str] | None:
     """The first step at which two records differ, and in what; None where they do not.
 
-    Looks at the figures that equal runs share: losses, accuracies, learning rates, digests of the
-    steps of which both have one (--digest-every may differ), and last the digest with which both
-    ended.
+    Looks at the fields that equal runs record alike: losses, accuracies, learning rates, digests of
+    the steps of which both have one (--digest-every may differ), and last the digest with which
+    both ended.
     """
     a, b = list(a), list(b)
     shared = _digest_steps(a) & _digest_steps(b)
-    one, other = (list(_figures(records, shared)) for records in (a, b))
+    one, other = (list(_compared(records, shared)) for records in (a, b))
     for left, right in itertools.zip_longest(one, other):
         if left == right:
             continue
         if left is None or right is None or left[:2] != right[:2]:
             step = min(item[0] for item in (left, right) if item is not None)
             return step, f"one has {_name(left)}, the other {_name(right)}"
-        names = FIGURES[left[1]]
-        number = next(i for i, (x, y) in enumerate(zip(left[2], right[2], strict=True)) if x != y)
-        return left[0], f"{left[1]}: {names[number]} {left[2][number]} and {right[2][number]}"
-    (step, left_end), (_, right_end) = _end(a), _end(b)
+        step, kind, values = left
+        name = next(name for name, value in values.items() if value != right[2][name])
+        return step, f"{kind}: {name} {values[name]} and {right[2][name]}"
+    (step, left_end), (_, right_end) = _last_digest(a), _last_digest(b)
     if left_end and right_end and left_end != right_end:
         return step, f"end: digest {left_end} and {right_end}"
     return None
 
 
-def _end(records: Iterable[Mapping[str, Any]]) -> tuple[int, Any]:
-    """The steps and the digest of the last end that has one: launches that left have none."""
-    ends = [(r.get("steps") or 0, r["digest"]) for r in records if _has_digest(r)]
-    return ends[-1] if ends else (0, None)
+def _last_digest(records: Iterable[Record]) -> tuple[int, Any]:
+    """The steps and the digest of the last end that has one: preempted launches have none."""
+    ends = [r for r in records if r["kind"] == "end" and r.get("digest") is not None]
+    return (ends[-1].get("steps") or 0, ends[-1]["digest"]) if ends else (0, None)
 
 
-def _has_digest(record: Mapping[str, Any]) -> bool:
-    return record["kind"] == "end" and record.get("digest") is not None
-
-
-Figure = tuple[int, str, tuple[Any, ...]]  # step, kind of record, values
-
-
-def _digest_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
+def _digest_steps(records: Iterable[Record]) -> set[int]:
     return {record["step"] for record in records if record["kind"] == "digest"}
 
 
-def _figures(records: Iterable[Mapping[str, Any]], digests: set[int]) -> Iterable[Figure]:
-    """The figures of all records; of digests, those of these steps."""
+def _compared(records: Iterable[Record], digests: set[int]) -> Iterable[Compared]:
+    """What is compared of all records; of digests, those of these steps."""
     for record in records:
-        if record["kind"] == "digest" and record["step"] not in digests:
-            continue
-        if names := FIGURES.get(record["kind"]):
-            yield record["step"], record["kind"], tuple(record.get(name) for name in names)
+        kind = record["kind"]
+        names = deterministic_fields(kind)
+        if names and (kind != "digest" or record["step"] in digests):
+            yield record["step"], kind, {name: record.get(name) for name in names}
 
 
-def _name(figure: Figure | None) -> str:
-    return f"{figure[1]} {figure[0]}" if figure else "ended"
+def _name(item: Compared | None) -> str:
+    return f"{item[1]} {item[0]}" if item else "ended"
+
+
+def print_differences(
+    differences: Sequence[Difference],
+    problems: Sequence[str],
+    records: tuple[int, str] | None,
+    notes: Sequence[str],
+) -> None:
+    """Print how two runs differ: tensors that do, then their records, then these lines."""
+    console = make_console()
+    apart = [d for d in differences if d.differing]
+    if apart:
+        console.print(_difference_table(apart[:MOST_TENSORS]))
+    if len(apart) > MOST_TENSORS:
+        console.print(f"and {len(apart) - MOST_TENSORS} more tensors")
+    console.print(f"tensors: {len(differences) - len(apart)} equal, {len(apart)} different")
+    for line in problems[:MOST_PROBLEMS]:
+        console.print(f"tensors: {line}")
+    if len(problems) > MOST_PROBLEMS:
+        console.print(f"tensors: and {len(problems) - MOST_PROBLEMS} more like that")
+    console.print(
+        f"records: {f'differ at step {records[0]}, {records[1]}' if records else 'equal'}"
+    )
+    for line in notes:
+        console.print(line)
+
+
+def _difference_table(differences: Sequence[Difference]) -> Table:
+    table = Table(title="Tensors that differ")
+    for name in ("tensor", "values", "differing", "largest", "relative", "ulp"):
+        table.add_column(name, justify="left" if name == "tensor" else "right")
+    for d in differences:
+        cells = (f"{d.values:,}", f"{d.differing:,}", f"{d.largest:.3g}", f"{d.relative:.3g}")
+        table.add_row(d.name, *cells, "" if d.ulps is None else f"{d.ulps:,}")
+    return table
+
+
+def largest_of_neighbours(values: np.ndarray, count: int) -> np.ndarray:
+    """Of every `count` neighbours in (n,) the one farthest from zero, with its sign."""
+    padded = np.pad(values, (0, -values.size % count)).reshape(-1, count)
+    return np.take_along_axis(padded, np.abs(padded).argmax(1)[:, None], 1)[:, 0]
+
+
+def plot_differences(path: Path, name: str, differences: np.ndarray, title: str) -> None:
+    """A bar for each value's difference, (n,), in the order in which they lie in the tensor; of
+    a large tensor a bar for the largest of several neighbours.
+    """
+    figure = empty_figure(8, 3.5)
+    axes = figure.subplots()
+    step = -(-differences.size // MOST_BARS)
+    bars = largest_of_neighbours(differences, step)
+    axes.bar((np.arange(bars.size) + 0.5) * step - 0.5, bars, width=step, color=BLUE)
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xlim(-0.5, differences.size - 0.5)
+    label = f"value of {printable(name, newlines=False)} (0 to {differences.size - 1:,})"
+    axes.set_xlabel(label, parse_math=False)
+    axes.set_ylabel("difference" if step == 1 else f"largest difference among {step:,} values")
+    axes.set_title(printable(title, newlines=False), fontsize=10, parse_math=False)
+    save(figure, path)

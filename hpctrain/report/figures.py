@@ -1,17 +1,25 @@
-"""Figures by matplotlib, which is an extra: pip install 'hpctrain[plot]'. No display is needed."""
+"""Figures by matplotlib, an extra: pip install 'hpctrain[plot]'. No display is needed. What all
+figures share, and the confusion matrix of ``plot --confusion``.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
-from hpctrain.text import printable
+from hpctrain.report.find import evaluation_file
+from hpctrain.strictjson import parse_json
+from hpctrain.text import printable, told_apart
 
 BLUE, VERMILLION = "#0072b2", "#d55e00"  # of the colour-blind-safe palette of Okabe and Ito
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -25,6 +33,10 @@ FONTS = {  # points
     "ytick.labelsize": 8,
     "legend.fontsize": 9,
 }
+
+NUMBERED = 16  # classes whose counts still fit their cells
+CELL = 0.34  # inches of one of these
+NAMED = 40  # classes whose names still fit an axis
 
 
 def empty_figure(width: float, height: float) -> Any:
@@ -99,3 +111,88 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
         name if names.count(name) == 1 else f"{folder.resolve().parent.name}/{name}"
         for name, folder in zip(names, folders, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class ConfusionMatrix:
+    """The predictions of one network over one split."""
+
+    name: str
+    split: str
+    classes: tuple[str, ...]  # K
+    counts: np.ndarray  # (K, K): images of true class i predicted as class j
+
+
+def read_confusion(folder: Path, name: str, split: str) -> ConfusionMatrix:
+    """The confusion matrix that a run, or ``evaluate --output``, left in the run's folder.
+
+    Raises UsageError where there is none.
+    """
+    path = evaluation_file(folder, split)
+    try:
+        found = parse_json(path.read_bytes())
+        counts, classes = found["confusion"], tuple(map(str, found["classes"]))
+        if counts is None:
+            raise UsageError(f"{name} restores images: it has no confusion matrix")
+        matrix = np.array(counts, np.int64)
+        if matrix.shape != (len(classes), len(classes)):
+            raise ValueError(f"{matrix.shape} counts of {len(classes)} classes")
+        if matrix.min(initial=0) < 0:
+            raise ValueError("counts below 0")
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{name} has no metrics of the split {split}; this makes them: hpctrain evaluate"
+            f" {shlex.quote(str(folder))} --split {split} --output {shlex.quote(str(path))}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise UsageError(
+            f"{path} is not what hpctrain evaluate --output writes: {error}"
+        ) from error
+    return ConfusionMatrix(name, split, classes, matrix)
+
+
+def plot_confusion(networks: Sequence[ConfusionMatrix]) -> Any:
+    """A figure with the matrix of each network: shades are shares of the true class, numbers are
+    images.
+    """
+    columns = columns_for(len(networks), 3)
+    rows = -(-len(networks) // columns)
+    most = max(len(network.classes) for network in networks)
+    side = max(3.2, CELL * most + 1.0) if most <= NUMBERED else 6.0
+    figure = empty_figure(side * columns, (side + 0.5) * rows + 0.6)
+    cells = figure.add_gridspec(rows, columns)
+    panels = [figure.add_subplot(cells[divmod(i, columns)]) for i in range(len(networks))]
+    for axes, network in zip(panels, networks, strict=True):
+        image = _draw_matrix(axes, network)
+    label = "share of the true class (%)"
+    figure.colorbar(image, ax=panels, label=label, location="bottom", shrink=0.6, aspect=30)
+    return figure
+
+
+def _draw_matrix(axes: Any, network: ConfusionMatrix) -> Any:
+    counts, many = network.counts, len(network.classes)
+    shares = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    from matplotlib.colors import PowerNorm
+
+    shade = PowerNorm(0.5, 0, 100)  # rare confusions are seen too
+    image = axes.imshow(shares, cmap="Blues", norm=shade)
+    if many <= NUMBERED:
+        size = 7 if counts.max() < 10_000 else 6
+        for (i, j), count in np.ndenumerate(counts):
+            if count:
+                ink = "white" if shares[i, j] > 35 else "black"
+                axes.text(j, i, f"{count}", ha="center", va="center", color=ink, fontsize=size)
+    if many <= NAMED:
+        labels = [wrapped(name, 22, 1)[0] for name in told_apart(network.classes)]
+        turned = 90 if max(map(len, labels)) > 3 else 0
+        axes.set_xticks(range(many), labels, rotation=turned, parse_math=False)
+        axes.set_yticks(range(many), labels, parse_math=False)
+    if NUMBERED < many <= NAMED:
+        axes.tick_params(labelsize=6)
+    number = "" if many <= NAMED else " (number)"
+    axes.set_xlabel(f"predicted class{number}")
+    axes.set_ylabel(f"true class{number}")
+    right = 100 * np.trace(counts) / max(counts.sum(), 1)
+    title = [*wrapped(network.name, 40, 3), f"{network.split}: {right:.2f} % of {counts.sum():,}"]
+    axes.set_title("\n".join(title), parse_math=False)
+    return image

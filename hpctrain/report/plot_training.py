@@ -1,24 +1,31 @@
-"""The figure of ``plot``: for every network accuracy by epoch above loss by epoch.
+"""The figure of ``plot``: for every network a panel of accuracy by epoch, below it one of loss, and
+one for each other field of steps that has a label (``fields.py``) and was recorded.
 
 Training is a line, validation are dots. All networks share their axes, so that they compare.
+Epochs count on from 0, so that the third epoch lies between 2 and 3. Training is shown by epoch,
+each mean at the epoch's end; where fewer than two epochs have one, by step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hpctrain.report.curve import Curve
+from hpctrain.report.fields import LABELS
 from hpctrain.report.figures import BLUE, VERMILLION, columns_for, empty_figure, wrapped
-from hpctrain.report.plot_data import Curves, Points
+from hpctrain.report.history import Metrics, find_outcome
+from hpctrain.report.record import read_history
 from hpctrain.text import printable
 
 LARGE = (6.0, 2.7)  # inches of a panel of one network alone
 SMALL = (2.5, 1.4)
 LEGEND = 0.35
-HEAD = 0.75  # above and below a pair of panels
+HEAD = 0.75  # above and below the panels of a network
 DIVERGED = 20  # a loss so many times that of the beginning needs a logarithmic axis
 FEW = 100  # validations whose dots do not crowd
 STEPS = [1, 2, 5, 10]  # between numbers of an axis, times a power of ten
@@ -29,76 +36,130 @@ DOTS: dict[str, Any] = {
     "markeredgecolor": "black",
     "markeredgewidth": 0.4,
 }
+PANELS = ["accuracy", "loss", *(name for name in LABELS if name not in ("accuracy", "loss"))]
 
 
-def plot_training(networks: Sequence[Curves]) -> Any:
+@dataclass(frozen=True)
+class RunCurves:
+    """The curves of one run by field, each (n, 2) float64: epochs and values; only those with
+    values. Accuracies are in percent.
+    """
+
+    name: str
+    status: str  # done, stopped, preempted, failed, not finished
+    reason: str | None
+    training: dict[str, np.ndarray]
+    validation: dict[str, np.ndarray]
+    test: Metrics
+
+    @property
+    def panels(self) -> list[str]:
+        """The fields with a curve, in the order in which they are drawn."""
+        return [name for name in PANELS if name in self.training or name in self.validation]
+
+
+def read_curves(folder: Path, name: str) -> RunCurves:
+    """The curves of the run in `folder`, which is to be called `name`. UsageError."""
+    history = read_history(folder, strict=True)
+    per_epoch = history.steps_per_epoch()
+    training = {
+        field: _values(epochs, field, 1)
+        if len((epochs := history.epoch_curves[field]).points) > 1
+        else _values(history.step_curves[field], field, per_epoch)
+        for field in LABELS
+    }
+    splits = history.split_curves.get("validation", {})
+    validation = {field: _values(curve, field, per_epoch) for field, curve in splits.items()}
+    outcome = find_outcome(folder, history)
+    return RunCurves(
+        name,
+        outcome.status or "not finished",
+        outcome.reason,
+        {field: curve for field, curve in training.items() if len(curve)},
+        {field: curve for field, curve in validation.items() if len(curve)},
+        history.test,
+    )
+
+
+def _values(curve: Curve, field: str, per_epoch: float) -> np.ndarray:
+    """(n, 2): epochs and values."""
+    factor = 100 if field == "accuracy" else 1
+    points = [(point.step / per_epoch, factor * point.mean) for point in curve.points]
+    return np.array(points, np.float64).reshape(-1, 2)
+
+
+def plot_training(networks: Sequence[RunCurves]) -> Any:
     """A figure with the panels of each network, each of which has something to show."""
     columns = columns_for(len(networks))
     across, high = LARGE if len(networks) == 1 else SMALL
-    panels = 2 if any(network.has_accuracy for network in networks) else 1
+    panels = max(len(network.panels) for network in networks)
     rows = -(-len(networks) // columns)
     figure = empty_figure(0.6 + across * columns, LEGEND + rows * (HEAD + panels * high))
     cells = figure.add_gridspec(rows * panels, columns)
-    limits = {kind: Limits(networks, kind) for kind in {n.has_accuracy for n in networks}}
+    limits = {kind: Limits(networks, kind) for kind in {_classifies(n) for n in networks}}
     for number, network in enumerate(networks):
         row, column = divmod(number, columns)
-        names = [name for name, shown in _panels(network) if shown]
-        first, each = row * panels, panels // len(names)
+        first, each = row * panels, panels // len(network.panels)
         axes = {
             name: figure.add_subplot(cells[first + i * each : first + (i + 1) * each, column])
-            for i, name in enumerate(names)
+            for i, name in enumerate(network.panels)
         }
-        kind = network.has_accuracy
-        outer = column == 0 or networks[number - 1].has_accuracy != kind
+        kind = _classifies(network)
+        outer = column == 0 or _classifies(networks[number - 1]) != kind
         _draw(axes, network, limits[kind], outer, wide=len(networks) == 1)
     _legend(figure, networks)
     return figure
 
 
-def _panels(network: Curves) -> list[tuple[str, bool]]:
-    return [("accuracy", network.has_accuracy), ("loss", network.has_loss)]
+def _classifies(network: RunCurves) -> bool:
+    return "accuracy" in network.panels
 
 
 class Limits:
-    """What the axes of all networks share, those of loss where they learn the same task."""
+    """The limits of axes that all networks of a task share."""
 
-    def __init__(self, networks: Sequence[Curves], classify: bool) -> None:
-        every = [
-            curve
-            for n in networks
-            for curve in (n.loss, n.validation_loss, n.accuracy, n.validation_accuracy)
-        ]
-        self.epochs = max((float(curve.x.max()) for curve in every if curve.x.size), default=1.0)
-        alike = [n for n in networks if n.has_accuracy == classify]
-        curves = [curve for n in alike for curve in (n.loss, n.validation_loss) if curve.shown]
-        values = [curve.y[np.isfinite(curve.y)] for curve in curves]
-        losses = np.concatenate([*values, np.empty(0)])
-        top, positive = losses.max(initial=0.0), losses[losses > 0]
-        self.log = bool(values and top > DIVERGED * np.median([each[0] for each in values]))
-        low = positive.min() / 1.5 if self.log else min(0.0, losses.min(initial=0.0))
-        self.loss = (float(low), float(top * (1.5 if self.log else 1.05)) or 1.0)
-        self.name = "loss (cross-entropy)" if classify else "loss (mean squared error)"
+    def __init__(self, networks: Sequence[RunCurves], classify: bool) -> None:
+        curves = [c for n in networks for c in (*n.training.values(), *n.validation.values())]
+        self.epochs = max((float(curve[:, 0].max()) for curve in curves), default=1.0)
+        self._alike = [n for n in networks if _classifies(n) == classify]
+        losses = self._curves("loss")
+        top = max((curve.max() for curve in losses), default=0.0)
+        self.log = bool(losses) and top > DIVERGED * np.median([curve[0] for curve in losses])
+        self.loss_label = f"loss ({'cross-entropy' if classify else 'mean squared error'})"
+
+    def of(self, name: str) -> tuple[float, float]:
+        """The least and the greatest value of an axis."""
+        values = np.concatenate([*self._curves(name), np.empty(0)])
+        top = float(values.max(initial=0.0))
+        if name == "loss" and self.log:
+            return float(values[values > 0].min()) / 1.5, top * 1.5
+        return min(0.0, float(values.min(initial=0.0))), 1.05 * top or 1.0
+
+    def _curves(self, name: str) -> list[np.ndarray]:
+        sources = [source for n in self._alike for source in (n.training, n.validation)]
+        return [source[name][:, 1] for source in sources if name in source]
 
 
 def _draw(
-    panels: Mapping[str, Any], network: Curves, limits: Limits, outer: bool, wide: bool
+    panels: Mapping[str, Any], network: RunCurves, limits: Limits, outer: bool, wide: bool
 ) -> None:
-    """The panels of one network, by name; `outer` ones have the numbers of their vertical axes."""
+    """The panels of one network, by field; `outer` ones have the numbers of their vertical axes."""
     from matplotlib.ticker import MaxNLocator
 
-    if accuracy := panels.get("accuracy"):
-        accuracy.set_ylim(0, 100)
-        accuracy.set_yticks(range(0, 101, 20 if wide else 25))
-        _curves(accuracy, network.accuracy, network.validation_accuracy)
-        _outer(accuracy, "accuracy (%)", outer)
-    if loss := panels.get("loss"):
-        if limits.log:
-            loss.set_yscale("log")
-        loss.set_ylim(*limits.loss)
-        _curves(loss, network.loss, network.validation_loss)
-        _outer(loss, limits.name, outer)
     first, *_, last = [*panels.values()] * 2
-    for axes in panels.values():
+    for name, axes in panels.items():
+        if name == "accuracy":
+            axes.set_ylim(0, 100)
+            axes.set_yticks(range(0, 101, 20 if wide else 25))
+        else:
+            if name == "loss" and limits.log:
+                axes.set_yscale("log")
+            axes.set_ylim(*limits.of(name))
+        _draw_curves(axes, network.training.get(name), network.validation.get(name))
+        if outer:
+            axes.set_ylabel(limits.loss_label if name == "loss" else LABELS[name])
+        else:
+            axes.tick_params(which="both", labelleft=False)
         axes.set_xlim(0, limits.epochs * 1.02)
         whole = limits.epochs >= 3
         axes.xaxis.set_major_locator(MaxNLocator(10 if wide else 5, steps=STEPS, integer=whole))
@@ -107,43 +168,37 @@ def _draw(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     last.set_xlabel("epoch", labelpad=2)
-    lines = [*wrapped(network.name, 80 if wide else 30, 3), outcome(network)]
+    lines = [*wrapped(network.name, 80 if wide else 30, 3), summary(network)]
     first.set_title(printable("\n".join(lines)), parse_math=False)
 
 
-def _outer(axes: Any, label: str, outer: bool) -> None:
-    if outer:
-        axes.set_ylabel(label)
-    else:
-        axes.tick_params(which="both", labelleft=False)
-
-
-def _curves(axes: Any, training: Points, validation: Points) -> None:
+def _draw_curves(axes: Any, training: np.ndarray | None, validation: np.ndarray | None) -> None:
     """A line and dots, which may reach over the edge of the panel: 100 % is at its edge."""
-    if training.shown:
-        alone = int(np.isfinite(training.y).sum()) == 1  # a line of one point would not be seen
+    if training is not None:
+        alone = len(training) == 1  # a line of one point would not be seen
         marker = {"marker": "s", "markersize": 4} if alone else {}
-        axes.plot(training.x, training.y, color=BLUE, linewidth=1.3, clip_on=False, **marker)
-    if validation.shown:
-        size = 4.0 if validation.x.size <= FEW else 2.4
-        axes.plot(validation.x, validation.y, clip_on=False, zorder=3, **DOTS, markersize=size)
+        axes.plot(*training.T, color=BLUE, linewidth=1.3, clip_on=False, **marker)
+    if validation is not None:
+        size = 4.0 if len(validation) <= FEW else 2.4
+        axes.plot(*validation.T, clip_on=False, zorder=3, **DOTS, markersize=size)
 
 
-def _legend(figure: Any, networks: Sequence[Curves]) -> None:
+def _legend(figure: Any, networks: Sequence[RunCurves]) -> None:
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], color=BLUE, linewidth=1.3, label="training")]
-    if any(n.validation_loss.shown or n.validation_accuracy.shown for n in networks):
+    if any(network.validation for network in networks):
         lines.append(Line2D([], [], **DOTS, markersize=4, label="validation"))
     figure.legend(handles=lines, loc="outside upper center", ncols=2, frameon=False)
 
 
-def outcome(network: Curves) -> str:
-    """How the network's training ended, and what its test gave, in a few words."""
+def summary(network: RunCurves) -> str:
+    """How the network's training ended, and its test, in a few words."""
+    loss, accuracy = network.test
     found = ""
-    if math.isfinite(network.test_accuracy):
-        found = f"test accuracy {network.test_accuracy:.2f} %"
-    elif math.isfinite(network.test_loss):
-        found = f"test loss {network.test_loss:.4g}"
+    if accuracy is not None:
+        found = f"test accuracy {100 * accuracy:.2f} %"
+    elif loss is not None:
+        found = f"test loss {loss:.4g}"
     status = "" if network.status == "done" and found else network.status
     return ", ".join(filter(None, [status, found]))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.report.bar import Bar
 
 Record = dict[str, Any]
-BEGAN = {"done": "Done in", "stopped": "Stopped after", "left": "Left after"}
+BEGAN = {"done": "Done in", "stopped": "Stopped after", "preempted": "Preempted after"}
 SMOOTHING = 0.1  # weight of the newest step in the bar's images/s
 
 
@@ -45,7 +45,7 @@ class Display:
         self._phase = ""  # what is done between steps
         self._evaluations: dict[str, Record] = {}  # the last of each split
 
-    def put(self, record: Record) -> None:
+    def write(self, record: Record) -> None:
         """Show one record, where its kind is shown."""
         if self._silent:
             return
@@ -232,7 +232,7 @@ def summary_lines(record: Record, evaluations: dict[str, Record]) -> list[str]:
         results[split] = f"{split} {name} {_short(last[name])}"
     first = [f"{began} {duration(record['seconds'])}", reason, results.pop("test", None)]
     lines = [_joined(first, ": "), "  " + _joined(list(results.values()))][: 1 + bool(results)]
-    if record["status"] in ("stopped", "left"):
+    if record["status"] in ("stopped", "preempted"):
         lines.append("  the same command goes on")
     return lines
 

@@ -1,231 +1,237 @@
-"""The recorder of a run: one object that writes and shows what happens, on rank 0 alone.
+"""Reading the record of a run: its lines, its history, and taking out what came after a checkpoint.
 
-It makes each record once and hands it to the file (``jsonlines.py``, where the format stands),
-the display (``progress.py``) and, on request, TensorBoard (``tensorboard.py``).
+Whoever reads or shortens ``progress.jsonl`` does it here, so damage is met in one place: a line
+that was cut off by a kill or a full disk, foreign bytes, values that a field cannot hold (checked
+by ``fields.parse_record``), a line longer than `LONGEST_LINE`. Each becomes one UsageError that
+names the file and the line. Memory is bounded by the longest line.
+
+Writers append whole lines (``recorder.RecordFile``), so a killed one can only leave its last line
+without an end. Readers skip that line, and the next writer cuts it off.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, BinaryIO
 
-from hpctrain.errors import Failure, RunError
-from hpctrain.report.costs import Costs
-from hpctrain.report.jsonlines import FILE_NAME, RecordFile, read_records
+from hpctrain.errors import UsageError
+from hpctrain.files import open_regular, write_whole
+from hpctrain.report.fields import Record, parse_record
+from hpctrain.report.history import RunHistory
 
-if TYPE_CHECKING:
-    import numpy as np
+FILE_NAME = "progress.jsonl"
+BEGINNING = b'{"kind": '  # of every line
+LONGEST_LINE = 1 << 20  # bytes; writers keep to it, readers refuse longer ones
+BLOCK = 1 << 16  # bytes read at a time when looking for the last whole line
+SAMPLE = 8000  # steps that are decoded in one reading of a long record, about
+NEAR_END = 1 << 16  # bytes at the end of which every step is decoded
+STEP_BYTES = 350  # of a step's line, about
+KNOWN_BYTES = 64  # before the position that must still be there
+STEP, DIGEST = BEGINNING + b'"step"', BEGINNING + b'"digest"'
 
-    from hpctrain.report.progress import Display
-    from hpctrain.report.tensorboard import Events
 
-__all__ = ["Recorder", "read_records"]
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run, in order; `path` is its folder or its ``progress.jsonl``.
 
-FORMAT = 1
-SET_HERE = {"kind", "time", "format", "nonfinite"}  # fields a caller's facts must not replace
+    A last line without an end (its writer was killed, or is at work) is skipped. UsageError, while
+    iterating, for a file that is missing or is not such a record, and for a damaged line.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            for number, line in enumerate(read_lines(file, path), start=1):
+                yield decode(line, number, path)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
 
 
-class Sink(Protocol):
-    """What a recorder hands its records to: the file, the display, TensorBoard.
+def read_lines(file: BinaryIO, path: Path, number: int = 0) -> Iterator[bytes]:
+    """Yield whole lines, newline included, of which `number` came before. UsageError for one that
+    is longer than `LONGEST_LINE`, and for a first one that cannot become a record's.
+    """
+    for line in iter(partial(file.readline, LONGEST_LINE + 1), b""):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise damage_error(path, number, f"it is longer than {LONGEST_LINE:,} bytes")
+        if line.endswith(b"\n"):
+            yield line
+        elif number == 1 and not line.startswith(BEGINNING[: len(line)]):
+            raise damage_error(path, number, "no JSON object with a kind")
 
-    A record's time is still a number there (seconds since 1970): a step happens often.
+
+def decode(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    """The record in line `number` of `path`. UsageError, which names the line and what is wrong
+    with it.
+    """
+    try:
+        return parse_record(line)
+    except ValueError as error:
+        raise damage_error(path, number, str(error)) from error
+
+
+def damage_error(path: Path, number: int, why: str) -> UsageError:
+    """What to raise for a line that cannot be read."""
+    if number > 1:
+        return UsageError(f"{path}, line {number} is no line of a record: {why}")
+    return UsageError(
+        f"{path} is not the record of a run: line {number}: {why};"
+        f" name a run's folder or its {FILE_NAME}"
+    )
+
+
+class HistoryReader:
+    """Keeps the history of the run in a folder; `poll` reads what was added to its record.
+
+    `steps` is "all", "sampled" (of very many steps at once only every n-th is decoded, and those
+    near the end) or "none". Damaged lines are counted and skipped, or with `strict` nothing is
+    read after the first.
+
+    Works on files of other machines too: nothing is asked of the file system but open, fstat and
+    read. A resumed launch replaces the record by a shorter one (`truncate_record`): the bytes
+    before the position are then others (times are in them), and the record is read anew.
     """
 
-    def put(self, record: dict[str, Any]) -> None: ...
+    def __init__(self, folder: Path, steps: str = "all", strict: bool = False) -> None:
+        self.path, self._steps, self._strict = folder / FILE_NAME, steps, strict
+        self.problem: str | None = None  # why the record cannot be read, as it stands
+        self.version = 0  # grows with every change
+        self.decoded = 0  # lines, in all
+        self._rewind()
 
-    def close(self) -> None: ...
+    def poll(self) -> bool:
+        """Read what was added; whether anything changed."""
+        before = (self.version, self.problem)
+        try:
+            with open(self.path, "rb", opener=open_regular) as file:  # anew: NFS asks its server
+                self._read(file)
+        except FileNotFoundError:
+            if self._size:
+                self._restart()
+            self.problem = None
+        except OSError as error:
+            self.problem = f"cannot read {self.path}: {error.strerror}"
+        except UsageError as error:
+            self.problem = str(error)
+        return (self.version, self.problem) != before
+
+    def _rewind(self) -> None:
+        self.history = RunHistory()
+        self._size = 0  # of the file, when it was read last
+        self._position = 0  # behind the last whole line that was read
+        self._tail = b""  # the bytes before that
+        self._lines = self._step_lines = 0
+        self._is_record = False  # by its first line
+
+    def _restart(self) -> None:
+        self._rewind()
+        self.version += 1
+
+    def _read(self, file: BinaryIO) -> None:
+        size, start = os.fstat(file.fileno()).st_size, self._position - len(self._tail)
+        if os.pread(file.fileno(), len(self._tail), start) != self._tail:
+            self._restart()
+        elif size == self._size or (self._strict and self.history.damage):
+            return  # nothing new, or the same line without an end
+        self.problem = None
+        self._size = size
+        file.seek(self._position)
+        every = 1 + (size - self._position) // STEP_BYTES // SAMPLE
+        for line in read_lines(file, self.path, self._lines):
+            self._lines += 1
+            self._position += len(line)
+            self._tail = (self._tail + line)[-KNOWN_BYTES:]
+            self.version += 1
+            if not self._is_skipped(line, every if size - self._position > NEAR_END else 1):
+                self._add(line)
+                if self._strict and self.history.damage:
+                    return
+
+    def _is_skipped(self, line: bytes, every: int) -> bool:
+        """Whether this is the line of a step, or its digest, that need not be decoded."""
+        if self._steps == "all" or not line.startswith((STEP, DIGEST)):
+            return False
+        if line.startswith(DIGEST):
+            return True
+        self._step_lines += 1
+        is_between = bool(self._step_lines % every and self.history.launch.first_step)
+        return is_between or self._steps == "none"
+
+    def _add(self, line: bytes) -> None:
+        if not self._is_record and not line.startswith(BEGINNING):
+            raise damage_error(self.path, self._lines, "no JSON object with a kind")
+        self._is_record = True
+        self.decoded += 1
+        try:
+            self.history.add(decode(line, self._lines, self.path))
+        except UsageError as error:  # lost in a power failure
+            self.history.damaged_lines += 1
+            self.history.damage = self.history.damage or str(error)
 
 
-class Recorder:
-    """Writes what happens in a run to its folder and shows it on standard output.
-
-    Rank 0 gives the folder of the run. All other ranks give None, and then nothing is written or
-    shown, so that a training loop calls the same methods on every rank.
-
-    `progress` is "bar" (a live bar, even where output is piped), "plain" (a line per epoch),
-    "none", or "auto" (the bar where the output reaches a terminal, else plain); `tensorboard` adds
-    an event file, in which steps after `done` are told anew. Methods raise RunError when a line
-    cannot be written (disk full); that happens once, later lines are dropped. Leaving a ``with``
-    block by an exception records end: failed.
+def read_history(folder: Path, steps: str = "all", strict: bool = False) -> RunHistory:
+    """The history of the run in a folder, as far as its record can be read; nothing where it has
+    not begun. With `strict` UsageError for a record that is missing or damaged.
     """
-
-    def __init__(
-        self,
-        folder: Path | None,
-        progress: str = "auto",
-        tensorboard: bool = False,
-        done: int = 0,
-    ) -> None:
-        self._sinks: list[Sink] = []
-        self._started = 0.0  # when the run line was written; 0 = not yet
-        self._ended = False
-        self._costs = Costs()
-        self._events: Events | None = None
-        self._display: Display | None = None
-        if folder is None:
-            return
-        if tensorboard:
-            from hpctrain.report.tensorboard import Events
-
-            self._events = Events(folder, done)
-            self._sinks.append(self._events)
-        self._sinks.insert(0, RecordFile(folder / FILE_NAME))
-        if progress != "none":
-            from hpctrain.report.progress import Display
-
-            self._display = Display(folder, progress)
-            self._sinks.append(self._display)
-
-    def run(self, facts: Mapping[str, Any]) -> None:
-        """Describe the run: the first line. `facts` is written as it is; a header is shown.
-
-        The display knows name, model, parameters, ranks, shards, batch_size, epochs,
-        steps_per_epoch, rows {split: number}, pack, device, precision, threads, mpi, hosts [...];
-        all may be missing.
-        """
-        self._started = time.monotonic()
-        self._costs.know(facts)
-        self._put("run", {"format": FORMAT, **_checked(facts)})
-
-    def step(
-        self,
-        epoch: int,
-        step: int,
-        loss: float,
-        accuracy: float | None,
-        learning_rate: float,
-        images_per_second: float,
-        seconds: Mapping[str, float],
-        slowest_rank: int | None,
-        rows: int,
-    ) -> None:
-        """Record one update: means over the mini-batch of all ranks, seconds by phase."""
-        fields = {
-            "epoch": epoch,
-            "step": step,
-            "loss": loss,
-            "accuracy": accuracy,
-            "learning_rate": learning_rate,
-            "images_per_second": images_per_second,
-            "slowest_rank": slowest_rank,
-            "rows": rows,
-            "seconds": dict(seconds),
-        }
-        self._costs.add(seconds, slowest_rank)
-        self._put("step", fields)
-
-    def epoch(
-        self,
-        epoch: int,
-        loss: float,
-        accuracy: float | None,
-        images_per_second: float,
-        seconds: float,
-    ) -> None:
-        """Record the means over an epoch, weighted by rows (the caller computes them)."""
-        fields = {
-            "epoch": epoch,
-            "loss": loss,
-            "accuracy": accuracy,
-            "images_per_second": images_per_second,
-            "seconds": seconds,
-        }
-        self._put("epoch", fields)
-
-    def evaluation(
-        self,
-        epoch: int,
-        step: int,
-        split: str,
-        loss: float,
-        accuracy: float | None,
-        rows: int,
-        seconds: float,
-        **means: float,
-    ) -> None:
-        """Record means over all rows of a split, computed with the weights after `step`; a task
-        may have others than loss and accuracy.
-        """
-        fields = {
-            "epoch": epoch,
-            "step": step,
-            "split": split,
-            "loss": loss,
-            "accuracy": accuracy,
-            **means,
-            "rows": rows,
-            "seconds": seconds,
-        }
-        self._put("evaluation", fields)
-
-    def picture(self, name: str, step: int, image: np.ndarray) -> None:
-        """Show an image (H, W, 3) of bytes after `step` in TensorBoard; the record has none."""
-        if self._events is not None:
-            self._events.picture(name, step, image)
-
-    def phase(self, text: str) -> None:
-        """Say on the live bar what is done now, besides steps; the record has none."""
-        if self._display is not None:
-            self._display.phase(text)
-
-    def digest(self, step: int, digest: str) -> None:
-        """Record the digest of weights and optimizer after `step`, which all ranks share."""
-        self._put("digest", {"step": step, "digest": digest})
-
-    def flush(self) -> None:
-        """Write to the file what waits to be written."""
-        for sink in self._sinks:
-            if isinstance(sink, RecordFile):
-                sink.flush()
-
-    def note(self, text: str) -> None:
-        """Record a line for the reader of the log."""
-        self._put("note", {"text": text})
-
-    def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
-        """Record how the run ended ("done", "stopped", "failed"), where the time of its steps went,
-        and show a short summary.
-        """
-        self._ended = True
-        seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
-        fields = {"status": status, "reason": reason, "seconds": seconds, **self._costs.facts()}
-        self._put("end", {**fields, **_checked(facts)})
-
-    def close(self) -> None:
-        """Write what is pending and close the file; harmless when repeated."""
-        with ExitStack() as stack:  # closes all, whichever fails
-            for sink in self._sinks:
-                stack.callback(sink.close)
-            self._sinks, self._events = [], None
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        name = "" if isinstance(error, Failure) else type(error).__name__
-        with suppress(RunError):  # the error under way matters more than its record
-            if self._started and not self._ended:
-                self.end("failed", ": ".join(filter(None, [name, str(error)])))
-        with suppress(RunError):
-            self.close()
-
-    def _put(self, kind: str, fields: dict[str, Any]) -> None:
-        if self._sinks:
-            record = {"kind": kind, "time": time.time(), **fields}
-            for sink in self._sinks:
-                sink.put(record)
+    reader = HistoryReader(folder, steps, strict)
+    reader.poll()
+    problem = reader.problem or reader.history.damage
+    if strict and (problem or not reader.path.exists()):
+        raise UsageError(problem or f"cannot read {reader.path}: No such file or directory")
+    return reader.history
 
 
-def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
-    taken = SET_HERE.intersection(facts)
-    if taken:
-        raise ValueError(f"the recorder itself sets {', '.join(sorted(taken))}")
-    return dict(facts)
+def is_done(folder: Path) -> bool:
+    """Whether the last launch of a run did all its epochs."""
+    return read_history(folder, "none").outcome.status == "done"
+
+
+def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None:
+    """Take out of a run's record what came after `step` steps and `epoch` epochs were done, the
+    last validation after step `validated`: the resumed launch records it again. So it does the
+    digest of that step, the test, and that the run was done. The rest stays, byte for byte, up to
+    the first damaged line.
+    """
+    path = folder / FILE_NAME
+    if not path.exists():
+        return
+    kept = []
+    with open(path, "rb", opener=open_regular) as file:
+        try:
+            for number, line in enumerate(read_lines(file, path), start=1):
+                if not _is_recorded_again(decode(line, number, path), step, epoch, validated):
+                    kept.append(line)
+        except UsageError:
+            pass  # cut off, or lost in a power failure: what follows cannot be trusted
+    write_whole(path, b"".join(kept))
+
+
+def _is_recorded_again(record: Record, step: int, epoch: int, validated: int) -> bool:
+    match record["kind"]:
+        case "step":
+            return bool(record["step"] > step)
+        case "digest":
+            return bool(record["step"] >= step)
+        case "evaluation":
+            return record["split"] != "validation" or bool(record["step"] > validated)
+        case "epoch":
+            return bool(record["epoch"] > epoch)
+        case "end":
+            return bool(record["status"] == "done")
+    return False
+
+
+def cut_torn_line(descriptor: int) -> None:
+    """Shorten a file to its last newline."""
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - BLOCK)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)

@@ -1,10 +1,13 @@
-"""Tables for a reader: what an evaluation found, by class."""
+"""What evaluate and predict leave: tables by class on the terminal, metrics as JSON, predictions as
+CSV.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +16,22 @@ from rich.table import Table
 
 from hpctrain.console import Console, styled
 from hpctrain.errors import RunError
-from hpctrain.files import write_whole
+from hpctrain.files import as_text, whole_file, write_whole
 from hpctrain.report.bar import terminal_columns
-from hpctrain.report.differences import Difference
-from hpctrain.text import told_apart
+from hpctrain.text import csv_cell, say, told_apart
 
-MOST_TENSORS, MOST_PROBLEMS = 30, 6  # lines of a comparison
 WIDEST = 12  # classes of a confusion matrix that still fits a terminal
 
 
-def write_json(path: Path, figures: dict[str, Any]) -> None:
-    """Write figures as one JSON object, whole or not at all."""
+def write_json(path: Path, metrics: dict[str, Any]) -> None:
+    """Write metrics as one JSON object, atomically. RunError."""
     try:
-        write_whole(path, json.dumps(figures, indent=1) + "\n")
+        write_whole(path, json.dumps(metrics, indent=1) + "\n")
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _console() -> Console:
+def make_console() -> Console:
     """Plain text of a fixed width unless a person looks: mpirun gives ranks terminals anyway."""
     columns = terminal_columns()
     plain = columns is None
@@ -38,20 +39,20 @@ def _console() -> Console:
 
 
 def print_evaluation(
-    figures: dict[str, Any], confusion: np.ndarray | None, classes: tuple[str, ...], split: str
+    metrics: dict[str, Any], confusion: np.ndarray | None, classes: tuple[str, ...], split: str
 ) -> None:
-    """Print the figures of a split; with a confusion matrix (K, K) that and the per-class table."""
-    console, classes = _console(), told_apart(classes)
+    """Print the metrics of a split; with a confusion matrix (K, K) that and the per-class table."""
+    console, classes = make_console(), told_apart(classes)
     if confusion is None:
-        errors = [figures["loss"], figures["noisy"]]
+        errors = [metrics["loss"], metrics["noisy"]]
         after, before = (f"{e:.5f} ({psnr(e):.1f} dB)" for e in errors)
         text = f"mean squared error {after}, of the noisy images {before}"
     else:
         console.print(_class_table(confusion, classes))
         few = len(classes) <= WIDEST
         console.print((_confusion_table if few else _mistakes_table)(confusion, classes))
-        text = f"loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.4f}"
-    console.print(f"{split}: {figures['rows']:,} images, {text}")
+        text = f"loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.4f}"
+    console.print(f"{split}: {metrics['rows']:,} images, {text}")
 
 
 def psnr(error: float) -> float:
@@ -60,49 +61,15 @@ def psnr(error: float) -> float:
 
 
 def _class_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
-    """Images, recall (right / true), precision (right / answered) and F1 by class."""
+    """Images, recall (right / true), precision (right / predicted) and F1 by class."""
     table = Table(title="By class")
     for name in ("class", "images", "recall", "precision", "F1"):
         table.add_column(name, justify="left" if name == "class" else "right")
     for k, name in enumerate(classes):
-        right, true, answered = confusion[k, k], confusion[k].sum(), confusion[:, k].sum()
-        figures = (_ratio(right, true), _ratio(right, answered), _ratio(2 * right, true + answered))
-        table.add_row(name, f"{true:,}", *figures)
-    return table
-
-
-def print_differences(
-    differences: Sequence[Difference],
-    problems: Sequence[str],
-    records: tuple[int, str] | None,
-    notes: Sequence[str],
-) -> None:
-    """Print how two runs differ: tensors that do, then their records, then these lines."""
-    console = _console()
-    apart = [d for d in differences if d.differing]
-    if apart:
-        console.print(_difference_table(apart[:MOST_TENSORS]))
-    if len(apart) > MOST_TENSORS:
-        console.print(f"and {len(apart) - MOST_TENSORS} more tensors")
-    console.print(f"tensors: {len(differences) - len(apart)} equal, {len(apart)} different")
-    for line in problems[:MOST_PROBLEMS]:
-        console.print(f"tensors: {line}")
-    if len(problems) > MOST_PROBLEMS:
-        console.print(f"tensors: and {len(problems) - MOST_PROBLEMS} more like that")
-    console.print(
-        f"records: {f'differ at step {records[0]}, {records[1]}' if records else 'equal'}"
-    )
-    for line in notes:
-        console.print(line)
-
-
-def _difference_table(differences: Sequence[Difference]) -> Table:
-    table = Table(title="Tensors that differ")
-    for name in ("tensor", "values", "differing", "largest", "relative", "ulp"):
-        table.add_column(name, justify="left" if name == "tensor" else "right")
-    for d in differences:
-        cells = (f"{d.values:,}", f"{d.differing:,}", f"{d.largest:.3g}", f"{d.relative:.3g}")
-        table.add_row(d.name, *cells, "" if d.ulps is None else f"{d.ulps:,}")
+        right, true, predicted = confusion[k, k], confusion[k].sum(), confusion[:, k].sum()
+        recall, precision = _ratio(right, true), _ratio(right, predicted)
+        f1 = _ratio(2 * right, true + predicted)
+        table.add_row(name, f"{true:,}", recall, precision, f1)
     return table
 
 
@@ -111,27 +78,23 @@ def _ratio(part: int, whole: int) -> str:
 
 
 def _confusion_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
-    table = Table(title="Confusion matrix: true class by row, answer by column")
+    table = Table(title="Confusion matrix: true class by row, predicted class by column")
     table.add_column("")
     for name in classes:
         table.add_column(name, justify="right")
     for k, name in enumerate(classes):
         cells = [
             styled(f"{n}", "bold") if j == k else (f"{n}" if n else "·")
-            for j, n in _numbered(k, confusion)
+            for j, n in enumerate(confusion[k].tolist())
         ]
         table.add_row(name, *cells)
     return table
 
 
-def _numbered(k: int, confusion: np.ndarray) -> list[tuple[int, int]]:
-    return list(enumerate(confusion[k].tolist()))
-
-
 def _mistakes_table(confusion: np.ndarray, classes: tuple[str, ...], most: int = 10) -> Table:
     """The most frequent mistakes, where a whole matrix would not fit."""
     table = Table(title="Most frequent mistakes (the whole matrix: --output FILE.json)")
-    for name in ("true class", "answer", "images"):
+    for name in ("true class", "predicted", "images"):
         table.add_column(name, justify="right" if name == "images" else "left")
     off = confusion - np.diag(np.diag(confusion))
     for flat in np.argsort(-off, axis=None, kind="stable")[:most]:
@@ -139,3 +102,35 @@ def _mistakes_table(confusion: np.ndarray, classes: tuple[str, ...], most: int =
         if off[i, j]:
             table.add_row(classes[i], classes[j], f"{off[i, j]:,}")
     return table
+
+
+def write_predictions(
+    output: str,
+    names: list[str],
+    labels: np.ndarray | None,
+    rows: list[int],
+    probabilities: np.ndarray,
+    classes: tuple[str, ...],
+) -> None:
+    """Write a CSV file, or standard output for "-": for each of `rows` (n) its name, the true class
+    where there are labels, the predicted class, its probability, and all `probabilities` (n, K).
+    """
+    names = [names[row] for row in rows]
+    classes = told_apart(classes)
+    true = [[]] * len(rows) if labels is None else [[classes[label]] for label in labels[rows]]
+    first = ["file"] if labels is None else ["row", "class"]
+    lines: list[list[str]] = [[*first, "prediction", "probability", *classes]]
+    for name, label, found in zip(names, true, probabilities[:, : len(classes)], strict=True):
+        best = int(found.argmax())
+        lines.append([name, *label, classes[best], *(f"{p:.6f}" for p in (found[best], *found))])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(csv_cell, line) for line in lines)
+    if output == "-":
+        say(text.getvalue().removesuffix("\n"))
+        return
+    try:
+        with whole_file(Path(output)) as binary, as_text(binary) as file:
+            file.write(text.getvalue())
+    except OSError as error:
+        raise RunError(f"cannot write {output}: {error.strerror}") from error
+    say(f"{output}: {len(names):,} images classified")

@@ -1,8 +1,8 @@
 """TensorBoard events of a run, on request: ``tensorboard --logdir runs`` shows all runs.
 
-By step: training/loss, training/accuracy, training/learning_rate, training/images_per_second.
-By evaluation: <split>/loss, <split>/accuracy and the picture <split>/mistakes. The page HParams
-compares the settings of all runs, and what they came to. The event file lies in the run's folder.
+By step and by evaluation: the fields with `scalar` in ``fields.py``, as training/loss or
+validation/loss, and the picture <split>/mistakes. The page HParams compares the settings of all
+runs. The event file lies in the run's folder.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import RunError, UsageError
+from hpctrain.report.fields import scalar_fields
 from hpctrain.text import printable
 
 if TYPE_CHECKING:
     import numpy as np
 
-BY_STEP = ("loss", "accuracy", "learning_rate", "images_per_second")
-BY_EVALUATION = ("loss", "accuracy")
 
-
-class Events:
-    """Writes the figures of a run's records to an event file, with its settings and pictures."""
+class EventWriter:
+    """Writes a run's metrics to an event file, with its settings and pictures."""
 
     def __init__(self, folder: Path, done: int = 0) -> None:
+        """Steps after `done` are replaced."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -38,20 +37,21 @@ class Events:
         except OSError as error:
             raise self._failed(error) from error
 
-    def put(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """Add the scalars of a step or an evaluation, the settings of a run, how it ended."""
-        if record["kind"] == "run":
-            self._tell(started(record))
-        elif record["kind"] == "end" and record["status"] != "left":
-            self._tell(ended(record))
-        elif record["kind"] == "step":
-            self._add("training", BY_STEP, record)
-        elif record["kind"] == "evaluation":
-            self._add(record["split"], BY_EVALUATION, record)
+        kind = record["kind"]
+        if kind == "run":
+            self._call("file_writer.add_summary", session_start(record), 0)
+        elif kind == "end" and record["status"] != "preempted":
+            self._call("file_writer.add_summary", session_end(record), 0)
+        group = printable("training" if kind == "step" else record.get("split", ""))
+        for name in scalar_fields(kind):
+            if record.get(name) is not None:
+                self._call("add_scalar", f"{group}/{name}", record[name], record["step"])
 
     def picture(self, name: str, step: int, image: np.ndarray) -> None:
         """Add an image (H, W, 3) of bytes."""
-        self._write("add_image", printable(name), image, step, None, "HWC")
+        self._call("add_image", printable(name), image, step, None, "HWC")
 
     def close(self) -> None:
         """Write out what is queued."""
@@ -61,16 +61,7 @@ class Events:
             except OSError as error:
                 raise self._failed(error) from error
 
-    def _add(self, group: str, names: tuple[str, ...], record: dict[str, Any]) -> None:
-        step = record["step"]
-        for name in names:
-            if record[name] is not None:
-                self._write("add_scalar", f"{printable(group)}/{name}", record[name], step)
-
-    def _tell(self, summary: Any) -> None:
-        self._write("file_writer.add_summary", summary, 0)
-
-    def _write(self, method: str, *values: Any) -> None:
+    def _call(self, method: str, *values: Any) -> None:
         if self._writer is None:
             return
         try:
@@ -83,7 +74,7 @@ class Events:
         return RunError(f"cannot write TensorBoard events to {self._folder}: {error.strerror}")
 
 
-def started(record: dict[str, Any]) -> Any:
+def session_start(record: dict[str, Any]) -> Any:
     """The settings of a run as HParams takes them; a run is one trial, however often it went on."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
@@ -96,7 +87,7 @@ def started(record: dict[str, Any]) -> Any:
     )
 
 
-def ended(record: dict[str, Any]) -> Any:
+def session_end(record: dict[str, Any]) -> Any:
     """How a run ended, as HParams takes it."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2

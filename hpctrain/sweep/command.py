@@ -20,8 +20,7 @@ from hpctrain import launch
 from hpctrain.config import SweepConfig, as_words, command_line
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
-from hpctrain.report.find import SWEEP_FILE
-from hpctrain.report.results import by_accuracy
+from hpctrain.report.find import SWEEP_FILE, compared_by_accuracy
 from hpctrain.sweep.array import submit
 from hpctrain.sweep.drive import Driver, not_ended, read_rows
 from hpctrain.sweep.file import Network, Networks, read_networks
@@ -142,7 +141,7 @@ def drive(
     def command(network: Network) -> list[str]:
         return machine.command(settings_file(folder, network), network, program)
 
-    accurate = by_accuracy([network.config.task for network in networks.all])
+    accurate = compared_by_accuracy([network.config.task for network in networks.all])
     pruner = Pruner(accurate) if settings.prune else None
     driver = Driver(folder, networks, machine.slots, command, show, pruner, settings.retry)
     code = driver.run()

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.launcher import LEFT
-from hpctrain.report.results import Figures, figures_of
+from hpctrain.report.history import RunHistory
+from hpctrain.report.record import read_history
 from hpctrain.sweep.file import Network, Networks
 from hpctrain.sweep.job import Job
 from hpctrain.sweep.notices import Notices
@@ -41,11 +42,11 @@ def read_rows(folder: Path, networks: Networks, retry: bool = False) -> dict[str
     """How all networks of a sweep stand, by name, where none of them runs."""
     known, rows = read_known(folder), {}
     for network in networks.all:
-        figures = figures_of(folder / network.name)
-        status, reason = status_of(figures, known.get(network.name))
+        history = read_history(folder / network.name, "none")
+        status, reason = status_of(history, known.get(network.name))
         if retry and status == FAILED:
             status, reason = UNFINISHED, None
-        rows[network.name] = Row(network, status, reason, figures)
+        rows[network.name] = Row(network, status, reason, history)
     return rows
 
 
@@ -137,7 +138,7 @@ class Driver:
 
     def _launch(self, network: Network) -> None:
         slot = self._free.pop(0)
-        self._set(network, RUNNING, None, self.rows[network.name].figures)
+        self._set(network, RUNNING, None, self.rows[network.name].history)
         self._write()
         job = Job(self._folder, network, slot, self._command(network))
         self._jobs.append(job)
@@ -158,8 +159,8 @@ class Driver:
         self._write()
         self._show.ended(self.rows[name], job.log, list(self.rows.values()))
 
-    def _set(self, network: Network, status: str, reason: str | None, figures: Figures) -> None:
-        self.rows[network.name] = Row(network, status, reason, figures)
+    def _set(self, network: Network, status: str, reason: str | None, history: RunHistory) -> None:
+        self.rows[network.name] = Row(network, status, reason, history)
 
     def _write(self) -> None:
         write_results(self._folder, self._networks, self.rows.values())
@@ -168,17 +169,17 @@ class Driver:
         """Tell the pruner what earlier drivers have seen."""
         for name, row in self.rows.items():
             if self._pruner:
-                self._pruner.weak(name, row.figures.validations)
-            self._seen[name] = len(row.figures.validations)
+                self._pruner.weak(name, row.history.validations)
+            self._seen[name] = len(row.history.validations)
 
-    def _prune(self, job: Job, figures: Figures) -> None:
-        name, found = job.network.name, figures.validations
+    def _prune(self, job: Job, history: RunHistory) -> None:
+        name, found = job.network.name, history.validations
         if self._pruner is None or job.asked or len(found) <= self._seen[name]:
             return
         self._seen[name] = len(found)
-        if figures.status == "" and self._pruner.weak(name, found):
+        if history.outcome.status == "" and self._pruner.weak(name, found):
             reason = f"not in the better half after {len(found)} validation(s)"
-            self._set(job.network, PRUNED, reason, figures)
+            self._set(job.network, PRUNED, reason, history)
             self._write()  # first: a driver that is killed now leaves it pruned
             job.stop()
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from hpctrain import launch
 from hpctrain.errors import RunError
 from hpctrain.launcher import LEFT
-from hpctrain.report.follow import Follower
-from hpctrain.report.results import Figures
+from hpctrain.report.history import RunHistory
+from hpctrain.report.record import HistoryReader
 from hpctrain.sweep.file import Network
 from hpctrain.sweep.results import DONE, FAILED, STOPPED, UNFINISHED
 from hpctrain.sweep.slots import Slot
@@ -31,8 +31,8 @@ class Job:
         self.folder = folder / network.name
         self.log = folder / f"{network.name}.log"
         self.asked: str | None = None  # what was asked of it: leave, stop or kill
-        self._follower = Follower(self.folder, Figures)
-        self._ended_before = self.look().ended
+        self._reader = HistoryReader(self.folder, "none")
+        self._ended_before = self.look().outcome.time
         self._killed_at = 0.0
         (self.folder / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
         self._printed = self.log.stat().st_size if self.log.exists() else 0
@@ -44,10 +44,10 @@ class Job:
             shutil.rmtree(self._sessions, ignore_errors=True)
             raise RunError(f"cannot start {command[0]}: {error.strerror}") from error
 
-    def look(self) -> Figures:
+    def look(self) -> RunHistory:
         """What its record tells by now."""
-        self._follower.poll()
-        return self._follower.taken
+        self._reader.poll()
+        return self._reader.history
 
     def leave(self) -> None:
         """Ask it to save and to leave with exit code 75: launchers hand SIGUSR2 to all ranks."""
@@ -76,18 +76,18 @@ class Job:
             return None
         shutil.rmtree(self._sessions, ignore_errors=True)
         (self.folder / STOP_FILE).unlink(missing_ok=True)  # it may have come too late
-        figures = self.look()
-        own = figures.status if figures.ended != self._ended_before else ""
-        if own == "done" or (code == 0 and figures.status == "done"):
-            return DONE, figures.reason
+        outcome = self.look().outcome
+        own = outcome.status if outcome.time != self._ended_before else ""
+        if own == "done" or (code == 0 and outcome.status == "done"):
+            return DONE, outcome.reason
         if own == "stopped":
-            return STOPPED, figures.reason
+            return STOPPED, outcome.reason
         if own == "failed" and self.asked != "kill":
-            return FAILED, figures.reason or self._last_words()
+            return FAILED, outcome.reason or self._last_words()
         if self.asked in ("leave", "kill"):
             return UNFINISHED, None
         if code == LEFT:
-            return "left", figures.reason
+            return "left", outcome.reason
         if code < 0:
             return FAILED, f"ended by signal {-code} ({signal.Signals(-code).name})"
         return FAILED, self._last_words() if code else "it ended without a record"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.report.results import Point
+from hpctrain.report.history import Metrics
 
 
 def require_optuna() -> None:
@@ -35,7 +35,7 @@ class Pruner:
         self._trials: dict[str, Any] = {}
         self._told: dict[str, int] = {}
 
-    def weak(self, name: str, validations: Sequence[Point]) -> bool:
+    def weak(self, name: str, validations: Sequence[Metrics]) -> bool:
         """Tell all validations of a network so far; whether it should end."""
         trial = self._trials.setdefault(name, None) or self._study.ask()
         self._trials[name] = trial

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from hpctrain.errors import RunError
 from hpctrain.files import as_text, whole_file
-from hpctrain.report.results import UNKNOWN, Figures, Point, by_accuracy
+from hpctrain.report.find import compared_by_accuracy
+from hpctrain.report.history import UNKNOWN, Metrics, RunHistory
 from hpctrain.sweep.file import Network, Networks
 from hpctrain.text import csv_cell
 
@@ -33,32 +34,32 @@ class Row:
     network: Network
     status: str
     reason: str | None
-    figures: Figures
+    history: RunHistory
 
     def numbers(self) -> tuple[float | None, ...]:
         """The values of `FIGURES`."""
-        best, test = self.figures.best_validation(), self.figures.test
+        best, test = self.history.best_validation(), self.history.test
         return best.accuracy, best.loss, test.accuracy, test.loss
 
-    def judged(self) -> Point:
+    def judged(self) -> Metrics:
         """What it is ordered by: validation, or training where there is none; never the test."""
-        best = self.figures.best_validation()
-        return self.figures.train if best == UNKNOWN else best
+        best = self.history.best_validation()
+        return self.history.training if best == UNKNOWN else best
 
 
-def status_of(figures: Figures, known: tuple[str, str] | None) -> tuple[str, str | None]:
+def status_of(history: RunHistory, known: tuple[str, str] | None) -> tuple[str, str | None]:
     """Status and reason of a network that does not run, by its record and by what an earlier
     results.csv says of it.
     """
-    if figures.status == DONE:
-        return DONE, figures.reason
+    if history.outcome.status == DONE:
+        return DONE, history.outcome.reason
     if known and known[0] in (FAILED, PRUNED):
         return known[0], known[1] or None
-    if figures.status == FAILED:
-        return FAILED, figures.reason
-    if figures.status == STOPPED:
-        return STOPPED, figures.reason
-    return (UNFINISHED if figures.planned else WAITING), None
+    if history.outcome.status == FAILED:
+        return FAILED, history.outcome.reason
+    if history.outcome.status == STOPPED:
+        return STOPPED, history.outcome.reason
+    return (UNFINISHED if history.planned_epochs else WAITING), None
 
 
 def read_known(folder: Path) -> dict[str, tuple[str, str]]:
@@ -80,9 +81,9 @@ def write_results(folder: Path, networks: Networks, rows: Iterable[Row]) -> None
             writer.writerow(header)
             for row in rows:
                 differing = [getattr(row.network.config, name) for name in networks.differing]
-                figures = row.figures
+                history = row.history
                 line = [row.network.name, row.status, row.reason, *differing, *row.numbers()]
-                line += [figures.epochs, round(figures.seconds, 1)]
+                line += [history.epochs, round(history.seconds, 1)]
                 writer.writerow(map(csv_cell, line))
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
@@ -93,14 +94,14 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
     all networks classify.
     """
     rows = list(rows)
-    accurate = by_accuracy([row.network.config.task for row in rows])
+    accurate = compared_by_accuracy([row.network.config.task for row in rows])
     return sorted(rows, key=lambda row: -row.judged().score(accurate))
 
 
 def results_table(rows: Iterable[Row]) -> Table:
     """The closing table, best first: accuracies, or losses where not all networks classify."""
     rows = ordered(rows)
-    accurate = by_accuracy([row.network.config.task for row in rows])
+    accurate = compared_by_accuracy([row.network.config.task for row in rows])
     what = "accuracy" if accurate else "loss"
     table = Table(pad_edge=False)
     table.add_column("network", overflow="fold")
@@ -110,8 +111,8 @@ def results_table(rows: Iterable[Row]) -> Table:
     for row in rows:
         numbers = row.numbers()[0::2] if accurate else row.numbers()[1::2]
         texts = ["" if value is None else f"{value:.4f}" for value in numbers]
-        seconds = f"{row.figures.seconds:.0f}"
-        table.add_row(row.network.name, row.status, *texts, str(row.figures.epochs), seconds)
+        seconds = f"{row.history.seconds:.0f}"
+        table.add_row(row.network.name, row.status, *texts, str(row.history.epochs), seconds)
     return table
 
 

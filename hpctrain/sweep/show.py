@@ -11,18 +11,19 @@ from rich.table import Table
 
 from hpctrain.console import Console
 from hpctrain.report.bar import dumb_terminal, terminal_columns
+from hpctrain.report.history import RunHistory
 from hpctrain.report.progress import counted
-from hpctrain.report.results import Figures
 from hpctrain.sweep.results import FAILED, FINAL, Row, ordered, results_table
 from hpctrain.sweep.slots import Slot
 
 
-def figures_text(figures: Figures) -> str:
+def progress_text(history: RunHistory) -> str:
     """ "epoch 3 of 20, validation 0.912"."""
-    last = figures.validations[-1] if figures.validations else figures.train
+    last = history.validations[-1] if history.validations else history.training
     value = last.accuracy if last.accuracy is not None else last.loss
-    what = "validation" if figures.validations else "training"
-    text = f"epoch {figures.epochs} of {figures.planned}" if figures.planned else "starting"
+    what = "validation" if history.validations else "training"
+    text = f"epoch {history.epochs} of {history.planned_epochs}"
+    text = text if history.planned_epochs else "starting"
     return text if value is None else f"{text}, {what} {value:.4g}"
 
 
@@ -67,21 +68,21 @@ class Show:
         if row.status == FAILED:
             text += f": {row.reason} ({log})"
         else:
-            best, test = row.figures.best_validation(), row.figures.test
+            best, test = row.history.best_validation(), row.history.test
             shown = {"validation": best, "test": test}
             for what, point in shown.items():
                 value = point.accuracy if point.accuracy is not None else point.loss
                 text += "" if value is None else f", {what} {value:.4g}"
-            text += f", {counted(row.figures.epochs, 'epoch')}, {row.figures.seconds:.0f} s"
+            text += f", {counted(row.history.epochs, 'epoch')}, {row.history.seconds:.0f} s"
             text += f": {row.reason}" if row.reason else ""
         self.line(f"{text}  ({final} of {len(rows)})")
 
-    def update(self, running: Sequence[tuple[str, Slot, Figures]]) -> None:
+    def update(self, running: Sequence[tuple[str, Slot, RunHistory]]) -> None:
         """Draw the slots."""
         if self._live:
             table = Table.grid(padding=(0, 2))
-            for name, slot, figures in running:
-                table.add_row(f"slot {slot.number}", slot.place(), name, figures_text(figures))
+            for name, slot, history in running:
+                table.add_row(f"slot {slot.number}", slot.place(), name, progress_text(history))
             self._live.update(table, refresh=True)
 
     def results(self, rows: Sequence[Row]) -> None:

@@ -32,7 +32,7 @@ from hpctrain.config import Interval
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import sync, whole_file
 from hpctrain.models.tensors import content, restore_complex
-from hpctrain.report.jsonlines import FILE_NAME
+from hpctrain.report.record import FILE_NAME
 from hpctrain.typed import from_fields
 
 FOLDER = "checkpoints"

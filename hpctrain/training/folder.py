@@ -20,8 +20,9 @@ from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.backend_flags import hardware_key
 from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import Comm, allgather, host_name, library
-from hpctrain.report.folders import evaluation_file
-from hpctrain.report.jsonlines import FILE_NAME, RecordFile, cut_back
+from hpctrain.report.find import evaluation_file
+from hpctrain.report.record import FILE_NAME, truncate_record
+from hpctrain.report.recorder import RecordFile
 from hpctrain.training.checkpoint import make_ready
 from hpctrain.training.control import RunLock
 from hpctrain.training.progress import Progress
@@ -72,11 +73,10 @@ def open_run_folder(job: Job, earlier: Earlier, state: Progress) -> Path:
     """
     folder = earlier.folder
     try:
-        cut_back(folder, state.step, state.epoch, state.validated)
+        truncate_record(folder, state.step, state.epoch, state.validated)
         if earlier.crash:
-            reason, when = earlier.crash
             record = RecordFile(folder / FILE_NAME)
-            record.put({"kind": "end", "time": when, "status": "failed", "reason": reason})
+            record.write({"kind": "end", **earlier.crash._asdict()})
             record.close()
         write_settings(job, folder)
         heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now

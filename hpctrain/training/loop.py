@@ -84,7 +84,13 @@ def end_epoch(run: Run) -> None:
         run.recorder.note(unused_note(unused, run.job.trainer))
     state.sums = (0.0, 0.0, 0.0, 0.0)
     state.figures.update(loss=loss / rows, accuracy=accuracy)
-    run.recorder.epoch(state.epoch, loss / rows, accuracy, rows / seconds, seconds)
+    run.recorder.epoch(
+        epoch=state.epoch,
+        loss=loss / rows,
+        accuracy=accuracy,
+        images_per_second=rows / seconds,
+        seconds=seconds,
+    )
     if not state.ended and validation_due(run, state.step):
         validate(run)
     if not state.ended:

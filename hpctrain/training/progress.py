@@ -15,7 +15,7 @@ from hpctrain.config import Interval
 from hpctrain.parallel.mpi import Comm
 from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.parallel.shards import Balance
-from hpctrain.report.record import Recorder
+from hpctrain.report.recorder import Recorder
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control
 from hpctrain.training.digest import chain

@@ -17,15 +17,13 @@ import torch
 
 from hpctrain.config import Config
 from hpctrain.errors import UsageError
-from hpctrain.heartbeats import FOLDER as HEARTBEATS
-from hpctrain.heartbeats import find_cause
 from hpctrain.parallel.backend_flags import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.plan import Plan
 from hpctrain.plan_check import check_recorded, read_plan
-from hpctrain.report.folders import is_finished, scan_record
-from hpctrain.report.jsonlines import FILE_NAME
+from hpctrain.report.history import Outcome, find_outcome
+from hpctrain.report.record import HistoryReader, is_done
 from hpctrain.strictjson import parse_json
 from hpctrain.training.checkpoint import FOLDER, Checkpoint, newest
 from hpctrain.training.control import RunLock
@@ -55,7 +53,7 @@ class Earlier:
     finished: bool  # it did all its epochs, or validation ended it
     checkpoint: Checkpoint | None  # the newest whole one; without one the run is to begin again
     damage: list[str]  # newer ones, passed over
-    crash: tuple[str, float] | None = None  # how its last launch ended without recording it, when
+    crash: Outcome | None = None  # of its last launch, which could not record it
 
 
 def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
@@ -71,27 +69,31 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
         raise UsageError(f"the run {folder} exists: choose another name with --run")
     before, plan = read_settings(folder)
     check_same(config, before, plan, folder)
-    if config.epochs and config.epochs < plan.epochs and not is_finished(folder):
+    if config.epochs and config.epochs < plan.epochs and not is_done(folder):
         raise UsageError(
             f"the run {folder} was begun with {plan.epochs} epochs, which --epochs {config.epochs}"
             " cannot take back: ask it to stop, or choose another name with --run"
         )
     lock.take(folder)
-    scan = scan_record(folder)
-    check_recorded(plan, folder / "plan.json", scan.launch)
-    checkpoint, damage = newest(folder, scan.last, scan.epochs, scan.validated)
-    if scan.wrong and (folder / FILE_NAME).exists():
-        damage.insert(0, f"{scan.wrong}: the record is cut off there")
-    if checkpoint and (missing := scan.missing(checkpoint.step)):
+    reader = HistoryReader(folder, strict=True)
+    reader.poll()
+    history, wrong = reader.history, reader.problem or reader.history.damage
+    check_recorded(plan, folder / "plan.json", history.facts)
+    checkpoint, damage = newest(folder, history.last_step, history.epochs, history.validated)
+    if wrong:
+        damage.insert(0, f"{wrong}: the record is cut off there")
+    if checkpoint and (missing := history.missing_steps(checkpoint.step)):
         damage.append(f"the record has lost steps that were done: {missing}")
-    elif checkpoint and not checkpoint.follows(scan.epochs, scan.validated):
+    elif checkpoint and not checkpoint.follows(history.epochs, history.validated):
         damage.append("the record has lost the last epoch or validation that was done")
     if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
-    crash = None if scan.ended or scan.wrong or not scan.launch else find_cause(folder / HEARTBEATS)
+    outcome = find_outcome(folder, history, is_over=True)
+    unrecorded = outcome.status and history.facts and not history.outcome.status
+    crash = outcome if unrecorded and not wrong else None
     if crash:
-        damage.insert(0, f"the launch before did not record its end: {crash[0]}")
-    finished = is_finished(folder)
+        damage.insert(0, f"the launch before did not record its end: {crash.reason}")
+    finished = is_done(folder)
     return Earlier(folder, plan, before.precision, finished, checkpoint, damage, crash)
 
 

@@ -35,7 +35,7 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.parallel.shards import Balance
-from hpctrain.report.record import Recorder
+from hpctrain.report.recorder import Recorder
 from hpctrain.text import say
 from hpctrain.training.checkpoint import Interval, Writer
 from hpctrain.training.control import Control, RunLock, deadline
@@ -246,7 +246,7 @@ def save_all(run: Run, folder: Path) -> None:
 def leave(run: Run, done: int) -> int:
     """End a launch that has to leave: 75 if it did and saved any step, else 1. Collective."""
     why = next(filter(None, allgather(run.comm, run.control.leaving())), "a signal")
-    run.recorder.end("left", f"{why}; saved", steps=run.state.step)
+    run.recorder.end("preempted", f"{why}; saved", steps=run.state.step)
     if why == signal.SIGTERM.name:  # what scancel sends
         remove_copies(run.job.config.stage)
     return LEFT if done > 0 else 1

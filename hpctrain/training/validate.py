@@ -22,7 +22,7 @@ from hpctrain.models import save_tensors, snapshot
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
 from hpctrain.parallel.reduce import broadcast
-from hpctrain.report.folders import evaluation_file
+from hpctrain.report.find import evaluation_file
 from hpctrain.report.pictures import draw_captioned, shown_values, write_rows
 from hpctrain.report.tables import write_json
 from hpctrain.training.outcome import CannotContinue

@@ -8,8 +8,8 @@ from hpctrain.config import WatchConfig
 from hpctrain.errors import UsageError
 from hpctrain.report.bar import dumb_terminal
 from hpctrain.text import say
-from hpctrain.watch.lines import status_line
-from hpctrain.watch.runs import Runs
+from hpctrain.watch.drawing import status_line
+from hpctrain.watch.runs import WatchedRuns
 
 
 def main(settings: WatchConfig) -> int:
@@ -22,7 +22,7 @@ def main(settings: WatchConfig) -> int:
         raise UsageError("--once and --web exclude each other")
     if settings.port and not settings.web:
         raise UsageError("--port goes with --web")
-    runs = Runs(settings.targets, settings.runs_dir)
+    runs = WatchedRuns(settings.targets, settings.runs_dir)
     if settings.web:
         from hpctrain.watch.web import serve
 
@@ -34,7 +34,7 @@ def main(settings: WatchConfig) -> int:
     return show(runs)
 
 
-def print_once(runs: Runs) -> int:
+def print_once(runs: WatchedRuns) -> int:
     """A line for each run."""
     runs.poll()
     for run in runs.all():

@@ -1,18 +1,21 @@
-"""A plot as lines of text: training as a line of braille dots, evaluations as larger dots, by step.
+"""A run as text: in one line for pipes, in cells of a table, and as plots, training as a line of
+braille dots, evaluations as larger dots, by step.
 
 A character of Unicode's braille block (U+2800) is 2 dots wide and 4 high, each a bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
 from hpctrain.report.curve import Curve
-from hpctrain.report.story import Story
-from hpctrain.watch.axes import Axis, accuracy_axis, loss_axis
-from hpctrain.watch.runs import clean
+from hpctrain.report.history import RunHistory
+from hpctrain.report.progress import counted, duration
+from hpctrain.watch.runs import Summary, clean
 
 Values = list[tuple[float, float]]  # (step, value), in order of steps
 BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row and column of a dot
@@ -20,23 +23,64 @@ LINE = "cyan"
 DOTS = {"validation": "yellow", "test": "green"}
 OTHER = "magenta"
 SMALLEST = (24, 6)  # columns and rows in which a plot can be read
+WIDEST_STATUS = 18  # characters in a table; the word alone where there is more to say
 TITLES = {"loss": "loss", "accuracy": "accuracy (%)"}
 
 
-def draw(story: Story, name: str, width: int, height: int) -> Text:
+class Axis(NamedTuple):
+    """From the least to the greatest value shown, with labels at some."""
+
+    low: float
+    high: float
+    labels: dict[float, str]
+
+    def share(self, value: float) -> float:
+        """Where a value lies: 0 = low, 1 = high; those outside are moved to the ends."""
+        return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
+
+
+def accuracy_axis(low: float) -> Axis:
+    """Of per cent: from 0, or closer to 100 where all are high."""
+    low = next((limit for limit in (90, 50) if low >= limit), 0)
+    return Axis(
+        low, 100, {low + (100 - low) * i / 5: f"{low + (100 - low) * i // 5}" for i in range(6)}
+    )
+
+
+def loss_axis(low: float, high: float) -> Axis:
+    """From 0 where that is not far below the lowest value, with labels at round values, two of them
+    at its ends: no curve goes beyond.
+    """
+    low = 0.0 if 0 <= low < high / 2 else low
+    if not high > low:
+        low, high = low - 0.5, high + 0.5
+    step = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = next(step * f for f in (1, 2, 5, 10) if (high - low) / (step * f) <= 5)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = [tick * step for tick in range(first, last + 1)]
+    return Axis(ticks[0], ticks[-1], {tick: _label(tick, step) for tick in ticks})
+
+
+def _label(value: float, step: float) -> str:
+    if max(abs(value), step) >= 1e6 or step < 1e-4:
+        return f"{value:.1e}"
+    return f"{value:,.{max(0, -math.floor(math.log10(step)))}f}"
+
+
+def draw(history: RunHistory, name: str, width: int, height: int) -> Text:
     """The plot of "loss" or "accuracy" in so many columns and rows; words where there is nothing
     to plot yet, nothing where there is no room.
     """
     factor = 100 if name == "accuracy" else 1
-    training = _values(story.training[name], factor)
-    dots = {split: _values(curves[name], factor) for split, curves in story.evaluated.items()}
+    training = _values(history.step_curves[name], factor)
+    dots = {split: _values(curves[name], factor) for split, curves in history.split_curves.items()}
     dots = {clean(split): values for split, values in dots.items() if values}
     if width < SMALLEST[0] or height < SMALLEST[1]:
         return Text("")
     drawn = [training, *dots.values()]
     values = [value for one in drawn for _, value in one]
     if not values:
-        return Text(f"no {name} " + ("was recorded" if story.end else "yet"), "dim")
+        return Text(f"no {name} " + ("was recorded" if history.launch.end else "yet"), "dim")
     steps = [step for one in drawn for step, _ in one]
     up = accuracy_axis(min(values)) if name == "accuracy" else loss_axis(min(values), max(values))
     margin = max(len(label) for label in up.labels.values()) + 2
@@ -94,7 +138,7 @@ class Canvas:
 
 
 def _values(curve: Curve, factor: int) -> Values:
-    return [(point.step, factor * point.value) for point in curve.points()]
+    return [(point.step, factor * point.mean) for point in curve.points]
 
 
 def _between(one: tuple[int, int], other: tuple[int, int]) -> Iterator[tuple[int, int]]:
@@ -128,3 +172,81 @@ def _below(canvas: Canvas, margin: int) -> list[Text]:
     line = f"{first}{'step':^{canvas.columns - len(first) - len(last)}}{last}"
     corner = " " * margin + "└" + "─" * canvas.columns
     return [Text(corner, "dim"), Text(" " * (margin + 1) + line, "dim")]
+
+
+def status_line(run: Summary) -> str:
+    """The whole run in one line, for pipes."""
+    parts = run["name"], run["text"], progress(run), metrics(run), speed(run), run["damage"]
+    return "  ".join(filter(None, parts))
+
+
+def progress(run: Summary) -> str:
+    """ "epoch 3 of 100, step 12 of 400, 40 %, 0:34 left"."""
+    parts = []
+    if run["epoch"]:
+        parts.append(f"epoch {run['epoch']}" + (f" of {run['epochs']}" if run["epochs"] else ""))
+    if run["step"]:
+        parts.append(f"step {run['step']:,}" + (f" of {run['steps']:,}" if run["steps"] else ""))
+    if run["share"] is not None:
+        parts.append(percent(run["share"]))
+    if run["seconds_left"] is not None:
+        parts.append(f"{duration(run['seconds_left'])} left")
+    return ", ".join(parts)
+
+
+def metrics(run: Summary) -> str:
+    """Loss and accuracy of the last step, and of the last evaluation of each split."""
+    named = {"training": run, **run["evaluations"]}
+    return "; ".join(
+        f"{split} {text}" for split, one in named.items() if (text := _loss_accuracy(one))
+    )
+
+
+def speed(run: Summary) -> str:
+    """Images a second, ranks, where the time goes."""
+    parts = [f"{rate(run)} images/s" if rate(run) else "", counted(run["ranks"], "rank")]
+    if run["slowest_rank"] is not None:
+        often = f" in {round(100 * run['slowest_share'])} %" if run["slowest_share"] else ""
+        parts.append(f"slowest rank {run['slowest_rank']}{often}")
+    if run["step_seconds"]:
+        shares = " ".join(f"{name} {share} %" for name, share in run["percents"].items())
+        parts.append(f"step {1000 * run['step_seconds']:,.1f} ms ({shares})")
+    return ", ".join(filter(None, parts))
+
+
+def cells(run: Summary) -> Sequence[str]:
+    """Of the table of all runs: name, status, epoch, done, left, loss, accuracy, images/s."""
+    epochs = f"/{run['epochs']}" if run["epochs"] else ""
+    return (
+        run["name"],
+        run["text"] if len(run["text"]) <= WIDEST_STATUS else run["status"],
+        f"{run['epoch']}{epochs}" if run["epoch"] else "",
+        percent(run["share"]) if run["share"] is not None else "",
+        duration(run["seconds_left"]) if run["seconds_left"] is not None else "",
+        short(run["loss"]),
+        short(run["accuracy"]),
+        rate(run),
+    )
+
+
+def percent(share: float) -> str:
+    """ "40 %"; 100 % only for all of it."""
+    return f"{int(100 * share + 1e-9)} %" if share < 1 else "100 %"
+
+
+def rate(run: Summary) -> str:
+    """Images a second."""
+    value = run["images_per_second"]
+    return "" if value is None else f"{value:,.{0 if value >= 100 else 1}f}"
+
+
+def short(value: float | None) -> str:
+    """Four decimals, or three digits and an exponent."""
+    if value is None:
+        return ""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
+
+
+def _loss_accuracy(values: dict[str, Any]) -> str:
+    names = [name for name in ("loss", "accuracy") if values[name] is not None]
+    return " ".join(f"{name} {short(values[name])}" for name in names)

@@ -1,43 +1,149 @@
-"""The runs that are watched, and what is shown of each: one summary for all displays."""
+"""The runs that are watched: what is shown of each, one summary for all displays, and whether it is
+alive, by its record, its ranks' heartbeats and how long both have been silent.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.errors import UsageError
+from hpctrain.heartbeats import BEAT_EVERY, FOLDER, is_gone, read_beat
 from hpctrain.report.costs import whole_percents
 from hpctrain.report.find import SETTINGS_FILE, find_runs, propose_run
-from hpctrain.report.follow import Follower
-from hpctrain.report.story import Story, moment, number
+from hpctrain.report.history import Outcome, RunHistory, find_outcome, number, time_of
+from hpctrain.report.progress import duration
+from hpctrain.report.record import HistoryReader
 from hpctrain.stop import ask
 from hpctrain.text import printable
-from hpctrain.watch.liveness import Pulse, Status
+from hpctrain.training.control import STOP_FILE
 
+GRACE = 10.0  # seconds of silence that mean nothing
+OVERDUE = 3.0  # times the longest usual interval
+FIND_CAUSE_EVERY = 10.0  # seconds between two looks for why a run ended
+FIND_RUNS_EVERY = 5.0  # seconds between looks for runs of a sweep that began meanwhile
+IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # by the heartbeats
 LONGEST_TEXT = 500  # characters
-LOOK_EVERY = 5.0  # seconds between looks for runs of a sweep that began meanwhile
 
 Summary = dict[str, Any]
 
 
-class Watched:
+class Status(NamedTuple):
+    """How a run is doing: one word for it, and a line for the reader."""
+
+    kind: str  # pending, waiting, running, stopping, silent, done, stopped, preempted, failed
+    text: str
+
+    @property
+    def can_be_stopped(self) -> bool:
+        """Whether it may still be asked to stop."""
+        return self.kind in ("waiting", "running", "silent")
+
+
+class IdleTimer:
+    """How long something has not changed, from when this process saw it change; only at first by
+    the time that is written in it, which comes from another machine's clock.
+    """
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._since = 0.0
+
+    def seconds(self, state: Any, written: float | None) -> float:
+        """Seconds since `state` changed; when seen first, since it was `written`, as it says."""
+        now = time.monotonic()
+        if self._state is None:
+            self._since = now - max(time.time() - written, 0.0) if written else now
+        elif state != self._state:
+            self._since = now
+        self._state = state
+        return now - self._since
+
+
+class Liveness:
+    """Watches the signs of life of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._record, self._beat = IdleTimer(), IdleTimer()
+        self._outcome = Outcome()  # by all heartbeats, when it looked last
+        self._looked = -math.inf
+
+    def status(self, history: RunHistory, version: int) -> Status:
+        """How the run is doing now."""
+        record = self._record.seconds((version, history.last), time_of(history.last))
+        if history.outcome.status:
+            return ended(history.outcome)
+        overdue = GRACE + OVERDUE * history.longest_interval()
+        testing = history.step.get("step") == history.total_steps  # all steps are done
+        look = record > overdue / 2 or testing or not history.step
+        beat = read_beat(self._folder / FOLDER / "0.json") if look else None
+        beaten = self._beat.seconds(beat.time, beat.time) if beat else math.inf
+        is_suspect = beat and (is_gone(beat) or beaten > overdue)
+        if is_suspect and (outcome := self._find_outcome(history)).status:
+            return ended(outcome)
+        if beat and beaten < GRACE + OVERDUE * _beat_interval(history):
+            if record > overdue and beat.doing.startswith(IN_STEP):
+                return Status("silent", f"silent for {rough(record)}, rank 0 is in: {beat.doing}")
+            words = f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
+            words = words if record > overdue or (testing and "evaluation" in beat.doing) else ""
+        elif record > overdue:
+            return Status("silent", f"silent for {rough(record)}")
+        else:
+            words = ""
+        if (self._folder / STOP_FILE).is_file():
+            return Status("stopping", "asked to stop")
+        if not history.facts:
+            return Status("waiting", words or "not begun yet")
+        return Status("running", words or ("running" if history.step else "starting"))
+
+    def _find_outcome(self, history: RunHistory) -> Outcome:
+        """Why the run ended without recording it; seldom read anew, there may be many ranks."""
+        if time.monotonic() - self._looked > FIND_CAUSE_EVERY:
+            self._looked = time.monotonic()
+            self._outcome = find_outcome(self._folder, history)
+        return self._outcome
+
+
+def ended(outcome: Outcome) -> Status:
+    """How a run ended."""
+    reason = (outcome.reason or "").partition("\n")[0]
+    return Status(outcome.status, f"{outcome.status}: {reason}" if reason else outcome.status)
+
+
+def _beat_interval(history: RunHistory) -> float:
+    """Seconds between two heartbeats, at most (``heartbeats.beat_interval``)."""
+    return max(BEAT_EVERY, (number(history.facts.get("ranks")) or 1) / 20)
+
+
+def rough(seconds: float) -> str:
+    """ "45 s", "3 min", "2 h", "5 days"."""
+    for unit, size in (("days", 172800), ("h", 7200), ("min", 120)):
+        if seconds >= size:
+            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+class WatchedRun:
     """One run: its record, its signs of life."""
 
     def __init__(self, key: int, folder: Path, proposal: str = "") -> None:
         """`proposal` is what may have been meant where there is no such folder."""
         self.key, self.folder, self.name = key, folder, clean(folder.name)
         self._proposal = proposal
-        self.follower = Follower(folder, Story)
-        self._pulse = Pulse(folder)
+        self.reader = HistoryReader(folder, "sampled")
+        self._liveness = Liveness(folder)
         self.status = Status("waiting", "not begun yet")
 
     @property
-    def story(self) -> Story:
-        return self.follower.taken
+    def history(self) -> RunHistory:
+        """What its record says."""
+        return self.reader.history
 
     @property
     def is_absent(self) -> bool:
@@ -46,93 +152,91 @@ class Watched:
 
     def poll(self) -> None:
         """Read what is new."""
-        self.follower.poll()
-        self.status = self._pulse.status(self.story, self.follower.version)
-        if self.follower.problem:
-            self.status = Status("failed", self.follower.problem)
+        self.reader.poll()
+        self.status = self._liveness.status(self.history, self.reader.version)
+        if self.reader.problem:
+            self.status = Status("failed", self.reader.problem)
         elif self.is_absent:
-            self.status = Status("awaited", f"waiting for {self.folder}{self._proposal}")
+            self.status = Status("pending", f"waiting for {self.folder}{self._proposal}")
 
     def stop(self) -> str:
-        """Ask it to stop, unless it has ended; what to tell the user. RunError, UsageError."""
+        """Ask it to stop, unless it has ended; a line for the user. RunError, UsageError."""
         self.poll()
-        if self.story.end:
+        if self.history.outcome.status:
             return f"{self.name} has already ended"
-        said = ask(self.folder)
+        text = ask(self.folder)
         self.poll()
-        return said
+        return text
 
     def summary(self) -> Summary:
         """What is shown of the run but for its curves: numbers, None where they are not known."""
-        story, facts = self.story, self.story.facts
-        step, steps = story.step.get("step", 0), story.steps()
-        costs = story.end if "shares" in story.end else story.costs()
-        shares = {name: max(share, 0.0) for name, share in _numbers(costs.get("shares")).items()}
+        history, facts, step = self.history, self.history.facts, self.history.step
+        done, steps, end = step.get("step", 0), history.total_steps, history.launch.end
+        costs = end if "shares" in end else history.costs()
+        damage = self._damage()
         return {
             "key": self.key,
             "name": self.name,
             "folder": clean(self.folder),
             "status": self.status.kind,
             "text": clean(self.status.text),
-            "goes_on": self.status.goes_on,
-            "version": self.follower.version,
+            "can_be_stopped": self.status.can_be_stopped,
+            "version": self.reader.version,
             "model": clean(facts.get("model") or ""),
             "device": clean(facts.get("device") or ""),
             "ranks": number(facts.get("ranks")),
-            "epoch": number(story.step.get("epoch")),
+            "epoch": number(step.get("epoch")),
             "epochs": number(facts.get("epochs")),
-            "step": step,
+            "step": done,
             "steps": steps,
-            "share": min(step / steps, 1.0) if steps else None,
-            "left": self._left(),
-            "loss": number(story.step.get("loss")),
-            "accuracy": number(story.step.get("accuracy")),
-            "images_per_second": story.speed(),
-            "evaluations": {clean(split): _figures(e) for split, e in story.evaluations.items()},
+            "share": min(done / steps, 1.0) if steps else None,
+            "seconds_left": self._seconds_left(),
+            "loss": number(step.get("loss")),
+            "accuracy": number(step.get("accuracy")),
+            "images_per_second": history.images_per_second(),
+            "evaluations": {clean(split): _metrics(e) for split, e in history.evaluations.items()},
             "step_seconds": number(costs.get("step_seconds")),
-            "shares": shares,
-            "percents": whole_percents(shares),
-            "idle": number(costs.get("idle")),
+            "percents": whole_percents(_shares(costs.get("shares"))),
             "slowest_rank": number(costs.get("slowest_rank")),
             "slowest_share": number(costs.get("slowest_share")),
-            "damage": (damage := self._damage()),
-            "notes": [clean(note) for note in story.notes] + ([damage] if damage else []),
+            "damage": damage,
+            "notes": [clean(note) for note in history.notes] + ([damage] if damage else []),
         }
 
-    def _left(self) -> float | None:
-        left, came = self.story.left(), moment(self.story.step)
+    def _seconds_left(self) -> float | None:
+        left, came = self.history.seconds_left(), time_of(self.history.step)
         if left is None or came is None or self.status.kind not in ("running", "stopping"):
             return None
         return max(left - max(time.time() - came, 0.0), 0.0)
 
     def _damage(self) -> str:
-        count, damage = self.follower.unreadable, self.follower.damage
+        count, damage = self.history.damaged_lines, self.history.damage
         lines = "line" if count == 1 else "lines"
         return clean(f"{count} {lines} of the record cannot be read: {damage}") if count else ""
 
 
-class Runs:
+class WatchedRuns:
     """All runs that targets name, those too that begin later, of a sweep or by themselves."""
 
     def __init__(self, targets: Sequence[str], runs_dir: str) -> None:
         """Raises UsageError for a folder that is neither a run nor a sweep."""
         self._targets, self._runs_dir = targets, runs_dir
-        self._known: dict[Path, Watched] = {}
+        self._known: dict[Path, WatchedRun] = {}
         self._looked = 0.0
         self._look()
 
-    def all(self) -> list[Watched]:
+    def all(self) -> list[WatchedRun]:
         """In the order of the targets."""
         return [self._known[folder] for folder in self._order]
 
-    def get(self, key: int) -> Watched | None:
+    def get(self, key: int) -> WatchedRun | None:
         """The run of that key, if there is one."""
         return next((run for run in self._known.values() if run.key == key), None)
 
     def poll(self) -> None:
         """Read what is new of all."""
         is_waiting = any(run.is_absent for run in self.all())
-        if is_waiting or time.monotonic() - self._looked > LOOK_EVERY:
+        if is_waiting or time.monotonic() - self._looked > FIND_RUNS_EVERY:
             with suppress(UsageError):  # a folder was moved away: its run says so
                 self._look()
         for run in self.all():
@@ -145,12 +249,11 @@ class Runs:
         for folder in self._order:
             if folder not in self._known:
                 proposal = "" if folder.is_dir() else propose_run(folder.name, str(folder.parent))
-                self._known[folder] = Watched(len(self._known), folder, proposal)
+                self._known[folder] = WatchedRun(len(self._known), folder, proposal)
         names = Counter(folder.name for folder in self._order)
         for run in self.all():
             twice = names[run.folder.name] > 1
-            whole = f"{run.folder.parent.name}/{run.folder.name}" if twice else run.folder.name
-            run.name = clean(whole)
+            run.name = clean(f"{run.folder.parent.name}/" * twice + run.folder.name)
 
     def _folders(self, target: str) -> list[Path]:
         """Of one target; a run that has not begun its record is known by its settings, and one that
@@ -159,13 +262,13 @@ class Runs:
         try:
             return find_runs([target], self._runs_dir)
         except UsageError:
-            places = [Path(self._runs_dir) / target, Path(target)]
-            for folder in places:
+            folders = [Path(self._runs_dir) / target, Path(target)]
+            for folder in folders:
                 if (folder / SETTINGS_FILE).is_file():
                     return [folder]
-            if any(folder.exists() for folder in places):
+            if any(folder.exists() for folder in folders):
                 raise
-            return places[:1]
+            return folders[:1]
 
 
 def clean(text: object) -> str:
@@ -174,10 +277,11 @@ def clean(text: object) -> str:
     return shown if len(shown) <= LONGEST_TEXT else f"{shown[:LONGEST_TEXT]}…"
 
 
-def _figures(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
+def _metrics(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: number(evaluation.get(name)) for name in ("loss", "accuracy", "epoch", "step")}
 
 
-def _numbers(values: Any) -> dict[str, float]:
+def _shares(values: Any) -> dict[str, float]:
     values = values if isinstance(values, Mapping) else {}
-    return {clean(k): found for k, v in values.items() if (found := number(v)) is not None}
+    numbers = {clean(name): number(value) for name, value in values.items()}
+    return {name: max(value, 0.0) for name, value in numbers.items() if value is not None}

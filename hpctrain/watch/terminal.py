@@ -10,9 +10,8 @@ import time
 from typing import Any, ClassVar
 
 from hpctrain.errors import Failure, UsageError
-from hpctrain.watch.drawing import draw
-from hpctrain.watch.lines import cells, figures, speed, way
-from hpctrain.watch.runs import Runs, Summary, Watched, clean
+from hpctrain.watch.drawing import cells, draw, metrics, progress, speed
+from hpctrain.watch.runs import Summary, WatchedRun, WatchedRuns, clean
 
 try:
     from rich.text import Text
@@ -35,9 +34,9 @@ COLUMNS = ("run", "status", "epoch", "done", "left", "loss", "accuracy", "images
 STYLES = {"running": "green", "done": "blue", "failed": "bold red", "silent": "bold yellow"}
 
 
-def show(runs: Runs) -> int:
+def show(runs: WatchedRuns) -> int:
     """Watch until q is pressed."""
-    Watch(runs).run()
+    WatchApp(runs).run()
     return 0
 
 
@@ -67,7 +66,7 @@ class Question(ModalScreen[bool]):
         self.dismiss(yes)
 
 
-class Watch(App[None]):
+class WatchApp(App[None]):
     """The display. Everything is read from `runs`."""
 
     TITLE = "hpctrain watch"
@@ -87,7 +86,7 @@ class Watch(App[None]):
         Binding("k,shift+tab", "choose(-1)", "Previous", key_display="k", priority=True),
     ]
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: WatchedRuns) -> None:
         super().__init__(ansi_color=False)
         self._runs = runs
         self._shown: dict[int, tuple[str, ...]] = {}  # cells, by the run's key
@@ -124,7 +123,7 @@ class Watch(App[None]):
 
     def on_data_table_row_highlighted(self) -> None:
         """Another run was chosen."""
-        self._tell()
+        self._show_facts()
         self._due = 0.0
         self.call_after_refresh(self._draw)
 
@@ -139,14 +138,14 @@ class Watch(App[None]):
         run = self._chosen()
         if run is None:
             return
-        if not run.status.goes_on:
+        if not run.status.can_be_stopped:
             self.notify(clean(f"{run.name}: {run.status.text}"), markup=False)
             return
         self.push_screen(
             Question(f"Stop {run.name} after its next step?"), lambda yes: self._stop(run, yes)
         )
 
-    def _stop(self, run: Watched, yes: bool | None) -> None:
+    def _stop(self, run: WatchedRun, yes: bool | None) -> None:
         if not yes:
             return
         try:
@@ -158,7 +157,7 @@ class Watch(App[None]):
     def _table(self) -> DataTable[Any]:
         return self.query_one("#table", DataTable)
 
-    def _chosen(self) -> Watched | None:
+    def _chosen(self) -> WatchedRun | None:
         row = self._table().cursor_row
         return self._runs.get(self._order[row]) if 0 <= row < len(self._order) else None
 
@@ -170,7 +169,7 @@ class Watch(App[None]):
             return
         self._runs.poll()
         self._fill_table()
-        self._tell()
+        self._show_facts()
         self._draw()
 
     def _fill_table(self) -> None:
@@ -195,7 +194,7 @@ class Watch(App[None]):
                     table.update_cell(str(key), name, text, update_width=True)
             self._shown[key] = now
 
-    def _tell(self) -> None:
+    def _show_facts(self) -> None:
         run = self._chosen()
         text = facts(run.summary()) if run else "no run has begun yet"
         if text != self._facts:
@@ -207,14 +206,14 @@ class Watch(App[None]):
         if run is None or self._is_asking():
             return
         place = (run.key, [area.size for area in areas])
-        wanted = (place, run.follower.version)
+        wanted = (place, run.reader.version)
         if wanted == self._drawn or (
             self._drawn and place == self._drawn[0] and time.monotonic() < self._due
         ):
             return
         start = time.monotonic()
         for area in areas:
-            plot = draw(run.story, str(area.id), area.size.width, area.size.height)
+            plot = draw(run.history, str(area.id), area.size.width, area.size.height)
             area.update(plot)
         end = time.monotonic()
         self._drawn = wanted
@@ -231,8 +230,10 @@ def _named(run: Summary) -> list[tuple[str, str]]:
 
 
 def facts(run: Summary) -> str:
-    """The lines between table and plots: the way done, figures, speed, the last notes."""
+    """The lines between table and plots: progress, metrics, speed, the last notes."""
     share = run["share"]
     bar = "" if share is None else "█" * int(30 * share) + "░" * (30 - int(30 * share)) + "  "
     head = f"{run['name']}: {run['text']}" + (f"  ({run['model']})" if run["model"] else "")
-    return "\n".join(filter(None, [head, bar + way(run), figures(run), speed(run), *run["notes"]]))
+    return "\n".join(
+        filter(None, [head, bar + progress(run), metrics(run), speed(run), *run["notes"]])
+    )

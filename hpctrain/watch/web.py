@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 from hpctrain.errors import Failure, UsageError
 from hpctrain.report.curve import Curve
 from hpctrain.text import say
-from hpctrain.watch.runs import Runs, Watched, clean
+from hpctrain.watch.runs import WatchedRun, WatchedRuns, clean
 
 ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -32,7 +32,7 @@ DIGITS = 5  # of the numbers of curves
 Answer = tuple[int, str, bytes]
 
 
-def serve(runs: Runs, port: int) -> int:
+def serve(runs: WatchedRuns, port: int) -> int:
     """Serve until Ctrl-C. UsageError where the port is taken."""
     try:
         server = Server(runs, port)
@@ -56,7 +56,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, runs: Runs, port: int = 0) -> None:
+    def __init__(self, runs: WatchedRuns, port: int = 0) -> None:
         super().__init__((ADDRESS, port), Handler)
         self.token = secrets.token_urlsafe(32)
         self._runs = runs
@@ -154,7 +154,7 @@ class Handler(BaseHTTPRequestHandler):
 def _page(server: Server, query: Mapping[str, str], nonce: str) -> Answer:
     folder = files("hpctrain.watch") / "page"
     page = (folder / "page.html").read_text(encoding="utf-8")
-    for part in ("page.css", "plot.js", "page.js"):
+    for part in ("plot.js", "page.js"):
         page = page.replace(f"[[{part}]]", (folder / part).read_text(encoding="utf-8"))
     return 200, "text/html", page.replace("[[nonce]]", nonce).encode()
 
@@ -200,21 +200,21 @@ def _json(value: Any, status: int = 200) -> Answer:
     return status, "application/json", json.dumps(value, allow_nan=False).encode()
 
 
-def curves(run: Watched) -> dict[str, Any]:
-    """The curves of a run: by name, of "training" and of each split, lists of step, mean, least
-    and greatest value.
+def curves(run: WatchedRun) -> dict[str, Any]:
+    """The curves of a run: by name, of "training" and of each split, lists of step, mean, minimum
+    and maximum.
     """
-    story = run.story
-    named = {"training": story.training, **story.evaluated}
+    history = run.history
+    named = {"training": history.step_curves, **history.split_curves}
     found = {
         name: {clean(split): _points(by_name[name]) for split, by_name in named.items()}
         for name in ("loss", "accuracy")
     }
-    return {"key": run.key, "version": run.follower.version, **found}
+    return {"key": run.key, "version": run.reader.version, **found}
 
 
 def _points(curve: Curve) -> list[list[float]]:
     return [
-        [round(p.step), *(float(f"{v:.{DIGITS}g}") for v in (p.value, p.least, p.most))]
-        for p in curve.points()
+        [round(p.step), *(float(f"{v:.{DIGITS}g}") for v in (p.mean, p.min, p.max))]
+        for p in curve.points
     ]

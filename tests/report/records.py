@@ -4,8 +4,77 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
-from hpctrain.report.record import Recorder
+from hpctrain.report.recorder import Recorder
+
+
+def record_step(
+    recorder: Recorder,
+    epoch: int,
+    step: int,
+    loss: float,
+    accuracy: float | None,
+    learning_rate: float = 0.01,
+    images_per_second: float = 101.0,
+    seconds: dict[str, float] | None = None,
+    slowest_rank: int | None = 0,
+    rows: int = 101,
+    **others: Any,
+) -> None:
+    """Record a step."""
+    recorder.step(
+        epoch=epoch,
+        step=step,
+        loss=loss,
+        accuracy=accuracy,
+        learning_rate=learning_rate,
+        images_per_second=images_per_second,
+        seconds={"total": 1.0} if seconds is None else seconds,
+        slowest_rank=slowest_rank,
+        rows=rows,
+        **others,
+    )
+
+
+def record_epoch(
+    recorder: Recorder,
+    epoch: int,
+    loss: float,
+    accuracy: float | None,
+    images_per_second: float,
+    seconds: float,
+) -> None:
+    """Record an epoch."""
+    recorder.epoch(
+        epoch=epoch,
+        loss=loss,
+        accuracy=accuracy,
+        images_per_second=images_per_second,
+        seconds=seconds,
+    )
+
+
+def record_evaluation(
+    recorder: Recorder,
+    epoch: int,
+    step: int,
+    split: str,
+    loss: float,
+    accuracy: float | None,
+    rows: int,
+    seconds: float,
+) -> None:
+    """Record an evaluation."""
+    recorder.evaluation(
+        epoch=epoch,
+        step=step,
+        split=split,
+        loss=loss,
+        accuracy=accuracy,
+        rows=rows,
+        seconds=seconds,
+    )
 
 
 def write_record(
@@ -28,13 +97,13 @@ def write_record(
         for epoch in range(1, epochs + 1):
             for step in range((epoch - 1) * per_epoch + 1, epoch * per_epoch + 1):
                 value = math.nan if step >= nan_from else loss * factor ** (step / per_epoch)
-                recorder.step(epoch, step, value, accuracy, 0.1, 9.0, {"total": 1.0}, 0, 8)
-            recorder.epoch(epoch, value, accuracy, 9.0, 4.0)
+                record_step(recorder, epoch, step, value, accuracy, 0.1, 9.0, {"total": 1.0}, 0, 8)
+            record_epoch(recorder, epoch, value, accuracy, 9.0, 4.0)
             if validation:
                 half = epoch * per_epoch - per_epoch // 2
-                recorder.evaluation(epoch, half, "validation", 2 * value, accuracy, 8, 1.0)
+                record_evaluation(recorder, epoch, half, "validation", 2 * value, accuracy, 8, 1.0)
         if test:
-            recorder.evaluation(epochs, step, "test", value, accuracy, 8, 1.0)
+            record_evaluation(recorder, epochs, step, "test", value, accuracy, 8, 1.0)
         if status:
             recorder.end(status, "a reason" if status != "done" else None)
     return folder

@@ -71,14 +71,14 @@ def test_only_what_may_help_and_is_not_done_is_advised(facts, narrow, stage):
     told = []
     for data, reduce in ((0.3, 0.4), (0.7, 0.3)):
         costs = Costs()
-        costs.know(facts)
+        costs.describe(facts)
         costs.add({"data": data, "compute": 0.0, "reduce": reduce, "total": 1.0}, 0)
         told += costs.facts()["advice"]
     disk, more = told
     assert ("(--stage)" in disk) == ("(--stage)" in more) == stage
     assert disk.endswith("use more cores")
     costs = Costs()
-    costs.know(facts)
+    costs.describe(facts)
     costs.add({"data": 0.0, "compute": 0.3, "reduce": 0.7, "total": 1.0}, 0)
     (wire,) = costs.facts()["advice"]
     assert wire.endswith(" or use --wire bf16") == narrow
@@ -86,12 +86,12 @@ def test_only_what_may_help_and_is_not_done_is_advised(facts, narrow, stage):
 
 def test_more_ranks_than_cores_are_said_before_one_bottleneck():
     costs = Costs()
-    costs.know({"host_ranks": 4, "host_cores": 2})
+    costs.describe({"host_ranks": 4, "host_cores": 2})
     costs.add({"data": 0.3, "compute": 0.0, "reduce": 0.7, "total": 1.0}, 0)
     crowd, *others = costs.facts()["advice"]
     assert crowd == "4 ranks share 2 cores of a host: start at most 2 there"
     assert len(others) == 1 and others[0].startswith("communication-bound")
-    costs.know({"host_ranks": 2, "host_cores": 2})
+    costs.describe({"host_ranks": 2, "host_cores": 2})
     assert costs.facts()["advice"] == others
 
 

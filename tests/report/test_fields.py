@@ -11,15 +11,12 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.errors import UsageError
-from hpctrain.report.fields import NEEDS, parse_record
-from hpctrain.report.folders import is_finished, scan_record
-from hpctrain.report.jsonlines import FILE_NAME
-from hpctrain.report.plot_data import read_curves
-from hpctrain.report.results import figures_of
+from hpctrain.report.fields import REQUIRED, parse_record
+from hpctrain.report.plot_training import read_curves
+from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, read_history
 from hpctrain.strictjson import parse_json
-from hpctrain.watch.drawing import draw
-from hpctrain.watch.lines import cells, status_line
-from hpctrain.watch.runs import Runs
+from hpctrain.watch.drawing import cells, draw, status_line
+from hpctrain.watch.runs import WatchedRuns
 from hpctrain.watch.web import curves
 from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
 
@@ -43,18 +40,25 @@ CONTROL = (
 )
 
 
+def scan(folder: Path) -> str:
+    """What a resumed launch finds wrong with a record."""
+    reader = HistoryReader(folder, strict=True)
+    reader.poll()
+    return reader.problem or reader.history.damage or ""
+
+
 def look_at_all(folder: Path) -> list[dict]:
     """What every display makes of the runs in a folder, as the page gets it."""
-    runs = Runs([str(path) for path in sorted(folder.iterdir())], "runs")
+    runs = WatchedRuns([str(path) for path in sorted(folder.iterdir())], "runs")
     runs.poll()
     for run in runs.all():
         summary = run.summary()
         json.dumps([summary, curves(run)], allow_nan=False)
         for name in ("loss", "accuracy"):
-            draw(run.story, name, 25, 7)
+            draw(run.history, name, 25, 7)
         assert all(text.isprintable() for text in (*cells(summary), status_line(summary)))
-        figures_of(run.folder)
-        is_finished(run.folder)
+        read_history(run.folder, "none")
+        is_done(run.folder)
     return [run.summary() for run in runs.all()]
 
 
@@ -81,14 +85,14 @@ def test_no_value_of_a_field_ends_a_reader(tmp_path, number):
                 parse_record(text)
             except ValueError:
                 refused += 1
-                assert f"line {number + 1}" in (scan_record(bad).wrong or "")
+                assert f"line {number + 1}" in scan(bad)
             _, other = look_at_all(tmp_path / "runs")
             assert (other["status"], other["step"], other["notes"]) == ("done", 12, ["a note"])
             try:
                 read_curves(bad, "bad")
             except UsageError as error:
                 assert f"line {number + 1}" in str(error)
-    assert refused >= len(HOSTILE) // 2 and scan_record(good)[:2] == (12, None)
+    assert refused >= len(HOSTILE) // 2 and scan(good) == ""
 
 
 def test_lines_cut_and_mixed_at_random(tmp_path):
@@ -102,7 +106,7 @@ def test_lines_cut_and_mixed_at_random(tmp_path):
             content[at : at + rng.randint(0, 9)] = rng.choice((b"\n", b"{", b'"', b"-9e9", b"\0"))
         (bad / FILE_NAME).write_bytes(content)
         assert look_at_all(tmp_path / "runs")[1]["status"] == "done"
-        scan_record(bad)
+        scan(bad)
 
 
 @pytest.mark.parametrize("beat", [DEEP, f'{{"time": {HUGE}}}', '{"doing": [[]], "seconds": 1e308}'])
@@ -126,7 +130,7 @@ def test_a_pipe_in_the_place_of_a_record_keeps_nobody_waiting(tmp_path):
 
 
 def test_what_a_kind_needs_is_there():
-    for kind, names in NEEDS.items():
+    for kind, names in REQUIRED.items():
         record = next(r for r in map(json.loads, CONTROL) if r["kind"] == kind)
         for name in names:
             with pytest.raises(ValueError, match=f"{kind} without {name}"):

@@ -4,8 +4,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model
-from hpctrain.report.find import find_runs
-from hpctrain.report.folders import find_run
+from hpctrain.report.find import find_folder, find_runs
 
 
 def make(*folders):
@@ -38,7 +37,7 @@ def test_what_is_nearly_right_is_proposed_and_never_what_was_given(tmp_path):
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "config.toml").touch()
     runs = str(tmp_path)
-    for ask in (lambda name: find_run(name, runs), lambda name: find_model(name, runs)):
+    for ask in (lambda name: find_folder(name, runs), lambda name: find_model(name, runs)):
         with pytest.raises(UsageError, match="did you mean 'first-run'"):
             ask("frist-run")
         with pytest.raises(UsageError, match="did you mean 'begun'"):

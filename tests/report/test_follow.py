@@ -3,80 +3,92 @@
 from __future__ import annotations
 
 import os
+import re
+import tracemalloc
 
 import pytest
 
-from hpctrain.report import curve, follow
+from hpctrain.errors import UsageError
+from hpctrain.report import curve, record
 from hpctrain.report.curve import Curve
-from hpctrain.report.follow import Follower
-from hpctrain.report.jsonlines import FILE_NAME, cut_back
-from hpctrain.report.story import Story
+from hpctrain.report.record import (
+    FILE_NAME,
+    LONGEST_LINE,
+    HistoryReader,
+    is_done,
+    read_history,
+    read_records,
+    truncate_record,
+)
 from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
 
 
-def steps(follower):
-    return [point.step for point in follower.taken.training["loss"].points()]
+def steps(reader):
+    return [point.step for point in reader.history.step_curves["loss"].points]
 
 
 def test_only_what_was_added_is_read_and_a_torn_line_when_it_is_whole(tmp_path):
     run = make_run(tmp_path / "a", run_line(), step_line(1))
-    follower = Follower(run, Story)
-    assert follower.poll() and not follower.poll()
-    decoded = follower.decoded
+    reader = HistoryReader(run, "sampled")
+    assert reader.poll() and not reader.poll()
+    decoded = reader.decoded
     whole, last = step_line(2), step_line(4)
     append(run, whole[:50])
-    assert not follower.poll()
+    assert not reader.poll()
     append(run, whole[50:], step_line(3), last[:20])
-    assert follower.poll() and follower.decoded == decoded + 2
-    assert (steps(follower), follower.problem) == ([1, 2, 3], None)
+    assert reader.poll() and reader.decoded == decoded + 2
+    assert (steps(reader), reader.problem) == ([1, 2, 3], None)
     append(run, last[20:])
-    assert follower.poll() and steps(follower) == [1, 2, 3, 4]
-    assert follower.decoded == decoded + 3
+    assert reader.poll() and steps(reader) == [1, 2, 3, 4]
+    assert reader.decoded == decoded + 3
 
 
 def test_a_record_that_is_not_there_yet_and_one_that_goes(tmp_path):
-    follower = Follower(tmp_path / "a", Story)
-    assert not follower.poll() and follower.problem is None
+    reader = HistoryReader(tmp_path / "a", "sampled")
+    assert not reader.poll() and reader.problem is None
     run = make_run(tmp_path / "a", run_line()[:8])
-    assert not follower.poll() and not follower.taken.facts and follower.problem is None
+    assert not reader.poll() and not reader.history.facts and reader.problem is None
     (run / FILE_NAME).write_bytes(run_line(model="x"))
-    assert follower.poll() and follower.taken.facts["model"] == "x"
+    assert reader.poll() and reader.history.facts["model"] == "x"
     (run / FILE_NAME).unlink()
-    assert follower.poll() and not follower.taken.facts
+    assert reader.poll() and not reader.history.facts
 
 
 def test_a_resumed_launch_cuts_the_record_back_and_tells_anew(tmp_path):
     run = make_run(tmp_path / "a", run_line(), *map(step_line, range(1, 8)), end_line("left"))
-    follower = Follower(run, Story)
-    follower.poll()
-    assert follower.taken.end["status"] == "left"
-    cut_back(run, 5, 0, 0)
+    reader = HistoryReader(run, "sampled")
+    reader.poll()
+    assert reader.history.outcome.status == "preempted"
+    truncate_record(run, 5, 0, 0)
     append(run, run_line(ranks=3), *(step_line(n, loss=9.0) for n in range(6, 20)))
-    assert follower.poll()
-    story = follower.taken
-    assert (steps(follower), story.end, story.facts["ranks"]) == ([*range(1, 20)], {}, 3)
-    values = [point.value for point in story.training["loss"].points()]
+    assert reader.poll()
+    history = reader.history
+    assert (steps(reader), history.launch.end, history.facts["ranks"]) == (
+        [*range(1, 20)],
+        {},
+        3,
+    )
+    values = [point.mean for point in history.step_curves["loss"].points]
     assert values[4:7] == [1 / 5, 9.0, 9.0]
 
 
 @pytest.mark.parametrize("shorter", [True, False])
 def test_a_record_rewritten_in_the_same_file_is_read_anew(tmp_path, shorter):
     run = make_run(tmp_path / "a", run_line(), *map(step_line, range(1, 8)))
-    follower = Follower(run, Story)
-    follower.poll()
+    reader = HistoryReader(run, "sampled")
+    reader.poll()
     inode = os.stat(run / FILE_NAME).st_ino
     text = run_line() + b"".join(step_line(n, loss=7.0) for n in range(1, 3 if shorter else 30))
     (run / FILE_NAME).write_bytes(text)
     assert os.stat(run / FILE_NAME).st_ino == inode
-    follower.poll()
-    values = {point.value for point in follower.taken.training["loss"].points()}
-    assert values == {7.0} and len(steps(follower)) == (2 if shorter else 29)
+    reader.poll()
+    values = {point.mean for point in reader.history.step_curves["loss"].points}
+    assert values == {7.0} and len(steps(reader)) == (2 if shorter else 29)
 
 
 def test_of_many_steps_some_are_decoded_and_all_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(follow, "MOST_DECODED", 100)
-    monkeypatch.setattr(follow, "BLOCK", 1000)
-    monkeypatch.setattr(follow, "NEAR_END", 2000)
+    monkeypatch.setattr(record, "SAMPLE", 100)
+    monkeypatch.setattr(record, "NEAR_END", 2000)
     many = 5000
     lines = [step_line(n) for n in range(1, many + 1)]
     evaluations = [evaluation_line(n * 10) for n in range(1, 31)]
@@ -89,39 +101,39 @@ def test_of_many_steps_some_are_decoded_and_all_else(tmp_path, monkeypatch):
         line("digest", step=2000, digest="00"),
         *lines[2000:],
     )
-    follower = Follower(run, Story)
-    follower.poll()
-    story = follower.taken
-    assert 100 < follower.decoded < 250
-    assert (steps(follower)[0], story.step["step"], list(story.notes)) == (1, many, ["so far"])
-    assert steps(follower)[-5:] == [*range(many - 4, many + 1)]
-    assert len(story.evaluated["validation"]["loss"].points()) == 30
+    reader = HistoryReader(run, "sampled")
+    reader.poll()
+    history = reader.history
+    assert 100 < reader.decoded < 250
+    assert (steps(reader)[0], history.step["step"], list(history.notes)) == (1, many, ["so far"])
+    assert steps(reader)[-5:] == [*range(many - 4, many + 1)]
+    assert len(history.split_curves["validation"]["loss"].points) == 30
     append(run, *(step_line(many + n) for n in range(1, 51)))
-    before = follower.decoded
-    follower.poll()
-    assert follower.decoded == before + 50
+    before = reader.decoded
+    reader.poll()
+    assert reader.decoded == before + 50
 
 
 def test_lines_lost_in_a_power_failure_are_counted(tmp_path):
     run = make_run(
         tmp_path / "a", run_line(), b"\0" * 90 + b"\n", b'{"kind": "step"}\n', step_line(1)
     )
-    follower = Follower(run, Story)
-    follower.poll()
-    assert (steps(follower), follower.unreadable, follower.problem) == ([1], 2, None)
+    reader = HistoryReader(run, "sampled")
+    reader.poll()
+    assert (steps(reader), reader.history.damaged_lines, reader.problem) == ([1], 2, None)
     append(run, b"\0" * 90)
-    assert not follower.poll() and follower.problem is None
+    assert not reader.poll() and reader.problem is None
 
 
 @pytest.mark.parametrize("text", [b"epoch,loss\n1,2\n", b"epoch,loss", b"\0" * 100])
 def test_what_is_no_record_is_said_and_may_become_one(tmp_path, text):
     run = make_run(tmp_path / "a", text)
-    follower = Follower(run, Story)
-    assert follower.poll()
-    assert "not the record of a run" in follower.problem
+    reader = HistoryReader(run, "sampled")
+    assert reader.poll()
+    assert "not the record of a run" in reader.problem
     (run / FILE_NAME).write_bytes(run_line() + step_line(1))
-    assert follower.poll()
-    assert (follower.problem, steps(follower)) == (None, [1])
+    assert reader.poll()
+    assert (reader.problem, steps(reader)) == (None, [1])
 
 
 def test_odd_values_in_records_do_no_harm(tmp_path):
@@ -129,16 +141,16 @@ def test_odd_values_in_records_do_no_harm(tmp_path):
     run = make_run(
         tmp_path / "a", run_line(epochs="?"), step_line(1, **odd), step_line(2, loss=None)
     )
-    follower = Follower(run, Story)
-    follower.poll()
-    story = follower.taken
-    assert (steps(follower), follower.problem, story.steps(), story.left()) == (
+    reader = HistoryReader(run, "sampled")
+    reader.poll()
+    history = reader.history
+    assert (steps(reader), reader.problem, history.total_steps, history.seconds_left()) == (
         [],
         None,
         None,
         None,
     )
-    assert story.costs()["step_seconds"] == pytest.approx(0.1)
+    assert history.costs()["step_seconds"] == pytest.approx(0.1)
 
 
 def test_a_curve_keeps_means_and_ranges_in_few_points(monkeypatch):
@@ -146,16 +158,70 @@ def test_a_curve_keeps_means_and_ranges_in_few_points(monkeypatch):
     made = Curve()
     for step in range(1, 1001):
         made.add(step, step % 2)
-    points = made.points()
-    assert 4 <= len(points) <= 8 and sum(p.number for p in points) == 1000
+    points = made.points
+    assert 4 <= len(points) <= 8 and sum(p.count for p in points) == 1000
     assert [p.step for p in points] == sorted(p.step for p in points)
-    assert all(
-        (p.least, p.most) == (0, 1) and p.value == pytest.approx(0.5, abs=0.01) for p in points
-    )
+    assert all((p.min, p.max) == (0, 1) and p.mean == pytest.approx(0.5, abs=0.01) for p in points)
 
 
 def test_a_curve_that_goes_back_drops_what_came_later():
     made = Curve()
     for step in (1, 2, 3, 2):
         made.add(step, step)
-    assert [(p.step, p.number) for p in made.points()] == [(1, 1), (2, 2)]
+    assert [(p.step, p.count) for p in made.points] == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_line_without_bounds_is_named_and_never_read_whole(tmp_path, end, monkeypatch):
+    """Of 600 MB in one line no reader may take more than the limit."""
+    run = make_run(tmp_path / "a", run_line(), step_line(1))
+    with (run / FILE_NAME).open("ab") as file:
+        file.write(b'{"kind": "note", "text": "')
+        file.truncate(600_000_000)
+        file.seek(0, os.SEEK_END)
+        file.write(end)
+    append(run, end_line())
+    longest = 0
+    decode = record.decode
+
+    def measured(line, number, path):
+        nonlocal longest
+        longest = max(longest, len(line))
+        return decode(line, number, path)
+
+    monkeypatch.setattr(record, "decode", measured)
+    tracemalloc.start()
+    why = r"line 3 .* longer than 1,048,576 bytes"
+    with pytest.raises(UsageError, match=why):
+        list(read_records(run))
+    with pytest.raises(UsageError, match=why):
+        read_history(run, strict=True)
+    reader = HistoryReader(run, "sampled")
+    assert reader.poll() and re.search(why, reader.problem) and steps(reader) == [1]
+    assert not reader.poll() and not is_done(run)
+    truncate_record(run, 9, 9, 9)
+    assert [r["kind"] for r in read_records(run)] == ["run", "step"]
+    assert tracemalloc.get_traced_memory()[1] < 5 * LONGEST_LINE and longest < 1000
+    tracemalloc.stop()
+
+
+def test_launches_and_how_each_ended(tmp_path):
+    """Runs recorded when "left" was the word for preempted are read."""
+    moment = 1_700_000_000.0
+    lines = [run_line(time=moment), *(step_line(n, time=moment + n) for n in range(1, 4))]
+    lines += [end_line("left", "the time is up", time=moment + 5)]
+    lines += [run_line(time=moment + 100, ranks=3), step_line(4, time=moment + 103)]
+    run = make_run(tmp_path / "a", *lines)
+    history = read_history(run)
+    first, second = history.launches
+    assert (first.outcome.status, first.outcome.reason) == ("preempted", "the time is up")
+    assert (second.outcome, history.outcome.status, history.facts["ranks"]) == (
+        ("", None, 0),
+        "",
+        3,
+    )
+    assert (first.first_step["step"], second.first_step["step"]) == (1, 4)
+    assert (history.seconds, history.last_step, history.gaps) == (5 + 3, 4, [])
+    append(run, step_line(7), step_line(9), end_line("odd"))
+    history = read_history(run)
+    assert (history.outcome.status, history.missing_steps(10)) == ("failed", "5 to 6, 8, 10")

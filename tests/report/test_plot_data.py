@@ -2,75 +2,67 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.report.plot_data import Points, read_curves, thinned
-from hpctrain.report.record import Recorder
+from hpctrain.report.plot_training import read_curves
+from hpctrain.report.recorder import Recorder
 from tests.report.records import write_record
+
+
+def x(curve):
+    return curve[:, 0].tolist()
+
+
+def y(curve):
+    return curve[:, 1].tolist()
 
 
 def test_training_by_epoch_validation_where_it_was(tmp_path):
     curves = read_curves(write_record(tmp_path / "a"), "a")
-    assert curves.loss.x.tolist() == [1, 2, 3]
-    assert curves.loss.y.tolist() == [1, 0.5, 0.25]
-    assert curves.accuracy.y.tolist() == [60, 60, 60]
-    assert curves.validation_loss.x.tolist() == [0.5, 1.5, 2.5]
-    assert curves.validation_loss.y.tolist() == [2, 1, 0.5]
-    assert (curves.test_loss, curves.test_accuracy) == (0.25, 60)
-    assert (curves.status, curves.shown, curves.has_accuracy) == ("done", True, True)
+    assert x(curves.training["loss"]) == [1, 2, 3]
+    assert y(curves.training["loss"]) == [1, 0.5, 0.25]
+    assert y(curves.training["accuracy"]) == [60, 60, 60]
+    assert x(curves.validation["loss"]) == [0.5, 1.5, 2.5]
+    assert y(curves.validation["loss"]) == [2, 1, 0.5]
+    assert (curves.test, curves.status) == ((0.25, 0.6), "done")
+    assert curves.panels == ["accuracy", "loss"]
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_by_step_where_fewer_than_two_epochs_are_done(tmp_path, epochs):
     curves = read_curves(write_record(tmp_path / "a", epochs), "a")
-    assert curves.loss.x.tolist() == ([0.25, 0.5, 0.75, 1] if epochs == 1 else [1, 2])
+    assert x(curves.training["loss"]) == ([0.25, 0.5, 0.75, 1] if epochs == 1 else [1, 2])
 
 
 def test_a_network_without_classes_has_no_accuracy(tmp_path):
     curves = read_curves(write_record(tmp_path / "a", classify=False, validation=False), "a")
-    assert (curves.has_accuracy, curves.has_loss, curves.shown) == (False, True, True)
-    assert math.isnan(curves.test_accuracy)
-    assert not curves.validation_loss.x.size
+    assert (curves.panels, curves.test.accuracy, curves.validation) == (["loss"], None, {})
 
 
-def test_what_is_not_finite_is_nan(tmp_path):
+def test_what_is_not_finite_is_not_drawn(tmp_path):
     curves = read_curves(write_record(tmp_path / "a", nan_from=6, status="failed"), "a")
-    assert curves.loss.y[0] == 1
-    assert np.isnan(curves.loss.y[1:]).all()
+    assert x(curves.training["loss"]) == [0.25, 0.5, 0.75, 1, 1.25]
     assert (curves.status, curves.reason) == ("failed", "a reason")
     nothing = read_curves(write_record(tmp_path / "b", classify=False, nan_from=0), "b")
-    assert not nothing.shown
+    assert nothing.panels == []
 
 
-def test_a_launch_that_goes_on_is_not_finished(tmp_path):
-    folder = write_record(tmp_path / "a", status="left")
-    assert read_curves(folder, "a").status == "left"
+def test_a_resumed_launch_is_not_finished(tmp_path):
+    folder = write_record(tmp_path / "a", status="preempted")
+    assert read_curves(folder, "a").status == "preempted"
     with Recorder(folder, "none") as recorder:
         recorder.run({"name": "a"})
     curves = read_curves(folder, "a")
     assert (curves.status, curves.reason) == ("not finished", None)
-    assert curves.validation_loss.x.tolist() == [0.5, 1.5, 2.5]
+    assert x(curves.validation["loss"]) == [0.5, 1.5, 2.5]
 
 
 def test_steps_of_an_epoch_are_counted_where_the_run_does_not_say(tmp_path):
     folder = write_record(tmp_path / "a")
     path = folder / "progress.jsonl"
     path.write_text(path.read_text().replace('"steps_per_epoch": 4', '"steps_per_epoch": null'))
-    assert read_curves(folder, "a").validation_loss.x.tolist() == [0.5, 1.5, 2.5]
-
-
-def test_many_points_become_means_of_neighbours():
-    nan = math.nan
-    points = Points(np.arange(5.0), np.array([1, 3, nan, 4, nan]))
-    assert thinned(points, 5) is points
-    few = thinned(points, 3)
-    assert few.x.tolist() == [0.5, 2.5, 4]
-    assert few.y[:2].tolist() == [2, 4]
-    assert math.isnan(few.y[2])
+    assert x(read_curves(folder, "a").validation["loss"]) == [0.5, 1.5, 2.5]
 
 
 def test_what_is_no_record_is_refused(tmp_path):

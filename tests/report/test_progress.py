@@ -21,9 +21,11 @@ from rich.live import Live
 
 from hpctrain.report import bar, progress
 from hpctrain.report.bar import Bar
-from hpctrain.report.record import Recorder, read_records
+from hpctrain.report.record import read_records
+from hpctrain.report.recorder import Recorder
 from hpctrain.text import printable
 from tests.launch import environment, run, run_mpi
+from tests.report.records import record_epoch, record_evaluation, record_step
 
 FACTS = {
     "name": "first",
@@ -71,14 +73,14 @@ def follow(recorder: Recorder, tick: Callable[[], None], look: Callable[[], None
         epoch = (number + 2) // 3
         slowest = 1 if number % 3 == 1 else 2
         tick()
-        recorder.step(epoch, number, 1.5, 0.25, 0.01, 4812.3, seconds, slowest, 101)
+        record_step(recorder, epoch, number, 1.5, 0.25, 0.01, 4812.3, seconds, slowest, 101)
         if number == 4:
             look()
         if number % 3 == 0:
-            recorder.epoch(epoch, 1.5, 0.25, 4812.3, 6.0)
-            recorder.evaluation(epoch, number, "validation", 0.0123, 0.9971, 1000, 0.5)
+            record_epoch(recorder, epoch, 1.5, 0.25, 4812.3, 6.0)
+            record_evaluation(recorder, epoch, number, "validation", 0.0123, 0.9971, 1000, 0.5)
             recorder.note("a note")
-    recorder.evaluation(2, 6, "test", 0.00001, None, 10, 1.0)
+    record_evaluation(recorder, 2, 6, "test", 0.00001, None, 10, 1.0)
     recorder.end("done", seconds=3723.0)
 
 
@@ -192,13 +194,13 @@ def test_the_bar_ends_at_100_per_cent_and_tells_the_test(
         recorder.run({"epochs": 1, "steps_per_epoch": 97, "ranks": 2})
         monkeypatch.setattr(Bar, "due", lambda self: False)
         for number in range(1, 98):
-            recorder.step(1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+            record_step(recorder, 1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
             if number == 96:
                 assert "step 0 of 97" in first_line()
         assert re.search(r"━ +100 %  step 97 of 97  0:00 left  2 ranks", first_line())
         recorder.phase("evaluating test")
         assert re.search(r"━ +100 %  step 97 of 97  evaluating test  2 ranks", first_line())
-        recorder.evaluation(1, 97, "test", 0.1, 0.5, 8, 1.0)
+        record_evaluation(recorder, 1, 97, "test", 0.1, 0.5, 8, 1.0)
     assert [record["kind"] for record in read_records(tmp_path)].count("evaluation") == 1
 
 
@@ -227,7 +229,7 @@ def test_drawing_takes_little_of_the_time(
         recorder.run({"epochs": 1, "steps_per_epoch": 10**6})
         for number in range(1, 1001):
             now[0] += 0.01
-            recorder.step(1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+            record_step(recorder, 1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
     gaps = [later - earlier for earlier, later in itertools.pairwise(drawn)]
     assert len(gaps) >= 4
     assert wait - 1e-6 <= min(gaps) and max(gaps) <= wait + cost + 0.01 + 1e-6
@@ -268,8 +270,8 @@ def test_a_run_that_is_taken_up_again_counts_its_own_pace(
         recorder.run(FACTS)
         for number in (25, 26, 27):
             tick()
-            recorder.step(9, number, 1.0, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
-        recorder.epoch(9, 1.0, 0.5, 101.0, 3.0)
+            record_step(recorder, 9, number, 1.0, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+        record_epoch(recorder, 9, 1.0, 0.5, 101.0, 3.0)
     assert capsys.readouterr().out.splitlines()[-1].endswith(" 0:03 left")
 
 
@@ -279,8 +281,8 @@ def test_failures_and_unknown_figures_are_shown(
     with Recorder(tmp_path, "plain") as recorder:
         recorder.run({"model": "digits"})
         tick()
-        recorder.step(1, 1, math.nan, None, 0.01, math.inf, {}, None, 101)
-        recorder.epoch(1, math.nan, None, 0.5, 3.0)
+        record_step(recorder, 1, 1, math.nan, None, 0.01, math.inf, {}, None, 101)
+        record_epoch(recorder, 1, math.nan, None, 0.5, 3.0)
         recorder.end("failed", "loss is NaN in step 1\nsecond line", seconds=7.4)
     assert capsys.readouterr().out.splitlines() == [
         "Run digits",
@@ -307,11 +309,12 @@ def test_a_note_cannot_command_the_terminal() -> None:
 SHORT_RUN = """
 import sys
 from pathlib import Path
-from hpctrain.report.record import Recorder
+from hpctrain.report.recorder import Recorder
+from tests.report.records import record_step
 with Recorder(Path(sys.argv[1]), sys.argv[2]) as recorder:
     recorder.run({"name": "short", "epochs": 2, "steps_per_epoch": 500})
     for number in range(1, 1001):
-        recorder.step(1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+        record_step(recorder, 1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
         if number % 100 == 0:
             recorder.note("x" * 9973)
     recorder.end("done")
@@ -322,7 +325,7 @@ print("others print, too")
 FEW_STEPS = """
 import sys
 from pathlib import Path
-from hpctrain.report.record import Recorder
+from hpctrain.report.recorder import Recorder
 with Recorder(Path(sys.argv[1]), sys.argv[2]) as recorder:
     recorder.run({"name": "few", "epochs": 2, "steps_per_epoch": 1})
 """

@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.report import jsonlines
-from hpctrain.report.record import Recorder, read_records
+from hpctrain.report import record as record_module
+from hpctrain.report import recorder as recorder_module
+from hpctrain.report.record import read_records
+from hpctrain.report.recorder import Recorder
 from tests.launch import environment, run
+from tests.report.records import record_epoch, record_evaluation
 
 SECONDS = {"data": 0.25, "compute": 1.5, "reduce": 0.125, "total": 2.0}
 
@@ -56,8 +59,8 @@ def test_every_kind_round_trips(tmp_path: Path) -> None:
     with Recorder(tmp_path, "none") as recorder:
         recorder.run({"name": "first", "ranks": 4, "rows": {"train": 101}, "anything": [1, "é"]})
         step(recorder, 1)
-        recorder.epoch(1, 0.75, 0.625, 99.5, 12.5)
-        recorder.evaluation(1, 1, "test", 0.5, None, 23, 0.25)
+        record_epoch(recorder, 1, 0.75, 0.625, 99.5, 12.5)
+        record_evaluation(recorder, 1, 1, "test", 0.5, None, 23, 0.25)
         recorder.note("two\nlines")
         recorder.end("stopped", "asked to", test_accuracy=0.875)
     records = list(read_records(tmp_path))
@@ -147,7 +150,7 @@ def test_facts_must_not_replace_what_makes_a_record(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_skipped_and_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: str, block: int
 ) -> None:
-    monkeypatch.setattr(jsonlines, "BLOCK", block)
+    monkeypatch.setattr(record_module, "BLOCK", block)
     path = tmp_path / "progress.jsonl"
     with Recorder(tmp_path, "none") as recorder:
         recorder.run({"name": "first"})
@@ -196,12 +199,13 @@ def test_a_missing_record_is_refused(tmp_path: Path) -> None:
 WRITER = """
 import itertools, sys
 from pathlib import Path
-from hpctrain.report.record import Recorder
+from hpctrain.report.recorder import Recorder
+from tests.report.records import record_step
 recorder = Recorder(Path(sys.argv[1]), "none")
 recorder.run({"name": "killed"})
 print("started", flush=True)
 for number in itertools.count(1):
-    recorder.step(1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+    record_step(recorder, 1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
     if number % 997 == 0:
         recorder.note("x" * 9973)
 """
@@ -233,12 +237,13 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
 def test_other_ranks_write_and_show_nothing(tmp_path: Path) -> None:
     script = """
 import sys
-from hpctrain.report.record import Recorder
+from hpctrain.report.recorder import Recorder
+from tests.report.records import record_epoch, record_evaluation, record_step
 with Recorder(None, "bar", tensorboard=True) as recorder:
     recorder.run({"name": "nothing"})
-    recorder.step(1, 1, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
-    recorder.epoch(1, 0.1, 0.5, 101.0, 1.0)
-    recorder.evaluation(1, 1, "test", 0.1, 0.5, 101, 1.0)
+    record_step(recorder, 1, 1, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+    record_epoch(recorder, 1, 0.1, 0.5, 101.0, 1.0)
+    record_evaluation(recorder, 1, 1, "test", 0.1, 0.5, 101, 1.0)
     recorder.note("nothing")
     recorder.end("done")
 assert not {"rich", "torch"} & set(sys.modules)
@@ -260,15 +265,16 @@ def test_steps_gather_for_a_second_at_most_and_all_else_is_written_at_once(
         now[0] += 0.03  # a slow file system
         return real_write(descriptor, data)
 
-    monkeypatch.setattr(jsonlines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr(recorder_module, "time", clock)
     with Recorder(tmp_path, "none") as recorder:
-        monkeypatch.setattr(jsonlines.os, "write", slow_write)
+        monkeypatch.setattr(recorder_module.os, "write", slow_write)
         recorder.run({})
         for number in range(1, 102):
             now[0] += 0.1
             step(recorder, number)
         gathered = list(writes)
-        recorder.evaluation(1, 101, "test", 0.5, 0.5, 23, 0.25)
+        record_evaluation(recorder, 1, 101, "test", 0.5, 0.5, 23, 0.25)
         assert writes[-1][0] == now[0] - 0.03
     gaps = np.diff([moment for moment, _ in gathered])
     assert gaps.min() > 0.5 and gaps.max() < 1.0 + 0.1 + 0.03 + 1e-9
@@ -338,7 +344,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines(
         room[0] -= written
         return written
 
-    monkeypatch.setattr(jsonlines.os, "write", write)
+    monkeypatch.setattr(recorder_module.os, "write", write)
     with pytest.raises(RunError, match="No space left"), Recorder(tmp_path, "none") as recorder:
         recorder.run({})
         for number in range(1, 101):
@@ -393,7 +399,7 @@ def test_a_run_ends_once(tmp_path: Path) -> None:
 
 
 def test_what_came_after_a_checkpoint_is_taken_out_and_the_rest_stays_as_it_is(tmp_path):
-    from hpctrain.report.jsonlines import cut_back
+    from hpctrain.report.record import truncate_record
 
     def line(**record):
         return (json.dumps({**record, "time": "x"}) + "\n").encode()
@@ -419,10 +425,10 @@ def test_what_came_after_a_checkpoint_is_taken_out_and_the_rest_stays_as_it_is(t
     ]
     path = tmp_path / "progress.jsonl"
     path.write_bytes(b"".join(kept + late) + b'{"kind": "step", "epoch": 2, "st')
-    cut_back(tmp_path, step=2, epoch=1, validated=2)
+    truncate_record(tmp_path, step=2, epoch=1, validated=2)
     assert path.read_bytes() == b"".join(kept)
-    cut_back(tmp_path, step=2, epoch=1, validated=2)
+    truncate_record(tmp_path, step=2, epoch=1, validated=2)
     assert path.read_bytes() == b"".join(kept)
-    cut_back(tmp_path, step=2, epoch=1, validated=1)  # the validation was interrupted
+    truncate_record(tmp_path, step=2, epoch=1, validated=1)  # the validation was interrupted
     assert b"".join(line for line in kept if b"validation" not in line) == path.read_bytes()
-    cut_back(tmp_path / "nowhere", step=2, epoch=1, validated=2)
+    truncate_record(tmp_path / "nowhere", step=2, epoch=1, validated=2)

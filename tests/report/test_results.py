@@ -5,8 +5,9 @@ import json
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.report.follow import Follower
-from hpctrain.report.results import Figures, Point, best_run, figures_of
+from hpctrain.report.find import best_run
+from hpctrain.report.history import Metrics
+from hpctrain.report.record import HistoryReader, read_history
 
 
 def put(folder, kind, second=0, **fields):
@@ -21,13 +22,13 @@ def validation(folder, loss, accuracy, second=0):
 
 
 def test_a_record_is_followed_as_it_grows_and_when_it_is_cut_back(tmp_path):
-    follower = Follower(tmp_path / "a", Figures)
+    reader = HistoryReader(tmp_path / "a", "none")
 
     def look():
-        follower.poll()
-        return follower.taken
+        reader.poll()
+        return reader.history
 
-    assert look().planned == 0
+    assert look().planned_epochs == 0
     put(tmp_path / "a", "run", epochs=5)
     put(tmp_path / "a", "step", 3, step=1)
     put(tmp_path / "a", "epoch", 4, epoch=1, loss=2.0, accuracy=0.5)
@@ -37,18 +38,19 @@ def test_a_record_is_followed_as_it_grows_and_when_it_is_cut_back(tmp_path):
     with open(tmp_path / "a/progress.jsonl", "a") as file:
         file.write('{"kind": "epoch", "ti')
     found = look()
-    assert found.validations == [Point(1.5, 0.6), Point(None, 0.4)]
-    assert found.best_validation() == Point(1.5, 0.6)
-    assert (found.planned, found.train, found.seconds, found.status) == (5, Point(2.0, 0.5), 8, "")
+    assert found.validations == [Metrics(1.5, 0.6), Metrics(None, 0.4)]
+    assert found.best_validation() == Metrics(1.5, 0.6)
+    assert (found.planned_epochs, found.training) == (5, Metrics(2.0, 0.5))
+    assert (found.seconds, found.outcome.status) == (8, "")
     text = (tmp_path / "a/progress.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "a/new").write_text("".join(text[:4]))
     (tmp_path / "a/new").rename(tmp_path / "a/progress.jsonl")
     put(tmp_path / "a", "run", 30, epochs=5)
     put(tmp_path / "a", "end", 32, status="done", reason="patience")
     found = look()
-    assert (len(found.validations), found.status, found.reason) == (1, "done", "patience")
+    assert (len(found.validations), found.outcome[:2]) == (1, ("done", "patience"))
     assert found.seconds == 6 + 2
-    assert found == figures_of(tmp_path / "a")
+    assert found.validations == read_history(tmp_path / "a").validations
 
 
 def sweep(tmp_path, runs, settings=""):

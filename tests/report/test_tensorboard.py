@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 
 from hpctrain.errors import UsageError
-from hpctrain.report.record import Recorder, read_records
+from hpctrain.report.record import read_records
+from hpctrain.report.recorder import Recorder
+from tests.report.records import record_evaluation, record_step
 
 
 @pytest.mark.filterwarnings("default")  # those of the reader are not ours
@@ -24,8 +26,8 @@ def test_events_read_back(tmp_path: Path) -> None:
         for number in range(1, 12):
             accuracy = None if number == 7 else number / 16
             seconds = {"total": 1.0}
-            recorder.step(1, number, 1 / number, accuracy, 0.5, 101.0, seconds, 0, 101)
-        recorder.evaluation(1, 11, "test", 0.25, 0.75, 101, 1.0)
+            record_step(recorder, 1, number, 1 / number, accuracy, 0.5, 101.0, seconds, 0, 101)
+        record_evaluation(recorder, 1, 11, "test", 0.25, 0.75, 101, 1.0)
         recorder.end("done")
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -66,7 +68,7 @@ def test_steps_that_are_told_again_count_once(tmp_path: Path) -> None:
         with Recorder(tmp_path, "none", tensorboard=True, done=done) as recorder:
             recorder.run({"name": "first"})
             for number in range(first, first + 9):
-                recorder.step(1, number, value, 0.5, 0.5, 101.0, {"total": 1.0}, 0, 101)
+                record_step(recorder, 1, number, value, 0.5, 0.5, 101.0, {"total": 1.0}, 0, 101)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     loss = [(event.step, event.value) for event in events.Scalars("training/loss")]
@@ -80,7 +82,7 @@ def test_settings_and_the_end_are_there_for_hparams(tmp_path: Path) -> None:
     from tensorboard.plugins.hparams import api_pb2, metadata
 
     settings = {"lr": 0.5, "model": "digits", "flip": True, "seed": 3}
-    ends = {"done": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE, "left": None}
+    ends = {"done": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE, "preempted": None}
     for status, expected in ends.items():
         (tmp_path / status).mkdir()
         with Recorder(tmp_path / status, "none", tensorboard=True) as recorder:

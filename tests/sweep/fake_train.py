@@ -56,11 +56,11 @@ for epoch in range(done + 1, epochs + 1):
         tell("end")
         raise ValueError("the cause")
     if behaviour == "leaves":
-        end("left", 75, "the time is up")
+        end("preempted", 75, "the time is up")
     if (folder / "STOP").exists():
         (folder / "STOP").unlink()
         end("stopped", 0, "asked to stop")
     if notice:
-        end("left", 75, "SIGUSR2; saved")
+        end("preempted", 75, "SIGUSR2; saved")
 put("evaluation", epoch=epochs, step=epochs, split="test", loss=1.0, accuracy=1 - settings["lr"])
 end("done", 0)

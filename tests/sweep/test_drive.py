@@ -74,7 +74,7 @@ def test_a_notice_lets_all_save_and_the_next_driver_goes_on(tmp_path):
     timer.join()
     assert statuses(folder) == {"01": "unfinished", "02": "unfinished", "03": "waiting"}
     records = (folder / "01-seed=1/progress.jsonl").read_text()
-    assert '"left"' in records
+    assert '"preempted"' in records
     make_driver(folder, SLOW).run()
     assert set(statuses(folder).values()) == {"done"}
     epochs = (folder / "01-seed=1/progress.jsonl").read_text().count('"epoch", ')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.config import Config
-from hpctrain.report.results import Figures, Point
+from hpctrain.report.history import Metrics, RunHistory
 from hpctrain.sweep.file import Network, Networks
 from hpctrain.sweep.results import DONE, Row, ordered, read_known, write_results
 
@@ -11,11 +11,11 @@ from hpctrain.sweep.results import DONE, Row, ordered, read_known, write_results
 def row(name, train, test, *validations):
     """A network with these accuracies; its losses say the contrary."""
 
-    def point(accuracy):
-        return Point(accuracy, accuracy)
-
-    figures = Figures(train=point(train), test=point(test), validations=[*map(point, validations)])
-    return Row(Network(1, name, Config(), ""), DONE, None, figures)
+    history = RunHistory()
+    history.training = Metrics(train, train)
+    history.evaluations["test"] = {"loss": test, "accuracy": test}
+    history.validations = [Metrics(value, value) for value in validations]
+    return Row(Network(1, name, Config(), ""), DONE, None, history)
 
 
 def names(*rows):
@@ -36,7 +36,7 @@ def test_no_cell_of_results_csv_is_a_formula_however_often_it_is_written(tmp_pat
     networks = Networks((network,), ("init", "lr"))
     reason = "@SUM(1)"
     for _ in range(2):
-        write_results(tmp_path, networks, [Row(network, DONE, reason, Figures())])
+        write_results(tmp_path, networks, [Row(network, DONE, reason, RunHistory())])
         _, reason = read_known(tmp_path)["01-base"]
     assert reason == "'@SUM(1)"
     line = (tmp_path / "results.csv").read_text().splitlines()[1]

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.report.folders import last_step
-from hpctrain.report.record import read_records
+from hpctrain.report.record import read_history, read_records
 from tests.launch import ROOT, Job, run_cli
 from tests.packs import make_pack
 from tests.sweep.sweeps import statuses
@@ -77,7 +76,7 @@ def hit(place):
     sweep = place / "runs" / "hit"
     job = sweep_job(place, *words, env={"HPCTRAIN_TEST_PACE": "0.25"})
     try:
-        wait_for(lambda: all(last_step(sweep / name) >= 6 for name in NAMES))
+        wait_for(lambda: all(read_history(sweep / name).last_step >= 6 for name in NAMES))
         victims = ranks_of(job, NAMES[1])
         assert len(victims) == 2
         os.kill(victims[-1], signal.SIGKILL)
@@ -104,7 +103,7 @@ def hit(place):
 def test_a_killed_rank_fails_its_network_alone_and_a_notice_saves_the_other(place, hit):
     assert "signal 9" in hit["failed"]
     assert hit["code"] == 75
-    assert hit["between"] == ({"01": "unfinished", "02": "failed"}, "left")
+    assert hit["between"] == ({"01": "unfinished", "02": "failed"}, "preempted")
     assert "SIGTERM: the networks save and leave" in hit["printed"]
     assert (hit["second"].returncode, hit["second"].stdout) == (2, "")  # one driver at a time
     assert "is at work" in hit["second"].stderr
@@ -170,7 +169,7 @@ def test_in_the_background_until_it_is_stopped(place):
         assert "watch: tail -f" in out
         sweep = next((place / "runs").glob("*-sweep"))
         assert str(sweep.relative_to(place)) in out
-        wait_for(lambda: last_step(sweep / "01-base") >= 1)
+        wait_for(lambda: read_history(sweep / "01-base").last_step >= 1)
         done = run_cli(["stop", str(sweep)], cwd=place)
         assert "asked to stop" in done.stdout
         wait_for(lambda: not job.members())

@@ -294,7 +294,9 @@ def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
         images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
         chances = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255).softmax(1)
         assert [line["class"] for line in lines] == [f"class{k}" for k in source.labels]
-    assert [line["answer"] for line in lines] == [f"class{k}" for k in chances.argmax(1).tolist()]
+    assert [line["prediction"] for line in lines] == [
+        f"class{k}" for k in chances.argmax(1).tolist()
+    ]
     for line, chance in zip(lines, chances.tolist(), strict=True):
         assert float(line["class3"]) == pytest.approx(chance[3], abs=1e-5)
 

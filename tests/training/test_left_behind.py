@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.data.opened import open_split
 from hpctrain.data.packed import read_pack
-from hpctrain.report.folders import evaluation_file
+from hpctrain.report.find import evaluation_file
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training import validate

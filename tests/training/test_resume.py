@@ -25,7 +25,7 @@ from hpctrain.training import steps as inner
 from hpctrain.training import train as program
 from hpctrain.training.checkpoint import steps
 from hpctrain.training.control import Control
-from hpctrain.watch.runs import Watched
+from hpctrain.watch.runs import WatchedRun
 from tests import odd_models
 from tests.packs import make_pack
 from tests.training import runs
@@ -94,7 +94,7 @@ def test_the_same_bits_as_without_interruption(comm, settings, leave_after, case
         if code == 0:
             break
         assert code == 75
-        assert end(settings, comm)["status"] == "left"
+        assert end(settings, comm)["status"] == "preempted"
     else:
         leave_after()
         assert program.train(config, comm) == 0
@@ -631,7 +631,7 @@ def test_steps_that_the_record_lost_are_named(comm, settings, leave_after, capfd
         steps_told = [r["step"] for r in records if r["kind"] == "step"]
         assert steps_told == [1, 2, 4, 5, *range(10, 15)]
         plot.main(PlotConfig((str(folder),), output=str(folder / "gap.svg")))
-        watched = Watched(0, folder)
+        watched = WatchedRun(0, folder)
         watched.poll()
         shown = watched.summary()
         assert (shown["step"], shown["share"]) == (14, 1.0)

@@ -15,7 +15,8 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.evaluate import main as evaluate_main
 from hpctrain.models import read_model
 from hpctrain.parallel.topology import RankDevice
-from hpctrain.report.record import Recorder, read_records
+from hpctrain.report.record import read_records
+from hpctrain.report.recorder import Recorder
 from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
 from hpctrain.training.control import Control

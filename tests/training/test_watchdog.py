@@ -34,7 +34,7 @@ from hpctrain.heartbeats import (
     write_beat,
 )
 from hpctrain.models import build, save_model
-from hpctrain.report.plot_data import read_curves
+from hpctrain.report.plot_training import read_curves
 from hpctrain.report.record import read_records
 from hpctrain.start import is_own
 from hpctrain.training.control import RunLock, is_locked
@@ -42,8 +42,8 @@ from hpctrain.training.folder import make_run_folder, open_run_folder
 from hpctrain.training.progress import Progress
 from hpctrain.training.resume import find_earlier
 from hpctrain.typed import from_fields, parse_toml
-from hpctrain.watch import liveness
-from hpctrain.watch.runs import Runs
+from hpctrain.watch import runs as watch_runs
+from hpctrain.watch.runs import WatchedRuns
 from hpctrain.watchdog import Watchdog, current, doing, waiting
 from tests.launch import Job, mpirun, run, run_mpi
 from tests.packs import make_pack
@@ -143,8 +143,8 @@ def test_a_rank_that_loops_is_named(start, tmp_path):
 def test_what_kills_ends_everything_soon_and_is_named_afterwards(
     start, tmp_path, monkeypatch, whom, number, cause
 ):
-    monkeypatch.setattr(liveness, "PATIENCE", 0.0)
-    monkeypatch.setattr(liveness, "LATE", 0.0)
+    monkeypatch.setattr(watch_runs, "GRACE", 0.0)
+    monkeypatch.setattr(watch_runs, "OVERDUE", 0.0)
     job = start()
     os.kill(beats(tmp_path)[1]["pid"] if whom == "rank" else job.pid, getattr(signal, number))
     code, _, seconds = ended(job, 20)
@@ -153,7 +153,7 @@ def test_what_kills_ends_everything_soon_and_is_named_afterwards(
     folder, lock = tmp_path / "runs/a", RunLock()
     while is_locked(folder):  # the kernel may be closing the files of what was killed
         time.sleep(0.1)
-    (watched,) = Runs([str(folder)], "runs").all()
+    (watched,) = WatchedRuns([str(folder)], "runs").all()
     watched.poll()
     assert watched.status.kind == "failed", watched.status
     assert re.search(cause, watched.status.text)
@@ -201,7 +201,7 @@ def test_a_notice_to_one_rank_saves_and_exits_75(start, tmp_path, name):
     assert code == 75
     assert seconds < 15
     records = list(read_records(tmp_path / "runs/a"))
-    assert records[-1]["status"] == "left"
+    assert records[-1]["status"] == "preempted"
     done = records[-1]["steps"]
     assert records[-1]["reason"] == f"{name}; saved"
     assert (tmp_path / f"runs/a/checkpoints/{done:08}.json").exists()

@@ -11,12 +11,11 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.errors import UsageError
-from hpctrain.report.jsonlines import FILE_NAME
 from hpctrain.report.progress import cost_lines
-from hpctrain.watch import liveness
+from hpctrain.report.record import FILE_NAME
 from hpctrain.watch import runs as runs_module
-from hpctrain.watch.lines import cells, speed, status_line
-from hpctrain.watch.runs import Runs
+from hpctrain.watch.drawing import cells, speed, status_line
+from hpctrain.watch.runs import WatchedRuns
 from tests.launch import run as run_command
 from tests.launch import run_cli
 from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
@@ -26,7 +25,7 @@ NO_PROCESS = 2**22 + 1  # above the largest number that Linux gives
 
 
 def watched(folder):
-    runs = Runs([str(folder)], "runs")
+    runs = WatchedRuns([str(folder)], "runs")
     runs.poll()
     return runs.all()[0]
 
@@ -45,9 +44,9 @@ def test_a_run_under_way(tmp_path):
     summary = one.summary()
     assert one.status == ("running", "running")
     assert (summary["step"], summary["steps"], summary["share"]) == (20, 40, 0.5)
-    assert summary["left"] == pytest.approx(2.0, abs=1.0)
+    assert summary["seconds_left"] == pytest.approx(2.0, abs=1.0)
     assert summary["images_per_second"] == pytest.approx(80)
-    assert summary["shares"]["compute"] == pytest.approx(0.6)
+    assert summary["percents"]["compute"] == 60
     text = status_line(summary)
     for part in ("a  running", "epoch 2 of 4", "step 20 of 40", "50 %", "training loss 0.0500"):
         assert part in text
@@ -61,14 +60,14 @@ def test_a_run_under_way(tmp_path):
     [
         (("done", None), "done", "done"),
         (("stopped", "asked to stop"), "stopped", "stopped: asked to stop"),
-        (("left", "the time is up"), "left", "left: the time is up"),
+        (("left", "the time is up"), "preempted", "preempted: the time is up"),
         (("failed", "disk full\nat once"), "failed", "failed: disk full"),
         (("odd", None), "failed", "failed"),
     ],
 )
 def test_how_a_run_ended(tmp_path, end, kind, text):
     one = watched(make_run(tmp_path / "a", run_line(), step_line(1), end_line(*end)))
-    assert (one.status.kind, one.status.text, one.status.goes_on) == (kind, text, False)
+    assert (one.status.kind, one.status.text, one.status.can_be_stopped) == (kind, text, False)
 
 
 def test_a_run_that_is_silent_by_its_record_and_its_heartbeat(tmp_path):
@@ -118,16 +117,16 @@ def test_a_rank_of_another_machine_that_said_why_it_ended(tmp_path):
 
 def test_silence_counts_from_what_is_seen_not_from_another_machines_clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
-    seen = liveness.Seen()
-    assert seen.silence("a", time.time() - 50) == pytest.approx(50, abs=1)
+    monkeypatch.setattr(runs_module.time, "monotonic", lambda: now[0])
+    seen = runs_module.IdleTimer()
+    assert seen.seconds("a", time.time() - 50) == pytest.approx(50, abs=1)
     now[0] += 5
-    assert seen.silence("a", LONG_AGO) == pytest.approx(55, abs=1)
-    assert seen.silence("b", LONG_AGO) == 0
-    assert liveness.Seen().silence("a", time.time() + 999) == 0
+    assert seen.seconds("a", LONG_AGO) == pytest.approx(55, abs=1)
+    assert seen.seconds("b", LONG_AGO) == 0
+    assert runs_module.IdleTimer().seconds("a", time.time() + 999) == 0
 
 
-def test_a_run_that_was_taken_up_again_goes_on(tmp_path):
+def test_a_run_that_was_taken_up_again_can_be_stopped(tmp_path):
     run = make_run(tmp_path / "a", run_line(), step_line(1), end_line("stopped", "asked"))
     one = watched(run)
     append(run, run_line())
@@ -139,14 +138,14 @@ def test_a_run_that_was_taken_up_again_goes_on(tmp_path):
     ("seconds", "text"), [(59, "59 s"), (185, "3 min"), (7300, "2 h"), (200_000, "2 days")]
 )
 def test_rough_times(seconds, text):
-    assert liveness.rough(seconds) == text
+    assert runs_module.rough(seconds) == text
 
 
 def test_runs_of_a_sweep_that_begin_while_it_is_watched(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs_module, "LOOK_EVERY", -1)
+    monkeypatch.setattr(runs_module, "FIND_RUNS_EVERY", -1)
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "sweep.toml").touch()
-    runs = Runs(["s"], str(tmp_path))
+    runs = WatchedRuns(["s"], str(tmp_path))
     assert runs.all() == []
     make_run(tmp_path / "s" / "b", run_line())
     runs.poll()
@@ -160,7 +159,7 @@ def test_runs_of_a_sweep_that_begin_while_it_is_watched(tmp_path, monkeypatch):
 def test_equal_names_are_told_apart_and_odd_ones_cannot_steer_a_terminal(tmp_path):
     for folder in ("x/a", "y/a", "x/\x1b[2Jb"):
         make_run(tmp_path / folder, run_line(), line("note", text="\x1b]0;evil\x07"))
-    runs = Runs([str(tmp_path / f) for f in ("x/a", "y/a", "x/\x1b[2Jb")], "runs")
+    runs = WatchedRuns([str(tmp_path / f) for f in ("x/a", "y/a", "x/\x1b[2Jb")], "runs")
     runs.poll()
     assert [run.name for run in runs.all()][:2] == ["x/a", "y/a"]
     odd = runs.all()[2].summary()
@@ -173,7 +172,7 @@ def test_stop_writes_the_file_once_and_not_for_what_has_ended(tmp_path):
     run = make_run(tmp_path / "a", run_line(), step_line(1))
     one = watched(run)
     assert "is asked to stop" in one.stop() and (run / "STOP").exists()
-    assert one.status.kind == "stopping" and not one.status.goes_on
+    assert one.status.kind == "stopping" and not one.status.can_be_stopped
     over = make_run(tmp_path / "b", run_line(), step_line(1))
     one = watched(over)
     append(over, end_line("failed", "no"))
@@ -227,11 +226,13 @@ def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path, monkeypatch, capsys
     one, other = capsys.readouterr().out.splitlines()
     assert one == "frist  waiting for runs/frist, did you mean 'first'?"
     assert other.startswith("first  done")
-    runs = Runs(["first", "second", "grid"], "runs")
+    runs = WatchedRuns(["first", "second", "grid"], "runs")
     runs.poll()
-    assert [run.status.kind for run in runs.all()] == ["done", "awaited", "awaited"]
+    assert [run.status.kind for run in runs.all()] == ["done", "pending", "pending"]
     assert runs.all()[1].status.text == "waiting for runs/second"
-    assert not runs.all()[1].status.goes_on and cells(runs.all()[1].summary())[1] == "awaited"
+    assert (
+        not runs.all()[1].status.can_be_stopped and cells(runs.all()[1].summary())[1] == "pending"
+    )
     with pytest.raises(UsageError):
         runs.all()[1].stop()
     make_run(tmp_path / "runs" / "second", run_line(), step_line(1))
@@ -240,7 +241,7 @@ def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path, monkeypatch, capsys
     assert [run.status.kind for run in runs.all()][:2] == ["done", "running"]
     (tmp_path / "runs" / "grid" / "sweep.toml").touch()
     make_run(tmp_path / "runs" / "grid" / "01-base", run_line(), step_line(1))
-    monkeypatch.setattr(runs_module, "LOOK_EVERY", -1)
+    monkeypatch.setattr(runs_module, "FIND_RUNS_EVERY", -1)
     runs.poll()
     assert [run.name for run in runs.all()] == ["first", "second", "01-base"]
 
@@ -270,7 +271,7 @@ def test_summary_and_watch_agree_and_add_up(tmp_path):
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "pictures").mkdir()
     with pytest.raises(UsageError, match="no run or sweep 'pictures'"):
-        Runs(["pictures"], str(tmp_path))
+        WatchedRuns(["pictures"], str(tmp_path))
 
 
 def test_watching_imports_neither_torch_nor_mpi(tmp_path):

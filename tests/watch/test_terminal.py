@@ -8,12 +8,11 @@ import time
 
 import pytest
 
-from hpctrain.report.story import Story
+from hpctrain.report.history import RunHistory
 from hpctrain.watch import terminal
-from hpctrain.watch.axes import accuracy_axis, loss_axis
-from hpctrain.watch.drawing import draw
-from hpctrain.watch.runs import Runs
-from hpctrain.watch.terminal import Watch
+from hpctrain.watch.drawing import accuracy_axis, draw, loss_axis
+from hpctrain.watch.runs import WatchedRuns
+from hpctrain.watch.terminal import WatchApp
 from tests.launch import run
 from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
 
@@ -32,7 +31,7 @@ def watch(targets, drive, size=(120, 40)):
     """Run the display of these runs without a terminal, driven by a coroutine."""
 
     async def go():
-        app = Watch(Runs([str(target) for target in targets], "runs"))
+        app = WatchApp(WatchedRuns([str(target) for target in targets], "runs"))
         async with app.run_test(size=size, notifications=True) as pilot:
             await pilot.pause()
             await pilot.pause()
@@ -154,7 +153,7 @@ def test_nothing_is_drawn_where_nothing_changed(runs, monkeypatch):
 
 
 def test_a_sweep_without_runs_and_the_first_that_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpctrain.watch.runs.LOOK_EVERY", -1)
+    monkeypatch.setattr("hpctrain.watch.runs.FIND_RUNS_EVERY", -1)
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "sweep.toml").touch()
 
@@ -185,15 +184,15 @@ def test_without_textual_one_line_says_what_to_install():
     assert "pip install 'hpctrain[watch]'" in run([sys.executable, "-c", program]).stdout
 
 
-def story(*values):
-    made = Story()
+def history(*values):
+    made = RunHistory()
     for step, value in enumerate(values, start=1):
         made.add({"kind": "step", "step": step, "loss": value, "accuracy": value})
     return made
 
 
 def test_a_plot_falls_where_the_values_fall():
-    rows = draw(story(*(2 - n / 50 for n in range(100))), "loss", 50, 15).plain.splitlines()
+    rows = draw(history(*(2 - n / 50 for n in range(100))), "loss", 50, 15).plain.splitlines()
     assert len(rows) == 15 and all(len(row) <= 50 for row in rows)
     marked = [[i for i, c in enumerate(row) if 0x2800 < ord(c) <= 0x28FF] for row in rows[1:13]]
     assert all(marked) and [row[0] for row in marked] == sorted(row[0] for row in marked)
@@ -202,7 +201,7 @@ def test_a_plot_falls_where_the_values_fall():
 
 
 def test_values_are_joined_and_lie_at_their_labels():
-    rows = draw(story(0.4, 0.4), "accuracy", 60, 14).plain.splitlines()
+    rows = draw(history(0.4, 0.4), "accuracy", 60, 14).plain.splitlines()
     full = [row for row in rows[1:12] if any(0x2800 < ord(c) <= 0x28FF for c in row)]
     assert len(full) == 1 and full[0].split()[0] == "40"
     assert " " not in full[0].partition("┤")[2]
@@ -210,13 +209,13 @@ def test_values_are_joined_and_lie_at_their_labels():
 
 @pytest.mark.parametrize("values", [(1.0,), (0.5, 0.5), (1e17, 3), (1e-9, 2e-9), (-3, -2), (0, 0)])
 def test_plots_of_odd_values_have_labels(values):
-    text = draw(story(*values), "loss", 60, 12).plain
+    text = draw(history(*values), "loss", 60, 12).plain
     assert text.count("┤") >= 2 and max(map(len, text.splitlines())) <= 60
 
 
 def test_no_room_and_nothing_to_plot():
-    assert draw(story(1), "loss", 10, 3).plain == ""
-    assert draw(Story(), "loss", 60, 12).plain == "no loss yet"
+    assert draw(history(1), "loss", 10, 3).plain == ""
+    assert draw(RunHistory(), "loss", 60, 12).plain == "no loss yet"
 
 
 def test_axes_begin_and_end_at_what_is_shown():

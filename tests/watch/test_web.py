@@ -18,7 +18,7 @@ from urllib.parse import quote
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.watch.runs import Runs
+from hpctrain.watch.runs import WatchedRuns
 from hpctrain.watch.web import ADDRESS, Server, serve
 from tests.launch import Job
 from tests.launch import run as run_command
@@ -36,7 +36,7 @@ def server(tmp_path) -> Iterator[Any]:
         line("note", text="<script>alert(1)</script>"),
     )
     make_run(tmp_path / "b", run_line(), step_line(1), end_line("failed", "no room"))
-    made = Server(Runs([str(run), str(tmp_path / "b")], "runs"))
+    made = Server(WatchedRuns([str(run), str(tmp_path / "b")], "runs"))
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield made
@@ -92,8 +92,8 @@ def test_the_data_of_all_runs_and_the_curves_of_one(server):
         5,
         40,
     )
-    assert first["notes"] == ["<script>alert(1)</script>"] and first["goes_on"]
-    assert (second["text"], second["goes_on"]) == ("failed: no room", False)
+    assert first["notes"] == ["<script>alert(1)</script>"] and first["can_be_stopped"]
+    assert (second["text"], second["can_be_stopped"]) == ("failed: no room", False)
     curves = json.loads(ask(server, "/curves?run=0")[2])
     assert curves["version"] == first["version"]
     assert curves["loss"]["training"][1] == [2, 0.5, 0.5, 0.5]
@@ -188,7 +188,7 @@ def test_the_data_follow_the_run(server, tmp_path, monkeypatch):
 
 def test_only_the_loopback_listens(server):
     assert server.server_address[0] == "127.0.0.1"
-    with Server(Runs([], "runs")) as other:
+    with Server(WatchedRuns([], "runs")) as other:
         assert other.token != server.token and len(other.token) == 43
 
 
@@ -196,7 +196,7 @@ def test_a_taken_port_is_one_line():
     with socket.create_server((ADDRESS, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"--port {port}"):
-            serve(Runs([], "runs"), port)
+            serve(WatchedRuns([], "runs"), port)
 
 
 def test_the_address_and_the_tunnel_are_printed_and_ctrl_c_ends_it(tmp_path):

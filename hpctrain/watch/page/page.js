@@ -127,7 +127,7 @@ function showTable() {
     cells[2].title = run.text;
     cells[2].className = "status";
     const epochs = run.epoch === null ? "" : `${run.epoch}${run.epochs ? `/${run.epochs}` : ""}`;
-    const numbers = [epochs, percent(run.share), clock(run.left), short(run.loss), short(run.accuracy), count(run.images_per_second)];
+    const numbers = [epochs, percent(run.share), clock(run.seconds_left), short(run.loss), short(run.accuracy), count(run.images_per_second)];
     row.append(...cells, ...numbers.map((text) => element("td", text, "number")), cell(stopButton(run)));
     return row;
   });
@@ -144,15 +144,15 @@ function cell(...inside) {
 }
 
 function stopButton(run) {
-  const button = element("button", state.asked.has(run.key) && run.goes_on ? "Asked" : "Stop", "stop");
+  const button = element("button", state.asked.has(run.key) && run.can_be_stopped ? "Asked" : "Stop", "stop");
   button.dataset.focus = `stop${run.key}`;
   prepareStop(button, run);
   return button;
 }
 
 function prepareStop(button, run) {
-  button.disabled = !run.goes_on;
-  button.title = run.goes_on ? `stop ${run.name} after its next step, saved` : "it has ended or is asked to";
+  button.disabled = !run.can_be_stopped;
+  button.title = run.can_be_stopped ? `stop ${run.name} after its next step, saved` : "it has ended or is asked to";
   button.onclick = () => stop(run);
 }
 
@@ -180,7 +180,7 @@ function showRun(run) {
     run.epoch === null ? "" : `Epoch ${ofAll(run.epoch, run.epochs)}`,
     run.step ? `step ${ofAll(run.step, run.steps)}` : "",
     percent(run.share),
-    run.left === null ? "" : `${clock(run.left)} left`,
+    run.seconds_left === null ? "" : `${clock(run.seconds_left)} left`,
   ];
   find("#way").textContent = way.filter(Boolean).join(" · ");
   find("#facts").replaceChildren(...facts(run).map(([name, text]) => {

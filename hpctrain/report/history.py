@@ -1,0 +1,272 @@
+"""The history of a run, from its record: its launches and how each ended, its epochs and steps, its
+metrics and curves. Bounded in memory, whatever the record holds.
+
+``record.read_history`` makes it from all of a record, ``record.HistoryReader`` as the record grows.
+How a run ended is decided here (`RunHistory.outcome`, `find_outcome`), for the next launch of
+train, watch, sweep, compare, plot and stop alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpctrain.heartbeats import FOLDER as HEARTBEATS
+from hpctrain.heartbeats import cause_if_ended, find_cause
+from hpctrain.report.costs import Costs
+from hpctrain.report.curve import Curve
+from hpctrain.report.fields import LABELS, Record
+
+RECENT = 50  # steps over which speeds and shares are taken
+MOST_NOTES, MOST_SPLITS, MOST_LAUNCHES = 5, 8, 1000  # that are kept
+LARGEST = 1e200
+STATUSES = {"left": "preempted"} | {s: s for s in ("done", "stopped", "preempted", "failed")}
+
+
+class Outcome(NamedTuple):
+    """How a launch ended."""
+
+    status: str = ""  # done, stopped, preempted, failed; empty where no end is known
+    reason: str | None = None
+    time: float = 0.0  # in seconds since 1970
+
+
+class Metrics(NamedTuple):
+    """Means over a split; None for what is not known, or no number."""
+
+    loss: float | None = None
+    accuracy: float | None = None
+
+    def score(self, by_accuracy: bool) -> float:
+        """The larger the better; minus infinity for what is not known."""
+        if by_accuracy:
+            return -math.inf if self.accuracy is None else self.accuracy
+        return -math.inf if self.loss is None else -self.loss
+
+
+UNKNOWN = Metrics()
+
+
+@dataclass
+class Launch:
+    """One launch of a run, which may have been resumed often."""
+
+    facts: Record = field(default_factory=dict)  # its line of kind "run"
+    began: float | None = None  # in seconds since 1970
+    latest: float | None = None  # time of its last record
+    first_step: Record = field(default_factory=dict)
+    end: Record = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended by its own account."""
+        if not self.end:
+            return Outcome()
+        status = STATUSES.get(self.end["status"], "failed")
+        return Outcome(status, self.end.get("reason"), time_of(self.end) or 0.0)
+
+
+class RunHistory:
+    """What the records of a run say, taken in order. Everything may be missing."""
+
+    def __init__(self) -> None:
+        self.launches: deque[Launch] = deque([Launch()], MOST_LAUNCHES)
+        self.last: Record = {}  # of any kind
+        self.step: Record = {}  # the last
+        self.last_step = 0  # the largest number of a step; 0 for none
+        self.gaps: list[range] = []  # steps that are missing before the last one, if all are read
+        self.epochs = 0  # done
+        self.training = UNKNOWN  # means over the last epoch
+        self.validated = 0  # step of the last validation
+        self.validations: list[Metrics] = []
+        self.evaluations: dict[str, Record] = {}  # the last of each split
+        self.notes: deque[str] = deque(maxlen=MOST_NOTES)
+        self.step_curves = {name: Curve() for name in LABELS}
+        self.epoch_curves = {name: Curve() for name in LABELS}  # by epoch, not by step
+        self.split_curves: dict[str, dict[str, Curve]] = {}  # of evaluations, by split
+        self.damage: str | None = None  # what is wrong with the first line that cannot be read
+        self.damaged_lines = 0
+        self._recent: deque[Record] = deque(maxlen=RECENT)
+
+    @property
+    def launch(self) -> Launch:
+        """The last one."""
+        return self.launches[-1]
+
+    @property
+    def facts(self) -> Record:
+        """The description of the run by its last launch."""
+        return self.launch.facts
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the last launch ended, by its own account; see `find_outcome`."""
+        return self.launch.outcome
+
+    @property
+    def planned_epochs(self) -> int:
+        """Of the whole run; 0 where it is not known."""
+        return int(number(self.facts.get("epochs")) or 0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Of the whole run."""
+        steps = number(self.facts.get("steps_per_epoch"))
+        return int(self.planned_epochs * steps) or None if steps else None
+
+    @property
+    def test(self) -> Metrics:
+        """The metrics of the last test."""
+        return metrics_of(self.evaluations.get("test", {}))
+
+    @property
+    def seconds(self) -> float:
+        """Of all launches together."""
+        times = [(launch.began, launch.latest) for launch in self.launches]
+        return sum(latest - began for began, latest in times if began and latest)
+
+    def best(self, by_accuracy: bool) -> Metrics:
+        """The best validation so far."""
+        return max(self.validations, key=lambda each: each.score(by_accuracy), default=UNKNOWN)
+
+    def best_validation(self) -> Metrics:
+        """The smallest loss and the largest accuracy of all validations."""
+        return Metrics(self.best(False).loss, self.best(True).accuracy)
+
+    def add(self, record: Record) -> None:
+        """Take one record."""
+        self.last, now = record, time_of(record)
+        match record["kind"]:
+            case "run":
+                self._recent.clear()
+                self.launch.facts = {}  # bounded: only how it ended is kept of an earlier launch
+                if self.launch.began is None and not self.launch.end:
+                    self.launches.pop()
+                self.launches.append(Launch(record))
+            case "step":
+                self._add_step(record)
+            case "epoch":
+                self.epochs = max(self.epochs, record["epoch"])
+                self.training = metrics_of(record)
+                add_point(self.epoch_curves, record["epoch"], record)
+            case "evaluation":
+                self._add_evaluation(record)
+            case "note":
+                self.notes.append(record["text"])
+            case "end":
+                self.launch.end = record
+        launch = self.launch
+        launch.began, launch.latest = launch.began or now, now or launch.latest
+
+    def _add_step(self, record: Record) -> None:
+        if record["step"] > self.last_step + 1:
+            self.gaps.append(range(self.last_step + 1, record["step"]))
+        self.step, self.last_step = record, max(self.last_step, record["step"])
+        self.launch.first_step = self.launch.first_step or record
+        self._recent.append(record)
+        add_point(self.step_curves, record["step"], record)
+
+    def _add_evaluation(self, record: Record) -> None:
+        split = record["split"]
+        if split == "validation":
+            self.validated = max(self.validated, record["step"])
+            self.validations.append(metrics_of(record))
+        if split in self.split_curves or len(self.split_curves) < MOST_SPLITS:
+            self.evaluations[split] = record
+            curves = self.split_curves.setdefault(split, {name: Curve() for name in LABELS})
+            add_point(curves, record["step"], record)
+
+    def missing_steps(self, done: int) -> str:
+        """The steps up to `done` that the record lacks: "5, 7 to 9"; empty where it has all."""
+        gaps = [*self.gaps, range(self.last_step + 1, done + 1)]
+        found = [range(gap.start, min(gap.stop, done + 1)) for gap in gaps]
+        texts = [f"{g[0]:,} to {g[-1]:,}" if len(g) > 1 else f"{g[0]:,}" for g in found if g]
+        return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more gaps" if texts[3:] else "")
+
+    def steps_per_epoch(self) -> float:
+        """As the run was described, else as many as it was seen to have."""
+        described = number(self.facts.get("steps_per_epoch"))
+        epochs = max(self.epochs, number(self.step.get("epoch")) or 1, 1)
+        return described if described and described >= 1 else max(self.last_step / epochs, 1)
+
+    def longest_interval(self) -> float:
+        """Seconds of the longest recent step or evaluation: so long nothing new may come."""
+        evaluations = [number(record.get("seconds")) for record in self.evaluations.values()]
+        steps = [step_seconds(record) for record in self._recent]
+        return max(filter(None, [*evaluations, *steps]), default=0.0)
+
+    def costs(self) -> dict[str, Any]:
+        """Where the time of the recent steps goes, as ``Costs.facts`` says it."""
+        costs = Costs()
+        for record in self._recent:
+            if step_seconds(record):
+                parts = {str(n): number(v) or 0.0 for n, v in record["seconds"].items()}
+                costs.add(parts, record.get("slowest_rank"))
+        return costs.facts()
+
+    def images_per_second(self) -> float | None:
+        """In the recent steps."""
+        rows = sum(number(record.get("rows")) or 0 for record in self._recent)
+        seconds = sum(step_seconds(record) for record in self._recent)
+        return number(rows / seconds) if seconds else None
+
+    def seconds_left(self) -> float | None:
+        """To the end of the run when its last step was recorded, at this launch's pace."""
+        first, last = self.launch.first_step, self.step
+        began, came = time_of(first), time_of(last)
+        if not self.total_steps or self.launch.end or began is None or came is None:
+            return None
+        if (done := last["step"] - first["step"]) <= 0:
+            return None
+        return max(self.total_steps - last["step"], 0) * (came - began) / done
+
+
+def find_outcome(folder: Path, history: RunHistory, is_over: bool = False) -> Outcome:
+    """How the last launch of the run in `folder` ended: by its own account, else, where a rank says
+    that it failed, or a process of this machine is gone, by its heartbeats. `is_over` says that it
+    has certainly ended (its lock is free).
+    """
+    if history.outcome.status:
+        return history.outcome
+    if not is_over:
+        cause = cause_if_ended(folder / HEARTBEATS)
+        return Outcome("failed", cause) if cause else Outcome()
+    found = find_cause(folder / HEARTBEATS)
+    return Outcome("failed", *found) if found else Outcome()
+
+
+def metrics_of(record: Record) -> Metrics:
+    """The means in a record."""
+    return Metrics(number(record.get("loss")), number(record.get("accuracy")))
+
+
+def add_point(curves: Mapping[str, Curve], step: int, record: Record) -> None:
+    """Add a record's values to the curves of their names."""
+    for name, curve in curves.items():
+        if (value := number(record.get(name))) is not None:
+            curve.add(step, value)
+
+
+def number(value: Any) -> float | None:
+    """A number that can be drawn and added to others, or None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < LARGEST else None
+
+
+def step_seconds(step: Record) -> float:
+    """Of one step; 0 where it does not say."""
+    seconds = step.get("seconds")
+    return (number(seconds.get("total")) or 0.0) if isinstance(seconds, Mapping) else 0.0
+
+
+def time_of(record: Record) -> float | None:
+    """When a record was made, in seconds since 1970."""
+    try:
+        return datetime.fromisoformat(record["time"]).astimezone(UTC).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,245 @@
+"""The recorder of a run: one object that writes and shows what happens, on rank 0 alone.
+
+It makes each record once, of the fields that stand in ``fields.py``, and hands it to the file, the
+display (``progress.py``) and, on request, TensorBoard (``tensorboard.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.errors import Failure, RunError
+from hpctrain.files import open_itself
+from hpctrain.report.costs import Costs
+from hpctrain.report.fields import FIELDS, encode_record
+from hpctrain.report.record import FILE_NAME, LONGEST_LINE, cut_torn_line
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hpctrain.report.progress import Display
+    from hpctrain.report.tensorboard import EventWriter
+
+FORMAT = 1
+RESERVED = {"kind", "time", "format", "nonfinite"}  # fields a caller's facts must not replace
+LONGEST_WAIT = 1.0  # seconds a step may wait to be written
+COST_RATIO = 2000  # time between two writes, at least, in units of what the last one took
+LONGEST_TEXT = 10_000  # characters of a note or a reason
+
+
+class RecordFile:
+    """Appends records to a JSON Lines file, whole lines in one write each.
+
+    Steps are buffered for a moment, so that encoding and writing take at most one part in
+    `COST_RATIO` of the time even where an append is slow (NFS asks its server each time), but for
+    `LONGEST_WAIT` at most. All other kinds are written at once, with the steps before them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._buffered: list[dict[str, Any]] = []
+        self._due = 0.0
+        try:
+            self._descriptor = open_itself(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            cut_torn_line(self._descriptor)
+        except OSError as error:
+            raise RunError(f"cannot open {path}: {error.strerror}") from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add one line. RunError where it cannot be written; later ones are dropped then."""
+        if self._descriptor < 0:
+            return
+        self._buffered.append(record)
+        if record["kind"] != "step" or time.monotonic() >= self._due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        if self._descriptor < 0:
+            return
+        start = time.monotonic()
+        data = b"".join([self._encode(record) for record in self._buffered])
+        self._buffered.clear()
+        try:
+            while data:  # one write, unless the disk fills up: then the next one says so
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            raise self._failed(error) from error
+        end = time.monotonic()
+        self._due = end + min(COST_RATIO * (end - start), LONGEST_WAIT)
+
+    def close(self) -> None:
+        """Write, force to disk and close; harmless when repeated."""
+        if self._descriptor < 0:
+            return
+        self.flush()
+        try:  # NFS reports a full disk only here
+            os.fsync(self._descriptor)
+            os.close(self._descriptor)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._descriptor = -1
+
+    def _encode(self, record: dict[str, Any]) -> bytes:
+        line = encode_record(record)
+        if len(line) > LONGEST_LINE:
+            self._buffered.clear()
+            raise RunError(
+                f"cannot write {self._path}: a record of kind {record['kind']} has {len(line):,}"
+                f" bytes, more than the {LONGEST_LINE:,} of a line"
+            )
+        return line
+
+    def _failed(self, error: OSError) -> RunError:
+        """Leave whole lines only, stop writing, and say why."""
+        with suppress(OSError):
+            cut_torn_line(self._descriptor)
+            os.close(self._descriptor)
+        self._descriptor = -1
+        return RunError(f"cannot write {self._path}: {error.strerror}; the record ends here")
+
+
+class Recorder:
+    """Writes what happens in a run to its folder and shows it on standard output.
+
+    Rank 0 passes the folder of the run. All other ranks pass None, and then nothing is written or
+    shown, so that a training loop calls the same methods on every rank.
+
+    `progress` is "bar" (a live bar, even where output is piped), "plain" (a line per epoch),
+    "none", or "auto" (the bar where the output reaches a terminal, else plain); `tensorboard` adds
+    an event file, in which steps after `done` are replaced. Methods raise RunError when a line
+    cannot be written (disk full); that happens once, later lines are dropped. Leaving a ``with``
+    block by an exception records end: failed.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        progress: str = "auto",
+        tensorboard: bool = False,
+        done: int = 0,
+    ) -> None:
+        self._sinks: list[RecordFile | Display | EventWriter] = []
+        self._started = 0.0  # when the run line was written; 0 = not yet
+        self._ended = False
+        self._costs = Costs()
+        self._file: RecordFile | None = None
+        self._events: EventWriter | None = None
+        self._display: Display | None = None
+        if folder is None:
+            return
+        if tensorboard:
+            from hpctrain.report.tensorboard import EventWriter
+
+            self._events = EventWriter(folder, done)
+            self._sinks.append(self._events)
+        self._file = RecordFile(folder / FILE_NAME)
+        self._sinks.insert(0, self._file)
+        if progress != "none":
+            from hpctrain.report.progress import Display
+
+            self._display = Display(folder, progress)
+            self._sinks.append(self._display)
+
+    def run(self, facts: Mapping[str, Any]) -> None:
+        """Describe the run: the first line. `facts` is written as it is; a header is shown.
+
+        The display knows name, model, parameters, ranks, shards, batch_size, epochs,
+        steps_per_epoch, rows {split: number}, pack, device, precision, threads, mpi, hosts [...];
+        all may be missing.
+        """
+        self._started = time.monotonic()
+        self._costs.describe(facts)
+        self._write("run", {"format": FORMAT, **_checked(facts)})
+
+    def step(self, **fields: Any) -> None:
+        """Record one update, with the fields of "step": means over the global mini-batch, seconds
+        by phase.
+        """
+        self._costs.add(fields["seconds"], fields["slowest_rank"])
+        self._write("step", fields)
+
+    def epoch(self, **fields: Any) -> None:
+        """Record the means over an epoch, weighted by rows (the caller computes them)."""
+        self._write("epoch", fields)
+
+    def evaluation(self, **fields: Any) -> None:
+        """Record the means over all rows of a split, computed with the weights after a step."""
+        self._write("evaluation", fields)
+
+    def picture(self, name: str, step: int, image: np.ndarray) -> None:
+        """Show an image (H, W, 3) of bytes after `step` in TensorBoard; the record has none."""
+        if self._events is not None:
+            self._events.picture(name, step, image)
+
+    def phase(self, text: str) -> None:
+        """Say on the live bar what is done now, besides steps; the record has none."""
+        if self._display is not None:
+            self._display.phase(text)
+
+    def digest(self, step: int, digest: str) -> None:
+        """Record the digest of weights and optimizer after `step`, which all ranks share."""
+        self._write("digest", {"step": step, "digest": digest})
+
+    def flush(self) -> None:
+        """Write what is buffered to the file."""
+        if self._file is not None:
+            self._file.flush()
+
+    def note(self, text: str) -> None:
+        """Record a line for the reader of the log."""
+        self._write("note", {"text": text[:LONGEST_TEXT]})
+
+    def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
+        """Record how the run ended ("done", "stopped", "preempted", "failed"), where the time of
+        its steps went, and show a short summary.
+        """
+        self._ended = True
+        seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
+        reason = reason[:LONGEST_TEXT] if reason else reason
+        fields = {"status": status, "reason": reason, "seconds": seconds, **self._costs.facts()}
+        self._write("end", {**fields, **_checked(facts)})
+
+    def close(self) -> None:
+        """Write what is buffered and close the file; harmless when repeated."""
+        with ExitStack() as stack:  # closes all, whichever fails
+            for sink in self._sinks:
+                stack.callback(sink.close)
+            self._sinks, self._events, self._file = [], None, None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        name = "" if isinstance(error, Failure) else type(error).__name__
+        with suppress(RunError):  # the error under way matters more than its record
+            if self._started and not self._ended:
+                self.end("failed", ": ".join(filter(None, [name, str(error)])))
+        with suppress(RunError):
+            self.close()
+
+    def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Hand a record to all sinks, its time still a number (seconds since 1970)."""
+        if kind not in ("run", "end") and not fields.keys() <= FIELDS[kind].keys():
+            unknown = ", ".join(sorted(fields.keys() - FIELDS[kind].keys()))
+            raise ValueError(f"a {kind} has no field {unknown}: add it to report/fields.py")
+        record = {"kind": kind, "time": time.time(), **fields}
+        for sink in self._sinks:
+            sink.write(record)
+
+
+def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
+    taken = RESERVED.intersection(facts)
+    if taken:
+        raise ValueError(f"the recorder itself sets {', '.join(sorted(taken))}")
+    return dict(facts)
