@@ -103,25 +103,26 @@ class Pinned:
         self.comm, self._piece_bytes = comm, piece_bytes
         self._host = HostMemory(comm)
         self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._streams: tuple[Stream, Stream] | None = None
+        self._down: Stream | None = None
 
     def allreduce(self, vector: torch.Tensor) -> None:
-        """As in Transport. Every piece is one Allreduce; most messages have one piece."""
+        """As in Transport. Every piece is one Allreduce; most messages have one piece. Pieces are
+        copied down on a stream of their own, so that the next ones come while one is summed and
+        copied back.
+        """
         host, step = self._host_of(vector), max(1, self._piece_bytes // vector.element_size())
         spans = [slice(start, start + step) for start in range(0, len(vector), step)]
-        self._streams = self._streams or (Stream(vector.device), Stream(vector.device))
-        (down, up), current, copied = self._streams, current_stream(vector.device), []
-        down.wait_stream(current)
+        down, copied = self._down or Stream(vector.device), []
+        self._down = down
+        down.wait_stream(current_stream(vector.device))
         with down.select():
             for span in spans:
                 host[span].copy_(vector[span], non_blocking=True)
                 copied.append(down.record_event())
         for span, event in zip(spans, copied, strict=True):
-            event.synchronize()  # all that was queued on `current` is done then, too
+            event.synchronize()
             self._host.allreduce(host[span])
-            with up.select():
-                vector[span].copy_(host[span], non_blocking=True)
-        current.wait_stream(up)
+            vector[span].copy_(host[span], non_blocking=True)
 
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
