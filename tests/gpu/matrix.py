@@ -4,9 +4,10 @@
     ... python -m tests.gpu.matrix FOLDER all
 
 Cells are chosen so that every pair of values of two axes is in one of them; each runs in its own
-order and late. `all` runs the whole product of the axes but for ranks and orders, which take turns.
-All cells run in one launch: those of fewer ranks on its first ranks. FOLDER/cells.jsonl has what
-each cell came to; `problems` checks it.
+order and late. In tree order their digest is that of one rank with one Allreduce a step. `all` runs
+the whole product of the axes but for those in TURNS, which take turns. All cells run in one launch:
+those of fewer ranks on its first ranks. FOLDER/cells.jsonl has what each cell came to; `problems`
+checks it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from hpctrain.config import Config
 from hpctrain.config.others import EvaluateConfig, PredictConfig
 from hpctrain.errors import Failure
 from hpctrain.inference import evaluate, predict
-from hpctrain.parallel import choose
+from hpctrain.parallel import choose, overlap
 from hpctrain.parallel.mpi import Comm, start_mpi
 from hpctrain.report.record import read_records
 from hpctrain.training.train import train
@@ -38,18 +39,20 @@ from tests.packs import make_pack
 from tests.training.runs import leave_after, short_run
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "job": ("classify", "denoise", "jpeg", "resume", "evaluate", "predict"),
+    "job": ("classify", "denoise", "jpeg", "resume", "infer"),
     "transport": ("host", "mpi-gpu", "nccl"),
     "sum": ("plain", "tree", "bf16"),
-    "launch": ("eager", "overlap", "graphs"),
+    "launch": ("eager", "overlap", "auto", "graphs"),
     "precision": ("default", "fp32", "tf32", "bf16"),
+    "batch_norm": ("exact", "running", "average", "local"),
     "ranks": (1, 2, 3, 4),
     "order": ORDERS,  # of the devices' work
 }
-USES = ("evaluate", "predict")  # jobs that train nothing
-TURNS = ("ranks", "order")  # axes that take turns where all others are multiplied
+WAYS = ("transport", "sum", "launch")  # only tried where several ranks train
+TURNS = ("batch_norm", "ranks", "order")  # take turns where all other axes are multiplied
 SHARDS = 4
 STEPS = 3  # until a run that is resumed leaves
+SEGMENTS = 3  # of overlapped sums; with `auto`, those that are tried whatever was measured
 # Relative difference of losses between a GPU and a CPU: the CPU's kernels compute both, but not
 # always the same ones; bfloat16 has 8 significant bits, and a GPU draws other noise than a CPU.
 CLOSE = {"bf16": 0.05, "denoise": 0.05}
@@ -63,24 +66,21 @@ class Cell(NamedTuple):
     sum: str
     launch: str
     precision: str
+    batch_norm: str
     ranks: int
     order: str
 
 
 def pairwise(seed: int = 0) -> list[Cell]:
-    """Cells in which every pair of values of two axes occurs: the best of some random cells is
+    """Cells in which every pair of values of two axes is tried: the best of some random cells is
     taken until no pair is left.
     """
     rng, names = random.Random(seed), list(AXES)
-    left = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x, y in itertools.product(AXES[a], AXES[b])
-    }
+    left = set().union(*(pairs(Cell(*values)) for values in itertools.product(*AXES.values())))
     cells: list[Cell] = []
     while left:
         (a, x), (b, y) = min(left, key=repr)
-        drawn = [Cell(*(rng.choice(AXES[name]) for name in names)) for _ in range(200)]
+        drawn = [Cell(*(rng.choice(AXES[name]) for name in names)) for _ in range(1000)]
         found = [cell._replace(**{a: x, b: y}) for cell in drawn]
         best = max(found, key=lambda cell: len(left & pairs(cell)))
         left -= pairs(best)
@@ -88,17 +88,25 @@ def pairwise(seed: int = 0) -> list[Cell]:
     return sorted(cells, key=lambda cell: cell.transport == "mpi-gpu")  # its trial takes seconds
 
 
+def is_idle(values: Mapping[str, Any]) -> bool:
+    """Whether nothing is exchanged in a cell with these values."""
+    return values.get("job") == "infer" or values.get("ranks") == 1
+
+
 def pairs(cell: Cell) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Every two values of a cell."""
-    return set(itertools.combinations(zip(AXES, cell, strict=True), 2))
+    """Every two values that are tried in a cell."""
+    values = cell._asdict()
+    tried = [(a, x) for a, x in values.items() if not (is_idle(values) and a in WAYS)]
+    return set(itertools.combinations(tried, 2))
 
 
-def product() -> Iterator[Cell]:
-    """All cells; ranks and orders take turns."""
-    turns = itertools.cycle(itertools.product(*(AXES[name] for name in TURNS)))
-    multiplied = [values for name, values in AXES.items() if name not in TURNS]
-    for values in itertools.product(*multiplied):
-        yield Cell(*values, *next(turns))
+def product(seed: int = 0) -> Iterator[Cell]:
+    """All cells; the axes of TURNS, which are the last ones, take turns in random order."""
+    rng, turns = random.Random(seed), list(itertools.product(*(AXES[name] for name in TURNS)))
+    left: list[tuple[Any, ...]] = []
+    for values in itertools.product(*(AXES[name] for name in AXES if name not in TURNS)):
+        left = left or rng.sample(turns, len(turns))
+        yield Cell(*values, *left.pop())
 
 
 def settings_of(cell: Cell, folder: Path, device: str) -> Config:
@@ -120,7 +128,8 @@ def settings_of(cell: Cell, folder: Path, device: str) -> Config:
         random_crop=0.3 if jpeg else 0.0,
         deterministic=cell.sum == "tree",
         wire="bf16" if cell.sum == "bf16" else "fp32",
-        overlap=3 if gpu and cell.launch == "overlap" else 0,
+        batch_norm=cell.batch_norm,
+        overlap={"overlap": str(SEGMENTS), "auto": "auto"}.get(cell.launch, "0") if gpu else "0",
         graphs=gpu and cell.launch == "graphs",
         reduce=cell.transport if gpu and cell.ranks > 1 else "auto",
         precision=cell.precision,
@@ -133,7 +142,7 @@ def settings_of(cell: Cell, folder: Path, device: str) -> Config:
 
 def reference_of(cell: Cell) -> Cell:
     """The cell whose run on the CPU is that of `cell`: transports and launches are a GPU's."""
-    job = {"resume": "classify", "evaluate": "classify", "predict": "classify"}.get(cell.job)
+    job = {"resume": "classify", "infer": "classify"}.get(cell.job)
     same = {"transport": "host", "launch": "eager", "order": "early"}
     return cell._replace(**same, job=job or cell.job)
 
@@ -144,7 +153,7 @@ class Matrix:
     def __init__(self, folder: Path, comm: Comm) -> None:
         self.folder, self.comm = folder, comm
         self.comms = {n: comm.Split(int(comm.rank < n)) for n in AXES["ranks"]}
-        self._cpu: dict[Cell, dict[str, Any]] = {}
+        self._found: dict[tuple[Cell, str], dict[str, Any]] = {}
         if comm.rank == 0:
             make_pack(folder / "pack.h5", {"train": 61, "validation": 13, "test": 23})
             files = class_folders(
@@ -160,7 +169,7 @@ class Matrix:
             time.sleep(0.005)
 
     def train(self, cell: Cell, device: str, ranks: int) -> dict[str, Any]:
-        """Train on the first `ranks` ranks: losses, and the digest of the end."""
+        """Train on the first `ranks` ranks: losses, the digest of the end, and notes."""
         config = settings_of(cell, self.folder, device)
         if self.comm.rank < ranks:
             train(config, self.comms[ranks])
@@ -168,45 +177,49 @@ class Matrix:
         records = list(read_records(self.folder / "runs" / str(config.run)))
         losses = {r["step"]: r["loss"] for r in records if r["kind"] == "step"}
         test = [r["loss"] for r in records if r["kind"] == "evaluation"]
-        return {"losses": [*losses.values(), *test], "digest": records[-1].get("digest")}
+        return {
+            "losses": [*losses.values(), *test],
+            "digest": records[-1].get("digest"),
+            "notes": [r["text"] for r in records if r["kind"] == "note"],
+        }
 
     def on_cpu(self, cell: Cell) -> dict[str, Any]:
-        """The same run on the CPU, once for all cells that share it."""
-        cell = reference_of(cell)
-        if cell not in self._cpu:
-            self._cpu[cell] = self.train(cell, "cpu", cell.ranks)
-        return self._cpu[cell]
+        """The same run on the CPU."""
+        return self.once(reference_of(cell), "cpu")
 
-    def use(self, cell: Cell, device: str) -> list[float]:
-        """What `evaluate` or `predict` says of the network that was trained on the CPU."""
-        run = str(self.folder / "runs" / str(settings_of(cell, self.folder, "cpu").run))
-        output = self.folder / f"{cell.job}-{device}"
-        same = {
-            "run": run,
-            "runs_dir": str(self.folder / "runs"),
-            "output": str(output),
-            "batch": 5,
-        }
+    def on_one_gpu(self, cell: Cell) -> dict[str, Any]:
+        """The same run on one rank, with one Allreduce a step."""
+        return self.once(reference_of(cell)._replace(ranks=1), "cuda")
+
+    def once(self, cell: Cell, device: str) -> dict[str, Any]:
+        """What training came to, for all cells that share it."""
+        if (cell, device) not in self._found:
+            self._found[cell, device] = self.train(cell, device, cell.ranks)
+        return self._found[cell, device]
+
+    def infer(self, cell: Cell, device: str) -> dict[str, Any]:
+        """What `evaluate` and `predict` say of the network that was trained on the CPU."""
+        run = self.folder / "runs" / str(settings_of(cell, self.folder, "cpu").run)
+        table, rows = (self.folder / f"{name}-{device}" for name in ("evaluate", "predict"))
+        same: dict[str, Any] = {"run": str(run), "runs_dir": str(run.parent), "batch": 5}
         same |= {"device": device, "threads": 1, "precision": cell.precision}
         if self.comm.rank < cell.ranks:
-            if cell.job == "evaluate":
-                evaluate.start_mpi = lambda: self.comms[cell.ranks]
-                evaluate.main(EvaluateConfig(**same))
-            else:
-                predict.start_mpi = lambda: self.comms[cell.ranks]
-                predict.main(PredictConfig(**same))
+            evaluate.start_mpi = predict.start_mpi = lambda: self.comms[cell.ranks]
+            evaluate.main(EvaluateConfig(**same, output=str(table)))
+            predict.main(PredictConfig(**same, output=str(rows)))
         self.wait_for_all()
-        if cell.job == "evaluate":
-            found = json.loads(output.read_text())
-            return [found["loss"], *itertools.chain(*found["confusion"])]
-        rows = [line.split(",") for line in output.read_text().splitlines()[1:]]
-        return [float(number) for row in rows for number in row[-3:]]
+        found = json.loads(table.read_text())
+        lines = [line.split(",") for line in rows.read_text().splitlines()[1:]]
+        numbers = [float(number) for line in lines for number in line[-3:]]
+        return {"losses": [found["loss"], *itertools.chain(*found["confusion"]), *numbers]}
 
     def run(self, cell: Cell) -> dict[str, Any]:
         """What a cell came to on the CPU, and on the emulated GPU in its order and late."""
         found = {"cpu": self.on_cpu(cell)}
-        if cell.job in USES:
-            found = {"cpu": {"losses": self.use(cell, "cpu")}}
+        if cell.job == "infer":
+            found = {"cpu": self.infer(cell, "cpu")}
+        elif cell.sum == "tree":
+            found["one"] = self.on_one_gpu(cell)
         for order in {cell.order: None, "late": None}:
             emulated_gpu.set_order(order)
             found[order] = self.on_gpu(cell._replace(order=order))
@@ -215,8 +228,8 @@ class Matrix:
 
     def on_gpu(self, cell: Cell) -> dict[str, Any]:
         """What a cell came to on the emulated GPU."""
-        if cell.job in USES:
-            return {"losses": self.use(cell, "cuda")}
+        if cell.job == "infer":
+            return self.infer(cell, "cuda")
         if cell.job != "resume":
             return self.train(cell, "cuda", cell.ranks)
         with leave_after(STEPS):
@@ -225,12 +238,11 @@ class Matrix:
 
 
 def problems(found: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong with the cells of a matrix: other losses than the CPU's; other digests in
-    another order, or than those of the same network that was summed in tree order on other ranks
-    and by other ways.
+    """What is wrong with the cells of a matrix: other losses than the CPU's; in another order,
+    another digest; in tree order, another one than that of one rank; nothing measured for
+    `--overlap auto`.
     """
     wrong: list[str] = []
-    digests: dict[tuple[str, str], str] = {}
     for result in found:
         cell, name = Cell(*result["cell"]), " ".join(map(str, result["cell"]))
         if "error" in result:
@@ -241,11 +253,15 @@ def problems(found: Sequence[dict[str, Any]]) -> list[str]:
         for losses in gpu:
             if losses.shape != cpu.shape or not np.allclose(losses, cpu, rtol=close, atol=1e-4):
                 wrong.append(f"{name}: {losses.tolist()} on the GPU, {cpu.tolist()} on the CPU")
-        ends = {result[order].get("digest") for order in (cell.order, "late")}
-        if cell.sum == "tree" and cell.job not in USES:
-            ends.add(digests.setdefault((reference_of(cell).job, cell.precision), min(ends)))
-        if len(ends) > 1:
-            wrong.append(f"{name}: digests {', '.join(sorted(ends))}")
+        ends = {
+            key: result[key].get("digest") for key in (cell.order, "late", "one") if key in result
+        }
+        if len(set(ends.values())) > 1:
+            wrong.append(f"{name}: digests {ends}")
+        if cell.launch == "auto" and not is_idle(cell._asdict()):
+            notes = [" ".join(result[order]["notes"]) for order in (cell.order, "late")]
+            if not all(f"with {SEGMENTS} segments" in note for note in notes):
+                wrong.append(f"{name}: --overlap auto noted {notes}")
     return wrong
 
 
@@ -253,8 +269,10 @@ def run_cells(cells: Iterable[Cell], folder: Path, comm: Comm, stop: bool) -> li
     """Run cells, with `stop` until one has a problem, and write what each came to, a line each.
     Collective.
     """
-    # one MPI: a process for it once, not in each run
+    # One MPI: a process for it once, not in each run.
     choose.try_device_memory = functools.cache(choose.try_device_memory)
+    overlap.STEPS, overlap.SKIPPED = 2, 1
+    overlap.best_segments = lambda times: SEGMENTS
     matrix, found = Matrix(folder, comm), []
     for cell in cells:
         started = time.perf_counter()

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.emulated_gpu
 
 @pytest.mark.timeout(3600)
 def test_every_two_settings_together(tmp_path):
-    """Losses are the CPU's; one digest in tree order, whatever ranks, transport, launch and order.
+    """Losses are the CPU's; in tree order the digest is that of one rank, whatever ranks,
+    transport, launch and order; --overlap auto has measured.
 
     HPCTRAIN_TEST_GPU_MATRIX=all runs every cell.
     """
@@ -46,14 +47,18 @@ def test_every_two_settings_together(tmp_path):
 def test_other_figures_are_problems():
     from tests.gpu.matrix import Cell, problems
 
-    cell = Cell("classify", "nccl", "tree", "eager", "fp32", 2, "1")
+    cell = Cell("classify", "nccl", "tree", "eager", "fp32", "exact", 2, "1")
     gpu, cpu = {"losses": [1.0, 0.5], "digest": "a"}, {"losses": [1.0, 0.5], "digest": "b"}
-    sound = {"cell": cell, "1": gpu, "late": gpu, "cpu": cpu}
+    sound = {"cell": cell, "1": gpu, "late": gpu, "one": gpu, "cpu": cpu}
     assert problems([sound, sound]) == []
     other = gpu | {"digest": "c"}
-    assert problems([sound, sound | {"1": other, "late": other}])
-    for wrong in (other, gpu | {"losses": [1.0, 0.6]}, gpu | {"losses": [1.0]}):
-        assert problems([sound | {"late": wrong}])
+    for wrong in ({"one": other}, {"1": other}, {"late": gpu | {"losses": [1.0, 0.6]}}):
+        assert len(problems([sound, sound | wrong])) == 1
+    assert problems([sound | {"late": gpu | {"losses": [1.0]}}])
+    measured = gpu | {"notes": ["--overlap auto: a step took 2 ms with 3 segments"]}
+    auto = {"cell": cell._replace(launch="auto"), "1": measured, "late": measured, "cpu": cpu}
+    assert problems([auto]) == []
+    assert len(problems([auto | {"late": measured | {"notes": []}}])) == 1
     assert problems([{"cell": cell, "error": "late"}])
 
 
