@@ -4,11 +4,14 @@ same bits whenever the devices do their work.
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
 from hpctrain.report.record import read_records
 from tests.gpu.emulator import launch
+from tests.launch import ROOT, run
 from tests.packs import make_pack
 
 pytestmark = [pytest.mark.emulated_gpu, pytest.mark.timeout(900)]
@@ -61,3 +64,26 @@ def test_graphs_train_with_the_same_bits_as_kernel_by_kernel(folder):
     plain = train(folder, "--wire", "bf16", ranks=2, order="early")
     graphs = train(folder, "--wire", "bf16", "--graphs", ranks=2, order="late")
     assert digests([plain]) == digests([graphs])
+
+
+def test_the_process_that_tries_device_memory_waits_for_its_numbers():
+    """MPI reads them: on one rank, in a process of its own, which --reduce mpi-gpu starts."""
+    env = {"HPCTRAIN_EMULATED_GPU_ORDER": "late"}
+    done = run([sys.executable, "-m", "hpctrain.parallel.choose", "0"], 100, env, ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+SECOND = """
+import torch
+from hpctrain.parallel.memory import memory_of, plain_zeros
+device = torch.device("cuda:1")
+assert plain_zeros(7, torch.float32, device).device == device
+print(memory_of(device))
+"""
+
+
+@pytest.mark.parametrize(("cupy", "whose"), [("", "cupy"), ("no", "torch")])
+def test_memory_is_that_of_the_named_gpu_whichever_is_current(cupy, whose):
+    env = {"HPCTRAIN_EMULATED_GPUS": "2", "HPCTRAIN_EMULATED_CUPY": cupy}
+    done = run([sys.executable, "-c", SECOND], 100, env, ROOT)
+    assert done.returncode == 0 and f"name='{whose}'" in done.stdout, done.stdout + done.stderr
