@@ -17,7 +17,7 @@ from pathlib import Path
 from hpctrain.config import Config, SweepConfig, toml_value
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole
-from hpctrain.report.find import SWEEP_FILE, find_folder
+from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
 from hpctrain.sweep.drive import not_ended, read_rows
 from hpctrain.sweep.file import Network, Networks
 
@@ -31,7 +31,7 @@ def sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:
         return path, None
     if path.suffix == ".toml":
         raise UsageError(f"there is no file {path}")
-    folder = find_folder(settings.file, settings.runs_dir)
+    folder = find_run_or_sweep(settings.file, settings.runs_dir)
     if not (folder / SWEEP_FILE).is_file():
         raise UsageError(f"{folder} is a run, not a sweep")
     if settings.name is not None:

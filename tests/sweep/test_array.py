@@ -29,6 +29,17 @@ def test_the_file_of_another_sweep_imports_nothing(tmp_path, monkeypatch):
             sweep(SweepConfig(**own))
 
 
+def test_a_folder_that_is_no_sweep_is_named(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for name, message in ("pictures", "no run or sweep 'pictures'"), ("x.toml", "no file x.toml"):
+        with pytest.raises(UsageError, match=message):
+            sweep(SweepConfig(file=name, runs_dir=str(tmp_path)))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "progress.jsonl").touch()
+    with pytest.raises(UsageError, match="a is a run, not a sweep"):
+        sweep(SweepConfig(file="a", runs_dir=str(tmp_path)))
+
+
 @pytest.mark.parametrize(("task", "model"), [(1, ""), (2, " --model mynets:net")])
 def test_a_task_names_the_network_that_is_imported(tmp_path, monkeypatch, task, model):
     file = tmp_path / "sweep.toml"
