@@ -10,9 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain.data.loader import Loader, make_prepare, read_rows
-    from hpctrain.data.packed import Rows, read_pack
+    from hpctrain.data.loader import Loader, make_prepare, read_samples
+    from hpctrain.data.packed import read_pack
     from hpctrain.data.partition import cut_epoch
+    from hpctrain.data.split import Split
     from hpctrain.models import build
     from hpctrain.parallel.batchnorm import BatchNorms
     from hpctrain.parallel.choose import choose_reduce
@@ -24,8 +25,8 @@ __version__ = "0.1.0"
 _HOME = {
     "Loader": "data.loader",
     "make_prepare": "data.loader",
-    "read_rows": "data.loader",
-    "Rows": "data.packed",
+    "read_samples": "data.loader",
+    "Split": "data.split",
     "read_pack": "data.packed",
     "cut_epoch": "data.partition",
     "build": "models",
@@ -38,13 +39,13 @@ __all__ = [
     "BatchNorms",
     "Loader",
     "Message",
-    "Rows",
+    "Split",
     "build",
     "choose_reduce",
     "cut_epoch",
     "make_prepare",
     "read_pack",
-    "read_rows",
+    "read_samples",
     "start_mpi",
 ]
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_loads
 from hpctrain.config.others import evaluation_rows
-from hpctrain.data.partition import RUN_BYTES, Partition, cut_epoch
+from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.shards import carried
 
@@ -173,7 +173,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     runs = carried(shards, facts.ranks, loads)
     partition = _cut(config, facts, shards)
     row_bytes = facts.held_bytes or math.prod(facts.image_shape) * facts.value_bytes
-    block_rows = facts.run_rows or -(-RUN_BYTES // row_bytes)
+    block_rows = facts.run_rows or -(-READ_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
     denoise = config.task == "denoise"
     no_tf32 = config.precision == "default" and facts.device == "cpu"

@@ -63,7 +63,7 @@ def arm() -> None:
     elif PHASE == "load":
         from hpctrain.data.loader import Loader
 
-        before(Loader, "_batch")
+        before(Loader, "_read_step")
     elif PHASE == "step":
         from hpctrain.parallel.batchnorm import BatchNorms
 

@@ -33,4 +33,4 @@ def make_pack(
 
 def order_of(partition, seed, epoch, shard):
     """The shard's rows in the order of this epoch, as `--shuffle partition` reads them."""
-    return ByPartition(partition, seed).rows(epoch, shard, 0, partition.sizes()[shard])
+    return ByPartition(partition, seed).samples(epoch, shard, 0, partition.sizes()[shard])

@@ -158,7 +158,7 @@ def test_copies_are_staged_where_nobody_else_can_change_them(tmp_path, monkeypat
 
 def test_a_copy_of_another_user_is_not_used_again(tmp_path, monkeypatch):
     packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
-    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.row_bytes))
+    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.image_bytes))
     assert staging.compare(packed, Path(packed.path), part)
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
@@ -170,7 +170,7 @@ def test_a_copy_is_not_written_through_a_link(tmp_path, victim):
     begun = staging.begin(tmp_path, packed, "b")
     begun.unlink()
     begun.symlink_to(victim)
-    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.row_bytes))
+    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.image_bytes))
     with pytest.raises(RunError, match=files.REFUSED):
         staging.copy(packed, begun, part)
     whole = dataclasses.replace(packed, path=str(victim))

@@ -125,9 +125,9 @@ def write_pixels(data: str | None, path: Path, rows: int) -> None:
     """A pack of pixels: the first `rows` training images of the pack `data`, else made images."""
     import numpy as np
 
-    from hpctrain.data.opened import open_split
     from hpctrain.data.pack import write_pack
     from hpctrain.data.packed import read_pack
+    from hpctrain.data.split import Split
 
     if data is None:
         random = np.random.default_rng(0)
@@ -142,7 +142,7 @@ def write_pixels(data: str | None, path: Path, rows: int) -> None:
                 f"{data} has {found:,} training images, {rows:,} are needed: give a larger pack,"
                 " or none for made images"
             )
-        with open_split(pack, "train") as source:
+        with Split(pack, "train") as source:
             images = source.gather(np.arange(rows), np.empty((rows, *pack.image_shape), np.uint8))
             labels, classes = source.labels[:rows], pack.classes
     write_pack(path, {"train": (images, labels)}, classes, {"source": "hpctrain bench"})

@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hpctrain.data.augment import to_input
-from hpctrain.data.packed import Pack, Rows, read_pack
+from hpctrain.data.packed import Pack, read_pack
+from hpctrain.data.split import Split
 from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.models import build
 from hpctrain.parallel.device import keep_memory, place
@@ -140,7 +141,7 @@ def keep_epoch(
     count = pack.splits["train"].rows // size
     mine = np.arange(rank * count, (rank + 1) * count)
     batches = []
-    with Rows(pack, "train") as source:
+    with Split(pack, "train") as source:
         for start in range(0, count, batch):
             rows = mine[start : start + batch]
             images = source.gather(rows, np.empty((len(rows), *pack.image_shape), np.uint8))

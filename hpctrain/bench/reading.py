@@ -21,11 +21,11 @@ import torch
 
 from hpctrain.bench.peers import H5Images
 from hpctrain.data.loader import Loader, make_prepare
-from hpctrain.data.opened import open_split
 from hpctrain.data.orders import make_order
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.packed import read_pack
 from hpctrain.data.partition import cut_epoch
+from hpctrain.data.split import Split
 from hpctrain.parallel.device import keep_memory
 
 BATCH = 128
@@ -62,7 +62,7 @@ def copied(path: Path) -> Epoch:
 def gathered(path: Path) -> Epoch:
     """Rows in random order, by their byte offsets, into one buffer."""
     pack = read_pack(path)
-    source = open_split(pack, "train")
+    source = Split(pack, "train")
     out = np.empty((BATCH, *pack.image_shape), np.uint8)
 
     def epoch(number: int) -> Iterator[int]:
@@ -86,10 +86,10 @@ def fancy(path: Path) -> Epoch:
 
 def loaded(pack: Pack, shuffle: str, keep: bool = False, **options: Any) -> Epoch:
     """Batches as training takes them: float32 (n, C, H, W) in [0, 1], NHWC in memory."""
-    source = open_split(pack, "train", threads=1)
+    source = Split(pack, "train", threads=1)
     partition = cut_epoch(len(source.labels), BATCH, 1)
-    block_rows = pack.foreign.run_rows if pack.foreign else BLOCK_ROWS
-    blocks = (block_rows, WINDOW_BLOCKS, pack.foreign is not None)
+    block_rows = pack.external.block_rows if pack.external else BLOCK_ROWS
+    blocks = (block_rows, WINDOW_BLOCKS, pack.external is not None)
     order = make_order(shuffle, partition, 0, *blocks)
     loader = Loader(
         source, partition, [0], order=order, read_buffer=(4 << 30) if keep else 0, **options

@@ -1,118 +1,178 @@
-"""What is compared while a pack is read: the CRC-32 of every block, before it is first used.
+"""What is checked while samples are read: checksums of blocks, and samples that cannot be used.
 
-For packs too large to be verified before the first step: a block costs one more read, once.
+A pack too large to be verified before the first step is verified as it is read: the CRC-32 of a
+block is compared before the block is first used. That costs one more read of each block.
 """
 
 from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.data.bad_rows import BadRows
-from hpctrain.data.pack_format import Column
+from hpctrain.data.pack_format import StoredColumn
 from hpctrain.errors import RunError
 from hpctrain.watchdog import doing
 
-UNSEEN, SOUND, DAMAGED = 0, 1, 2
+if TYPE_CHECKING:
+    from hpctrain.data.split import Split
+
+NOT_FINITE = "holds NaN or infinite values: write finite ones, or take it out of the file"
+READ_TOGETHER = 64  # samples, to look for such values
+UNKNOWN, SOUND, DAMAGED = 0, 1, 2
 # by split and column: the CRC-32 (blocks,) of all blocks, and the rows of a block
 Sums = dict[tuple[str, str], tuple[np.ndarray, int]]
 ReadInto = Callable[[list[memoryview], int], None]  # buffers, byte offset in the file
 
 
-class Seals:
+class BadSamples:
+    """Samples of a split that cannot be used: an error, or skipped. Thread-safe.
+
+    A sample is bad by what the file holds, whoever reads it and when: skipping it keeps results
+    independent of the number of ranks.
+    """
+
+    def __init__(self, warn: Callable[[str], None] | None = None) -> None:
+        """`warn` is called for what is skipped; None: a bad sample is an error."""
+        self._warn, self._lock = warn, threading.Lock()
+        self._indices: set[int] = set()
+        self._warned: set[str] = set()
+
+    def add(self, indices: Iterable[int], text: str, cause: str = "") -> None:
+        """Skip these samples, for the reason in `text`. RunError where none may be skipped. A
+        `cause` that many samples share is warned of once.
+        """
+        if self._warn is None:
+            raise RunError(
+                f"{text}: 'hpctrain pack --check' finds what else is damaged, train --skip-bad"
+                " skips such samples"
+            )
+        with self._lock:
+            new = set(indices) - self._indices
+            self._indices |= new
+            warn = bool(new) and (cause or text) not in self._warned
+            self._warned.add(cause or text)
+        if warn:
+            self._warn(f"{cause or text}: skipped")
+
+    def usable(self, indices: np.ndarray) -> np.ndarray | None:
+        """Which of the samples `indices` (n,) can be used, (n,) bool; None = all."""
+        if not self._indices:
+            return None
+        with self._lock:
+            bad = np.isin(indices, list(self._indices))
+        return ~bad if bad.any() else None
+
+
+class BlockChecksums:
     """The checksums of one column, and which blocks were compared already. Thread-safe."""
 
-    def __init__(self, name: str, column: Column, checksums: np.ndarray, block_rows: int) -> None:
+    def __init__(self, name: str, column: StoredColumn, sums: np.ndarray, block_rows: int) -> None:
         """`name` is that of the column and its split, such as "train/images"."""
         self.name, self.column = name, column
         self.block_bytes = block_rows * column.row_bytes
-        self._checksums, self._block_rows = checksums, block_rows
-        self._state = np.zeros(len(checksums), np.int8)
+        self._sums, self._block_rows = sums, block_rows
+        self._state = np.full(len(sums), UNKNOWN, np.int8)
         self._buffers = threading.local()
 
-    def broken(self, starts: np.ndarray, stops: np.ndarray, read: ReadInto) -> np.ndarray:
-        """Of the pieces of the column, bytes `starts` to `stops` (n,), the damaged block that each
-        lies in, -1 for none: (n,). Compares blocks that no piece touched before, read by `read`.
+    def find_damaged(self, starts: np.ndarray, stops: np.ndarray, read: ReadInto) -> np.ndarray:
+        """The damaged block that each of the byte ranges `starts` to `stops` (n,) of the column
+        touches, -1 for none: (n,). Blocks are compared, read by `read`, when first touched.
         """
         first, last = starts // self.block_bytes, (stops - 1) // self.block_bytes
         touched = np.unique(np.concatenate([first, last]))
         if (last - first).max(initial=0) > 1:
             spans = zip(first.tolist(), last.tolist(), strict=True)
             touched = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in spans]))
-        for block in touched[self._state[touched] == UNSEEN].tolist():
-            self._state[block] = SOUND if self._compare(block, read) else DAMAGED
+        for block in touched[self._state[touched] == UNKNOWN].tolist():
+            self._compare(block, read)
         damaged = np.append(np.flatnonzero(self._state == DAMAGED), len(self._state))
-        met = damaged[np.searchsorted(damaged, first)]  # the first damaged one from there on
-        return np.where(met <= last, met, -1)
+        found = damaged[np.searchsorted(damaged, first)]  # the first damaged one from there on
+        return np.where(found <= last, found, -1)
 
-    def rows(self, block: int) -> range:
-        """The rows of a block."""
-        start = block * self._block_rows
-        return range(start, min(self.column.rows, start + self._block_rows))
-
-    def describe(self, block: int) -> str:
-        """What to say of a damaged block."""
-        rows, unit = self.rows(block), "bytes" if self.name.endswith("/bytes") else "rows"
-        return f"{self.name}: {unit} {rows[0]} to {rows[-1]} (block {block}) are damaged"
-
-    def damaged(self, read: ReadInto) -> Iterator[int]:
+    def damaged_blocks(self, read: ReadInto) -> Iterator[int]:
         """Compare all blocks that were not compared before: those that are damaged."""
         for block in range(len(self._state)):
-            if self._state[block] == UNSEEN:
+            if self._state[block] == UNKNOWN:
                 doing(f"checking block {block:,}")
-                self._state[block] = SOUND if self._compare(block, read) else DAMAGED
+                self._compare(block, read)
             if self._state[block] == DAMAGED:
                 yield block
 
-    def _compare(self, block: int, read: ReadInto) -> bool:
-        rows, row_bytes = self.rows(block), self.column.row_bytes
-        part = self._buffer()[: len(rows) * row_bytes]
-        read([part], self.column.offset + rows.start * row_bytes)
-        return zlib.crc32(part) == int(self._checksums[block])
+    def describe(self, block: int) -> str:
+        """What to say of a damaged block."""
+        rows, unit = self._rows(block), "bytes" if self.name.endswith("/bytes") else "rows"
+        return f"{self.name}: {unit} {rows[0]} to {rows[-1]} (block {block}) are damaged"
 
-    def _buffer(self) -> memoryview:
-        """Memory of this thread for one block."""
+    def _rows(self, block: int) -> range:
+        start = block * self._block_rows
+        return range(start, min(self.column.rows, start + self._block_rows))
+
+    def _compare(self, block: int, read: ReadInto) -> None:
         if not hasattr(self._buffers, "block"):
             self._buffers.block = memoryview(bytearray(self.block_bytes))
-        return self._buffers.block
+        rows, row_bytes = self._rows(block), self.column.row_bytes
+        part = self._buffers.block[: len(rows) * row_bytes]
+        read([part], self.column.offset + rows.start * row_bytes)
+        sound = zlib.crc32(part) == int(self._sums[block])
+        self._state[block] = SOUND if sound else DAMAGED
 
 
 class Checks:
-    """What all readers of a pack compare, and what becomes of rows that cannot be used."""
+    """What all readers of a pack compare, and what becomes of bad samples."""
 
     def __init__(
         self,
         sums: Sums | None = None,
-        tell: Callable[[str], None] | None = None,
-        held: tuple[int, int] | None = None,
+        warn: Callable[[str], None] | None = None,
+        staged: tuple[int, int] | None = None,
     ) -> None:
-        """With `sums` blocks are compared when first read. With `tell` bad rows are left out, and
-        it is told of them; without, they are errors. `held`: which bytes of the training images
-        the file has, where it has not all.
+        """With `sums` blocks are compared when first read. With `warn` bad samples are skipped, and
+        it is called for them; without, they are errors. `staged`: which bytes of the training
+        images the file has, where it is an incomplete copy.
         """
-        self.held = held
-        self.sums, self.tell = sums, tell
-        self._bad: dict[str, BadRows] = {}
-        self._seals: dict[str, Seals] = {}
+        self.sums, self.warn, self.staged = sums, warn, staged
+        self._bad: dict[str, BadSamples] = {}
+        self._checksums: dict[str, BlockChecksums] = {}
 
-    def bad(self, split: str) -> BadRows:
-        """The bad rows of a split that were met so far, whoever met them."""
-        return self._bad.setdefault(split, BadRows(self.tell))
+    def bad_samples(self, split: str) -> BadSamples:
+        """The bad samples of a split that were met so far, whoever met them."""
+        return self._bad.setdefault(split, BadSamples(self.warn))
 
-    def seals(self, split: str, kind: str, column: Column) -> Seals | None:
+    def checksums(self, split: str, kind: str, column: StoredColumn) -> BlockChecksums | None:
         """The checksums of a column; None where they are not compared."""
         name = f"{split}/{kind}"
         if self.sums is None:
             return None
-        if name not in self._seals:
-            self._seals[name] = Seals(name, column, *self.sums[split, kind])
-        return self._seals[name]
+        if name not in self._checksums:
+            self._checksums[name] = BlockChecksums(name, column, *self.sums[split, kind])
+        return self._checksums[name]
 
 
-def compare_whole(path: str, seals: Seals, read: ReadInto) -> None:
-    """RunError where a block is damaged of a column that no row can be used without."""
-    for block in seals.damaged(read):
-        raise RunError(f"{path}: {seals.describe(block)}; copy or pack it again")
+def find_nonfinite(
+    split: Split, indices: np.ndarray, images: np.ndarray | None = None
+) -> dict[int, str]:
+    """Those of the samples `indices` (n,) that hold NaN or infinite values, as an external file
+    may, each with what to say of it. Their `images` (n, H, W, C) are read where they are not given.
+    """
+    found: dict[int, str] = {}
+    for first in range(0, len(indices) if split.dtype.kind == "f" else 0, READ_TOGETHER):
+        part = indices[first : first + READ_TOGETHER]
+        if images is None:
+            values = split.gather(part, np.empty((len(part), *split.image_shape), split.dtype))
+        else:
+            values = images[first : first + READ_TOGETHER]
+        finite = np.isfinite(values).reshape(len(part), -1).all(axis=1)
+        found |= {i: f"{split.describe(i)} {NOT_FINITE}" for i in part[~finite].tolist()}
+    return found
+
+
+def describe_first(found: Iterable[Mapping[int, str]]) -> str | None:
+    """One sentence of what all ranks found with `find_nonfinite`; None where that is nothing."""
+    texts = {index: text for each in found for index, text in each.items()}
+    if not texts:
+        return None
+    return texts[min(texts)] + (f" ({len(texts)} such images)" if len(texts) > 1 else "")

@@ -1,19 +1,24 @@
-"""One JPEG file of a pack -> one row: (H, W, C) uint8, the whole image or a random part of it.
+"""One JPEG file of a pack -> (H, W, C) uint8, the whole image or a random crop of it.
 
 The whole image is decoded as ``images.decode`` does it, so a pack of JPEG files gives the very
-pixels that a pack of pixels would hold. A part is decoded at 1/2, 1/4 or 1/8 scale where it then
-still has twice the size asked: what the scaling saves is never missing in the part.
+pixels that a pack of pixels would hold. A crop is decoded at 1/2, 1/4 or 1/8 scale where it then
+still has twice the size asked: no detail that the crop can show is lost.
 
-Random parts are those of Szegedy et al. 2015 (arXiv:1409.4842), as torchvision draws them: a
-share of the area uniform from the smallest to 1, a ratio of width to height log-uniform from 3/4 to
-4/3; after ten that do not fit, the largest centred part within these ratios.
+Random crops are those of Szegedy et al. 2015 (arXiv:1409.4842), as torchvision's RandomResizedCrop
+draws them: an area uniform from the smallest to the whole, a ratio of width to height log-uniform
+from 3/4 to 4/3; after ten that do not fit, the largest centred crop within these ratios.
+
+Several threads share the work because Pillow decodes and resizes without the interpreter's lock. An
+image is decoded by one thread, so their number changes no bit.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -25,23 +30,25 @@ from hpctrain.data.images import BadImage, Fit, reason, resized
 MODES = ("L", "RGB")  # as Pillow names gray and YCbCr
 TRIES = 10
 NUMBERS = 2 * TRIES + 2  # share and ratio of each try, and the place
-LEAST_RATIO, LARGEST_RATIO = 3 / 4, 4 / 3
+MIN_RATIO, MAX_RATIO = 3 / 4, 4 / 3
 REACH = 2  # times the size asked that scaled decoding leaves at least
+MAX_THREADS = 8
+TASK_FILES = 8  # that a thread takes at a time
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 class Crop(NamedTuple):
-    """A random part of an image: the smallest share of its area, and what decides the rest."""
+    """A random crop of an image: its smallest share of the area, and what decides the rest."""
 
-    least: float
+    min_area: float
     numbers: Sequence[float]  # NUMBERS of them, in [0, 1)
 
     def box(self, width: int, height: int) -> Box:
-        """The part of an image of this size."""
+        """The crop of an image of this size."""
         for i in range(TRIES):
-            share = self.least + self.numbers[2 * i] * (1 - self.least)
-            low, high = math.log(LEAST_RATIO), math.log(LARGEST_RATIO)
+            share = self.min_area + self.numbers[2 * i] * (1 - self.min_area)
+            low, high = math.log(MIN_RATIO), math.log(MAX_RATIO)
             ratio = math.exp(low + self.numbers[2 * i + 1] * (high - low))
             w = round(math.sqrt(width * height * share * ratio))
             h = round(math.sqrt(width * height * share / ratio))
@@ -49,8 +56,8 @@ class Crop(NamedTuple):
                 left = int(self.numbers[-2] * (width - w + 1))
                 top = int(self.numbers[-1] * (height - h + 1))
                 return left, top, left + w, top + h
-        w = min(width, max(1, round(height * LARGEST_RATIO)))
-        h = min(height, max(1, round(width / LEAST_RATIO)))
+        w = min(width, max(1, round(height * MAX_RATIO)))
+        h = min(height, max(1, round(width / MIN_RATIO)))
         left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
 
@@ -60,15 +67,15 @@ def decoder_versions() -> str:
     return f"Pillow {PIL.__version__}, libjpeg {features.version('jpg')}"
 
 
-def draw_crops(least: float, count: int, key: int) -> list[Crop]:
-    """The parts of `count` images, by `key`: that of an image depends on its place alone."""
+def draw_crops(min_area: float, count: int, key: int) -> list[Crop]:
+    """The crops of `count` images, by `key`: that of an image depends on its place alone."""
     raw = np.random.Philox(key=key).random_raw(count * NUMBERS)  # fixed for all versions of NumPy
     numbers = (raw >> 11) * 2.0**-53
-    return [Crop(least, part) for part in numbers.reshape(count, NUMBERS).tolist()]
+    return [Crop(min_area, part) for part in numbers.reshape(count, NUMBERS).tolist()]
 
 
-def decode_row(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) -> bytes:
-    """The pixels of a JPEG file as `fit` asks, or of a part of it stretched to that size; height x
+def decode_file(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) -> bytes:
+    """The pixels of a JPEG file as `fit` asks, or of a crop of it stretched to that size; height x
     width x channels bytes. Raises BadImage.
     """
     try:
@@ -77,7 +84,7 @@ def decode_row(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) -> 
             raise BadImage(f"a JPEG file of mode {image.mode}")
         if crop is None:
             return _whole(image, fit)
-        return _part(image, fit, crop.box(*image.size))
+        return _crop(image, fit, crop.box(*image.size))
     except BadImage:
         raise
     except Exception as error:  # damaged files make Pillow's readers raise any kind
@@ -92,13 +99,31 @@ def _whole(image: Image.Image, fit: Fit) -> bytes:
     return resized(image, box, fit, 1).tobytes()
 
 
-def _part(image: Image.Image, fit: Fit, part: Box) -> bytes:
+def _crop(image: Image.Image, fit: Fit, box: Box) -> bytes:
     width, height = image.size
-    left, top, right, bottom = part
+    left, top, right, bottom = box
     room = min((right - left) / (REACH * fit.width), (bottom - top) / (REACH * fit.height))
     scale = next(s for s in (8, 4, 2, 1) if s <= max(1, room))
     if scale > 1:
         image.draft(None, (max(1, width // scale), max(1, height // scale)))
     image.load()
-    box = (left / scale, top / scale, right / scale, bottom / scale)
-    return resized(image, box, fit._replace(crop=False), 1).tobytes()
+    scaled = (left / scale, top / scale, right / scale, bottom / scale)
+    return resized(image, scaled, fit._replace(crop=False), 1).tobytes()
+
+
+def decode_threads(threads: int | None = None) -> ThreadPoolExecutor:
+    """So many threads; by default as many as cores may be used, at most 8."""
+    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))), "decode")
+
+
+def map_parts(threads: ThreadPoolExecutor, work: Callable[[slice], None], count: int) -> None:
+    """Call `work` for parts of `count` images, side by side. Of several errors the first part's is
+    raised, when no thread works any longer.
+    """
+    tasks = [
+        threads.submit(work, slice(start, min(count, start + TASK_FILES)))
+        for start in range(0, count, TASK_FILES)
+    ]
+    wait(tasks)
+    for task in tasks:
+        task.result()

@@ -1,9 +1,9 @@
 """One rank's batches, read and augmented in the background.
 
-A thread (never a forked process: MPI is running) gathers the rows of the next steps into reused
+A thread (never a forked process: MPI is running) gathers the samples of the next steps into reused
 buffers and turns them into what the network takes, so that a batch is ready before it is needed,
-on a GPU beside the kernels that train (upload.py). What a batch holds is a pure function of (seed,
-epoch, step, shard).
+on a GPU beside the kernels that train (upload.py). It reads on over the border of epochs: what a
+batch holds is a pure function of (seed, epoch, step, shard).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import numpy as np
 import torch
 
 from hpctrain.data.augment import augment, to_input
+from hpctrain.data.cache import SampleCache
+from hpctrain.data.jpeg import draw_crops
 from hpctrain.data.orders import ByPartition, Order
 from hpctrain.data.partition import Partition
-from hpctrain.data.source import Croppable, Reader, Source, as_kept, make_reader
+from hpctrain.data.split import Split
 from hpctrain.data.upload import Upload, sent
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
@@ -45,10 +47,10 @@ class Batch:
     key: int  # of this step's and shard's random numbers
 
 
-Part = tuple[np.ndarray, int]  # rows of a split (n,), and the key of their random numbers
+Part = tuple[np.ndarray, int]  # samples of a split (n,), and the key of their random numbers
 Ready = tuple[list[Batch], Event]  # the batches of a step, and when they are
-# rows (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W),
-# a copy: the rows' memory is used again for the next batch
+# images (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W),
+# a copy: the images' memory is used again for the next batch
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
 # network input, labels (m_j,) and the key -> input and target
 Pair = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -62,7 +64,7 @@ def make_prepare(
     flip: bool = False,
     shift: int = 0,
 ) -> Prepare:
-    """How rows become the network's input on `device`: augmented, scaled, laid out.
+    """How images become the network's input on `device`: augmented, scaled, laid out.
 
     `scaling` is mean and standard deviation by channel, (C,) each; None leaves [0, 1].
     """
@@ -75,36 +77,38 @@ def make_prepare(
     return prepare
 
 
-def read_rows(
-    source: Source, rows: Sequence[int] | np.ndarray, prepare: Prepare | None = None
+def read_samples(
+    split: Split, indices: Sequence[int] | np.ndarray, prepare: Prepare | None = None
 ) -> torch.Tensor:
-    """The network's input for these rows of a split, (n, C, H, W), without augmentation.
+    """The network's input for these samples of a split, (n, C, H, W), without augmentation.
 
-    `prepare` makes it from rows; None stands for float32 in [0, 1] on the CPU.
+    `prepare` makes it from images; None stands for float32 in [0, 1] on the CPU.
     """
-    images = np.empty((len(rows), *source.image_shape), source.dtype)  # (n, H, W, C)
-    source.gather(np.asarray(rows), images)
+    images = np.empty((len(indices), *split.image_shape), split.dtype)  # (n, H, W, C)
+    split.gather(np.asarray(indices), images)
     return (prepare or make_prepare())(torch.from_numpy(images), 0)
 
 
-def keep_usable(source: Source, rows: np.ndarray, images: np.ndarray) -> np.ndarray:
-    """Those of `rows` (n,) that can be used; of `images` (n, H, W, C) theirs come first."""
-    usable = source.bad.usable(rows)
+def keep_usable(split: Split, indices: np.ndarray, images: np.ndarray) -> np.ndarray:
+    """Those of the samples `indices` (n,) that can be used; their images come first in `images`
+    (n, H, W, C).
+    """
+    usable = split.bad.usable(indices)
     if usable is None:
-        return rows
-    rows = rows[usable]
-    images[: len(rows)] = images[usable]
-    return rows
+        return indices
+    indices = indices[usable]
+    images[: len(indices)] = images[usable]
+    return indices
 
 
 def make_pairs(
-    upload: Upload, source: Source, parts: Sequence[Part], prepare: Prepare, pair: Pair
+    upload: Upload, split: Split, parts: Sequence[Part], prepare: Prepare, pair: Pair
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Input and target of each part on the device. The rows of all parts lie in the buffer of
+    """Input and target of each part on the device. The images of all parts lie in the buffer of
     `upload`, one part after the other: they go there by one copy, and their labels by one.
     """
-    sizes = [len(rows) for rows, _ in parts]
-    labels = torch.from_numpy(source.labels[np.concatenate([rows for rows, _ in parts])])
+    sizes = [len(indices) for indices, _ in parts]
+    labels = torch.from_numpy(split.labels[np.concatenate([indices for indices, _ in parts])])
 
     def work(images: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         own = zip(parts, images.split(sizes), sent(labels, images.device).split(sizes), strict=True)
@@ -127,11 +131,11 @@ def ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]
 
 
 class Loader:
-    """The batches of the shards that this rank carries."""
+    """The batches of the shards that are assigned to this rank."""
 
     def __init__(
         self,
-        source: Source,
+        split: Split,
         partition: Partition,
         shards: Sequence[int],
         seed: int = 0,
@@ -140,131 +144,157 @@ class Loader:
         order: Order | None = None,
         read_buffer: int = READ_BUFFER,
         random_crop: float = 0.0,
-        least_rows: int = 1,
+        min_samples: int = 1,
         device: torch.device | str = "cpu",
+        epochs: int = 0,
     ) -> None:
-        """Read consecutive `shards` of `partition` from `source`.
+        """Read consecutive `shards` of `partition` from `split`.
 
-        `prepare` makes the network's input from rows; None stands for float32 in [0, 1] on the
-        CPU. `pair` makes the target; None stands for the labels. `order` says which rows come
-        when; None stands for a new order of each shard's own rows in every epoch. Memory for rows
-        is bounded by `read_buffer` bytes; what fits into it is read once and kept. With
-        `random_crop` every image is a random part of its file, of at least that share of the area:
-        UsageError unless the rows are files. Where bad rows are left out, a shard that keeps fewer
-        than `least_rows` of a step has no batch. What `prepare` gets lies on `device`.
+        `prepare` makes the network's input from images; None stands for float32 in [0, 1] on the
+        CPU. `pair` makes the target; None stands for the labels. `order` says which samples come
+        when; None stands for a new order of each shard's own samples in every epoch. Memory for
+        samples is bounded by `read_buffer` bytes; what fits into it is read once and kept. With
+        `random_crop` every image is a random crop of its file, of at least that share of the area:
+        UsageError unless the samples are JPEG files. Where bad samples are skipped, a shard that
+        keeps fewer than `min_samples` of a step has no batch. What `prepare` gets lies on `device`.
+        `epochs`: how many there will be; the steps of the next one are read ahead before one ends.
         """
-        self._cropped: Croppable | None = None
-        if random_crop:
-            if not isinstance(source, Croppable):
-                raise UsageError(
-                    "--random-crop cuts image files as they are decoded, but these rows are pixels:"
-                    " pack with --encoding jpeg"
-                )
-            self._cropped = source
-        self.source, self.partition = source, partition
+        if random_crop and not split.pack.encoded:
+            raise UsageError(
+                "--random-crop cuts image files as they are decoded, but this split holds pixels:"
+                " pack with --encoding jpeg"
+            )
+        self.split, self.partition, self.epochs = split, partition, epochs
         self.seed, self.prepare = seed, prepare or make_prepare()
         self.pair = pair or (lambda images, labels, key: (images, labels))
         self.order = order or ByPartition(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
-        self._least_rows, self._device = least_rows, device
-        self._reader: Reader | None = None
-        self.carry(shards)
+        self._min_samples, self._device = min_samples, device
+        self._prefetch: Prefetch | None = None  # between epochs
+        self._following = (0, 0)  # epoch and step that it gives next
+        self._cache: SampleCache | None = None
+        self.assign_shards(shards)
 
-    def carry(self, shards: Sequence[int]) -> None:
+    def assign_shards(self, shards: Sequence[int]) -> None:
         """Read these consecutive shards from the next epoch on."""
+        self.close()
         self.shards = range(shards[0], shards[-1] + 1)
-        most = sum(self.partition.shares[j] for j in shards)
-        shape = (most, *self.source.image_shape)
-        self._upload = Upload(shape, self.source.dtype, self._device)
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        count = sum(self.partition.shares[j] for j in shards)
+        shape = (count, *self.split.image_shape)
+        self._upload = Upload(shape, self.split.dtype, self._device)
+
+    def close(self) -> None:
+        """End the reading thread, and forget what it has read. A new epoch begins it again."""
+        self._end_prefetch()
+        if self._cache:
+            self._cache.close()
+            self._cache = None
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
-        """The steps of an epoch from `first_step` on: for each, a batch per shard with rows.
+        """The steps of an epoch from `first_step` on: for each, a batch per shard with samples.
 
-        An error of the reading thread (a file cut short) is raised here.
+        An error of the reading thread (a file cut short) is raised here. Where the epoch ends, the
+        thread reads on; where it is left early, the thread ends.
         """
-        ready: queue.Queue[Ready | BaseException | None] = queue.Queue(AHEAD)
-        closed, wanted = threading.Event(), threading.Event()
-
-        def put(item: Ready | BaseException | None) -> None:
-            while not closed.is_set():
-                try:
-                    return ready.put(item, timeout=0.1)
-                except queue.Full:
-                    continue
-
-        def read() -> None:
-            try:
-                reader = self._reader = self._reader or self._make_reader()
-                for step in range(first_step, self.partition.steps):
-                    # Preparing needs the interpreter, which the step needs to get going: let it
-                    # start its kernels first, unless it waits for this very batch.
-                    wanted.wait(0.0 if ready.empty() else HEAD_START)
-                    if closed.is_set():
-                        return
-                    # No name holds the step here: its memory would be missing for the next.
-                    put(self._step(reader, epoch, step))
-                put(None)
-            except BaseException as error:
-                put(error)
-
-        thread = threading.Thread(target=read, name="loader", daemon=True)
-        thread.start()
+        steps = self.partition.steps
+        if self._prefetch is None or self._following != (epoch, first_step):
+            self._end_prefetch()
+            self._prefetch = Prefetch(self._read_step, self._steps_from(epoch, first_step))
+        prefetch, self._prefetch = self._prefetch, None
         try:
-            while True:
-                if ready.empty():
-                    wanted.set()
-                item = ready.get()
-                wanted.clear()
-                if item is None:
-                    return
-                if isinstance(item, BaseException):
-                    raise item
-                batches, made = item
+            for step in range(first_step, steps):
+                batches, made = prefetch.take()
                 self._upload.take(made, [t for b in batches for t in (b.images, b.targets)])
+                if step + 1 == steps and epoch + 1 < self.epochs:
+                    self._prefetch, self._following = prefetch, (epoch + 1, 0)
                 yield batches
         finally:
-            closed.set()
-            wanted.set()
-            thread.join()
+            if self._prefetch is not prefetch:
+                prefetch.close()
 
-    def _make_reader(self) -> Reader:
-        stored = as_kept(self.source, self._random_crop)
-        return make_reader(stored, self.order, self.shards, self._read_buffer)
+    def _end_prefetch(self) -> None:
+        if self._prefetch:
+            self._prefetch.close()
+            self._prefetch = None
 
-    def _step(self, reader: Reader, epoch: int, step: int) -> Ready:
+    def _steps_from(self, epoch: int, first_step: int) -> Iterator[tuple[int, int]]:
+        """The steps that the thread reads, each with its epoch."""
+        for number in range(epoch, max(self.epochs, epoch + 1)):
+            first = first_step if number == epoch else 0
+            yield from ((number, step) for step in range(first, self.partition.steps))
+
+    def _read_step(self, place: tuple[int, int]) -> Ready:
+        epoch, step = place
+        if self._cache is None:
+            how = self._read_buffer, self._random_crop > 0, self.epochs
+            self._cache = SampleCache(self.split, self.order, self.shards, *how)
         shards = {j: n for j in self.shards if (n := self.partition.count(step, j))}
-        room, used, parts = self._upload.room(sum(shards.values())), 0, dict[int, Part]()
+        buffer, used, parts = self._upload.room(sum(shards.values())), 0, dict[int, Part]()
         for shard, count in shards.items():
             key = random_key(self.seed, "batch", epoch, step, shard)
-            images, first = room[used : used + count], step * self.partition.shares[shard]
-            rows = keep_usable(
-                self.source, self._read(reader, epoch, shard, first, images, key), images
-            )
-            if len(rows) >= min(count, self._least_rows):
-                parts[shard], used = (rows, key), used + len(rows)
+            images, first = buffer[used : used + count], step * self.partition.shares[shard]
+            crops = None
+            if self._random_crop:
+                crops = draw_crops(self._random_crop, count, random_key(key, "crop"))
+            indices = self._cache.gather(epoch, shard, first, images, crops)
+            indices = keep_usable(self.split, indices, images)
+            if len(indices) >= min(count, self._min_samples):
+                parts[shard], used = (indices, key), used + len(indices)
         made: list[Batch] = []
         if parts:
-            each = make_pairs(
-                self._upload, self.source, list(parts.values()), self.prepare, self.pair
-            )
+            own = list(parts.values())
+            pairs = make_pairs(self._upload, self.split, own, self.prepare, self.pair)
             made = [
                 Batch(shard, *pair, key)
-                for (shard, (_, key)), pair in zip(parts.items(), each, strict=True)
+                for (shard, (_, key)), pair in zip(parts.items(), pairs, strict=True)
             ]
         return made, self._upload.record_event()
 
-    def _read(
-        self, reader: Reader, epoch: int, shard: int, first: int, images: np.ndarray, key: int
-    ) -> np.ndarray:
-        """The rows at the places first ... of the shard's epoch into `images` (n, H, W, C); their
-        numbers in the split, (n,).
-        """
-        if not self._cropped:
-            return reader.read(epoch, shard, first, images)
-        files = np.empty(len(images), object)
-        rows = reader.read(epoch, shard, first, files)
-        self._cropped.decode(files, rows, images, self._random_crop, random_key(key, "crop"))
-        return rows
+
+class Prefetch:
+    """A thread that reads steps in order, at most AHEAD before they are taken."""
+
+    def __init__(
+        self, read: Callable[[tuple[int, int]], Ready], steps: Iterator[tuple[int, int]]
+    ) -> None:
+        self._read, self._steps = read, steps
+        self._ready: queue.Queue[Ready | BaseException] = queue.Queue(AHEAD)
+        self._closed, self._wanted = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Ready:
+        """The next step. Raises what reading it raised."""
+        if self._ready.empty():
+            self._wanted.set()
+        item = self._ready.get()
+        self._wanted.clear()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """End the thread, and wait for its end."""
+        self._closed.set()
+        self._wanted.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for place in self._steps:
+                # Preparing needs the interpreter, which the step needs to get going: let it
+                # start its kernels first, unless it waits for this very batch.
+                self._wanted.wait(0.0 if self._ready.empty() else HEAD_START)
+                if self._closed.is_set():
+                    return
+                # No name holds the step here: its memory would be missing for the next.
+                self._put(self._read(place))
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: Ready | BaseException) -> None:
+        while not self._closed.is_set():
+            try:
+                return self._ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue

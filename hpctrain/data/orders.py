@@ -1,105 +1,103 @@
-"""In which order the shards read the rows of a split: pure functions of (seed, epoch, shard).
+"""In which order the shards read the samples of a split: pure functions of (seed, epoch, shard).
 
-    partition   every shard reads its own block of rows, in a new order every epoch
-    global      every epoch deals all rows anew to the shards
-    blocks      every shard reads runs of rows of its partition in a new order every epoch, and
-                shuffles the rows of a few runs, a window, among themselves: what a disk or a
-                parallel file system reads fast
+    partition   every shard reads its own samples, in a new order every epoch
+    global      every epoch assigns all samples anew to the shards
+    blocks      every shard reads blocks of consecutive samples of its partition in a new order
+                every epoch, and shuffles the samples of a few blocks, a window, among themselves:
+                what a disk or a parallel file system reads fast
 
-The rows of a pack were shuffled when it was made, so a partition holds all classes. A file of
-somebody else may be sorted: there the rows (the runs, for "blocks") are dealt to the partitions
-at random, by one more permutation that never changes, `scattered`.
+The samples of a pack were shuffled when it was made, so a partition holds all classes. An external
+file may be sorted: there the samples (for "blocks", the blocks) are assigned to the partitions at
+random, by one more permutation that never changes, `scattered`.
+
+Permutations are made so that any part can be had without the rest. Small ones are drawn and kept.
+Larger ones are computed where they are asked for, in no memory: a Feistel network (Luby and Rackoff
+1988) is a bijection of the numbers of an even count of bits, and walking along its cycles until a
+number is below n (Black and Rogaway 2002) makes one of 0 ... n-1. Both are made of raw bits alone,
+so equal keys give equal orders with every NumPy: it promises to keep the raw output of PCG64 for a
+seed, but not `Generator.permutation` (NEP 19).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from hpctrain.data.partition import Partition
-from hpctrain.data.permute import Permutation
 from hpctrain.keys import random_key
 
 ORDERS = ("partition", "global", "blocks")
+KEPT = 1 << 22  # numbers, 32 MiB
+ROUNDS = 6
 
 
 class Order(Protocol):
-    """Which row of the split a shard reads at which place of an epoch."""
+    """Which sample of the split a shard reads at which place of an epoch."""
 
     partition: Partition
 
-    def rows(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """The rows at the shard's places first ... first + count - 1, (count,) int64."""
+    def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
+        """The samples at the shard's places first ... first + count - 1, (count,) int64."""
 
     def reach(self, shards: range) -> range:
-        """Rows that these shards may read, in whatever epoch."""
-
-
-@dataclass
-class _Cache:
-    """The permutation that was asked for last, by shard."""
-
-    held: dict[int, tuple[int, Permutation]] = field(default_factory=dict)
-
-    def get(self, shard: int, epoch: int, n: int, key: int) -> Permutation:
-        if shard not in self.held or self.held[shard][0] != epoch:
-            self.held[shard] = epoch, Permutation(n, key)
-        return self.held[shard][1]
+        """Samples that these shards may read, in whatever epoch."""
 
 
 class ByPartition:
-    """Every shard reads its own rows, in a new order every epoch."""
+    """Every shard reads its own samples, in a new order every epoch."""
 
     def __init__(self, partition: Partition, seed: int, scattered: bool = False) -> None:
         self.partition, self.seed = partition, seed
         self._scatter = _scatter(partition.rows, seed) if scattered else None
-        self._cache = _Cache()
+        self._newest: dict[int, tuple[int, Permutation]] = {}  # by shard, with its epoch
 
-    def rows(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """The rows at the shard's places first ... first + count - 1, (count,) int64."""
-        key = random_key(self.seed, "order", epoch, shard)
-        own = self._cache.get(shard, epoch, self.partition.sizes()[shard], key)
-        dealt = self.partition.start(shard) + own(np.arange(first, first + count))
-        return dealt if self._scatter is None else self._scatter(dealt)
+    def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
+        """The samples at the shard's places first ... first + count - 1, (count,) int64."""
+        if shard not in self._newest or self._newest[shard][0] != epoch:
+            key = random_key(self.seed, "order", epoch, shard)
+            self._newest[shard] = epoch, Permutation(self.partition.sizes()[shard], key)
+        own = self._newest[shard][1](np.arange(first, first + count))
+        samples = self.partition.start(shard) + own
+        return samples if self._scatter is None else self._scatter(samples)
 
     def reach(self, shards: range) -> range:
-        """Rows that these shards may read, in whatever epoch."""
-        return _everything(self.partition) if self._scatter else _own(self.partition, shards)
+        """Samples that these shards may read, in whatever epoch."""
+        return _reach(self.partition, shards, self._scatter is not None)
 
 
 class Global:
-    """Every epoch deals all rows anew."""
+    """Every epoch assigns all samples anew."""
 
     def __init__(self, partition: Partition, seed: int) -> None:
         self.partition, self.seed = partition, seed
-        self._cache = _Cache()
+        self._newest: tuple[int, Permutation] | None = None  # with its epoch
 
-    def rows(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """The rows at the shard's places first ... first + count - 1, (count,) int64."""
-        key = random_key(self.seed, "order", epoch)
-        dealt = self._cache.get(0, epoch, self.partition.rows, key)
+    def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
+        """The samples at the shard's places first ... first + count - 1, (count,) int64."""
+        if self._newest is None or self._newest[0] != epoch:
+            key = random_key(self.seed, "order", epoch)
+            self._newest = epoch, Permutation(self.partition.rows, key)
         start = self.partition.start(shard) + first
-        return dealt(np.arange(start, start + count))
+        return self._newest[1](np.arange(start, start + count))
 
     def reach(self, shards: range) -> range:
-        """Rows that these shards may read, in whatever epoch."""
-        return _everything(self.partition)
+        """Samples that these shards may read, in whatever epoch."""
+        return _reach(self.partition, shards, True)
 
 
 class Window(NamedTuple):
-    """Rows that are read together, run by run, and then used in another order."""
+    """Samples that are read together, block by block, and then used in another order."""
 
     number: int  # in the shard's epoch
-    start: int  # place of its first row in the shard's epoch
-    rows: np.ndarray  # (n,) int64, in the order of reading
-    order: Permutation  # of its rows
+    start: int  # place of its first sample in the shard's epoch
+    samples: np.ndarray  # (n,) int64, in the order of reading
+    order: Permutation  # in which they are used
 
 
-class _Runs(NamedTuple):
-    """The runs of a shard's partition in one epoch."""
+class _Blocks(NamedTuple):
+    """The blocks of a shard's partition in one epoch."""
 
     bounds: np.ndarray  # where each begins, and the last ends
     order: np.ndarray  # in which they are read
@@ -107,7 +105,7 @@ class _Runs(NamedTuple):
 
 
 class Blocks:
-    """Runs of rows in a new order every epoch, their rows shuffled within windows."""
+    """Blocks of samples in a new order every epoch, shuffled within windows."""
 
     def __init__(
         self,
@@ -117,85 +115,80 @@ class Blocks:
         window_blocks: int,
         scattered: bool = False,
     ) -> None:
-        """A run has `block_rows` rows, or fewer at the ends of a partition."""
+        """A block has `block_rows` samples, or fewer at the ends of a partition."""
         self.partition, self.seed = partition, seed
         self.block_rows, self.window_blocks = block_rows, window_blocks
         whole = partition.rows // block_rows
         self._scatter = _scatter(whole, seed) if scattered and whole else None
-        self._held: dict[int, tuple[int, int, Window]] = {}  # by shard, with epoch and number
-        self._plans: dict[int, tuple[int, _Runs]] = {}  # by shard, with epoch
+        self._newest: dict[int, tuple[int, int, Window]] = {}  # by shard, with epoch and number
+        self._blocks: dict[int, tuple[int, _Blocks]] = {}  # by shard, with epoch
 
-    def rows(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """The rows at the shard's places first ... first + count - 1, (count,) int64."""
-        parts = [w.rows[w.order(places)] for w, places in self.windows(epoch, shard, first, count)]
+    def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
+        """The samples at the shard's places first ... first + count - 1, (count,) int64."""
+        windows = self.windows(epoch, shard, first, count)
+        parts = [window.samples[window.order(places)] for window, places in windows]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def windows(
         self, epoch: int, shard: int, first: int, count: int
     ) -> Iterator[tuple[Window, np.ndarray]]:
         """The windows in which these places lie, each with the places within it."""
-        ends = self._plan(epoch, shard).ends
+        ends = self._order_blocks(epoch, shard).ends
         place, end = first, first + count
         while place < end:
             number = int(np.searchsorted(ends, place, side="right")) // self.window_blocks
-            window = self.window(epoch, shard, number)
-            stop = min(end, window.start + len(window.rows))
+            newest = self._newest.get(shard)
+            if newest is None or newest[:2] != (epoch, number):
+                newest = epoch, number, self.window(epoch, shard, number)
+                self._newest[shard] = newest
+            window = newest[2]
+            stop = min(end, window.start + len(window.samples))
             yield window, np.arange(place - window.start, stop - window.start)
             place = stop
 
-    def rows_of(self, epoch: int, shard: int, number: int) -> np.ndarray:
-        """The rows of a window in the order of reading, (n,) int64."""
-        return self._window(epoch, shard, number).rows
-
     def window(self, epoch: int, shard: int, number: int) -> Window:
         """Window 0, 1, ... of a shard's epoch."""
-        held = self._held.get(shard)
-        if held is None or held[:2] != (epoch, number):
-            held = self._held[shard] = epoch, number, self._window(epoch, shard, number)
-        return held[2]
-
-    def _window(self, epoch: int, shard: int, number: int) -> Window:
-        runs = self._plan(epoch, shard)
+        blocks = self._order_blocks(epoch, shard)
         first = number * self.window_blocks
-        chosen = runs.order[first : first + self.window_blocks]
-        parts = [np.arange(runs.bounds[b], runs.bounds[b + 1]) for b in chosen]
-        rows = self._dealt(np.concatenate(parts))
-        start = int(runs.ends[first - 1]) if first else 0
+        chosen = blocks.order[first : first + self.window_blocks]
+        parts = [np.arange(blocks.bounds[b], blocks.bounds[b + 1]) for b in chosen]
+        samples = self._assigned(np.concatenate(parts))
+        start = int(blocks.ends[first - 1]) if first else 0
         key = random_key(self.seed, "window", epoch, shard, number)
-        return Window(number, start, rows, Permutation(len(rows), key))
+        return Window(number, start, samples, Permutation(len(samples), key))
 
     def count(self, shard: int) -> int:
         """Windows of a shard's epoch."""
         return -(-(len(self._bounds(shard)) - 1) // self.window_blocks)
 
     def reach(self, shards: range) -> range:
-        """Rows that these shards may read, in whatever epoch."""
-        return _everything(self.partition) if self._scatter else _own(self.partition, shards)
+        """Samples that these shards may read, in whatever epoch."""
+        return _reach(self.partition, shards, self._scatter is not None)
 
     def _bounds(self, shard: int) -> np.ndarray:
-        """Where the runs of the shard's partition begin, and the last ends."""
-        own = _own(self.partition, range(shard, shard + 1))
+        """Where the blocks of the shard's partition begin, and the last ends."""
+        own = _reach(self.partition, range(shard, shard + 1), False)
         inner = np.arange(-(-own.start // self.block_rows), -(-own.stop // self.block_rows))
         between = inner * self.block_rows
         return np.unique(np.concatenate([[own.start], between[between > own.start], [own.stop]]))
 
-    def _plan(self, epoch: int, shard: int) -> _Runs:
-        if shard not in self._plans or self._plans[shard][0] != epoch:
+    def _order_blocks(self, epoch: int, shard: int) -> _Blocks:
+        if shard not in self._blocks or self._blocks[shard][0] != epoch:
             bounds = self._bounds(shard)
-            blocks = len(bounds) - 1
-            key = random_key(self.seed, "order", epoch, shard)
-            order = Permutation(blocks, key)(np.arange(blocks))
-            runs = _Runs(bounds, order, np.cumsum(np.diff(bounds)[order]))
-            self._plans[shard] = epoch, runs
-        return self._plans[shard][1]
+            count = len(bounds) - 1
+            order = Permutation(count, random_key(self.seed, "order", epoch, shard))
+            chosen = order(np.arange(count))
+            blocks = _Blocks(bounds, chosen, np.cumsum(np.diff(bounds)[chosen]))
+            self._blocks[shard] = epoch, blocks
+        return self._blocks[shard][1]
 
-    def _dealt(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of runs that are dealt at random; those after the last whole run stay."""
+    def _assigned(self, samples: np.ndarray) -> np.ndarray:
+        """Samples of blocks that are assigned at random; those after the last whole one stay."""
         if self._scatter is None:
-            return rows
-        block, within = np.divmod(rows, self.block_rows)
+            return samples
+        block, within = np.divmod(samples, self.block_rows)
         moved = self._scatter(np.minimum(block, self._scatter.n - 1)) * self.block_rows + within
-        return np.where(block < self._scatter.n, moved, rows)
+        return np.where(block < self._scatter.n, moved, samples)
 
 
 def make_order(
@@ -206,7 +199,7 @@ def make_order(
     window_blocks: int = 1,
     scattered: bool = False,
 ) -> Order:
-    """The order of that name; runs and windows are for "blocks"."""
+    """The order of that name; blocks and windows are for "blocks"."""
     if name == "global":
         return Global(partition, seed)
     if name == "blocks":
@@ -218,9 +211,55 @@ def _scatter(n: int, seed: int) -> Permutation:
     return Permutation(n, random_key(seed, "deal"))
 
 
-def _own(partition: Partition, shards: range) -> range:
+def _reach(partition: Partition, shards: range, everywhere: bool) -> range:
+    if everywhere:
+        return range(partition.rows)
     return range(partition.start(shards.start), partition.start(shards.stop))
 
 
-def _everything(partition: Partition) -> range:
-    return range(partition.rows)
+class Permutation:
+    """A permutation of 0 ... n-1 that is a pure function of n and the key."""
+
+    def __init__(self, n: int, key: int, kept: int = KEPT) -> None:
+        self.n = n
+        self._drawn = random_order(n, key) if n <= kept else None
+        self._half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))  # bits of each half
+        self._mask = np.uint64((1 << int(self._half)) - 1)
+        self._keys = [np.uint64(random_key(key, "round", r)) for r in range(ROUNDS)]
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        """The numbers at these places, of the same shape, int64."""
+        if self._drawn is not None:
+            return self._drawn[places]
+        numbers = self._network(places.astype(np.uint64))
+        while (beyond := numbers >= self.n).any():
+            numbers[beyond] = self._network(numbers[beyond])
+        return numbers.astype(np.int64)
+
+    def _network(self, numbers: np.ndarray) -> np.ndarray:
+        left, right = numbers >> self._half, numbers & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mixed(right ^ key) & self._mask)
+        return (left << self._half) | right
+
+
+def random_order(n: int, key: int) -> np.ndarray:
+    """0 ... n-1 in random order, (n,) int64: sorted by words of PCG64, without as many of their low
+    bits as n-1 has. There the number itself is put, so words can be sorted in place of an index,
+    which is ten times as fast; where the high bits are equal the smaller number comes first.
+    """
+    bits = np.uint64(max(n - 1, 0).bit_length())
+    words = np.random.PCG64(key).random_raw(n)
+    words >>= bits
+    words <<= bits
+    words |= np.arange(n, dtype=np.uint64)
+    words.sort()
+    words &= (np.uint64(1) << bits) - np.uint64(1)
+    return words.view(np.int64)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): every bit depends on all."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

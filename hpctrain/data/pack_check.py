@@ -1,8 +1,6 @@
-"""The only reader of HDF5: open a pack and check what a reader by byte offset relies on.
+"""Read what a pack says of itself, by HDF5, and check all that a reader by byte offset relies on.
 
-A pack comes from anywhere, and HDF5 can make its reader open other files. So every object must
-hang on a hard link and every dataset must be plain bytes of this file: no soft or external links,
-no external storage, no virtual datasets; nothing is allocated for more than the file holds.
+A pack comes from anywhere (``hdf5.py``), and every dataset must be contiguous bytes of its file.
 """
 
 from __future__ import annotations
@@ -11,52 +9,47 @@ import dataclasses
 import math
 import os
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
+import h5py
 import numpy as np
 
-from hpctrain.data.hdf5_words import NO_HDF5, cause
+from hpctrain.data.hdf5 import Unusable, check_storage, find_dataset, open_hdf5
 from hpctrain.data.pack_format import (
     ENCODED_VERSION,
     FITS,
     FORMAT,
     JPEG,
-    LARGEST_SIDE,
+    MAX_SIDE,
     VERSION,
     Pack,
-    Split,
+    SplitLayout,
     ordered,
 )
 from hpctrain.errors import UsageError
 from hpctrain.strictjson import parse_json
 
-os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # a file may name filter plug-ins: load none
-import h5py
-
-ATTRIBUTE_BYTES = 2**26  # larger than any honest attribute, small enough to read
-LARGEST_BLOCK = 2**26  # bytes that share a checksum; packs are written with about 2**20
+MAX_ATTRIBUTE_BYTES = 2**26  # larger than any honest attribute, small enough to read
+MAX_BLOCK_BYTES = 2**26  # bytes that share a checksum; packs are written with about 2**20
 
 
 def read_pack(path: str) -> Pack:
     """The checked pack of an absolute path, its labels not yet read. Raises UsageError."""
-    with _opened(path) as file:
+    with open_hdf5(path) as file:
         encoded = _check_format(path, file) == ENCODED_VERSION
         classes = tuple(name.decode("utf-8", "surrogateescape") for name in _text(file, "classes"))
         size = os.path.getsize(path)
         read_split = _files if encoded else _pixels
-        found = [read_split(_hard(file, name, h5py.Group), name, size) for name in ordered(file)]
+        found = [read_split(file, name, size) for name in ordered(file)]
         if not found or not classes:
-            raise _Damage("it holds no images" if not found else "it names no classes")
+            raise Unusable("it holds no images" if not found else "it names no classes")
         shapes = {_decoded_shape(file)} if encoded else {shape for _, shape in found}
         if len(shapes) > 1:
-            raise _Damage(f"its splits differ in image shape: {sorted(shapes)}")
+            raise Unusable(f"its splits differ in image shape: {sorted(shapes)}")
         height, width, channels = shapes.pop()
         mean, std = _numbers(file, "mean", channels), _numbers(file, "std", channels)
         provenance = parse_json(_text(file, "provenance")[0])
         if not isinstance(provenance, dict):
-            raise _Damage("its provenance is no table")
+            raise Unusable("its provenance is no table")
         identity = str(uuid.UUID(_text(file, "uuid")[0].decode()))
         shape = (height, width, channels)
         splits = {split.name: split for split, _ in found}
@@ -65,90 +58,60 @@ def read_pack(path: str) -> Pack:
         return dataclasses.replace(pack, fit=_fit(file) if encoded else "", sha256=sha256)
 
 
-def _pixels(group: h5py.Group, name: str, size: int) -> tuple[Split, tuple[int, ...]]:
+def _pixels(file: h5py.File, name: str, size: int) -> tuple[SplitLayout, tuple[int, ...]]:
     """A split that holds pixels, and the shape of its images."""
-    images = _dataset(group, "images", h5py.h5t.STD_U8LE, 4, size)
-    labels = _dataset(group, "labels", h5py.h5t.STD_I64LE, 1, size)
+    images = _dataset(file, f"{name}/images", h5py.h5t.STD_U8LE, 4, size)
+    labels = _dataset(file, f"{name}/labels", h5py.h5t.STD_I64LE, 1, size)
     rows = images.shape[0]
     if labels.shape[0] != rows:
-        raise _Damage(f"{name} has {rows} images but {labels.shape[0]} labels")
-    return Split(name, rows, images.id.get_offset(), labels.id.get_offset()), images.shape[1:]
+        raise Unusable(f"{name} has {rows} images but {labels.shape[0]} labels")
+    return SplitLayout(name, rows, images.id.get_offset(), labels.id.get_offset()), images.shape[1:]
 
 
-def _files(group: h5py.Group, name: str, size: int) -> tuple[Split, tuple[int, ...]]:
+def _files(file: h5py.File, name: str, size: int) -> tuple[SplitLayout, tuple[int, ...]]:
     """A split that holds JPEG files; they have no shape of their own."""
-    data = _dataset(group, "bytes", h5py.h5t.STD_U8LE, 1, size)
-    offsets = _dataset(group, "offsets", h5py.h5t.STD_I64LE, 1, size)
-    labels = _dataset(group, "labels", h5py.h5t.STD_I64LE, 1, size)
+    data = _dataset(file, f"{name}/bytes", h5py.h5t.STD_U8LE, 1, size)
+    offsets = _dataset(file, f"{name}/offsets", h5py.h5t.STD_I64LE, 1, size)
+    labels = _dataset(file, f"{name}/labels", h5py.h5t.STD_I64LE, 1, size)
     rows = labels.shape[0]
     if offsets.shape[0] != rows + 1:
-        raise _Damage(f"{name} has {rows} labels but {offsets.shape[0]} offsets, not {rows + 1}")
+        raise Unusable(f"{name} has {rows} labels but {offsets.shape[0]} offsets, not {rows + 1}")
     starts = [dataset.id.get_offset() for dataset in (data, labels, offsets)]
-    return Split(name, rows, starts[0], starts[1], data.shape[0], starts[2]), ()
+    return SplitLayout(name, rows, starts[0], starts[1], data.shape[0], starts[2]), ()
 
 
 def _decoded_shape(file: h5py.File) -> tuple[int, ...]:
     """The shape (H, W, C) that files are decoded to, within what packing allows."""
     values = _attribute(file, "image_shape")
     if values.dtype.kind != "i" or values.shape != (3,):
-        raise _Damage("attribute 'image_shape' is not 3 numbers")
+        raise Unusable("attribute 'image_shape' is not 3 numbers")
     height, width, channels = values.tolist()
-    if not 1 <= min(height, width) <= max(height, width) <= LARGEST_SIDE or channels not in (1, 3):
-        raise _Damage(f"attribute 'image_shape' says {width}x{height}x{channels}")
+    if not 1 <= min(height, width) <= max(height, width) <= MAX_SIDE or channels not in (1, 3):
+        raise Unusable(f"attribute 'image_shape' says {width}x{height}x{channels}")
     return height, width, channels
 
 
 def _fit(file: h5py.File) -> str:
     fit = _text(file, "fit")[0].decode("ascii", "replace")
     if fit not in FITS:
-        raise _Damage(f"attribute 'fit' is {fit!r}, not one of {', '.join(FITS)}")
+        raise Unusable(f"attribute 'fit' is {fit!r}, not one of {', '.join(FITS)}")
     return fit
 
 
 def read_checksums(pack: Pack) -> dict[tuple[str, str], tuple[np.ndarray, int]]:
     """By split and column: the CRC-32 of every block, and the rows of a block."""
     sums: dict[tuple[str, str], tuple[np.ndarray, int]] = {}
-    with _opened(pack.path) as file:
+    with open_hdf5(pack.path) as file:
         for name in pack.splits:
-            group = _hard(file, name, h5py.Group)
             for kind, column in pack.columns(name).items():
-                data = _dataset(group, f"{kind}_crc32", h5py.h5t.STD_U32LE, 1, pack.file_size)
+                data = _dataset(file, f"{name}/{kind}_crc32", h5py.h5t.STD_U32LE, 1, pack.file_size)
                 block_rows = int(data.attrs["rows_per_block"])
                 if block_rows < 1 or data.shape[0] != math.ceil(column.rows / block_rows):
-                    raise _Damage(f"{name}/{kind}_crc32 does not cover the {column.rows} rows")
-                if (block_rows - 1) * column.row_bytes > LARGEST_BLOCK:  # it is read as one piece
-                    raise _Damage(f"{name}/{kind}_crc32 says {block_rows:,} rows_per_block")
+                    raise Unusable(f"{name}/{kind}_crc32 does not cover the {column.rows} rows")
+                if (block_rows - 1) * column.row_bytes > MAX_BLOCK_BYTES:  # it is read as one piece
+                    raise Unusable(f"{name}/{kind}_crc32 says {block_rows:,} rows_per_block")
                 sums[name, kind] = (data[:], block_rows)
     return sums
-
-
-class _Damage(Exception):
-    """The file was opened but does not hold what a pack holds; the text says what."""
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[h5py.File]:
-    """The file, read-only and unlocked (it never changes); any failure becomes one UsageError."""
-    if os.path.isdir(path):
-        raise UsageError(f"{path} is a folder, not a pack: make one with 'hpctrain pack {path}'")
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            yield file
-    except UsageError:
-        raise
-    except FileNotFoundError:
-        raise UsageError(
-            f"there is no pack {path}: give an existing one, or make it with 'hpctrain pack'"
-        ) from None
-    except PermissionError:
-        raise UsageError(f"{path} cannot be opened: permission denied") from None
-    except _Damage as error:
-        raise UsageError(f"{path} is not a usable pack: {error}") from None
-    except Exception as error:  # damaged metadata makes HDF5 and h5py raise many kinds
-        found = cause(error, "copy or pack it again")
-        if found == NO_HDF5:
-            found = "is not a pack: it is no HDF5 file; make one with 'hpctrain pack'"
-        raise UsageError(f"{path} {found}") from None
 
 
 def is_pack(path: str) -> bool:
@@ -186,58 +149,35 @@ def _check_format(path: str, file: h5py.File) -> int:
     return version
 
 
-def _hard(parent: h5py.Group, name: str, kind: type) -> Any:
-    """The object `name` of this kind, if it hangs on a hard link."""
-    where = f"{parent.name.rstrip('/')}/{name}"
-    link = parent.get(name, getlink=True)
-    if link is None:
-        raise _Damage(f"{where} is missing")
-    if not isinstance(link, h5py.HardLink):
-        raise _Damage(f"{where} is a link to elsewhere, which a pack never has")
-    if parent.get(name, getclass=True) is not kind:
-        raise _Damage(f"{where} is no {kind.__name__.lower()}")
-    return parent[name]
-
-
 def _dataset(
-    group: h5py.Group, name: str, kind: h5py.h5t.TypeID, dimensions: int, file_size: int
+    file: h5py.File, name: str, kind: h5py.h5t.TypeID, dimensions: int, file_size: int
 ) -> h5py.Dataset:
     """A dataset that is plain bytes of this file: readable by its offset."""
-    data = _hard(group, name, h5py.Dataset)
-    properties = data.id.get_create_plist()
-    if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
-        raise _Damage(f"{data.name} is not stored as one piece of this file")
+    data = find_dataset(file, name)
     if not data.id.get_type().equal(kind) or data.ndim != dimensions or 0 in data.shape:
-        raise _Damage(f"{data.name} is {data.dtype} of shape {data.shape}")
-    length = math.prod(data.shape) * kind.get_size()
-    offset = data.id.get_offset()
-    if offset is None or data.id.get_storage_size() != length or offset + length > file_size:
-        raise _Damage(f"{data.name} says {length:,} bytes, which the file does not hold")
+        raise Unusable(f"{data.name} is {data.dtype} of shape {data.shape}")
+    if check_storage(data, file_size):
+        raise Unusable(f"{data.name} is stored in chunks, which those of a pack never are")
     return data
 
 
 def _attribute(file: h5py.File, name: str) -> np.ndarray:
     if name not in file.attrs:
-        raise _Damage(f"attribute {name!r} is missing")
-    if file.attrs.get_id(name).get_storage_size() > ATTRIBUTE_BYTES:
-        raise _Damage(f"attribute {name!r} is larger than {ATTRIBUTE_BYTES:,} bytes")
+        raise Unusable(f"attribute {name!r} is missing")
+    if file.attrs.get_id(name).get_storage_size() > MAX_ATTRIBUTE_BYTES:
+        raise Unusable(f"attribute {name!r} is larger than {MAX_ATTRIBUTE_BYTES:,} bytes")
     return np.atleast_1d(file.attrs[name])
 
 
 def _text(file: h5py.File, name: str) -> list[bytes]:
     values = _attribute(file, name)
     if values.dtype.kind != "S" or values.ndim != 1 or not len(values):
-        raise _Damage(f"attribute {name!r} is no text")
+        raise Unusable(f"attribute {name!r} is no text")
     return [bytes(value) for value in values]
 
 
 def _numbers(file: h5py.File, name: str, count: int) -> tuple[float, ...]:
     values = _attribute(file, name)
     if values.dtype.kind != "f" or values.shape != (count,) or not np.isfinite(values).all():
-        raise _Damage(f"attribute {name!r} is not {count} finite numbers")
+        raise Unusable(f"attribute {name!r} is not {count} finite numbers")
     return tuple(float(value) for value in values)
-
-
-def library_versions() -> str:
-    """Versions of h5py and of the HDF5 that it brings."""
-    return f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}"

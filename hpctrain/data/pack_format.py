@@ -42,10 +42,10 @@ FITS = ("stretch", "crop")
 SPLITS = ("train", "validation", "test")  # others are allowed and follow by name
 BLOCK_BYTES = 2**20
 LABEL_BYTES = OFFSET_BYTES = 8
-LARGEST_SIDE = 2**14  # pixels of an image that files are decoded to
+MAX_SIDE = 2**14  # pixels of an image that files are decoded to
 
 
-class Column(NamedTuple):
+class StoredColumn(NamedTuple):
     """A dataset of a split: where its rows begin, absolute, and how many there are."""
 
     offset: int
@@ -54,8 +54,8 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
-    """Where one split's rows lie: absolute byte offsets in the file."""
+class SplitLayout:
+    """Where one split's samples lie: absolute byte offsets in the file."""
 
     name: str
     rows: int
@@ -65,49 +65,49 @@ class Split:
     offsets_offset: int = -1  # of the (rows + 1,) int64 that say where each file begins
 
 
-NAMED_IN_FOREIGN = {
+@dataclass(frozen=True)
+class ExternalFile:
+    """Where an HDF5 file that is no pack keeps its samples, and how they are split."""
+
+    path: str
+    file_size: int
+    images: str  # path of the dataset within the file
+    labels: str
+    layout: str  # of the images: NHWC, NCHW or NHW
+    dtype: str  # uint8, float16, float32 or float64
+    rows: int  # samples of the file
+    image_shape: tuple[int, int, int]  # (H, W, C)
+    offset: int  # byte of the first image; -1 where they are stored in chunks
+    chunk_rows: int  # samples that a chunk spans; 0 for a contiguous dataset
+    labels_crc32: int  # of all labels as int64, to know the file again
+    block_rows: int = 0  # samples are split in blocks of so many; 0 = one by one, class by class
+    split: str = "1"  # shares, as for the packer
+    seed: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``read_external``, beside the path, that find the same splits again."""
+        return {name: getattr(self, name) for name in EXTERNAL_ARGUMENTS}
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one image."""
+        return math.prod(self.image_shape) * np.dtype(self.dtype).itemsize
+
+
+EXTERNAL_ARGUMENTS = {
     "images": str,
     "labels": str,
     "layout": str,
     "split": str,
     "seed": int,
-    "run_rows": int,
+    "block_rows": int,
 }
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """Where a file of somebody else keeps its rows, and how they are dealt to splits."""
-
-    path: str
-    file_size: int
-    images: str  # path of the data set within the file
-    labels: str
-    layout: str  # of the images: NHWC, NCHW or NHW
-    dtype: str  # uint8, float16, float32 or float64
-    rows: int
-    image_shape: tuple[int, int, int]  # (H, W, C)
-    offset: int  # byte of the first image; -1 where they are stored in chunks
-    chunk_rows: int  # rows that a chunk spans; 0 where they are one piece of the file
-    labels_crc32: int  # of all labels as int64, to know the file again
-    run_rows: int = 0  # rows are dealt in runs of so many; 0 = one by one, class by class
-    split: str = "1"  # shares, as for the packer
-    seed: int = 0
-
-    def named(self) -> dict[str, Any]:
-        """What finds the same rows of the same splits again, wherever the file lies."""
-        return {name: getattr(self, name) for name in NAMED_IN_FOREIGN}
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one image."""
-        return math.prod(self.image_shape) * np.dtype(self.dtype).itemsize
-
-
-@dataclass(frozen=True)
 class Pack:
-    """All that is needed to read a pack by byte offset; small and picklable. A file of somebody
-    else is described by `foreign`; its splits then have no offsets, and no mean or std is known.
+    """All that is needed to read a pack by byte offset; small and picklable. Of an HDF5 file that
+    is no pack `external` says it; its splits then have no offsets, and no mean or std is known.
     """
 
     path: str
@@ -115,14 +115,14 @@ class Pack:
     file_size: int
     image_shape: tuple[int, int, int]  # (H, W, C)
     classes: tuple[str, ...]
-    splits: dict[str, Split]
+    splits: dict[str, SplitLayout]
     mean: tuple[float, ...]  # (C,) of train, in [0, 1]
     std: tuple[float, ...]  # (C,)
     provenance: dict[str, Any]
     uuid_offset: int = -1  # where the uuid stands in the file, to know it again; -1 = not found
     fit: str = ""  # of a pack of JPEG files: one of FITS
     sha256: str = ""  # as `facts_sha256` gave it; empty where the pack has none
-    foreign: Foreign | None = None
+    external: ExternalFile | None = None
 
     @property
     def encoded(self) -> bool:
@@ -130,21 +130,25 @@ class Pack:
         return self.fit != ""
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one image's pixels."""
-        height, width, channels = self.image_shape
-        return height * width * channels
+    def dtype(self) -> np.dtype:
+        """Of the images: uint8, or the floats of an external file."""
+        return np.dtype(self.external.dtype if self.external else np.uint8)
 
-    def columns(self, split_name: str) -> dict[str, Column]:
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one image."""
+        return math.prod(self.image_shape) * self.dtype.itemsize
+
+    def columns(self, split_name: str) -> dict[str, StoredColumn]:
         """The datasets of a split by their names, in the order in which the uuid takes them."""
         split = self.splits[split_name]
-        labels = Column(split.labels_offset, split.rows, LABEL_BYTES)
+        labels = StoredColumn(split.labels_offset, split.rows, LABEL_BYTES)
         if not self.encoded:
-            images = Column(split.images_offset, split.rows, self.row_bytes)
+            images = StoredColumn(split.images_offset, split.rows, self.image_bytes)
             return {"images": images, "labels": labels}
         return {
-            "bytes": Column(split.images_offset, split.files_bytes, 1),
-            "offsets": Column(split.offsets_offset, split.rows + 1, OFFSET_BYTES),
+            "bytes": StoredColumn(split.images_offset, split.files_bytes, 1),
+            "offsets": StoredColumn(split.offsets_offset, split.rows + 1, OFFSET_BYTES),
             "labels": labels,
         }
 

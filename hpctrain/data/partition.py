@@ -20,7 +20,9 @@ from itertools import accumulate
 
 from hpctrain.errors import UsageError
 
-RUN_BYTES = 4 << 20  # of consecutive rows that are read in one go, where order leaves them together
+READ_BYTES = (
+    4 << 20
+)  # of consecutive rows that are read in one go, where order leaves them together
 
 
 def even_shares(total: int, parts: int) -> tuple[int, ...]:

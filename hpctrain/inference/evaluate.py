@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig
-from hpctrain.data.finite import describe_first, nonfinite_rows
+from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pairs
-from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
-from hpctrain.data.source import Source
+from hpctrain.data.split import Split
 from hpctrain.data.upload import Upload
 from hpctrain.errors import Failure, RunError
 from hpctrain.inference.network import first_touch, open_network, open_pack_for
@@ -78,7 +77,7 @@ def main(settings: EvaluateConfig) -> int:
         return True
 
     with (
-        call_on_all(comm, lambda: open_split(pack, settings.split, checks=checks)) as source,
+        call_on_all(comm, lambda: Split(pack, settings.split, checks=checks)) as source,
         exact,
     ):
         result = evaluate(
@@ -133,12 +132,12 @@ def block_key(number: int) -> int:
 
 
 def read_block(
-    source: Source, number: int, rows: np.ndarray, prepare: Prepare, task: Task, upload: Upload
+    source: Split, number: int, rows: np.ndarray, prepare: Prepare, task: Task, upload: Upload
 ) -> Block:
     """Read these rows and make of them what `task` wants."""
     images = upload.room(len(rows))
     source.gather(rows, images)
-    bad = nonfinite_rows(source, rows, images)
+    bad = find_nonfinite(source, rows, images)
     rows = keep_usable(source, rows, images)
     (pair,) = make_pairs(upload, source, [(rows, block_key(number))], prepare, task.pair)
     return Block(number, rows, *pair, upload.record_event(), bad)
@@ -203,7 +202,7 @@ def raise_first(failures: list[Failure]) -> None:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    source: Source,
+    source: Split,
     task: Task,
     prepare: Prepare,
     comm: Comm,

@@ -30,9 +30,8 @@ from hpctrain.data.augment import normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks
 from hpctrain.data.loader import Prepare, make_prepare
-from hpctrain.data.opened import read_again
-from hpctrain.data.pack_format import NAMED_IN_FOREIGN, Pack
-from hpctrain.data.packed import read_sums
+from hpctrain.data.pack_format import EXTERNAL_ARGUMENTS, Pack
+from hpctrain.data.packed import read_again, read_sums
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
@@ -59,7 +58,7 @@ def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> d
         "pack": str(Path(pack.path).resolve()),
         "pack_uuid": pack.uuid,
         "provenance": pack.provenance,
-        "foreign": pack.foreign.named() if pack.foreign else None,
+        "external": pack.external.arguments() if pack.external else None,
         "task": plan.task,
         "noise": plan.noise,
         "noise_level": plan.noise_level,
@@ -121,6 +120,10 @@ def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> 
     too; `words` are those of the command line, without --model.
     """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
+    if isinstance(earlier := metadata.pop("foreign", None), dict):  # as it was called
+        metadata["external"] = {
+            {"run_rows": "block_rows"}.get(name, name): value for name, value in earlier.items()
+        }
     check_metadata(path, metadata)
     height, width, channels = metadata["image_shape"]
     shape, classes = (height, width, channels), tuple(metadata["classes"])
@@ -167,7 +170,7 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
         "std": std is None if mean is None else numbers(std, float, channels, 0.0),
         "pack": isinstance(metadata.get("pack", ""), str),
         "provenance": isinstance(metadata.get("provenance", {}), dict),
-        "foreign": metadata.get("foreign") is None or _names_rows(metadata["foreign"]),
+        "external": metadata.get("external") is None or _names_samples(metadata["external"]),
         "precision": metadata.get("precision", "fp32") in PRECISIONS,
         "evaluation_rows": numbers([_block(metadata)], int, 1, 0),
         "channels_last": isinstance(metadata.get("channels_last", True), bool),
@@ -183,9 +186,9 @@ def _block(metadata: dict[str, Any]) -> Any:
     return metadata.get("evaluation_rows", EVALUATION_ROWS)
 
 
-def _names_rows(named: Any) -> bool:
-    """Whether this is what `Foreign.named` gives."""
-    return isinstance(named, dict) and {n: type(v) for n, v in named.items()} == NAMED_IN_FOREIGN
+def _names_samples(named: Any) -> bool:
+    """Whether this is what `ExternalFile.arguments` gives."""
+    return isinstance(named, dict) and {n: type(v) for n, v in named.items()} == EXTERNAL_ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ def first_touch(pack: Pack, comm: Comm) -> Checks:
     """Every block of a pack is compared when it is first read: what is reported of damaged rows
     would be wrong. Collective.
     """
-    return Checks(None if pack.foreign else call_on_root(comm, lambda: read_sums(pack)))
+    return Checks(None if pack.external else call_on_root(comm, lambda: read_sums(pack)))
 
 
 def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
@@ -248,7 +251,7 @@ def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
             raise UsageError(
                 f"the pack that {saved.path} was trained on, {source}, is gone: give --data"
             )
-        pack = read_again(locate(source, settings.data_dir), saved.metadata.get("foreign"))
+        pack = read_again(locate(source, settings.data_dir), saved.metadata.get("external"))
         require_split(pack, settings.split)
         if pack.image_shape != saved.image_shape:
             raise UsageError(

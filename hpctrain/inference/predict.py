@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from hpctrain.config import PredictConfig
-from hpctrain.data.encoded import decode_threads, share_rows
-from hpctrain.data.finite import nonfinite_rows
+from hpctrain.data.checks import find_nonfinite
 from hpctrain.data.images import BadImage, read_image
+from hpctrain.data.jpeg import decode_threads, map_parts
 from hpctrain.data.loader import ahead
-from hpctrain.data.opened import open_split
+from hpctrain.data.split import Split
 from hpctrain.data.upload import Upload
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.evaluate import block_key, blocks_of
@@ -69,12 +69,12 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     else:
         pack = open_pack_for(network.saved, settings, comm)
         checks = first_touch(pack, comm)
-        source = call_on_all(comm, lambda: open_split(pack, settings.split, checks=checks))
+        source = call_on_all(comm, lambda: Split(pack, settings.split, checks=checks))
         names, labels = [str(row) for row in range(len(source.labels))], source.labels
         dtype = source.dtype
 
         def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
-            return nonfinite_rows(source, rows, source.gather(rows, images))
+            return find_nonfinite(source, rows, source.gather(rows, images))
 
     found, bad = predict(network, names, read, dtype, comm)
     output, classes = settings.output, network.saved.classes
@@ -266,7 +266,7 @@ def file_reader(network: Network, files: list[Path], crop: bool) -> Read:
                 except OSError as error:
                     bad[row] = f"{files[row]} cannot be read: {error.strerror}"
 
-        share_rows(threads, decode, len(rows))
+        map_parts(threads, decode, len(rows))
         return bad
 
     return read

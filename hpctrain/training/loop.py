@@ -20,8 +20,11 @@ def run_epochs(run: Run) -> None:
     state = run.state
     if state.step and validation_due(run, state.step) and state.validated < state.step:
         validate(run)  # the launch before had to leave in the middle of it
-    while state.epoch < run.job.plan.epochs and not state.ended:
-        run_epoch(run)
+    try:
+        while state.epoch < run.job.plan.epochs and not state.ended:
+            run_epoch(run)
+    finally:
+        run.job.loader.close()
 
 
 def run_epoch(run: Run) -> None:

@@ -19,13 +19,12 @@ from hpctrain.config import Config, byte_count
 from hpctrain.data.augment import check_shift
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks, Sums
-from hpctrain.data.foreign import read_foreign
+from hpctrain.data.external import read_external
 from hpctrain.data.loader import Loader, Pair, Prepare
-from hpctrain.data.opened import open_split
 from hpctrain.data.orders import Order, make_order
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.packed import read_pack, read_sums, verify
-from hpctrain.data.source import Opened
+from hpctrain.data.split import Split
 from hpctrain.data.staging import (
     Piece,
     begin,
@@ -53,12 +52,12 @@ class Reading:
 
     pack: Pack  # as it is read here: itself or its copy on this host
     checks: Checks
-    source: Opened  # the training split
+    source: Split  # the training split
     order: Order
 
-    def split(self, name: str) -> Opened:
+    def split(self, name: str) -> Split:
         """Another split, to be closed by leaving a ``with`` block."""
-        return open_split(self.pack, name, checks=self.checks)
+        return Split(self.pack, name, checks=self.checks)
 
 
 def check_data(config: Config, pack: Pack) -> None:
@@ -78,7 +77,7 @@ def check_data(config: Config, pack: Pack) -> None:
         if given and "validation" not in pack.splits:
             raise UsageError(
                 f"{flag} needs a split validation, and {pack.path} has none:"
-                f" {'train' if pack.foreign else 'pack'} with --split 0.8,0.1,0.1"
+                f" {'train' if pack.external else 'pack'} with --split 0.8,0.1,0.1"
             )
 
 
@@ -92,7 +91,7 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
         if config.images is not None and config.labels is not None:
             names = config.images, config.labels, config.layout
             runs = None if config.shuffle == "blocks" else 0
-            return read_foreign(path, *names, config.split, config.seed, runs)
+            return read_external(path, *names, config.split, config.seed, runs)
         pack = read_pack(path)
         require_split(pack, split)
         when = verified(config, pack)
@@ -116,12 +115,12 @@ def verified(config: Config, pack: Pack) -> str:
 
 
 def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
-    """What is compared while rows are read, and whether bad ones are left out. Collective."""
+    """What is compared while samples are read, and whether bad ones are skipped. Collective."""
 
     def tell(text: str) -> None:
         say(f"hpctrain: rank {comm.rank}: {text}", sys.stderr)
 
-    wanted = not pack.foreign and verified(config, pack) == FIRST_TOUCH
+    wanted = not pack.external and verified(config, pack) == FIRST_TOUCH
     sums = call_on_root(comm, lambda: read_sums(pack)) if wanted else None
     return Checks(sums, tell if config.skip_bad else None)
 
@@ -131,14 +130,14 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     may ever carry. Collective.
     """
     pack, source = reading.pack, reading.source
-    if pack.foreign:
+    if pack.external:
         raise UsageError(f"--stage copies packs, and {pack.path} is none: copy the file yourself")
     sums = reading.checks.sums or call_on_root(comm, lambda: read_sums(pack))
-    extent = source.extent(reading.order.reach(shards))
+    extent = source.byte_range(reading.order.reach(shards))
     here, held = stage(folder, pack, sums, extent, comm)
     source.close()
-    checks = Checks(None, reading.checks.tell, held)  # every block was compared on its way
-    opened = call_on_all(comm, lambda: open_split(here, "train", checks=checks))
+    checks = Checks(None, reading.checks.warn, held)  # every block was compared on its way
+    opened = call_on_all(comm, lambda: Split(here, "train", checks=checks))
     return replace(reading, pack=here, checks=checks, source=opened)
 
 
@@ -165,6 +164,7 @@ def make_loader(
         config.random_crop,
         least_rows,
         device,
+        plan.epochs,
     )
 
 

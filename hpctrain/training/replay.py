@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from hpctrain.config import Config
-from hpctrain.data.finite import describe_first, find_nonfinite
-from hpctrain.data.loader import Batch, Prepare, read_rows
-from hpctrain.data.source import Source
+from hpctrain.data.checks import describe_first, find_nonfinite
+from hpctrain.data.loader import Batch, Prepare, read_samples
+from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, output_shape
 from hpctrain.keys import random_key
@@ -224,7 +224,7 @@ PROBE_ROWS = 32  # for the first shift of the batch-norm moments
 
 
 def probe_model(
-    norms: BatchNorms, task: Task, source: Source, prepare: Prepare, config: Config
+    norms: BatchNorms, task: Task, source: Split, prepare: Prepare, config: Config
 ) -> Probe:
     """Look at one training forward of the first rows, and at replays in both modes. UsageError for
     an output or buffers that cannot be combined, for what changes from call to call and, under
@@ -234,7 +234,7 @@ def probe_model(
     rows = np.arange(min(PROBE_ROWS, len(source.labels)))
     if bad := describe_first([find_nonfinite(source, rows)]):
         raise UsageError(bad)
-    images = read_rows(source, rows, prepare)
+    images = read_samples(source, rows, prepare)
     labels = torch.from_numpy(source.labels[rows]).to(images.device)
     key = random_key(config.seed, "probe")
     inputs, targets = task.pair(images, labels, key)

@@ -10,18 +10,17 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
 from hpctrain import __version__
 from hpctrain.config import Config, check_ranges, segments, validate_optimizer
 from hpctrain.data.augment import normalization
+from hpctrain.data.cache import sample_bytes
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare
-from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
-from hpctrain.data.source import as_kept, held_bytes
+from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model
 from hpctrain.inference.tasks import Task, make_task, output_shape
@@ -110,7 +109,7 @@ def set_up(
     settings["precision"] = earlier.precision if earlier else config.precision
     task = make_task(settings, len(pack.classes))
     checks = make_checks(config, pack, comm)
-    source = call_on_all(comm, lambda: open_split(pack, "train", checks=checks))
+    source = call_on_all(comm, lambda: Split(pack, "train", checks=checks))
     if pack.encoded:
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     scaling = call_on_all(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
@@ -118,7 +117,7 @@ def set_up(
     probe = call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
     machine = comm.size, device.type, threads
-    facts = facts_of(pack, held_bytes(as_kept(source, config.random_crop)), machine, probe)
+    facts = facts_of(pack, sample_bytes(source, config.random_crop > 0), machine, probe)
     plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
@@ -145,18 +144,18 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], probe: Probe)
     """What the plan follows from, beside the settings. `held`: bytes of memory of a row that waits;
     `machine`: ranks, kind of device, threads of a rank.
     """
-    foreign = pack.foreign
+    external = pack.external
     return Facts(
         *machine,
         rows=pack.splits["train"].rows,
         image_shape=pack.image_shape,
-        value_bytes=np.dtype(foreign.dtype if foreign else np.uint8).itemsize,
+        value_bytes=pack.dtype.itemsize,
         held_bytes=held,
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
         least_rows=probe.least_rows,
-        run_rows=foreign.run_rows if foreign else 0,
-        chunk_rows=foreign.chunk_rows if foreign else 0,
+        run_rows=external.block_rows if external else 0,
+        chunk_rows=external.chunk_rows if external else 0,
     )
 
 
@@ -238,7 +237,7 @@ def reduce_for(
 def carry(job: Job, runs: Sequence[range], comm: Comm) -> None:
     """Let every rank carry these shards from the next epoch on."""
     own = runs[comm.rank]
-    job.loader.carry(own)
+    job.loader.assign_shards(own)
     job.trainer.norms.first_shard = own.start
     renew_reduction(job, runs, job.trainer.segments)
 

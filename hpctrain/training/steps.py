@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpctrain.data.finite import describe_first, find_nonfinite
+from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Batch
 from hpctrain.errors import Failure, RunError
 from hpctrain.parallel.late import Snapshot
@@ -126,13 +126,15 @@ def find_bad_image(run: Run, step: int) -> str | None:
     current_stream(job.trainer.message.device).synchronize()  # no other communication is under way
     order = order_of(job.plan)  # the loader's own is in use
     number = step - 1 - epoch * partition.steps
-    rows = [
-        order.rows(epoch, shard, number * partition.shares[shard], partition.count(number, shard))
+    indices = [
+        order.samples(
+            epoch, shard, number * partition.shares[shard], partition.count(number, shard)
+        )
         for shard in job.loader.shards
     ]
-    source = job.loader.source
+    split = job.loader.split
     try:
-        found = call_on_all(run.comm, lambda: find_nonfinite(source, np.concatenate(rows)))
+        found = call_on_all(run.comm, lambda: find_nonfinite(split, np.concatenate(indices)))
     except Failure as error:
         return f"Its images cannot be read again: {error}"
     return describe_first(allgather(run.comm, found))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.config import Config, duration
-from hpctrain.data.foreign import reading_note
+from hpctrain.data.external import reading_note
 from hpctrain.data.staging import remove_copies
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.heartbeats import FOLDER as HEARTBEATS

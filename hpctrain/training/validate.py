@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.data.loader import read_rows
+from hpctrain.data.loader import read_samples
 from hpctrain.errors import Failure
 from hpctrain.inference.evaluate import Evaluation, as_json, block_key, evaluate
 from hpctrain.inference.network import BEST, describe
@@ -179,7 +179,7 @@ def show_work(run: Run, folder: Path) -> None:
         return
     with job.reading.split(split) as source:
         rows = np.arange(min(SHOWN, len(source.labels)))
-        clean = read_rows(source, rows, job.prepare)
+        clean = read_samples(source, rows, job.prepare)
     noisy, _ = job.task.pair(clean, torch.empty(0), block_key(0))
     model = job.trainer.model.eval()
     with fork_rng(noisy.device):

@@ -24,12 +24,12 @@ from hpctrain.bench.command import Show
 from hpctrain.bench.harness import measure, number_text, python, ratio, run_job, table
 from hpctrain.bench.reading import COPY, GATHER, H5PY, KEPT, LOADER, LOADER_2, Epoch, loaded
 from hpctrain.config import BenchConfig, PackConfig
-from hpctrain.data.foreign import read_foreign
+from hpctrain.data.external import read_external
 from hpctrain.data.images import Fit, decode
-from hpctrain.data.opened import open_split
 from hpctrain.data.pack import make_pack, write_pack
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.packed import read_pack
+from hpctrain.data.split import Split
 
 FILES, CLASSES, SIDE = 2000, 5, 100  # image files that are made; pixels of packed images
 FILE_SIDES = (500, 375)  # pixels, as photographs on the web have
@@ -83,7 +83,7 @@ def make_files(folder: Path, source: str | None) -> tuple[Pack, Pack]:
     once = read_pack(make_pack(settings))
     settings = replace(settings, output=str(folder / "jpeg.h5"), encoding="jpeg")
     jpeg = read_pack(make_pack(settings))
-    with open_split(once, "train") as rows:
+    with Split(once, "train") as rows:
         shape = (len(rows.labels), *once.image_shape)
         pixels = rows.gather(np.arange(shape[0]), np.empty(shape, np.uint8))
         pixels, labels = np.tile(pixels, (COPIES, 1, 1, 1)), np.tile(rows.labels, COPIES)
@@ -141,7 +141,7 @@ def jpeg(path: Path, **options: Any) -> Epoch:
 def external(path: Path, name: str, shuffle: str) -> Epoch:
     """An HDF5 file that is no pack, beside `path`."""
     names = ("images", "labels", None, "1", 0, None if shuffle == "blocks" else 0)
-    return loaded(read_foreign(path.with_name(name), *names), shuffle)
+    return loaded(read_external(path.with_name(name), *names), shuffle)
 
 
 CONTESTANTS: dict[str, Callable[[Path], Epoch]] = {

@@ -14,7 +14,8 @@ from PIL import Image
 
 from hpctrain.config import PackConfig
 from hpctrain.data.pack import make_pack
-from hpctrain.data.packed import Pack, Rows, read_pack
+from hpctrain.data.packed import Pack, read_pack
+from hpctrain.data.split import Split
 
 
 def picture(number: int, width: int = 13, height: int = 11, channels: int = 3) -> np.ndarray:
@@ -77,7 +78,7 @@ def pack(source: object, output: Path, **settings) -> Pack:
 
 def contents(packed: Pack, split: str) -> tuple[np.ndarray, np.ndarray]:
     """All images (N, H, W, C) and labels (N,) of a split."""
-    with Rows(packed, split) as rows:
+    with Split(packed, split) as rows:
         images = np.empty((len(rows), *packed.image_shape), np.uint8)
         return rows.gather(np.arange(len(rows)), images), rows.labels
 

@@ -9,7 +9,8 @@ import pytest
 from hpctrain.config import PackConfig
 from hpctrain.data import digits, flowers, pack
 from hpctrain.data.builtin import locate
-from hpctrain.data.packed import Rows, read_pack
+from hpctrain.data.packed import read_pack
+from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 
 
@@ -35,7 +36,7 @@ def test_digits_are_made_once(small, tmp_path, monkeypatch, capsys):
         "unseen": 30,
     }
     images, labels = digits.generate()[0]["test"]
-    with Rows(made, "test") as rows:
+    with Split(made, "test") as rows:
         got = np.empty((20, 28, 28, 1), np.uint8)
         rows.gather(np.arange(20), got)
         assert np.array_equal(got, images) and np.array_equal(rows.labels, labels)

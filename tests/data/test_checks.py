@@ -5,8 +5,8 @@ import pytest
 
 from hpctrain.data import checks as module
 from hpctrain.data.checks import Checks
-from hpctrain.data.opened import open_split
 from hpctrain.data.packed import read_pack, read_sums, verify
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from tests.data.pictures import class_folders, pack
 from tests.packs import make_pack
@@ -37,15 +37,15 @@ def gather(source, rows):
 def test_a_damaged_block_is_met_when_one_of_its_rows_is_first_read(pixels):
     flip(pixels.path, pixels.splits["train"].images_offset + 23 * 63 + 5)
     checks = Checks(read_sums(pixels))
-    with open_split(pixels, "train", checks=checks) as rows:
+    with Split(pixels, "train", checks=checks) as rows:
         gather(rows, [0, 19, 30, 96])
         for row in (20, 23, 29):
-            found = rf"a.h5: row {row} of split 'train' .*rows 20 to 29 \(block 2\) are damaged"
+            found = rf"a.h5: sample {row} of split 'train' .*rows 20 to 29 \(block 2\) are damaged"
             with pytest.raises(RunError, match=found):
                 gather(rows, [3, row])
-    with open_split(pixels, "test", checks=checks) as rows:
+    with Split(pixels, "test", checks=checks) as rows:
         gather(rows, range(21))
-    with open_split(pixels, "train") as rows:  # where nothing is compared
+    with Split(pixels, "train") as rows:  # where nothing is compared
         gather(rows, [23])
 
 
@@ -53,9 +53,9 @@ def test_a_damaged_block_is_met_when_one_of_its_rows_is_first_read(pixels):
 def test_a_piece_is_damaged_by_any_of_its_blocks(pixels, first, stop):
     flip(pixels.path, pixels.splits["train"].images_offset + 23 * 63 + 5)
     checks, column = Checks(read_sums(pixels)), pixels.columns("train")["images"]
-    seals = checks.seals("train", "images", column)
-    with open_split(pixels, "train") as rows:
-        found = seals.broken(np.array([first * 63]), np.array([stop * 63]), rows.read_into)
+    checksums = checks.checksums("train", "images", column)
+    with Split(pixels, "train") as rows:
+        found = checksums.find_damaged(np.array([first * 63]), np.array([stop * 63]), rows._read)
     assert found.tolist() == [2]
 
 
@@ -67,14 +67,14 @@ def test_every_block_is_compared_once(pixels, monkeypatch):
     checks = Checks(read_sums(pixels))
     for _ in range(2):  # opened twice, as in every validation
         compared.clear()
-        with open_split(pixels, "train", checks=checks) as rows:
+        with Split(pixels, "train", checks=checks) as rows:
             labels, compared[:] = len(compared), []
             gather(rows, [0, 1, 9, 25])
             first, compared[:] = len(compared), []
             gather(rows, range(30))
             assert (labels, first, len(compared)) in ((10, 2, 1), (0, 0, 0))
     gathered = len(compared)
-    with open_split(pixels, "train", checks=checks) as rows:
+    with Split(pixels, "train", checks=checks) as rows:
         gather(rows, range(ROWS))
     assert len(compared) - gathered == 7
 
@@ -82,13 +82,13 @@ def test_every_block_is_compared_once(pixels, monkeypatch):
 def test_rows_of_a_damaged_block_can_be_left_out(pixels):
     flip(pixels.path, pixels.splits["train"].images_offset + 23 * 63 + 5)
     told = []
-    with open_split(pixels, "train", checks=Checks(read_sums(pixels), told.append)) as rows:
+    with Split(pixels, "train", checks=Checks(read_sums(pixels), told.append)) as rows:
         found = gather(rows, [3, 20, 22, 41])
         usable = rows.bad.usable(np.array([3, 20, 22, 41]))
         assert usable.tolist() == [True, False, False, True]
         assert (found[usable] == gather(rows, [3, 41])).all()
         gather(rows, [20])
-    told_of = f"{pixels.path}: train/images: rows 20 to 29 (block 2) are damaged: left out"
+    told_of = f"{pixels.path}: train/images: rows 20 to 29 (block 2) are damaged: skipped"
     assert told == [told_of], "once for all rows of a block"
 
 
@@ -103,7 +103,7 @@ def test_what_no_row_can_do_without_is_compared_at_once(pixels, tmp_path, kind):
     sums = read_sums(packed)
     flip(packed.path, at)
     with pytest.raises(RunError, match=rf"train/{kind}: rows 0 to \d+ \(block 0\) are damaged"):
-        open_split(packed, "train", checks=Checks(sums, print))
+        Split(packed, "train", checks=Checks(sums, print))
     assert any(kind in line for line in verify(packed))
 
 
@@ -112,7 +112,7 @@ def test_files_that_reach_over_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("hpctrain.data.packing.columns.rows_per_block", lambda row_bytes: 97)
     source = class_folders(tmp_path / "images", {"a": 19, "b": 19}, ".jpg", width=41, height=37)
     packed = pack(source, tmp_path / "b.h5", size="16x16", encoding="jpeg", split="1")
-    with open_split(packed, "train") as rows:
+    with Split(packed, "train") as rows:
         offsets = rows._offsets.tolist()
     middle = (offsets[7] + offsets[8]) // 2
     assert offsets[8] - offsets[7] > 4 * 97
@@ -120,7 +120,7 @@ def test_files_that_reach_over_blocks(tmp_path, monkeypatch):
     block = range(middle // 97 * 97, middle // 97 * 97 + 97)
     expected = [not (offsets[i] < block.stop and block.start < offsets[i + 1]) for i in range(38)]
     told = []
-    with open_split(packed, "train", checks=Checks(read_sums(packed), told.append)) as rows:
+    with Split(packed, "train", checks=Checks(read_sums(packed), told.append)) as rows:
         gather(rows, range(38))
         usable = rows.bad.usable(np.arange(38))
     assert usable.tolist() == expected and not usable[7] and 1 <= len(told) <= 2

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image, JpegImagePlugin
 
+from hpctrain.data import loader
 from hpctrain.data.images import BadImage, Fit, decode
-from hpctrain.data.jpeg import NUMBERS, Crop, decode_row, draw_crops
-from hpctrain.data.loader import Loader, read_rows
-from hpctrain.data.opened import open_split
+from hpctrain.data.jpeg import NUMBERS, Crop, decode_file, draw_crops
+from hpctrain.data.loader import Loader, read_samples
 from hpctrain.data.orders import ORDERS, make_order
-from hpctrain.data.packed import Rows, read_pack
+from hpctrain.data.packed import read_pack
 from hpctrain.data.partition import cut_epoch
+from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 from tests.data.pictures import class_folders, encode, pack, picture
@@ -99,7 +100,7 @@ def test_a_part_depends_on_key_and_place_alone():
 def test_a_whole_image_is_decoded_as_packing_does(fit):
     for width, height in ((41, 37), (150, 120), (700, 500)):
         data = detailed(width, height)
-        assert decode_row(data, fit) == decode(data, fit)
+        assert decode_file(data, fit) == decode(data, fit)
 
 
 @pytest.mark.parametrize("size", [(41, 37), (333, 251), (1201, 907)])
@@ -117,7 +118,7 @@ def test_a_part_has_the_detail_that_its_size_can_show(size, monkeypatch):
     scales = set()
     for crop in draw_crops(0.02, 40, 9):
         left, top, right, bottom = crop.box(*size)
-        found = np.frombuffer(decode_row(data, fit, crop), np.uint8).reshape(13, 17, 3)
+        found = np.frombuffer(decode_file(data, fit, crop), np.uint8).reshape(13, 17, 3)
         box = boxes.pop()
         scale = (right - left) / (box[2] - box[0])
         assert box == (left / scale, top / scale, right / scale, bottom / scale)
@@ -136,7 +137,7 @@ def test_a_part_has_the_detail_that_its_size_can_show(size, monkeypatch):
 def test_scaled_decoding_is_used_and_would_show_if_it_were_coarser(monkeypatch):
     """Negative control of the test above: 1/8 where 1/1 is needed is far off."""
     data, fit, crop = detailed(333, 251), Fit(170, 130, 3), draw_crops(1.0, 1, 0)[0]
-    right = np.frombuffer(decode_row(data, fit, crop), np.uint8)
+    right = np.frombuffer(decode_file(data, fit, crop), np.uint8)
     draft = JpegImagePlugin.JpegImageFile.draft
     monkeypatch.setattr("hpctrain.data.jpeg.REACH", 0.1)
     sizes = []
@@ -145,7 +146,7 @@ def test_scaled_decoding_is_used_and_would_show_if_it_were_coarser(monkeypatch):
         "draft",
         lambda image, *args: sizes.append(args[1]) or draft(image, *args),
     )
-    coarse = np.frombuffer(decode_row(data, fit, crop), np.uint8)
+    coarse = np.frombuffer(decode_file(data, fit, crop), np.uint8)
     assert sizes == [(41, 31)]
     assert np.abs(np.int16(coarse) - np.int16(right)).mean() > 8
 
@@ -154,7 +155,7 @@ def test_damage_is_a_bad_image():
     for data in (b"", b"no picture", detailed(41, 37)[:-200], encode(picture(1))):
         for crop in (None, draw_crops(0.5, 1, 0)[0]):
             with pytest.raises(BadImage):
-                decode_row(data, Fit(17, 13, 3), crop)
+                decode_file(data, Fit(17, 13, 3), crop)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def same(first, second):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_batches_are_the_same_however_rows_are_read_and_carried(made, order):
-    with open_split(made, "train", 1) as one, open_split(made, "train", 3) as rows:
+    with Split(made, "train", 1) as one, Split(made, "train", 3) as rows:
         all_of = batches(rows, 0.08, order=order)
         assert sum(len(images) for _, images, _ in all_of) == 59
         assert same(all_of, batches(one, 0.08, order=order))
@@ -207,14 +208,11 @@ def test_batches_are_the_same_however_rows_are_read_and_carried(made, order):
 def test_every_batch_has_its_own_key(made, monkeypatch):
     """Else the image at a place would be cut alike in every step or epoch."""
     keys = []
-    with open_split(made, "train") as rows:
-        inner = type(rows).decode
-
-        def told(self, files, numbers, out, least, key):
-            keys.append(key)
-            return inner(self, files, numbers, out, least, key)
-
-        monkeypatch.setattr(type(rows), "decode", told)
+    with Split(made, "train") as rows:
+        draw = loader.draw_crops
+        monkeypatch.setattr(
+            loader, "draw_crops", lambda least, n, key: keys.append(key) or draw(least, n, key)
+        )
         for epoch in (1, 2):
             batches(rows, 0.08, epoch=epoch)
     assert keys == [
@@ -228,22 +226,22 @@ def test_every_batch_has_its_own_key(made, monkeypatch):
 
 def test_the_whole_area_at_the_ratio_of_the_image_is_the_image(made):
     """Share 1 leaves 4/3 of a 97x83 image: whole but for what the ratio cuts. And it is the row."""
-    with open_split(made, "train") as rows:
+    with Split(made, "train") as rows:
         cut, whole = batches(rows, 1.0), batches(rows, 0.0)
     for (_, a, _), (_, b, _) in zip(cut, whole, strict=True):
         assert (a - b).abs().mean() < 0.1
 
 
 def test_rows_that_are_looked_at_without_a_loader_are_whole(made):
-    with open_split(made, "train") as rows:
+    with Split(made, "train") as rows:
         images = rows.gather(np.arange(9), np.empty((9, 13, 17, 3), np.uint8))
         list(Loader(rows, cut_epoch(59, 16, shards=1), [0], random_crop=0.08).epoch(0))
-        seen = read_rows(rows, range(9))
+        seen = read_samples(rows, range(9))
         assert np.allclose(seen.permute(0, 2, 3, 1).numpy() * 255, images, atol=1e-3)
 
 
 def test_pixels_cannot_be_cropped(tmp_path):
-    with Rows(read_pack(make_pack(tmp_path / "a.h5", {"train": 31})), "train") as rows:
+    with Split(read_pack(make_pack(tmp_path / "a.h5", {"train": 31})), "train") as rows:
         with pytest.raises(UsageError, match="--random-crop cuts image files"):
             Loader(rows, cut_epoch(31, 16, shards=1), [0], random_crop=0.08)
         Loader(rows, cut_epoch(31, 16, shards=1), [0], random_crop=0)

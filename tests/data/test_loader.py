@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data import encoded
-from hpctrain.data.bad_rows import BadRows
-from hpctrain.data.loader import Loader, ahead, make_prepare, read_rows
-from hpctrain.data.opened import open_split
+from hpctrain.data import loader as module
+from hpctrain.data.checks import BadSamples
+from hpctrain.data.loader import Loader, ahead, make_prepare, read_samples
 from hpctrain.data.orders import make_order
 from hpctrain.data.partition import cut_epoch
-from hpctrain.data.source import Resident, RowByRow
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from tests.data.pictures import class_folders, pack
 from tests.packs import order_of
@@ -37,9 +36,9 @@ class Source:
         self.images = rng.integers(0, 256, (rows, *SHAPE), dtype=np.uint8)
         self.labels = rng.integers(0, 10, rows)
         self.asked = []
-        self.bad = BadRows()
+        self.bad = BadSamples()
 
-    def gather(self, indices, out):
+    def gather(self, indices, out, crops=None):
         self.asked.append(indices.copy())
         out[:] = self.images[indices]
         return out
@@ -52,7 +51,7 @@ class Torn(Source):
         super().__init__()
         self.last = last
 
-    def gather(self, indices, out):
+    def gather(self, indices, out, crops=None):
         if len(self.asked) == self.last:
             raise RunError("the pack was cut short")
         return super().gather(indices, out)
@@ -227,27 +226,93 @@ def test_the_thread_reads_only_a_little_ahead():
     steps.close()
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()
+
+
+class Gated(Source):
+    """Can be read only while its gate is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def gather(self, indices, out, crops=None):
+        assert self.gate.wait(20)
+        return super().gather(indices, out)
+
+
+@pytest.mark.parametrize("name", ["partition", "blocks"])
+def test_the_first_steps_of_an_epoch_are_read_before_the_one_before_ends(name):
+    """They are taken while nothing can be read."""
+    order, source = make_order(name, PARTITION, SEED, 5, 2), Gated()
+    alone = [bits(Loader(Source(), PARTITION, MINE, SEED, order=order).epoch(e)) for e in range(3)]
+    loader = Loader(source, PARTITION, MINE, SEED, None, None, order, STREAMING, epochs=3)
+    assert bits(loader.epoch(0)) == alone[0]
+    for epoch in (1, 2):
+        (thread,) = loader_threads()
+        wait_for(loader._prefetch._ready.full)
+        source.gate.clear()
+        steps = loader.epoch(epoch)
+        first = [next(steps), next(steps)]
+        source.gate.set()
+        assert loader_threads() == [thread]
+        assert bits([*first, *steps]) == alone[epoch]
+    assert not loader_threads()  # nothing follows the last one
+
+
+def test_what_was_read_ahead_is_dropped_where_something_else_follows():
+    """Other shards, another epoch or step, and the end of training."""
+    whole = [bits(Loader(Source(), PARTITION, MINE, SEED).epoch(e)) for e in range(3)]
+
+    def begun():
+        loader = Loader(Source(), PARTITION, MINE, SEED, epochs=3)
+        for step, _ in enumerate(loader.epoch(0), start=1):
+            if step == PARTITION.steps:
+                break  # as the loop of training does
+        assert len(loader_threads()) == 1
+        return loader
+
+    loader = begun()
+    loader.assign_shards([0, 1, 2])
+    assert not loader_threads()
+    wider = Loader(Source(), PARTITION, [0, 1, 2], SEED)
+    assert bits(loader.epoch(1)) == bits(wider.epoch(1)) != whole[1]
+    loader.close()
+    for epoch, step in ((0, 0), (2, 0), (1, 3)):
+        loader = begun()
+        assert bits(loader.epoch(epoch, step)) == whole[epoch][step:]
+        loader.close()
+        assert not loader_threads()
+    loader = begun()
+    loader.close()
+    assert not loader_threads()
+
+
+def test_an_error_that_was_met_ahead_is_raised_in_its_own_epoch():
+    loader = Loader(Torn(15), PARTITION, MINE, SEED, read_buffer=STREAMING, epochs=2)
+    assert len(list(loader.epoch(0))) == PARTITION.steps
+    with pytest.raises(RunError, match="cut short"):
+        list(loader.epoch(1))
+    assert not loader_threads()
+
+
 def test_read_rows_gives_rows_in_the_order_asked_for():
     source = Source()
     rows = [100, 0, 53, 0]
     expected = source.images[rows].transpose(0, 3, 1, 2).astype(np.float32) / 255
-    inputs = read_rows(source, rows)
+    inputs = read_samples(source, rows)
     assert inputs.shape == (4, 3, 5, 7)
     np.testing.assert_allclose(inputs.numpy(), expected, rtol=1e-6, atol=0)
     mean, std = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5, 0.6, 0.7])
-    scaled = read_rows(source, np.array(rows), make_prepare(scaling=(mean, std)))
+    scaled = read_samples(source, np.array(rows), make_prepare(scaling=(mean, std)))
     by_hand = (inputs - mean[:, None, None]) / std[:, None, None]
     torch.testing.assert_close(scaled, by_hand)
-    assert read_rows(source, np.arange(0)).shape == (0, 3, 5, 7)
-
-
-def test_a_resident_part_is_addressed_by_the_rows_of_the_split():
-    source = Source()
-    resident = Resident(source, 53, 11)
-    out = np.empty((3, *SHAPE), dtype=np.uint8)
-    resident.gather(np.array([63, 53, 60]), out)
-    np.testing.assert_array_equal(out, source.images[[63, 53, 60]])
-    assert resident.labels is source.labels
+    assert read_samples(source, np.arange(0)).shape == (0, 3, 5, 7)
 
 
 class Counting(Source):
@@ -257,7 +322,7 @@ class Counting(Source):
         super().__init__()
         self.buffers = []
 
-    def gather(self, indices, out):
+    def gather(self, indices, out, crops=None):
         self.buffers.append(weakref.ref(out.base if out.base is not None else out))
         return super().gather(indices, out)
 
@@ -266,16 +331,17 @@ class Counting(Source):
 def test_windows_hold_what_single_rows_hold(scattered):
     """And are read in long runs, two of a shard in memory at most."""
     order = make_order("blocks", PARTITION, SEED, 5, 2, scattered)
+    other = make_order("blocks", PARTITION, SEED, 5, 2, scattered)  # orders are for one thread
     rows = Source()
-    by_row = RowByRow(rows, order)
     source = Counting()
-    loader = Loader(source, PARTITION, MINE, SEED, order=order, read_buffer=STREAMING)
+    loader = Loader(source, PARTITION, MINE, SEED, order=order, read_buffer=STREAMING, epochs=2)
     for epoch in (0, 1):
         for step, batches in enumerate(loader.epoch(epoch)):
             for batch in batches:
                 out = np.empty((len(batch.images), *SHAPE), np.uint8)
                 first = step * PARTITION.shares[batch.shard]
-                found = by_row.read(epoch, batch.shard, first, out)
+                found = other.samples(epoch, batch.shard, first, len(out))
+                rows.gather(found, out)
                 expected = torch.from_numpy(out.transpose(0, 3, 1, 2) / np.float32(255))
                 assert torch.allclose(batch.images, expected)
                 assert batch.targets.tolist() == rows.labels[found].tolist()
@@ -308,11 +374,11 @@ def test_bad_rows_are_left_out_of_their_batches():
     """Each batch keeps its other rows, labels and key; one of too few rows is no batch."""
     source, clean = Source(), Source()
     told = []
-    source.bad = BadRows(told.append)
+    source.bad = BadSamples(told.append)
     bad = {3, 4, 40}
-    source.bad.meet(bad, "rows of no use")
-    source.bad.meet([4], "once more")
-    assert told == ["rows of no use: left out"]
+    source.bad.add(bad, "rows of no use")
+    source.bad.add([4], "once more")
+    assert told == ["rows of no use: skipped"]
     for step, (batches, whole) in enumerate(
         zip(
             Loader(source, PARTITION, MINE, SEED).epoch(0),
@@ -327,10 +393,10 @@ def test_bad_rows_are_left_out_of_their_batches():
             keep = torch.from_numpy(~np.isin(rows, list(bad)))
             assert torch.equal(batch.images, other.images[keep]) and batch.key == other.key
             assert torch.equal(batch.targets, other.targets[keep])
-    source.bad.meet(range(ROWS - 1), "nearly all")
+    source.bad.add(range(ROWS - 1), "nearly all")
     kept = [b for s in Loader(source, PARTITION, range(3), SEED).epoch(0) for b in s]
     assert [len(batch.targets) for batch in kept] == [1]
-    steps = Loader(source, PARTITION, range(3), SEED, least_rows=2).epoch(0)
+    steps = Loader(source, PARTITION, range(3), SEED, min_samples=2).epoch(0)
     assert not any(steps)
 
 
@@ -360,11 +426,11 @@ def test_parts_of_images_are_other_ones_in_every_step_and_epoch(tmp_path, monkey
     source = class_folders(tmp_path / "images", {"a": 9, "b": 9}, ".jpg", width=41, height=37)
     packed = pack(source, tmp_path / "b.h5", size="8x8", encoding="jpeg", split="1")
     keys = []
-    draw = encoded.draw_crops
+    draw = module.draw_crops
     monkeypatch.setattr(
-        encoded, "draw_crops", lambda least, n, key: keys.append(key) or draw(least, n, key)
+        module, "draw_crops", lambda least, n, key: keys.append(key) or draw(least, n, key)
     )
-    with open_split(packed, "train") as rows:
+    with Split(packed, "train") as rows:
         loader = Loader(rows, cut_epoch(18, 6, 2), range(2), random_crop=0.1)
         steps = [len(list(loader.epoch(epoch))) for epoch in range(2)]
     assert steps == [3, 3] and len(set(keys)) == len(keys) == 2 * 3 * 2  # epochs, steps, shards

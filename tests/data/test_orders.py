@@ -9,9 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hpctrain.data.orders import Blocks, make_order
+from hpctrain.data.orders import Blocks, Permutation, make_order, random_order
 from hpctrain.data.partition import cut_epoch
-from hpctrain.data.permute import Permutation, random_order
 
 ROWS, SHARDS = 1009, 5
 PARTITION = cut_epoch(ROWS, 64, SHARDS)
@@ -42,7 +41,7 @@ def order_named(case, seed=0):
 def epoch_of(order, epoch):
     """The rows that each shard reads."""
     sizes = order.partition.sizes()
-    return [order.rows(epoch, j, 0, size) for j, size in enumerate(sizes)]
+    return [order.samples(epoch, j, 0, size) for j, size in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 101, 1000, 4097])
@@ -110,7 +109,7 @@ def test_any_part_of_an_epoch_is_had_without_the_rest(case):
     order = order_named(case)
     for shard in (4, 0, 2):
         for first in (150, 0, 31, 180):
-            got = order.rows(3, shard, first, 2)
+            got = order.samples(3, shard, first, 2)
             assert got.tolist() == whole[shard][first : first + 2].tolist()
 
 
@@ -145,7 +144,7 @@ def test_who_reads_what():
 
 def test_other_runs_come_together_in_every_epoch():
     order = Blocks(PARTITION, 0, block_rows=3, window_blocks=2)
-    windows = [sorted(order.rows_of(epoch, 0, 0)) for epoch in range(4)]
+    windows = [sorted(order.window(epoch, 0, 0).samples) for epoch in range(4)]
     assert any(window != windows[0] for window in windows)
 
 
@@ -154,7 +153,7 @@ def test_runs_are_read_whole_and_windows_are_small():
     for shard in range(SHARDS):
         seen = []
         for number in range(order.count(shard)):
-            rows = order.rows_of(0, shard, number)
+            rows = order.window(0, shard, number).samples
             assert len(rows) <= 3 * 17
             assert np.count_nonzero(np.diff(rows) != 1) <= 3  # a partition may end within a run
             seen += rows.tolist()

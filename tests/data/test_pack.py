@@ -306,7 +306,7 @@ def test_the_command(folder, tmp_path, capfd, monkeypatch):
     assert "images.h5 exists" in capfd.readouterr().err
     assert command(["pack", str(folder), "--check", "images.h5"]) == 2
     assert command(["pack", "--check", "none.h5"]) == 2
-    assert "there is no pack" in capfd.readouterr().err
+    assert "cannot be opened: No such file" in capfd.readouterr().err
 
 
 def test_many_classes_are_summed_up(tmp_path, capfd):

@@ -44,11 +44,11 @@ def refusal(path):
 
 
 def test_missing_foreign_and_empty_files(tmp_path):
-    assert "there is no pack" in refusal(tmp_path / "none.h5")
+    assert "cannot be opened: No such file" in refusal(tmp_path / "none.h5")
     assert "is a folder" in refusal(tmp_path)
     for content in (b"", b"\xff\xd8\xff\xe0 a picture", b"#!/bin/sh\n" * 1000):
         (tmp_path / "x.h5").write_bytes(content)
-        assert "it is no HDF5 file" in refusal(tmp_path / "x.h5")
+        assert "is no HDF5 file" in refusal(tmp_path / "x.h5")
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["train/images"] = np.zeros((3, 2, 2, 1), np.uint8)
     assert "an HDF5 file but not a pack" in refusal(tmp_path / "x.h5")
@@ -173,7 +173,9 @@ def test_packs_that_read_other_files_are_refused(path, tmp_path):
     }
     for what, make in changes.items():
         text = spoiled(path, replaced("train/images", make))
-        assert "link to elsewhere" in text or "one piece of this file" in text, what
+        assert any(
+            said in text for said in ("link to elsewhere", "other files", "a virtual dataset")
+        ), what
     link = h5py.ExternalLink(str(tmp_path / "other.h5"), "group")
     text = spoiled(path, replaced("train", lambda f: f.__setitem__("train", link)))
     assert "/train is a link to elsewhere" in text
@@ -183,8 +185,8 @@ def test_data_of_another_kind_is_refused(path):
     shape = (ROWS, H, W, C)
     for what, make, name in (
         (
-            "one piece",
-            lambda f: f.create_dataset("train/images", shape, "u1", chunks=True),
+            "is stored in chunks",
+            lambda f: f.create_dataset("train/images", data=np.zeros(shape, "u1"), chunks=True),
             "images",
         ),
         ("float32", lambda f: f.create_dataset("train/images", shape, "f4"), "images"),
@@ -197,8 +199,8 @@ def test_data_of_another_kind_is_refused(path):
         ("does not hold", lambda f: f.create_dataset("train/labels", (10**12,), "i8"), "labels"),
         ("int32", lambda f: f.create_dataset("train/labels", (ROWS,), "i4"), "labels"),
         (">i8", lambda f: f.create_dataset("train/labels", (ROWS,), ">i8"), "labels"),
-        ("no dataset", lambda f: f.create_group("train/labels"), "labels"),
-        ("/train/labels is missing", lambda f: None, "labels"),
+        ("is a group, not a dataset", lambda f: f.create_group("train/labels"), "labels"),
+        ("no dataset train/labels", lambda f: None, "labels"),
         (
             "101 images but 100 labels",
             lambda f: f.create_dataset("train/labels", data=np.zeros(100, np.int64)),
@@ -284,7 +286,7 @@ def test_checksums_and_uuid_belong_together(path):
     write(path)
     with h5py.File(path, "r+", locking=False) as file:
         del file["train/images_crc32"]
-    with pytest.raises(UsageError, match="images_crc32 is missing"):
+    with pytest.raises(UsageError, match="no dataset train/images_crc32"):
         verify(read_pack(path))
 
 

@@ -163,7 +163,7 @@ def test_a_shard_more_costs_no_look_at_all_others(order):
         assert partition.total(step) > 0
         for shard in range(shards):
             place = partition.slice(step, shard)
-            rows = dealt.rows(0, shard, place.start, place.stop - place.start)
+            rows = dealt.samples(0, shard, place.start, place.stop - place.start)
             assert len(rows) == partition.count(step, shard)
             dealt.reach(range(shard, shard + 1))
     assert Counted.read <= 8 * shards

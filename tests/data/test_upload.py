@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.data.augment import add_noise
-from hpctrain.data.bad_rows import BadRows
+from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import Loader, make_prepare
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.upload import Upload, sent
@@ -32,9 +32,9 @@ class Source:
         rng = np.random.default_rng(1)
         self.images = rng.integers(0, 256, (ROWS, *SHAPE)).astype(dtype)
         self.dtype = self.images.dtype
-        self.labels, self.bad = rng.integers(0, 10, ROWS), BadRows()
+        self.labels, self.bad = rng.integers(0, 10, ROWS), BadSamples()
 
-    def gather(self, indices, out):
+    def gather(self, indices, out, crops=None):
         out[:] = self.images[indices]
         return out
 
@@ -87,8 +87,8 @@ def test_what_is_used_was_handed_over_before(stream):
 def test_bad_rows_are_left_out_before_the_copy(stream):
     """So that it is one copy of a part of the buffer, and no mask has to be looked at there."""
     source = Source()
-    source.bad = BadRows(lambda text: None)
-    source.bad.meet(range(0, ROWS, 2), "every other one")
+    source.bad = BadSamples(lambda text: None)
+    source.bad.add(range(0, ROWS, 2), "every other one")
     loader = Loader(source, PARTITION, [0], SEED)
     watched(loader._upload, stream)
     batches = [b for step in loader.epoch(0) for b in step]

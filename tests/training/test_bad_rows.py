@@ -10,9 +10,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import content_uuid, facts_sha256
 from hpctrain.data.packed import read_pack
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.shards import carried
 from hpctrain.report.record import read_records
@@ -39,7 +39,7 @@ def settings(comm, shared_tmp):
         split = {"split": "0.7,0.3,0", "encoding": "jpeg"}
         packed = pack(folder, shared_tmp / "pack.h5", size="17x13", **split)
         for name, row in (("train", 20), ("validation", 4)):
-            with open_split(packed, name) as rows:
+            with Split(packed, name) as rows:
                 start = int(rows._offsets[row])
             overwrite(packed.path, packed.splits[name].images_offset + start)
     comm.Barrier()
@@ -70,9 +70,9 @@ def test_images_that_cannot_be_decoded_have_no_weight_on_any_number_of_ranks(
     told = comm.allreduce(capfd.readouterr().err)
     owner = next(rank for rank, run in enumerate(carried(4, comm.size)) if 1 in run)
     readers = {0, owner}  # rank 0 looks at the first rows of all
-    assert told.count("row 20 of split 'train' cannot be decoded") == len(readers)
-    assert told.count("row 4 of split 'validation' cannot be decoded") == 1
-    assert told.count(": left out") == len(readers) + 1
+    assert told.count("sample 20 of split 'train' cannot be decoded") == len(readers)
+    assert told.count("sample 4 of split 'validation' cannot be decoded") == 1
+    assert told.count(": skipped") == len(readers) + 1
     alone = comm.Split(comm.rank)
     assert loop.train(dataclasses.replace(config, run=f"alone{comm.rank}"), alone) == 0
     alone.Free()
@@ -103,7 +103,7 @@ def test_a_step_of_bad_rows_alone_ends_the_run(comm, shared_tmp):
     )
     with pytest.raises(RunError, match=r"step 1 \(epoch 1\): none of its 12 rows can be used"):
         loop.train(dataclasses.replace(config, skip_bad=True), comm)
-    with pytest.raises(RunError, match="row 0 of split 'train' cannot be used"):
+    with pytest.raises(RunError, match="sample 0 of split 'train' cannot be used"):
         loop.train(config, comm)  # rank 0 looks at the first rows before all others
     with pytest.raises(UsageError, match=r"is damaged: train/images: rows 0 to 11 \(block 0\)"):
         loop.train(dataclasses.replace(config, verify="start"), comm)

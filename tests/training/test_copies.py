@@ -13,7 +13,7 @@ from hpctrain.data import loader
 from hpctrain.data.upload import Upload
 from hpctrain.parallel.late import Snapshot
 from hpctrain.training.train import train
-from tests import foreign
+from tests import external
 from tests.data.pictures import class_folders, pack
 from tests.packs import make_pack
 from tests.training.runs import short_run
@@ -34,8 +34,8 @@ def files(folder):
 
 
 def others(folder):
-    made = foreign.pixels(68, (28, 28, 1), 5, ordered=False)
-    foreign.write(folder / "data.h5", *made, chunks=(7, 28, 28, 1), compression="gzip")
+    made = external.pixels(68, (28, 28, 1), 5, ordered=False)
+    external.write(folder / "data.h5", *made, chunks=(7, 28, 28, 1), compression="gzip")
     return {"images": "x", "labels": "y", "split": "0.9,0.1"}
 
 
@@ -57,7 +57,7 @@ def test_one_copy_up_for_images_one_for_labels_and_one_down(
         original = loader.keep_usable
 
         def keep_usable(source, rows, images):
-            source.bad.meet(range(0, ROWS, 7), "of no use")
+            source.bad.add(range(0, ROWS, 7), "of no use")
             return original(source, rows, images)
 
         settings = dataclasses.replace(settings, skip_bad=True)

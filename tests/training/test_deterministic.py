@@ -62,7 +62,7 @@ def settings(settings):
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_as_on_one_rank(comm, one_rank, settings, case, monkeypatch):
-    monkeypatch.setattr("hpctrain.plan.RUN_BYTES", 2000)
+    monkeypatch.setattr("hpctrain.plan.READ_BYTES", 2000)
     monkeypatch.setattr("hpctrain.config.others.EVALUATION_ROWS", 5)  # blocks for all ranks
     config = dataclasses.replace(settings, **CASES[case])
     together = digest(config, comm, "together")

@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 
 from hpctrain.config import Config, EvaluateConfig, PredictConfig
-from hpctrain.data.bad_rows import BadRows
+from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import make_prepare
-from hpctrain.data.packed import Rows, read_pack
+from hpctrain.data.packed import read_pack
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import network as saved
 from hpctrain.inference import predict
@@ -70,7 +71,7 @@ def test_every_block_is_some_ranks_and_nobody_elses():
 
 def test_the_figures_are_those_of_one_process(comm, network):
     _, pack, model = network
-    with Rows(pack, "test") as source:
+    with Split(pack, "test") as source:
         result = evaluate(model, source, Classification(classes=10), make_prepare(), comm, 7)
         images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
     labels = torch.from_numpy(source.labels)
@@ -88,9 +89,9 @@ def test_bad_rows_are_left_out_of_the_figures(comm, network):
     """A whole block of them, too."""
     _, pack, model = network
     bad = [0, 3, *range(14, 21), 99]
-    with Rows(pack, "test") as source:
-        source.bad = BadRows(lambda text: None)
-        source.bad.meet(bad, "of no use")
+    with Split(pack, "test") as source:
+        source.bad = BadSamples(lambda text: None)
+        source.bad.add(bad, "of no use")
         result = evaluate(model, source, Classification(classes=10), make_prepare(), comm, 7)
         images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
     kept = np.delete(np.arange(ROWS), bad)
@@ -108,7 +109,7 @@ def test_bad_rows_are_left_out_of_the_figures(comm, network):
 def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
     _, pack, model = network
     alone = comm.Split(comm.rank)
-    with Rows(pack, "test") as source:
+    with Split(pack, "test") as source:
         together = evaluate(model, source, Classification(classes=10), make_prepare(), comm, 7)
         single = evaluate(model, source, Classification(classes=10), make_prepare(), alone, 7)
     alone.Free()
@@ -149,7 +150,7 @@ def test_numbers_drawn_in_evaluation_belong_to_the_block(comm, drawing, monkeypa
     """
     assert len({block_key(number) for number in range(7)}) == 7
     alone, model = comm.Split(comm.rank), read_again(drawing)
-    with Rows(read_pack(drawing.parents[1] / "drawn.h5"), "test") as source:
+    with Split(read_pack(drawing.parents[1] / "drawn.h5"), "test") as source:
         task, prepare = Classification(classes=10), make_prepare()
         before = torch.get_rng_state()
         together, single, larger = (
@@ -179,7 +180,7 @@ def read_again(folder):
 def test_a_gpu_finds_the_figures_of_the_cpu(comm, network):
     _, pack, model = network
     task, found = Classification(classes=10), []
-    with Rows(pack, "test") as source:
+    with Split(pack, "test") as source:
         for device in ("cpu", "cuda"):
             prepare = make_prepare(device)
             found.append(evaluate(model.to(device), source, task, prepare, comm, 7))
@@ -194,7 +195,7 @@ def test_a_block_is_read_when_later_ones_are_queued(comm, network, monkeypatch, 
     _, pack, model = network
     log, array = [], Snapshot.array
     task, prepare = Classification(classes=10), make_prepare()
-    with Rows(pack, "test") as source:
+    with Split(pack, "test") as source:
         expected = evaluate(model, source, task, prepare, comm, 5)
         model.register_forward_pre_hook(lambda *_: log.append("network"))
         monkeypatch.setattr(Snapshot, "array", lambda self: log.append("read") or array(self))
@@ -224,7 +225,7 @@ def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monke
     _, pack, model = network
     stream = Recorder(monkeypatch)
     task = Classification(classes=10)
-    with Rows(pack, "test") as source:
+    with Split(pack, "test") as source:
         monkeypatch.setattr(source, "gather", noted(stream, "write", source.gather))
         prepare = noted(stream, "prepare", make_prepare())
         evaluate(noted_model(stream, model), source, task, prepare, comm, 7)
@@ -251,7 +252,7 @@ def noted_model(stream, model):
 def test_the_first_mistakes_in_order_of_rows_whatever_the_ranks(comm, network, kept):
     _, pack, model = network
     task, prepare = Classification(classes=10), make_prepare()
-    with Rows(pack, "test") as source:
+    with Split(pack, "test") as source:
         found = evaluate(model, source, task, prepare, comm, 7, kept=kept)
         none = evaluate(model, source, task, prepare, comm, 7)
         images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
@@ -290,7 +291,7 @@ def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
     with (folder / "answers.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert [int(line["row"]) for line in lines] == list(range(ROWS))
-    with Rows(pack, "test") as source:
+    with Split(pack, "test") as source:
         images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
         chances = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255).softmax(1)
         assert [line["class"] for line in lines] == [f"class{k}" for k in source.labels]
@@ -386,7 +387,7 @@ def test_damaged_rows_are_no_answers(comm, network):
         overwrite(pack.path, pack.splits["test"].images_offset)
     comm.Barrier()
     model = str(folder / "model.safetensors")
-    found = r"row \d+ of split 'test' cannot be used \(test/images: rows 0 to 100 \(block 0\)"
+    found = r"sample \d+ of split 'test' cannot be used \(test/images: rows 0 to 100 \(block 0\)"
     with pytest.raises(RunError, match=found):
         evaluate_main(EvaluateConfig(run=model, batch=7, threads=1))
     with pytest.raises(RunError, match=found):

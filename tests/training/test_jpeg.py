@@ -10,8 +10,8 @@ import pytest
 
 from hpctrain.cli import main as command
 from hpctrain.config import Config, check_ranges
-from hpctrain.data.opened import open_split
 from hpctrain.data.packed import read_pack
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.evaluate import evaluate
 from hpctrain.report.record import read_records
@@ -52,7 +52,7 @@ def jpegs(comm, shared_tmp):
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_as_on_one_rank(comm, one_rank, jpegs, case, monkeypatch):
-    monkeypatch.setattr("hpctrain.plan.RUN_BYTES", 2000)
+    monkeypatch.setattr("hpctrain.plan.READ_BYTES", 2000)
     config = dataclasses.replace(jpegs, shards=4, **CASES[case])
     together = digest(config, comm, "together")
     if comm.rank == 0:
@@ -122,7 +122,7 @@ def test_evaluation_never_crops(comm, jpegs):
     for crop in (0.0, 0.08):
         job = set_up(dataclasses.replace(jpegs, random_crop=crop, shards=4, run="a"), comm)
         batches.append([b.images for step in job.loader.epoch(0) for b in step])
-        with open_split(job.pack, "test") as rows:
+        with Split(job.pack, "test") as rows:
             found = evaluate(job.trainer.model, rows, job.task, job.prepare, comm, 3)
         figures.append(found.figures())
     assert figures[0] == figures[1]
@@ -154,7 +154,7 @@ def test_an_image_that_cannot_be_decoded_ends_the_run_by_name(comm, jpegs, crop)
     split = packed.splits["train"]
     comm.Barrier()
     if comm.rank == 0:
-        with open_split(packed, "train") as rows:
+        with Split(packed, "train") as rows:
             start = int(rows._offsets[53])
         with open(jpegs.data, "r+b") as file:
             file.seek(split.images_offset + start)
@@ -165,16 +165,16 @@ def test_an_image_that_cannot_be_decoded_ends_the_run_by_name(comm, jpegs, crop)
         loop.train(config, comm)
     if comm.size > 1:
         return  # the rank that meets it fails alone, and ends all
-    with pytest.raises(RunError, match=r"pack.h5: row 53 of split 'train' cannot be decoded"):
+    with pytest.raises(RunError, match=r"pack.h5: sample 53 of split 'train' cannot be decoded"):
         loop.train(dataclasses.replace(config, verify="never"), comm)
-    damaged = r"pack.h5: row \d+ of split 'train' cannot be used \(train/bytes: .* \(block 0\)"
+    damaged = r"pack.h5: sample \d+ of split 'train' cannot be used \(train/bytes: .* \(block 0\)"
     with pytest.raises(RunError, match=damaged):
         loop.train(dataclasses.replace(config, verify="first-touch"), comm)
 
 
 def test_a_row_is_named_whatever_rank_reads_it(comm, jpegs):
     packed = read_pack(jpegs.data)
-    with open_split(packed, "train") as rows:
+    with Split(packed, "train") as rows:
         start = int(rows._offsets[53])
     with open(jpegs.data, "r+b") as file:
         file.seek(packed.splits["train"].images_offset + start)
@@ -184,5 +184,5 @@ def test_a_row_is_named_whatever_rank_reads_it(comm, jpegs):
     flags += ["--verify", "never"]
     done = run([mpirun(), "-n", "2", sys.executable, "-m", "hpctrain", *flags], 100)
     assert done.returncode == 1, done.stderr
-    assert "row 53 of split 'train' cannot be decoded" in done.stderr
+    assert "sample 53 of split 'train' cannot be decoded" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.data.opened import open_split
 from hpctrain.data.packed import read_pack
+from hpctrain.data.split import Split
 from hpctrain.report.find import evaluation_file
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
@@ -100,7 +100,7 @@ def test_the_mistakes_are_those_of_the_network(comm, settings, monkeypatch):
             counts[pair] -= 1
         assert (counts == np.diag(np.diag(counts))).all()
         assert np.trace(counts) / TEST == figures["accuracy"] < 1
-        with open_split(read_pack(settings.data), "test") as source:
+        with Split(read_pack(settings.data), "test") as source:
             rows = source.gather(np.arange(TEST), np.empty((TEST, *source.image_shape), np.uint8))
             for image, (line, _) in zip(images, captions, strict=True):
                 row = np.flatnonzero((rows == np.rint(image * 255)).all((1, 2, 3)))[0]

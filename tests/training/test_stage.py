@@ -13,8 +13,8 @@ import pytest
 
 from hpctrain.data import staging
 from hpctrain.data.checks import Checks
-from hpctrain.data.opened import open_split
 from hpctrain.data.packed import read_pack, read_sums
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.shards import Balance
 from hpctrain.report.record import read_records
@@ -40,7 +40,7 @@ def copied(packed, extent, target):
 
 def test_all_that_is_needed_lies_where_it_lies_in_the_pack(tmp_path):
     packed = make(tmp_path)
-    size = packed.row_bytes
+    size = packed.image_bytes
     here, part = copied(packed, (1000 * size, 1500 * size), tmp_path / "b")
     for before, after in pairwise(part):
         assert before.stop <= after.start
@@ -48,13 +48,13 @@ def test_all_that_is_needed_lies_where_it_lies_in_the_pack(tmp_path):
     for piece in part:
         assert whole[piece.start : piece.stop] == there[piece.start : piece.stop]
     read_pack(here.path)  # HDF5's own bytes are all there
-    with open_split(packed, "train") as one, open_split(here, "train") as other:
+    with Split(packed, "train") as one, Split(here, "train") as other:
         rows = np.arange(1000, 1500)
         images = [np.empty((500, *SHAPE), np.uint8) for _ in range(2)]
         assert (one.gather(rows, images[0]) == other.gather(rows, images[1])).all()
         assert (one.labels == other.labels).all()
         assert not other.gather(np.arange(0, 500), images[1]).any()  # nobody here reads these
-    with open_split(packed, "test") as one, open_split(here, "test") as other:
+    with Split(packed, "test") as one, Split(here, "test") as other:
         rows, images = np.arange(401), [np.empty((401, *SHAPE), np.uint8) for _ in range(2)]
         assert (one.gather(rows, images[0]) == other.gather(rows, images[1])).all()
     assert sum(piece.length for piece in part) < 0.5 * packed.file_size
@@ -65,10 +65,10 @@ def test_all_that_is_needed_lies_where_it_lies_in_the_pack(tmp_path):
 
 def test_every_block_is_compared_on_its_way_and_when_used_again(tmp_path):
     packed = make(tmp_path)
-    extent = (0, 3001 * packed.row_bytes)
+    extent = (0, 3001 * packed.image_bytes)
     here, part = copied(packed, extent, tmp_path / "b")
     assert staging.compare(packed, Path(here.path), part)
-    overwrite(here.path, packed.splits["train"].images_offset + 2000 * packed.row_bytes)
+    overwrite(here.path, packed.splits["train"].images_offset + 2000 * packed.image_bytes)
     assert not staging.compare(packed, Path(here.path), part)
     overwrite(packed.path, packed.splits["test"].labels_offset)
     with pytest.raises(RunError, match="test/labels: block 0 is damaged"):
@@ -98,16 +98,16 @@ def test_what_a_killed_copier_left_is_removed(tmp_path):
 
 def test_rows_that_are_not_in_a_copy_are_never_read(tmp_path):
     packed = make(tmp_path)
-    size = packed.row_bytes
+    size = packed.image_bytes
     here, _ = copied(packed, (1000 * size, 1500 * size), tmp_path / "b")
-    checks = Checks(held=(1000 * size, 1500 * size))
+    checks = Checks(staged=(1000 * size, 1500 * size))
     out = np.empty((2, *SHAPE), np.uint8)
-    with open_split(here, "train", checks=checks) as rows:
+    with Split(here, "train", checks=checks) as rows:
         rows.gather(np.array([1000, 1499]), out)
         for row in (999, 1500):
             with pytest.raises(RuntimeError, match="not all of"):
                 rows.gather(np.array([1200, row]), out)
-    with open_split(here, "test", checks=checks) as rows:
+    with Split(here, "test", checks=checks) as rows:
         rows.gather(np.array([0, 400]), out)
 
 
@@ -195,7 +195,7 @@ def test_shards_that_move_to_another_host_find_their_rows_there(comm, shared_tmp
 
 def test_a_copy_of_another_length_is_not_used_again(tmp_path):
     packed = make(tmp_path)
-    here, part = copied(packed, (0, 3001 * packed.row_bytes), tmp_path / "b")
+    here, part = copied(packed, (0, 3001 * packed.image_bytes), tmp_path / "b")
     with open(here.path, "ab") as file:
         file.write(b"x")
     assert not staging.compare(packed, Path(here.path), part)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config import Config
-from hpctrain.data.bad_rows import BadRows
+from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import Batch, Loader
 from hpctrain.data.partition import Partition, cut_epoch, even_shares
 from hpctrain.inference.tasks import Classification
@@ -37,7 +37,7 @@ class Arrays:
         self.images = rng.integers(0, 256, (rows, *shape), dtype=np.uint8)
         self.image_shape, self.dtype = shape, np.dtype(np.uint8)
         self.labels = rng.integers(0, classes, rows)
-        self.bad = BadRows(lambda text: None)
+        self.bad = BadSamples(lambda text: None)
 
     def gather(self, indices, out):
         out[:] = self.images[indices]
@@ -347,7 +347,7 @@ def test_dropout_draws_anew_in_every_step(comm):
 def test_rows_left_out_have_no_weight(comm, shards):
     """The update is that of the rows that there are, as plain torch makes it."""
     source = Arrays()
-    source.bad.meet([2, 3, 5, 19], "no use")
+    source.bad.add([2, 3, 5, 19], "no use")
     partition = cut_epoch(ROWS, 7, max(shards, comm.size))
     config = Config(lr=0.1, weight_decay=0.01)
     trainer = make_trainer(small_model(), comm, config)

@@ -11,10 +11,9 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from hpctrain.data.pack_file import read_exactly
 from hpctrain.data.pack_format import ordered, rows_per_block
-from hpctrain.data.packed import gather_rows
 from hpctrain.data.packing.team import Team, part
+from hpctrain.data.pread import gather_rows, read_exactly
 
 Fetch = Callable[[int, int], np.ndarray]  # rows start to stop, C-contiguous
 

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hpctrain.console import Console
-from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.packing.team import ASK, Team
+from hpctrain.data.split import Split
 from hpctrain.text import printable
 from hpctrain.watchdog import doing
 
@@ -112,7 +112,7 @@ def print_table(pack: Pack, columns: int | None = ASK) -> None:
 
 
 def _class_counts(pack: Pack, split: str) -> np.ndarray:
-    with open_split(pack, split, threads=1) as rows:
+    with Split(pack, split, threads=1) as rows:
         return np.bincount(rows.labels, minlength=len(pack.classes))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.config import PackConfig
 from hpctrain.data.images import Fit
-from hpctrain.data.pack_format import LARGEST_SIDE
+from hpctrain.data.pack_format import MAX_SIDE
 from hpctrain.data.packing.decode import IMAGES_PER_TASK, Wish, row_bytes
 from hpctrain.data.packing.layout import Source
 from hpctrain.errors import RunError, UsageError
@@ -28,9 +28,9 @@ def image_wish(config: PackConfig) -> Wish:
         return Wish(None, config.channels, False)
     numbers = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
     size = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    if not 1 <= min(size) <= max(size) <= LARGEST_SIDE:
+    if not 1 <= min(size) <= max(size) <= MAX_SIDE:
         raise UsageError(
-            f"--size {text}: give WIDTHxHEIGHT in pixels, 1 to {LARGEST_SIDE:,}, as in 100x100"
+            f"--size {text}: give WIDTHxHEIGHT in pixels, 1 to {MAX_SIDE:,}, as in 100x100"
         )
     return Wish(size, config.channels, config.crop)
 

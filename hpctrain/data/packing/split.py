@@ -15,8 +15,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from hpctrain.data.orders import random_order
 from hpctrain.data.pack_format import SPLITS
-from hpctrain.data.permute import random_order
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
 

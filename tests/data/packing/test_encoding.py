@@ -11,9 +11,9 @@ from PIL import Image
 
 from hpctrain.cli import main as command
 from hpctrain.data.images import BadImage, as_jpeg
-from hpctrain.data.opened import open_split
 from hpctrain.data.pack_format import content_uuid
-from hpctrain.data.packed import Rows, read_pack, verify
+from hpctrain.data.packed import read_pack, verify
+from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, contents, encode, pack, picture, zipped
 
@@ -97,7 +97,7 @@ def test_a_folder_becomes_a_pack_of_its_files(folder, tmp_path):
     given = {path.read_bytes(): path.parent.name for path in folder.glob("*/*.jpg")}
     found = []
     for split in made.splits:
-        with open_split(made, split) as rows:
+        with Split(made, split) as rows:
             names = [made.classes[label] for label in rows.labels]
         found += zip(files_of(made, split), names, strict=True)
     assert dict(found) == given and len(found) == len(given) == 72
@@ -123,7 +123,7 @@ def test_it_decodes_to_the_pixels_of_a_raw_pack(folder, tmp_path, size, crop, ch
     for split in raw.splits:
         images, labels = contents(raw, split)
         assert images.std() > 10
-        with open_split(made, split) as rows:
+        with Split(made, split) as rows:
             found = rows.gather(np.arange(len(labels)), np.empty_like(images))
             assert (found == images).all() and (rows.labels == labels).all()
     assert (made.mean, made.std) == (raw.mean, raw.std)
@@ -134,7 +134,7 @@ def test_it_decodes_to_the_pixels_of_a_raw_pack(folder, tmp_path, size, crop, ch
 def test_the_size_of_all_images_where_none_is_asked(folder, tmp_path):
     made = pack(folder, tmp_path / "a.h5", encoding="jpeg")
     assert made.image_shape == (37, 41, 3)
-    with open_split(made, "test") as rows:
+    with Split(made, "test") as rows:
         out = rows.gather(np.array([3]), np.empty((1, 37, 41, 3), np.uint8))[0]
     assert (out == np.asarray(Image.open(io.BytesIO(files_of(made, "test")[3])))).all()
     (folder.parent / "odd/a").mkdir(parents=True)
@@ -182,7 +182,7 @@ def test_a_mixture_is_counted_bad_files_listed_and_duplicates_kept_together(tmp_
     twin = (tmp_path / "images/b/twin.jpg").read_bytes()
     assert sorted(files_of(made, split).count(twin) for split in made.splits) == [0, 2]
     assert "unreadable: a/cut.jpg" in capsys.readouterr().err
-    with open_split(made, "train") as rows:
+    with Split(made, "train") as rows:
         shape = (len(rows.labels), *made.image_shape)
         values = rows.gather(np.arange(shape[0]), np.empty(shape, np.uint8)) / 255
     assert np.allclose(made.mean, values.mean((0, 1, 2)), rtol=1e-12)
@@ -193,7 +193,7 @@ def test_gray_files_stay_gray_in_a_colour_pack(tmp_path):
     root = class_folders(tmp_path / "images", {"a": 5, "b": 5}, ".jpg", channels=1)
     made = pack(root, tmp_path / "a.h5", channels=3, encoding="jpeg", split="0.8,0.2")
     assert made.image_shape == (11, 13, 3)
-    with open_split(made, "train") as rows:
+    with Split(made, "train") as rows:
         images = rows.gather(np.arange(8), np.empty((8, 11, 13, 3), np.uint8))
     assert (images[..., 0] == images[..., 1]).all() and (images[..., 0] == images[..., 2]).all()
     assert {Image.open(io.BytesIO(data)).mode for data in files_of(made, "train")} == {"L"}
@@ -272,12 +272,3 @@ def test_the_uuid_covers_all_that_is_stored():
         changed.append((*given[:2], {"train": (7, other)}, "stretch"))
     identities = {content_uuid(*arguments) for arguments in (given, *changed)}
     assert len(identities) == 1 + len(changed)
-
-
-def test_pixels_and_files_are_not_mistaken_for_each_other(folder, tmp_path):
-    from hpctrain.data.encoded import Encoded
-
-    with pytest.raises(UsageError, match="holds JPEG files, not pixels"):
-        Rows(pack(folder, tmp_path / "a.h5", size=SIZE, encoding="jpeg"), "train")
-    with pytest.raises(UsageError, match="holds pixels, not JPEG files"):
-        Encoded(pack(folder, tmp_path / "b.h5", size=SIZE), "train")

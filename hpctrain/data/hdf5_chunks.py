@@ -1,4 +1,4 @@
-"""Chunks of an HDF5 file of somebody else, read raw and decoded here.
+"""Chunks of an HDF5 dataset that comes from anywhere, read raw and decoded here.
 
 HDF5 trusts what a file says of its chunks: its Fletcher-32 filter ends the process with SIGSEGV
 where a chunk is shorter than its checksum. So HDF5 gives the stored bytes alone, and the filters
@@ -16,32 +16,19 @@ are undone here, from the last to the first, none of them to more bytes than a c
 from __future__ import annotations
 
 import ctypes
-import os
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+import h5py
 import numpy as np
 
-os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # a file may name filter plug-ins: load none
-import h5py
+from hpctrain.data.hdf5 import DamagedChunk
 
-DEFLATE, SHUFFLE, FLETCHER32, LZF = (
-    h5py.h5z.FILTER_DEFLATE,
-    h5py.h5z.FILTER_SHUFFLE,
-    h5py.h5z.FILTER_FLETCHER32,
-    h5py.h5z.FILTER_LZF,
-)
-NAMES = {DEFLATE: "gzip", LZF: "lzf", SHUFFLE: "shuffle", FLETCHER32: "fletcher32"}
-MOST_FILTERS = 8
 WORDS = 1 << 14  # of a checksum that are summed at a time
 FALLING = np.arange(WORDS, 0, -1)
-
-
-class DamagedChunk(Exception):
-    """A chunk is not what its filters make; the text says which one and why."""
 
 
 class Filters(NamedTuple):
@@ -88,11 +75,11 @@ def _stored(
 ) -> tuple[bytes, int]:
     """The stored bytes of a chunk, and a bit for each filter that it was stored without."""
     found = data.id.get_chunk_info_by_coord(corner)
-    least = 4 * filters.codes.count(FLETCHER32)
-    most = 2 * filters.size + 1024  # what does not shrink grows little
+    checksums = 4 * filters.codes.count(h5py.h5z.FILTER_FLETCHER32)
+    limit = 2 * filters.size + 1024  # what does not shrink grows little
     if found.byte_offset is None or found.byte_offset + found.size > file_size:
         raise DamagedChunk(f"the chunk at {corner} is not within the file")
-    if not least < found.size <= most:
+    if not checksums < found.size <= limit:
         raise DamagedChunk(
             f"the chunk at {corner} is stored as {found.size:,} bytes and holds {filters.size:,}"
         )
@@ -102,17 +89,17 @@ def _stored(
 
 def decode(raw: bytes, filters: Filters, skipped: int = 0) -> bytes:
     """The values of a stored chunk; bit i of `skipped` leaves filter i out. DamagedChunk."""
-    most = filters.size + 4 * filters.codes.count(FLETCHER32)
+    limit = filters.size + 4 * filters.codes.count(h5py.h5z.FILTER_FLETCHER32)
     content = raw
     for number, code in reversed(list(enumerate(filters.codes))):
         if skipped >> number & 1:
             continue
-        if code == FLETCHER32:
+        if code == h5py.h5z.FILTER_FLETCHER32:
             content = check_fletcher32(content)
-        elif code == DEFLATE:
-            content = inflate(content, most)
-        elif code == LZF:
-            content = expand_lzf(content, most)
+        elif code == h5py.h5z.FILTER_DEFLATE:
+            content = inflate(content, limit)
+        elif code == h5py.h5z.FILTER_LZF:
+            content = expand_lzf(content, limit)
         else:
             content = unshuffle(content, filters.itemsize)
     if len(content) != filters.size:
@@ -145,11 +132,11 @@ def fletcher32(content: bytes) -> tuple[int, int]:
     return low, high
 
 
-def inflate(content: bytes, most: int) -> bytes:
-    """The bytes of a zlib stream, at most `most`."""
+def inflate(content: bytes, limit: int) -> bytes:
+    """The bytes of a zlib stream, at most `limit`."""
     stream = zlib.decompressobj()
     try:
-        values = stream.decompress(content, most + 1)
+        values = stream.decompress(content, limit + 1)
     except zlib.error as error:
         raise DamagedChunk(f"it is no whole gzip stream ({error})") from None
     if not stream.eof:
@@ -164,15 +151,15 @@ def unshuffle(content: bytes, itemsize: int) -> bytes:
     return planes.T.tobytes() + content[whole:]
 
 
-def expand_lzf(content: bytes, most: int) -> bytes:
-    """The bytes of an LZF stream, at most `most`."""
+def expand_lzf(content: bytes, limit: int) -> bytes:
+    """The bytes of an LZF stream, at most `limit`."""
     if (expand := _lzf_of_h5py()) is None:
-        return expand_lzf_here(content, most)
-    room = ctypes.create_string_buffer(most)
-    count = expand(content, len(content), room, most)
+        return expand_lzf_here(content, limit)
+    buffer = ctypes.create_string_buffer(limit)
+    count = expand(content, len(content), buffer, limit)
     if not count:
         raise DamagedChunk("it is no whole LZF stream, or one longer than a chunk")
-    return room.raw[:count]
+    return buffer.raw[:count]
 
 
 @lru_cache(maxsize=1)
@@ -187,11 +174,11 @@ def _lzf_of_h5py() -> Callable[[bytes, int, object, int], int] | None:
     return function
 
 
-def expand_lzf_here(content: bytes, most: int) -> bytes:
+def expand_lzf_here(content: bytes, limit: int) -> bytes:
     """The same without help, much slower."""
     out, at = bytearray(), 0
     try:
-        while at < len(content) and len(out) <= most:
+        while at < len(content) and len(out) <= limit:
             control, at = content[at], at + 1
             if control < 32:
                 out += content[at : at + control + 1]
@@ -207,6 +194,6 @@ def expand_lzf_here(content: bytes, most: int) -> bytes:
             out += (piece * -(-(count + 2) // back))[: count + 2]
     except IndexError:
         raise DamagedChunk("its LZF stream is cut short") from None
-    if len(out) > most or at > len(content):
+    if len(out) > limit or at > len(content):
         raise DamagedChunk("it is no whole LZF stream, or one longer than a chunk")
     return bytes(out)

@@ -9,15 +9,16 @@ import time
 import numpy as np
 import pytest
 
-from hpctrain.data import foreign, foreign_split
-from hpctrain.data.foreign import ForeignRows, read_foreign, reading_note
-from hpctrain.data.foreign_chunks import Chunks
-from hpctrain.data.opened import open_split, read_again
+from hpctrain.data import external, split
+from hpctrain.data.external import read_external, reading_note
+from hpctrain.data.external_file import Chunks
 from hpctrain.data.orders import make_order
+from hpctrain.data.packed import read_again
 from hpctrain.data.partition import cut_epoch
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from tests.data.test_orders import chi_square_tail, epoch_of
-from tests.foreign import ROWS, SHAPE, pixels, write
+from tests.external import ROWS, SHAPE, pixels, write
 from tests.packs import make_pack
 
 IMAGES, LABELS = pixels()
@@ -48,7 +49,7 @@ def everything(pack):
     """All rows of all splits: images and labels."""
     found = {}
     for name in pack.splits:
-        with open_split(pack, name) as rows:
+        with Split(pack, name) as rows:
             out = np.empty((len(rows.labels), *rows.image_shape), rows.dtype)
             found[name] = rows.gather(np.arange(len(out)), out), rows.labels
     return found
@@ -67,10 +68,10 @@ def test_every_row_is_in_one_split_with_its_label(tmp_path, case, dtype):
     path = write(tmp_path / "a.h5", images, LABELS, **storage)
     if storage.get("chunks", (0,))[0] > 200:
         with pytest.raises(UsageError, match="leaves no image of .* for test: there are 211"):
-            read_foreign(path, "x", "y", layout)
-        found = read_foreign(path, "x", "y", layout, "1")
+            read_external(path, "x", "y", layout)
+        found = read_external(path, "x", "y", layout, "1")
     else:
-        found = read_foreign(path, "x", "y", layout)
+        found = read_external(path, "x", "y", layout)
     wanted = expected(images, layout)
     assert (found.image_shape, found.classes) == (wanted.shape[1:], ("0", "1", "2", "3"))
     parts = everything(found)
@@ -85,11 +86,11 @@ def test_every_row_is_in_one_split_with_its_label(tmp_path, case, dtype):
 
 @pytest.mark.parametrize("case", ["one piece", "NCHW", "chunks", "cut chunks", "chunks, NCHW"])
 def test_any_rows_in_any_order_by_many_threads(tmp_path, case, monkeypatch):
-    monkeypatch.setattr(foreign, "RUN_BYTES", 1000)
-    monkeypatch.setattr("hpctrain.data.foreign_chunks.RUN_BYTES", 1000)
-    monkeypatch.setattr("hpctrain.data.foreign_chunks.CACHE_BYTES", 2000)
+    monkeypatch.setattr(split, "READ_BYTES", 1000)
+    monkeypatch.setattr("hpctrain.data.external_file.READ_BYTES", 1000)
+    monkeypatch.setattr("hpctrain.data.external_file.CACHE_BYTES", 2000)
     images, storage, layout = STORED[case]
-    found = read_foreign(write(tmp_path / "a.h5", images, LABELS, **storage), "x", "y", layout)
+    found = read_external(write(tmp_path / "a.h5", images, LABELS, **storage), "x", "y", layout)
     whole, _ = everything(found)["train"]
     wrong = []
 
@@ -101,7 +102,7 @@ def test_any_rows_in_any_order_by_many_threads(tmp_path, case, monkeypatch):
             if not np.array_equal(rows.gather(chosen, out), whole[chosen]):
                 wrong.append((seed, count))
 
-    with ForeignRows(found, "train") as rows:
+    with Split(found, "train") as rows:
         threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
         for thread in threads:
             thread.start()
@@ -125,9 +126,9 @@ def test_a_chunk_is_read_once_a_call_and_the_last_ones_are_kept(tmp_path, monkey
         return original(self, first, last)
 
     monkeypatch.setattr(Chunks, "_load", counted)
-    monkeypatch.setattr("hpctrain.data.foreign_chunks.RUN_BYTES", 4 * 6 * 105)
-    monkeypatch.setattr("hpctrain.data.foreign_chunks.CACHE_BYTES", 2 * 6 * 105)
-    found = read_foreign(path, "x", "y", split="1")
+    monkeypatch.setattr("hpctrain.data.external_file.READ_BYTES", 4 * 6 * 105)
+    monkeypatch.setattr("hpctrain.data.external_file.CACHE_BYTES", 2 * 6 * 105)
+    found = read_external(path, "x", "y", split="1")
 
     def asked(*rows):
         loads.clear()
@@ -135,7 +136,7 @@ def test_a_chunk_is_read_once_a_call_and_the_last_ones_are_kept(tmp_path, monkey
         assert np.array_equal(found, IMAGES[list(rows)])
         return list(loads)
 
-    with ForeignRows(found, "train") as source:
+    with Split(found, "train") as source:
         assert asked(*range(12)) == [(0, 1)]
         assert asked(8, 11, 6) == []  # kept
         assert asked(8, 12, 5, 60) == [(0, 0), (2, 2), (10, 10)]
@@ -149,7 +150,7 @@ def test_a_chunk_is_read_once_a_call_and_the_last_ones_are_kept(tmp_path, monkey
 
 def test_chunks_are_read_by_one_thread_at_a_time(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3))
-    inside, most, original = [], [], Chunks._slabs
+    inside, most, original = [], [], Chunks._read_slabs
 
     def watched(self, first, last):
         inside.append(first)
@@ -158,8 +159,8 @@ def test_chunks_are_read_by_one_thread_at_a_time(tmp_path, monkeypatch):
         inside.pop()
         return original(self, first, last)
 
-    monkeypatch.setattr(Chunks, "_slabs", watched)
-    with ForeignRows(read_foreign(path, "x", "y"), "train") as rows:
+    monkeypatch.setattr(Chunks, "_read_slabs", watched)
+    with Split(read_external(path, "x", "y"), "train") as rows:
         out = np.empty((4, 20, *SHAPE), np.uint8)
         asked = [threading.Thread(target=rows.gather, args=(np.arange(20), o)) for o in out]
         for thread in asked:
@@ -171,54 +172,54 @@ def test_chunks_are_read_by_one_thread_at_a_time(tmp_path, monkeypatch):
 
 def test_splits_are_dealt_class_by_class_or_in_runs(tmp_path):
     path = write(tmp_path / "a.h5", IMAGES, LABELS)
-    by_class = read_foreign(path, "x", "y", None, "0.7,0.1,0.2", run_rows=0)
+    by_class = read_external(path, "x", "y", None, "0.7,0.1,0.2", block_rows=0)
     assert list(by_class.splits) == ["train", "validation", "test"]
-    with ForeignRows(by_class, "test") as rows:
+    with Split(by_class, "test") as rows:
         counts = np.bincount(LABELS) * 0.2
         assert np.abs(np.bincount(rows.labels) - counts).max() < 1
-        assert np.count_nonzero(np.diff(rows._rows) == 1) < 9
-        first = rows._rows
-    with ForeignRows(read_foreign(path, "x", "y", None, "0.7,0.1,0.2", 1, 0), "test") as rows:
-        assert not np.array_equal(first, rows._rows)
-    in_runs = read_foreign(path, "x", "y", None, "0.7,0.1,0.2", run_rows=10)
+        assert np.count_nonzero(np.diff(rows._index) == 1) < 9
+        first = rows._index
+    with Split(read_external(path, "x", "y", None, "0.7,0.1,0.2", 1, 0), "test") as rows:
+        assert not np.array_equal(first, rows._index)
+    in_runs = read_external(path, "x", "y", None, "0.7,0.1,0.2", block_rows=10)
     assert {name: split.rows for name, split in in_runs.splits.items()} in (
         {"train": 151, "validation": 20, "test": 40},
         {"train": 160, "validation": 11, "test": 40},
         {"train": 160, "validation": 20, "test": 31},
     )
-    with ForeignRows(in_runs, "train") as rows:
-        assert (np.diff(rows._rows) > 0).all()
-        runs = np.split(rows._rows, np.flatnonzero(np.diff(rows._rows) != 1) + 1)
+    with Split(in_runs, "train") as rows:
+        assert (np.diff(rows._index) > 0).all()
+        runs = np.split(rows._index, np.flatnonzero(np.diff(rows._index) != 1) + 1)
         assert all(run[0] % 10 == 0 and (len(run) % 10 == 0 or run[-1] == ROWS - 1) for run in runs)
 
 
 def test_runs_of_an_ordered_file_are_dealt_evenly_over_its_classes(tmp_path):
     images, labels = pixels(20_011, (2, 1, 1), 97)
     path = write(tmp_path / "a.h5", images, labels)
-    found = read_foreign(path, "x", "y")
-    assert found.foreign.run_rows == 20_011 // (20 * 97)
-    with ForeignRows(found, "test") as rows:
+    found = read_external(path, "x", "y")
+    assert found.external.block_rows == 20_011 // (20 * 97)
+    with Split(found, "test") as rows:
         shares = np.bincount(rows.labels, minlength=97) / np.bincount(labels)
     assert 0.9 * 2001 < found.splits["test"].rows < 1.1 * 2001
     assert 0.02 < shares.min() < shares.max() < 0.2
     mixed_up = np.random.default_rng(1).permutation(labels)
-    with ForeignRows(read_foreign(write(path, images, mixed_up), "x", "y"), "test") as rows:
+    with Split(read_external(write(path, images, mixed_up), "x", "y"), "test") as rows:
         shares = np.bincount(rows.labels, minlength=97) / np.bincount(labels)
     assert 0.01 < shares.min() < shares.max() < 0.25
 
 
 def test_runs_are_whole_chunks_long_in_large_files_and_short_in_small_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(foreign_split, "RUNS", 10)
-    monkeypatch.setattr(foreign_split, "RUNS_OF_CLASS", 2)
+    monkeypatch.setattr(external, "MIN_BLOCKS", 10)
+    monkeypatch.setattr(external, "MIN_BLOCKS_OF_CLASS", 2)
 
     def run_of(wanted=None, **storage):
         path = write(tmp_path / "a.h5", IMAGES, LABELS, **storage)
-        return read_foreign(path, "x", "y", run_rows=wanted).foreign.run_rows
+        return read_external(path, "x", "y", block_rows=wanted).external.block_rows
 
     assert run_of() == 21
     assert run_of(chunks=(3, 7, 5, 3)) == 21  # 71 chunks, 7 a run
     assert run_of(chunks=(19, 7, 5, 3)) == 19
-    monkeypatch.setattr(foreign_split, "RUN_BYTES", 13 * 105)
+    monkeypatch.setattr(external, "READ_BYTES", 13 * 105)
     assert run_of() == 13
     assert run_of(chunks=(3, 7, 5, 3)) == 12
     assert run_of(chunks=(19, 7, 5, 3)) == 19
@@ -248,10 +249,10 @@ def test_a_file_ordered_by_class_gives_mixed_batches(tmp_path, name, storage):
     """With the order that training makes of it; without scattering its runs it would not be."""
     images, labels = pixels(20_011, (4, 1, 1), 10)
     path = write(tmp_path / "a.h5", images[..., 0], labels, **storage)
-    found = read_foreign(path, "x", "y", run_rows=None if name == "blocks" else 0)
-    with ForeignRows(found, "train") as source:
+    found = read_external(path, "x", "y", block_rows=None if name == "blocks" else 0)
+    with Split(found, "train") as source:
         partition = cut_epoch(len(source), 128, 2)
-        runs = found.foreign.run_rows
+        runs = found.external.block_rows
         order = make_order(name, partition, 0, runs or 1, 5000, scattered=runs > 0)
         assert 1e-3 < mixed(order, source.labels, 64) < 0.999
         assert mixed(make_order("blocks", partition, 0, 1, 1), np.sort(source.labels), 64) < 1e-9
@@ -262,12 +263,12 @@ def test_a_file_ordered_by_class_gives_mixed_batches(tmp_path, name, storage):
 
 def test_an_epoch_of_runs_reads_every_chunk_about_once(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3))
-    found = read_foreign(path, "x", "y")
+    found = read_external(path, "x", "y")
     rows = found.splits["train"].rows
-    order = make_order("blocks", cut_epoch(rows, 16, 2), 0, found.foreign.run_rows, 4, True)
-    with ForeignRows(found, "train") as source:
+    order = make_order("blocks", cut_epoch(rows, 16, 2), 0, found.external.block_rows, 4, True)
+    with Split(found, "train") as source:
         chunks = [
-            np.unique(source._rows[order.rows_of(0, shard, number)] // 6)
+            np.unique(source._index[order.window(0, shard, number).samples] // 6)
             for shard in range(2)
             for number in range(order.count(shard))
         ]
@@ -277,7 +278,7 @@ def test_an_epoch_of_runs_reads_every_chunk_about_once(tmp_path, monkeypatch):
 def test_the_identity_is_of_what_the_file_holds(tmp_path):
     def uuid(images=IMAGES, labels=LABELS, layout=None, at=("x", "y"), name="a.h5", **storage):
         path = write(tmp_path / name, images, labels, at, **storage)
-        return read_foreign(path, *at, layout).uuid
+        return read_external(path, *at, layout).uuid
 
     first = uuid()
     assert uuid(name="b.h5") == first == uuid(labels=LABELS.astype(">u2")[:, None])
@@ -300,10 +301,10 @@ def test_labels_of_any_width(tmp_path):
     for kind in ("u1", "i1", "<i2", ">u4", "<i8", ">u8"):
         for shape in ((ROWS,), (ROWS, 1)):
             path = write(tmp_path / "a.h5", IMAGES, LABELS.astype(kind).reshape(shape))
-            with ForeignRows(read_foreign(path, "x", "y", None, "1"), "train") as rows:
+            with Split(read_external(path, "x", "y", None, "1"), "train") as rows:
                 assert rows.labels.dtype == np.int64
-                assert np.array_equal(rows.labels, LABELS[rows._rows])
-    gaps = read_foreign(write(tmp_path / "a.h5", IMAGES, LABELS * 2 + 1), "x", "y")
+                assert np.array_equal(rows.labels, LABELS[rows._index])
+    gaps = read_external(write(tmp_path / "a.h5", IMAGES, LABELS * 2 + 1), "x", "y")
     assert gaps.classes == tuple("01234567")
 
 
@@ -313,8 +314,8 @@ def test_a_file_cut_short_while_in_use_is_an_error_not_a_crash(tmp_path, chunks,
     if not chunks and compression:
         return
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=chunks, compression=compression)
-    found = read_foreign(path, "x", "y")
-    with ForeignRows(found, "train") as rows:
+    found = read_external(path, "x", "y")
+    with Split(found, "train") as rows:
         out = np.empty((len(rows), *SHAPE), np.uint8)
         rows.gather(np.arange(len(rows)), out)
         os.truncate(path, 6000)
@@ -322,54 +323,54 @@ def test_a_file_cut_short_while_in_use_is_an_error_not_a_crash(tmp_path, chunks,
             rows.gather(np.arange(len(rows)), out)
         assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match=r"cut short|6,000 bytes here"):
-        ForeignRows(found, "test")
+        Split(found, "test")
 
 
 @pytest.mark.parametrize("chunks", [None, (6, 7, 5, 3)])
 def test_another_file_in_its_place_is_noticed(tmp_path, chunks):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=chunks)
-    found = read_foreign(path, "x", "y")
+    found = read_external(path, "x", "y")
     changes = {
         "it was replaced meanwhile": lambda: write(path, IMAGES, LABELS[::-1], chunks=chunks),
         "it is not the file that was checked": lambda: write(
             path, IMAGES.reshape(ROWS, 5, 7, 3), LABELS, chunks=chunks and (6, 5, 7, 3)
         ),
         "bytes here, but": lambda: write(path, IMAGES[1:], LABELS[1:], chunks=chunks),
-        "no data set /x": lambda: write(path, IMAGES, LABELS, ("a", "y"), chunks=chunks),
+        "no dataset /x": lambda: write(path, IMAGES, LABELS, ("a", "y"), chunks=chunks),
         "cannot be opened: No such file": path.unlink,
     }
     for said, change in changes.items():
-        foreign._dealt.cache_clear()
-        ForeignRows(found, "train").close()
-        foreign._dealt.cache_clear()
+        external.split_labels.cache_clear()
+        Split(found, "train").close()
+        external.split_labels.cache_clear()
         kept = path.read_bytes()
         change()
         with pytest.raises(UsageError, match=said):
-            ForeignRows(found, "train")
+            Split(found, "train")
         path.write_bytes(kept)
 
 
 def test_rows_are_found_again_by_what_a_network_names(tmp_path):
     path = write(tmp_path / "a.h5", NCHW, LABELS)
-    found = read_foreign(path, "x", "y", "NCHW", "0.8,0.2", 5, 3)
+    found = read_external(path, "x", "y", "NCHW", "0.8,0.2", 5, 3)
     path.rename(tmp_path / "b.h5")
-    again = read_again(tmp_path / "b.h5", found.foreign.named())
-    assert again.uuid == found.uuid and again.foreign.run_rows == 3
-    with open_split(again, "test") as rows:
-        assert np.array_equal(rows.labels, LABELS[rows._rows])
+    again = read_again(tmp_path / "b.h5", found.external.arguments())
+    assert again.uuid == found.uuid and again.external.block_rows == 3
+    with Split(again, "test") as rows:
+        assert np.array_equal(rows.labels, LABELS[rows._index])
     pack = make_pack(tmp_path / "pack.h5", {"train": 7})
-    assert read_again(pack, found.foreign.named()).foreign is None
-    assert read_again(pack, None).foreign is None
+    assert read_again(pack, found.external.arguments()).external is None
+    assert read_again(pack, None).external is None
     with pytest.raises(UsageError, match="not a pack .* --images and --labels"):
         read_again(tmp_path / "b.h5", None)
     with pytest.raises(UsageError, match="has no split 'other'; it has train, test"):
-        open_split(again, "other")
+        Split(again, "other")
 
 
 def test_reading_chunks_row_by_row_is_worth_a_note(tmp_path):
-    chunked = read_foreign(write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3)), "x", "y")
+    chunked = read_external(write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3)), "x", "y")
     assert "reads a whole chunk for nearly every image" in reading_note(chunked, "global", 99)
     assert reading_note(chunked, "blocks", 32) is None
-    assert "window of --shuffle blocks holds 31 runs of 6 im" in reading_note(chunked, "blocks", 31)
-    plain = read_foreign(write(tmp_path / "a.h5", IMAGES, LABELS), "x", "y")
+    assert "--shuffle blocks holds 31 blocks of 6 im" in reading_note(chunked, "blocks", 31)
+    plain = read_external(write(tmp_path / "a.h5", IMAGES, LABELS), "x", "y")
     assert reading_note(plain, "global", 1) is None

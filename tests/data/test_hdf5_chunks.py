@@ -11,11 +11,13 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import foreign_filters
-from hpctrain.data.foreign import ForeignRows, read_foreign
-from hpctrain.data.foreign_filters import DamagedChunk, Filters, decode, expand_lzf_here
+from hpctrain.data import hdf5_chunks
+from hpctrain.data.external import read_external
+from hpctrain.data.hdf5 import DamagedChunk
+from hpctrain.data.hdf5_chunks import Filters, decode, expand_lzf_here
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
-from tests.foreign import pixels, write
+from tests.external import pixels, write
 from tests.launch import run
 
 STORED = {
@@ -38,14 +40,14 @@ def stored(path, values, chunks, **storage):
 @pytest.mark.parametrize("storage", STORED)
 def test_values_are_those_that_hdf5_reads(tmp_path, monkeypatch, storage, dtype, here):
     if here:
-        monkeypatch.setattr(foreign_filters, "_lzf_of_h5py", lambda: None)
+        monkeypatch.setattr(hdf5_chunks, "_lzf_of_h5py", lambda: None)
     rng = np.random.default_rng(0)
     values = np.repeat(rng.integers(0, 250, (53, 7, 5, 1)), 3, 3).astype(dtype)
     for chunks in ((11, 7, 5, 3), (5, 3, 2, 2), (1, 7, 5, 3)):
         with stored(tmp_path / "a", values, chunks, **STORED[storage]) as file:
             size = (tmp_path / "a").stat().st_size
             for start, stop in ((0, 53), (chunks[0], min(53, 4 * chunks[0])), (0, 1)):
-                found = foreign_filters.read_chunks(file["x"], start, stop, size)
+                found = hdf5_chunks.read_chunks(file["x"], start, stop, size)
                 assert found.dtype == values.dtype
                 assert np.array_equal(found, values[start:stop])
 
@@ -57,8 +59,8 @@ def test_a_filter_that_a_chunk_was_stored_without_is_left_out(tmp_path):
     with h5py.File(tmp_path / "a", "r+") as file:
         file["x"].id.write_direct_chunk((11,), values.tobytes(), 0b111)
         size = 10**6
-        assert (foreign_filters.read_chunks(file["x"], 11, 22, size) == values).all()
-        assert not foreign_filters.read_chunks(file["x"], 0, 11, size).any()
+        assert (hdf5_chunks.read_chunks(file["x"], 11, 22, size) == values).all()
+        assert not hdf5_chunks.read_chunks(file["x"], 0, 11, size).any()
 
 
 @pytest.mark.parametrize("name", ["x", "y"])
@@ -69,8 +71,8 @@ def test_a_chunk_shorter_than_its_checksum_is_refused_where_hdf5_crashes(tmp_pat
         del file["y"]
         file.create_dataset("y", data=labels, chunks=(11,), fletcher32=True)
         size = file[name].id.get_chunk_info(0).size
-    pack = read_foreign(path, "x", "y")  # the control
-    with ForeignRows(pack, "train") as rows:
+    pack = read_external(path, "x", "y")  # the control
+    with Split(pack, "train") as rows:
         rows.gather(np.arange(len(rows)), np.empty((len(rows), 7, 5, 3), np.uint8))
     with h5py.File(path, "r+") as file:
         corner = (11, 0, 0, 0) if name == "x" else (11,)
@@ -79,8 +81,8 @@ def test_a_chunk_shorter_than_its_checksum_is_refused_where_hdf5_crashes(tmp_pat
     crash = run([sys.executable, "-c", f"import h5py; h5py.File({str(path)!r})[{name!r}][:]"])
     assert crash.returncode == -signal.SIGSEGV
     with pytest.raises(UsageError, match=r"a\.h5.* is damaged: the chunk at .* is stored as 2 b"):
-        pack = read_foreign(path, "x", "y", seed=1)
-        ForeignRows(pack, "train").gather(np.arange(50), np.empty((50, 7, 5, 3), np.uint8))
+        pack = read_external(path, "x", "y", seed=1)
+        Split(pack, "train").gather(np.arange(50), np.empty((50, 7, 5, 3), np.uint8))
 
 
 def test_a_chunk_that_changes_while_in_use_is_an_error_of_the_run(tmp_path):
@@ -88,7 +90,7 @@ def test_a_chunk_that_changes_while_in_use_is_an_error_of_the_run(tmp_path):
     path = write(tmp_path / "a.h5", images, labels, chunks=(11, 7, 5, 3), fletcher32=True)
     with h5py.File(path) as file:
         info = file["x"].id.get_chunk_info(3)
-    with ForeignRows(read_foreign(path, "x", "y"), "train") as rows:
+    with Split(read_external(path, "x", "y"), "train") as rows:
         with open(path, "r+b") as file:
             file.seek(info.byte_offset + 1)
             file.write(b"\xff")
@@ -101,27 +103,27 @@ def test_every_flipped_bit_of_a_checksummed_chunk_is_found(tmp_path, count):
     content = np.random.default_rng(count).integers(0, 256, max(1, count), dtype=np.uint8)
     with stored(tmp_path / "a", content, content.shape, fletcher32=True) as file:
         _, raw = file["x"].id.read_direct_chunk((0,))
-    assert foreign_filters.check_fletcher32(raw) == content.tobytes()
+    assert hdf5_chunks.check_fletcher32(raw) == content.tobytes()
     zeros = bytes(6) + bytes(4)
-    assert foreign_filters.check_fletcher32(zeros) == bytes(6)
+    assert hdf5_chunks.check_fletcher32(zeros) == bytes(6)
     for bit in range(0, 8 * len(raw), 1 + len(raw) // 50):
         flipped = bytearray(raw)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedChunk, match="does not agree"):
-            foreign_filters.check_fletcher32(bytes(flipped))
+            hdf5_chunks.check_fletcher32(bytes(flipped))
 
 
 BOMBS = {
-    "gzip": (foreign_filters.DEFLATE, zlib.compress(bytes(50_000_000))),
-    "lzf": (foreign_filters.LZF, b"\0\0" + b"\xe0\xff\0" * 200_000),
+    "gzip": (h5py.h5z.FILTER_DEFLATE, zlib.compress(bytes(50_000_000))),
+    "lzf": (h5py.h5z.FILTER_LZF, b"\0\0" + b"\xe0\xff\0" * 200_000),
 }
 
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_no_filter_gives_more_than_a_chunk_has(kind, monkeypatch):
     code, raw = BOMBS[kind]
-    for expand in (foreign_filters._lzf_of_h5py, lambda: None):
-        monkeypatch.setattr(foreign_filters, "_lzf_of_h5py", expand)
+    for expand in (hdf5_chunks._lzf_of_h5py, lambda: None):
+        monkeypatch.setattr(hdf5_chunks, "_lzf_of_h5py", expand)
         tracemalloc.start()
         with pytest.raises(DamagedChunk, match="longer than a chunk"):
             decode(raw, Filters((code,), 1, 1009))
@@ -133,12 +135,12 @@ def test_mutated_streams_are_decoded_or_damaged_as_h5py_says():
     rng = np.random.default_rng(0)
     raw = b"\x04abcde\x20\x02\x60\x01\x03wxyz" * 7
     whole = expand_lzf_here(raw, 10_000)
-    assert foreign_filters.expand_lzf(raw, 10_000) == whole
+    assert hdf5_chunks.expand_lzf(raw, 10_000) == whole
     for _ in range(2000):
         mutated = bytearray(raw[: rng.integers(1, len(raw))])
         mutated[rng.integers(len(mutated))] = rng.integers(256)
         outcomes = []
-        for expand in (foreign_filters.expand_lzf, expand_lzf_here):
+        for expand in (hdf5_chunks.expand_lzf, expand_lzf_here):
             try:
                 outcomes.append(expand(bytes(mutated), 200))
             except DamagedChunk:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hpctrain.config import Config, EvaluateConfig, PredictConfig, check_ranges
-from hpctrain.data.foreign import read_foreign
-from hpctrain.data.opened import open_split
+from hpctrain.data.external import read_external
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate, predict
 from hpctrain.models import read_model
@@ -23,7 +23,7 @@ from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
 from hpctrain.training.outcome import NonFinite
 from hpctrain.training.setup import set_up
-from tests.foreign import pixels, write
+from tests.external import pixels, write
 from tests.launch import run_mpi
 from tests.packs import make_pack
 from tests.training.runs import short_run
@@ -128,7 +128,7 @@ def test_every_training_row_once_and_every_batch_mixed(comm, settings, case, shu
     mine = [torch.cat([*targets, torch.empty(0, dtype=torch.int64)]).numpy() for targets in steps]
     parts = comm.allgather(mine)
     labels = [np.concatenate(ranks) for ranks in zip(*parts, strict=True)]
-    assert np.array_equal(np.sort(np.concatenate(labels)), np.sort(job.loader.source.labels))
+    assert np.array_equal(np.sort(np.concatenate(labels)), np.sort(job.loader.split.labels))
     assert len(np.concatenate(labels)) == job.plan.rows == 211 - job.pack.splits["test"].rows
     full = [np.bincount(one, minlength=10) for one in labels[:-1]]
     assert all((counts > 0).sum() >= 8 and counts.max() < 20 for counts in full)
@@ -171,7 +171,7 @@ def test_a_network_knows_its_file_and_the_rows_it_was_tested_on(comm, settings, 
         end = list(read_records(folder / "a"))[-1]
         assert (figures["accuracy"], figures["pack"]) == (end["test_accuracy"], config.data)
         assert len(answers.read_text().splitlines()) == 1 + figures["rows"] < 80
-        known = read_model(folder / "a/model.safetensors")[1]["foreign"]
+        known = read_model(folder / "a/model.safetensors")[1]["external"]
         assert (known["images"], known["split"], known["seed"]) == ("/g/x", "0.7,0.3", 0)
         os.rename(config.data, moved)
     comm.Barrier()
@@ -232,7 +232,7 @@ def test_the_order_of_chunks_is_told(comm, settings):
         ({"skip_bad": True}, "--skip-bad leaves out rows of a pack"),
         ({"output": "best"}, "has none: train with --split 0.8,0.1,0.1"),
         ({"split": "2"}, "--split 2: give shares that sum to 1"),
-        ({"images": "g/z"}, "there is no data set g/z; /g holds x, y"),
+        ({"images": "g/z"}, "there is no dataset g/z; /g holds x, y"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(comm, settings, changes, said):
@@ -261,7 +261,7 @@ def test_imagenet_scaling_and_validation_on_colour(comm, settings):
 def test_packs_are_as_they_were(comm, shared_tmp):
     pack = make_pack(shared_tmp / "p.h5", {"train": 31, "test": 7})
     job = set_up(Config(data=str(pack), threads=1), comm)
-    assert (job.pack.foreign, job.plan.scattered, job.plan.chunk_rows) == (None, False, 0)
+    assert (job.pack.external, job.plan.scattered, job.plan.chunk_rows) == (None, False, 0)
     assert job.plan.shuffle == "partition"
 
 
@@ -279,7 +279,7 @@ def test_from_the_command_line_on_one_and_two_ranks(tmp_path):
     assert ends[0]["test_accuracy"] > 0.3
     wrong = run_mpi(2, ["-m", "hpctrain", *flags[:3], "z", *flags[4:]], cwd=tmp_path)
     assert wrong.returncode == 2
-    assert "hpctrain: " in wrong.stderr and "there is no data set z; / holds x, y" in wrong.stderr
+    assert "hpctrain: " in wrong.stderr and "there is no dataset z; / holds x, y" in wrong.stderr
     assert "Traceback" not in wrong.stderr
 
 
@@ -301,9 +301,9 @@ def with_nan(config, comm, rows, value=np.nan):
 def rows_of(config, split):
     """The file's rows of a split, in its order."""
     runs = None if config.shuffle == "blocks" else 0
-    pack = read_foreign(config.data, "g/x", "g/y", None, config.split, 0, runs)
-    with open_split(pack, split) as source:
-        return source._rows
+    pack = read_external(config.data, "g/x", "g/y", None, config.split, 0, runs)
+    with Split(pack, split) as source:
+        return source._index
 
 
 @pytest.mark.mpi
@@ -317,7 +317,9 @@ def test_a_training_image_that_is_not_finite_is_named_with_its_row(
     row = int(rows_of(config, "train")[97])
     for value in (np.nan, -np.inf):
         config = with_nan(config, comm, [row], value)
-        said = rf"step \d+ \(epoch 1\).*nan.h5: row {row} of /g/x \(row 97 of train\) {NAN}: write"
+        said = (
+            rf"step \d+ \(epoch 1\).*nan.h5: row {row} of /g/x \(sample 97 of train\) {NAN}: write"
+        )
         with pytest.raises(NonFinite, match=said) as caught:
             loop.train(dataclasses.replace(config, run=f"a{value}"), comm)
         assert caught.value.agreed and "--lr" not in str(caught.value)
@@ -336,20 +338,20 @@ def test_an_image_that_is_not_finite_is_named_wherever_it_is_read(comm, settings
     where = {split: np.flatnonzero(~np.isin(rows[split], sampled)) for split in rows}
     first, middle = rows["train"][where["train"][0]], rows["validation"][where["validation"][:2]]
     assert where["train"][0] < 32
-    said = rf"row {first} of /g/x \(row {where['train'][0]} of train\) {NAN}: write"
+    said = rf"row {first} of /g/x \(sample {where['train'][0]} of train\) {NAN}: write"
     with pytest.raises(UsageError, match=said):
         loop.train(with_nan(config, comm, [first]), comm)
     place = where["validation"][0]
-    said = rf"row {middle[0]} of /g/x \(row {place} of validation\) {NAN}: .* \(2 such images\)"
+    said = rf"row {middle[0]} of /g/x \(sample {place} of validation\) {NAN}: .* \(2 such images\)"
     with pytest.raises(RunError, match=said):
         loop.train(with_nan(config, comm, middle), comm)
     last = where["test"][[1, 4]]
     again = with_nan(config, comm, rows["test"][last])
     asked = {"run": str(Path(config.runs_dir) / "sound"), "data": again.data, "batch": 5}
-    with pytest.raises(RunError, match=rf"nan.h5: row \d+ .*\(row {last[0]} of test\) {NAN}"):
+    with pytest.raises(RunError, match=rf"nan.h5: row \d+ .*\(sample {last[0]} of test\) {NAN}"):
         evaluate.main(EvaluateConfig(threads=1, **asked))
     written = Path(config.data).with_name("answers.csv")
-    said = rf"^2 of \d+ images cannot .*answers.csv holds.*\n.*\(row {last[0]} of test\) {NAN}"
+    said = rf"^2 of \d+ images cannot .*answers.csv holds.*\n.*\(sample {last[0]} of test\) {NAN}"
     with pytest.raises(RunError, match=said):
         predict.main(PredictConfig(threads=1, output=str(written), **asked))
     answered = [line.partition(",")[0] for line in written.read_text().splitlines()[1:]]

@@ -6,9 +6,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data.foreign import read_foreign
+from hpctrain.data.external import read_external
 from hpctrain.errors import UsageError
-from tests.foreign import CLASSES, ROWS, pixels, write
+from tests.external import CLASSES, ROWS, pixels, write
 
 IMAGES, LABELS = pixels()
 
@@ -23,7 +23,7 @@ def linked(link):
 
 
 def rewritten(**stored):
-    """x or y written otherwise; a function makes the data set."""
+    """x or y written otherwise; a function makes the dataset."""
 
     def change(path):
         with h5py.File(path, "a") as file:
@@ -110,10 +110,10 @@ def negative():
 
 
 BAD = {  # what is done to the file, what is asked for, what is said
-    "no such images": (None, {"images": "z"}, "there is no data set z; / holds x, y"),
-    "no such group": (None, {"images": "a/b/c"}, "there is no data set a/b/c; / holds x, y"),
-    "within a data set": (None, {"images": "x/y"}, "no data set x/y: /x is a data set itself"),
-    "no name": (None, {"images": ""}, "'' is a group, not a data set; / holds x, y"),
+    "no such images": (None, {"images": "z"}, "there is no dataset z; / holds x, y"),
+    "no such group": (None, {"images": "a/b/c"}, "there is no dataset a/b/c; / holds x, y"),
+    "within a dataset": (None, {"images": "x/y"}, "no dataset x/y: /x is a dataset itself"),
+    "no name": (None, {"images": ""}, "'' is a group, not a dataset; / holds x, y"),
     "a group": (linked(lambda f: None), {"images": "g"}, "g is a group, .* /g holds x, y"),
     "soft link": (
         linked(lambda f: f.__setitem__("s", h5py.SoftLink("/x"))),
@@ -138,15 +138,15 @@ BAD = {  # what is done to the file, what is asked for, what is said
     "a type": (
         linked(lambda f: f.__setitem__("t", np.dtype("f4"))),
         {"images": "t"},
-        "/t is neither a group nor a data set",
+        "/t is neither a group nor a dataset",
     ),
-    "virtual": (rewritten(x=virtual), {}, "/x is a virtual data set"),
+    "virtual": (rewritten(x=virtual), {}, "/x is a virtual dataset"),
     "external storage": (rewritten(x=external), {}, "/x is stored in other files"),
     "compact": (rewritten(x=compact), {}, "/x is stored within its header"),
     "never written": (
         rewritten(x=lambda f, n: f.create_dataset(n, IMAGES.shape, "u1")),
         {},
-        "/x is stored nowhere",
+        "/x was never written",
     ),
     "half written": (rewritten(x=sparse), {}, "/x was not written to its end: 10 of 36 chunks"),
     "shape bomb": (rewritten(x=bomb), {}, "/x was not written to its end: 0 of 166,666,666,667"),
@@ -192,7 +192,7 @@ BAD = {  # what is done to the file, what is asked for, what is said
     "whole floats": (rewritten(y=LABELS.astype("f8")), {}, "labels /y are float64, not integers"),
     "truth": (rewritten(y=LABELS > 0), {}, "labels /y are bool, not integers"),
     "names": (rewritten(y=np.array([b"cat"] * ROWS)), {}, "labels /y are bytes24, not integers"),
-    "virtual labels": (rewritten(y=virtual_labels), {}, "/y is a virtual data set"),
+    "virtual labels": (rewritten(y=virtual_labels), {}, "/y is a virtual dataset"),
     "labels elsewhere": (
         rewritten(y=lambda f, n: f.create_dataset(n, ROWS, "u1", external=[("b.h5", 0, ROWS)])),
         {},
@@ -228,7 +228,7 @@ BAD = {  # what is done to the file, what is asked for, what is said
     "empty share": (None, {"split": "0.999,0.001"}, "--split .* leaves no image of .* for test"),
     "class not trained on": (
         rewritten(y=np.repeat([0, 1], [210, 1])),
-        {"run_rows": 1, "split": "0.05,0.95"},
+        {"block_rows": 1, "split": "0.05,0.95"},
         "class 1 of .* has 1 images and none of them in train",
     ),
 }
@@ -243,11 +243,11 @@ def there(tmp_path):
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_used_is_told_in_one_line(there, case):
     change, asked, said = BAD[case]
-    assert read_foreign(there, "x", "y").uuid
+    assert read_external(there, "x", "y").uuid
     if change:
         change(there)
     with pytest.raises(UsageError, match=said) as caught:
-        read_foreign(there, **{"images": "x", "labels": "y", **asked})
+        read_external(there, **{"images": "x", "labels": "y", **asked})
     assert "\n" not in str(caught.value)
     if "split" not in asked:
         assert str(there) in str(caught.value)
@@ -255,14 +255,14 @@ def test_what_cannot_be_used_is_told_in_one_line(there, case):
 
 def test_files_that_are_damaged_are_told_in_one_line(there, tmp_path):
     with pytest.raises(UsageError, match=r"no\.h5 cannot be opened: No such file"):
-        read_foreign(tmp_path / "no.h5", "x", "y")
+        read_external(tmp_path / "no.h5", "x", "y")
     (tmp_path / "text.h5").write_text("images")
     with pytest.raises(UsageError, match=r"text\.h5 is no HDF5 file"):
-        read_foreign(tmp_path / "text.h5", "x", "y")
+        read_external(tmp_path / "text.h5", "x", "y")
     whole = there.read_bytes()
     there.write_bytes(whole[:-1])
     with pytest.raises(UsageError, match=f"is cut short: it has .* of {len(whole):,} bytes"):
-        read_foreign(there, "x", "y")
+        read_external(there, "x", "y")
     write(there, IMAGES, LABELS, chunks=(6, 7, 5, 3), fletcher32=True)
     with h5py.File(there) as file:
         place = file["x"].id.get_chunk_info(0).byte_offset
@@ -270,13 +270,13 @@ def test_files_that_are_damaged_are_told_in_one_line(there, tmp_path):
         file.seek(place + 3)
         file.write(b"\xff\x01")
     with pytest.raises(UsageError, match="images 0 to 210 of /x cannot be read, the file is dama"):
-        read_foreign(there, "x", "y")
+        read_external(there, "x", "y")
 
 
 def test_chunks_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(100, 1, 1, 1))
-    monkeypatch.setattr("hpctrain.data.foreign_check.CHUNK_BYTES", 100 * 105 - 1)
+    monkeypatch.setattr("hpctrain.data.hdf5.MAX_CHUNK_BYTES", 100 * 105 - 1)
     with pytest.raises(UsageError, match="/x has chunks of 100 rows, 10,500 bytes, that had to be"):
-        read_foreign(path, "x", "y", split="0.7,0.3")
-    monkeypatch.setattr("hpctrain.data.foreign_check.CHUNK_BYTES", 100 * 105)
-    assert read_foreign(path, "x", "y", split="1").foreign.chunk_rows == 100
+        read_external(path, "x", "y", split="0.7,0.3")
+    monkeypatch.setattr("hpctrain.data.hdf5.MAX_CHUNK_BYTES", 100 * 105)
+    assert read_external(path, "x", "y", split="1").external.chunk_rows == 100

@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hpctrain.data import pack_file
+from hpctrain.data import pread
 from hpctrain.data.pack import write_pack
-from hpctrain.data.packed import Rows, read_pack, verify
+from hpctrain.data.packed import read_pack, verify
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 
 SHAPE = (7, 5, 3)
@@ -35,9 +36,9 @@ def test_what_is_written_is_read(path, splits):
     assert pack.classes == ("x", "yy", "æ€") and pack.provenance == {"source": "numbers", "seed": 3}
     assert list(pack.splits) == ["train", "test", "odd name"]
     assert (pack.path, pack.file_size) == (str(path), path.stat().st_size)
-    assert pack.image_shape == SHAPE and pack.row_bytes == 105
+    assert pack.image_shape == SHAPE and pack.image_bytes == 105
     for name, (images, labels) in splits.items():
-        with Rows(pack, name) as rows:
+        with Split(pack, name) as rows:
             out = np.empty(images.shape, np.uint8)
             assert rows.gather(np.arange(len(rows)), out) is out
             assert (out == images).all() and (rows.labels == labels).all()
@@ -72,7 +73,7 @@ def test_mean_and_std_are_exact_where_32_bits_would_not_do(tmp_path):
     ],
 )
 def test_gather_is_numpy_indexing(path, splits, indices):
-    with Rows(read_pack(path), "train") as rows:
+    with Split(read_pack(path), "train") as rows:
         indices = np.array(indices, np.int64)
         out = np.empty((len(indices), *SHAPE), np.uint8)
         rows.gather(indices, out)
@@ -81,7 +82,7 @@ def test_gather_is_numpy_indexing(path, splits, indices):
 
 def test_gather_of_random_batches_from_several_threads(path, splits):
     images = splits["train"][0]
-    with Rows(read_pack(path), "train") as rows:
+    with Split(read_pack(path), "train") as rows:
 
         def gathered(seed):
             indices = np.random.default_rng(seed).integers(0, TRAIN, 23)
@@ -96,9 +97,9 @@ def test_consecutive_rows_are_read_together(path, monkeypatch):
     calls = []
     preadv = os.preadv
     monkeypatch.setattr(
-        pack_file.os, "preadv", lambda *args: calls.append(len(args[1])) or preadv(*args)
+        pread.os, "preadv", lambda *args: calls.append(len(args[1])) or preadv(*args)
     )
-    with Rows(read_pack(path), "train") as rows:
+    with Split(read_pack(path), "train") as rows:
         for indices, buffers in (
             (range(40, 60), [1]),
             ([9, 8, 7], [3]),
@@ -111,8 +112,8 @@ def test_consecutive_rows_are_read_together(path, monkeypatch):
 
 
 def test_more_rows_than_one_call_takes(path, splits, monkeypatch):
-    monkeypatch.setattr(pack_file, "IOV_MAX", 2)
-    with Rows(read_pack(path), "train") as rows:
+    monkeypatch.setattr(pread, "IOV_MAX", 2)
+    with Split(read_pack(path), "train") as rows:
         out = np.empty((TRAIN, *SHAPE), np.uint8)
         rows.gather(np.arange(TRAIN)[::-1], out)
         assert (out == splits["train"][0][::-1]).all()
@@ -122,8 +123,8 @@ def test_a_system_that_reads_a_few_bytes_at_a_time(path, splits, monkeypatch):
     def stutter(descriptor, buffers, offset):
         return os.readv(descriptor, [buffers[0][:11]]) if os.lseek(descriptor, offset, 0) else 0
 
-    with Rows(read_pack(path), "train") as rows:
-        monkeypatch.setattr(pack_file.os, "preadv", stutter)
+    with Split(read_pack(path), "train") as rows:
+        monkeypatch.setattr(pread.os, "preadv", stutter)
         out = np.empty((3, *SHAPE), np.uint8)
         rows.gather(np.array([5, 4, 77]), out)
         assert (out == splits["train"][0][[5, 4, 77]]).all()
@@ -131,7 +132,7 @@ def test_a_system_that_reads_a_few_bytes_at_a_time(path, splits, monkeypatch):
 
 def test_wrong_use_is_named(path):
     pack = read_pack(path)
-    with Rows(pack, "train") as rows:
+    with Split(pack, "train") as rows:
         for indices in ([-1], [101], [0, 1000]):
             with pytest.raises(IndexError, match="that has 101"):
                 rows.gather(np.array(indices), np.empty((len(indices), *SHAPE), np.uint8))
@@ -143,12 +144,12 @@ def test_wrong_use_is_named(path):
         with pytest.raises(ValueError, match="C-contiguous"):
             rows.gather(two, np.empty((4, *SHAPE), np.uint8)[::2])
     with pytest.raises(UsageError, match="has no split 'val'; it has train, test, odd name"):
-        Rows(pack, "val")
+        Split(pack, "val")
 
 
 def test_a_file_cut_short_while_in_use_is_an_error_not_a_signal(path):
     pack = read_pack(path)
-    with Rows(pack, "train") as rows:
+    with Split(pack, "train") as rows:
         os.truncate(path, pack.splits["train"].images_offset + 50 * 105 + 1)
         out = np.empty((1, *SHAPE), np.uint8)
         rows.gather(np.array([49]), out)  # still whole
@@ -156,10 +157,10 @@ def test_a_file_cut_short_while_in_use_is_an_error_not_a_signal(path):
             rows.gather(np.array([50]), out)
         assert str(path) in str(caught.value)
     with pytest.raises(UsageError, match="bytes here, but .* when it was checked"):
-        Rows(pack, "train")
+        Split(pack, "train")
     path.unlink()
     with pytest.raises(UsageError, match="No such file"):
-        Rows(pack, "train")
+        Split(pack, "train")
 
 
 def test_reading_needs_no_hdf5(path):
@@ -168,8 +169,8 @@ def test_reading_needs_no_hdf5(path):
 
     data = pickle.dumps(read_pack(path))
     code = (
-        "import pickle, sys; from hpctrain.data.packed import Rows; import numpy as np;"
-        f"rows = Rows(pickle.loads({data!r}), 'train');"
+        "import pickle, sys; from hpctrain.data.split import Split; import numpy as np;"
+        f"rows = Split(pickle.loads({data!r}), 'train');"
         "rows.gather(np.array([1]), np.empty((1, 7, 5, 3), np.uint8));"
         "print('h5py' in sys.modules)"
     )

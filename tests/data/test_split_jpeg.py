@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data import encoded
-from hpctrain.data.encoded import Encoded
+from hpctrain.data import split
 from hpctrain.data.images import BadImage
-from hpctrain.data.opened import open_split
+from hpctrain.data.jpeg import draw_crops
 from hpctrain.data.packed import read_pack, verify
-from hpctrain.data.source import Croppable
+from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from tests.data.pictures import class_folders, pack
 
@@ -59,8 +58,7 @@ def by_pillow(packed, split="train"):
 
 def test_rows_are_what_pillow_decodes(made):
     expected = by_pillow(made)
-    with open_split(made, "train") as rows:
-        assert isinstance(rows, Encoded) and isinstance(rows, Croppable)
+    with Split(made, "train") as rows:
         assert rows.image_shape == SHAPE and rows.dtype == np.uint8
         assert rows.labels.dtype == np.int64 and len(rows) == ROWS == len(rows.labels)
         out = out_of(ROWS)
@@ -74,29 +72,29 @@ def test_rows_are_what_pillow_decodes(made):
 )
 def test_gather_is_numpy_indexing(made, indices):
     indices = np.array(indices, np.int64)
-    with Encoded(made, "train", threads=3) as rows:
+    with Split(made, "train", threads=3) as rows:
         assert (rows.gather(indices, out_of(len(indices))) == by_pillow(made)[indices]).all()
-        files = rows.files.gather(indices, np.empty(len(indices), object))
+        files = rows.gather(indices, np.empty(len(indices), object))
         assert all(isinstance(data, bytes) for data in files)
         assert all(Image.open(io.BytesIO(data)).size == (41, 37) for data in files)
 
 
 def test_any_number_of_threads_gives_the_same_bits(made, monkeypatch):
     seen = set()
-    inner = encoded.decode_row
+    inner = split.decode_file
 
     def told(*args):
         seen.add(threading.current_thread().name)
         return inner(*args)
 
-    monkeypatch.setattr(encoded, "decode_row", told)
+    monkeypatch.setattr(split, "decode_file", told)
     indices = np.random.default_rng(0).integers(0, ROWS, 101)
     found, crops = [], []
     for threads in (1, 2, 5):
-        with Encoded(made, "train", threads) as rows:
+        with Split(made, "train", threads) as rows:
             found.append(rows.gather(indices, out_of(101)))
-            files = rows.files.gather(indices, np.empty(101, object))
-            crops.append(rows.decode(files, indices, out_of(101), 0.08, 7))
+            files = rows.gather(indices, np.empty(101, object))
+            crops.append(rows.gather(indices, out_of(101), draw_crops(0.08, 101, 7), files))
             assert 1 <= len(seen) <= threads
             assert threads == 1 or len(seen) > 1
             seen.clear()
@@ -108,15 +106,15 @@ def test_any_number_of_threads_gives_the_same_bits(made, monkeypatch):
 def test_threads_are_those_of_the_cores_but_at_most_8(made, monkeypatch):
     for cores, threads in ((1, 1), (3, 3), (64, 8)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
-        with open_split(made, "train") as rows:
+        with Split(made, "train") as rows:
             assert rows._threads._max_workers == threads
-    with open_split(made, "train", threads=11) as rows:
+    with Split(made, "train", threads=11) as rows:
         assert rows._threads._max_workers == 11
 
 
 def test_several_threads_may_gather_at_once(made):
     expected = by_pillow(made)
-    with Encoded(made, "train", 2) as rows:
+    with Split(made, "train", 2) as rows:
 
         def gathered(seed):
             indices = np.random.default_rng(seed).integers(0, ROWS, 23)
@@ -133,21 +131,21 @@ def test_long_runs_are_read_in_pieces_few_and_bounded(made, monkeypatch):
         calls.append(sum(len(buffer) for buffer in buffers))
         return preadv(descriptor, buffers, offset)
 
-    with Encoded(made, "train") as rows:
+    with Split(made, "train") as rows:
         monkeypatch.setattr(os, "preadv", counted)
-        rows.files.gather(np.arange(ROWS)[::-1].copy(), np.empty(ROWS, object))
+        rows.gather(np.arange(ROWS)[::-1].copy(), np.empty(ROWS, object))
         assert len(calls) == 1
         rows.gather(np.random.default_rng(0).permutation(ROWS), out_of(ROWS))
         assert len(calls) == 1 + 8  # tasks of 8 rows, each a run of the file
         del calls[1:]
-        monkeypatch.setattr(encoded, "READ_BYTES", 4000)
-        whole = rows.files.gather(np.arange(ROWS), np.empty(ROWS, object))
+        monkeypatch.setattr(split, "READ_BYTES", 4000)
+        whole = rows.gather(np.arange(ROWS), np.empty(ROWS, object))
         assert max(calls[1:]) < 4000 + max(len(data) for data in whole)
         assert sum(calls[1:]) == made.splits["train"].files_bytes == calls[0]
 
 
 def test_what_is_asked_wrongly_is_an_error_of_the_programmer(made):
-    with Encoded(made, "train") as rows:
+    with Split(made, "train") as rows:
         for wrong in (np.empty((2, 17, 13, 3), np.uint8), np.empty((2, *SHAPE), np.float32)):
             with pytest.raises(ValueError, match="not C-contiguous uint8"):
                 rows.gather(np.array([0, 1]), wrong)
@@ -155,29 +153,30 @@ def test_what_is_asked_wrongly_is_an_error_of_the_programmer(made):
             with pytest.raises(IndexError, match="that has 59"):
                 rows.gather(np.array([index]), out_of(1))
             with pytest.raises(IndexError):
-                rows.files.gather(np.array([index]), np.empty(1, object))
+                rows.gather(np.array([index]), np.empty(1, object))
 
 
 @pytest.mark.parametrize("crop", [False, True])
 def test_a_row_that_cannot_be_decoded_is_named(copy, crop):
     packed = read_pack(copy)
-    with Encoded(packed, "train") as rows:
+    with Split(packed, "train") as rows:
         first, second = (int(rows._offsets[row]) for row in (31, 47))
     with open(copy, "r+b") as file:
         for start in (first, second):
             file.seek(packed.splits["train"].images_offset + start)
             file.write(b"no JPEG file")
-    with Encoded(read_pack(copy), "train", threads=4) as rows:
+    with Split(read_pack(copy), "train", threads=4) as rows:
 
         def read(indices):
             if not crop:
                 return rows.gather(indices, out_of(len(indices)))
-            files = rows.files.gather(indices, np.empty(len(indices), object))
-            return rows.decode(files, indices, out_of(len(indices)), 0.5, 1)
+            files = rows.gather(indices, np.empty(len(indices), object))
+            crops = draw_crops(0.5, len(indices), 1)
+            return rows.gather(indices, out_of(len(indices)), crops, files)
 
         read(np.arange(31))
         for _ in range(5):
-            with pytest.raises(RunError, match="row 31 of split 'train' cannot be de") as caught:
+            with pytest.raises(RunError, match="sample 31 of split 'train' cannot be de") as caught:
                 read(np.arange(ROWS))
             assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
             assert caught.value.exit_code == 1
@@ -196,8 +195,8 @@ def test_no_thread_writes_any_longer_when_an_error_is_raised(made, monkeypatch):
         running.append(-1)
         return bytes(13 * 17 * 3)
 
-    monkeypatch.setattr(encoded, "decode_row", slow)
-    with Encoded(made, "train", 3) as rows:
+    monkeypatch.setattr(split, "decode_file", slow)
+    with Split(made, "train", 3) as rows:
         with pytest.raises(RunError, match="for once"):
             rows.gather(np.arange(ROWS), out_of(ROWS))
         assert sum(running) == 1 and len(running) > 3
@@ -206,7 +205,7 @@ def test_no_thread_writes_any_longer_when_an_error_is_raised(made, monkeypatch):
 def test_files_of_other_kinds_are_not_decoded(copy):
     """A pack holds gray and YCbCr alone: no other of Pillow's readers is ever started."""
     packed = read_pack(copy)
-    with Encoded(packed, "train") as rows:
+    with Split(packed, "train") as rows:
         start, length = int(rows._offsets[3]), int(np.diff(rows._offsets)[3])
     image = Image.new("RGB", (3, 3))
     for kind, mode in (("PNG", "RGB"), ("JPEG", "CMYK")):
@@ -217,21 +216,21 @@ def test_files_of_other_kinds_are_not_decoded(copy):
             file.seek(packed.splits["train"].images_offset + start)
             file.write(other.getvalue())
         with (
-            Encoded(packed, "train") as rows,
-            pytest.raises(RunError, match="row 3 of split 'train' cannot be decoded"),
+            Split(packed, "train") as rows,
+            pytest.raises(RunError, match="sample 3 of split 'train' cannot be decoded"),
         ):
             rows.gather(np.array([3]), out_of(1))
 
 
 def test_a_pack_cut_short_while_in_use(copy):
     packed = read_pack(copy)
-    with Encoded(packed, "train") as rows:
+    with Split(packed, "train") as rows:
         os.truncate(copy, packed.splits["train"].images_offset + int(rows._offsets[30]) + 1)
         rows.gather(np.arange(30), out_of(30))
         with pytest.raises(RunError, match="cut short while in use"):
             rows.gather(np.array([30]), out_of(1))
     with pytest.raises(UsageError, match="bytes here, but .* when it was checked"):
-        Encoded(packed, "train")
+        Split(packed, "train")
 
 
 def refusal(path, change):
@@ -256,7 +255,7 @@ def test_offsets_out_of_order_or_out_of_the_data_are_refused(copy, place, value)
 
     assert "offsets of split 'train' do not cut its" in refusal(copy, change)
     with pytest.raises(UsageError, match="offsets of split 'train'"):  # on the other ranks
-        Encoded(packed, "train")
+        Split(packed, "train")
 
 
 def replaced(name, make):
@@ -286,17 +285,17 @@ def test_links_and_data_of_another_kind_are_refused(copy, tmp_path):
         ),
         (
             "bytes",
-            "one piece",
+            "stored in",
             lambda f: f.create_dataset("train/bytes", (size,), "u1", external=outside),
         ),
-        ("bytes", "one piece", lambda f: f.create_virtual_dataset("train/bytes", layout)),
+        ("bytes", "virtual", lambda f: f.create_virtual_dataset("train/bytes", layout)),
         (
             "bytes",
-            "one piece",
-            lambda f: f.create_dataset("train/bytes", (size,), "u1", chunks=True),
+            "stored in",
+            lambda f: f.create_dataset("train/bytes", data=np.zeros(size, "u1"), chunks=True),
         ),
         ("bytes", "does not hold", lambda f: f.create_dataset("train/bytes", (10**13,), "u1")),
-        ("bytes", "is missing", lambda f: None),
+        ("bytes", "no dataset train/bytes", lambda f: None),
         ("offsets", "does not hold", lambda f: f.create_dataset("train/offsets", (10**12,), "i8")),
         (
             "offsets",
@@ -323,7 +322,7 @@ def test_attributes_are_checked(copy):
         ("image_shape", np.array([0, 17, 3]), "says 17x0x3"),
         ("image_shape", np.array([13, 17, 2]), "says 17x13x2"),
         ("image_shape", None, "'image_shape' is missing"),
-        ("version", 1, "/train/images is missing"),
+        ("version", 1, "no dataset train/images"),
     ):
         copy.write_bytes(whole)
 
@@ -352,8 +351,8 @@ def test_fit_and_shape_belong_to_the_uuid(copy):
 def test_reading_needs_no_hdf5_and_packs_can_be_sent(made):
     assert pickle.loads(pickle.dumps(made)) == made
     code = (
-        "import pickle, sys; from hpctrain.data.opened import open_split; import numpy as np;"
-        f"rows = open_split(pickle.loads({pickle.dumps(made)!r}), 'train');"
+        "import pickle, sys; from hpctrain.data.split import Split; import numpy as np;"
+        f"rows = Split(pickle.loads({pickle.dumps(made)!r}), 'train');"
         "rows.gather(np.array([1]), np.empty((1, 13, 17, 3), np.uint8));"
         "print('h5py' in sys.modules)"
     )
@@ -372,5 +371,5 @@ def test_odd_metadata_says_nothing_while_training(made, tmp_path):
         (tmp_path / f"images/a/{number}.jpg").write_bytes(file.getvalue())
     packed = pack(tmp_path / "images", tmp_path / "a.h5", encoding="jpeg", split="0.5,0.5")
     assert packed.provenance["encoding"]["kept"] == 3
-    with open_split(packed, "train") as rows:
+    with Split(packed, "train") as rows:
         rows.gather(np.array([0]), np.empty((1, 37, 41, 3), np.uint8))

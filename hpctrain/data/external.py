@@ -1,0 +1,207 @@
+"""An HDF5 file that is no pack, read where it lies: images and labels as others keep them.
+
+Such a file has samples and no splits: they are drawn from a seed, and a split is a list of indices;
+nothing is copied. Where samples can be read one by one, each class is cut by the shares and every
+split is put into random order, so that a file ordered by class does no harm. Where samples should
+be read in long blocks (chunks, or --shuffle blocks), whole blocks are drawn, and a split keeps the
+file's order: ``orders.Blocks`` then assigns the blocks to the shards at random.
+
+What the file must be is checked in ``external_file.py``; ``split.py`` reads the samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import uuid
+import zlib
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from hpctrain.data.checks import NOT_FINITE
+from hpctrain.data.orders import random_order
+from hpctrain.data.pack_format import SPLITS, ExternalFile, Pack, SplitLayout
+from hpctrain.data.packing.split import LEFT_OUT, assign, cut, parse_split
+from hpctrain.data.partition import READ_BYTES
+from hpctrain.data.split import WHOLE_FILE, Split
+from hpctrain.errors import RunError, UsageError
+from hpctrain.keys import random_key
+
+DEFAULT_SPLIT = "0.9,0.1"
+PROBED = 64  # images that tell one file from another
+FEW_BLOCKS = 32  # in a window: too few to mix the classes of an ordered file
+# Blocks that a file, and each class of it, has before they grow: shares and classes stay even.
+MIN_BLOCKS, MIN_BLOCKS_OF_CLASS = 1000, 20
+
+Shares = tuple[Fraction, Fraction, Fraction]  # of train, validation, test
+
+
+def read_external(
+    path: str | os.PathLike[str],
+    images: str,
+    labels: str,
+    layout: str | None = None,
+    split: str | None = None,
+    seed: int = 0,
+    block_rows: int | None = None,
+) -> Pack:
+    """The file as a pack: checked, identified and split.
+
+    `images` and `labels` are paths of datasets within the file, `split` the shares as for the
+    packer. Samples are drawn in blocks of `block_rows`: 0 = one by one, class by class; None = in
+    blocks that suit the file. Where it has chunks these are whole ones in any case. Raises
+    UsageError.
+    """
+    from hpctrain.data import external_file  # brings h5py
+
+    parse_split(split or DEFAULT_SPLIT)  # before anything is opened
+    found, shape, values = external_file.inspect(os.path.abspath(path), images, labels, layout)
+    classes = int(values.max()) + 1
+    source = dataclasses.replace(
+        found,
+        block_rows=choose_block_rows(found, classes, block_rows),
+        split=split or DEFAULT_SPLIT,
+        seed=seed,
+    )
+    pack = Pack(
+        source.path,
+        "",
+        source.file_size,
+        source.image_shape,
+        tuple(str(k) for k in range(classes)),
+        {name: SplitLayout(name, len(of), -1, -1) for name, of in draw(source, values).items()},
+        mean=(0.0,) * source.image_shape[2],
+        std=(0.0,) * source.image_shape[2],
+        provenance={"source": os.path.basename(source.path), "images": source.images},
+        external=source,
+    )
+    return dataclasses.replace(pack, uuid=_identity(pack, source, shape))
+
+
+@lru_cache(maxsize=1)
+def split_labels(source: ExternalFile) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """All labels (N,) and the samples of every split, kept for the next split that is opened."""
+    from hpctrain.data import external_file
+
+    labels = external_file.read_labels(source)
+    return labels, draw(source, labels)
+
+
+def _identity(pack: Pack, source: ExternalFile, shape: tuple[int, ...]) -> str:
+    """The uuid of what the file holds: the same wherever it lies. Raises UsageError."""
+    count = min(PROBED, source.rows)
+    rows = np.unique(np.arange(count) * (source.rows - 1) // max(1, count - 1))
+    images = np.empty((len(rows), *source.image_shape), source.dtype)
+    try:
+        with Split(pack, WHOLE_FILE) as samples:
+            samples.gather(rows, images)
+    except RunError as error:
+        raise UsageError(str(error)) from None
+    finite = np.isfinite(images).reshape(len(rows), -1).all(axis=1)
+    if not finite.all():
+        row = rows[~finite][0]
+        raise UsageError(f"{source.path}: row {row} of {source.images} {NOT_FINITE}")
+    probe = zlib.crc32(images.reshape(-1).view(np.uint8).data)
+    known: list[Any] = [source.dtype, list(shape), source.layout, source.images, source.labels]
+    text = json.dumps([*known, source.labels_crc32, probe])
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, text))
+
+
+def choose_block_rows(source: ExternalFile, classes: int, wanted: int | None) -> int:
+    """Samples that are drawn together: whole chunks of about READ_BYTES, fewer in a small file."""
+    unit = source.chunk_rows or 1
+    if wanted == 0 and not source.chunk_rows:
+        return 0
+    if wanted and 0 < wanted <= source.rows and wanted % unit == 0:
+        return wanted
+    units, blocks = -(-source.rows // unit), max(MIN_BLOCKS, MIN_BLOCKS_OF_CLASS * classes)
+    return unit * max(1, min(READ_BYTES // (unit * source.image_bytes), units // blocks))
+
+
+def draw(source: ExternalFile, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """The samples of every split, from labels (N,). Raises UsageError where a split that has a
+    share gets none, or a class has no sample in train.
+    """
+    shares = parse_split(source.split)
+    drawn = (_draw_blocks if source.block_rows else _draw_samples)(source, labels, shares)
+    how = "class by class"
+    if source.block_rows:
+        what = "whole chunks" if source.chunk_rows else "blocks"
+        how = f"in {what} of {source.block_rows:,} images"
+    for name, share in zip(SPLITS, shares, strict=True):
+        if share and not len(drawn[name]):
+            raise UsageError(
+                f"--split {source.split} leaves no image of {source.path} for {name}: there are"
+                f" {source.rows:,} images, drawn {how}; give {name} a larger share,"
+                " or train on all of them with --split 1"
+            )
+    missing = np.setdiff1d(labels, labels[drawn["train"]])
+    if len(missing):
+        raise UsageError(
+            f"class {missing[0]} of {source.path} has {int((labels == missing[0]).sum()):,} images"
+            f" and none of them in train, drawn {how}: give train a larger share, or another --seed"
+        )
+    return {name: rows for name, rows in drawn.items() if len(rows)}
+
+
+def _draw_samples(
+    source: ExternalFile, labels: np.ndarray, shares: Shares
+) -> dict[str, np.ndarray]:
+    """Each class by the shares; every split in random order."""
+    nothing_given = np.full(len(labels), LEFT_OUT, np.int8)
+    splits = assign(labels, nothing_given, np.arange(len(labels)), shares, source.seed)
+    drawn = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
+    return {
+        name: rows[random_order(len(rows), random_key(source.seed, "pack order", name))]
+        for name, rows in drawn.items()
+    }
+
+
+def _draw_blocks(source: ExternalFile, labels: np.ndarray, shares: Shares) -> dict[str, np.ndarray]:
+    """Whole blocks by the shares; every split in the order of the file.
+
+    Blocks are sorted by the class of their middle sample, at random within a class, and the splits
+    take turns, so that in a file ordered by class each split gets its share of every class.
+    """
+    firsts = np.arange(0, source.rows, source.block_rows)
+    order = random_order(len(firsts), random_key(source.seed, "pack split"))
+    middle = labels[np.minimum(firsts + source.block_rows // 2, source.rows - 1)]
+    order = order[np.argsort(middle[order], kind="stable")]
+    counts = cut(len(firsts), shares)
+    turns = np.concatenate([(np.arange(count) + 0.5) / max(1, count) for count in counts])
+    splits = np.repeat(np.arange(len(counts)), counts)[np.argsort(turns, kind="stable")]
+    drawn = {}
+    for position, name in enumerate(SPLITS):
+        chosen = firsts[np.sort(order[splits == position])]
+        rows = (chosen[:, None] + np.arange(source.block_rows)).ravel()
+        drawn[name] = rows[rows < source.rows]  # the last block may be short
+    return drawn
+
+
+def reading_note(pack: Pack, shuffle: str, window_blocks: int) -> str | None:
+    """What is worth a note in the record where such a file is read in an order that does not suit
+    it: chunks sample by sample, or windows of few blocks.
+    """
+    source = pack.external
+    if source is None:
+        return None
+    if shuffle == "blocks":
+        if window_blocks >= FEW_BLOCKS:
+            return None
+        return (
+            f"a window of --shuffle blocks holds {window_blocks} blocks of {source.block_rows:,}"
+            f" images: if {source.images} is ordered by class, batches are too; a larger"
+            " --read-buffer helps"
+        )
+    if not source.chunk_rows:
+        return None
+    size = source.chunk_rows * source.image_bytes
+    return (
+        f"{source.images} is stored in chunks of {source.chunk_rows:,} images ({size:,} bytes):"
+        f" --shuffle {shuffle} reads a whole chunk for nearly every image that is not kept in"
+        " --read-buffer; --shuffle blocks reads each once an epoch"
+    )

@@ -1,0 +1,175 @@
+"""HDF5 files that come from anywhere: opened, searched and checked before a value is read.
+
+HDF5 can make its reader open other files. So every component of a path must be a hard link, no
+dataset may be virtual or stored externally, and no filter plug-in is loaded (``__init__.py``). What
+is declared must be there: a contiguous dataset lies within the file, a chunked one has all its
+chunks. Nothing is allocated for more than the file holds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import h5py
+
+from hpctrain.errors import UsageError
+
+FILTERS = {  # that hdf5_chunks.py undoes
+    h5py.h5z.FILTER_DEFLATE: "gzip",
+    h5py.h5z.FILTER_LZF: "lzf",
+    h5py.h5z.FILTER_SHUFFLE: "shuffle",
+    h5py.h5z.FILTER_FLETCHER32: "fletcher32",
+}
+MAX_FILTERS = 8
+MAX_CHUNK_BYTES = 1 << 30  # a whole row of chunks is held in memory
+NAMED = 8  # members of a group that are listed where a name is not found
+
+
+class Unusable(Exception):
+    """The file was opened but what it holds cannot be used; the text says why."""
+
+
+class DamagedChunk(Exception):
+    """A chunk is not what its filters make; the text says which one and why."""
+
+
+@contextmanager
+def open_hdf5(path: str) -> Iterator[h5py.File]:
+    """The file, to be read in a ``with`` block. Any failure there to make sense of it becomes one
+    UsageError that names the file.
+    """
+    with usage_errors(path), open_unchecked(path) as file:
+        yield file
+
+
+def open_unchecked(path: str) -> h5py.File:
+    """The file, read-only, unlocked (it never changes), without HDF5's own cache of chunks."""
+    return h5py.File(path, "r", locking=False, rdcc_nbytes=0)
+
+
+@contextmanager
+def usage_errors(path: str) -> Iterator[None]:
+    """Any failure to make sense of the file -> one UsageError."""
+    if os.path.isdir(path):
+        raise UsageError(f"{path} is a folder: make a pack of it with 'hpctrain pack {path}'")
+    try:
+        yield
+    except UsageError:
+        raise
+    except (FileNotFoundError, PermissionError) as error:
+        raise UsageError(f"{path} cannot be opened: {os.strerror(error.errno or 0)}") from None
+    except Unusable as error:
+        raise UsageError(f"{path}: {error}") from None
+    except Exception as error:  # damaged metadata makes HDF5 and h5py raise many kinds
+        raise UsageError(f"{path} {explain(error)}") from None
+
+
+def explain(error: Exception) -> str:
+    """What happened to a file, from what HDF5 says of it: "is cut short: ..."."""
+    text = str(error)
+    if isinstance(error, DamagedChunk):
+        return f"is damaged: {error}; copy or make it again"
+    if "file signature not found" in text:
+        return "is no HDF5 file: make a pack of image files with 'hpctrain pack'"
+    sizes = re.search(r"truncated file: eof = (\d+).*stored_eof = (\d+)", text)
+    if sizes:
+        there, meant = (int(size) for size in sizes.groups())
+        return f"is cut short: it has {there:,} of {meant:,} bytes; copy or make it again"
+    if "already open for write" in text or "bad object header version" in text:
+        return "was not written to its end (or is still being written); copy or make it again"
+    inner = re.search(r"\((.*)\)", text)
+    reason = (inner.group(1) if inner else text).strip().split("\n")[0]
+    return f"is damaged: {reason or 'HDF5 cannot read it'}; copy or make it again"
+
+
+def file_size(file: h5py.File) -> int:
+    """Bytes that the file has now."""
+    return os.fstat(file.id.get_vfd_handle()).st_size
+
+
+def find_dataset(file: h5py.File, name: str) -> h5py.Dataset:
+    """The dataset of this path, every component of which is a hard link. Raises Unusable."""
+    node: Any = file
+    for part in [p for p in name.split("/") if p not in ("", ".")]:
+        where = f"{node.name.rstrip('/')}/{part}"
+        link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
+        if link is None:
+            raise Unusable(f"there is no dataset {name}{_members(node)}")
+        if not isinstance(link, h5py.HardLink):
+            raise Unusable(f"{where} is a link to elsewhere, which is not followed")
+        if node.get(part, getclass=True) not in (h5py.Group, h5py.Dataset):
+            raise Unusable(f"{where} is neither a group nor a dataset")
+        node = node[part]
+    if not isinstance(node, h5py.Dataset):
+        raise Unusable(f"{name or repr(name)} is a group, not a dataset{_members(node)}")
+    return node
+
+
+def _members(node: h5py.HLObject) -> str:
+    if not isinstance(node, h5py.Group):
+        return f": {node.name} is a dataset itself"
+    names = list(islice(node, NAMED + 1))
+    more = ", ..." if len(names) > NAMED else ""
+    return f"; {node.name} holds {', '.join(names[:NAMED]) or 'nothing'}{more}"
+
+
+def check_storage(data: h5py.Dataset, size: int) -> int:
+    """The rows that a chunk spans, 0 for a contiguous dataset of a file of `size` bytes. Raises
+    Unusable for what is stored in other ways, or not all there.
+    """
+    properties, name = data.id.get_create_plist(), data.name
+    storage = properties.get_layout()
+    if storage == h5py.h5d.VIRTUAL:
+        raise Unusable(f"{name} is a virtual dataset, made of others, which is not read")
+    if properties.get_external_count():
+        raise Unusable(f"{name} is stored in other files, which are not read")
+    stored, declared = data.id.get_storage_size(), data.size * data.id.get_type().get_size()
+    if storage == h5py.h5d.CHUNKED:
+        _check_chunks(data, stored, size)
+        return int(data.chunks[0])
+    offset = data.id.get_offset()
+    if storage == h5py.h5d.COMPACT:
+        raise Unusable(f"{name} is stored within its header: only contiguous or chunked is read")
+    if offset is None:
+        raise Unusable(f"{name} was never written: the file does not hold its {declared:,} bytes")
+    if stored != declared or offset + stored > size:
+        raise Unusable(f"{name} says {declared:,} bytes, which the file does not hold")
+    return 0
+
+
+def _check_chunks(data: h5py.Dataset, stored: int, size: int) -> None:
+    properties, name = data.id.get_create_plist(), data.name
+    if properties.get_nfilters() > MAX_FILTERS:
+        raise Unusable(f"{name} has {properties.get_nfilters()} filters: at most {MAX_FILTERS}")
+    for number in range(properties.get_nfilters()):
+        code, _, _, text = properties.get_filter(number)
+        if code not in FILTERS:
+            label = f"{code} ({text.decode('ascii', 'replace')})" if text else str(code)
+            raise Unusable(
+                f"{name} is compressed by the filter {label}, which is not read: only gzip, lzf,"
+                " shuffle and fletcher32"
+            )
+    grid = [-(-n // c) for n, c in zip(data.shape, data.chunks, strict=True)]
+    written = data.id.get_num_chunks()
+    if written != math.prod(grid) or stored > size:
+        raise Unusable(
+            f"{name} was not written to its end: {written:,} of {math.prod(grid):,} chunks"
+        )
+    widest = [max(n, c) for n, c in zip(data.shape[1:], data.chunks[1:], strict=True)]
+    held = data.chunks[0] * math.prod(widest) * data.id.get_type().get_size()
+    if held > MAX_CHUNK_BYTES:
+        raise Unusable(
+            f"{name} has chunks of {data.chunks[0]:,} rows, {held:,} bytes, that had to be held in"
+            f" memory whole: at most {MAX_CHUNK_BYTES:,} are read"
+        )
+
+
+def library_versions() -> str:
+    """Versions of h5py and of the HDF5 that it brings."""
+    return f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}"
