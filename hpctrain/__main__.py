@@ -1,10 +1,10 @@
 """``python -m hpctrain``, and the command ``hpctrain``: the subcommand between two frames."""
 
-import os
 import sys
 
 from hpctrain.launcher import end_with_launcher
 from hpctrain.signals import ignore, listen
+from hpctrain.text import discard_stdout
 
 
 def program() -> int:
@@ -15,7 +15,7 @@ def program() -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # as in `hpctrain --help | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit
+        discard_stdout()
         return 1
 
 

@@ -23,6 +23,10 @@ class Console(RichConsole):
         """What rich makes of every string that it is given."""
         return super().render_str(printable(text, self.encoding, newlines=False), **options)
 
+    def on_broken_pipe(self) -> None:
+        """Raise the error: rich would end the process, and with it the training."""
+        raise
+
 
 def styled(text: str, style: str = "", encoding: str = "utf-8") -> Text:
     """Text with a style, control characters as escapes."""

@@ -6,10 +6,12 @@ A name may hold anything. What a terminal, a spreadsheet or a person sees of it 
 
 from __future__ import annotations
 
+import os
 import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TextIO
 
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that spreadsheets compute
@@ -30,6 +32,14 @@ def say(text: str, file: TextIO | None = None) -> None:
     """Print a line on standard output, or on `file`, with whatever names it holds."""
     file = file or sys.stdout
     print(printable(text, getattr(file, "encoding", None) or "utf-8"), file=file, flush=True)
+
+
+def discard_stdout() -> None:
+    """Let what is still printed, and flushed at exit, go nowhere: standard output is gone."""
+    with suppress(OSError, ValueError):  # it may be an object without a descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def csv_cell(value: object) -> object:

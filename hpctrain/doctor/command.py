@@ -31,6 +31,7 @@ from hpctrain.errors import UsageError, first_line
 from hpctrain.launcher import launched_rank
 from hpctrain.report.bar import dumb_terminal, terminal_columns
 from hpctrain.report.progress import counted
+from hpctrain.text import discard_stdout
 
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
 LOOPS, LOOP_SECONDS = 5, 0.01  # calls are timed in loops of about this length
@@ -195,6 +196,4 @@ def _print(content: Table | Text) -> None:
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # else the flush at exit fails, too
-        os.close(nowhere)
+        discard_stdout()

@@ -91,12 +91,6 @@ def _width() -> int:
     return terminal_columns() or UNKNOWN_WIDTH
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Let the error through: rich would end the process, and with it the training."""
-        raise
-
-
 class Bar:
     """Two lines kept below all that is printed, until closed.
 
@@ -105,7 +99,7 @@ class Bar:
     """
 
     def __init__(self) -> None:
-        self._console = _Console(force_terminal=True, width=_width())
+        self._console = Console(force_terminal=True, width=_width())
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
         self._console.show_cursor(True)  # a killed run must not leave a terminal without cursor

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.heartbeats import cause_if_ended, find_cause
-from hpctrain.report.costs import Costs
-from hpctrain.report.curve import Curve
 from hpctrain.report.fields import LABELS, Record
+from hpctrain.report.step_stats import Costs, Curve
 
 RECENT = 50  # steps over which speeds and shares are taken
 MOST_NOTES, MOST_SPLITS, MOST_LAUNCHES = 5, 8, 1000  # that are kept

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.report.curve import Curve
 from hpctrain.report.fields import LABELS
 from hpctrain.report.figures import BLUE, VERMILLION, columns_for, empty_figure, wrapped
 from hpctrain.report.history import Metrics, find_outcome
 from hpctrain.report.record import read_history
+from hpctrain.report.step_stats import Curve
 from hpctrain.text import printable
 
 LARGE = (6.0, 2.7)  # inches of a panel of one network alone

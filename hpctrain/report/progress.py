@@ -7,15 +7,14 @@ for batch logs. All is made from the records alone.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.report.costs import whole_percents
-from hpctrain.text import say
+from hpctrain.report.step_stats import whole_percents
+from hpctrain.text import discard_stdout, say
 
 if TYPE_CHECKING:
     from hpctrain.report.bar import Bar
@@ -157,12 +156,9 @@ class Display:
         return max(total - self._latest["step"], 0) * elapsed / done
 
     def _fall_silent(self) -> None:
-        """Give up showing; what others still print must not fail, nor the flush at exit."""
+        """Stop showing: training goes on, and what others still print must not fail."""
         self._silent = True
-        with suppress(OSError, ValueError):  # output may be an object without a descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+        discard_stdout()
         self.close()
 
 
@@ -229,7 +225,7 @@ def summary_lines(record: Record, evaluations: dict[str, Record]) -> list[str]:
     results = {}
     for split, last in evaluations.items() if record["status"] in ("done", "stopped") else ():
         name = "loss" if last["accuracy"] is None else "accuracy"
-        results[split] = f"{split} {name} {_short(last[name])}"
+        results[split] = f"{split} {name} {short_number(last[name])}"
     first = [f"{began} {duration(record['seconds'])}", reason, results.pop("test", None)]
     lines = [_joined(first, ": "), "  " + _joined(list(results.values()))][: 1 + bool(results)]
     if record["status"] in ("stopped", "preempted"):
@@ -259,9 +255,9 @@ def figures(record: Record) -> str:
     """Loss, accuracy and speed in columns; what is None is left out."""
     loss, accuracy, speed = record["loss"], record["accuracy"], record["images_per_second"]
     columns = [
-        "" if loss is None else f"loss {_short(loss):>8}",
+        "" if loss is None else f"loss {short_number(loss):>8}",
         "" if accuracy is None else f"accuracy {accuracy:.4f}",
-        "" if speed is None else f"{speed:>7,.{0 if speed >= 100 else 1}f} images/s",
+        "" if speed is None else f"{rate(speed):>7} images/s",
     ]
     return _joined(columns, "  ")
 
@@ -284,9 +280,14 @@ def _joined(parts: Sequence[Any], separator: str = ", ") -> str:
     return separator.join(str(part) for part in parts if part)
 
 
-def _short(number: float | None) -> str:
+def short_number(number: float | None, missing: str = "?") -> str:
     """Four decimals, or three digits and an exponent for what is too small or large for that."""
     if number is None:
-        return "?"
+        return missing
     small_or_large = number != 0 and not 1e-3 <= abs(number) < 1e5
     return f"{number:.2e}" if small_or_large else f"{number:.4f}"
+
+
+def rate(number: float) -> str:
+    """Images a second."""
+    return f"{number:,.{0 if number >= 100 else 1}f}"

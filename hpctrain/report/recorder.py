@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import Failure, RunError
 from hpctrain.files import open_itself
-from hpctrain.report.costs import Costs
 from hpctrain.report.fields import FIELDS, encode_record
 from hpctrain.report.record import FILE_NAME, LONGEST_LINE, cut_torn_line
+from hpctrain.report.step_stats import Costs
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from hpctrain.report.curve import Curve
 from hpctrain.report.history import RunHistory
-from hpctrain.report.progress import counted, duration
+from hpctrain.report.progress import counted, duration, rate, short_number
+from hpctrain.report.step_stats import Curve
 from hpctrain.watch.runs import Summary, clean
 
 Values = list[tuple[float, float]]  # (step, value), in order of steps
@@ -204,7 +204,10 @@ def metrics(run: Summary) -> str:
 
 def speed(run: Summary) -> str:
     """Images a second, ranks, where the time goes."""
-    parts = [f"{rate(run)} images/s" if rate(run) else "", counted(run["ranks"], "rank")]
+    parts = [
+        f"{_rate(run)} images/s" if run["images_per_second"] else "",
+        counted(run["ranks"], "rank"),
+    ]
     if run["slowest_rank"] is not None:
         often = f" in {round(100 * run['slowest_share'])} %" if run["slowest_share"] else ""
         parts.append(f"slowest rank {run['slowest_rank']}{often}")
@@ -223,9 +226,9 @@ def cells(run: Summary) -> Sequence[str]:
         f"{run['epoch']}{epochs}" if run["epoch"] else "",
         percent(run["share"]) if run["share"] is not None else "",
         duration(run["seconds_left"]) if run["seconds_left"] is not None else "",
-        short(run["loss"]),
-        short(run["accuracy"]),
-        rate(run),
+        short_number(run["loss"], ""),
+        short_number(run["accuracy"], ""),
+        _rate(run),
     )
 
 
@@ -234,19 +237,10 @@ def percent(share: float) -> str:
     return f"{int(100 * share + 1e-9)} %" if share < 1 else "100 %"
 
 
-def rate(run: Summary) -> str:
-    """Images a second."""
-    value = run["images_per_second"]
-    return "" if value is None else f"{value:,.{0 if value >= 100 else 1}f}"
-
-
-def short(value: float | None) -> str:
-    """Four decimals, or three digits and an exponent."""
-    if value is None:
-        return ""
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
-
-
 def _loss_accuracy(values: dict[str, Any]) -> str:
     names = [name for name in ("loss", "accuracy") if values[name] is not None]
-    return " ".join(f"{name} {short(values[name])}" for name in names)
+    return " ".join(f"{name} {short_number(values[name])}" for name in names)
+
+
+def _rate(run: Summary) -> str:
+    return rate(run["images_per_second"]) if run["images_per_second"] is not None else ""

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from hpctrain.errors import UsageError
 from hpctrain.heartbeats import BEAT_EVERY, FOLDER, is_gone, read_beat
-from hpctrain.report.costs import whole_percents
 from hpctrain.report.find import SETTINGS_FILE, find_runs, propose_run
 from hpctrain.report.history import Outcome, RunHistory, find_outcome, number, time_of
 from hpctrain.report.progress import duration
 from hpctrain.report.record import HistoryReader
+from hpctrain.report.step_stats import whole_percents
 from hpctrain.stop import ask
 from hpctrain.text import printable
 from hpctrain.training.control import STOP_FILE

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from hpctrain.errors import Failure, UsageError
-from hpctrain.report.curve import Curve
+from hpctrain.report.step_stats import Curve
 from hpctrain.text import say
 from hpctrain.watch.runs import WatchedRun, WatchedRuns, clean
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.report.costs import Costs, whole_percents
+from hpctrain.report.step_stats import Costs, whole_percents
 from hpctrain.training.folder import most_crowded
 
 

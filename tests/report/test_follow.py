@@ -9,8 +9,7 @@ import tracemalloc
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.report import curve, record
-from hpctrain.report.curve import Curve
+from hpctrain.report import record, step_stats
 from hpctrain.report.record import (
     FILE_NAME,
     LONGEST_LINE,
@@ -20,6 +19,7 @@ from hpctrain.report.record import (
     read_records,
     truncate_record,
 )
+from hpctrain.report.step_stats import Curve
 from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
 
 
@@ -154,7 +154,7 @@ def test_odd_values_in_records_do_no_harm(tmp_path):
 
 
 def test_a_curve_keeps_means_and_ranges_in_few_points(monkeypatch):
-    monkeypatch.setattr(curve, "MOST", 8)
+    monkeypatch.setattr(step_stats, "MOST_POINTS", 8)
     made = Curve()
     for step in range(1, 1001):
         made.add(step, step % 2)
