@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hpctrain.bench.peers import H5Images
+from hpctrain.data.augment import Augmentation
 from hpctrain.data.loader import Loader, make_prepare
 from hpctrain.data.orders import make_order
 from hpctrain.data.pack_format import Pack
@@ -118,7 +119,10 @@ CONTESTANTS: dict[str, Callable[[Path], Epoch]] = {
     "pack, --shuffle global": lambda path: loaded(read_pack(path), "global"),
     "pack, --shuffle blocks": lambda path: loaded(read_pack(path), "blocks"),
     "pack, kept, --flip --shift 4": lambda path: loaded(
-        read_pack(path), "partition", keep=True, prepare=make_prepare(flip=True, shift=4)
+        read_pack(path),
+        "partition",
+        keep=True,
+        prepare=make_prepare(augmentation=Augmentation(True, 4)),
     ),
     LOADER: lambda path: by_torch(path, 0),
     LOADER_2: lambda path: by_torch(path, 2),

@@ -10,10 +10,12 @@ value, is drawn where the images are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hpctrain.config import Config
 from hpctrain.data.upload import sent
 from hpctrain.errors import UsageError
 
@@ -21,6 +23,18 @@ from hpctrain.errors import UsageError
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 CACHED_VALUES = 1 << 17  # that a CPU core scales at a time: 512 KiB of float32 stay in its cache
+
+
+class Augmentation(NamedTuple):
+    """How training images are augmented: one field for each setting, of its name."""
+
+    flip: bool = False
+    shift: int = 0  # pixels
+
+    @classmethod
+    def of(cls, config: Config) -> Augmentation:
+        """What the settings of a run ask for."""
+        return cls(*(getattr(config, name) for name in cls._fields))
 
 
 def check_shift(shift: int, image_shape: tuple[int, int, int]) -> None:
@@ -58,13 +72,13 @@ def normalization(
     return torch.tensor(tuple(pack_mean)), torch.tensor(tuple(pack_std))
 
 
-def augment(images: Tensor, flip: bool, shift: int, key: int) -> Tensor:
+def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
     """Flip each image left to right with probability 1/2, then shift it by -shift to +shift pixels
     in x and in y, both uniform: (n, H, W, C) uint8 -> the same shape, on the same device.
 
     With neither, the images themselves come back and nothing is drawn.
     """
-    rows = len(images)
+    rows, (flip, shift) = len(images), augmentation
     if rows == 0 or not (flip or shift):
         return images
     # Both are drawn in any case, so that one does not change what the other draws.

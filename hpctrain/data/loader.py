@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hpctrain.data.augment import augment, to_input
+from hpctrain.data.augment import Augmentation, augment, to_input
 from hpctrain.data.cache import SampleCache
 from hpctrain.data.jpeg import draw_crops
 from hpctrain.data.orders import ByPartition, Order
@@ -61,8 +61,7 @@ def make_prepare(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     scaling: tuple[torch.Tensor, torch.Tensor] | None = None,
-    flip: bool = False,
-    shift: int = 0,
+    augmentation: Augmentation = Augmentation(),  # noqa: B008
 ) -> Prepare:
     """How images become the network's input on `device`: augmented, scaled, laid out.
 
@@ -71,7 +70,7 @@ def make_prepare(
     mean, std = (values.to(device) for values in scaling) if scaling else (None, None)
 
     def prepare(images: torch.Tensor, key: int) -> torch.Tensor:
-        images = augment(images.to(device), flip, shift, random_key(key, "augment"))
+        images = augment(images.to(device), augmentation, random_key(key, "augment"))
         return to_input(images, mean, std, dtype, channels_last)
 
     return prepare

@@ -15,7 +15,7 @@ from torch import nn
 
 from hpctrain import __version__
 from hpctrain.config import Config, check_ranges, segments, validate_optimizer
-from hpctrain.data.augment import normalization
+from hpctrain.data.augment import Augmentation, normalization
 from hpctrain.data.cache import sample_bytes
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare
@@ -130,9 +130,7 @@ def set_up(
     if config.stage and not config.dry_run:
         moving = config.worker_load == "auto"  # any shard may come to any host
         reading = staged(config.stage, reading, range(plan.shards) if moving else own, comm)
-    augmented = make_prepare(
-        device, dtype, config.channels_last, scaling, config.flip, config.shift
-    )
+    augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, device)
     notes = tuple(
         filter(None, (describe_sharing(places), describe_fresh_layer(fresh, plan.classes)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.augment import augment, check_shift, normalization, to_input
+from hpctrain.data.augment import Augmentation, augment, check_shift, normalization, to_input
 from hpctrain.errors import UsageError
 
 ROWS = 997
@@ -44,7 +44,7 @@ def movements(before: torch.Tensor, after: torch.Tensor, shift: int) -> list[tup
 
 def test_flips_and_shifts_are_as_often_as_chance_says() -> None:
     before = images()
-    found = movements(before, augment(before, True, 2, key=5), 2)
+    found = movements(before, augment(before, Augmentation(True, 2), key=5), 2)
     counts = Counter(found)
     assert len(counts) == 2 * 5 * 5
     assert max(counts.values()) < 50  # 20 expected
@@ -58,9 +58,9 @@ def test_flips_and_shifts_are_as_often_as_chance_says() -> None:
 
 def test_flip_alone_and_shift_alone() -> None:
     before = images(101)
-    both = movements(before, augment(before, True, 2, key=5), 2)
-    flips = movements(before, augment(before, True, 0, key=5), 0)
-    shifts = movements(before, augment(before, False, 2, key=5), 2)
+    both = movements(before, augment(before, Augmentation(True, 2), key=5), 2)
+    flips = movements(before, augment(before, Augmentation(True, 0), key=5), 0)
+    shifts = movements(before, augment(before, Augmentation(False, 2), key=5), 2)
     assert [f for f, _, _ in flips] == [f for f, _, _ in both]
     assert {f for f, _, _ in shifts} == {False}
     assert [m[1:] for m in shifts] == [m[1:] for m in both]
@@ -69,20 +69,20 @@ def test_flip_alone_and_shift_alone() -> None:
 def test_the_key_alone_decides() -> None:
     before = images(101)
     copy = before.clone()
-    first = augment(before, True, 2, key=5)
+    first = augment(before, Augmentation(True, 2), key=5)
     torch.manual_seed(99)
     state = torch.get_rng_state()
-    assert torch.equal(augment(before, True, 2, key=5), first)
-    assert not torch.equal(augment(before, True, 2, key=6), first)
+    assert torch.equal(augment(before, Augmentation(True, 2), key=5), first)
+    assert not torch.equal(augment(before, Augmentation(True, 2), key=6), first)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(before, copy)
-    augment(before, True, 2, key=2**63 - 1)
+    augment(before, Augmentation(True, 2), key=2**63 - 1)
 
 
 def test_nothing_is_touched_without_flip_and_shift() -> None:
     before = images(3)
-    assert augment(before, False, 0, key=5) is before
-    assert augment(before[:0], True, 2, key=5).shape == (0, 7, 5, 3)
+    assert augment(before, Augmentation(False, 0), key=5) is before
+    assert augment(before[:0], Augmentation(True, 2), key=5).shape == (0, 7, 5, 3)
     assert to_input(before[:0], torch.ones(3), torch.ones(3)).shape == (0, 3, 7, 5)
 
 
@@ -92,7 +92,7 @@ def test_the_largest_shift_and_a_single_image(shape: tuple[int, int, int]) -> No
     check_shift(shift, shape)
     before = images(1, shape)
     for key in range(13):
-        movements(before, augment(before, True, shift, key), shift)
+        movements(before, augment(before, Augmentation(True, shift), key), shift)
 
 
 @pytest.mark.parametrize("shift", [-1, 5, 100])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpctrain.data import loader as module
+from hpctrain.data.augment import Augmentation
 from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import Loader, ahead, make_prepare, read_samples
 from hpctrain.data.orders import make_order
@@ -120,7 +121,7 @@ def test_a_shard_without_rows_has_no_batch():
 def test_resident_and_streaming_give_the_same_bits_but_read_differently():
     partition_rows = np.arange(PARTITION.start(1), ROWS)
     streamed, kept = Source(), Source()
-    augmenting = {"flip": True, "shift": 2}
+    augmenting = {"augmentation": Augmentation(flip=True, shift=2)}
     results = []
     for source, read_buffer in ((streamed, STREAMING), (kept, RESIDENT)):
         prepare = make_prepare(**augmenting)
@@ -148,7 +149,7 @@ def test_read_buffer_is_counted_in_the_bytes_of_this_ranks_rows():
 @pytest.mark.parametrize("read_buffer", [STREAMING, RESIDENT])
 def test_an_epoch_goes_on_from_a_step_with_the_very_same_batches(read_buffer):
     def loader():
-        prepare = make_prepare(flip=True, shift=2)
+        prepare = make_prepare(augmentation=Augmentation(flip=True, shift=2))
         return Loader(Source(), PARTITION, MINE, SEED, prepare, read_buffer=read_buffer)
 
     whole = bits(loader().epoch(4))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.augment import add_noise
+from hpctrain.data.augment import Augmentation, add_noise
 from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import Loader, make_prepare
 from hpctrain.data.partition import cut_epoch
@@ -53,7 +53,7 @@ def test_the_order_of_copies_events_and_waits(stream):
     """Of three steps of two batches each."""
     source = Source()
     source.gather = noted(stream, "write", source.gather)
-    prepare = noted(stream, "prepare", make_prepare(flip=True))
+    prepare = noted(stream, "prepare", make_prepare(augmentation=Augmentation(flip=True)))
     pair = noted(stream, "pair", lambda images, labels, key: (images, labels))
     loader = Loader(source, PARTITION, [1, 2], SEED, prepare, pair, read_buffer=0)
     watched(loader._upload, stream)
@@ -113,15 +113,21 @@ def test_on_the_cpu_the_buffer_is_the_batch_and_nothing_is_waited_for():
 
 CASES = {
     "plain": ({}, None),
-    "flips, shifts": ({"flip": True, "shift": 3}, None),
-    "normalised": ({"flip": True, "shift": 2, "scaling": SCALING}, None),
-    "NCHW": ({"shift": 1, "scaling": SCALING, "channels_last": False}, None),
-    "bfloat16": ({"flip": True, "scaling": SCALING, "dtype": torch.bfloat16}, None),
+    "flips, shifts": ({"augmentation": Augmentation(True, 3)}, None),
+    "normalised": ({"augmentation": Augmentation(True, 2), "scaling": SCALING}, None),
+    "NCHW": (
+        {"augmentation": Augmentation(shift=1), "scaling": SCALING, "channels_last": False},
+        None,
+    ),
+    "bfloat16": (
+        {"augmentation": Augmentation(flip=True), "scaling": SCALING, "dtype": torch.bfloat16},
+        None,
+    ),
     "float64": ({"scaling": SCALING, "dtype": torch.float64}, None),
 }
 NOISY = {
-    "salt and pepper": ({"flip": True}, noisy("salt-pepper")),
-    "gaussian": ({"shift": 1}, noisy("gaussian")),
+    "salt and pepper": ({"augmentation": Augmentation(flip=True)}, noisy("salt-pepper")),
+    "gaussian": ({"augmentation": Augmentation(shift=1)}, noisy("gaussian")),
 }
 
 
@@ -185,7 +191,10 @@ def test_noise_is_drawn_where_the_images_are(monkeypatch):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_floats_too(dtype):
     source = Source(dtype)
-    here, there = (batches(device, {"flip": True}, None, source) for device in ("cpu", "cuda"))
+    here, there = (
+        batches(device, {"augmentation": Augmentation(flip=True)}, None, source)
+        for device in ("cpu", "cuda")
+    )
     for one, other in zip(here, there, strict=True):
         assert torch.equal(one.images, other.images.cpu())
 
@@ -200,7 +209,7 @@ def test_a_slow_user_sees_the_batch_that_it_took():
         torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
         return batch.images.clone(), batch.targets.clone()
 
-    prepare = {"flip": True, "shift": 2, "scaling": SCALING}
+    prepare = {"augmentation": Augmentation(True, 2), "scaling": SCALING}
     expected = batches("cpu", prepare, None)
     found = batches("cuda", prepare, None, use=slowly)
     for one, (images, targets) in zip(expected, found, strict=True):

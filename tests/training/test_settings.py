@@ -80,7 +80,7 @@ class Seen:
         self.steps.append(facts)
         self.weights.append(self.job.trainer.message.weights.detach().clone())
 
-    def epoch(self, *facts):
+    def epoch(self, **facts):
         pass
 
     @property
