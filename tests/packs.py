@@ -31,6 +31,12 @@ def make_pack(
     return path
 
 
+def places(partition, step, shard):
+    """The places in the shard's epoch that it reads in `step`."""
+    first = step * partition.shares[shard]
+    return slice(first, first + partition.count(step, shard))
+
+
 def order_of(partition, seed, epoch, shard):
     """The shard's rows in the order of this epoch, as `--shuffle partition` reads them."""
     return ByPartition(partition, seed).samples(epoch, shard, 0, partition.sizes()[shard])

@@ -1,9 +1,9 @@
-"""One image file -> one row of a pack: (H, W, C) uint8, C = 1 gray or 3 colour.
+"""One image file -> one sample of a pack: (H, W, C) uint8, C = 1 gray or 3 colour.
 
 What happens to a file, in this order:
 
 1. decoding by Pillow; only formats decoded in this process (no EPS, which starts a program), the
-   first frame of several, at most MOST_PIXELS, counted before memory is taken. A JPEG much larger
+   first frame of several, at most MAX_PIXELS, counted before memory is taken. A JPEG much larger
    than asked is decoded at 1/2, 1/4 or 1/8 scale, never below twice the size asked: three times
    faster on pictures of 12 megapixels, 0.4 gray levels from the full decoding on average, 4 at
    most;
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 
 FILE_LIMIT = 2**28  # bytes of one image file
-MOST_PIXELS = 2**26  # that are decoded of an image; with a palette or transparency they take 1 GB
+MAX_PIXELS = 2**26  # that are decoded of an image; with a palette or transparency they take 1 GB
 QUALITY = 95  # of images that become JPEG
 GRAY_MODES = ("1", "L", "LA", "La", "I", "F")  # and every mode that begins with "I;16"
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
@@ -156,8 +156,8 @@ def _open(data: bytes) -> Image.Image:
 def _load(image: Image.Image) -> None:
     """Decode the pixels. BadImage where there are too many."""
     width, height = image.size  # of a JPEG at the scale at which it is decoded
-    if width * height > MOST_PIXELS:
-        raise BadImage(f"{width:,} x {height:,} pixels; the limit is {MOST_PIXELS:,}")
+    if width * height > MAX_PIXELS:
+        raise BadImage(f"{width:,} x {height:,} pixels; the limit is {MAX_PIXELS:,}")
     image.load()
 
 

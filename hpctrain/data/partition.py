@@ -1,14 +1,14 @@
-"""Which rows each shard reads in each step: pure arithmetic, equal on every rank.
+"""Which samples each shard reads in each step: pure arithmetic, equal on every rank.
 
-A mini-batch of B rows is cut evenly into S shares b_j, the remainder to the first shards. An
-epoch over N rows has T = ceil(N / B) steps; all but the last are full. The rows of the last
+A global batch of B samples is cut evenly into S shares b_j, the remainder to the first shards. An
+epoch over N samples has T = ceil(N / B) steps; all but the last are full. The samples of the last
 step, R = N - (T - 1) B, are cut in proportion to the shares, so the partition of shard j has
 
     n_j = (T - 1) b_j + r_j,    r_j = floor(R c_{j+1} / B) - floor(R c_j / B)
 
-rows, with c_j = b_0 + ... + b_{j-1}. As r_j <= b_j all shards finish together and every row is
-read exactly once an epoch. Partitions are contiguous blocks of rows; ``orders.py`` says in which
-order they are read.
+samples, with c_j = b_0 + ... + b_{j-1}. As r_j <= b_j all shards finish together and every sample
+is read exactly once an epoch. Partitions are contiguous ranges of samples; ``orders.py`` says in
+which order they are read.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ def proportional_cut(total: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(cut)
 
 
-def cut_last_step(rows: int, shares: tuple[int, ...], least: int) -> tuple[int, ...] | None:
-    """The rows of the last step by shard, of even `shares`; none has fewer than `least` rows,
+def cut_last_step(rows: int, shares: tuple[int, ...], min_samples: int) -> tuple[int, ...] | None:
+    """The samples of the last step by shard, of even `shares`; none has fewer than `min_samples`,
     except zero.
 
-    With least = 2 (a layer with one value per row and channel cannot normalise a single row) as
-    few shards as can hold the rows are filled evenly instead: more would have fewer each. None
-    where even that fails.
+    With min_samples = 2 (a layer with one value per image and channel cannot normalise a single
+    one) as few shards as can hold the samples are filled evenly instead: more would have fewer
+    each. None where even that fails.
     """
     cut = proportional_cut(rows, shares)
-    if all(r == 0 or r >= least for r in cut):
+    if all(r == 0 or r >= min_samples for r in cut):
         return cut
     filled = next(n for n, room in enumerate(accumulate(shares), start=1) if room >= rows)
     cut = even_shares(rows, filled)
-    return cut + (0,) * (len(shares) - filled) if cut[-1] >= least else None
+    return cut + (0,) * (len(shares) - filled) if cut[-1] >= min_samples else None
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How one epoch over `rows` rows is cut into steps and shards."""
+    """How one epoch over `rows` samples is cut into steps and shards."""
 
-    rows: int  # N, rows of the training split
-    shares: tuple[int, ...]  # b_j, rows of shard j in a full step
-    last: tuple[int, ...]  # r_j, rows of shard j in the last step
+    rows: int  # N, samples of the training split
+    shares: tuple[int, ...]  # b_j, samples of shard j in a full step
+    last: tuple[int, ...]  # r_j, samples of shard j in the last step
 
     @cached_property
     def batch_size(self) -> int:
@@ -82,45 +82,40 @@ class Partition:
         return tuple(accumulate(self._sizes, initial=0))
 
     def sizes(self) -> tuple[int, ...]:
-        """Rows of every shard's partition, n_j."""
+        """Samples of every shard's partition, n_j."""
         return self._sizes
 
     def start(self, shard: int) -> int:
-        """First row of the shard's partition; of the shard after the last, the number of rows."""
+        """First sample of the shard's partition; for shard S, the number of samples."""
         return self._starts[shard]
 
     def count(self, step: int, shard: int) -> int:
-        """Rows of `shard` in `step` (from 0 within the epoch), m_j."""
+        """Samples of `shard` in `step` (from 0 within the epoch), m_j."""
         return self.last[shard] if step == self.steps - 1 else self.shares[shard]
 
     def total(self, step: int) -> int:
-        """Rows of all shards in `step`, M."""
+        """Samples of all shards in `step`, M."""
         return sum(self.last) if step == self.steps - 1 else self.batch_size
 
-    def slice(self, step: int, shard: int) -> slice:
-        """The places in the shard's epoch that it reads in `step`."""
-        first = step * self.shares[shard]
-        return slice(first, first + self.count(step, shard))
 
+def cut_epoch(rows: int, batch_size: int, shards: int, min_samples: int = 1) -> Partition:
+    """Cut an epoch over `rows` samples into steps of `batch_size` and shards.
 
-def cut_epoch(rows: int, batch_size: int, shards: int, least: int = 1) -> Partition:
-    """Cut an epoch over `rows` rows into steps of `batch_size` and shards.
-
-    `least` is the smallest number of rows a shard may meet in a step, zero excepted.
+    `min_samples` is the smallest number of samples a shard may have in a step, zero excepted.
     Raises UsageError where a full share or the last step cannot hold to it, with the nearest larger
-    mini-batch that can, if there is one.
+    global batch that can, if there is one.
     """
-    partition = _cut(rows, min(batch_size, rows), shards, least)
+    partition = _cut(rows, min(batch_size, rows), shards, min_samples)
     if partition is None:
-        raise UsageError(_refusal(rows, min(batch_size, rows), shards, least))
+        raise UsageError(_refusal(rows, min(batch_size, rows), shards, min_samples))
     return partition
 
 
-def _cut(rows: int, batch_size: int, shards: int, least: int) -> Partition | None:
+def _cut(rows: int, batch_size: int, shards: int, floor: int) -> Partition | None:
     shares = even_shares(batch_size, shards)
-    if shares[-1] < max(least, 1):
+    if shares[-1] < max(floor, 1):
         return None
-    last = cut_last_step(_last_rows(rows, batch_size), shares, least)
+    last = cut_last_step(_last_rows(rows, batch_size), shares, floor)
     return None if last is None else Partition(rows, shares, last)
 
 
@@ -128,19 +123,19 @@ def _last_rows(rows: int, batch_size: int) -> int:
     return rows - (-(-rows // batch_size) - 1) * batch_size
 
 
-def _refusal(rows: int, batch_size: int, shards: int, least: int) -> str:
-    """Why the mini-batch, at most all rows, cannot be cut; what to type."""
+def _refusal(rows: int, batch_size: int, shards: int, floor: int) -> str:
+    """Why the global batch, at most all samples, cannot be cut; what to type."""
     needs = (
-        f"the model normalises one value per image and channel somewhere, so a shard needs {least}"
+        f"the model normalises one value per image and channel somewhere, so a shard needs {floor}"
         " images a step"
     )
-    if rows < least * shards:
+    if rows < floor * shards:
         why = f"{rows:,} training images cannot be cut into {shards:,} shards"
-        way = f"use at most {rows // least} shards or ranks" if rows >= least else "add some"
-        return f"{needs}: {why}: {way}" if least > 1 else f"{why}: {way}"
+        way = f"use at most {rows // floor} shards or ranks" if rows >= floor else "add some"
+        return f"{needs}: {why}: {way}" if floor > 1 else f"{why}: {way}"
     if batch_size < shards:
         why = f"a mini-batch of {batch_size:,} rows cannot be cut into {shards:,} shards"
-    elif batch_size < least * shards:
+    elif batch_size < floor * shards:
         share = batch_size // shards
         why = f"{needs}; {batch_size:,} images over {shards:,} shards leave {share}"
     else:
@@ -148,6 +143,6 @@ def _refusal(rows: int, batch_size: int, shards: int, least: int) -> str:
             f"{needs}, but the last step of an epoch would hold {_last_rows(rows, batch_size):,}"
             f" ({rows:,} images in mini-batches of {batch_size:,})"
         )
-    larger = range(max(batch_size + 1, least * shards), rows + 1)  # the last of them is one step
-    fits = next(size for size in larger if _cut(rows, size, shards, least))
+    larger = range(max(batch_size + 1, floor * shards), rows + 1)  # the last of them is one step
+    fits = next(size for size in larger if _cut(rows, size, shards, floor))
     return f"{why}: use --batch-size {fits}"

@@ -19,7 +19,7 @@ from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from tests.data.pictures import class_folders, pack
-from tests.packs import order_of
+from tests.packs import order_of, places
 
 ROWS, SHAPE, SEED = 101, (5, 7, 3), 3
 PARTITION = cut_epoch(ROWS, 16, 3)  # 7 steps; shares 6, 5, 5; the last step has 5 rows
@@ -66,7 +66,7 @@ def indexed(source, epoch):
     """What each step must hold, by plain indexing: [(shard, images (m, C, H, W), labels)]."""
     steps = []
     for step in range(PARTITION.steps):
-        rows = [(j, order_of(PARTITION, SEED, epoch, j)[PARTITION.slice(step, j)]) for j in MINE]
+        rows = [(j, order_of(PARTITION, SEED, epoch, j)[places(PARTITION, step, j)]) for j in MINE]
         inputs = [
             (j, source.images[r].transpose(0, 3, 1, 2).astype(np.float32) / 255, source.labels[r])
             for j, r in rows

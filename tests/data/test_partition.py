@@ -18,7 +18,7 @@ from hpctrain.data.partition import (
     proportional_cut,
 )
 from hpctrain.errors import UsageError
-from tests.packs import order_of
+from tests.packs import order_of, places
 
 
 @pytest.mark.parametrize(("total", "parts"), [(128, 48), (7, 3), (8, 8), (101, 4), (1, 1)])
@@ -41,7 +41,7 @@ def test_proportional_cut_never_exceeds_a_share():
 def test_every_row_is_read_exactly_once_an_epoch(rows, shards):
     partition = cut_epoch(rows, 128, shards)
     read = [
-        order_of(partition, 3, 5, j)[partition.slice(t, j)]
+        order_of(partition, 3, 5, j)[places(partition, t, j)]
         for t in range(partition.steps)
         for j in range(shards)
     ]
@@ -89,7 +89,7 @@ def test_a_mini_batch_larger_than_the_split_is_one_step():
 def test_single_rows_are_planned_away_where_a_layer_needs_two(rows, shards):
     single = cut_epoch(rows, 128, shards).last
     assert 1 in single, "the case would not need planning"
-    partition = cut_epoch(rows, 128, shards, least=2)
+    partition = cut_epoch(rows, 128, shards, min_samples=2)
     assert all(r == 0 or r >= 2 for r in partition.last)
     assert sum(partition.last) == sum(single)
     assert sum(partition.sizes()) == rows
@@ -97,22 +97,22 @@ def test_single_rows_are_planned_away_where_a_layer_needs_two(rows, shards):
 
 def test_what_cannot_be_planned_away_is_refused_with_a_size_that_works():
     with pytest.raises(UsageError, match=r"would hold 1 \(129 images.*--batch-size 129$"):
-        cut_epoch(129, 128, 2, least=2)
+        cut_epoch(129, 128, 2, min_samples=2)
     with pytest.raises(UsageError, match="a shard needs 2 images"):
-        cut_epoch(128, 8, 8, least=2)
+        cut_epoch(128, 8, 8, min_samples=2)
     with pytest.raises(UsageError, match="9 training images .* 5 shards: use at most 4 shards"):
-        cut_epoch(9, 8, 5, least=2)
+        cut_epoch(9, 8, 5, min_samples=2)
 
 
 @pytest.mark.parametrize(("rows", "batch", "shards"), [(225, 128, 64), (119, 60, 30), (9, 9, 4)])
 def test_uneven_shares_are_cut_or_refused_at_once(rows, batch, shards):
     try:
-        partition = cut_epoch(rows, batch, shards, least=2)
+        partition = cut_epoch(rows, batch, shards, min_samples=2)
     except UsageError as error:
         if rows < 2 * shards:
             return
         proposal = int(str(error).rsplit("--batch-size ", 1)[1])
-        partition = cut_epoch(rows, proposal, shards, least=2)
+        partition = cut_epoch(rows, proposal, shards, min_samples=2)
     assert sum(partition.sizes()) == rows
     assert all(r == 0 or r >= 2 for r in (*partition.last, *partition.shares))
 
@@ -162,7 +162,7 @@ def test_a_shard_more_costs_no_look_at_all_others(order):
     for step in (0, 1, partition.steps - 1):
         assert partition.total(step) > 0
         for shard in range(shards):
-            place = partition.slice(step, shard)
+            place = places(partition, step, shard)
             rows = dealt.samples(0, shard, place.start, place.stop - place.start)
             assert len(rows) == partition.count(step, shard)
             dealt.reach(range(shard, shard + 1))
@@ -175,8 +175,8 @@ def test_a_mini_batch_is_proposed_after_few_looks(monkeypatch):
     monkeypatch.setattr(
         data_partition, "even_shares", lambda *given: looked.append(1) or original(*given)
     )
-    assert advised(lambda: cut_epoch(1_000_001, 8192, 4096, least=2)) == 8193
-    assert advised(lambda: cut_epoch(1_000_001, 1, 4096, least=2)) == 8193
+    assert advised(lambda: cut_epoch(1_000_001, 8192, 4096, min_samples=2)) == 8193
+    assert advised(lambda: cut_epoch(1_000_001, 1, 4096, min_samples=2)) == 8193
     assert len(looked) <= 20
 
 

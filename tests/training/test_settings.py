@@ -20,7 +20,7 @@ from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training.loop import run_epochs
 from hpctrain.training.setup import Job, make_model, set_up
-from tests.packs import make_pack, order_of
+from tests.packs import make_pack, order_of, places
 from tests.training.runs import make_run, short_run
 
 pytestmark = pytest.mark.mpi
@@ -447,7 +447,7 @@ def statistics(images: np.ndarray, plan: Plan, within_shards: bool) -> tuple:
     mean, variance = np.zeros(images.shape[3]), np.ones(images.shape[3])
     orders = [order_of(plan.partition, plan.seed, 0, j) for j in range(plan.shards)]
     for step in range(plan.steps_per_epoch):
-        parts = [values[orders[j][plan.partition.slice(step, j)]] for j in range(plan.shards)]
+        parts = [values[orders[j][places(plan.partition, step, j)]] for j in range(plan.shards)]
         union = np.concatenate(parts)
         new = union.var((0, 1, 2), ddof=1)
         if within_shards:

@@ -23,7 +23,7 @@ from hpctrain.training.backward import Eager
 from hpctrain.training.control import StepFlags
 from hpctrain.training.optim import make_optimizer
 from hpctrain.training.step import Trainer, train_step
-from tests.packs import order_of
+from tests.packs import order_of, places
 
 pytestmark = pytest.mark.mpi
 ROWS, SHAPE, CLASSES = 23, (6, 5, 2), 3
@@ -95,7 +95,7 @@ def plain_torch(source, partition, config, epochs=2):
     for epoch in range(epochs):
         orders = [order_of(partition, 7, epoch, j) for j in shards]
         for step in range(partition.steps):
-            rows = np.concatenate([orders[j][partition.slice(step, j)] for j in shards])
+            rows = np.concatenate([orders[j][places(partition, step, j)] for j in shards])
             usable = source.bad.usable(rows)
             rows = rows if usable is None else rows[usable]
             optimizer.zero_grad()

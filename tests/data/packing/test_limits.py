@@ -167,9 +167,9 @@ def test_an_image_bomb_is_refused_before_its_pixels_take_memory(tmp_path):
 def test_the_limit_is_of_the_pixels_that_are_decoded(tmp_path, monkeypatch):
     file = io.BytesIO()
     Image.fromarray(np.zeros((301, 401, 3), np.uint8)).save(file, "JPEG")
-    monkeypatch.setattr(images, "MOST_PIXELS", 401 * 301)
+    monkeypatch.setattr(images, "MAX_PIXELS", 401 * 301)
     decode(file.getvalue(), Fit(401, 301, 3, exact=True))
-    monkeypatch.setattr(images, "MOST_PIXELS", 401 * 301 - 1)
+    monkeypatch.setattr(images, "MAX_PIXELS", 401 * 301 - 1)
     with pytest.raises(BadImage, match="401 x 301 pixels; the limit is 120,700"):
         decode(file.getvalue(), Fit(401, 301, 3, exact=True))
     decode(file.getvalue(), Fit(11, 13, 3))  # at 1/8 scale
