@@ -8,9 +8,19 @@ from hpctrain.text import discard_stdout
 
 
 def program() -> int:
-    """Catch the scheduler's notices, run the subcommand, end MPI if it began; the exit code, also
-    where nobody reads the output any longer.
-    """
+    """Run the subcommand; the exit code, also where nobody reads its output any longer."""
+    try:
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in `hpctrain --help | head -1`
+        discard_stdout()
+        return 1
+
+
+def run() -> int:
+    """Catch the scheduler's notices, run the subcommand, end MPI if it began; the exit code."""
     words = sys.argv[1:]
     trains = not words or words[0] == "train" or words[0].startswith("-")
     if trains:  # before anything slow is imported: it may come at any moment
@@ -18,21 +28,14 @@ def program() -> int:
         end_with_launcher()
     from hpctrain.cli import main
 
-    try:
-        try:
-            code = main(words)
-            if trains:
-                ignore()
-            if "mpi4py.MPI" in sys.modules:
-                from hpctrain.parallel.mpi import end_mpi
+    code = main(words)
+    if trains:
+        ignore()
+    if "mpi4py.MPI" in sys.modules:
+        from hpctrain.parallel.mpi import end_mpi
 
-                end_mpi()
-            return code
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # as in `hpctrain --help | head -1`
-        discard_stdout()
-        return 1
+        end_mpi()
+    return code
 
 
 if __name__ == "__main__":

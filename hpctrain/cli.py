@@ -1,24 +1,19 @@
-"""The command line: ``python -m hpctrain [train|pack|evaluate|predict|plot|doctor] ...``.
+"""The command line: ``python -m hpctrain [SUBCOMMAND] ...``.
 
-A parser is built from the subcommand's dataclass in config.py; nothing heavy (torch, MPI, HDF5)
-is imported before the arguments are accepted, so that --help answers at once.
+Settings are parsed by ``config/parse.py``; nothing heavy (torch, MPI, HDF5) is imported before they
+are accepted.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import re
 import sys
 import time
 import typing
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 from hpctrain import __version__, config
-from hpctrain.configfile import read_settings, require_typed, take_files
-from hpctrain.errors import Failure, UsageError, brief, did_you_mean
+from hpctrain.errors import Failure, UsageError, did_you_mean
 from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.start import start
 
@@ -31,6 +26,12 @@ class Command(typing.NamedTuple):
     module: str
     collective: bool = False  # all ranks of a launcher take part
     alone: bool = False  # one process does it without MPI
+
+    def run(self, name: str, settings: Any) -> int:
+        """Do it; nothing heavy is imported before."""
+        if self.collective and ((launched_size() or 1) > 1 or not self.alone):
+            return start(name, self.module, settings)
+        return int(importlib.import_module(self.module).main(settings))
 
 
 COMMANDS = {
@@ -84,10 +85,7 @@ def main(argv: list[str] | None = None) -> int:
             if (launched_size() or 1) == 1:
                 raise
             return start("", "", failure=error)  # the ranks agree on it, and say it once
-        command = COMMANDS[name]  # nothing heavy is imported before
-        if command.collective and ((launched_size() or 1) > 1 or not command.alone):
-            return start(name, command.module, settings)
-        return int(importlib.import_module(command.module).main(settings))
+        return COMMANDS[name].run(name, settings)
     except Failure as error:
         _say_once(f"hpctrain: {error}")
         return error.exit_code
@@ -96,152 +94,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> tuple[str, Any]:
-    """The subcommand's name and its settings. Raises UsageError; exits for --help."""
-    name, rest = ("train", argv)
-    if argv and not argv[0].startswith("-"):
-        name, rest = argv[0], argv[1:]
-        if name not in COMMANDS:
-            raise UsageError(f"there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
-    elif argv and argv[0] in ("-h", "--help"):
+    """The subcommand's name and its settings. UsageError; exits for --help."""
+    if argv and argv[0] in ("-h", "--help"):
         print(_overview())
-    elif argv == ["--version"]:
+        raise SystemExit(0)
+    if argv == ["--version"]:
         print(__version__)
         raise SystemExit(0)
-    settings, parser = COMMANDS[name].settings, make_parser(name)
-    files, rest = take_files(rest)
-    flags: list[str] = []
-    words: dict[str, Any] = {}
-    for file in files:
-        own, positional = read_settings(file, settings)
-        try:
-            parser.parse(own)
-        except UsageError as error:
-            raise UsageError(f"{file}: {error}") from error
-        require_typed(file, own, rest)
-        flags += own
-        words |= positional
-    parsed = vars(parser.parse(flags + rest))
-    given = {f.name: parsed[f.name] for f in dataclasses.fields(settings)}
-    given |= {name: value for name, value in words.items() if not given[name]}
-    return name, settings(**given)
-
-
-def make_parser(name: str) -> Any:
-    """The parser of one subcommand, from its dataclass."""
-    import jsonargparse
-
+    name, words = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
+    if name not in COMMANDS:
+        raise UsageError(f"there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
     command = COMMANDS[name]
-    fields = dataclasses.fields(command.settings)
-    known = [f.name for f in fields]
-
-    class Parser(jsonargparse.ArgumentParser):
-        """Mistakes become one line that names the nearest flag or key."""
-
-        words: Sequence[str] = ()
-
-        def parse(self, words: Sequence[str]) -> Any:
-            """The settings in these words of the command line. UsageError."""
-            self.words = words
-            return self.parse_args(words)
-
-        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise UsageError(_one_line(message, known, self.words))
-
-    parser = Parser(
-        prog=f"hpctrain {name}",
-        usage=f"hpctrain {name} {_positionals(fields)}[settings]",
-        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-        print_config=None,
-        default_env=False,
-        allow_abbrev=False,
-        add_help=True,
-        formatter_class=_formatter(),
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with any of these settings; flags win"
-    )
-    groups: dict[str, Any] = {}
-    for field in fields:
-        group = field.metadata["group"]
-        if group not in groups:
-            groups[group] = parser.add_argument_group(group)
-        _add_option(groups[group], field, typing.get_type_hints(command.settings)[field.name])
-    return parser
-
-
-def _positionals(fields: tuple[dataclasses.Field, ...]) -> str:
-    names = [f.name.upper() for f in fields if f.metadata["positional"]]
-    return "".join(f"[{name}] " for name in names)
-
-
-def _formatter() -> Any:
-    import argparse
-
-    class Formatter(argparse.HelpFormatter):
-        """Room for the flags, and the same width everywhere."""
-
-        def __init__(self, prog: str) -> None:
-            super().__init__(prog, max_help_position=26, width=100)
-
-    return Formatter
-
-
-def _add_option(group: Any, field: dataclasses.Field, hint: Any) -> None:
-    import jsonargparse
-
-    meta = field.metadata
-    flag = "--" + field.name.replace("_", "-")
-    text = meta["help"]
-    if field.default not in (None, False, True, (), ""):
-        text += f" (default: {field.default})"
-    arguments: dict[str, Any] = {"help": text, "default": field.default}
-    if hint is bool:
-        if field.default:
-            arguments["help"] += " (default: yes)"
-        group.add_argument(flag, action=jsonargparse.ActionYesNo(no_prefix="no-"), **arguments)
-        return
-    if meta["choices"]:
-        arguments["choices"] = list(meta["choices"])
-    base = next((a for a in typing.get_args(hint) if a not in (type(None), ...)), hint)
-    if meta["positional"]:
-        many = typing.get_origin(hint) is tuple
-        group.add_argument(field.name, nargs="*" if many else "?", type=base, **arguments)
-    else:
-        metavar = None if meta["choices"] else {int: "N", float: "X"}.get(base, "TEXT")
-        group.add_argument(flag, type=base, metavar=metavar, **arguments)
-
-
-def _as_typed(flag: str, words: Sequence[str], value: str) -> str:
-    """What was typed as the value of a flag that was read as `value`; the flag's last wins."""
-    for word, following in pairwise([*words, ""]):
-        if word == flag:
-            value = following
-        elif word.startswith(f"{flag}="):
-            value = word.removeprefix(f"{flag}=")
-    return brief(value)
-
-
-def _one_line(message: str, known: list[str], words: Sequence[str]) -> str:
-    text = " ".join(str(message).split()).removeprefix("Parser key ")
-    number = re.fullmatch(r'"(\w+)": Expected a <class .(int|float|str).>. Got value: (.*)', text)
-    if number:
-        kind = {"int": "a whole number", "float": "a number", "str": "a text"}[number[2]]
-        flag = f"--{number[1].replace('_', '-')}"
-        return f"{flag} {_as_typed(flag, words, number[3])}: {kind} is expected"
-    wrong = re.search(r"(?:unrecognized arguments: --|Option ')([\w-]+)", text)
-    if wrong:
-        return f"there is no setting {wrong[1]!r}{_flag_hint(did_you_mean(wrong[1], known))}"
-    return text
-
-
-def _flag_hint(hint: str) -> str:
-    return re.sub(r"'(\w+)'", lambda m: "'--" + m[1].replace("_", "-") + "'", hint)
+    return name, config.parse_settings(name, command.summary, command.settings, words)
 
 
 def _overview() -> str:
     lines = [f"hpctrain {__version__}: train image networks with MPI, one Allreduce a step.", ""]
     lines += [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
-    lines += ["", "hpctrain SUBCOMMAND --help lists its settings; those of train follow.", ""]
+    lines += ["", "hpctrain SUBCOMMAND --help lists its options. Without a subcommand it trains."]
     return "\n".join(lines)
 
 

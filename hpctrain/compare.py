@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.config import CompareConfig
-from hpctrain.configfile import load_toml
+from hpctrain.config import CompareConfig, load_toml
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import FILE
 from hpctrain.models import read_model

@@ -44,7 +44,11 @@ def first_line(error: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """', did you mean X?' for the nearest known name, or nothing."""
-    others = [name for name in known if name != word]
-    match = difflib.get_close_matches(word.replace("-", "_"), others, n=1, cutoff=0.6)
-    return f", did you mean {match[0]!r}?" if match else ""
+    """', did you mean X?' for the nearest known name, or nothing; "-" and "_" are one."""
+    names = {_bare(name): name for name in known if name != word}
+    match = difflib.get_close_matches(_bare(word), names, n=1, cutoff=0.6)
+    return f", did you mean {names[match[0]]!r}?" if match else ""
+
+
+def _bare(name: str) -> str:
+    return name.strip("-").replace("-", "_")

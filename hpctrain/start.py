@@ -34,11 +34,7 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
     ends all. Where the command line was wrong, `failure` says how: the ranks agree on it.
     """
     rank, size = launched_rank(), launched_size() or 1
-    timeout = duration(Config.timeout, "--timeout")
-    try:
-        timeout = duration(getattr(settings, "timeout", Config.timeout), "--timeout")
-    except UsageError as error:
-        failure = error
+    timeout = duration(getattr(settings, "timeout", Config.timeout), "--timeout")
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
         if size > 1 and failure is None:
@@ -48,10 +44,9 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
         elif rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
             ranks = f"{size} ranks" if size > 1 else "1 rank"
             say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
-        from hpctrain.parallel.mpi import abort_all, call_on_all, conclude, start_mpi
+        from hpctrain.parallel.mpi import abort_all, call_on_all, run_guarded, start_mpi
 
-        watchdog.abort = abort_all
-        try:
+        def work() -> int:
             comm = start_mpi()
             call_on_all(comm, lambda: raise_(failure))
             comm.Free()
@@ -59,8 +54,9 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
             main = importlib.import_module(module).main
             watchdog.imported("starting")
             return int(main(settings))
-        except BaseException as error:
-            return conclude(error)
+
+        watchdog.abort = abort_all
+        return run_guarded(work)
 
 
 def raise_(failure: Failure | None) -> None:

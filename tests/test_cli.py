@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import sys
@@ -47,7 +48,15 @@ def test_a_written_configuration_reads_back_the_same(tmp_path):
         (["--epochs", "2.5"], "--epochs 2.5: a whole number is expected"),
         (["--epochs", "1e400"], "--epochs 1e400: a whole number is expected"),
         (["--epochs=1e3", "--lr", "1"], "--epochs 1e3: a whole number is expected"),
-        (["--optimizer", "sgd"], "'sgd'.*sgdm.*adam"),
+        (
+            ["--optimizer", "sgd"],
+            "--optimizer sgd: there are sgdm, adam, adamw, did you mean 'sgdm'",
+        ),
+        (["--lr", "-1"], "--lr -1.0: give a number above 0"),
+        (["doctor", "--mib", "0"], "--mib 0: give 1 or more"),
+        (["--timeout", "soon"], "--timeout soon: give a time"),
+        (["doctor", "mpi"], "mpi: doctor takes no such word"),
+        (["--flip=yes"], "--flip.*yes"),
         (["trian"], "no subcommand 'trian', did you mean 'train'"),
         (["--config", "nowhere.toml"], "nowhere.toml cannot be read: No such file"),
         (["pack", "a", "--sise", "3x3"], "'sise', did you mean '--size'"),
@@ -71,7 +80,7 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path, text):
 
 
 @pytest.mark.parametrize("command", ["", *cli.COMMANDS])
-def test_help_imports_nothing_heavy_and_lists_every_setting(command):
+def test_help_imports_nothing_heavy_and_lists_every_option(command):
     program = (
         "import sys\nfrom hpctrain.cli import main\n"
         f"try: main({[command, '--help'] if command else ['--help']!r})\n"
@@ -81,8 +90,19 @@ def test_help_imports_nothing_heavy_and_lists_every_setting(command):
     )
     result = run_python(program)
     assert "heavy []" in result.stdout
-    for field in cli.COMMANDS[command or "train"].settings.__dataclass_fields__:
-        assert field.replace("_", "-") in result.stdout.lower()
+    listed = result.stdout.lower().replace("_", "-")
+    if not command:
+        assert all(f"\n  {name} " in listed for name in cli.COMMANDS)
+        assert result.stdout.count("\n") < 20 and "--lr" not in listed
+        return
+    for field in dataclasses.fields(cli.COMMANDS[command].settings):
+        word = "{" if field.metadata["positional"] and field.metadata["choices"] else field.name
+        assert word.replace("_", "-") in listed
+        first_word = field.metadata["help"].split()[0]
+        assert first_word not in ("of", "a", "the", "default:", "how", "what", "where", "when")
+    if command == "train":  # common ones first
+        order = [listed.index(f"--{name} ") for name in ("data", "batch-size", "lr", "data-dir")]
+        assert order == sorted(order)
 
 
 def run_python(program):
@@ -195,6 +215,15 @@ def test_flags_win_over_the_file_wherever_they_stand(tmp_path, order):
     assert (settings.channels_last, settings.run) == (False, "x")
 
 
+def test_a_file_gives_values_as_the_command_line_does(tmp_path):
+    path, other = tmp_path / "a.toml", tmp_path / "b.toml"
+    path.write_text('lr = 1\ncheckpoint_every = 500\ntime_limit = 02:30:00\nepochs = "3"\n')
+    other.write_text("epochs = 4\n")
+    _, settings = cli.parse(["--config", str(path), "--config", str(other)])
+    assert (settings.lr, type(settings.lr), settings.checkpoint_every) == (1.0, float, "500")
+    assert (settings.time_limit, settings.epochs) == ("02:30:00", 4)
+
+
 def test_words_without_flags_stand_in_files_too(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text('run = "run"\nimages = ["a.png", "b.png"]\n')
@@ -236,6 +265,9 @@ def test_the_configuration_that_a_run_leaves_can_be_read_again(tmp_path):
         (b"epoch = 2\n", "no setting 'epoch', did you mean 'epochs'?"),
         (b'epochs = "three"\n', r"a\.toml: --epochs three: a whole number is expected"),
         (b"lr = [1, 2]\n", r"a\.toml: lr must be one value"),
+        (b"flip = 'yes'\n", r"a\.toml: flip must be true or false, not yes"),
+        (b"epochs = true\n", r"a\.toml: epochs must be a whole number, not True"),
+        (b"resume = 'perhaps'\n", "--resume perhaps: there are auto, never, must"),
     ],
 )
 def test_a_mistake_in_a_file_names_the_file(tmp_path, content, message):
@@ -259,10 +291,10 @@ def test_a_mistake_of_one_rank_alone_names_it(folder):
     """A file that one host lacks: the others, which have read theirs, end too."""
     (folder / "half.toml").write_text("epochs = 1\n")
     program = (
-        "import sys; from hpctrain.__main__ import program;"
+        "import sys; from hpctrain.__main__ import run;"
         "from hpctrain.launcher import launched_rank;"
         "file = 'half.toml' if launched_rank() != 1 else 'gone.toml';"
-        "sys.argv[1:] = ['--progress', 'none', '--config', file]; sys.exit(program())"
+        "sys.argv[1:] = ['--progress', 'none', '--config', file]; sys.exit(run())"
     )
     done = run_mpi(3, ["-c", program], cwd=folder)
     ours = [line for line in done.stderr.splitlines() if line.startswith("hpctrain:")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.config import Config, check_ranges
+from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
 from hpctrain.plan import VERSION, Facts, go_on, resolve
 from hpctrain.plan_check import check_recorded, read_plan
@@ -57,7 +57,7 @@ def test_worker_loads_make_shards_and_runs():
             runs(worker_load=wrong, shards=8)
     for wrong in ("3,x", "3,0", "3,-1", "", "inf,1"):
         with pytest.raises(UsageError, match="a positive number for every rank"):
-            check_ranges(Config(worker_load=wrong))
+            check_settings(Config(worker_load=wrong))
 
 
 def test_the_digest_of_a_plan_does_not_depend_on_this_launch():
@@ -132,7 +132,7 @@ def test_the_mini_batch_that_is_proposed_is_accepted(given):
 def test_numbers_out_of_range_are_refused_before_anything_is_read(flag, value):
     words = f"--{flag.replace('_', '-')} {value}: give 1 or more"
     with pytest.raises(UsageError, match=words):
-        check_ranges(Config(data="/nowhere", **{flag: value}))
+        check_settings(Config(data="/nowhere", **{flag: value}))
 
 
 def test_the_digest_changes_with_every_field():
@@ -270,5 +270,5 @@ def test_a_plan_that_does_not_add_up_is_refused(name, value):
 
 def test_numbers_that_no_file_of_a_run_could_say_are_refused():
     with pytest.raises(UsageError, match="--seed 9223372036854775808: give at most"):
-        check_ranges(Config(seed=2**63))
-    check_ranges(Config(seed=-(2**63) + 1))
+        check_settings(Config(seed=2**63))
+    check_settings(Config(seed=-(2**63) + 1))

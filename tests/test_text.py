@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.table import Table
 
-from hpctrain.config import Config, SweepConfig, check_ranges, to_toml
+from hpctrain.config import Config, SweepConfig, check_settings, to_toml
 from hpctrain.console import Console, styled
 from hpctrain.data.pack import write_pack
 from hpctrain.errors import RunError, UsageError, did_you_mean
@@ -33,7 +33,7 @@ NAMES = (
 )
 NETWORK = Network(1, "01-base", Config(), "")
 PRINT_ALLOWED = {  # text that names nothing, other processes, stacks, and what is drawn already
-    *("text", "cli", "parallel/mpi", "parallel/trial", "doctor/command"),
+    *("text", "cli", "parallel/mpi", "parallel/choose", "doctor/command"),
     *("data/packing/jobs", "data/packing/worker"),
 }
 
@@ -155,11 +155,11 @@ def test_no_name_is_executed_by_the_batch_script(tmp_path):
 
 def test_settings_come_back_from_their_file():
     for text in ("caf\u00e9 \U0001f600", "\x1b[31m\x7f\n\t\"'\\", "a\u202eb"):
-        check_ranges(config := Config(data=text, lr=1e-5))
+        check_settings(config := Config(data=text, lr=1e-5))
         assert tomllib.loads(to_toml(config))["data"] == text
     assert tomllib.loads(to_toml(Config(clip_norm=float("inf"))))["clip_norm"] == float("inf")
     with pytest.raises(UsageError, match=r"--data .*\\udcff.*: this name is not UTF-8"):
-        check_ranges(Config(data="a\udcff"))
+        check_settings(Config(data="a\udcff"))
 
 
 def test_a_pack_of_hostile_names_is_trained_and_tested(tmp_path):

@@ -68,9 +68,6 @@ def main(config: BenchConfig) -> int:
 
     if launched_size() is not None:
         raise UsageError("bench starts its own jobs: call it without mpirun or srun")
-    for flag, value in (("--rounds", config.rounds), ("--ranks", config.ranks)):
-        if value < 1:
-            raise UsageError(f"{flag} {value}: give 1 or more")
     console = Console(width=None if sys.stdout.isatty() else 120)
     for line in machine_lines():
         console.print(line)

@@ -1,12 +1,22 @@
 """What the user asks for: one flat frozen dataclass per subcommand.
 
-A dataclass here is the only source of a subcommand's flags, TOML keys, defaults and help
-(``cli.py`` builds the parser from it). Nothing here depends on ranks, the machine or the
-data: ``plan.py`` resolves that. A default of None means "decided by the plan"; the help says how.
+A dataclass here is the only source of a subcommand's flags, TOML keys, defaults, help and checks
+(``parse.py`` builds the parser from it). Nothing here depends on ranks, the machine or the data:
+``plan.py`` resolves that. A default of None means "decided by the plan"; the help says how.
 """
 
-from hpctrain.config.optimizer import validate_optimizer
-from hpctrain.config.option import as_words, command_line, to_toml, toml_value
+from hpctrain.config.check import check_settings
+from hpctrain.config.option import (
+    Interval,
+    as_words,
+    byte_count,
+    command_line,
+    duration,
+    segments,
+    to_toml,
+    toml_value,
+    worker_loads,
+)
 from hpctrain.config.others import (
     BenchConfig,
     CompareConfig,
@@ -20,14 +30,7 @@ from hpctrain.config.others import (
     SweepConfig,
     WatchConfig,
 )
-from hpctrain.config.ranges import (
-    Interval,
-    byte_count,
-    check_ranges,
-    duration,
-    segments,
-    worker_loads,
-)
+from hpctrain.config.parse import check_imports, load_toml, parse_settings, read_table
 from hpctrain.config.train import DEFAULT_LEARNING_RATES, PRECISIONS, Config
 
 __all__ = [
@@ -48,12 +51,15 @@ __all__ = [
     "WatchConfig",
     "as_words",
     "byte_count",
-    "check_ranges",
+    "check_imports",
+    "check_settings",
     "command_line",
     "duration",
+    "load_toml",
+    "parse_settings",
+    "read_table",
     "segments",
     "to_toml",
     "toml_value",
-    "validate_optimizer",
     "worker_loads",
 ]

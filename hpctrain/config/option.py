@@ -1,20 +1,158 @@
-"""A setting: a field of a frozen dataclass that is a flag and a TOML key at once."""
+"""An option: a field of a frozen dataclass, which is a flag and a TOML key at once.
+
+The field holds all that is known of it: default, help, group, choices and the check of its value.
+``parse.py`` makes the parser from it, ``check.py`` runs the checks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 import shlex
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hpctrain.errors import UsageError, brief
+
+LONGEST_NAME = 200  # bytes
+LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that a timer takes
+MOST_SEGMENTS = 64
+MOST_DIGITS = 15  # of a number of steps
 
 
 def option(
-    default: Any, help: str, group: str, choices: tuple[str, ...] = (), positional: bool = False
+    default: Any,
+    help: str,
+    group: str,
+    check: Callable[[Any, str], object] | None = None,
+    choices: tuple[str, ...] = (),
+    positional: bool = False,
 ) -> Any:
-    """A dataclass field that is also a flag: its help, the group it is listed in, its choices."""
-    metadata = {"help": help, "group": group, "choices": choices, "positional": positional}
+    """A dataclass field that is also an option. `check` gets the value, unless it is None, and the
+    flag; it raises UsageError for a value that cannot be.
+    """
+    metadata = dict(help=help, group=group, check=check, choices=choices, positional=positional)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Check of a number: from `least` to `most`, which `ends` include or not, as in "[0, 1)"."""
+
+    least: float
+    most: float = math.inf
+    ends: str = "[)"
+
+    def __call__(self, value: float, flag: str) -> None:
+        above = value >= self.least if self.ends[0] == "[" else value > self.least
+        below = value <= self.most if self.ends[1] == "]" else value < self.most
+        if not (above and below):
+            raise UsageError(f"{flag} {brief(value)}: give {self}")
+
+    def __str__(self) -> str:
+        if self.most < math.inf:
+            return f"a number in {self.ends[0]}{self.least:g}, {self.most:g}{self.ends[1]}"
+        return (
+            f"{self.least:g} or more" if self.ends[0] == "[" else f"a number above {self.least:g}"
+        )
+
+
+AT_LEAST_0, AT_LEAST_1, POSITIVE = Bounds(0), Bounds(1), Bounds(0, ends="()")
+
+
+def check_folder_name(name: str, flag: str) -> None:
+    """UsageError for what cannot name a folder in --runs-dir."""
+    if (
+        name in ("", ".", "..")
+        or "/" in name
+        or not name.isprintable()
+        or len(name.encode()) > LONGEST_NAME
+    ):
+        raise UsageError(
+            f"{flag} {name!r}: give the name of a folder in --runs-dir, of at most"
+            f" {LONGEST_NAME} bytes and without /"
+        )
+
+
+def check_file_name(name: str, flag: str) -> None:
+    """UsageError for an empty name."""
+    if not name:
+        raise UsageError(f"{flag} '': name a file")
+
+
+def duration(text: str, flag: str) -> float:
+    """Seconds of "90s", "10m", "2h", "H:MM:SS", or minutes where there is no unit. UsageError."""
+    unit = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    clock = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
+    if unit:
+        seconds = float(unit[1]) * {"s": 1, "m": 60, "": 60, "h": 3600}[unit[2]]
+    elif clock:
+        seconds = 3600.0 * int(clock[1]) + 60 * int(clock[2]) + int(clock[3])
+    else:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_DURATION:
+        raise UsageError(f"{flag} {text}: give a time, such as 30m, 90s or 2:30:00")
+    return seconds
+
+
+def byte_count(text: str, flag: str) -> int:
+    """Bytes of "256M", "1.5G", "64KiB" or "4096": K, M and G stand for 2^10, 2^20 and 2^30."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    size = int(float(found[1]) * 1024 ** " KMGT".find(found[2].upper() or " ")) if found else 0
+    if size < 1:
+        raise UsageError(f"{flag} {text}: give a size, such as 256M or 1.5G")
+    return size
+
+
+def segments(text: str, flag: str = "--overlap") -> int | None:
+    """Gradient segments of --overlap, at most; None for "auto". UsageError."""
+    if text == "auto":
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", str(text)):
+        raise UsageError(f"{flag} {text}: give 0 or more segments, or auto")
+    if int(text) > MOST_SEGMENTS:
+        raise UsageError(f"{flag} {text}: give at most {MOST_SEGMENTS} segments")
+    return int(text)
+
+
+def worker_loads(text: str | None, flag: str = "--worker-load") -> tuple[float, ...]:
+    """The positive numbers of --worker-load, one per rank; none where they are not given."""
+    if text is None or text == "auto":
+        return ()
+    try:
+        loads = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        loads = (0.0,)
+    if not all(0 < load < math.inf for load in loads):
+        raise UsageError(f"{flag} {text}: give a positive number for every rank, as in 3,1")
+    return loads
+
+
+class Interval(NamedTuple):
+    """What lies between two checkpoints: a number of steps, or seconds."""
+
+    steps: int = 0
+    seconds: float = math.inf
+
+    def follows(self, step: int) -> bool:
+        """Whether a checkpoint follows this step, whatever the time."""
+        return bool(self.steps) and step % self.steps == 0
+
+    @staticmethod
+    def parse(text: str, flag: str = "--checkpoint-every") -> Interval:
+        """Of "500" steps or "10m". UsageError."""
+        if not text.isdecimal():
+            return Interval(seconds=duration(text, flag))
+        if len(text) > MOST_DIGITS or int(text) < 1:
+            raise UsageError(f"{flag} {text[:50]}: give 1 step or more, or a time such as 10m")
+        return Interval(steps=int(text))
 
 
 def to_toml(config: Any) -> str:
@@ -29,16 +167,25 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
+def toml_value(value: Any) -> str:
+    """A bool, a number, a text or a list of these, as TOML has it: text as in JSON, but for
+    surrogates and DEL.
+    """
+    if isinstance(value, float):
+        return repr(value)  # inf and nan too
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def as_words(settings: Any, without: Sequence[str] = ()) -> list[str]:
     """The words of a command line that give `settings`, but for the fields named in `without`."""
     words: list[str] = []
     flags: list[str] = []
     for field in dataclasses.fields(settings):
-        value, flag = getattr(settings, field.name), "--" + field.name.replace("_", "-")
+        value, flag = getattr(settings, field.name), flag_of(field.name)
         if value == field.default or field.name in without:
             continue
         if field.metadata["positional"]:
-            words += [value] if isinstance(value, str) else value  # argparse gives a list
+            words += [value] if isinstance(value, str) else value
         elif isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         else:
@@ -49,12 +196,3 @@ def as_words(settings: Any, without: Sequence[str] = ()) -> list[str]:
 def command_line(*words: str) -> str:
     """What to type for hpctrain to get these words."""
     return shlex.join(["python", "-m", "hpctrain", *words])
-
-
-def toml_value(value: Any) -> str:
-    """A bool, a number, a text or a list of these, as TOML has it: text as in JSON, but for
-    surrogates and DEL.
-    """
-    if isinstance(value, float):
-        return repr(value)  # inf and nan too
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -5,8 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpctrain.config.option import option
-from hpctrain.config.train import PRECISIONS, TIMEOUT
+from hpctrain.config.option import (
+    AT_LEAST_1,
+    Bounds,
+    check_file_name,
+    check_folder_name,
+    duration,
+    option,
+)
+from hpctrain.config.train import DATA_DIR, PRECISIONS, RUNS_DIR, TIMEOUT
 
 EVALUATION_ROWS = 64  # of a block, on CPUs
 GPU_EVALUATION_ROWS = 256  # at most: with more of them, fewer ranks have a block
@@ -29,39 +36,39 @@ class PackConfig:
 
     source: str | None = option(
         None,
-        "folder with a folder per class, the same as .tgz/.zip, idx files (a folder, or the"
-        " image file), .npz, or by name: flowers, digits",
+        "folder with a folder per class, the same as .tgz or .zip, idx files (a folder, or the"
+        " image file), .npz, or a built-in set: flowers, digits",
         "Source",
         positional=True,
     )
     size: str | None = option(
-        None, "WIDTHxHEIGHT in pixels; default: as they are, all must agree", "Images"
+        None, "resize to WIDTHxHEIGHT pixels; default: no resizing, all must agree", "Images"
     )
-    crop: bool = option(False, "keep proportions and cut the centre; default: stretch", "Images")
+    crop: bool = option(False, "crop the centre instead of stretching", "Images")
     channels: int | None = option(
-        None, "1 = gray, 3 = colour; default: 3 if any image has colour", "Images"
+        None, "convert to 1 = gray or 3 = colour; default: 3 if any image has colour", "Images"
     )
     encoding: str = option(
         "raw",
-        "what the pack holds: raw = pixels; jpeg = JPEG files, decoded when they are read",
+        "store pixels (raw) or JPEG files (jpeg), which are decoded when they are read",
         "Images",
         choices=("raw", "jpeg"),
     )
     split: str = option(
-        "0.9,0.1", "shares of train,test or train,validation,test, drawn per class", "Split"
+        "0.9,0.1", "stratified split: shares of train,test or train,validation,test", "Split"
     )
-    seed: int = option(0, "of split and order", "Split")
-    output: str | None = option(None, "the pack to write; default: the source's name .h5", "Output")
+    seed: int = option(0, "seed of split and order", "Split")
+    output: str | None = option(None, "write this pack; default: SOURCE.h5", "Output")
     overwrite: bool = option(False, "replace an existing pack", "Output")
-    skip_bad: bool = option(False, "leave unreadable files out instead of failing", "Output")
+    skip_bad: bool = option(False, "skip unreadable files instead of failing", "Output")
     jobs: int | None = option(
         None,
-        "worker processes, or threads of each rank under mpirun and srun; default: one for each"
-        " core allowed, among ranks a fair share",
+        "worker processes, or threads per rank under mpirun and srun; default: one per allowed"
+        " core, shared fairly among ranks",
         "Output",
     )
-    data_dir: str = option("data", "folder where built-in sets are kept once made", "Output")
-    timeout: str = option(*TIMEOUT, "Output")
+    data_dir: str = option(*DATA_DIR, "Output")
+    timeout: str = option(*TIMEOUT, "Output", duration)
     check: str | None = option(None, "verify this pack's checksums and print its table", "Check")
 
 
@@ -70,52 +77,58 @@ class NetworkConfig:
     """Settings of everything that uses a trained network."""
 
     run: str | None = option(
-        None, "a run, by name or folder, or a .safetensors file", "What", positional=True
+        None, "run, by name or folder, or .safetensors file", "What", positional=True
     )
     model: str | None = option(
         None,
-        "the network of your own that the file names, as package.module:function: what a file"
-        " names is imported only where you name it too",
+        "allow the import of your own network that the file names, as package.module:function",
         "What",
     )
-    best: bool = option(False, "of a sweep: its best network, by validation", "What")
-    data: str | None = option(None, "pack; default: the one it was trained on", "What")
-    split: str = option("test", "split of the pack", "What")
-    runs_dir: str = option("runs", "folder of all runs", "What")
-    data_dir: str = option("data", "folder where built-in sets are kept once made", "What")
+    best: bool = option(False, "use the best network of a sweep, by validation", "What")
+    data: str | None = option(None, "read this pack; default: the one of the training", "What")
+    split: str = option("test", "read this split of the pack", "What")
+    runs_dir: str = option(*RUNS_DIR, "What")
+    data_dir: str = option(*DATA_DIR, "What")
     batch: int | None = option(
         None,
-        "rows computed at a time; default: as in the run's own test (64, on GPUs up to 256); a"
-        " network that draws random numbers when asked draws them anew for each such block",
+        "compute this many images at a time; default: as the run's own test (64, on GPUs up to"
+        " 256); networks that draw random numbers draw them for each such block",
         "Machine",
+        AT_LEAST_1,
     )
-    device: str = option("auto", "where ranks compute", "Machine", choices=("auto", "cpu", "cuda"))
-    threads: int | None = option(None, "CPU threads per rank", "Machine")
+    device: str = option(
+        "auto", "compute on this device", "Machine", choices=("auto", "cpu", "cuda")
+    )
+    threads: int | None = option(
+        None, "CPU threads per rank; default: allowed cores / ranks", "Machine", AT_LEAST_1
+    )
     precision: str | None = option(
         None, "arithmetic; default: as in training", "Machine", choices=PRECISIONS
     )
-    timeout: str = option(*TIMEOUT, "Machine")
+    timeout: str = option(*TIMEOUT, "Machine", duration)
 
 
 @dataclass(frozen=True)
 class EvaluateConfig(NetworkConfig):
     """Settings of ``hpctrain evaluate``: loss, accuracy and tables over one split."""
 
-    output: str | None = option(None, "write the figures as JSON too", "Output")
+    output: str | None = option(
+        None, "write the figures to this JSON file too", "Output", check_file_name
+    )
 
 
 @dataclass(frozen=True)
 class PredictConfig(NetworkConfig):
     """Settings of ``hpctrain predict``: a CSV of classes and probabilities."""
 
-    split: str = option("test", "split of the pack, where no images are given", "What")
     images: tuple[str, ...] = option(
-        (), "image files or folders; none: a split of --data", "What", positional=True
+        (), "image files or folders; default: a split of --data", "What", positional=True
     )
     output: str = option(
         "predictions.csv",
-        "the CSV to write (- = standard output), or the folder of restored images",
+        "write this CSV file (- = standard output), or the folder of denoised images",
         "Output",
+        check_file_name,
     )
 
 
@@ -128,71 +141,72 @@ class SweepConfig:
     )
     model: str | None = option(
         None,
-        "of a sweep named by its folder: the networks of your own that its file names, as"
+        "allow the import of your own networks that the file of a sweep names, as"
         " package.module:function,...",
         "What",
     )
     name: str | None = option(
         None,
-        "name of the sweep, by which it is continued; default: the newest one of this file that is"
-        " not finished, else a new one, by its time",
+        "name of the sweep, by which it is resumed; default: the newest unfinished one of this"
+        " file, else the time",
         "What",
+        check_folder_name,
     )
-    runs_dir: str = option("runs", "folder of all runs", "What")
-    retry: bool = option(False, "take up failed networks again, too", "What")
+    runs_dir: str = option(*RUNS_DIR, "What")
+    retry: bool = option(False, "train failed networks again, too", "What")
     prune: bool = option(
         False,
-        "end weak networks early: at 1, 2, 4, ... validations only the better half goes on",
+        "stop weak networks early: at 1, 2, 4, ... validations only the better half continues",
         "What",
     )
-    ranks_per_network: int = option(1, "ranks of each network", "Machine")
+    ranks_per_network: int = option(1, "ranks of each network", "Machine", AT_LEAST_1)
     slots: int | None = option(
         None,
-        "networks at once; default: cores, GPUs or tasks of the allocation / ranks per network",
+        "train this many networks at once; default: cores, GPUs or tasks of the allocation / ranks"
+        " per network",
         "Machine",
+        AT_LEAST_1,
     )
     launcher: str = option(
         "auto",
-        "how ranks are started; auto = srun inside a Slurm allocation, else mpirun",
+        "start ranks by this; auto = srun inside a Slurm allocation, else mpirun",
         "Machine",
         choices=("auto", "mpirun", "srun"),
     )
-    background: bool = option(False, "go on without this terminal", "Machine")
-    slurm: bool = option(False, "submit a Slurm job array, a task for each network", "Machine")
-    sbatch: str = option(
-        "", "of the job array: more words for sbatch, such as '-t 2:00:00'", "Machine"
-    )
+    background: bool = option(False, "detach from this terminal", "Machine")
+    slurm: bool = option(False, "submit a Slurm job array with a task per network", "Machine")
+    sbatch: str = option("", "options of sbatch for --slurm, such as '-t 2:00:00'", "Machine")
     progress: str = option(
         "auto",
-        "live on a terminal, plain = a line per network, none",
+        "show a live table, or plain = a line per network; auto = live on a terminal",
         "Output",
         choices=("auto", "live", "plain", "none"),
     )
-    results: bool = option(False, "write results.csv from the records, launch nothing", "Output")
-    dry_run: bool = option(False, "print networks, slots and the launch line, and stop", "Output")
+    results: bool = option(False, "write results.csv from the records and exit", "Output")
+    dry_run: bool = option(False, "print networks, slots and the launch line, and exit", "Output")
 
 
 @dataclass(frozen=True)
 class StopConfig:
-    """Settings of ``hpctrain stop``: all ranks end after the same step, saved."""
+    """Settings of ``hpctrain stop``: all ranks stop after the same step, saved."""
 
-    target: str | None = option(
-        None, "a run or a sweep, by name or folder", "What", positional=True
-    )
-    runs_dir: str = option("runs", "folder of all runs", "What")
+    target: str | None = option(None, "run or sweep, by name or folder", "What", positional=True)
+    runs_dir: str = option(*RUNS_DIR, "What")
 
 
 @dataclass(frozen=True)
 class CompareConfig:
     """Settings of ``hpctrain compare``: two runs, bit by bit."""
 
-    first: str | None = option(None, "a run, by name or folder", "What", positional=True)
-    second: str | None = option(None, "another", "What", positional=True)
-    runs_dir: str = option("runs", "folder of all runs", "What")
+    first: str | None = option(None, "run, by name or folder", "What", positional=True)
+    second: str | None = option(None, "other run", "What", positional=True)
+    runs_dir: str = option(*RUNS_DIR, "What")
     plot: str | None = option(
-        None, "write a bar plot of one tensor's differences (.png, .svg or .pdf)", "Output"
+        None, "plot one tensor's differences to this .png, .svg or .pdf", "Output"
     )
-    tensor: str | None = option(None, "its name; default: the first convolution's", "Output")
+    tensor: str | None = option(
+        None, "name of the tensor to plot; default: the first convolution's weights", "Output"
+    )
 
 
 @dataclass(frozen=True)
@@ -202,13 +216,13 @@ class PlotConfig:
     targets: tuple[str, ...] = option(
         (), "runs or sweeps, by name or folder", "What", positional=True
     )
-    runs_dir: str = option("runs", "folder of all runs", "What")
-    confusion: bool = option(False, "a second figure: the confusion matrix of a split", "What")
+    runs_dir: str = option(*RUNS_DIR, "What")
+    confusion: bool = option(False, "plot the confusion matrix of a split too", "What")
     split: str = option("test", "split of the confusion matrix", "What")
     output: str | None = option(
         None,
-        "the figure to write (.png, .svg or .pdf); default: training.png in the folder of the run"
-        " or sweep, for several in that of all runs",
+        "write this .png, .svg or .pdf; default: training.png in the folder of the run or sweep,"
+        " of several in --runs-dir",
         "Output",
     )
 
@@ -217,7 +231,7 @@ class PlotConfig:
 class DoctorConfig:
     """Settings of ``hpctrain doctor``: what was found on this machine, each with a verdict."""
 
-    mib: int = option(64, "largest message of the bandwidth test, in MiB", "Test")
+    mib: int = option(64, "largest message of the bandwidth test, in MiB", "Test", AT_LEAST_1)
 
 
 @dataclass(frozen=True)
@@ -226,27 +240,29 @@ class BenchConfig:
 
     case: str = option(
         "digits",
-        "measure training of digits or resnet50, reading (data) or allreduce",
+        "measure training (digits, resnet50), reading (data) or allreduce",
         "Case",
         choices=("digits", "resnet50", "data", "allreduce"),
         positional=True,
     )
     data: str | None = option(
-        None, "pack of pixels to read; default: digits, or made images of 100x100x3", "Case"
+        None, "read this pack of pixels; default: digits, or made images of 100x100x3", "Case"
     )
-    data_dir: str = option("data", "folder where built-in sets are kept once made", "Case")
-    ranks: int = option(2, "ranks of 1 CPU thread in each job", "Case")
-    rounds: int = option(3, "rounds in which each contestant runs once; medians count", "Case")
+    data_dir: str = option(*DATA_DIR, "Case")
+    ranks: int = option(2, "ranks of each job, with 1 CPU thread each", "Case", AT_LEAST_1)
+    rounds: int = option(
+        3, "rounds, in each of which all contestants run once; medians count", "Case", AT_LEAST_1
+    )
 
 
 @dataclass(frozen=True)
 class WatchConfig:
-    """Settings of ``hpctrain watch``: runs as they learn."""
+    """Settings of ``hpctrain watch``: runs as they train."""
 
     targets: tuple[str, ...] = option(
         (), "runs or sweeps, by name or folder", "What", positional=True
     )
-    runs_dir: str = option("runs", "folder of all runs", "What")
-    once: bool = option(False, "print a line for each run and end", "Display")
-    web: bool = option(False, "a page for the browser, on this machine alone", "Display")
-    port: int = option(0, "of that page; 0 = a free one", "Display")
+    runs_dir: str = option(*RUNS_DIR, "What")
+    once: bool = option(False, "print a line for each run and exit", "Display")
+    web: bool = option(False, "serve a page for the browser, on this machine alone", "Display")
+    port: int = option(0, "TCP port of --web; 0 = a free one", "Display", Bounds(0, 65535, "[]"))

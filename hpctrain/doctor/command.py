@@ -45,19 +45,14 @@ Timing = tuple[int, float, bool]  # bytes, seconds of one call, whether the sum 
 
 def main(settings: DoctorConfig) -> int:
     """Print the findings; give 0, or 1 if any failed. Collective."""
-    if settings.mib < 1:
-        raise UsageError(f"--mib {settings.mib}: the bandwidth test needs at least 1 MiB")
     launcher = launcher_name()  # before MPI starts, which may add variables
     try:
-        from hpctrain.parallel.mpi import conclude
+        from hpctrain.parallel.mpi import run_guarded
     except UsageError as error:
         reason = first_line(error.__cause__ or error)
         ranks = [collect(None, launcher, reason)]
         return _conclude(_show(ranks)) if launched_rank() == 0 else 1
-    try:
-        return _examine(settings, launcher)
-    except BaseException as error:
-        return conclude(error)
+    return run_guarded(lambda: _examine(settings, launcher))
 
 
 def _examine(settings: DoctorConfig, launcher: str) -> int:

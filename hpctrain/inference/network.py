@@ -23,6 +23,8 @@ from hpctrain.config import (
     NetworkConfig,
     PredictConfig,
     as_words,
+    check_imports,
+    check_settings,
     command_line,
 )
 from hpctrain.config.others import EVALUATION_ROWS
@@ -36,7 +38,7 @@ from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
-from hpctrain.parallel.mpi import Comm, agreed, call_on_all, call_on_root, fair_threads, local_ranks
+from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root, fair_threads, local_ranks
 from hpctrain.plan import Plan
 from hpctrain.report.find import SWEEP_FILE, best_run, propose_run
 from hpctrain.text import say
@@ -142,11 +144,8 @@ def trusted_name(path: Path, named: str, model: str | None, words: Sequence[str]
     """
     if model is not None and model != named:
         raise UsageError(f"--model {model}: {path} names the network {named!r}")
-    if model is None and ":" in named:
-        raise UsageError(
-            f"{path} names the network {named!r}, and no module is imported because a file says"
-            f" so: if you trust it, type {command_line(*words, '--model', named)}"
-        )
+    allowed = [] if model is None else [model]
+    check_imports(str(path), [named], allowed, f"type {command_line(*words, '--model', named)}")
     return named
 
 
@@ -206,11 +205,7 @@ class Network:
 
 def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
     """Read the network that the settings name and put it on this rank's device. Collective."""
-    for flag, value in (("--batch", settings.batch), ("--threads", settings.threads)):
-        if value is not None and value < 1:
-            raise agreed(UsageError(f"{flag} {value}: give 1 or more"))
-    if settings.output == "":
-        raise agreed(UsageError("--output '': name a file"))
+    call_on_root(comm, lambda: check_settings(settings))
     path = call_on_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
     local_rank, _ = local_ranks(comm)
     device = call_on_all(comm, lambda: choose_device(settings.device, local_rank))

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.table import Table
 
 from hpctrain import launch
-from hpctrain.config import SweepConfig, as_words, command_line
+from hpctrain.config import SweepConfig, as_words, check_imports, command_line
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
 from hpctrain.report.find import SWEEP_FILE, compared_by_accuracy
@@ -58,7 +58,7 @@ def main(settings: SweepConfig) -> int:
         preview(folder, networks, machine, show)
         return 0
     if file == folder / SWEEP_FILE or file.with_name(RESULTS).is_file():  # of another sweep
-        require_typed(settings, file, networks)
+        allow_imports(settings, file, networks)
     left = not_ended(read_rows(folder, networks, settings.retry))
     if there and not left:
         show.line(f"{folder} has ended: {counts(_statuses(folder, networks))}")
@@ -88,19 +88,12 @@ def check_modes(settings: SweepConfig) -> None:
         raise UsageError("--sbatch goes with --slurm")
 
 
-def require_typed(settings: SweepConfig, file: Path, networks: Networks) -> None:
-    """UsageError where the file in a sweep's folder, which others may have made, names networks to
-    import that --model does not.
-    """
-    named, typed = networks.imported(), (settings.model or "").split(",")
-    if set(named) <= set(typed):
-        return
-    told = f"--model {settings.model}: " if settings.model else ""
+def allow_imports(settings: SweepConfig, file: Path, networks: Networks) -> None:
+    """UsageError where a sweep's file names networks to import that --model does not."""
+    named, who = networks.imported(), f"--model {settings.model}: " if settings.model else ""
     words = "sweep", *as_words(settings, without=("model",)), "--model", ",".join(named)
-    raise UsageError(
-        f"{told}{file} names the networks {', '.join(map(repr, named))}, and no module is imported"
-        f" because a file says so: if you trust it, type {command_line(*words)}"
-    )
+    allowed = (settings.model or "").split(",")
+    check_imports(f"{who}{file}", named, allowed, f"type {command_line(*words)}")
 
 
 def check_data(networks: Networks, prune: bool) -> None:

@@ -13,16 +13,13 @@ model = "mynets:wide"
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli import make_parser
-from hpctrain.config import Config, Interval, check_ranges, duration, toml_value, validate_optimizer
-from hpctrain.configfile import as_flags, load_toml
+from hpctrain.config import Config, check_settings, load_toml, read_table, toml_value
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.sweep.names import folder_name
 
@@ -74,13 +71,12 @@ def read_networks(path: Path) -> Networks:
         if not isinstance(content, list if key == "variant" else dict):
             header = "[[variant]]" if key == "variant" else f"[{key}]"
             raise UsageError(f"{path}: {key} must be a table, {header}")
-    check = Checker(path)
-    base = check.typed(tables.get("base", {}), "[base]")
-    grid = check.grid(tables.get("grid"))
+    base = _settings(tables.get("base", {}), path, "[base]")
+    grid = _grid(tables.get("grid"), path)
     variants = [_split(v, path) for v in tables.get("variant", [])]
     given: list[tuple[str | None, dict[str, Any]]] = [(None, point) for point in grid]
     for number, (name, table) in enumerate(variants, start=1):
-        given.append((name, check.typed(table, f"[[variant]] {name or number}")))
+        given.append((name, _settings(table, path, f"[[variant]] {name or number}")))
     if not given:
         raise UsageError(f"{path}: there is no network: give a [grid] or at least one [[variant]]")
     if len(given) > MOST:
@@ -107,43 +103,30 @@ def _split(variant: Any, path: Path) -> tuple[str | None, dict[str, Any]]:
     return name, {key: value for key, value in variant.items() if key != "name"}
 
 
-class Checker:
-    """Reads tables of settings as the command line would."""
+def _settings(table: dict[str, Any], path: Path, where: str) -> dict[str, Any]:
+    """The settings of a table, each of its type. UsageError."""
+    place = f"{path}, {where}"
+    if owned := [key for key in table if key in OWNED]:
+        raise UsageError(f"{place}: {owned[0]} is set by the sweep itself")
+    return read_table(table, Config, place)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.parser = make_parser("train")
 
-    def typed(self, table: dict[str, Any], where: str) -> dict[str, Any]:
-        """The settings of a table with their types. UsageError."""
-        place = f"{self.path}, {where}"
-        for key in table:
-            if key in OWNED:
-                raise UsageError(f"{place}: {key} is set by the sweep itself")
-        flags, _ = as_flags(table, Config, place)
-        try:
-            parsed = vars(self.parser.parse(flags))
-        except UsageError as error:
-            raise UsageError(f"{place}: {error}") from error
-        return {key: parsed[key] for key in table}
-
-    def grid(self, table: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """All combinations, the last setting running fastest; none without a grid."""
-        if table is None:
-            return []
-        if not table:
-            raise UsageError(f"{self.path}: the [grid] is empty: give lists of settings")
-        axes: list[list[Any]] = []
-        for key, values in table.items():
-            if not isinstance(values, list) or not values:
-                raise UsageError(
-                    f"{self.path}, [grid]: {key} must be a list of values, not {values}"
-                )
-        if (count := math.prod(map(len, table.values()))) > MOST:
-            raise UsageError(f"{self.path}: {count:,} combinations are more than {MOST:,}")
-        for key, values in table.items():
-            axes.append([self.typed({key: value}, "[grid]")[key] for value in values])
-        return [dict(zip(table, point, strict=True)) for point in itertools.product(*axes)]
+def _grid(table: dict[str, Any] | None, path: Path) -> list[dict[str, Any]]:
+    """All combinations, the last setting running fastest; none without a grid."""
+    if table is None:
+        return []
+    if not table:
+        raise UsageError(f"{path}: the [grid] is empty: give lists of settings")
+    for key, values in table.items():
+        if not isinstance(values, list) or not values:
+            raise UsageError(f"{path}, [grid]: {key} must be a list of values, not {values}")
+    if (count := math.prod(map(len, table.values()))) > MOST:
+        raise UsageError(f"{path}: {count:,} combinations are more than {MOST:,}")
+    axes = [
+        [_settings({key: value}, path, "[grid]")[key] for value in values]
+        for key, values in table.items()
+    ]
+    return [dict(zip(table, point, strict=True)) for point in itertools.product(*axes)]
 
 
 def _network(
@@ -162,18 +145,6 @@ def _network(
     except UsageError as error:
         raise UsageError(f"{path}, network {folder}: {error}") from error
     return Network(number, folder, config, _toml(settings))
-
-
-def check_settings(config: Config) -> None:
-    """Refuse what train would refuse before it looks at data and ranks. UsageError."""
-    check_ranges(config)
-    validate_optimizer(config)
-    Interval.parse(config.checkpoint_every)
-    duration(config.timeout, "--timeout")
-    if config.time_limit is not None:
-        duration(config.time_limit, "--time-limit")
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("--tensorboard needs its package: pip install 'hpctrain[tensorboard]'")
 
 
 def _toml(settings: dict[str, Any]) -> str:

@@ -50,7 +50,6 @@ def choose_folder(settings: SweepConfig, file: Path, networks: Networks) -> tupl
             if same and not_ended(read_rows(folder, networks, settings.retry)):
                 return folder, True
         return next(folder for folder in _new(runs) if not folder.exists()), False
-    check_name(settings.name)
     folder = runs / settings.name
     if not folder.exists():
         return folder, False
@@ -61,12 +60,6 @@ def choose_folder(settings: SweepConfig, file: Path, networks: Networks) -> tupl
             f"the sweep {folder} was begun with another file than {file}: choose another --name"
         )
     return folder, True
-
-
-def check_name(name: str) -> None:
-    """UsageError for what is no name of a folder."""
-    if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name) > 200:
-        raise UsageError(f"--name {name!r}: give the name of a folder in --runs-dir, without /")
 
 
 def _new(runs: Path) -> Iterator[Path]:

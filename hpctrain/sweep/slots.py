@@ -67,9 +67,6 @@ def find_machine(settings: SweepConfig, gpus_wanted: bool) -> Machine:
     if under_mpirun() or (launched_size() or 1) > 1:
         raise UsageError("a sweep starts its own ranks: call it without mpirun or srun")
     ranks = settings.ranks_per_network
-    for flag, value in (("--ranks-per-network", ranks), ("--slots", settings.slots)):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} {value}: give 1 or more")
     inside = "SLURM_JOB_ID" in os.environ
     if settings.launcher == "srun" and not inside:
         raise UsageError(

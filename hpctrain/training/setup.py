@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,14 +13,13 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config, check_ranges, segments, validate_optimizer
+from hpctrain.config import Config, segments
 from hpctrain.data.augment import Augmentation, normalization
 from hpctrain.data.cache import sample_bytes
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.split import Split
-from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model
 from hpctrain.inference.tasks import Task, make_task, output_shape
 from hpctrain.keys import random_key
@@ -157,14 +155,6 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], probe: Probe)
     )
 
 
-def check_settings(config: Config) -> None:
-    """Refuse what is wrong whatever the data, before anything is read or made."""
-    check_ranges(config)
-    validate_optimizer(config)
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("--tensorboard needs its package: pip install 'hpctrain[tensorboard]'")
-
-
 def make_model(
     config: Config, pack: Pack, first_weights: bool = True
 ) -> tuple[nn.Module, dict[str, int]]:
@@ -232,7 +222,7 @@ def reduce_for(
     return choose_reduce(transport.comm, message, in_order, plan.wire, transport, overlap)
 
 
-def assign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:
+def carry(job: Job, runs: Sequence[range], comm: Comm) -> None:
     """Let every rank carry these shards from the next epoch on."""
     own = runs[comm.rank]
     job.loader.assign_shards(own)

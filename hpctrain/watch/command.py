@@ -16,8 +16,6 @@ def main(settings: WatchConfig) -> int:
     """Watch until the user leaves; a line for each run where output is no terminal."""
     if not settings.targets:
         raise UsageError("watch what? Name runs or a sweep")
-    if not 0 <= settings.port < 65536:
-        raise UsageError(f"--port {settings.port}: give a number from 0 to 65535")
     if settings.once and settings.web:
         raise UsageError("--once and --web exclude each other")
     if settings.port and not settings.web:

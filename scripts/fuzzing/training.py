@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.config import Config
+from hpctrain.config import Config, check_settings
 from hpctrain.data.pack import write_pack
 from hpctrain.heartbeats import Beat, write_beat
 
@@ -34,7 +34,7 @@ def one_step(config: Config) -> str:
 
     from hpctrain.inference.evaluate import evaluate
     from hpctrain.training.digest import rank_digest
-    from hpctrain.training.setup import check_settings, set_up
+    from hpctrain.training.setup import set_up
     from hpctrain.training.step import train_step
 
     check_settings(config)

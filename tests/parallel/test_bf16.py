@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.config import Config, check_ranges
+from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
 from hpctrain.parallel import reduce as narrow_wire
 from hpctrain.parallel.choose import choose_reduce
@@ -90,7 +90,7 @@ def test_not_for_float64(comm):
 
 def test_not_with_deterministic():
     with pytest.raises(UsageError, match="--deterministic and --wire bf16 exclude each other"):
-        check_ranges(Config(deterministic=True, wire="bf16"))
+        check_settings(Config(deterministic=True, wire="bf16"))
 
 
 class Threads:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.config import Config, check_ranges
+from hpctrain.config import Config, check_settings
 from hpctrain.data.partition import cut_epoch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel import mpi
@@ -122,9 +122,9 @@ def steps(comm, model, overlap, number=3, shards=None, tree=False, missing=(), *
                 model(x).square().sum().backward()
                 message.add_gradients()
                 message.moments.add_(x.mean())
-                message.add_counts(x.sum(), shard, len(x))
-                reduce.accumulate(shard)
-            message.set_seconds(0.1 * (comm.rank + step), 0.3)
+                message.count(x.sum(), shard, len(x))
+                reduce.keep(shard)
+            message.clock(0.1 * (comm.rank + step), 0.3)
             reduce()
             yield message.tensor.clone()
     finally:
@@ -352,7 +352,7 @@ def test_segments_begin_with_a_parameter_and_are_about_equal():
 def test_what_is_asked_for_wrongly_is_one_line(comm, monkeypatch):
     for wrong, text in ((-1, "--overlap -1: give 0 or more"), (65, "give at most 64 segments")):
         with pytest.raises(UsageError, match=text):
-            check_ranges(Config(overlap=wrong))
+            check_settings(Config(overlap=wrong))
     monkeypatch.setattr(mpi.MPI, "Query_thread", lambda: mpi.MPI.THREAD_FUNNELED)
     message = Message(Layers(), 0, comm.rank, comm.size)
     with pytest.raises(UsageError, match="--overlap calls MPI from a thread of its own"):

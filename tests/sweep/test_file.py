@@ -73,7 +73,7 @@ GRID = "[grid]\nlr = [0.1]\n"
         ("[grid]\nlr = ['much']", "[grid]: --lr much: a number is expected"),
         ("[grid]\nlr = [[1, 2]]", "lr must be one value"),
         ("[grid]\noptimizer = ['lion']", "lion"),
-        ("[grid]\nlr = [-1.0]", "network 01-lr=-1: --lr is -1.0"),
+        ("[grid]\nlr = [-1.0]", "network 01-lr=-1: --lr -1.0"),
         (GRID + "[base]\nepochs = 0", "--epochs 0: give 1 or more"),
         (GRID + "[base]\ncheckpoint_every = 'often'", "--checkpoint-every"),
         (GRID + "[base]\ntimeout = 'soon'", "--timeout soon"),

@@ -195,7 +195,7 @@ def here(place, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        (TWO + "[[variant]]\nlr = -1.0\n", [], "--lr is -1.0"),
+        (TWO + "[[variant]]\nlr = -1.0\n", [], "--lr -1.0"),
         (TWO.replace("pack.h5", "away.h5"), [], "--data 'away.h5' is no file"),
         (TWO, ["--slots", "0"], "--slots 0: give 1 or more"),
         (TWO, ["--ranks-per-network", "0"], "--ranks-per-network 0"),

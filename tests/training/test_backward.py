@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.config import Config, check_ranges
+from hpctrain.config import Config, check_settings
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.tasks import Classification
 from hpctrain.parallel.batchnorm import BatchNorms
@@ -158,8 +158,8 @@ def test_graphs_need_a_gpu_and_leave_nothing_to_overlap():
     with pytest.raises(UsageError, match="--graphs is for GPUs"):
         made(network(), False, True)
     with pytest.raises(UsageError, match="--overlap 3 and --graphs exclude each other"):
-        check_ranges(Config(graphs=True, overlap=3))
-    check_ranges(Config(graphs=True))
+        check_settings(Config(graphs=True, overlap=3))
+    check_settings(Config(graphs=True))
 
 
 def without_dropout(compiled):

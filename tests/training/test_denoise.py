@@ -79,7 +79,7 @@ def test_a_denoising_run_from_training_to_a_picture(comm, settings, monkeypatch)
     folder = Path(settings.runs_dir) / "a"
     comm.Barrier()
     for module in ("evaluate", "predict"):
-        monkeypatch.setattr(f"hpctrain.training.{module}.start_mpi", lambda: comm)
+        monkeypatch.setattr(f"hpctrain.inference.{module}.start_mpi", lambda: comm)
     again = EvaluateConfig(run=str(folder), output=str(folder / "e.json"), batch=64, threads=1)
     assert evaluate_main(again) == 0
     if comm.rank > 0:
@@ -141,7 +141,7 @@ def test_restored_images_never_share_a_name(tmp_path):
     ("flags", "message"),
     [
         ({"model": "digits"}, r"so it must give \(2, 1, 28, 28\)"),
-        ({"noise_level": 0.0}, r"--noise-level is 0.0; it must be in \(0, 1\]"),
+        ({"noise_level": 0.0}, r"--noise-level 0.0: give a number in \(0, 1\]"),
         ({"normalize": "pack"}, "--normalize has no meaning for --task denoise"),
         ({"label_smoothing": 0.1}, "--label-smoothing has no meaning for --task denoise"),
         ({"task": "classify", "model": "autoencoder"}, "the data has 10 classes"),

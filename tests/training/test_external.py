@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.config import Config, EvaluateConfig, PredictConfig, check_ranges
+from hpctrain.config import Config, EvaluateConfig, PredictConfig, check_settings
 from hpctrain.data.external import read_external
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate, predict
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
-from hpctrain.training import loop as inner
 from hpctrain.training import setup
+from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
+from hpctrain.training.outcome import NonFinite
 from hpctrain.training.setup import set_up
-from hpctrain.training.steps import NonFinite
 from tests.external import pixels, write
 from tests.launch import run_mpi
 from tests.packs import make_pack
@@ -236,7 +236,7 @@ def test_the_order_of_chunks_is_told(comm, settings):
     ],
 )
 def test_settings_that_do_not_fit_are_refused(comm, settings, changes, said):
-    check_ranges(settings)
+    check_settings(settings)
     with pytest.raises(UsageError, match=said) as caught:
         loop.train(dataclasses.replace(settings, **changes), comm)
     assert "\n" not in str(caught.value)

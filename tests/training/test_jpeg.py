@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import main as command
-from hpctrain.config import Config, check_ranges
+from hpctrain.config import Config, check_settings
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
@@ -134,7 +134,7 @@ def test_wrong_settings_are_one_line(jpegs, tmp_path, capsys):
     flags = ["--runs-dir", str(tmp_path / "runs"), "--progress", "none"]
     for data, crop, text in (
         (raw, "0.08", "raw.h5 holds pixels: pack with --encoding jpeg"),
-        (jpegs.data, "1.5", "--random-crop 1.5: give a share of the area"),
+        (jpegs.data, "1.5", "--random-crop 1.5: give a number in [0, 1]"),
         (jpegs.data, "-0.1", "--random-crop -0.1"),
         (jpegs.data, "nan", "--random-crop nan"),
     ):
@@ -142,9 +142,9 @@ def test_wrong_settings_are_one_line(jpegs, tmp_path, capsys):
         shown = capsys.readouterr().err.strip()
         assert text in shown and "\n" not in shown
     for fine in (0.0, 1e-9, 1.0):
-        check_ranges(Config(random_crop=fine))
+        check_settings(Config(random_crop=fine))
     with pytest.raises(UsageError):
-        check_ranges(Config(random_crop=1.0001))
+        check_settings(Config(random_crop=1.0001))
 
 
 @pytest.mark.mpi

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.config import Config, validate_optimizer
+from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
 from hpctrain.training.optim import (
     clip_gradient,
@@ -185,31 +185,31 @@ def test_norm_of_a_long_gradient_is_accurate() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"lr": 0.0}, "--lr is 0.0; it must be a finite number above 0"),
-        ({"lr": -1.0}, "--lr is -1.0"),
-        ({"lr": math.nan}, "--lr is nan"),
-        ({"lr": math.inf}, "--lr is inf"),
-        ({"momentum": 1.0}, r"--momentum is 1.0; it must be a finite number in \[0, 1\)"),
-        ({"momentum": -0.1}, "--momentum is -0.1"),
-        ({"weight_decay": -1e-4}, "--weight-decay is -0.0001; it must be a finite number 0 or"),
-        ({"label_smoothing": 1.0}, "--label-smoothing is 1.0"),
-        ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
-        ({"step_epochs": 0}, "--step-epochs is 0; it must be a finite number 1 or more"),
-        ({"step_factor": 0.0}, "--step-factor is 0.0"),
-        ({"step_factor": 1.5}, "--step-factor is 1.5"),
+        ({"lr": 0.0}, "--lr 0.0: give a number above 0"),
+        ({"lr": -1.0}, "--lr -1.0"),
+        ({"lr": math.nan}, "--lr nan"),
+        ({"lr": math.inf}, "--lr inf"),
+        ({"momentum": 1.0}, r"--momentum 1.0: give a number in \[0, 1\)"),
+        ({"momentum": -0.1}, "--momentum -0.1"),
+        ({"weight_decay": -1e-4}, "--weight-decay -0.0001: give 0 or more"),
+        ({"label_smoothing": 1.0}, "--label-smoothing 1.0"),
+        ({"clip_norm": 0.0}, "--clip-norm 0.0"),
+        ({"step_epochs": 0}, "--step-epochs 0: give 1 or more"),
+        ({"step_factor": 0.0}, "--step-factor 0.0"),
+        ({"step_factor": 1.5}, "--step-factor 1.5"),
         ({"optimizer": "sgd"}, "--optimizer sgd: there are sgdm, adam, adamw"),
         ({"schedule": "linear"}, "--schedule linear: there are constant, cosine, step"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
-        validate_optimizer(dataclasses.replace(Config(), **settings))
+        check_settings(dataclasses.replace(Config(), **settings))
 
 
 def test_settings_in_range_are_accepted() -> None:
-    validate_optimizer(Config())
+    check_settings(Config())
     extremes = Config(lr=1e-9, momentum=0.0, label_smoothing=0.99, clip_norm=1e-3, step_epochs=1)
-    validate_optimizer(dataclasses.replace(extremes, step_factor=1.0, weight_decay=5.0))
+    check_settings(dataclasses.replace(extremes, step_factor=1.0, weight_decay=5.0))
 
 
 def test_warm_up_rises_in_a_straight_line():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.config import Config, check_ranges
+from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
 from hpctrain.parallel import mpi
 from hpctrain.parallel.overlap import (
@@ -73,11 +73,11 @@ def test_what_could_save_nothing_is_not_tried():
 
 
 def test_what_is_asked_for_wrongly_is_one_line():
-    check_ranges(Config(overlap="auto"))
+    check_settings(Config(overlap="auto"))
     with pytest.raises(UsageError, match="--overlap auto and --graphs exclude each other"):
-        check_ranges(Config(overlap="auto", graphs=True))
+        check_settings(Config(overlap="auto", graphs=True))
     with pytest.raises(UsageError, match="--overlap some: give 0 or more segments, or auto"):
-        check_ranges(Config(overlap="some"))
+        check_settings(Config(overlap="some"))
 
 
 @pytest.mark.mpi

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.config import Config, EvaluateConfig, check_ranges
+from hpctrain.config import Config, EvaluateConfig, check_settings
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.network import find_model, open_network, open_pack_for, restore
 from hpctrain.models import read_model, save_model
 from hpctrain.report.record import read_records
-from hpctrain.training import loop as inner
+from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
+from hpctrain.training.outcome import CannotContinue
 from hpctrain.training.setup import set_up
-from hpctrain.training.steps import CannotContinue
 from tests.launch import run_cli
 from tests.packs import make_pack
 
@@ -195,13 +195,13 @@ def test_runs_that_begin_in_the_same_second_have_names_of_their_own(run, comm, m
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "/tmp/x", "a/b", "a\nb", "n" * 201])
 def test_a_name_is_one_folder_below_the_others(name):
     with pytest.raises(UsageError, match="--run .*: give the name of a folder"):
-        check_ranges(Config(run=name))
-    check_ranges(Config(run="a b-c.1"))
+        check_settings(Config(run=name))
+    check_settings(Config(run="a b-c.1"))
 
 
 def test_more_threads_than_any_machine_has_are_refused():
     with pytest.raises(UsageError, match=r"--threads 100000: this machine has \d+ cores"):
-        check_ranges(Config(threads=100000))
+        check_settings(Config(threads=100000))
 
 
 def test_a_file_or_a_run_is_found(run, capsys):

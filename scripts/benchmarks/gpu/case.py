@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpctrain import launch
 from hpctrain.bench.harness import run_job
 from hpctrain.cli import parse
+from hpctrain.config import check_settings
 
 if TYPE_CHECKING:
     from hpctrain.data.loader import Batch
@@ -73,7 +74,7 @@ def ready(case: Case, *flags: str, device: str = "") -> Job:
     for flags that cannot be.
     """
     from hpctrain.parallel.mpi import start_mpi
-    from hpctrain.training.setup import check_settings, set_up
+    from hpctrain.training.setup import set_up
 
     _, config = parse(["train", *flags, "--device", device or case.device, *_threads(case)])
     check_settings(config)

@@ -1,0 +1,184 @@
+"""Settings from the words of a command line and from TOML files: one parser for both.
+
+The parser is made from the dataclass of a subcommand. Flags win over the files that --config names,
+files over defaults. Nothing heavy is imported, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import typing
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpctrain.config.check import check_settings
+from hpctrain.config.option import flag_of
+from hpctrain.errors import UsageError, brief, did_you_mean
+from hpctrain.typed import parse_toml
+
+KINDS = {int: "a whole number", float: "a number", str: "a text"}
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+SUPPRESS = argparse.SUPPRESS
+
+
+class Formatter(argparse.HelpFormatter):
+    """Room for the flags, and the same width everywhere."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=100)
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes become one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """UsageError in place of usage and exit."""
+        raise UsageError(message.removeprefix("argument "))
+
+
+def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]) -> Any:
+    """The settings of a subcommand, checked. UsageError; exits for --help."""
+    known = [field.name for field in dataclasses.fields(settings)]
+    found, rest = make_parser(name, summary, settings).parse_known_args(words)
+    flags = {
+        n: tuple(v) if isinstance(v, list) and n in known else v for n, v in vars(found).items()
+    }
+    if rest:
+        given, _, _ = rest[0].partition("=")
+        if not given.startswith("-"):
+            raise UsageError(f"{brief(given)}: {name} takes no such word")
+        hint = did_you_mean(given, map(flag_of, known))
+        raise UsageError(f"there is no setting {given.removeprefix('--')!r}{hint}")
+    given_in_files: dict[str, Any] = {}
+    for path in flags.pop("config", []):
+        table = read_table(load_toml(path, "--config "), settings, path)
+        of_a_run = any(Path(path).with_name(n).is_file() for n in ("plan.json", "sweep.toml"))
+        if of_a_run and "model" in table and "model" not in flags:
+            retry = f"add --model {shlex.quote(table['model'])}"
+            check_imports(f"{path} lies in the folder of a run and", [table["model"]], [], retry)
+        given_in_files |= table
+    found_settings = settings(**given_in_files | flags)
+    check_settings(found_settings)
+    return found_settings
+
+
+def make_parser(name: str, summary: str, settings: type) -> Parser:
+    """The parser of one subcommand; what is not given is not in its result."""
+    fields, hints = dataclasses.fields(settings), typing.get_type_hints(settings)
+    positional = [f"[{f.name.upper()}] " for f in fields if f.metadata["positional"]]
+    parser = Parser(
+        prog=f"hpctrain {name}",
+        usage=f"hpctrain {name} {''.join(positional)}[options]",
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        allow_abbrev=False,
+        formatter_class=Formatter,
+    )
+    groups: dict[str, Any] = {}
+    for field in fields:
+        group = field.metadata["group"]
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        _add_option(groups[group], field, hints[field.name])
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=SUPPRESS,
+        help="read options from a TOML file of keys such as batch_size = 64; flags win",
+    )
+    return parser
+
+
+def _add_option(group: Any, field: dataclasses.Field, hint: Any) -> None:
+    meta, flag, kind = field.metadata, flag_of(field.name), _kind(hint)
+    text = meta["help"]
+    if field.default is True:
+        text += " (default: on)"
+    elif field.default not in (None, (), "") and field.default is not False:
+        text += f" (default: {field.default})"
+    arguments: dict[str, Any] = {"help": text.replace("%", "%%"), "default": SUPPRESS}
+    if kind is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **arguments)
+        return
+    name = field.name if meta["positional"] else flag
+    choices = f"{{{','.join(meta['choices'])}}}" if meta["choices"] else None
+    if meta["positional"]:
+        many = typing.get_origin(hint) is tuple
+        arguments |= {"nargs": "*" if many else "?", "metavar": choices or field.name.upper()}
+    else:
+        arguments["metavar"] = choices or METAVARS[kind]
+    group.add_argument(name, type=lambda text: convert(text, kind, flag), **arguments)
+
+
+def _kind(hint: Any) -> type:
+    """bool, int, float or str: of X, X | None and tuple[X, ...]."""
+    return next((a for a in typing.get_args(hint) if a not in (type(None), ...)), hint)
+
+
+def convert(text: str, kind: type, flag: str) -> Any:
+    """The value that a text stands for. UsageError."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{flag} {brief(text)}: {KINDS[kind]} is expected") from None
+
+
+def read_table(table: dict[str, Any], settings: type, place: str) -> dict[str, Any]:
+    """The values of a TOML table of settings, each of its type. UsageError that names the
+    `place`.
+    """
+    fields = {field.name: field for field in dataclasses.fields(settings)}
+    hints, found = typing.get_type_hints(settings), {}
+    for name, value in table.items():
+        if name not in fields:
+            hint = did_you_mean(name, fields)
+            if isinstance(value, dict):
+                hint = ": settings stand at the top, not in tables"
+            raise UsageError(f"{place}: there is no setting {name!r}{hint}")
+        kind, many = _kind(hints[name]), typing.get_origin(hints[name]) is tuple
+        values = value if many and isinstance(value, list) else [value]
+        for each in values:
+            if isinstance(each, dict | list):
+                raise UsageError(f"{place}: {name} must be one value, not {brief(each)}")
+            if isinstance(each, bool) != (kind is bool):
+                wanted = "true or false" if kind is bool else KINDS[kind]
+                raise UsageError(f"{place}: {name} must be {wanted}, not {brief(each)}")
+        try:
+            typed = [
+                each if kind is bool else convert(str(each), kind, flag_of(name)) for each in values
+            ]
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from None
+        found[name] = tuple(typed) if many else typed[0]
+    return found
+
+
+def check_imports(who: str, named: Collection[str], allowed: Collection[str], retry: str) -> None:
+    """UsageError where a file that others may have written names networks of the user's own, as
+    module:function, that --model does not name too: no module is imported because a file says so.
+    """
+    if any(":" in name and name not in allowed for name in named):
+        plural = "s" if len(named) > 1 else ""
+        raise UsageError(
+            f"{who} names the network{plural} {', '.join(map(repr, named))}, and no module is"
+            f" imported because a file says so: if you trust it, {retry}"
+        )
+
+
+def load_toml(path: str, flag: str = "") -> dict[str, Any]:
+    """What a TOML file holds. UsageError, which names the `flag` that named the file."""
+    if os.path.isdir(path):
+        raise UsageError(f"{flag}{path} is a folder: name a TOML file")
+    try:
+        with open(path, "rb") as file:
+            return parse_toml(file.read())
+    except OSError as error:
+        raise UsageError(f"{flag}{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text: byte {error.start} is not UTF-8") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is no TOML: {error}") from error
