@@ -19,7 +19,7 @@ from hpctrain.data.pack import write_pack
 from hpctrain.data.packed import read_pack
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import build
-from hpctrain.sweep.file import read_networks
+from hpctrain.sweep.file import read_sweep
 from scripts.benchmarks import cases, data
 from tests.launch import ALLOWED
 
@@ -268,7 +268,7 @@ def test_a_case_goes_from_its_commands_to_its_goal(case, jobs, monkeypatch, tmp_
         assert build(settings[0].model, (5, 4, 3), 7).weight.shape == (7, 60)
     else:
         assert [each.slots for each in settings] == [2, 1]
-        assert len(read_networks(tmp_path / "sweep.toml").all) == cases.NETWORKS
+        assert len(read_sweep(tmp_path / "sweep.toml").networks) == cases.NETWORKS
 
 
 def test_the_first_step_is_timed(monkeypatch, tmp_path):

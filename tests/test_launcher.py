@@ -14,8 +14,8 @@ from hpctrain.config import Config, SweepConfig
 from hpctrain.errors import RunError
 from hpctrain.launcher import local_size
 from hpctrain.slurm import job_end, place_in_step, tasks_by_node, tasks_here
-from hpctrain.sweep import array
-from hpctrain.sweep.file import Network
+from hpctrain.sweep import machine
+from hpctrain.sweep.file import SweepNetwork
 from tests.launch import ROOT, Job
 
 
@@ -138,8 +138,9 @@ def test_a_signal_to_the_batch_shell_reaches_the_ranks(site, monkeypatch, name):
     folder, env = site
     script = ROOT / "slurm" / f"{name}.sbatch"
     if name == "sweep":
-        monkeypatch.setattr(array, "python_program", lambda: ["true"])
-        script = array.write_script(SweepConfig(), folder, [Network(1, "1-a", Config(), "")])
+        network = SweepNetwork(1, "1-a", Config())
+        monkeypatch.setattr(machine, "python_program", lambda: ["true"])
+        script = machine.write_array_script(SweepConfig(), folder, [network])
         (folder / "1-a.toml").touch()
     job = Job(["bash", str(script)], env)
     try:

@@ -22,8 +22,8 @@ from hpctrain.errors import RunError, UsageError, did_you_mean
 from hpctrain.report.figures import wrapped
 from hpctrain.report.pictures import draw_captioned, write_rows
 from hpctrain.report.tables import print_evaluation, write_predictions
-from hpctrain.sweep.array import write_script
-from hpctrain.sweep.file import Network
+from hpctrain.sweep.file import SweepNetwork
+from hpctrain.sweep.machine import write_array_script
 from hpctrain.text import csv_cell, printable, say, told_apart
 from tests.launch import ROOT, run_cli
 
@@ -31,7 +31,7 @@ NAMES = (
     *("[/x]", "[bold]a", ":smile:", "=cmd|' /C calc'!A0", "@SUM(1)", "\x1b]0;evil\x07", "\x9b2J"),
     *("\u202eabc", "$x^{", "\udcff", "a\nb", "\ttab", "x" * 300, "<b>&", "%a;$(id)`id`'\"", "-1+1"),
 )
-NETWORK = Network(1, "01-base", Config(), "")
+NETWORK = SweepNetwork(1, "01-base", Config())
 PRINT_ALLOWED = {  # text that names nothing, other processes, stacks, and what is drawn already
     *("text", "cli", "parallel/mpi", "parallel/choose", "doctor/command"),
     *("data/packing/jobs", "data/packing/worker"),
@@ -127,7 +127,7 @@ def test_a_folder_that_a_batch_script_cannot_hold_is_refused(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     with pytest.raises(UsageError, match=r"--slurm: the folder .* choose another --runs-dir"):
-        write_script(SweepConfig(), folder, [NETWORK])
+        write_array_script(SweepConfig(), folder, [NETWORK])
     assert list(folder.iterdir()) == []
 
 
@@ -140,7 +140,7 @@ def test_no_name_is_executed_by_the_batch_script(tmp_path):
     for tool in ("srun", "scontrol"):
         (tools / tool).write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >>"{tmp_path}/called"\n')
         (tools / tool).chmod(0o755)
-    script = write_script(SweepConfig(), folder, [NETWORK])
+    script = write_array_script(SweepConfig(), folder, [NETWORK])
     options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     words = [shlex.split(line.removeprefix("#SBATCH"), comments=True) for line in options]
     assert [f"--job-name={folder.name}"] in words

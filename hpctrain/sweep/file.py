@@ -15,27 +15,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config import Config, check_settings, load_toml, read_table, toml_value
+from hpctrain.config import Config, check_settings, load_toml, read_table
 from hpctrain.errors import UsageError, did_you_mean
-from hpctrain.sweep.names import folder_name
 
-MOST = 10_000
+MOST = 10_000  # networks
+LONGEST_NAME = 80  # characters
 TABLES = ("base", "grid", "variant")
 OWNED = ("run", "runs_dir", "resume", "progress", "dry_run")  # settings that a sweep makes itself
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Network:
+class SweepNetwork:
     """One network of a sweep: an ordinary run, named `name` in the sweep's folder."""
 
     number: int  # 1, 2, ...
     name: str
     config: Config
-    toml: str  # its settings, but for run and runs_dir
 
     @property
     def imported(self) -> str | None:
@@ -45,22 +46,24 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Networks:
+class Sweep:
     """All networks of a sweep, in order."""
 
-    all: tuple[Network, ...]
+    networks: tuple[SweepNetwork, ...]
     differing: tuple[str, ...]  # settings in which they may differ
 
+    @property
     def imported(self) -> list[str]:
         """The functions that models are, each once."""
-        return list(dict.fromkeys(n.imported for n in self.all if n.imported))
+        return list(dict.fromkeys(n.imported for n in self.networks if n.imported))
 
-    def with_names(self) -> dict[str, Network]:
-        """The networks by their names."""
-        return {network.name: network for network in self.all}
+    @property
+    def tasks(self) -> list[str]:
+        """What each network learns."""
+        return [network.config.task for network in self.networks]
 
 
-def read_networks(path: Path) -> Networks:
+def read_sweep(path: Path) -> Sweep:
     """The networks that a file asks for. Raises UsageError, one line that names the file, for
     anything that train would refuse whatever the data and the ranks, and for too many.
     """
@@ -72,38 +75,47 @@ def read_networks(path: Path) -> Networks:
             header = "[[variant]]" if key == "variant" else f"[{key}]"
             raise UsageError(f"{path}: {key} must be a table, {header}")
     base = _settings(tables.get("base", {}), path, "[base]")
-    grid = _grid(tables.get("grid"), path)
-    variants = [_split(v, path) for v in tables.get("variant", [])]
-    given: list[tuple[str | None, dict[str, Any]]] = [(None, point) for point in grid]
-    for number, (name, table) in enumerate(variants, start=1):
+    given: list[tuple[str | None, Settings]] = [
+        (None, point) for point in _grid(tables.get("grid"), path)
+    ]
+    for number, (name, table) in enumerate(_variants(tables.get("variant", []), path), start=1):
         given.append((name, _settings(table, path, f"[[variant]] {name or number}")))
     if not given:
         raise UsageError(f"{path}: there is no network: give a [grid] or at least one [[variant]]")
     if len(given) > MOST:
         raise UsageError(f"{path}: {len(given):,} networks are more than {MOST:,}")
-    names = [name for name, _ in given if name]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"{path}: two variants have the name {twice!r}")
-    keys = tuple(dict.fromkeys(key for _, point in given for key in point))
-    networks = tuple(
-        _network(number, len(given), name, point, base, path)
-        for number, (name, point) in enumerate(given, start=1)
-    )
-    _refuse_equal(networks, path)
-    return Networks(networks, keys)
+    networks: dict[Config, SweepNetwork] = {}
+    digits = max(2, len(str(len(given))))
+    for number, (name, settings) in enumerate(given, start=1):
+        folder = f"{number:0{digits}}-{folder_name(settings, name)}"
+        config = dataclasses.replace(Config(), **base | settings)
+        try:
+            check_settings(config)
+        except UsageError as error:
+            raise UsageError(f"{path}, network {folder}: {error}") from error
+        if config in networks:
+            raise UsageError(f"{path}: {networks[config].name} and {folder} have the same settings")
+        networks[config] = SweepNetwork(number, folder, config)
+    differing = dict.fromkeys(key for _, settings in given for key in settings)
+    return Sweep(tuple(networks.values()), tuple(differing))
 
 
-def _split(variant: Any, path: Path) -> tuple[str | None, dict[str, Any]]:
-    """A variant's name and its settings."""
-    if not isinstance(variant, dict):
-        raise UsageError(f"{path}: each variant must be a table, [[variant]]")
-    name = variant.get("name")
-    if name is not None and (not isinstance(name, str) or not name.strip()):
-        raise UsageError(f"{path}: the name of a variant must be a text, not {name!r}")
-    return name, {key: value for key, value in variant.items() if key != "name"}
+def _variants(tables: list[Any], path: Path) -> list[tuple[str | None, Settings]]:
+    """The name of each variant, which may have none, and its settings."""
+    found: list[tuple[str | None, Settings]] = []
+    for table in tables:
+        if not isinstance(table, dict):
+            raise UsageError(f"{path}: each variant must be a table, [[variant]]")
+        name = table.get("name")
+        if name is not None and (not isinstance(name, str) or not name.strip()):
+            raise UsageError(f"{path}: the name of a variant must be a text, not {name!r}")
+        if name in [other for other, _ in found if other]:
+            raise UsageError(f"{path}: two variants have the name {name!r}")
+        found.append((name, {key: value for key, value in table.items() if key != "name"}))
+    return found
 
 
-def _settings(table: dict[str, Any], path: Path, where: str) -> dict[str, Any]:
+def _settings(table: Settings, path: Path, where: str) -> Settings:
     """The settings of a table, each of its type. UsageError."""
     place = f"{path}, {where}"
     if owned := [key for key in table if key in OWNED]:
@@ -111,7 +123,7 @@ def _settings(table: dict[str, Any], path: Path, where: str) -> dict[str, Any]:
     return read_table(table, Config, place)
 
 
-def _grid(table: dict[str, Any] | None, path: Path) -> list[dict[str, Any]]:
+def _grid(table: Settings | None, path: Path) -> list[Settings]:
     """All combinations, the last setting running fastest; none without a grid."""
     if table is None:
         return []
@@ -129,32 +141,16 @@ def _grid(table: dict[str, Any] | None, path: Path) -> list[dict[str, Any]]:
     return [dict(zip(table, point, strict=True)) for point in itertools.product(*axes)]
 
 
-def _network(
-    number: int,
-    count: int,
-    name: str | None,
-    given: dict[str, Any],
-    base: dict[str, Any],
-    path: Path,
-) -> Network:
-    settings = {**base, **given}
-    config = dataclasses.replace(Config(), **settings)
-    folder = folder_name(number, count, given, name)
-    try:
-        check_settings(config)
-    except UsageError as error:
-        raise UsageError(f"{path}, network {folder}: {error}") from error
-    return Network(number, folder, config, _toml(settings))
+def folder_name(settings: Settings, name: str | None) -> str:
+    """ "optimizer=adam,lr=0.01", or the name that a network has; only what needs no quotes in a
+    shell.
+    """
+    text = name or ",".join(f"{key}={_short(value)}" for key, value in settings.items()) or "base"
+    return re.sub(r"[^A-Za-z0-9._=,+:@-]+", "_", text)[:LONGEST_NAME].rstrip(".,=")
 
 
-def _toml(settings: dict[str, Any]) -> str:
-    return "".join(f"{key} = {toml_value(value)}\n" for key, value in settings.items())
-
-
-def _refuse_equal(networks: tuple[Network, ...], path: Path) -> None:
-    seen: dict[Config, str] = {}
-    for network in networks:
-        if network.config in seen:
-            other = seen[network.config]
-            raise UsageError(f"{path}: {other} and {network.name} have the same settings")
-        seen[network.config] = network.name
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text.rstrip("/").rpartition("/")[2]

@@ -1,28 +1,119 @@
-"""The folder of a sweep: which one, and what lies in it.
+"""The folder of a sweep: which one, what lies in it, how its networks stand.
 
 sweep.toml              a copy of the file; marks the folder as a sweep's
 01-lr=0.1.toml          the settings of a network, as train --config takes them
 01-lr=0.1.log           what its ranks printed
 01-lr=0.1/              its run
-results.csv             how all of them stand
+results.csv             a line for each network, replaced atomically
+
+results.csv is made from the records of the runs. Only what they cannot say is read back from it:
+that a network was killed (failed, with the reason), and that it was pruned.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.config import Config, SweepConfig, toml_value
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import write_whole
+from hpctrain.files import as_text, whole_file, write_whole
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
-from hpctrain.sweep.drive import not_ended, read_rows
-from hpctrain.sweep.file import Network, Networks
+from hpctrain.report.history import RunHistory, find_outcome
+from hpctrain.report.record import read_history
+from hpctrain.sweep.file import Sweep, SweepNetwork
+from hpctrain.text import csv_cell
+
+RESULTS_FILE = "results.csv"
+DONE, FAILED, PRUNED = "done", "failed", "pruned"
+STOPPED, PREEMPTED = "stopped", "preempted"
+UNFINISHED, WAITING, RUNNING = "unfinished", "waiting", "running"
+FINAL = (DONE, FAILED, PRUNED)  # the same command does not resume these
+METRICS = ("best_validation_accuracy", "best_validation_loss", "test_accuracy", "test_loss")
 
 
-def sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:
+@dataclass(frozen=True)
+class NetworkResult:
+    """One network: how it stands, why, and the history of its run."""
+
+    network: SweepNetwork
+    status: str
+    reason: str | None
+    history: RunHistory
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the same command would leave it as it is."""
+        return self.status in FINAL
+
+    def metrics(self) -> tuple[float | None, ...]:
+        """The values of `METRICS`."""
+        best, test = self.history.best_validation(), self.history.test
+        return best.accuracy, best.loss, test.accuracy, test.loss
+
+
+Results = dict[str, NetworkResult]  # by the network's name
+
+
+def read_results(folder: Path, sweep: Sweep, retry: bool = False) -> Results:
+    """How all networks of a sweep stand where none of them runs; with `retry` those that failed are
+    unfinished.
+    """
+    known, results = read_csv(folder), {}
+    for network in sweep.networks:
+        history = read_history(folder / network.name, "none")
+        status, reason = status_of(folder / network.name, history, known.get(network.name))
+        if retry and status == FAILED:
+            status, reason = UNFINISHED, None
+        results[network.name] = NetworkResult(network, status, reason, history)
+    return results
+
+
+def status_of(
+    folder: Path, history: RunHistory, known: tuple[str, str] | None
+) -> tuple[str, str | None]:
+    """Status and reason of a network that does not run, by its record and by what an earlier
+    results.csv says of it.
+    """
+    outcome = history.outcome
+    if outcome.status != DONE and known and known[0] in (FAILED, PRUNED):
+        return known[0], known[1] or None
+    if outcome.status in (DONE, FAILED, STOPPED):
+        return outcome.status, outcome.reason
+    return (UNFINISHED, find_outcome(folder, history).reason) if history.facts else (WAITING, None)
+
+
+def read_csv(folder: Path) -> dict[str, tuple[str, str]]:
+    """Status and reason by name from an earlier results.csv; nothing where there is none."""
+    try:
+        with open(folder / RESULTS_FILE, newline="", encoding="utf-8") as file:
+            return {row["name"]: (row["status"], row["reason"]) for row in csv.DictReader(file)}
+    except (OSError, KeyError, ValueError, csv.Error):
+        return {}
+
+
+def write_csv(folder: Path, sweep: Sweep, results: Iterable[NetworkResult]) -> None:
+    """Write results.csv atomically. RunError."""
+    header = ["name", "status", "reason", *sweep.differing, *METRICS, "epochs", "seconds"]
+    lines: list[list[object]] = [[*header]]
+    for result in results:
+        history, network = result.history, result.network
+        differing = [getattr(network.config, name) for name in sweep.differing]
+        line = [network.name, result.status, result.reason, *differing, *result.metrics()]
+        lines.append([*line, history.epochs, round(history.seconds, 1)])
+    try:
+        with whole_file(folder / RESULTS_FILE) as binary, as_text(binary) as file:
+            csv.writer(file).writerows(map(csv_cell, line) for line in lines)
+    except OSError as error:
+        raise RunError(f"cannot write {folder / RESULTS_FILE}: {error.strerror}") from error
+
+
+def find_sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:
     """The file of the networks, and the sweep's folder where one was named. UsageError."""
     if settings.file is None:
         raise UsageError("sweep what? Name a TOML file of networks")
@@ -39,40 +130,37 @@ def sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:
     return folder / SWEEP_FILE, folder
 
 
-def choose_folder(settings: SweepConfig, file: Path, networks: Networks) -> tuple[Path, bool]:
-    """The folder of the sweep, and whether it is there: by --name; else the newest of the same file
-    that has not ended; else a new one, named by the time. UsageError for a name of another sweep.
+def choose_folder(settings: SweepConfig, file: Path, sweep: Sweep) -> Path:
+    """The folder of the sweep: by --name; else the newest of the same file that has not ended; else
+    a new one, named by the time. UsageError for a name of another sweep.
     """
     runs, text = Path(settings.runs_dir), file.read_bytes()
     if settings.name is None:
         for folder in sorted(runs.glob("*-sweep*"), reverse=True):
             same = (folder / SWEEP_FILE).is_file() and (folder / SWEEP_FILE).read_bytes() == text
-            if same and not_ended(read_rows(folder, networks, settings.retry)):
-                return folder, True
-        return next(folder for folder in _new(runs) if not folder.exists()), False
+            results = read_results(folder, sweep, settings.retry).values() if same else ()
+            if any(not result.is_final for result in results):
+                return folder
+        base = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
+        names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+        return next(runs / name for name in names if not (runs / name).exists())
     folder = runs / settings.name
     if not folder.exists():
-        return folder, False
+        return folder
     if not (folder / SWEEP_FILE).is_file():
         raise UsageError(f"{folder} exists and is no sweep: choose another --name")
     if (folder / SWEEP_FILE).read_bytes() != text:
         raise UsageError(
             f"the sweep {folder} was begun with another file than {file}: choose another --name"
         )
-    return folder, True
+    return folder
 
 
-def _new(runs: Path) -> Iterator[Path]:
-    base = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
-    yield runs / base
-    yield from (runs / f"{base}-{number}" for number in range(2, 1000))
-
-
-def make_folder(folder: Path, file: Path, networks: Networks, runs_dir: str) -> None:
+def make_folder(folder: Path, file: Path, sweep: Sweep, runs_dir: str) -> None:
     """Write what the runs need; sweep.toml comes last, and once. RunError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for network in networks.all:
+        for network in sweep.networks:
             path = settings_file(folder, network)
             text = network_toml(network, folder, runs_dir)
             if not path.exists() or path.read_text() != text:
@@ -83,20 +171,19 @@ def make_folder(folder: Path, file: Path, networks: Networks, runs_dir: str) -> 
         raise RunError(f"cannot write {folder}: {error.strerror}") from error
 
 
-def settings_file(folder: Path, network: Network) -> Path:
-    """What train --config gets of a network."""
+def settings_file(folder: Path, network: SweepNetwork) -> Path:
+    """The file of a network that train --config takes."""
     return folder / f"{network.name}.toml"
 
 
-def network_toml(network: Network, folder: Path, runs_dir: str) -> str:
+def network_toml(network: SweepNetwork, folder: Path, runs_dir: str) -> str:
     """The settings of a network as TOML. A run that --init names is one of `runs_dir`."""
     own: dict[str, object] = {"run": network.name, "runs_dir": str(folder), "progress": "plain"}
     init = network.config.init
     if init is not None and (Path(runs_dir) / init).exists():
         own["init"] = str(Path(runs_dir) / init)
-    defaults = Config()
     for field in dataclasses.fields(Config):
         value = getattr(network.config, field.name)
-        if value != getattr(defaults, field.name):
+        if value != field.default:
             own.setdefault(field.name, value)
     return "".join(f"{name} = {toml_value(value)}\n" for name, value in own.items())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain.cli import parse
 from hpctrain.config import Config, PackConfig, to_toml
-from hpctrain.sweep.file import read_networks
+from hpctrain.sweep.file import read_sweep
 from scripts.fuzzing.mutations import mutate_toml
 from scripts.fuzzing.surface import OTHER, Outcome, Surface, attempt, run_command
 from scripts.fuzzing.training import make_pack, run_settings
@@ -61,7 +61,7 @@ class Settings(Surface):
 
         def use() -> object:
             if name == "sweep":
-                return read_networks(path)
+                return read_sweep(path)
             command, settings = parse([name, "--config", str(path)])
             if not isinstance(settings, Config):
                 return command

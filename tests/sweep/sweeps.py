@@ -6,12 +6,12 @@ import csv
 import sys
 from pathlib import Path
 
-from hpctrain.sweep.drive import Driver
-from hpctrain.sweep.file import read_networks
+from hpctrain.sweep.display import SweepDisplay
+from hpctrain.sweep.driver import Driver
+from hpctrain.sweep.file import read_sweep
 from hpctrain.sweep.folder import make_folder, settings_file
+from hpctrain.sweep.machine import Slot
 from hpctrain.sweep.prune import Pruner
-from hpctrain.sweep.show import Show
-from hpctrain.sweep.slots import Slot
 
 FAKE = Path(__file__).with_name("fake_train.py")
 
@@ -22,15 +22,15 @@ def make_driver(
     """A driver of the networks of `text` that launches the fake command."""
     file = folder.parent / "file.toml"
     file.write_text(text)
-    networks = read_networks(file)
-    make_folder(folder, file, networks, str(folder.parent))
+    sweep = read_sweep(file)
+    make_folder(folder, file, sweep, str(folder.parent))
 
     def command(network):
         return [sys.executable, str(FAKE), str(settings_file(folder, network))]
 
     places = tuple(Slot(number, (), (f"g{number}",)) for number in range(1, slots + 1))
     pruner = Pruner(True) if prune else None
-    return Driver(folder, networks, places, command, Show("plain"), pruner, retry)
+    return Driver(folder, sweep, places, command, SweepDisplay("plain"), pruner, retry)
 
 
 def statuses(folder: Path) -> dict[str, str]:

@@ -9,9 +9,9 @@ import pytest
 
 from hpctrain.config import SweepConfig
 from hpctrain.errors import UsageError
-from hpctrain.sweep import array
+from hpctrain.sweep import machine
 from hpctrain.sweep.command import main as sweep
-from hpctrain.sweep.file import read_networks
+from hpctrain.sweep.file import read_sweep
 
 
 def test_the_file_of_another_sweep_imports_nothing(tmp_path, monkeypatch):
@@ -44,9 +44,9 @@ def test_a_folder_that_is_no_sweep_is_named(tmp_path):
 def test_a_task_names_the_network_that_is_imported(tmp_path, monkeypatch, task, model):
     file = tmp_path / "sweep.toml"
     file.write_text('[[variant]]\nseed = 1\n[[variant]]\nseed = 2\nmodel = "mynets:net"\n')
-    networks = read_networks(file).all
-    monkeypatch.setattr(array, "python_program", lambda: ["echo", "hpctrain"])
-    script = array.write_script(SweepConfig(), tmp_path, networks)
+    networks = read_sweep(file).networks
+    monkeypatch.setattr(machine, "python_program", lambda: ["echo", "hpctrain"])
+    script = machine.write_array_script(SweepConfig(), tmp_path, networks)
     settings = tmp_path / f"{networks[task - 1].name}.toml"
     settings.touch()
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')

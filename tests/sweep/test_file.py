@@ -5,13 +5,13 @@ import re
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.sweep.file import read_networks
+from hpctrain.sweep.file import read_sweep
 
 
 def networks(tmp_path, text):
     path = tmp_path / "sweep.toml"
     path.write_text(text)
-    return read_networks(path)
+    return read_sweep(path)
 
 
 def test_a_grid_and_variants_make_networks_with_names_by_what_differs(tmp_path):
@@ -32,7 +32,7 @@ def test_a_grid_and_variants_make_networks_with_names_by_what_differs(tmp_path):
         lr = 0.003
         """,
     )
-    assert [network.name for network in found.all] == [
+    assert [network.name for network in found.networks] == [
         "01-optimizer=sgdm,flip=yes",
         "02-optimizer=sgdm,flip=no",
         "03-optimizer=adam,flip=yes",
@@ -41,14 +41,14 @@ def test_a_grid_and_variants_make_networks_with_names_by_what_differs(tmp_path):
         "06-data=b.h5,lr=0.003",
     ]
     assert found.differing == ("optimizer", "flip", "model", "data", "lr")
-    first, last = found.all[0].config, found.all[-1].config
+    first, last = found.networks[0].config, found.networks[-1].config
     assert (first.epochs, first.lr, first.optimizer, first.flip) == (3, 1.0, "sgdm", True)
     assert isinstance(first.lr, float)
     assert (last.epochs, last.lr, last.optimizer) == (3, 0.003, None)
 
 
 def test_names_of_many_networks_sort_by_number(tmp_path):
-    names = [n.name for n in networks(tmp_path, f"[grid]\nseed = {list(range(120))}").all]
+    names = [n.name for n in networks(tmp_path, f"[grid]\nseed = {list(range(120))}").networks]
     assert names == sorted(names)
     assert names[0] == "001-seed=0"
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import socket
+
 from hpctrain.config import Config
 from hpctrain.report.history import Metrics, RunHistory
-from hpctrain.sweep.file import Network, Networks
-from hpctrain.sweep.results import DONE, Row, ordered, read_known, write_results
+from hpctrain.sweep.display import best_first
+from hpctrain.sweep.file import Sweep, SweepNetwork
+from hpctrain.sweep.folder import (
+    DONE,
+    PRUNED,
+    NetworkResult,
+    read_csv,
+    read_results,
+    write_csv,
+)
+from tests.records import append, end_line, make_run, run_line, step_line
 
 
 def row(name, train, test, *validations):
@@ -15,11 +27,11 @@ def row(name, train, test, *validations):
     history.training = Metrics(train, train)
     history.evaluations["test"] = {"loss": test, "accuracy": test}
     history.validations = [Metrics(value, value) for value in validations]
-    return Row(Network(1, name, Config(), ""), DONE, None, history)
+    return NetworkResult(SweepNetwork(1, name, Config()), DONE, None, history)
 
 
 def names(*rows):
-    return [row.network.name for row in ordered(rows)]
+    return [row.network.name for row in best_first(rows)]
 
 
 def test_networks_are_ordered_by_their_best_validation():
@@ -32,12 +44,28 @@ def test_without_validation_training_decides():
 
 
 def test_no_cell_of_results_csv_is_a_formula_however_often_it_is_written(tmp_path):
-    network = Network(1, "01-base", Config(init="=cmd|x", lr=-0.5), "")
-    networks = Networks((network,), ("init", "lr"))
+    network = SweepNetwork(1, "01-base", Config(init="=cmd|x", lr=-0.5))
+    sweep = Sweep((network,), ("init", "lr"))
     reason = "@SUM(1)"
     for _ in range(2):
-        write_results(tmp_path, networks, [Row(network, DONE, reason, RunHistory())])
-        _, reason = read_known(tmp_path)["01-base"]
+        write_csv(tmp_path, sweep, [NetworkResult(network, DONE, reason, RunHistory())])
+        _, reason = read_csv(tmp_path)["01-base"]
     assert reason == "'@SUM(1)"
     line = (tmp_path / "results.csv").read_text().splitlines()[1]
     assert line.startswith("01-base,done,'@SUM(1),'=cmd|x,-0.5,")
+
+
+def test_how_a_network_stands_where_nobody_could_record_it(tmp_path):
+    network = SweepNetwork(1, "01-a", Config())
+    run = make_run(tmp_path / "01-a", run_line(), step_line(1))
+    sweep = Sweep((network,), ())
+    assert read_results(tmp_path, sweep)["01-a"].status == "unfinished"
+    (run / "ranks").mkdir()
+    beat = {"rank": 0, "host": socket.gethostname(), "pid": 2**22 + 1, "doing": "step 2", "time": 1}
+    (run / "ranks" / "0.json").write_text(json.dumps(beat))
+    found = read_results(tmp_path, sweep)["01-a"]
+    assert found.status == "unfinished" and "last in: step 2" in found.reason
+    write_csv(tmp_path, sweep, [NetworkResult(network, PRUNED, "weak", found.history)])
+    assert read_results(tmp_path, sweep)["01-a"].status == "pruned"
+    append(run, end_line("done"))
+    assert read_results(tmp_path, sweep)["01-a"].status == "done"

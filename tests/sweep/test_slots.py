@@ -9,7 +9,7 @@ import pytest
 from hpctrain import launch
 from hpctrain.config import SweepConfig
 from hpctrain.errors import UsageError
-from hpctrain.sweep.slots import Slot, find_machine, make_slots, step_words
+from hpctrain.sweep.machine import Slot, find_machine, make_slots, step_words
 from tests.launch import Job
 
 
@@ -31,8 +31,8 @@ def test_more_slots_than_there_is_share():
 
 
 def test_places_for_readers():
-    assert Slot(1, (0, 1, 2, 5)).place() == "cores 0-2,5"
-    assert Slot(1, (), ("0", "1")).place() == "GPU 0, 1"
+    assert str(Slot(1, (0, 1, 2, 5))) == "cores 0-2,5"
+    assert str(Slot(1, (), ("0", "1"))) == "GPU 0, 1"
     assert "CUDA_VISIBLE_DEVICES" not in Slot(1, (3,)).environment()
     assert Slot(1, (3,), ("0", "1")).environment()["CUDA_VISIBLE_DEVICES"] == "0,1"
 

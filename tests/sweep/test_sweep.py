@@ -104,7 +104,7 @@ def test_a_killed_rank_fails_its_network_alone_and_a_notice_saves_the_other(plac
     assert "signal 9" in hit["failed"]
     assert hit["code"] == 75
     assert hit["between"] == ({"01": "unfinished", "02": "failed"}, "preempted")
-    assert "SIGTERM: the networks save and leave" in hit["printed"]
+    assert "SIGTERM: the networks save and end" in hit["printed"]
     assert (hit["second"].returncode, hit["second"].stdout) == (2, "")  # one driver at a time
     assert "is at work" in hit["second"].stderr
 

@@ -1,13 +1,17 @@
-"""How many networks fit side by side, and where each of them computes.
+"""Where networks are trained: how many fit side by side, and what starts them.
 
 On a workstation a slot is some cores of its own, or some GPUs; in a Slurm allocation it is a share
-of the tasks, and Slurm gives each step (`srun --exact`) cores and GPUs of its own.
+of the tasks, and Slurm gives each step (`srun --exact`) cores and GPUs of its own. With ``--slurm``
+the networks are the tasks of a Slurm job array, each an allocation of its own.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,11 +20,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.config import SweepConfig
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
+from hpctrain.files import write_whole
 from hpctrain.launch import UNBOUND, mpirun
 from hpctrain.launcher import launched_size, under_mpirun
 from hpctrain.slurm import REQUESTS, tasks_by_node
-from hpctrain.sweep.file import Network
+from hpctrain.sweep.file import SweepNetwork
+
+ARRAY_FILE = "array.sbatch"
+MOST_REQUEUES = 20
+TEMPLATE = """\
+#!/bin/bash
+# Network number SLURM_ARRAY_TASK_ID of the sweep; written by hpctrain sweep --slurm.
+#SBATCH --job-name={name}
+#SBATCH --ntasks={ranks}
+#SBATCH --signal=USR2@120          # a notice to all ranks two minutes before the end
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={logs}
+sweep={folder}
+hpctrain=({program})
+models=({models})
+[ ! -e "$sweep/STOP" ] || exit 0
+settings=$(echo "$sweep"/$(printf %0{digits}d "$SLURM_ARRAY_TASK_ID")-*.toml)
+srun --mpi="${{HPCTRAIN_PMI:-pmix}}" --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\
+    --kill-on-bad-exit=1 "${{hpctrain[@]}}" train --config "$settings" \\
+    ${{models[$SLURM_ARRAY_TASK_ID]:+--model "${{models[$SLURM_ARRAY_TASK_ID]}}"}} \\
+    >>"${{settings%.toml}}.log" 2>&1 &
+step=$!
+trap 'kill -USR2 $step' USR2        # of --sbatch=--signal=B:USR2@120
+while kill -0 $step 2>/dev/null; do wait $step; done
+wait $step
+code=$?
+if [ $code = 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ]; then
+    scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
+fi
+"${{hpctrain[@]}}" sweep "$sweep" --results --progress none
+exit $code
+"""
 
 
 @dataclass(frozen=True)
@@ -32,12 +69,11 @@ class Slot:
     gpus: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """What its ranks are told."""
+        """The environment of its ranks."""
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {**UNBOUND, **visible}
 
-    def place(self) -> str:
-        """For a reader."""
+    def __str__(self) -> str:
         if self.gpus:
             return f"GPU {', '.join(self.gpus)}"
         return f"cores {_ranges(self.cores)}" if self.cores else "any core"
@@ -51,7 +87,7 @@ class Machine:
     slots: tuple[Slot, ...]
     slurm: bool = False  # slots are steps of a Slurm job
 
-    def command(self, settings: Path, network: Network, program: Sequence[str]) -> list[str]:
+    def command(self, settings: Path, network: SweepNetwork, program: Sequence[str]) -> list[str]:
         """The launch line of a network."""
         model = ["--model", network.imported] if network.imported else []
         return [*self.launcher, *program, "train", "--config", str(settings), *model]
@@ -96,19 +132,19 @@ def make_slots(
     return tuple(slots)
 
 
-def _cut(things: Sequence, number: int, count: int) -> Sequence:
-    return things[len(things) * number // count : len(things) * (number + 1) // count]
+def _cut(items: Sequence, number: int, count: int) -> Sequence:
+    return items[len(items) * number // count : len(items) * (number + 1) // count]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """ "0-3,6" of 0, 1, 2, 3, 6."""
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
         else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs)
+            ranges.append([number])
+    return ",".join("-".join(map(str, each)) for each in ranges)
 
 
 def visible_gpus() -> list[str]:
@@ -147,3 +183,48 @@ def step_words(ranks: int, env: Mapping[str, str]) -> tuple[tuple[str, ...], int
     if any(name in env for name in ("SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")):
         words.append("--gpus-per-task=1")
     return tuple(words), max(1, fit)
+
+
+def submit_array(settings: SweepConfig, folder: Path, networks: Sequence[SweepNetwork]) -> str:
+    """Write the batch script and submit these networks; the job's number. UsageError, RunError."""
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise UsageError("--slurm: there is no sbatch on the PATH")
+    script = write_array_script(settings, folder, networks)
+    numbers = ",".join(str(network.number) for network in networks)
+    at_once = f"%{settings.slots}" if settings.slots else ""
+    words = [sbatch, "--parsable", f"--array={numbers}{at_once}", *shlex.split(settings.sbatch)]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_ARRAY")}
+    done = subprocess.run([*words, str(script)], capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise RunError(f"sbatch failed: {' '.join(done.stderr.split())}")
+    return re.split(r"[;\s]", done.stdout.strip())[0]
+
+
+def write_array_script(
+    settings: SweepConfig, folder: Path, networks: Sequence[SweepNetwork]
+) -> Path:
+    """Write the batch script of the sweep in this folder, for these of its networks."""
+    whole = folder.resolve()
+    if not str(whole).isprintable() or "\\" in str(whole):  # sbatch reads its lines by other rules
+        raise UsageError(
+            f"--slurm: the folder {str(whole)!r} has a character in its name that a batch script"
+            " cannot hold: choose another --runs-dir or --name"
+        )
+    logs = str(whole).replace("%", "%%") + "/%a.slurm.log"
+    text = TEMPLATE.format(
+        name=shlex.quote(folder.name),
+        ranks=settings.ranks_per_network,
+        logs=shlex.quote(logs),
+        folder=shlex.quote(str(whole)),
+        program=" ".join(map(shlex.quote, python_program())),
+        models=" ".join(f"[{n.number}]={shlex.quote(n.imported)}" for n in networks if n.imported),
+        digits=len(networks[0].name.partition("-")[0]),
+        requeues=MOST_REQUEUES,
+    )
+    path = folder / ARRAY_FILE
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+    return path

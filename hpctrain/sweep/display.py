@@ -1,0 +1,142 @@
+"""What a sweep shows: the slots, live on a terminal, a line for each network, the closing table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.live import Live
+from rich.table import Table
+
+from hpctrain.console import Console
+from hpctrain.report.bar import dumb_terminal, terminal_columns
+from hpctrain.report.find import compared_by_accuracy
+from hpctrain.report.history import UNKNOWN, Metrics, RunHistory
+from hpctrain.report.progress import counted
+from hpctrain.sweep.folder import FAILED, NetworkResult
+from hpctrain.sweep.machine import Slot
+
+
+class SweepDisplay:
+    """Prints; within a ``with`` block, and where asked for, also draws the slots."""
+
+    def __init__(self, progress: str) -> None:
+        columns = terminal_columns()
+        live = progress == "live" or (progress == "auto" and columns and not dumb_terminal())
+        self._quiet = progress == "none"
+        self.console = Console(width=columns or 120, force_terminal=True if live else None)
+        # No thread of its own: processes are forked beside it.
+        self._live = (
+            Live(console=self.console, auto_refresh=False, transient=True) if live else None
+        )
+
+    def __enter__(self) -> SweepDisplay:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        if not self._quiet:
+            self.console.print(text, soft_wrap=True)
+
+    def begin(self, name: str, slot: Slot) -> None:
+        """Show that a network was launched."""
+        if self._live is None:
+            self.line(f"{name} begins in slot {slot.number} ({slot})")
+
+    def end(self, result: NetworkResult, log: Path, results: Sequence[NetworkResult]) -> None:
+        """Show that a network has ended."""
+        history, text = result.history, f"{result.network.name} {result.status}"
+        if result.status == FAILED:
+            text += f": {result.reason} ({log})"
+        else:
+            shown = {"validation": history.best_validation(), "test": history.test}
+            texts = [f"{split} {_value(each)}" for split, each in shown.items() if _value(each)]
+            texts += [counted(history.epochs, "epoch"), f"{history.seconds:.0f} s"]
+            text = ", ".join([text, *texts]) + (f": {result.reason}" if result.reason else "")
+        final = sum(other.is_final for other in results)
+        self.line(f"{text}  ({final} of {len(results)})")
+
+    def update(self, running: Sequence[tuple[str, Slot, RunHistory]]) -> None:
+        """Draw the slots."""
+        if self._live:
+            table = Table.grid(padding=(0, 2))
+            for name, slot, history in running:
+                table.add_row(f"slot {slot.number}", str(slot), name, progress_text(history))
+            self._live.update(table, refresh=True)
+
+    def results(self, results: Iterable[NetworkResult]) -> None:
+        """Print the closing table, best first, and why networks failed."""
+        if self._quiet:
+            return
+        results = best_first(results)
+        self.console.print(results_table(results))
+        for result in results:
+            if result.status == FAILED:
+                self.line(f"{result.network.name}: {result.reason}")
+
+
+def progress_text(history: RunHistory) -> str:
+    """ "epoch 3 of 20, validation 0.912"."""
+    if not history.planned_epochs:
+        return "starting"
+    last = history.validations[-1] if history.validations else history.training
+    what = "validation" if history.validations else "training"
+    text = f"epoch {history.epochs} of {history.planned_epochs}"
+    return f"{text}, {what} {_value(last)}" if _value(last) else text
+
+
+def _value(metrics: Metrics) -> str:
+    """Its accuracy, else its loss, if it has one."""
+    value = metrics.loss if metrics.accuracy is None else metrics.accuracy
+    return "" if value is None else f"{value:.4g}"
+
+
+def _by_accuracy(results: Iterable[NetworkResult]) -> bool:
+    return compared_by_accuracy([result.network.config.task for result in results])
+
+
+def best_first(results: Iterable[NetworkResult]) -> list[NetworkResult]:
+    """Ordered by accuracy in validation, or where there is none in training, never in the test; by
+    loss where not all networks classify.
+    """
+    results = list(results)
+    by_accuracy = _by_accuracy(results)
+
+    def score(result: NetworkResult) -> float:
+        best = result.history.best_validation()
+        return (result.history.training if best == UNKNOWN else best).score(by_accuracy)
+
+    return sorted(results, key=score, reverse=True)
+
+
+def results_table(results: Sequence[NetworkResult]) -> Table:
+    """Accuracies of all networks, or losses where not all classify."""
+    by_accuracy = _by_accuracy(results)
+    what = "accuracy" if by_accuracy else "loss"
+    table = Table(pad_edge=False)
+    table.add_column("network", overflow="fold")
+    table.add_column("status")
+    for name in (f"validation\n{what}", f"test\n{what}", "epochs", "seconds"):
+        table.add_column(name, justify="right")
+    for result in results:
+        values = result.metrics()[0 if by_accuracy else 1 :: 2]
+        texts = ["" if value is None else f"{value:.4f}" for value in values]
+        seconds = f"{result.history.seconds:.0f}"
+        epochs = str(result.history.epochs)
+        table.add_row(result.network.name, result.status, *texts, epochs, seconds)
+    return table
+
+
+def counts(results: Iterable[NetworkResult]) -> str:
+    """ "4 done, 1 failed"."""
+    found = [result.status for result in results]
+    return ", ".join(f"{found.count(name)} {name}" for name in sorted(set(found)))

@@ -1,0 +1,265 @@
+"""The driver: networks in slots until all have ended, each a process group of its own.
+
+It knows of the networks only what stands in the sweep's folder, so a driver that was killed is
+replaced by the next one: done, pruned and failed networks stay as they are, all others are launched
+again and resume from their checkpoints. A network in whose folder another job still works waits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpctrain import launch
+from hpctrain.errors import RunError
+from hpctrain.launcher import LEFT
+from hpctrain.report.history import RunHistory
+from hpctrain.report.record import HistoryReader
+from hpctrain.sweep.display import SweepDisplay
+from hpctrain.sweep.file import Sweep, SweepNetwork
+from hpctrain.sweep.folder import (
+    DONE,
+    FAILED,
+    PREEMPTED,
+    PRUNED,
+    RUNNING,
+    STOPPED,
+    UNFINISHED,
+    NetworkResult,
+    read_results,
+    write_csv,
+)
+from hpctrain.sweep.machine import Slot
+from hpctrain.sweep.prune import Pruner
+from hpctrain.training.control import STOP_FILE, is_locked, request_stop
+
+POLL_PROCESSES_EVERY = 0.1  # seconds
+POLL_FILES_EVERY = 0.5  # seconds between looks at records, locks and the STOP file
+MOST_READ = 1 << 16  # bytes of a log that are searched for a reason
+KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+REPEATED_AFTER = 1.0  # seconds: schedulers send the same signal twice in a row
+
+
+@contextmanager
+def caught_signals() -> Iterator[list[tuple[signal.Signals, float]]]:
+    """Within the block signals that ask to end are appended to a list, each with its time."""
+    received: list[tuple[signal.Signals, float]] = []
+
+    def catch(number: int, frame: object) -> None:
+        received.append((signal.Signals(number), time.monotonic()))
+
+    ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+    before = {n: signal.signal(n, catch) for n in CAUGHT if n not in ignored}  # nohup wants it so
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class NetworkProcess:
+    """A launcher that trains one network; the driver polls it."""
+
+    def __init__(self, folder: Path, network: SweepNetwork, slot: Slot, command: list[str]) -> None:
+        """Start it. RunError where that cannot be."""
+        self.network, self.slot = network, slot
+        self.folder, self.log = folder / network.name, folder / f"{network.name}.log"
+        self.requested: str | None = None  # preempt, stop or kill
+        self._reader = HistoryReader(self.folder, "none")
+        self._ended_before = self.history().outcome.time
+        self._killed_at = 0.0
+        (self.folder / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._sessions = tempfile.mkdtemp(prefix="hpctrain-")
+        own = {**slot.environment(), **launch.own_sessions(self._sessions)}
+        try:
+            self._process = launch.start(command, self.log, launch.environment(own), slot.cores)
+        except OSError as error:
+            shutil.rmtree(self._sessions, ignore_errors=True)
+            raise RunError(f"cannot start {command[0]}: {error.strerror}") from error
+
+    def history(self) -> RunHistory:
+        """What its record says by now."""
+        self._reader.poll()
+        return self._reader.history
+
+    def preempt(self) -> None:
+        """Ask it to save and to exit with 75: launchers forward SIGUSR2 to all ranks."""
+        if self.requested in (None, "stop"):
+            self.requested = "preempt"
+            self._process.send_signal(signal.SIGUSR2)
+
+    def stop(self) -> None:
+        """Ask it to stop after its next step; to be repeated until it has a folder."""
+        if self.requested is None and self.folder.is_dir():
+            self.requested = "stop"
+            request_stop(self.folder)
+
+    def kill(self) -> None:
+        """End it: SIGTERM, so that the launcher ends its ranks; SIGKILL if it does not go."""
+        if self.requested != "kill":
+            self.requested, self._killed_at = "kill", time.monotonic()
+            self._process.terminate()
+        elif time.monotonic() > self._killed_at + KILL_AFTER:
+            self._process.kill()
+
+    def outcome(self) -> tuple[str, str | None] | None:
+        """Status and reason once it has ended, None before; "preempted" where nobody asked it."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        shutil.rmtree(self._sessions, ignore_errors=True)
+        (self.folder / STOP_FILE).unlink(missing_ok=True)  # it may have come too late
+        outcome = self.history().outcome
+        own = outcome.status if outcome.time != self._ended_before else ""
+        if own == DONE or (code == 0 and outcome.status == DONE):
+            return DONE, outcome.reason
+        if own == STOPPED:
+            return STOPPED, outcome.reason
+        if own == FAILED and self.requested != "kill":
+            return FAILED, outcome.reason or self._last_words()
+        if self.requested in ("preempt", "kill"):
+            return UNFINISHED, None
+        if code == LEFT:
+            return PREEMPTED, outcome.reason
+        if code < 0:
+            return FAILED, f"ended by signal {-code} ({signal.Signals(-code).name})"
+        return FAILED, self._last_words() if code else "it ended without a record"
+
+    def _last_words(self) -> str:
+        with open(self.log, "rb") as file:
+            file.seek(max(self._log_start, self.log.stat().st_size - MOST_READ))
+            text = file.read().decode(errors="replace")
+        return launch.last_words(text).removeprefix("hpctrain: ")
+
+
+class Driver:
+    """Trains the networks of a sweep; `run` gives the exit code."""
+
+    def __init__(
+        self,
+        folder: Path,
+        sweep: Sweep,
+        slots: tuple[Slot, ...],
+        command: Callable[[SweepNetwork], list[str]],
+        display: SweepDisplay,
+        pruner: Pruner | None = None,
+        retry: bool = False,
+    ) -> None:
+        self._folder, self._sweep, self._display = folder, sweep, display
+        self._command, self._pruner = command, pruner
+        self.results = read_results(folder, sweep, retry)
+        self._free = list(slots)
+        self._processes: list[NetworkProcess] = []
+        self._waiting = [n for n in sweep.networks if not self.results[n.name].is_final]
+        self._preempted_by: str | None = None
+        self._stopping = False
+        self._looked = 0.0
+
+    def run(self) -> int:
+        """Train all networks, until they have ended or the sweep has to end; the exit code."""
+        (self._folder / STOP_FILE).unlink(missing_ok=True)
+        if self._pruner:
+            for name, result in self.results.items():  # what earlier drivers have seen
+                self._pruner.is_weak(name, result.history.validations)
+        with caught_signals() as signals, self._display:
+            while True:
+                self._obey(signals)
+                for process in list(self._processes):
+                    if (outcome := process.outcome()) is not None:
+                        self._finish(process, *outcome)
+                if time.monotonic() > self._looked + POLL_FILES_EVERY:
+                    self._looked = time.monotonic()
+                    self._poll_files()
+                if not self._processes and (self._is_ending() or not self._waiting):
+                    break
+                time.sleep(POLL_PROCESSES_EVERY)
+        self._write()
+        (self._folder / STOP_FILE).unlink(missing_ok=True)
+        if self._preempted_by:
+            self._display.line(f"preempted ({self._preempted_by}); the same command resumes")
+            return LEFT
+        return int(any(result.status == FAILED for result in self.results.values()))
+
+    def _is_ending(self) -> bool:
+        return self._preempted_by is not None or self._stopping
+
+    def _obey(self, signals: list[tuple[signal.Signals, float]]) -> None:
+        """The first signal lets all networks save, a second Ctrl-C or SIGTERM ends them."""
+        if not signals:
+            return
+        (first, since), *others = signals
+        if self._preempted_by is None:
+            self._preempt(first.name)
+        insisting = [n for n, at in others if n in CAUGHT[:2] and at > since + REPEATED_AFTER]
+        for process in self._processes if insisting else ():
+            process.kill()
+
+    def _preempt(self, why: str) -> None:
+        self._preempted_by = why
+        if self._processes:
+            self._display.line(f"{why}: the networks save and end; once more ends them at once")
+        for process in self._processes:
+            process.preempt()
+
+    def _poll_files(self) -> None:
+        """Look at what lies in folders: a request to stop, records, locks."""
+        if not self._is_ending() and (self._folder / STOP_FILE).exists():
+            self._stopping = True
+            self._display.line("asked to stop: the networks stop after their next step")
+        for process in self._processes:
+            if self._stopping:
+                process.stop()
+            self._prune(process)
+        for network in list(self._waiting):
+            if self._is_ending() or not self._free:
+                break
+            folder = self._folder / network.name
+            if not (folder.is_dir() and is_locked(folder)):
+                self._waiting.remove(network)
+                self._launch(network)
+        self._display.update([(p.network.name, p.slot, p.history()) for p in self._processes])
+
+    def _launch(self, network: SweepNetwork) -> None:
+        slot = self._free.pop(0)
+        self._set(network, RUNNING, None, self.results[network.name].history)
+        process = NetworkProcess(self._folder, network, slot, self._command(network))
+        self._processes.append(process)
+        self._display.begin(network.name, slot)
+
+    def _finish(self, process: NetworkProcess, status: str, reason: str | None) -> None:
+        self._processes.remove(process)
+        self._free = sorted([*self._free, process.slot], key=lambda slot: slot.number)
+        name, before = process.network.name, self.results[process.network.name]
+        if before.status == PRUNED and status in (STOPPED, UNFINISHED):
+            status, reason = PRUNED, before.reason
+        if status == PREEMPTED:
+            status = UNFINISHED
+            if self._preempted_by is None:
+                self._preempt(f"{name} was preempted: {reason}")
+        self._set(process.network, status, reason, process.history())
+        self._display.end(self.results[name], process.log, list(self.results.values()))
+
+    def _set(
+        self, network: SweepNetwork, status: str, reason: str | None, history: RunHistory
+    ) -> None:
+        self.results[network.name] = NetworkResult(network, status, reason, history)
+        self._write()
+
+    def _write(self) -> None:
+        write_csv(self._folder, self._sweep, self.results.values())
+
+    def _prune(self, process: NetworkProcess) -> None:
+        history, name = process.history(), process.network.name
+        if self._pruner is None or process.requested or history.outcome.status:
+            return
+        if self._pruner.is_weak(name, history.validations):
+            reason = f"not in the better half after {len(history.validations)} validation(s)"
+            self._set(process.network, PRUNED, reason, history)  # first: we may be killed now
+            process.stop()
