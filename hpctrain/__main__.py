@@ -8,19 +8,9 @@ from hpctrain.text import discard_stdout
 
 
 def program() -> int:
-    """Run the subcommand; the exit code, also where nobody reads its output any longer."""
-    try:
-        try:
-            return run()
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # as in `hpctrain --help | head -1`
-        discard_stdout()
-        return 1
-
-
-def run() -> int:
-    """Catch the scheduler's notices, run the subcommand, end MPI if it began; the exit code."""
+    """Catch the scheduler's notices, run the subcommand, end MPI if it began; the exit code, also
+    where nobody reads the output any longer.
+    """
     words = sys.argv[1:]
     trains = not words or words[0] == "train" or words[0].startswith("-")
     if trains:  # before anything slow is imported: it may come at any moment
@@ -28,14 +18,21 @@ def run() -> int:
         end_with_launcher()
     from hpctrain.cli import main
 
-    code = main(words)
-    if trains:
-        ignore()
-    if "mpi4py.MPI" in sys.modules:
-        from hpctrain.parallel.mpi import end_mpi
+    try:
+        try:
+            code = main(words)
+            if trains:
+                ignore()
+            if "mpi4py.MPI" in sys.modules:
+                from hpctrain.parallel.mpi import end_mpi
 
-        end_mpi()
-    return code
+                end_mpi()
+            return code
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in `hpctrain --help | head -1`
+        discard_stdout()
+        return 1
 
 
 if __name__ == "__main__":

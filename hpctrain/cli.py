@@ -27,12 +27,6 @@ class Command(typing.NamedTuple):
     collective: bool = False  # all ranks of a launcher take part
     alone: bool = False  # one process does it without MPI
 
-    def run(self, name: str, settings: Any) -> int:
-        """Do it; nothing heavy is imported before."""
-        if self.collective and ((launched_size() or 1) > 1 or not self.alone):
-            return start(name, self.module, settings)
-        return int(importlib.import_module(self.module).main(settings))
-
 
 COMMANDS = {
     "train": Command(
@@ -85,7 +79,10 @@ def main(argv: list[str] | None = None) -> int:
             if (launched_size() or 1) == 1:
                 raise
             return start("", "", failure=error)  # the ranks agree on it, and say it once
-        return COMMANDS[name].run(name, settings)
+        command = COMMANDS[name]  # nothing heavy is imported before
+        if command.collective and ((launched_size() or 1) > 1 or not command.alone):
+            return start(name, command.module, settings)
+        return int(importlib.import_module(command.module).main(settings))
     except Failure as error:
         _say_once(f"hpctrain: {error}")
         return error.exit_code

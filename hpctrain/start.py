@@ -44,9 +44,10 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
         elif rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
             ranks = f"{size} ranks" if size > 1 else "1 rank"
             say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
-        from hpctrain.parallel.mpi import abort_all, call_on_all, run_guarded, start_mpi
+        from hpctrain.parallel.mpi import abort_all, call_on_all, conclude, start_mpi
 
-        def work() -> int:
+        watchdog.abort = abort_all
+        try:
             comm = start_mpi()
             call_on_all(comm, lambda: raise_(failure))
             comm.Free()
@@ -54,9 +55,8 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
             main = importlib.import_module(module).main
             watchdog.imported("starting")
             return int(main(settings))
-
-        watchdog.abort = abort_all
-        return run_guarded(work)
+        except BaseException as error:
+            return conclude(error)
 
 
 def raise_(failure: Failure | None) -> None:

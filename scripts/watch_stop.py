@@ -31,13 +31,13 @@ WAIT = 60.0  # seconds for the run to begin
 def rank(arguments: list[str]) -> int:
     """hpctrain as it is, but each rank writes how many steps it did, and when it saw the file."""
     from hpctrain import cli
-    from hpctrain.training import control, loop
+    from hpctrain.training import control, steps
 
     done: dict[str, Any] = {"rank": os.environ.get("OMPI_COMM_WORLD_RANK", "0"), "steps": 0}
-    tell_step, asked = loop.tell_step, control.Control.asked
+    record_step, asked = steps.record_step, control.Control.asked
 
-    def tell(run: Any, *figures: Any) -> None:
-        tell_step(run, *figures)
+    def record(run: Any, *figures: Any) -> None:
+        record_step(run, *figures)
         done["steps"] = run.state.step
 
     def ask(self: control.Control) -> bool:
@@ -46,7 +46,7 @@ def rank(arguments: list[str]) -> int:
             done.setdefault("seen_after", done["steps"])
         return found
 
-    loop.tell_step, control.Control.asked = tell, ask
+    steps.record_step, control.Control.asked = record, ask
     atexit.register(lambda: Path(f"rank{done['rank']}.json").write_text(json.dumps(done)))
     return cli.main(arguments)
 

@@ -291,10 +291,10 @@ def test_a_mistake_of_one_rank_alone_names_it(folder):
     """A file that one host lacks: the others, which have read theirs, end too."""
     (folder / "half.toml").write_text("epochs = 1\n")
     program = (
-        "import sys; from hpctrain.__main__ import run;"
+        "import sys; from hpctrain.__main__ import program;"
         "from hpctrain.launcher import launched_rank;"
         "file = 'half.toml' if launched_rank() != 1 else 'gone.toml';"
-        "sys.argv[1:] = ['--progress', 'none', '--config', file]; sys.exit(run())"
+        "sys.argv[1:] = ['--progress', 'none', '--config', file]; sys.exit(program())"
     )
     done = run_mpi(3, ["-c", program], cwd=folder)
     ours = [line for line in done.stderr.splitlines() if line.startswith("hpctrain:")]

@@ -47,12 +47,15 @@ def main(settings: DoctorConfig) -> int:
     """Print the findings; give 0, or 1 if any failed. Collective."""
     launcher = launcher_name()  # before MPI starts, which may add variables
     try:
-        from hpctrain.parallel.mpi import run_guarded
+        from hpctrain.parallel.mpi import conclude
     except UsageError as error:
         reason = first_line(error.__cause__ or error)
         ranks = [collect(None, launcher, reason)]
         return _conclude(_show(ranks)) if launched_rank() == 0 else 1
-    return run_guarded(lambda: _examine(settings, launcher))
+    try:
+        return _examine(settings, launcher)
+    except BaseException as error:
+        return conclude(error)
 
 
 def _examine(settings: DoctorConfig, launcher: str) -> int:

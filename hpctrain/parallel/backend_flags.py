@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from hpctrain.errors import Failure
 from hpctrain.hardware import processor_name
 from hpctrain.parallel.runtime import built_for
 
@@ -117,9 +118,16 @@ def hardware_key(device: torch.device) -> str:
     return ", ".join(parts)
 
 
-def refusal(error: BaseException) -> str | None:
-    """The operation that torch refused to run, in one line; None for any other error."""
-    text = " ".join(str(error).split())
-    if REFUSAL not in text:
-        return None
-    return f"--deterministic: {text.partition(REFUSAL)[0].strip()} {REFUSAL} in torch"
+@contextmanager
+def name_refused_operation(kind: type[Failure]) -> Iterator[None]:
+    """An operation that torch refuses to run under --deterministic becomes one line, an error of
+    this kind.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if REFUSAL not in text:
+            raise
+        refused = f"{text.partition(REFUSAL)[0].strip()} {REFUSAL} in torch"
+        raise kind(f"--deterministic: {refused}") from error

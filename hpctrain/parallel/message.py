@@ -6,7 +6,7 @@
   64 elements (256 bytes), with the parameter's own strides. After a backward one operation adds
   all to it, as torch makes them: adding each one where it lies would be a kernel per parameter.
 * moments: two numbers per batch-norm channel (batchnorm.py).
-* scalars: loss sum, correct, rows, irregular batch-norm layers, votes; sums over ranks. The last
+* scalars: loss sum, correct, rows, irregular batch-norm layers, flags; sums over ranks. The last
   one says afterwards whether the step was left out.
 * slots: a few numbers per rank, each written by its rank only, so the sum keeps them apart.
 
@@ -27,6 +27,7 @@ from torch import nn
 from hpctrain.errors import UsageError
 from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.memory import plain_zeros
+from hpctrain.streams import Event, record_event
 
 ALIGNMENT = 64  # elements
 SCALARS = ("loss", "correct", "rows", "irregular", "stop", "leave", "save", "skipped")
@@ -189,7 +190,7 @@ class Message:
             for parameter in parameters:
                 parameter.grad = None
 
-    def count(
+    def add_counts(
         self,
         loss: torch.Tensor,
         correct: torch.Tensor | int,
@@ -202,18 +203,18 @@ class Message:
         self._rows.add_(rows)
         self._irregular.add_(irregular)
 
-    def vote(self, stop: bool, leave: bool = False, save: bool = False) -> None:
+    def set_flags(self, stop: bool, leave: bool = False, save: bool = False) -> None:
         """Ask all ranks to stop, to leave, or to have the run saved, after this step."""
         for place, asked in ((self._stop, stop), (self._leave, leave), (self._save, save)):
             if asked:  # else nothing is launched: it is zero
                 place.fill_(1)
 
-    def clock(self, compute: float, data: float) -> None:
-        """Put this rank's seconds of this step into its slots."""
+    def set_seconds(self, compute: float, data: float) -> None:
+        """Set this rank's seconds of computation and of waiting for data."""
         torch._foreach_add_(self._own[:2], [compute, data])
 
-    def sign(self, digest: torch.Tensor | None) -> None:
-        """Put a part of this rank's digest, below 2^24, into its slot, if there is one."""
+    def set_digest(self, digest: torch.Tensor | None) -> None:
+        """Set this rank's part of its digest, below 2^24, if there is one."""
         if digest is not None:
             self._own[3].copy_(digest)
 
@@ -246,8 +247,9 @@ class Message:
         return finite
 
     def report(self) -> Report:
-        """Send scalars and slots of the reduced message to the host. Nothing waits."""
-        return Report(Snapshot(self._ends))
+        """Copy scalars and slots of the reduced message to the host. Nothing waits."""
+        ended = record_event(self.device, timing=True)  # done when the copy has arrived
+        return Report(ended, Snapshot(self._ends))
 
     def totals(self) -> Totals:
         """Read scalars and slots of the reduced message (waits for the device)."""
@@ -255,13 +257,13 @@ class Message:
 
 
 class Report:
-    """What a reduced message says, on its way to the host."""
+    """Scalars and slots of a reduced message, on their way to the host."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    def __init__(self, ended: Event, snapshot: Snapshot) -> None:
+        self.ended, self._snapshot = ended, snapshot
 
     def totals(self) -> Totals:
-        """It, as soon as it is there."""
+        """Wait until they are there, and read them."""
         loss, *numbers = self._snapshot.numbers()
         votes = len(SCALARS) - 1
         correct, rows, irregular, stop, leave, save, skipped = map(_whole, numbers[:votes])

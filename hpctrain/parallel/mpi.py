@@ -194,27 +194,25 @@ def fair_threads(comm: Comm) -> int:
     return max(1, min(allgather(comm, threads)))
 
 
-def run_guarded(function: Callable[[], int]) -> int:
-    """Run a subcommand that talks to other ranks; give its exit code, or end all ranks.
+def conclude(error: BaseException) -> int:
+    """The exit code of a subcommand that talks to other ranks and ended by this error, or the end
+    of all ranks.
 
-    An agreed error is printed by rank 0 and returned as exit code. Anything else is printed with
-    rank and host and aborts all ranks: the peers may wait in a collective for ever.
+    An agreed error is printed by rank 0. Anything else is printed with rank and host and aborts all
+    ranks: the others may wait in a collective for ever.
     """
     world = MPI.COMM_WORLD
-    try:
-        return function()
-    except Failure as error:
+    if isinstance(error, Failure):
         if error.agreed or world.size == 1:
             if world.rank == 0 and launched_rank() == 0:
                 print(f"hpctrain: {error}", file=sys.stderr, flush=True)
             return error.exit_code
         return _abort(world, str(error), error.exit_code)
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         return _abort(world, "interrupted", 1)
-    except BaseException as error:
-        if isinstance(error, BrokenPipeError) and world.size == 1:
-            raise
-        return _abort(world, traceback.format_exc().rstrip(), 1)
+    if isinstance(error, BrokenPipeError) and world.size == 1:
+        raise error
+    return _abort(world, "".join(traceback.format_exception(error)).rstrip(), 1)
 
 
 def _abort(world: Comm, text: str, code: int) -> int:

@@ -94,7 +94,7 @@ class Overlapped(Reduce):
         self._shards = list(shards)
         self._forget()
 
-    def keep(self, shard: int) -> None:
+    def accumulate(self, shard: int) -> None:
         """The message holds what this rank's shards gave so far, `shard` being the last of them."""
         self._enough = list(map(max, self._enough, self._calls))
         *segments, rest = self._parts
@@ -103,8 +103,8 @@ class Overlapped(Reduce):
                 self._send(shard)
         else:
             for part in segments:
-                part.keep(shard)
-        rest.keep(shard)
+                part.accumulate(shard)
+        rest.accumulate(shard)
         self._shards = self._shards[1:]
         self._forget()
 
@@ -153,7 +153,7 @@ class Overlapped(Reduce):
         with self._stream.select():
             self._stream.wait_event(ready)
             if shard is not None:
-                part.keep(shard)
+                part.accumulate(shard)
             part()
 
 

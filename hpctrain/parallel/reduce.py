@@ -45,7 +45,7 @@ class Reduce(ABC):
     def begin(self, shards: Sequence[int]) -> None:
         """A step begins in which this rank works through `shards`, one batch of each."""
 
-    def keep(self, shard: int) -> None:
+    def accumulate(self, shard: int) -> None:
         """The vector holds what this rank's shards gave so far, `shard` being the last of them."""
 
     @abstractmethod

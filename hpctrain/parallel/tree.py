@@ -5,8 +5,8 @@ Here the order belongs to the shards: their messages are the leaves of one binar
 0 ... S-1, in which a span of n shards splits after the largest power of two below n. A rank
 carries a run of shards, and the spans of the tree that lie within its run are its subtrees.
 
-1. While a rank works through its shards, it adds up its subtrees (`keep`). One buffer waits for
-   each level of the tree that is not complete.
+1. While a rank works through its shards, it adds up its subtrees (`accumulate`). One buffer waits
+   for each level of the tree that is not complete.
 2. The message is cut into one slice per rank. Every rank sends every other its slice of each
    subtree (Alltoallv), which adds these up in tree order.
 3. Allgatherv returns the slices of the sum.
@@ -84,7 +84,7 @@ class Subtrees:
         self._waiting: list[tuple[int, torch.Tensor | None]] = []  # number of shards, their sum
         self._sums: list[torch.Tensor | None] = []  # of complete subtrees; None is zero
 
-    def keep(self, shard: int) -> None:
+    def accumulate(self, shard: int) -> None:
         """Take the leaf of `shard` from the message into the tree; make room for the next."""
         while self._next < shard:
             self._add_leaf(None)
@@ -203,9 +203,9 @@ class InTreeOrder(Reduce):
         self.exchange = Exchange(transport, spans, vector)
         self._alone = transport.comm.size == 1
 
-    def keep(self, shard: int) -> None:
+    def accumulate(self, shard: int) -> None:
         """Take the leaf of `shard` into the tree; the vector is zero for the next one."""
-        self.subtrees.keep(shard)
+        self.subtrees.accumulate(shard)
 
     def __call__(self) -> None:
         """Sum the vector over all ranks, in place. Collective."""

@@ -71,7 +71,7 @@ class Control:
             raise KeyboardInterrupt
         self._interrupted = True
 
-    def news(self, waited: float, save: bool, digest: torch.Tensor | None) -> StepFlags:
+    def flags(self, waited: float, save: bool, digest: torch.Tensor | None) -> StepFlags:
         """What this rank tells all others in its next step."""
         return StepFlags(waited, self.asked(), self.leaving() is not None, save, digest)
 

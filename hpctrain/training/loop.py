@@ -1,61 +1,77 @@
-"""The loop: epochs of steps, and what stands between steps: validation, checkpoint, the end."""
+"""The loop: epochs of steps, and what happens between two steps."""
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
+from functools import partial
 
+from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.mpi import allgather
 from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.training.progress import Run
 from hpctrain.training.resume import gather
-from hpctrain.training.setup import carry, renew_reduction
-from hpctrain.training.step import Trainer
-from hpctrain.training.steps import Steps
+from hpctrain.training.setup import assign_shards, renew_reduction
+from hpctrain.training.step import Trainer, train_step
+from hpctrain.training.steps import PendingStep, PendingSteps, collect_flags, learning_rate_of
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
 
 
-def run_epochs(run: Run) -> None:
-    """All epochs from where the run stands, until something ends them. Collective."""
-    state = run.state
-    if state.step and validation_due(run, state.step) and state.validated < state.step:
-        validate(run)  # the launch before had to leave in the middle of it
-    try:
-        while state.epoch < run.job.plan.epochs and not state.ended:
-            run_epoch(run)
-    finally:
-        run.job.loader.close()
-
-
-def run_epoch(run: Run) -> None:
-    """The steps of one epoch that are still to be done, until something ends them. Collective.
-
-    Where something follows that needs the totals of a step, such as a validation or a checkpoint,
-    they are read first. All ranks read them at the same place, so all come to the same end.
-    """
+def train_epochs(run: Run) -> None:
+    """Train from where the run stands to the last epoch, or until something ends it. Collective."""
     job, state, per_epoch = run.job, run.state, run.job.plan.steps_per_epoch
-    first = state.step - state.epoch * per_epoch
-    steps, before = Steps(run), time.perf_counter()
-    for number, batches in enumerate(job.loader.epoch(state.epoch, first), start=first):
-        steps.begin(number, batches, waited=time.perf_counter() - before)
-        last = number + 1 == per_epoch
-        steps.settle(0 if last or pause_after(run, steps.newest) else job.trainer.late)
-        if state.ended or state.save:
-            steps.settle()
-        if run.overlap and run.overlap.follows(state.step) and steps.settled:
-            choose_overlap(run, run.overlap)
-        if last:
-            break
-        if steps.settled:
-            if not state.ended and validation_due(run, state.step):
-                validate(run)
-            if state.ended:
-                return
-            save_if_due(run)
-            steps.start_clock()
-        doing(f"reading for step {steps.newest + 1}")
-        before = time.perf_counter()
-    end_epoch(run)
+    pending = PendingSteps(run)
+    if state.step and validation_due(run, state.step) and state.validated < state.step:
+        validate(run)  # the launch before was preempted during it
+    with closing(job.loader) as loader:
+        while state.epoch < job.plan.epochs and not state.ended:
+            first = state.step - state.epoch * per_epoch
+            pending.restart_clock()
+            began = time.perf_counter()
+            for number, batches in enumerate(loader.epoch(state.epoch, first), start=first):
+                waited = time.perf_counter() - began
+                step = state.epoch * per_epoch + number + 1
+                doing(f"step {step}")
+                rate, rows = learning_rate_of(run, step), job.plan.partition.total(number)
+                flags, digest, found = collect_flags(run, step, batches, waited)
+                wait = partial(doing, f"waiting for all in step {step}")
+                report = train_step(job.trainer, batches, rows, flags, wait, rate)
+                copy = None if digest is None else Snapshot(digest)
+                pending.append(PendingStep(step, rows, rate, copy, found, report))
+                finish_step(run, pending)
+                if state.ended or number + 1 == per_epoch:
+                    break
+                doing(f"reading for step {step + 1}")
+                began = time.perf_counter()
+
+
+def finish_step(run: Run, pending: PendingSteps) -> None:
+    """Read the totals that are due, then do what follows a step: end an epoch, validate, save a
+    checkpoint, or end the run (`Progress.ended`). Collective.
+
+    On GPUs a step is begun before the totals of the one before are read (`Trainer.late`). Where
+    something follows that needs them, they are read first. All ranks read them at the same place,
+    so all come to the same end.
+    """
+    state, plan, step = run.state, run.job.plan, pending.newest
+    last = step % plan.steps_per_epoch == 0
+    pending.drain(0 if last or pause_after(run, step) else run.job.trainer.late)
+    if state.ended or state.save:
+        pending.drain()
+    if pending:
+        return
+    if run.overlap and run.overlap.follows(step):
+        choose_overlap(run, run.overlap)
+    if last:
+        end_epoch(run)
+    if not state.ended and validation_due(run, step):
+        validate(run)
+    if not state.ended and (state.save or run.checkpoints.follows(step)):
+        save_checkpoint(run)
+    if last and not state.ended and state.epoch < plan.epochs:
+        balance_shards(run)
+    pending.restart_clock()
 
 
 def pause_after(run: Run, step: int) -> bool:
@@ -76,7 +92,7 @@ def choose_overlap(run: Run, trial: OverlapTrial) -> None:
 
 
 def end_epoch(run: Run) -> None:
-    """After the last step of an epoch: its record, validation, checkpoint. Collective."""
+    """Record an epoch after its last step."""
     state = run.state
     loss, correct, rows, seconds = state.sums
     accuracy = correct / rows if run.job.task.classes else None
@@ -94,12 +110,6 @@ def end_epoch(run: Run) -> None:
         images_per_second=rows / seconds,
         seconds=seconds,
     )
-    if not state.ended and validation_due(run, state.step):
-        validate(run)
-    if not state.ended:
-        save_if_due(run)
-        if state.epoch < run.job.plan.epochs:
-            move_shards(run)
 
 
 def unused_note(names: list[str], trainer: Trainer) -> str:
@@ -111,22 +121,16 @@ def unused_note(names: list[str], trainer: Trainer) -> str:
     )
 
 
-def move_shards(run: Run) -> None:
-    """Let fast ranks carry more of the shards, where that is wanted and saves time."""
+def balance_shards(run: Run) -> None:
+    """Assign more shards to fast ranks, where that is asked for and saves time."""
     if run.balance and (runs := run.balance.better()):
-        carry(run.job, runs, run.comm)
+        assign_shards(run.job, runs, run.comm)
         counts = ", ".join(str(len(each)) for each in runs)
         run.recorder.note(f"shards by rank from epoch {run.state.epoch + 1} on: {counts}")
 
 
-def save_if_due(run: Run) -> None:
-    """Save what the run needs to go on, where steps or time since the last one call for it."""
-    if run.state.save or run.checkpoints.follows(run.state.step):
-        save_checkpoint(run)
-
-
 def save_checkpoint(run: Run) -> None:
-    """Save what the run needs to go on, behind training's back (rank 0)."""
+    """Write a checkpoint in the background (rank 0)."""
     run.state.save = False
     if run.writer is None:
         return

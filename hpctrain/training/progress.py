@@ -7,6 +7,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +64,13 @@ class Progress:
     waited: int = 0  # validations since then
     best: list[torch.Tensor] | None = None  # the network of that step, where it is wanted
     went_back: bool = False  # to the best network
+    chosen: bool = False  # the network to keep: no checkpoint is written any more
     sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the epoch under way: loss,
     # correct, rows, seconds
+
+    def is_preempted(self) -> bool:
+        """Whether the run has to end before its time."""
+        return self.ended is EndReason.PREEMPTED
 
     @property
     def network(self) -> Reached:
@@ -78,7 +84,7 @@ class Progress:
         own.
         """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del fields["best"], fields["went_back"], fields["save"]
+        del fields["best"], fields["went_back"], fields["chosen"], fields["save"]
         if self.ended is not EndReason.PATIENCE:
             fields["ended"] = fields["reason"] = None
         return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
@@ -114,7 +120,8 @@ class Progress:
         return True
 
     def restore_best(self, trainer: Trainer) -> None:
-        """Go back to the network that was kept, if there is one."""
+        """Choose the network of the run: the best one where it was kept, else the last."""
+        self.chosen = True
         if self.best is not None:
             with torch.no_grad():
                 for tensor, kept in zip(_network(trainer), self.best, strict=True):
@@ -143,3 +150,4 @@ class Run:
     balance: Balance | None = None  # where shards may move
     overlap: OverlapTrial | None = None  # where it is to be measured
     replay: Replay | None = None  # where digests are compared and no rank may have its own buffers
+    folder: Path = Path()

@@ -33,7 +33,7 @@ from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, output_shape
 from hpctrain.keys import random_key
 from hpctrain.models import ModelState, check_names, checked_output, held_values
-from hpctrain.parallel.backend_flags import refusal
+from hpctrain.parallel.backend_flags import name_refused_operation
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.plan import Plan
@@ -242,14 +242,11 @@ def probe_model(
     torch.manual_seed(key)
     before = ModelState(model)
     try:
-        probe = norms.probe(lambda: task(listener, inputs, targets), len(rows))
-        check_names(model, names)
-        if config.deterministic:
-            check_backward(norms, task, inputs, targets)
-    except RuntimeError as error:
-        if text := refusal(error):
-            raise UsageError(text) from error
-        raise
+        with name_refused_operation(UsageError):
+            probe = norms.probe(lambda: task(listener, inputs, targets), len(rows))
+            check_names(model, names)
+            if config.deterministic:
+                check_backward(norms, task, inputs, targets)
     finally:
         before.restore()
     if not config.local_buffers:

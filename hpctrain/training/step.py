@@ -15,11 +15,16 @@ from hpctrain.data.loader import Batch
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.late import Clock
-from hpctrain.parallel.message import Message
+from hpctrain.parallel.message import Message, Report
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.training.backward import Backward
 from hpctrain.training.control import StepFlags
-from hpctrain.training.optim import UnusedParameters, clip_gradient, gate_update
+from hpctrain.training.optim import (
+    UnusedParameters,
+    clip_gradient,
+    gate_update,
+    set_learning_rate,
+)
 
 NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that make a network
 
@@ -82,19 +87,23 @@ def train_step(
     trainer: Trainer,
     batches: list[Batch],
     total: int,
-    news: StepFlags = StepFlags(),  # noqa: B008
+    flags: StepFlags = StepFlags(),  # noqa: B008
     before_waiting: Callable[[], None] = lambda: None,
-) -> None:
-    """Update the weights from this rank's shards of a mini-batch of `total` rows. Collective.
+    rate: float | None = None,
+) -> Report:
+    """Update the weights from this rank's shards of a mini-batch of `total` rows, at the learning
+    `rate` (None = the optimizer's). Collective.
 
-    `news` travel in the message; what the step measured is read from it afterwards
-    (`Message.report`). `before_waiting` is called when this rank has done its part.
-    Where bad rows were left out, the sum is scaled to the rows that there were.
+    `flags` travel in the message; the report gives its totals, when they are asked for.
+    `before_waiting` is called when this rank has done its part. Where bad rows were left out, the
+    sum is scaled to the rows that there were.
     A step with a loss or gradient that is not finite leaves weights and statistics as they were;
     so do those that follow before its totals are read. So do all steps with a parameter until one
     gives it a gradient (`UnusedParameters`).
     """
     message, norms, clock = trainer.message, trainer.norms, trainer.clock
+    if rate is not None:
+        set_learning_rate(trainer.optimizer, rate)
     clock.begin()
     message.zero()
     trainer.reduce.begin([batch.shard for batch in batches])
@@ -103,14 +112,14 @@ def train_step(
         loss, correct = trainer.backward(batch.images, batch.targets, total)
         rows = len(batch.targets)
         irregular = norms.collect(message.moments, rows, total, batch.shard)
-        message.count(loss, correct, rows, irregular)
-        trainer.reduce.keep(batch.shard)
-    message.vote(news.stop, news.leave, news.save)
-    message.sign(news.digest)
-    message.clock(clock.computed(), news.waited)
+        message.add_counts(loss, correct, rows, irregular)
+        trainer.reduce.accumulate(batch.shard)
+    message.set_flags(flags.stop, flags.leave, flags.save)
+    message.set_digest(flags.digest)
+    message.set_seconds(clock.computed(), flags.waited)
 
     before_waiting()
-    trainer.reduce()
+    trainer.reduce()  # the one communication of a step
     clock.reduced()
 
     finite = message.finite(lasting=trainer.late > 0)
@@ -121,3 +130,4 @@ def train_step(
     gate_update(trainer.optimizer, message.skipped)
     with trainer.unused.untouched(finite):
         trainer.optimizer.step()
+    return message.report()

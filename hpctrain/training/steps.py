@@ -1,11 +1,12 @@
-"""The steps of an epoch: each is begun, and what it came to is read, told and acted upon.
+"""What steps came to: totals are read, checked, recorded and acted upon.
 
-On GPUs the host begins a step before it reads what the one before came to (`Trainer.late`).
+On GPUs the host begins a step before it reads the totals of the one before (`Trainer.late`).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from hpctrain.errors import Failure, RunError
 from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, call_on_all
-from hpctrain.streams import Event, current_stream, record_event
+from hpctrain.streams import current_stream, record_event
+from hpctrain.training.control import StepFlags
 from hpctrain.training.digest import (
     CHANGED,
     as_hex,
@@ -27,16 +29,71 @@ from hpctrain.training.digest import (
     slot_value,
     tensor_digests,
 )
-from hpctrain.training.optim import learning_rate, set_learning_rate, warm_up
-from hpctrain.training.outcome import check, time_shares
-from hpctrain.training.progress import EndReason, Progress, Run
+from hpctrain.training.optim import learning_rate, warm_up
+from hpctrain.training.progress import EndReason, Run
 from hpctrain.training.reading import order_of
 from hpctrain.training.replay import Found, changed_error
-from hpctrain.training.step import train_step
 from hpctrain.watchdog import doing
 
 
-class Begun(NamedTuple):
+class CannotContinue(RunError):
+    """Training cannot go on; all ranks hold the sound state of the last step that was recorded."""
+
+
+class NonFinite(CannotContinue):
+    """Loss or gradient became NaN or infinite; the weights are those of the step before."""
+
+
+def check(
+    totals: Totals,
+    rows: int,
+    step: int,
+    epoch: int,
+    skips_rows: bool = False,
+    bad_image: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Look at what `step` of `rows` rows, or fewer where bad ones are left out, reported; all ranks
+    see the same and raise the same. `bad_image` finds the image that a result is due to which is
+    not finite; collective.
+
+    Raises NonFinite, or RunError for what must not happen.
+    """
+    if not totals.finite:
+        what = "the loss" if totals.nonfinite else "the gradient"
+        ranks = ", ".join(map(str, totals.nonfinite))
+        where = f" on rank {ranks}" if totals.nonfinite else ""
+        raise agreed(
+            NonFinite(
+                f"{what} of step {step} (epoch {epoch}) is not finite{where}; the weights of step"
+                f" {step - 1} are kept. {bad_image() or 'A lower --lr or --clip-norm may help'}"
+            )
+        )
+    if totals.irregular:
+        raise agreed(
+            RunError(f"a batch-norm layer did not run exactly once in step {step} (epoch {epoch})")
+        )
+    if skips_rows and totals.rows == 0:
+        raise agreed(RunError(f"step {step} (epoch {epoch}): none of its {rows} rows can be used"))
+    if totals.rows != rows and not (skips_rows and totals.rows < rows):
+        raise agreed(RunError(f"step {step} summed {totals.rows} rows, but the plan has {rows}"))
+
+
+def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
+    """Where the seconds of a step went on its slowest rank, and which rank that was.
+
+    What rank 0 spent in the reduction waiting for the slowest rank is that rank's computation.
+    """
+    busy = [data + compute for data, compute in zip(totals.data, totals.compute, strict=True)]
+    slowest = busy.index(max(busy))
+    return {
+        "data": totals.data[slowest],
+        "compute": totals.compute[slowest],
+        "reduce": max(0.0, reducing - (busy[slowest] - busy[0])),
+        "idle": max(busy) - sum(busy) / len(busy),
+    }, slowest
+
+
+class PendingStep(NamedTuple):
     """A step that was begun, and whose totals are still to be read."""
 
     step: int
@@ -44,77 +101,75 @@ class Begun(NamedTuple):
     rate: float
     digest: Snapshot | None  # of the state before it
     found: Found | None  # by the replay before it
-    ended: Event
     report: Report
 
 
-class Steps:
-    """The steps of a run from where it stands, and their seconds: from the end of one to the end of
-    the next, by the device, whenever the host reads what they came to.
+class PendingSteps:
+    """The steps that were begun and whose totals are still to be read, oldest first.
+
+    A step takes from the end of the one before to its own end, by the device, whenever the host
+    reads its totals.
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._device = run, run.job.trainer.message.device
-        self._begun: deque[Begun] = deque()
-        self.start_clock()
+        self._run = run
+        self._steps: deque[PendingStep] = deque()
+        self.restart_clock()
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     @property
     def newest(self) -> int:
         """The step that was begun last."""
-        return self._run.state.step + len(self._begun)
+        return self._run.state.step + len(self._steps)
 
-    @property
-    def settled(self) -> bool:
-        """Whether it is known what all steps came to."""
-        return not self._begun
+    def restart_clock(self) -> None:
+        """The next step is timed from now on."""
+        self._since = record_event(self._run.job.trainer.message.device, timing=True)
 
-    def start_clock(self) -> None:
-        """The next step is timed from now on: what came before is not its."""
-        self._since = record_event(self._device, timing=True)
+    def append(self, step: PendingStep) -> None:
+        """Add the step that was begun last."""
+        self._steps.append(step)
 
-    def begin(self, number: int, batches: list[Batch], waited: float) -> None:
-        """Do the next step, which has this number in its epoch and for whose batches this rank
-        waited so many seconds; on a GPU it is queued. Collective.
+    def drain(self, left: int = 0) -> None:
+        """Read the totals of the oldest steps until `left` of them are pending: check, record and
+        act upon them. Raises as `check` and `check_alike`.
         """
-        run, job, step = self._run, self._run.job, self.newest + 1
-        doing(f"step {step}")
-        rows, rate = job.plan.partition.total(number), rate_of(run, step)
-        set_learning_rate(job.trainer.optimizer, rate)
-        digest = digest_due(run, step)
-        found = None
-        if run.replay:
-            run.replay.take(batches)
-            found = None if digest is None else run.replay()
-        save = run.writer is not None and run.writer.overdue()
-        slot = None if digest is None else slot_value(digest, found.any() if found else None)
-        news = run.control.news(waited, save, slot)
-        train_step(job.trainer, batches, rows, news, lambda: wait_for_all(run, step))
-        told = None if digest is None else Snapshot(digest)
-        ended = record_event(self._device, timing=True)  # done when the report has arrived
-        report = job.trainer.message.report()
-        self._begun.append(Begun(step, rows, rate, told, found, ended, report))
-
-    def settle(self, left: int = 0) -> None:
-        """Read what steps came to, oldest first, until `left` of them are not read."""
-        run = self._run
-        while len(self._begun) > left:
-            step, rows, rate, digest, found, ended, report = self._begun.popleft()
+        run, state = self._run, self._run.state
+        while len(self._steps) > left:
+            step, rows, rate, digest, found, report = self._steps.popleft()
             doing(f"recording step {step}")
             totals = report.totals()
             skips, bad_image = run.job.trainer.skips_rows, partial(find_bad_image, run, step)
-            check(totals, rows, step, run.state.epoch + 1, skips, bad_image)
+            check(totals, rows, step, state.epoch + 1, skips, bad_image)
             if digest:
                 check_alike(run, totals.digests, found)
-                run.recorder.digest(run.state.step, as_hex(digest.numbers()))
-            run.state.step = step
-            seconds, self._since = self._since.elapsed_time(ended) / 1000, ended
-            tell_step(run, totals, rate, seconds)
-            note_votes(run.state, totals)
+                run.recorder.digest(state.step, as_hex(digest.numbers()))
+            state.step = step
+            seconds, self._since = self._since.elapsed_time(report.ended) / 1000, report.ended
+            record_step(run, totals, rate, seconds)
+            if totals.stop:  # also where a notice came in the same step
+                state.ended = EndReason.STOP
+            elif totals.leave and not state.ended:
+                state.ended = EndReason.PREEMPTED
+            state.save |= totals.save > 0
 
 
-def wait_for_all(run: Run, step: int) -> None:
-    """Say that this rank has done its part of the step."""
-    doing(f"waiting for all in step {step}")
+def collect_flags(
+    run: Run, step: int, batches: list[Batch], waited: float
+) -> tuple[StepFlags, torch.Tensor | None, Found | None]:
+    """What this rank sends to all others in `step`; the digest of its state and what a replay
+    found, where they are due.
+    """
+    digest, found, slot = digest_due(run, step), None, None
+    if run.replay:
+        run.replay.take(batches)
+        found = None if digest is None else run.replay()
+    if digest is not None:
+        slot = slot_value(digest, found.any() if found else None)
+    save = run.writer is not None and run.writer.overdue()
+    return run.control.flags(waited, save, slot), digest, found
 
 
 def find_bad_image(run: Run, step: int) -> str | None:
@@ -140,7 +195,7 @@ def find_bad_image(run: Run, step: int) -> str | None:
     return describe_first(allgather(run.comm, found))
 
 
-def rate_of(run: Run, step: int) -> float:
+def learning_rate_of(run: Run, step: int) -> float:
     """The learning rate of step 1, 2, ..."""
     plan, done = run.job.plan, step - 1
     scheduled = learning_rate(
@@ -188,8 +243,8 @@ def check_alike(run: Run, digests: list[int], found: Found | None) -> None:
         raise agreed(RunError(f"{error}; they differ in {', '.join(differ[:3])}{more}")) from None
 
 
-def tell_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
-    """What a step gave: for the record, the chain of figures, the epoch's sums, the clock."""
+def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
+    """Record a step, and add it to the chain of figures, the sums of the epoch and the clocks."""
     state = run.state
     shares, slowest = time_shares(totals, run.job.trainer.clock.reduce)
     figures: dict[str, Any] = {
@@ -221,12 +276,3 @@ def tell_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
         slowest_rank=slowest,
         rows=totals.rows,
     )
-
-
-def note_votes(state: Progress, totals: Totals) -> None:
-    """What ranks asked for in a step; a stop that was asked for before a notice remains one."""
-    if totals.stop:
-        state.ended = EndReason.STOP
-    elif totals.leave and not state.ended:
-        state.ended = EndReason.PREEMPTED
-    state.save |= totals.save > 0

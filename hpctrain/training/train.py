@@ -1,4 +1,4 @@
-"""A training run from launch to end: begin or go on, train, stop, or leave in time.
+"""A training run from launch to end: begin or resume, train, stop, or end when preempted.
 
 mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hpctrain.config import Config, check_settings, duration
+from hpctrain.config import Config, Interval, check_settings, duration
 from hpctrain.data.external import reading_note
 from hpctrain.data.staging import remove_copies
 from hpctrain.errors import Failure, RunError, UsageError
@@ -21,7 +20,7 @@ from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.launcher import LEFT
 from hpctrain.models import read_model, save_model
-from hpctrain.parallel.backend_flags import refusal, torch_settings
+from hpctrain.parallel.backend_flags import name_refused_operation, torch_settings
 from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
@@ -37,18 +36,17 @@ from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.parallel.shards import Balance
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import say
-from hpctrain.training.checkpoint import Interval, Writer
+from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, RunLock, deadline
 from hpctrain.training.digest import run_digest
 from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
-from hpctrain.training.loop import run_epochs, save_checkpoint
-from hpctrain.training.outcome import CannotContinue
+from hpctrain.training.loop import save_checkpoint, train_epochs
 from hpctrain.training.progress import EndReason, Progress, Run
 from hpctrain.training.replay import Replay
 from hpctrain.training.resume import Earlier, find_earlier, restore
-from hpctrain.training.setup import set_up
+from hpctrain.training.setup import Job, set_up
 from hpctrain.training.step import Trainer
-from hpctrain.training.steps import compare_at_end
+from hpctrain.training.steps import CannotContinue, compare_at_end
 from hpctrain.training.validate import describe_network, show_work, test, validate
 from hpctrain.watchdog import Watchdog, current, doing, keep_in, started, waiting
 
@@ -56,7 +54,7 @@ SLOW_DISK = 100e6  # bytes/s
 
 
 class Times(NamedTuple):
-    """What a run is told about time."""
+    """The settings of a run that are about time."""
 
     timeout: float  # seconds without anything new after which a rank counts as hung
     ends: float | None  # when the run must have ended, in seconds since 1970
@@ -64,84 +62,86 @@ class Times(NamedTuple):
     note: str | None = None  # what is not known of them
 
 
-def main(config: Config) -> int:
-    """``hpctrain train``: start MPI, train, give the exit code. Collective."""
-    comm = start_mpi()
-    return train(config, comm)
-
-
-def train(config: Config, comm: Comm) -> int:
-    """Train to the end or until a stop is asked for (0), or until the run has to leave (75), from
-    where an earlier launch of the same run ended; torch's settings are put back. Collective.
+def train(config: Config, comm: Comm | None = None) -> int:
+    """``hpctrain train``: train until the end or a request to stop (0), or until the run is
+    preempted (75), from where an earlier launch of the same run ended; torch's settings are put
+    back. Starts MPI where there is no `comm`. Collective.
 
     Raises UsageError or RunError, the same on all ranks unless one rank alone fails.
     """
+    comm = start_mpi() if comm is None else comm
     config = call_on_root(comm, lambda: config)
     call_on_root(comm, lambda: check_settings(config))
     times = call_on_root(comm, lambda: read_times(config))
     limit_finalize(min(60.0, times.timeout))
-    watched: AbstractContextManager[Any] = nullcontext()
-    if not current():  # called by a program of the user's own
-        watched = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
     lock = RunLock()
-    try:
-        with watched:
-            return _train(config, comm, lock, times)
-    except RuntimeError as error:
-        if text := refusal(error):
-            raise RunError(text) from error
-        raise
-    finally:
-        lock.release()
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        stack.enter_context(name_refused_operation(RunError))
+        if not current():  # called by a program of the user's own
+            watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
+            stack.enter_context(watchdog)
+        started("setting up")
+        earlier = call_on_root(comm, lambda: find_earlier(config, lock))
+        if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
+            call_on_root(comm, partial(say_finished, earlier))
+            return 0
+        precision = earlier.plan.precision if earlier else config.precision
+        if earlier:
+            config = dataclasses.replace(config, precision=earlier.precision)
+        stack.enter_context(torch_settings(precision, config.deterministic))
+        plan = earlier.plan if earlier else None
+        job = set_up(config, comm, plan, earlier is None or earlier.checkpoint is None)
+        if config.dry_run:
+            call_on_root(comm, partial(say_plan, job))
+            return 0
+        run = stack.enter_context(open_run(job, comm, earlier, lock, times))
+        first = run.state.step
+        train_epochs(run)
+        return finish(run, first)
+
+
+main = train
 
 
 def read_times(config: Config) -> Times:
-    """The times that the settings tell. UsageError for those that are none."""
+    """The settings that are about time. UsageError for those that are none."""
     timeout = duration(config.timeout, "--timeout")
     ends, note = deadline(config.time_limit)
     return Times(timeout, ends, Interval.parse(config.checkpoint_every), note)
 
 
-def _train(config: Config, comm: Comm, lock: RunLock, times: Times) -> int:
-    started("setting up")
-    earlier = call_on_root(comm, lambda: find_earlier(config, lock))
-    if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
-        text = f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs"
-        call_on_root(comm, partial(check_network, earlier.folder / MODEL_FILE, text))
-        if comm.rank == 0:
-            say(f"{text}: a larger --epochs extends it")
-        return 0
-    precision = earlier.plan.precision if earlier else config.precision
-    if earlier:
-        config = dataclasses.replace(config, precision=earlier.precision)
-    with torch_settings(precision, config.deterministic):
-        return _launch(config, comm, lock, times, earlier)
+def say_finished(earlier: Earlier) -> None:
+    """Say that nothing is left to do (rank 0). RunError where the network of the finished run is
+    not what was written.
+    """
+    text = f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs"
+    try:
+        read_model(earlier.folder / MODEL_FILE)
+    except UsageError as error:
+        advice = "bring that file back, or train anew under another --run"
+        raise RunError(f"{text}, but {error}: {advice}") from error
+    say(f"{text}: a larger --epochs extends it")
 
 
-def _launch(
-    config: Config, comm: Comm, lock: RunLock, times: Times, earlier: Earlier | None
-) -> int:
-    job = set_up(
-        config,
-        comm,
-        earlier.plan if earlier else None,
-        first_weights=earlier is None or earlier.checkpoint is None,
-    )
-    if config.dry_run:
-        if comm.rank == 0:
-            say("\n".join(job.plan.lines()))
-            for note in job.notes:
-                say(f"note           {note}")
-        return 0
-    state = Progress(planned=job.plan.epochs)
+def say_plan(job: Job) -> None:
+    """Print the plan (rank 0)."""
+    say("\n".join([*job.plan.lines(), *(f"note           {note}" for note in job.notes)]))
+
+
+@contextmanager
+def open_run(
+    job: Job, comm: Comm, earlier: Earlier | None, lock: RunLock, times: Times
+) -> Iterator[Run]:
+    """The run in its folder, restored from the checkpoint of an `earlier` launch. At the end all
+    that it opened is closed, and why training cannot go on is recorded. Collective.
+    """
+    config, state = job.config, Progress(planned=job.plan.epochs)
     notes = restore(earlier, job.trainer, state, comm)
-
-    def open_folder() -> Path:
-        if earlier:
-            return open_run_folder(job, earlier, state)
-        return make_run_folder(job, lock)
-
-    folder = call_on_root(comm, open_folder)
+    folder = call_on_root(
+        comm,
+        lambda: open_run_folder(job, earlier, state) if earlier else make_run_folder(job, lock),
+    )
     call_on_all(comm, lambda: keep_in(folder / HEARTBEATS))
     mine = folder if comm.rank == 0 else None
     with (
@@ -157,29 +157,25 @@ def _launch(
             recorder.note(line)
         control.saving = saving_seconds(job.trainer)
         auto = config.worker_load == "auto"
-        balance = Balance([range(*run) for run in job.plan.runs]) if auto else None
+        measured = config.overlap == "auto" and comm.size > 1
         replays = config.digest_every and not config.local_buffers
-        replay = Replay(job.trainer, job.task, job.plan) if replays else None
-        interval = times.checkpoints
-        trial = make_trial(config, comm, state.step)
-        run = Run(job, comm, recorder, control, state, interval, writer, balance, trial, replay)
-        return train_in(run, folder)
-
-
-def check_network(path: Path, text: str) -> None:
-    """RunError that begins with `text` where a finished run's network is not what was written."""
-    try:
-        read_model(path)
-    except UsageError as error:
-        advice = "bring that file back, or train anew under another --run"
-        raise RunError(f"{text}, but {error}: {advice}") from error
-
-
-def make_trial(config: Config, comm: Comm, first: int) -> OverlapTrial | None:
-    """What measures for --overlap auto after `first` steps, where it is asked for and ranks have
-    something to sum.
-    """
-    return OverlapTrial(first) if config.overlap == "auto" and comm.size > 1 else None
+        run = Run(
+            job,
+            comm,
+            recorder,
+            control,
+            state,
+            times.checkpoints,
+            writer,
+            Balance([range(*each) for each in job.plan.runs]) if auto else None,
+            OverlapTrial(state.step) if measured else None,
+            Replay(job.trainer, job.task, job.plan) if replays else None,
+            folder,
+        )
+        try:
+            yield run
+        except CannotContinue as error:
+            raise record_failure(run, error) from error
 
 
 @contextmanager
@@ -204,47 +200,41 @@ def saving_seconds(trainer: Trainer) -> float:
     return sum(tensor.nbytes for tensor in trainer.tensors().values()) / SLOW_DISK
 
 
-def train_in(run: Run, folder: Path) -> int:
-    """All steps that are left, and what follows the last one; the exit code. Collective."""
-    first = run.state.step
-    with keeping_progress(run, folder):
-        run_epochs(run)
-    doing("comparing digests")
-    compare_at_end(run)
-    doing("saving")
-    save_checkpoint(run)
-    call_on_root(run.comm, lambda: run.writer.wait() if run.writer else None)
-    if run.state.ended is EndReason.PREEMPTED:
-        return leave(run, run.state.step - first)
-    return finish(run, folder, first)
-
-
-@contextmanager
-def keeping_progress(run: Run, folder: Path) -> Iterator[None]:
-    """Save where the run stands if the block finds that it cannot go on. Collective then."""
-    try:
-        yield
-    except CannotContinue as error:
+def record_failure(run: Run, error: CannotContinue) -> Failure:
+    """Save where the run stands, unless all is saved, and record why it cannot go on; the error
+    that says so. Collective.
+    """
+    if not run.state.chosen:
         doing("saving")
         try:
-            call_on_root(run.comm, lambda: save_all(run, folder))
+            call_on_root(run.comm, partial(save_all, run))
         except RunError as second:
-            run.recorder.end("failed", f"{error}; not saved: {second}")
-            raise agreed(CannotContinue(f"{error}; not saved: {second}")) from error
-        run.recorder.end("failed", str(error))
-        raise
+            error = CannotContinue(f"{error}; not saved: {second}")
+    run.recorder.end("failed", str(error))
+    return agreed(error)
 
 
-def save_all(run: Run, folder: Path) -> None:
-    """Save a checkpoint and the network, and wait until both are there (rank 0). RunError."""
+def save_all(run: Run) -> None:
+    """Save a checkpoint and the network, and wait until both are written (rank 0). RunError."""
     save_checkpoint(run)
-    save(run, folder)
+    save_network(run)
+    wait_for_writer(run)
+
+
+def save_network(run: Run) -> None:
+    """Write model.safetensors (rank 0)."""
+    metadata = describe_network(run, run.folder.name)
+    save_model(run.folder / MODEL_FILE, run.job.trainer.model, metadata)
+
+
+def wait_for_writer(run: Run) -> None:
+    """Wait until all checkpoints are written (rank 0). RunError where that failed."""
     if run.writer:
         run.writer.wait()
 
 
-def leave(run: Run, done: int) -> int:
-    """End a launch that has to leave: 75 if it did and saved any step, else 1. Collective."""
+def end_preempted(run: Run, done: int) -> int:
+    """End a launch that was preempted: 75 if it did and saved any step, else 1. Collective."""
     why = next(filter(None, allgather(run.comm, run.control.leaving())), "a signal")
     run.recorder.end("preempted", f"{why}; saved", steps=run.state.step)
     if why == signal.SIGTERM.name:  # what scancel sends
@@ -252,40 +242,37 @@ def leave(run: Run, done: int) -> int:
     return LEFT if done > 0 else 1
 
 
-def finish(run: Run, folder: Path, first: int) -> int:
-    """After the last step: validate, choose the network, save it, test it, close the record; the
-    exit code. Collective.
+def finish(run: Run, first: int) -> int:
+    """After the last step of a launch that began after step `first`: save, validate, choose the
+    network, save it, test it, close the record; the exit code. Collective.
     """
-    state, trainer, stopped = run.state, run.job.trainer, run.state.ended is EndReason.STOP
-    if not stopped and "validation" in run.job.pack.splits and state.validated < state.step:
-        with keeping_progress(run, folder):
-            validate(run)
-        if state.ended is EndReason.PREEMPTED:
-            return leave(run, state.step - first)
-        call_on_root(run.comm, lambda: run.writer.wait() if run.writer else None)
+    state, trainer, comm = run.state, run.job.trainer, run.comm
+    doing("comparing digests")
+    compare_at_end(run)
+    doing("saving")
+    save_checkpoint(run)
+    call_on_root(comm, partial(wait_for_writer, run))
+    validates = "validation" in run.job.pack.splits and state.validated < state.step
+    stopped = state.ended is EndReason.STOP
+    if validates and not stopped and not state.is_preempted():
+        validate(run)
+        call_on_root(comm, partial(wait_for_writer, run))
+    if state.is_preempted():
+        return end_preempted(run, state.step - first)
     state.restore_best(trainer)
-    call_on_root(run.comm, lambda: save(run, folder))  # before anything else may fail
-    try:
-        tests = test(run, folder) if run.job.config.test else {}
-    except CannotContinue as error:
-        run.recorder.end("failed", str(error))
-        raise
-    if state.ended is EndReason.PREEMPTED:
-        return leave(run, state.step - first)
-    call_on_root(run.comm, lambda: save(run, folder))
-    call_on_root(run.comm, lambda: show_work(run, folder))
+    call_on_root(comm, partial(save_network, run))  # before anything else may fail
+    tests = test(run) if run.job.config.test else {}
+    if state.is_preempted():
+        return end_preempted(run, state.step - first)
+    call_on_root(comm, partial(save_network, run))
+    call_on_root(comm, partial(show_work, run))
     run.recorder.end(
         "stopped" if stopped else "done",
         state.ended if stopped else state.reason,
         steps=state.step,
-        digest=run_digest(trainer, state.chain) if run.comm.rank == 0 else None,
+        digest=run_digest(trainer, state.chain) if comm.rank == 0 else None,
         checkpoint_stall=run.writer.stall if run.writer else None,
         **tests,
     )
     run.control.ended()
     return 0
-
-
-def save(run: Run, folder: Path) -> None:
-    """Write model.safetensors (rank 0)."""
-    save_model(folder / MODEL_FILE, run.job.trainer.model, describe_network(run, folder.name))

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.find import evaluation_file
 from hpctrain.report.pictures import draw_captioned, shown_values, write_rows
 from hpctrain.report.tables import write_json
-from hpctrain.training.outcome import CannotContinue
 from hpctrain.training.progress import EndReason, Run
+from hpctrain.training.steps import CannotContinue
 from hpctrain.watchdog import doing
 
 MISTAKES = 16  # shown in TensorBoard after an evaluation
@@ -150,7 +149,7 @@ def statistics_of_rank_0(run: Run) -> Iterator[None]:
         norms.restore()
 
 
-def test(run: Run, folder: Path) -> dict[str, float | None]:
+def test(run: Run) -> dict[str, float | None]:
     """Evaluate every split that was not used in training, and leave the figures in the run's
     folder, confusion matrix too; the accuracies. Collective.
     """
@@ -159,8 +158,8 @@ def test(run: Run, folder: Path) -> dict[str, float | None]:
     for split in splits:
         if not run.job.pack.splits[split].rows or (result := evaluation(run, split)) is None:
             continue
-        figures = as_json(result, run.job.pack, folder / MODEL_FILE, split)
-        path = evaluation_file(folder, split)
+        figures = as_json(result, run.job.pack, run.folder / MODEL_FILE, split)
+        path = evaluation_file(run.folder, split)
         call_on_root(run.comm, partial(write_json, path, figures))
         if run.job.task.classes:
             found[f"{split}_accuracy"] = result.accuracy
@@ -170,7 +169,7 @@ def test(run: Run, folder: Path) -> dict[str, float | None]:
 
 
 @torch.no_grad()
-def show_work(run: Run, folder: Path) -> None:
+def show_work(run: Run) -> None:
     """A denoising run leaves a picture: noisy, restored and clean images of a split (rank 0)."""
     job = run.job
     splits = [s for s in ("test", "validation", "train") if s in job.pack.splits]
@@ -188,4 +187,4 @@ def show_work(run: Run, folder: Path) -> None:
     model.train()
     named = {"noisy": noisy, "restored": restored, "clean": clean}
     arrays = {name: images.permute(0, 2, 3, 1).cpu().numpy() for name, images in named.items()}
-    write_rows(folder / "denoised.png", arrays)
+    write_rows(run.folder / "denoised.png", arrays)

@@ -27,15 +27,15 @@ def main(folder: str, transport: str) -> None:
     if comm.rank == 0:
         make_pack(Path(folder) / "pack.h5", {"train": 224, "test": 16})
     comm.Barrier()
-    original, seen = Control.news, []
+    original, seen = Control.flags, []
 
-    def news(self: Control, *told: Any) -> Any:
+    def count(self: Control, *told: Any) -> Any:
         seen.append(emulated_gpu.counts())
         return original(self, *told)
 
     flags = {"model": "digits", "device": "cuda", "reduce": transport, "threads": 1, "run": "costs"}
     flags |= {"epochs": 2, "batch_size": 16, "digest_every": 0}
-    with mock.patch.object(Control, "news", news):
+    with mock.patch.object(Control, "flags", count):
         train(short_run(Path(folder), "pack.h5", **flags), comm)
     if comm.rank == 0:
         for before, after in itertools.pairwise(seen):

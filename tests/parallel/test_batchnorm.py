@@ -201,7 +201,7 @@ def run_steps_with_gate(comm, model, steps):
         for shard in carried(len(arrays), comm.size)[comm.rank]:
             loss = model(torch.from_numpy(arrays[shard])).square().sum()
             norms.collect(message.moments, len(arrays[shard]), total)
-            message.count(loss, 0, len(arrays[shard]))
+            message.add_counts(loss, 0, len(arrays[shard]))
         choose_reduce(comm, message)()
         norms.merge(message.moments, total, message.finite())
 

@@ -122,9 +122,9 @@ def steps(comm, model, overlap, number=3, shards=None, tree=False, missing=(), *
                 model(x).square().sum().backward()
                 message.add_gradients()
                 message.moments.add_(x.mean())
-                message.count(x.sum(), shard, len(x))
-                reduce.keep(shard)
-            message.clock(0.1 * (comm.rank + step), 0.3)
+                message.add_counts(x.sum(), shard, len(x))
+                reduce.accumulate(shard)
+            message.set_seconds(0.1 * (comm.rank + step), 0.3)
             reduce()
             yield message.tensor.clone()
     finally:

@@ -115,7 +115,7 @@ def test_every_way_to_sum_gives_the_bits_of_host_memory(comm, transport):
             reduce = make(way, message)
             for shard in runs[comm.rank]:
                 message.tensor.copy_(numbers(shard, len(message.tensor)))
-                reduce.keep(shard)
+                reduce.accumulate(shard)
             reduce()
             found.append(message.tensor.clone())
         if isinstance(reduce, Plain):

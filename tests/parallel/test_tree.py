@@ -76,7 +76,7 @@ def test_a_ranks_subtrees_are_summed_in_tree_order(shards, missing):
                 for shard in run:
                     if shard not in missing:
                         message += torch.from_numpy(leaves[shard])
-                        sums.keep(shard)
+                        sums.accumulate(shard)
                 message[0] += 1e-8  # what a rank writes after its last shard stays in
                 found = sums.finish()
                 assert found[-1] is message
@@ -92,7 +92,7 @@ def test_the_buffers_of_a_rank_are_few():
         message = torch.zeros(3)
         sums = Subtrees(run, subtrees(run, (0, shards)), message)
         for shard in run:
-            sums.keep(shard)
+            sums.accumulate(shard)
         sums.release(sums.finish())
         assert sums.buffers == math.log2(shards / size)
 

@@ -31,13 +31,13 @@ def leave_after(*steps, vote="leave", votes=True):
     notice. Gives a list with an item for each step; cleared, steps count from 1 again. Ranks that
     are not to vote only count.
     """
-    original, begun = Control.news, []
+    original, begun = Control.flags, []
 
-    def news(self, *told):
+    def flags(self, *told):
         begun.append(None)
         return original(self, *told)._replace(**{vote: votes and len(begun) in steps})
 
-    with mock.patch.object(Control, "news", news):
+    with mock.patch.object(Control, "flags", flags):
         yield begun
 
 

@@ -31,10 +31,10 @@ def notices():
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
 def test_a_notice_only_sets_a_flag(notices, name):
     control = Control(None)
-    assert control.news(0.5, False, 7) == (0.5, False, False, False, 7)
+    assert control.flags(0.5, False, 7) == (0.5, False, False, False, 7)
     os.kill(os.getpid(), getattr(signal, name))
     assert control.leaving() == name
-    assert control.news(0.5, True, 7) == (0.5, False, True, True, 7)
+    assert control.flags(0.5, True, 7) == (0.5, False, True, True, 7)
 
 
 def test_sigterm_is_a_notice_unless_mpirun_sends_it(monkeypatch):

@@ -13,7 +13,7 @@ import torch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel.overlap import Overlapped
 from hpctrain.report.record import read_records
-from hpctrain.training import steps as inner
+from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.digest import (
     AT_ONCE,

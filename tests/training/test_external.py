@@ -18,11 +18,11 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate, predict
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
+from hpctrain.training import loop as inner
 from hpctrain.training import setup
-from hpctrain.training import steps as inner
 from hpctrain.training import train as loop
-from hpctrain.training.outcome import NonFinite
 from hpctrain.training.setup import set_up
+from hpctrain.training.steps import NonFinite
 from tests.external import pixels, write
 from tests.launch import run_mpi
 from tests.packs import make_pack

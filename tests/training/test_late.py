@@ -17,12 +17,12 @@ from hpctrain.data.loader import Batch
 from hpctrain.models import build
 from hpctrain.parallel.message import Message
 from hpctrain.report.record import read_records
+from hpctrain.training import loop as steps_module
 from hpctrain.training import setup
-from hpctrain.training import steps as steps_module
 from hpctrain.training.checkpoint import Writer, steps
 from hpctrain.training.control import StepFlags
 from hpctrain.training.digest import rank_digest, slot_value
-from hpctrain.training.outcome import NonFinite
+from hpctrain.training.steps import NonFinite
 from hpctrain.training.train import train
 from tests.training.runs import digest, leave_after
 from tests.training.test_step import Config, make_trainer, train_step
@@ -74,8 +74,9 @@ def test_seconds_of_steps_that_are_read_together_are_their_own(
 
     def slow(*args):
         time.sleep(0.06)
-        original(*args)
+        report = original(*args)
         ends.append(time.perf_counter())
+        return report
 
     monkeypatch.setattr(steps_module, "train_step", slow)
     late(number)
@@ -125,9 +126,9 @@ def test_the_clock_of_rank_0_lets_all_read_first(comm, settings, late, monkeypat
 def test_nothing_follows_a_step_that_is_not_finite(comm, settings, late, monkeypatch, number):
     """Steps that were begun before it was known change nothing, though they are finite."""
     late(number)
-    original, counted = Message.vote, []
+    original, counted = Message.set_flags, []
 
-    def vote(self, *votes):
+    def set_flags(self, *votes):
         counted.append(1)
         if len(counted) == 5 and comm.rank == 0:
             self.gradients[3] = float("inf")
@@ -135,7 +136,7 @@ def test_nothing_follows_a_step_that_is_not_finite(comm, settings, late, monkeyp
 
     few = dataclasses.replace(settings, epochs=1, digest_every=0)
     with monkeypatch.context() as patch, pytest.raises(NonFinite, match="gradient of step 5"):
-        patch.setattr(Message, "vote", vote)
+        patch.setattr(Message, "set_flags", set_flags)
         train(few, comm)
     assert len(counted) == 5 + number
     if comm.rank == 0:
@@ -177,8 +178,8 @@ def test_a_step_does_not_wait_for_the_device(comm, mode, skips):
         for key in range(2):
             batch = Batch(comm.rank, torch.rand(6, 1, 28, 28), labels, key)
             digest = rank_digest(trainer)
-            news = StepFlags(digest=slot_value(digest))
-            train_step(trainer, [batch], 7 * comm.size if skips else 6 * comm.size, news)
+            flags = StepFlags(digest=slot_value(digest))
+            train_step(trainer, [batch], 7 * comm.size if skips else 6 * comm.size, flags)
             report = trainer.message.report()
         with pytest.raises(AssertionError, match="_local_scalar_dense"):
             digest.item()

@@ -14,7 +14,8 @@ def test_a_step_asks_for_few_operators_more_than_a_plain_loop(name, tmp_path):
     ours, plain = map(count_step, make_steps(tmp_path, network, shape, "cpu").values())
     assert plain.dispatched > 70 and plain.computing > 30
     assert plain.dispatched < ours.dispatched <= most * plain.dispatched
-    assert ours.computing <= plain.computing + 30, ours.names - plain.names
+    # one of them copies the totals to the host: the plain loop reads no loss
+    assert ours.computing <= plain.computing + 31, ours.names - plain.names
 
 
 def test_counted_are_all_but_views_and_allocations():

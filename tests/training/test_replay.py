@@ -15,7 +15,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.tasks import Classification
 from hpctrain.models import ModelState, build
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.training import steps as inner
+from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.digest import CHANGED, checksum, slot_value
 from hpctrain.training.replay import Listener, Sample, replay

@@ -21,7 +21,7 @@ from hpctrain.plan_check import read_plan
 from hpctrain.report.differences import first_difference
 from hpctrain.report.record import read_records
 from hpctrain.training import checkpoint, resume, validate
-from hpctrain.training import steps as inner
+from hpctrain.training import loop as inner
 from hpctrain.training import train as program
 from hpctrain.training.checkpoint import steps
 from hpctrain.training.control import Control
@@ -752,14 +752,14 @@ def test_checkpoints_that_may_be_whole_are_not_thrown_away(
 def test_no_rank_ends_before_rank_0_has_written(comm, settings, monkeypatch):
     """Also where all ranks raise the same error: the others would give up waiting in Finalize."""
     written = []
-    original = program.save
+    original = program.save_network
 
-    def slow(run, folder):
+    def slow(run):
         time.sleep(0.5)
-        original(run, folder)
+        original(run)
         written.append(time.time())
 
-    monkeypatch.setattr(program, "save", slow)
+    monkeypatch.setattr(program, "save_network", slow)
     with pytest.raises(RunError, match="is not finite"):
         program.train(dataclasses.replace(settings, lr=1e30, deterministic=False), comm)
     ended = comm.gather(time.time())

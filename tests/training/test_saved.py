@@ -14,10 +14,10 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.network import find_model, open_network, open_pack_for, restore
 from hpctrain.models import read_model, save_model
 from hpctrain.report.record import read_records
-from hpctrain.training import steps as inner
+from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
-from hpctrain.training.outcome import CannotContinue
 from hpctrain.training.setup import set_up
+from hpctrain.training.steps import CannotContinue
 from tests.launch import run_cli
 from tests.packs import make_pack
 

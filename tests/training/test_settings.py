@@ -18,7 +18,7 @@ from hpctrain.models import read_model, save_model
 from hpctrain.plan import Plan
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
-from hpctrain.training.loop import run_epochs
+from hpctrain.training.loop import train_epochs
 from hpctrain.training.setup import Job, make_model, set_up
 from tests.packs import make_pack, order_of, places
 from tests.training.runs import make_run, short_run
@@ -144,7 +144,7 @@ def seen(comm, settings):
         result = Seen(job, list(job.loader.epoch(0)), [start], [])
         if not training:
             return result
-        run_epochs(make_run(job, comm, result))
+        train_epochs(make_run(job, comm, result))
         return result
 
     return run

@@ -284,9 +284,10 @@ def test_what_nobody_asks_for_is_not_launched(comm):
             work()
         return len(found.names)
 
-    assert launched(lambda: message.vote(False)) == launched(lambda: message.sign(None)) == 0
-    assert launched(lambda: message.vote(True, save=True)) == 2
-    assert launched(lambda: message.sign(torch.zeros((), dtype=torch.int64))) >= 1
+    assert launched(lambda: message.set_flags(False)) == 0
+    assert launched(lambda: message.set_digest(None)) == 0
+    assert launched(lambda: message.set_flags(True, save=True)) == 2
+    assert launched(lambda: message.set_digest(torch.zeros((), dtype=torch.int64))) >= 1
     assert launched(message.finite) == launched(lambda: message.finite(lasting=True)) == 4
 
 

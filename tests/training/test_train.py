@@ -17,10 +17,10 @@ from hpctrain.models import read_model
 from hpctrain.parallel.topology import RankDevice
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
-from hpctrain.training import steps as inner
+from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.control import Control
-from hpctrain.training.loop import run_epoch
+from hpctrain.training.loop import train_epochs
 from hpctrain.training.setup import set_up
 from tests.packs import make_pack
 from tests.training.runs import make_run
@@ -72,7 +72,7 @@ def test_exactly_one_mpi_call_a_step(comm, shared_tmp, model, shape, rows, per_r
     assert job.plan.steps_per_epoch == -(-rows // 16)
     counting.calls.clear()
     with Recorder(None) as recorder:
-        run_epoch(make_run(job, counting, recorder))
+        train_epochs(make_run(job, counting, recorder))
     assert counting.calls == {"Allreduce": job.plan.steps_per_epoch}
 
 
@@ -103,14 +103,14 @@ def test_a_run_leaves_records_configuration_plan_and_weights(comm, settings):
 def test_what_a_step_an_evaluation_and_a_save_take_is_measured(comm, settings, monkeypatch):
     """From these the run knows when to leave before its time is up."""
     seen = []
-    original = Control.news
+    original = Control.flags
 
-    def news(self, *told):
+    def flags(self, *told):
         found = self.slowest_step, self.slowest_evaluation, self.saving
         seen.append((*found, self.margin()))
         return original(self, *told)
 
-    monkeypatch.setattr(Control, "news", news)
+    monkeypatch.setattr(Control, "flags", flags)
     loop.train(dataclasses.replace(settings, validate_steps=4, checkpoint_every="3"), comm)
     assert seen[0][:2] == (0, 0)
     assert 0 < seen[0][2] < 1, "guessed, until one was saved"

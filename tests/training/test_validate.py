@@ -14,11 +14,11 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
-from hpctrain.training import steps as inner
+from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training import validate
 from hpctrain.training.checkpoint import steps
-from hpctrain.training.outcome import CannotContinue, NonFinite
+from hpctrain.training.steps import CannotContinue, NonFinite
 from tests.packs import make_pack
 from tests.training.runs import digest
 
