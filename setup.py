@@ -44,8 +44,12 @@ EXTRAS = {
         "matplotlib",
         "textual>=1.0",
         "optuna",
+        "setuptools>=77",  # builds the wheel that tests look into
     ],
 }
+
+# Folders of the source tree that an installed hpctrain holds: batch templates and recipes.
+DATA = {"hpctrain.templates": "slurm", "hpctrain.recipes": "scripts/recipes"}
 
 setup(
     name="hpctrain",
@@ -53,10 +57,13 @@ setup(
     description="Train image networks data-parallel with MPI: one Allreduce a step",
     long_description=text("README.md"),
     long_description_content_type="text/markdown",
+    keywords="MPI HPC PyTorch data-parallel training image classification HDF5 Slurm",
     author="The hpctrain authors",
     license="MIT",
     license_files=["LICENSE"],
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
@@ -64,12 +71,12 @@ setup(
         "Topic :: System :: Distributed Computing",
         "Typing :: Typed",
     ],
-    packages=find_packages(include=["hpctrain", "hpctrain.*"]),
-    package_data={"hpctrain": ["py.typed", "watch/page/*"]},
+    packages=[*find_packages(include=["hpctrain", "hpctrain.*"]), *DATA],
+    package_dir=DATA,
+    package_data={"hpctrain": ["py.typed", "watch/page/*"], **{name: ["*"] for name in DATA}},
     python_requires=">=3.11",
     install_requires=[
         "h5py>=3.11",
-        "jsonargparse>=4.40",
         "mpi4py>=4.1,<5",
         "numpy>=2.0",
         "pillow>=10.3",

@@ -1,0 +1,107 @@
+"""What is built for others: a wheel and an sdist that hold what a user needs, and nothing else."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+import hpctrain
+from tests.launch import ROOT, run
+
+BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of an sdist, made from the files under version control, and of its wheel."""
+    folder = tmp_path_factory.mktemp("package")
+    listed = run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():  # else it was removed and that is not committed yet
+            (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "tree" / name)
+    build(folder / "tree", "build_sdist", folder)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as file:
+        file.extractall(folder / "sdist", filter="data")
+    (source,) = (folder / "sdist").iterdir()
+    build(source, "build_wheel", folder)
+    return folder
+
+
+def build(source, kind, output):
+    """As `python -m build --no-isolation` does, without network."""
+    done = run([sys.executable, "-c", BUILD, kind, str(output)], cwd=source, env={"PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_the_package_and_its_data_alone(built):
+    (wheel,) = built.glob("*.whl")
+    assert wheel.name == f"hpctrain-{hpctrain.__version__}-py3-none-any.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    inside = {name for name in names if not re.match(r"hpctrain-[^/]*\.dist-info/", name)}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "hpctrain").rglob("*.py")}
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "hpctrain/watch/page").iterdir()}
+    templates = {f"hpctrain/templates/{path.name}" for path in (ROOT / "slurm").iterdir()}
+    recipes = {f"hpctrain/recipes/{path.name}" for path in (ROOT / "scripts/recipes").iterdir()}
+    assert len(templates) > 4 and recipes
+    assert inside == modules | pages | templates | recipes | {"hpctrain/py.typed"}
+
+
+def test_the_metadata_say_what_it_is(built):
+    (wheel,) = built.glob("*.whl")
+    file = zipfile.ZipFile(wheel)
+    (name,) = [name for name in file.namelist() if name.endswith("/METADATA")]
+    found = email.message_from_bytes(file.read(name))
+    assert (found["Name"], found["License-Expression"] or found["License"]) == ("hpctrain", "MIT")
+    assert found["Requires-Python"] == ">=3.11" and found["Summary"] and found["Keywords"]
+    assert found.get_payload().startswith("# hpctrain")
+    needed = {re.split(r"[ ;<>=!\[]", text)[0] for text in found.get_all("Requires-Dist")}
+    imported = {"h5py", "mpi4py", "numpy", "pillow", "rich", "safetensors", "torch"}
+    assert needed >= imported and "jsonargparse" not in needed
+    (scripts,) = [name for name in file.namelist() if name.endswith("/entry_points.txt")]
+    assert b"hpctrain = hpctrain.__main__:program" in file.read(scripts)
+
+
+def test_the_wheel_works_without_the_source_tree(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    env = {"PYTHONPATH": str(tmp_path / "site")}
+    code = "import hpctrain; print(hpctrain.__file__)"
+    where = run([sys.executable, "-c", code], cwd=tmp_path, env=env)
+    assert where.stdout.strip() == str(tmp_path / "site/hpctrain/__init__.py")
+    recipe = tmp_path / "site/hpctrain/recipes/flowers.toml"
+    words = ["pack", "digits", "--data-dir", str(tmp_path)]
+    assert run([sys.executable, "-m", "hpctrain", *words], cwd=tmp_path, env=env).returncode == 0
+    words = ["train", "--config", str(recipe), "--data", str(tmp_path / "digits.h5")]
+    words += ["--random-crop", "0", "--model", "digits", "--shift", "2", "--dry-run"]
+    done = run([sys.executable, "-m", "hpctrain", *words], cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    peers = run([sys.executable, "-m", "hpctrain.bench.peers", "--help"], cwd=tmp_path, env=env)
+    assert peers.returncode == 0 and os.listdir(tmp_path / "site/hpctrain/templates")
+
+
+def test_the_sdist_holds_tests_and_pages(built):
+    (source,) = (built / "sdist").iterdir()
+    for name in (
+        "tests/gpu/emulator/build",
+        "docs/data.md",
+        "scripts/test",
+        "SECURITY.md",
+        "LICENSE",
+    ):
+        assert (source / name).is_file(), name
+
+
+def test_the_citation_is_of_this_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {hpctrain.__version__}\n" in text
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    assert "run: scripts/test\n" in workflow
