@@ -36,7 +36,6 @@ DOTS: dict[str, Any] = {
     "markeredgecolor": "black",
     "markeredgewidth": 0.4,
 }
-PANELS = ["accuracy", "loss", *(name for name in LABELS if name not in ("accuracy", "loss"))]
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class RunCurves:
     @property
     def panels(self) -> list[str]:
         """The fields with a curve, in the order in which they are drawn."""
-        return [name for name in PANELS if name in self.training or name in self.validation]
+        names = dict.fromkeys(["accuracy", "loss", *LABELS])
+        return [name for name in names if name in self.training or name in self.validation]
 
 
 def read_curves(folder: Path, name: str) -> RunCurves:
