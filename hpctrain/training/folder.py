@@ -1,4 +1,10 @@
-"""The folder of a run: its name, its configuration and plan, the facts that open its record."""
+"""The folder of a run: its name, its configuration and plan, the facts that open its record; and
+whether this launch may resume what an earlier one left there.
+
+A run is resumed by the same command. Its plan is read, never resolved anew, so partitions, batches
+and random numbers are those of its first launch; only the ranks, and what they carry, are this
+launch's.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,14 +27,18 @@ from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.backend_flags import hardware_key
 from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import Comm, allgather, host_name, library
+from hpctrain.plan import Plan
+from hpctrain.plan_check import check_recorded, read_plan
 from hpctrain.report.find import evaluation_file
-from hpctrain.report.record import FILE_NAME, truncate_record
+from hpctrain.report.history import Outcome, find_outcome
+from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, truncate_record
 from hpctrain.report.recorder import RecordFile
-from hpctrain.training.checkpoint import make_ready
+from hpctrain.strictjson import parse_json
+from hpctrain.training.checkpoint import FOLDER, Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
-from hpctrain.training.progress import Progress
-from hpctrain.training.resume import FREE, Earlier
 from hpctrain.training.setup import Job
+from hpctrain.training.state import Progress
+from hpctrain.typed import from_fields, parse_toml
 
 
 def make_run_folder(job: Job, lock: RunLock) -> Path:
@@ -170,3 +181,107 @@ def chosen(job: Job) -> dict[str, object]:
         if value != getattr(default, name) and (name not in FREE or name in ("data", "epochs"))
     }
     return {**given, **always}
+
+
+# Settings that may change from launch to launch: they do not change what is computed.
+FREE = {
+    *("run", "runs_dir", "data", "data_dir", "read_buffer", "epochs", "worker_load"),
+    *("stage", "verify", "skip_bad", "reduce", "overlap"),
+    *("device", "threads", "checkpoint_every", "keep", "resume", "time_limit", "timeout"),
+    *("digest_every", "test", "progress", "tensorboard", "dry_run"),
+}
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier launch of this run left."""
+
+    folder: Path
+    plan: Plan
+    precision: str  # --precision as it was asked for; the plan says what it came to
+    finished: bool  # it did all its epochs, or validation ended it
+    checkpoint: Checkpoint | None  # the newest whole one; without one the run is to begin again
+    damage: list[str]  # newer ones, passed over
+    crash: Outcome | None = None  # of its last launch, which could not record it
+
+
+def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
+    """The run of this name, if there is one, locked (rank 0). UsageError where --resume forbids
+    it, its settings are others, or another job works in it.
+    """
+    folder = Path(config.runs_dir) / (config.run or "")
+    if config.run is None or not folder.exists():
+        if config.resume == "must":
+            raise UsageError(f"--resume must, but there is no run {folder}")
+        return None
+    if config.resume == "never":
+        raise UsageError(f"the run {folder} exists: choose another name with --run")
+    before, plan = read_settings(folder)
+    check_same(config, before, plan, folder)
+    if config.epochs and config.epochs < plan.epochs and not is_done(folder):
+        raise UsageError(
+            f"the run {folder} was begun with {plan.epochs} epochs, which --epochs {config.epochs}"
+            " cannot take back: ask it to stop, or choose another name with --run"
+        )
+    lock.take(folder)
+    reader = HistoryReader(folder, strict=True)
+    reader.poll()
+    history, wrong = reader.history, reader.problem or reader.history.damage
+    check_recorded(plan, folder / "plan.json", history.facts)
+    checkpoint, damage = newest(folder, history.last_step, history.epochs, history.validated)
+    if wrong:
+        damage.insert(0, f"{wrong}: the record is cut off there")
+    if checkpoint and (missing := history.missing_steps(checkpoint.step)):
+        damage.append(f"the record has lost steps that were done: {missing}")
+    elif checkpoint and not checkpoint.follows(history.epochs, history.validated):
+        damage.append("the record has lost the last epoch or validation that was done")
+    if checkpoint is None and config.resume == "must":
+        raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
+    outcome = find_outcome(folder, history, is_over=True)
+    unrecorded = outcome.status and history.facts and not history.outcome.status
+    crash = outcome if unrecorded and not wrong else None
+    if crash:
+        damage.insert(0, f"the launch before did not record its end: {crash.reason}")
+    finished = is_done(folder)
+    return Earlier(folder, plan, before.precision, finished, checkpoint, damage, crash)
+
+
+def read_settings(folder: Path) -> tuple[Config, Plan]:
+    """The configuration and the plan of a run. UsageError where this is no run's folder."""
+    path = folder / "config.toml"
+    try:
+        known = Config.__dataclass_fields__
+        given = {n: v for n, v in parse_toml(path.read_bytes()).items() if n in known}
+        if type(given.get("overlap")) is int:  # as it was written before there was "auto"
+            given["overlap"] = str(given["overlap"])
+        config = from_fields(Config, given)
+        path = folder / "plan.json"
+        return config, read_plan(parse_json(path.read_bytes()))
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{folder} exists but is no run to continue, it has no {Path(error.filename).name}:"
+            " choose another name with --run"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{folder} cannot be continued, its {path.name} is damaged ({error}): choose another"
+            " name with --run"
+        ) from error
+
+
+def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None:
+    """UsageError that names the first setting with which the run was not begun."""
+    for field in dataclasses.fields(Config):
+        old, new = getattr(before, field.name), getattr(config, field.name)
+        if field.name == "precision":
+            old = new if new == field.default else plan.precision  # the default keeps the plan's
+        if field.name not in FREE and old != new:
+            flag = "--" + field.name.replace("_", "-")
+            raise UsageError(
+                f"the run {folder} was begun with {flag} {_said(old)}, not {_said(new)}: give the"
+                " same settings to continue it, or another name with --run"
+            )
+
+
+def _said(value: object) -> str:
+    return "not set" if value is None else str(value)

@@ -9,9 +9,8 @@ from functools import partial
 from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.mpi import allgather
 from hpctrain.parallel.overlap import OverlapTrial
-from hpctrain.training.progress import Run
-from hpctrain.training.resume import gather
 from hpctrain.training.setup import assign_shards, renew_reduction
+from hpctrain.training.state import Run, gather
 from hpctrain.training.step import Trainer, train_step
 from hpctrain.training.steps import PendingStep, PendingSteps, collect_flags, learning_rate_of
 from hpctrain.training.validate import validate, validation_due

@@ -37,8 +37,7 @@ from hpctrain.parallel.backend_flags import name_refused_operation
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.plan import Plan
-from hpctrain.training.digest import checksum
-from hpctrain.training.step import Trainer
+from hpctrain.training.step import Trainer, checksum
 
 Tensor = torch.Tensor
 ROWS = 8  # of a shard, at most: whether something changes does not depend on their number

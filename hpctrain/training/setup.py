@@ -44,8 +44,7 @@ from hpctrain.parallel.reduce import Reduce, broadcast
 from hpctrain.parallel.topology import Choice, choose_transport, describe_sharing
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
-from hpctrain.training.backward import make_backward
-from hpctrain.training.optim import make_optimizer
+from hpctrain.training.compute import make_backward, make_optimizer
 from hpctrain.training.reading import (
     Reading,
     check_data,

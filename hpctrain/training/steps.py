@@ -20,8 +20,12 @@ from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, call_on_all
 from hpctrain.streams import current_stream, record_event
+from hpctrain.training.compute import learning_rate, warm_up
 from hpctrain.training.control import StepFlags
-from hpctrain.training.digest import (
+from hpctrain.training.reading import order_of
+from hpctrain.training.replay import Found, changed_error
+from hpctrain.training.state import EndReason, Run
+from hpctrain.training.step import (
     CHANGED,
     as_hex,
     check_digests,
@@ -29,10 +33,6 @@ from hpctrain.training.digest import (
     slot_value,
     tensor_digests,
 )
-from hpctrain.training.optim import learning_rate, warm_up
-from hpctrain.training.progress import EndReason, Run
-from hpctrain.training.reading import order_of
-from hpctrain.training.replay import Found, changed_error
 from hpctrain.watchdog import doing
 
 

@@ -38,14 +38,18 @@ from hpctrain.report.recorder import Recorder
 from hpctrain.text import say
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, RunLock, deadline
-from hpctrain.training.digest import run_digest
-from hpctrain.training.folder import make_run_folder, open_run_folder, run_facts
+from hpctrain.training.folder import (
+    Earlier,
+    find_earlier,
+    make_run_folder,
+    open_run_folder,
+    run_facts,
+)
 from hpctrain.training.loop import save_checkpoint, train_epochs
-from hpctrain.training.progress import EndReason, Progress, Run
 from hpctrain.training.replay import Replay
-from hpctrain.training.resume import Earlier, find_earlier, restore
 from hpctrain.training.setup import Job, set_up
-from hpctrain.training.step import Trainer
+from hpctrain.training.state import EndReason, Progress, Run, restore
+from hpctrain.training.step import Trainer, run_digest
 from hpctrain.training.steps import CannotContinue, compare_at_end
 from hpctrain.training.validate import describe_network, show_work, test, validate
 from hpctrain.watchdog import Watchdog, current, doing, keep_in, started, waiting

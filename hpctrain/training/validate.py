@@ -24,7 +24,7 @@ from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.find import evaluation_file
 from hpctrain.report.pictures import draw_captioned, shown_values, write_rows
 from hpctrain.report.tables import write_json
-from hpctrain.training.progress import EndReason, Run
+from hpctrain.training.state import EndReason, Run
 from hpctrain.training.steps import CannotContinue
 from hpctrain.watchdog import doing
 

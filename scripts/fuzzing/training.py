@@ -33,9 +33,8 @@ def one_step(config: Config) -> str:
     from mpi4py import MPI
 
     from hpctrain.inference.evaluate import evaluate
-    from hpctrain.training.digest import rank_digest
     from hpctrain.training.setup import set_up
-    from hpctrain.training.step import train_step
+    from hpctrain.training.step import rank_digest, train_step
 
     check_settings(config)
     job = set_up(config, MPI.COMM_SELF)

@@ -10,7 +10,7 @@ from unittest import mock
 from hpctrain.config import Config, Interval
 from hpctrain.report.record import read_records
 from hpctrain.training.control import Control
-from hpctrain.training.progress import Progress, Run
+from hpctrain.training.state import Progress, Run
 from hpctrain.training.train import train
 
 

@@ -14,7 +14,7 @@ from hpctrain.inference.tasks import Classification
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.message import Message
 from hpctrain.training import setup
-from hpctrain.training.backward import (
+from hpctrain.training.compute import (
     MOST_GRAPHS,
     WARM,
     Compiled,

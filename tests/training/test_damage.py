@@ -14,10 +14,10 @@ import torch
 from hpctrain.config import Config, Interval, to_toml
 from hpctrain.errors import UsageError
 from hpctrain.plan import go_on, resolve
-from hpctrain.training import resume
+from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer, newest
-from hpctrain.training.progress import Progress
-from hpctrain.training.resume import check_same, read_settings
+from hpctrain.training.folder import check_same, read_settings
+from hpctrain.training.state import Progress
 from hpctrain.training.train import train
 from tests.flips import flip_each_bit
 from tests.packs import make_pack
@@ -29,7 +29,7 @@ CONFIG = Config(data="flowers.h5", run="a", lr=0.017, momentum=0.875, flip=True,
 
 @pytest.mark.parametrize("name", ["plan.json", "config.toml"])
 def test_every_flipped_bit_is_refused_or_has_no_effect(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(resume, "parse_toml", cache(resume.parse_toml))  # the other file's is slow
+    monkeypatch.setattr(folder, "parse_toml", cache(folder.parse_toml))  # the other file's is slow
     plan = resolve(CONFIG, FACTS)
     (tmp_path / "config.toml").write_text(to_toml(CONFIG))
     (tmp_path / "plan.json").write_text(plan.to_json() + "\n")
@@ -38,7 +38,7 @@ def test_every_flipped_bit_is_refused_or_has_no_effect(tmp_path, monkeypatch, na
     for place in flip_each_bit(tmp_path / name):
         try:
             before, found = read_settings(tmp_path)
-            check_same(CONFIG, before, tmp_path)
+            check_same(CONFIG, before, found, tmp_path)
         except UsageError as error:
             assert "\n" not in str(error)
             continue

@@ -15,7 +15,7 @@ from hpctrain.parallel.overlap import Overlapped
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
-from hpctrain.training.digest import (
+from hpctrain.training.step import (
     AT_ONCE,
     as_hex,
     check_digests,

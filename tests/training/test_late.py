@@ -21,7 +21,7 @@ from hpctrain.training import loop as steps_module
 from hpctrain.training import setup
 from hpctrain.training.checkpoint import Writer, steps
 from hpctrain.training.control import StepFlags
-from hpctrain.training.digest import rank_digest, slot_value
+from hpctrain.training.step import rank_digest, slot_value
 from hpctrain.training.steps import NonFinite
 from hpctrain.training.train import train
 from tests.training.runs import digest, leave_after

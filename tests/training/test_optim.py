@@ -12,14 +12,14 @@ from torch import nn
 
 from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
-from hpctrain.training.optim import (
+from hpctrain.training.compute import (
     clip_gradient,
     gate_update,
     learning_rate,
     set_learning_rate,
     warm_up,
 )
-from hpctrain.training.optim import make_optimizer as make_by_name
+from hpctrain.training.compute import make_optimizer as make_by_name
 
 OPTIMIZERS = ("sgdm", "adam", "adamw")
 LENGTH = 101

@@ -17,9 +17,9 @@ from hpctrain.models import ModelState, build
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
-from hpctrain.training.digest import CHANGED, checksum, slot_value
 from hpctrain.training.replay import Listener, Sample, replay
 from hpctrain.training.setup import set_up
+from hpctrain.training.step import CHANGED, checksum, slot_value
 from tests.training.runs import digest
 
 pytestmark = pytest.mark.mpi

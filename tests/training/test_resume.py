@@ -20,8 +20,9 @@ from hpctrain.parallel.mpi import agreed
 from hpctrain.plan_check import read_plan
 from hpctrain.report.differences import first_difference
 from hpctrain.report.record import read_records
-from hpctrain.training import checkpoint, resume, validate
+from hpctrain.training import checkpoint, validate
 from hpctrain.training import loop as inner
+from hpctrain.training import state as resume
 from hpctrain.training import train as program
 from hpctrain.training.checkpoint import steps
 from hpctrain.training.control import Control

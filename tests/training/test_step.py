@@ -19,9 +19,8 @@ from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.shards import carried
 from hpctrain.parallel.transport import HostMemory, Pinned
-from hpctrain.training.backward import Eager
+from hpctrain.training.compute import Eager, make_optimizer
 from hpctrain.training.control import StepFlags
-from hpctrain.training.optim import make_optimizer
 from hpctrain.training.step import Trainer, train_step
 from tests.packs import order_of, places
 

@@ -16,8 +16,8 @@ from hpctrain.config import Config
 from hpctrain.data.loader import Batch
 from hpctrain.parallel.late import Snapshot
 from hpctrain.report.record import read_records
-from hpctrain.training import resume
-from hpctrain.training.optim import UnusedParameters
+from hpctrain.training import state
+from hpctrain.training.compute import UnusedParameters
 from hpctrain.training.train import train
 from tests.training.test_step import make_trainer, train_step
 
@@ -193,7 +193,7 @@ def test_in_a_checkpoint_of_before_all_are_used(comm, config, monkeypatch):
     """It does not say which are: they go on as they were trained, shrinking."""
     begun = dataclasses.replace(config, epochs=1, checkpoint_every="7")
     with monkeypatch.context() as patch:
-        original = resume.gather
+        original = state.gather
 
         def older(*given):
             tensors, state = original(*given)

@@ -38,9 +38,8 @@ from hpctrain.report.plot_training import read_curves
 from hpctrain.report.record import read_records
 from hpctrain.start import is_own
 from hpctrain.training.control import RunLock, is_locked
-from hpctrain.training.folder import make_run_folder, open_run_folder
-from hpctrain.training.progress import Progress
-from hpctrain.training.resume import find_earlier
+from hpctrain.training.folder import find_earlier, make_run_folder, open_run_folder
+from hpctrain.training.state import Progress
 from hpctrain.typed import from_fields, parse_toml
 from hpctrain.watch import runs as watch_runs
 from hpctrain.watch.runs import WatchedRuns

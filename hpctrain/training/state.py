@@ -1,4 +1,6 @@
-"""A run under way: how far it has come, the figures it reached, the best network it had."""
+"""The state of a run: how far it has come, the figures it reached, the best network it had; and the
+same as tensors and JSON of a checkpoint. Nothing in it depends on ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hpctrain.config import Interval
-from hpctrain.parallel.mpi import Comm
+from hpctrain.errors import UsageError
+from hpctrain.parallel.backend_flags import hardware_key
+from hpctrain.parallel.mpi import Comm, agreed, call_on_root
 from hpctrain.parallel.overlap import OverlapTrial
+from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.shards import Balance
 from hpctrain.report.recorder import Recorder
-from hpctrain.training.checkpoint import Writer
+from hpctrain.training.checkpoint import Checkpoint, Writer
 from hpctrain.training.control import Control
-from hpctrain.training.digest import chain
 from hpctrain.training.replay import Replay
 from hpctrain.training.setup import Job
-from hpctrain.training.step import NETWORK, Trainer
+from hpctrain.training.step import NETWORK, Trainer, chain
 from hpctrain.typed import typed_fields
+
+if TYPE_CHECKING:
+    from hpctrain.training.folder import Earlier
 
 RESUMED = ("planned", "step", "epoch", "best_loss", "sums")  # every checkpoint holds these
 
@@ -151,3 +158,103 @@ class Run:
     overlap: OverlapTrial | None = None  # where it is to be measured
     replay: Replay | None = None  # where digests are compared and no rank may have its own buffers
     folder: Path = Path()
+
+
+Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The state of a run: tensors, and what JSON can hold."""
+    tensors = trainer.state()
+    tensors |= {f"best.{number}": tensor for number, tensor in enumerate(state.best or ())}
+    known = {
+        "layout": trainer.message.layout.digest(),
+        "key": hardware_key(trainer.message.device),
+    }
+    return tensors, {**known, **state.to_json()}
+
+
+def restore(earlier: Earlier | None, trainer: Trainer, state: Progress, comm: Comm) -> list[str]:
+    """Put a run into the state that an earlier launch saved; rank 0 reads it. Lines worth a note
+    in the record. Collective.
+    """
+    if earlier is None or (checkpoint := earlier.checkpoint) is None:
+        return [*earlier.damage, "no checkpoint was left: from the first step"] if earlier else []
+    layout, saved = trainer.message.layout.digest(), checkpoint.state
+    if saved.get("layout") != layout:
+        raise agreed(
+            UsageError(
+                f"the checkpoint of {earlier.folder} holds parameters laid out as"
+                f" {saved.get('layout')}, the model's are {layout}: it is another model"
+            )
+        )
+    try:
+        state.from_json(saved)
+        done = state.step - state.epoch * earlier.plan.steps_per_epoch
+        if state.step != checkpoint.step or not 0 <= done <= earlier.plan.steps_per_epoch:
+            raise ValueError(f"step {state.step} of epoch {state.epoch + 1} is no place in the run")
+        _put(trainer, state, _on_all(comm, checkpoint))
+    except ValueError as error:
+        text = f"checkpoint {checkpoint.path} cannot be resumed from: {error}"
+        raise agreed(UsageError(text)) from error
+    notes = [*earlier.damage, f"going on after step {state.step}"]
+    here = hardware_key(trainer.message.device)
+    if earlier.plan.deterministic and saved.get("key") != here:
+        notes.append(f"begun on {saved.get('key')}, now on {here}: the bits may differ")
+    return notes
+
+
+def _on_all(comm: Comm, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, read by rank 0, on all ranks. Collective."""
+    mine: dict[str, torch.Tensor] = {}
+
+    def shapes() -> Shapes:
+        mine.update(checkpoint.tensors())
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
+
+    for name, (shape, dtype) in call_on_root(comm, shapes).items():
+        broadcast(comm, mine.setdefault(name, torch.empty(shape, dtype=dtype)))
+    return mine
+
+
+@torch.no_grad()
+def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) -> None:
+    """Give the tensors that `gather` took to their places, which stay as they lie in memory.
+    ValueError where one is missing, has no place or another shape.
+    """
+    weights, own = trainer.message.weights, trainer.state()
+    places = {name: own[name] for name in own if not name.startswith("optimizer.")}
+    tensors = {"used": torch.ones_like(own["used"]), **tensors}  # all were, before it was kept
+    kept = {f"best.{number}": own[name] for number, name in enumerate(NETWORK)}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "optimizer":  # some make their memory in the first step
+            expected: torch.Tensor | None = weights if tensor.ndim else tensor
+        else:
+            expected = places.get(name, kept.get(name))
+        if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
+            if kind == "model" and _replace_buffer(trainer.model, rest, tensor):
+                continue
+            has = f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
+        if kind == "optimizer":
+            trainer.optimizer.state[weights][rest] = tensor.to(weights.device)
+        elif name in places:
+            places[name].copy_(tensor)
+    best = [tensors[name].to(weights.device) for name in kept if name in tensors]
+    if missing := [name for name in (*places, *(kept if best else ())) if name not in tensors]:
+        raise ValueError(f"it lacks the tensor {missing[0]!r}")
+    state.best = best or None
+    trainer.norms.restore()
+
+
+def _replace_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> bool:
+    """Give a buffer that forward makes, or replaces by one of another shape, its value; whether the
+    model has one of this name.
+    """
+    owner, _, own = name.rpartition(".")
+    module = dict(model.named_modules()).get(owner)
+    if module is None or own not in module._buffers:
+        return False
+    setattr(module, own, value.to(next(model.parameters()).device))
+    return True
