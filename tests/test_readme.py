@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 
@@ -10,9 +11,14 @@ import pytest
 from hpctrain.cli import COMMANDS
 from tests.launch import ROOT, run_mpi
 from tests.packs import make_pack
+from tests.test_house import FLOORS, ONLY_IN
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES += DOCS
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+ARCHITECTURE = ROOT / "docs/architecture.md"
+PATH = re.compile(r"(?<![\w./-])(?:[a-z][\w.-]*/)*(?:[a-z]\w*\.py\b|(?<=/)(?![\w.-]))")
 OTHERS = {"--array", "--exact", "--gpus", "--gpus-per-node", "--logdir", "--signal"}  # Slurm's, ...
 
 CHECK = """
@@ -48,7 +54,7 @@ def test_links_lead_somewhere_and_every_page_is_linked():
     assert [link for link in links if not link[1].exists()] == []
     assert [link for link in links if link[2] and link[2] not in headings(link[1])] == []
     linked = {path for name, path, _ in links if name == "README.md"}
-    assert linked >= set(PAGES[1:]) and len(PAGES) > 5
+    assert linked >= {*DOCS, *PAGES[:3]} - {PAGES[0]} and len(DOCS) > 5
 
 
 def test_pages_have_at_most_100_columns_and_the_readme_160_lines():
@@ -65,6 +71,46 @@ def test_the_flags_that_pages_name_exist():
     named = {(page.name, flag) for page in PAGES for flag in FLAG.findall(page.read_text())}
     assert {pair for pair in named if pair[1] not in known | OTHERS} == set()
     assert len(named) > 80
+
+
+def find(path):
+    """The file or folder of this path in the project or in the package; None."""
+    places = [ROOT / path, ROOT / "hpctrain" / path]
+    return next((place for place in places if place.exists()), None)
+
+
+def names_in(path):
+    """Functions, classes, methods and module constants of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_the_files_and_functions_that_the_architecture_names_exist():
+    """As `file.py` and `file.py: name, name`; in the figures each file on a line of its own."""
+    tree = (ROOT / "README.md").read_text().partition("## How it is built")[2]
+    page = ARCHITECTURE.read_text()
+    figures = [path.read_text() for path in (ROOT / "docs").glob("*.svg")]
+    paths = {path for text in (tree, page, *figures) for path in PATH.findall(text)}
+    assert ([path for path in paths if not find(path)], len(figures)) == ([], 2)
+    assert len(paths) > 40
+    named = re.findall(r"`([\w/]+\.py): ([\w., ]+)`", page)
+    pairs = {(path, name) for path, names in named for name in re.split(", |[.]", names)}
+    assert {pair for pair in pairs if pair[1] not in names_in(find(pair[0]))} == set()
+    assert len(pairs) > 20
+
+
+def test_the_levels_of_imports_are_those_that_are_tested():
+    page = re.sub(r"\n +", " ", ARCHITECTURE.read_text())
+    levels = re.findall(r"^\d\. (`.*`)$", page, re.MULTILINE)
+    assert [re.findall("`([^`]+)`", level) for level in levels] == [f.split() for f in FLOORS]
+    only = re.findall(r"^\* `(\w+)`: (`.*`)$", page, re.MULTILINE)
+    assert {name: re.findall("`([^`]+)`", modules) for name, modules in only} == {
+        name: modules.split() for name, modules in ONLY_IN.items()
+    }
 
 
 def test_the_loop_of_the_readme_has_at_most_30_lines():
