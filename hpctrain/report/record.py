@@ -29,7 +29,7 @@ BLOCK = 1 << 16  # bytes read at a time when looking for the last whole line
 SAMPLE = 8000  # steps that are decoded in one reading of a long record, about
 NEAR_END = 1 << 16  # bytes at the end of which every step is decoded
 STEP_BYTES = 350  # of a step's line, about
-KNOWN_BYTES = 64  # before the position that must still be there
+KNOWN_BYTES = 64  # of the last line that must still be there
 STEP, DIGEST = BEGINNING + b'"step"', BEGINNING + b'"digest"'
 
 
@@ -121,7 +121,7 @@ class HistoryReader:
         self.history = RunHistory()
         self._size = 0  # of the file, when it was read last
         self._position = 0  # behind the last whole line that was read
-        self._tail = b""  # the bytes before that
+        self._tail = b""  # the last bytes of that line
         self._lines = self._step_lines = 0
         self._is_record = False  # by its first line
 
@@ -139,25 +139,27 @@ class HistoryReader:
         self._size = size
         file.seek(self._position)
         every = 1 + (size - self._position) // STEP_BYTES // SAMPLE
-        for line in read_lines(file, self.path, self._lines):
-            self._lines += 1
-            self._position += len(line)
-            self._tail = (self._tail + line)[-KNOWN_BYTES:]
-            self.version += 1
-            if not self._is_skipped(line, every if size - self._position > NEAR_END else 1):
+        line, skips = b"", self._steps != "all"
+        try:
+            for line in read_lines(file, self.path, self._lines):
+                self._lines += 1
+                self._position += len(line)
+                if skips and line.startswith((STEP, DIGEST)):
+                    near_end = size - self._position < NEAR_END
+                    if self._is_skipped(line, 1 if near_end else every):
+                        continue
                 self._add(line)
                 if self._strict and self.history.damage:
                     return
+        finally:
+            self.version += bool(line)
+            self._tail = line[-KNOWN_BYTES:] or self._tail
 
     def _is_skipped(self, line: bytes, every: int) -> bool:
-        """Whether this is the line of a step, or its digest, that need not be decoded."""
-        if self._steps == "all" or not line.startswith((STEP, DIGEST)):
-            return False
-        if line.startswith(DIGEST):
-            return True
+        """Whether the line of a step, or of its digest, need not be decoded."""
         self._step_lines += 1
-        is_between = bool(self._step_lines % every and self.history.launch.first_step)
-        return is_between or self._steps == "none"
+        is_between = self._step_lines % every and self.history.launch.first_step
+        return bool(is_between or self._steps == "none" or line.startswith(DIGEST))
 
     def _add(self, line: bytes) -> None:
         if not self._is_record and not line.startswith(BEGINNING):

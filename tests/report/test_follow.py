@@ -225,3 +225,13 @@ def test_launches_and_how_each_ended(tmp_path):
     append(run, step_line(7), step_line(9), end_line("odd"))
     history = read_history(run)
     assert (history.outcome.status, history.missing_steps(10)) == ("failed", "5 to 6, 8, 10")
+
+
+def test_what_follows_damage_counts_for_a_display_and_not_for_a_resumed_launch(tmp_path):
+    run = make_run(tmp_path / "a", run_line(), step_line(1), b"\0" * 90 + b"\n", step_line(2))
+    strict, lenient = HistoryReader(run, strict=True), HistoryReader(run)
+    assert strict.poll() and lenient.poll()
+    append(run, step_line(3))
+    assert not strict.poll() and lenient.poll()
+    assert (strict.history.last_step, lenient.history.last_step) == (1, 3)
+    assert strict.history.damage == lenient.history.damage and "line 3" in strict.history.damage

@@ -353,6 +353,20 @@ def test_a_disk_that_fills_up_leaves_whole_lines(
     assert texts[:2] == [None, "note 1"] and 2 < len(texts) < 10
 
 
+def test_a_line_that_no_reader_would_take_is_not_written(tmp_path: Path) -> None:
+    with Recorder(tmp_path, "none") as recorder:
+        recorder.run({"hosts": ["host"] * 1000})
+        recorder.note("x" * 2_000_000)
+        with pytest.raises(
+            RunError, match=r"kind run has 2,\d+,\d+ bytes, more than the 1,048,576"
+        ):
+            recorder.run({"hosts": ["host"] * 300_000})
+        recorder.end("failed", "y" * 2_000_000)
+    records = list(read_records(tmp_path))
+    assert [record["kind"] for record in records] == ["run", "note", "end"]
+    assert len(records[1]["text"]) == len(records[2]["reason"]) == 10_000
+
+
 def test_a_missing_folder_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"cannot open .*No such file"):
         Recorder(tmp_path / "nothing", "none")
