@@ -31,6 +31,7 @@ EXTRAS = {
     "cuda12": ["cupy-cuda12x"],
     "cuda13": ["cupy-cuda13x"],
     "rocm": ["cupy-rocm-7-0"],
+    "parquet": ["pyarrow"],  # pack --manifest FILE.parquet
     "plot": ["matplotlib"],
     "sweep": ["optuna"],  # sweep --prune
     "tensorboard": ["tensorboard"],

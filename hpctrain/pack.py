@@ -1,64 +1,147 @@
 """``hpctrain pack``: in one process, or shared by all ranks that a launcher started.
 
-One process starts no MPI. Ranks are the ``Team`` of ``data/packing/team.py``; what they do with it
-stands in ``data/pack.py``.
+One process starts no MPI. Of several ranks, rank 0 makes the pack (``data/packing/make.py``) and
+cuts the tasks of every step; each rank runs its share in threads. A step is one scatter and one
+gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from hpctrain.config import PackConfig
 from hpctrain.data import pack  # before MPI runs: importing h5py starts a process (uname)
+from hpctrain.data.packing import report
+from hpctrain.data.packing.decode import Span
+from hpctrain.data.packing.make import Processes, RunTasks
+from hpctrain.data.packing.workers import PackTask, start_threads
+from hpctrain.data.packing.write import writing
+from hpctrain.errors import Failure, UsageError
+from hpctrain.files import sync
 from hpctrain.launcher import launched_size
 from hpctrain.watchdog import started, waiting
 
-T = TypeVar("T")
+
+class RankTasks(NamedTuple):
+    """What a rank is to do in a step, with `jobs` threads. It must see `files` with the sizes
+    given, None of folders."""
+
+    what: str
+    function: Callable[..., Any]
+    tasks: list[PackTask]
+    jobs: int
+    output: Path
+    files: dict[str, int | None]
 
 
 def main(config: PackConfig) -> int:
     """Pack, or check a pack; the exit code. Collective."""
     if (launched_size() or 1) == 1:
         return pack.main(config)
-    from hpctrain.parallel.mpi import start_mpi
+    from hpctrain.parallel.mpi import call_on_root, fair_threads, start_mpi
+    from hpctrain.report.bar import dumb_terminal, terminal_columns
 
     comm = start_mpi()
     started("packing")
-    return pack.main(config, Ranks(comm))
+    cores = fair_threads(comm)
+    if comm.rank:
+        _serve(comm)
+    columns = None if comm.rank or dumb_terminal() else terminal_columns()
+    ranks = Processes(comm.size, cores, columns, partial(_start_ranks, comm, columns))
+    return call_on_root(comm, lambda: _lead(comm, config, ranks))
 
 
-class Ranks:
-    """All ranks of `comm` as the team that makes a pack. All its methods are collective."""
+def _lead(comm: Any, config: PackConfig, ranks: Processes) -> int:
+    """What rank 0 does."""
+    try:
+        return pack.main(config, ranks)
+    finally:
+        comm.scatter([None] * comm.size)
 
-    def __init__(self, comm: Any) -> None:
-        from hpctrain.parallel.mpi import fair_threads, local_ranks
-        from hpctrain.report.bar import dumb_terminal, terminal_columns
 
-        self.rank, self.size = comm.rank, comm.size
-        self.cores = fair_threads(comm)
-        self.one_host = local_ranks(comm)[1] == comm.size
-        self.columns = None if comm.rank or dumb_terminal() else terminal_columns()
-        self._comm = comm
-
-    def call_on_root(self, function: Callable[[], T]) -> T:
-        """What `function` gives, or raises, on rank 0."""
-        from hpctrain.parallel.mpi import call_on_root
-
-        return call_on_root(self._comm, function)
-
-    def call_on_all(self, function: Callable[[], T]) -> T:
-        """Run `function` on all ranks; all raise the first failure."""
-        from hpctrain.parallel.mpi import call_on_all
-
-        return call_on_all(self._comm, function)
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on rank 0."""
-        with waiting():
-            return self._comm.gather(value) or []
-
-    def scatter(self, values: Sequence[T]) -> T:
-        """To each rank its own of rank 0's values."""
+def _serve(comm: Any) -> None:
+    """What other ranks do: their tasks of all steps, until rank 0 needs no more."""
+    while True:
         with waiting("rank 0"):
-            return self._comm.scatter(values if self.rank == 0 else None)
+            given: RankTasks | None = comm.scatter(None)
+        if given is None:
+            return
+        outcome = _attempt(given, None)
+        with waiting("rank 0"):
+            comm.gather(outcome)
+
+
+@contextmanager
+def _start_ranks(
+    comm: Any, columns: int | None, jobs: int, output: Path, files: list[str]
+) -> Iterator[RunTasks]:
+    """Tasks run in all ranks, each with `jobs` threads."""
+
+    def run_tasks(
+        what: str, function: Callable[..., Any], tasks: Iterable[PackTask], images: int
+    ) -> Iterator[Any]:
+        every = list(tasks)
+        sizes = {path: _size(path) for path in {*files, *_written(every)}}
+        cuts = [-(-len(every) * rank // comm.size) for rank in range(comm.size + 1)]
+        given = [
+            RankTasks(what, function, every[start:stop], jobs, output, sizes)
+            for start, stop in pairwise(cuts)
+        ]
+        with waiting():
+            comm.scatter(given)
+        own = _attempt(given[0], columns, images)
+        with waiting():
+            outcomes: list[tuple[list[Any], Failure | None]] = comm.gather(own)
+        failed = [(rank, failure) for rank, (_, failure) in enumerate(outcomes) if failure]
+        if failed:
+            rank, first = failed[0]
+            text = str(first) if len(failed) == comm.size else f"rank {rank}: {first}"
+            raise type(first)(text)
+        return (result for results, _ in outcomes for result in results)
+
+    yield run_tasks
+
+
+def _attempt(
+    given: RankTasks, columns: int | None, total: int | None = None
+) -> tuple[list[Any], Failure | None]:
+    """The results of this rank's tasks, or why there are none."""
+    own = sum(task.images for task in given.tasks)
+    try:
+        with (
+            writing(given.output),
+            start_threads(given.jobs) as runner,
+            report.progress(given.what, total or own, own, columns) as advance,
+        ):
+            for path, size in given.files.items():
+                if _size(path) != size:
+                    raise UsageError(
+                        f"{path} is not on this host what it is on rank 0's: the source and the"
+                        " folder of the pack must be where all hosts see them"
+                    )
+            results = list(runner.run(given.function, given.tasks, advance))
+            for path in _written(given.tasks):
+                sync(Path(path))  # rank 0 syncs what its own host has written, no more
+            return results, None
+    except Failure as error:
+        return [], error
+
+
+def _written(tasks: list[PackTask]) -> set[str]:
+    """The files that tasks write."""
+    given = (argument for task in tasks for argument in task.arguments)
+    return {argument.path for argument in given if isinstance(argument, Span)}
+
+
+def _size(path: str) -> int | None:
+    """Bytes of a file, None of a folder, -1 of what is not there."""
+    try:
+        return None if os.path.isdir(path) else os.path.getsize(path)
+    except FileNotFoundError:
+        return -1

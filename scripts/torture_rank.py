@@ -85,9 +85,9 @@ def arm() -> None:
 
         checkpoint.content = half
     elif PHASE == "pack":
-        from hpctrain.data.packing import worker
+        from hpctrain.data.packing import decode
 
-        before(worker, "_one")
+        before(decode, "show_image")
     elif PHASE == "rename":
         original = os.replace
 

@@ -34,7 +34,6 @@ NAMES = (
 NETWORK = SweepNetwork(1, "01-base", Config())
 PRINT_ALLOWED = {  # text that names nothing, other processes, stacks, and what is drawn already
     *("text", "cli", "parallel/mpi", "parallel/choose", "doctor/command"),
-    *("data/packing/jobs", "data/packing/worker"),
 }
 
 

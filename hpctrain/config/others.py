@@ -36,8 +36,8 @@ class PackConfig:
 
     source: str | None = option(
         None,
-        "folder with a folder per class, the same as .tgz or .zip, idx files (a folder, or the"
-        " image file), .npz, or a built-in set: flowers, digits",
+        "folder with a folder per class, the same as .tgz or .zip, a manifest (.csv, .parquet), idx"
+        " files (a folder, or the image file), .npz, or a built-in set: flowers, digits",
         "Source",
         positional=True,
     )
@@ -57,7 +57,20 @@ class PackConfig:
     split: str = option(
         "0.9,0.1", "stratified split: shares of train,test or train,validation,test", "Split"
     )
+    fold: str | None = option(
+        None,
+        "K/N: hold out fold K of N as test, or as validation if the source gives test",
+        "Split",
+    )
     seed: int = option(0, "seed of split and order", "Split")
+    manifest: str | None = option(
+        None,
+        "read labels from this table (.csv, .parquet): path, label, optionally split and group",
+        "Split",
+    )
+    any_subfolders: bool = option(
+        False, "take top folders as classes even if their subfolders look like classes", "Split"
+    )
     output: str | None = option(None, "write this pack; default: SOURCE.h5", "Output")
     overwrite: bool = option(False, "replace an existing pack", "Output")
     skip_bad: bool = option(False, "skip unreadable files instead of failing", "Output")

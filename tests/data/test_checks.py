@@ -17,7 +17,7 @@ ROWS = 97
 @pytest.fixture
 def pixels(tmp_path, monkeypatch):
     """A pack of 10 blocks of 10 rows."""
-    monkeypatch.setattr("hpctrain.data.packing.columns.rows_per_block", lambda row_bytes: 10)
+    monkeypatch.setattr("hpctrain.data.packing.write.rows_per_block", lambda row_bytes: 10)
     return read_pack(make_pack(tmp_path / "a.h5", {"train": ROWS, "test": 21}, (9, 7, 1)))
 
 
@@ -109,7 +109,7 @@ def test_what_no_row_can_do_without_is_compared_at_once(pixels, tmp_path, kind):
 
 def test_files_that_reach_over_blocks(tmp_path, monkeypatch):
     """JPEG files of some hundred bytes in blocks of 97: a file is bad for any of its blocks."""
-    monkeypatch.setattr("hpctrain.data.packing.columns.rows_per_block", lambda row_bytes: 97)
+    monkeypatch.setattr("hpctrain.data.packing.write.rows_per_block", lambda row_bytes: 97)
     source = class_folders(tmp_path / "images", {"a": 19, "b": 19}, ".jpg", width=41, height=37)
     packed = pack(source, tmp_path / "b.h5", size="16x16", encoding="jpeg", split="1")
     with Split(packed, "train") as rows:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from hpctrain.cli import main as command
 from hpctrain.config import PackConfig
 from hpctrain.data.pack import create_pack
 from hpctrain.data.packed import read_pack, verify
-from hpctrain.data.packing import fill, worker, write
+from hpctrain.data.packing import decode, write
 from hpctrain.errors import RunError, UsageError
 from tests.data.pictures import (
     all_rows,
@@ -320,7 +321,7 @@ def test_many_classes_are_summed_up(tmp_path, capfd):
     assert "50 classes" in shown and "smallest class" in shown and "[7]" not in shown
 
 
-@pytest.mark.parametrize("where", [worker, fill])
+@pytest.mark.parametrize("where", [decode, write])
 def test_a_full_disk_is_one_line_and_leaves_nothing(folder, tmp_path, monkeypatch, where):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -351,30 +352,55 @@ def test_a_disk_that_is_really_full(folder, tmp_path):
 
 def test_too_little_room_is_said_at_once(folder, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 10**5})
-    monkeypatch.setattr("hpctrain.data.packing.settings.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("hpctrain.data.packing.write.shutil.disk_usage", lambda path: usage)
     text = refusal(folder, tmp_path / "a.h5", size="100x100")
-    assert "has 0 MiB free, packing needs 6 MiB" in text
+    assert "has 0 MiB free, packing needs 3 MiB" in text
+
+
+def change_workers(monkeypatch, folder, change):
+    """Let worker processes run this code when they start."""
+    lines = [f"    {line}\n" for line in change.splitlines()]
+    condition = "import hashlib, os, sys\nif '--multiprocessing-fork' in sys.orig_argv:\n"
+    (folder / "sitecustomize.py").write_text(condition + "".join(lines))
+    monkeypatch.setitem(os.environ, "PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
 
 
 def test_a_worker_that_dies_is_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'packing.worker' in ' '.join(sys.orig_argv): os.kill(os.getpid(), 9)\n"
-    )
+    change_workers(monkeypatch, tmp_path, "os.kill(os.getpid(), 9)")
     text = refusal(folder, tmp_path / "a.h5", jobs=2)
-    assert "a worker process of pack ended (SIGKILL) on one of a/000.png to" in text
+    assert text == (
+        "a worker process of pack was ended by SIGKILL before its first image; if memory ran out,"
+        " use fewer --jobs"
+    )
+
+
+HOSTILE = """
+from PIL import Image
+opened = Image.open
+def crash(file, **options):
+    image = opened(file, **options)
+    if image.size == (13, 12):
+        os.kill(os.getpid(), 11)
+    return image
+Image.open = crash
+"""
+
+
+@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
+def test_an_image_that_crashes_the_decoder_is_named(tmp_path, monkeypatch, encoding):
+    root = class_folders(tmp_path / "images", {"a": 43, "b": 47})
+    (root / "b" / "hostile.png").write_bytes(encode(picture(1, 13, 12)))
+    change_workers(monkeypatch, tmp_path, HOSTILE)
+    text = refusal(root, tmp_path / "a.h5", jobs=2, size="7x5", channels=3, encoding=encoding)
+    assert text == ("a worker process of pack was ended by SIGSEGV while it decoded b/hostile.png")
+    assert [name for name in os.listdir(tmp_path) if "h5" in name] == []
 
 
 def test_a_bug_in_a_worker_shows_its_traceback(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'packing.worker' in ' '.join(sys.orig_argv):\n"
-        "    import hashlib\n"
-        "    hashlib.blake2b = None\n"
-    )
-    with pytest.raises(RuntimeError, match="in a worker process:\nTraceback"):
+    change_workers(monkeypatch, tmp_path, "hashlib.blake2b = None")
+    with pytest.raises(TypeError) as caught:
         pack(folder, tmp_path / "a.h5", jobs=2)
+    assert "decode_rows" in str(caught.value.__cause__)
 
 
 def processes_with(word):
@@ -391,7 +417,7 @@ def processes_with(word):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_pack_that_is_killed_leaves_nothing(tmp_path, number):
+def test_a_pack_that_is_killed_leaves_no_pack(tmp_path, number):
     root = class_folders(tmp_path / "images", {"a": 1, "b": 1}, width=997, height=887)
     for i in range(300):
         (root / "b" / f"{i:03}x.png").hardlink_to(root / "b" / "000.png")
@@ -413,12 +439,15 @@ def test_a_pack_that_is_killed_leaves_nothing(tmp_path, number):
     os.killpg(packing.pid, number) if number == signal.SIGINT else packing.send_signal(number)
     said = packing.communicate(timeout=30)[1]
     assert packing.returncode not in (0, 2) and b"Traceback" not in said
-    assert os.listdir(output.parent) == []
+    left = os.listdir(output.parent)
+    assert not left or (number == signal.SIGKILL and re.fullmatch(r"\.a\.h5\..*\.tmp", *left))
     for _ in range(500):
         if not processes_with(mark):
             break
         time.sleep(0.01)
     assert processes_with(mark) == []
+    pack(class_folders(tmp_path / "few", {"a": 2}), output, split="1")
+    assert os.listdir(output.parent) == ["a.h5"]  # the next one removes it
 
 
 def test_read_pack_takes_what_pack_gives(folder, tmp_path):

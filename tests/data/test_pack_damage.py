@@ -312,15 +312,16 @@ def test_what_the_uuid_does_not_cover_has_a_checksum_too(path, capsys, name):
 SLOW_WRITE = """
 import sys, time
 import numpy as np
-from pathlib import Path
-from hpctrain.data.packing.columns import pixel_columns
-from hpctrain.data.packing.write import Content, write_columns
-def fetch(start, stop):
-    print("writing", flush=True)
-    time.sleep(start / 1000)  # the second block takes long
-    return np.zeros((stop - start, 32, 32, 1), np.uint8)
-columns = pixel_columns("train", np.zeros(99999, int), (32, 32, 1), fetch)
-write_columns(Path(sys.argv[1]), columns, Content((32, 32, 1), ("a",), {}))
+from hpctrain.data.pack import write_pack
+class Rows:
+    dtype, ndim, shape, size = np.dtype(np.uint8), 4, (99999, 32, 32, 1), 99999
+    def __len__(self):
+        return 99999
+    def __getitem__(self, rows):
+        print("writing", flush=True)
+        time.sleep(rows.start / 1000)  # the second block takes long
+        return np.zeros((1024, 32, 32, 1), np.uint8)
+write_pack(sys.argv[1], {"train": (Rows(), np.zeros(99999, int))}, "a", {})
 """
 
 

@@ -2,50 +2,65 @@
 
 idx: two zero bytes, type (8 = unsigned byte), number of dimensions, each dimension as big-endian
 uint32, then the elements in C order. Images are (N, H, W) or (N, H, W, C), their labels (N,) in a
-second file whose name says ``labels`` and ``idx1``; ``t10k`` or ``test`` in the name make the test
-split. npz: ``npz.py``.
+second file with ``labels`` and ``idx1`` in its name; ``t10k`` or ``test`` there is the test split.
+npz: arrays as in NPZ_NAMES; ``classes`` may name the classes.
 
-Pixels stay in files (compressed ones in a scratch file), never in memory.
+Pixels stay in files (compressed ones in a scratch file), never in memory. What a header says is
+compared with the limits before room is made for it.
 """
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import math
 import struct
+import zipfile
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple, cast
+from typing import IO, NamedTuple, cast
 
 import numpy as np
 
-from hpctrain.data.packing.layout import Item, Source
+from hpctrain.data.pack_format import SPLITS
+from hpctrain.data.packing.layout import NO_SPLIT, ImageSource, image_table
 from hpctrain.data.packing.scratch import (
     UNZIP_ERRORS,
-    Place,
+    ZIP_ERRORS,
+    NewFile,
+    ZipArchive,
     check_count,
     check_growth,
     copy_exactly,
-    scratch_file,
+    path_of,
 )
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, brief
+
+MAX_CLASSES, MAX_BYTES = 1_000_000, 1024  # named, and of one label or name
+MAX_HEADER = 10_000  # bytes, as numpy has it
+NPZ_NAMES = (
+    ("", "images", "labels"),
+    *(("train", "x_train", "y_train"), ("train", "train_images", "train_labels")),
+    *(("validation", "x_val", "y_val"), ("validation", "val_images", "val_labels")),
+    *(("test", "x_test", "y_test"), ("test", "test_images", "test_labels")),
+)
 
 
-class Pair(NamedTuple):
-    """An idx file of images, that of its labels, and the split their name gives."""
+class IdxPair(NamedTuple):
+    """An idx file of images, that of its labels, and the split that their name gives."""
 
     images: Path
     labels: Path
     split: str
 
 
-class Part(NamedTuple):
+class PixelArray(NamedTuple):
     """Pixels in a file and their labels (N,) of any kind that sorts."""
 
     what: str
     split: str
-    file: BinaryIO
+    file: str  # its path
     offset: int
     shape: tuple[int, int, int, int]  # (N, H, W, C)
     labels: np.ndarray
@@ -60,14 +75,15 @@ def is_idx(path: Path) -> bool:
         return False
 
 
-def find_idx(folder: Path) -> list[Pair]:
+def find_idx(folder: Path) -> list[IdxPair]:
     """All pairs in a folder, of each name the unzipped one if both are there. Raises UsageError."""
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir(), reverse=True):  # .gz first
         name = path.name.lower()
         if "images" in name and "idx" in name and path.is_file() and is_idx(path):
             found[path.name.removesuffix(".gz")] = path
-    pairs = sorted((pair for path in found.values() for pair in idx_pair(path)), key=_split_of)
+    pairs = [pair for path in found.values() for pair in idx_pair(path)]
+    pairs.sort(key=lambda pair: pair.split == "test")  # train first
     splits = [pair.split for pair in pairs]
     if len(set(splits)) < len(splits):
         names = ", ".join(pair.images.name for pair in pairs)
@@ -77,57 +93,51 @@ def find_idx(folder: Path) -> list[Pair]:
     return pairs
 
 
-def _split_of(pair: Pair) -> bool:
-    return pair.split == "test"  # train first
-
-
-def idx_pair(images: Path) -> list[Pair]:
-    """The pair of an images file, as a list of one. Raises UsageError without its labels."""
+def idx_pair(images: Path) -> list[IdxPair]:
+    """The pair of an images file, as a list of one. UsageError where its labels are missing."""
     stem = images.name.removesuffix(".gz").replace("images", "labels")
     stem = stem.replace("idx3", "idx1").replace("idx4", "idx1")
     for name in (stem, f"{stem}.gz"):
         labels = images.with_name(name)
         if labels != images and labels.is_file():
             test = "t10k" in stem or "test" in stem
-            return [Pair(images, labels, "test" if test else "train")]
+            return [IdxPair(images, labels, "test" if test else "train")]
     raise UsageError(f"source {images} has no labels beside it: expected {stem} or {stem}.gz")
 
 
-def idx_source(name: str, pairs: list[Pair], scratch: Place, stack: ExitStack) -> Source:
+def idx_source(name: str, pairs: list[IdxPair], new_file: NewFile) -> ImageSource:
     """The images and labels of idx files. Raises UsageError where they do not fit together."""
     try:
-        parts = [_idx_part(pair, scratch, stack) for pair in pairs]
+        parts = [_idx_part(pair, new_file) for pair in pairs]
     except UNZIP_ERRORS as error:
         raise UsageError(f"source {name} is cut short or damaged ({error})") from None
     return make_source(name, parts, None)
 
 
-def _idx_part(pair: Pair, scratch: Place, stack: ExitStack) -> Part:
+def _idx_part(pair: IdxPair, new_file: NewFile) -> PixelArray:
     images, _, split = pair
     with _stream(images) as stream:
         shape = image_shape(_dimensions(stream, images), str(images))
         offset, length = stream.tell(), math.prod(shape)
+        where, there = str(images.resolve()), images.stat().st_size - offset
         if _zipped(images):
             check_growth(images, length)
-            file = stack.enter_context(scratch_file(scratch))
+            file = new_file()
             copy_exactly(stream, file, length, f"source {images}")
-            return Part(images.name, split, file, 0, shape, _idx_labels(pair, shape[0]))
-    there = images.stat().st_size - offset
-    if there != length:
-        raise UsageError(f"source {images} says {length:,} bytes of pixels but has {there:,}")
-    file = stack.enter_context(images.open("rb"))
-    return Part(images.name, split, file, offset, shape, _idx_labels(pair, shape[0]))
+            where, offset = path_of(file), 0
+        elif there != length:
+            raise UsageError(f"source {images} says {length:,} bytes of pixels but has {there:,}")
+    return PixelArray(images.name, split, where, offset, shape, _idx_labels(pair, shape[0]))
 
 
-def _idx_labels(pair: Pair, images: int) -> np.ndarray:
-    """The labels (N,) of as many images, which are there. UsageError."""
+def _idx_labels(pair: IdxPair, images: int) -> np.ndarray:
+    """The labels (N,) of as many images. UsageError."""
     labels = pair.labels
     with _stream(labels) as stream:
         dimensions = _dimensions(stream, labels)
         if len(dimensions) != 1:
             raise UsageError(f"source {labels} has {len(dimensions)} dimensions, not 1")
-        count = dimensions[0]
-        if count != images:
+        if (count := dimensions[0]) != images:
             name = pair.images.name
             raise UsageError(f"source {labels}: {name} has {images:,} images but {count:,} labels")
         values = np.frombuffer(stream.read(count + 1), np.uint8)
@@ -168,7 +178,7 @@ def image_shape(dimensions: tuple[int, ...], what: str) -> tuple[int, int, int, 
     return dimensions[0], dimensions[1], dimensions[2], dimensions[3]
 
 
-def make_source(name: str, parts: list[Part], classes: tuple[str, ...] | None) -> Source:
+def make_source(name: str, parts: list[PixelArray], classes: tuple[str, ...] | None) -> ImageSource:
     """All parts as one source; classes are the distinct labels unless they are named."""
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) > 1:
@@ -187,18 +197,104 @@ def make_source(name: str, parts: list[Part], classes: tuple[str, ...] | None) -
         raise UsageError(f"source {name}: labels are not numbers 0 to {len(classes) - 1}")
     else:
         numbers = values
-    if twice := next((name for name, count in Counter(classes).items() if count > 1), None):
-        raise UsageError(
-            f"source {name}: two classes have the name {twice!r}: give each a name of its own"
-        )
-    row = math.prod(parts[0].shape[1:])
-    items: list[Item] = []
-    for slot, part in enumerate(parts):
-        first = len(items)
-        items.extend(
-            Item(f"{part.what}[{i}]", label, part.split, slot, part.offset + i * row, row)
-            for i, label in enumerate(numbers[first : first + part.shape[0]].tolist())
-        )
-    files = [part.file for part in parts]
-    shape = parts[0].shape[1:]
-    return Source(name, "pixels", "", classes, items, files=files, shape=shape)
+    if twice := [name for name, count in Counter(classes).items() if count > 1]:
+        raise UsageError(f"source {name}: two classes have the name {twice[0]!r}: rename one")
+    counts, row = [part.shape[0] for part in parts], math.prod(parts[0].shape[1:])
+    splits = [SPLITS.index(part.split) if part.split else NO_SPLIT for part in parts]
+    images, names = image_table(
+        (f"{part.what}[{i}]" for part in parts for i in range(part.shape[0])),
+        len(values),
+        label=numbers,
+        split=np.repeat(splits, counts),
+        file=np.repeat(np.arange(len(parts)), counts),
+        offset=np.concatenate([part.offset + row * np.arange(part.shape[0]) for part in parts]),
+        size=row,
+    )
+    files, shape = [part.file for part in parts], parts[0].shape[1:]
+    return ImageSource(name, "pixels", "", classes, images, names, files=files, shape=shape)
+
+
+def npz_source(path: Path, new_file: NewFile) -> ImageSource:
+    """The arrays of a .npz file. Raises UsageError where there are none that can be used."""
+    try:
+        with ZipArchive(path) as file, zipfile.ZipFile(file) as archive:
+            names = {name[:-4] for name in archive.namelist() if name.endswith(".npy")}
+            parts = [
+                _npz_part(archive, path, names_of_part, new_file)
+                for names_of_part in NPZ_NAMES
+                if set(names_of_part[1:]) <= names
+            ]
+            named = None
+            if "classes" in names:
+                named = _npz_array(archive, path, "classes", MAX_CLASSES).tolist()
+    except (*ZIP_ERRORS, *UNZIP_ERRORS, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # not of a place that the archive's directory invents: a full disk, say
+        raise UsageError(f"source {path} is no whole .npz file: {brief(error)}") from None
+    if not parts:
+        usual = ", ".join(f"{images} and {labels}" for _, images, labels in NPZ_NAMES)
+        there = ", ".join(sorted(names)) or "nothing"
+        raise UsageError(f"source {path} holds {there}; known are {usual}")
+    return make_source(path.name, parts, tuple(map(str, named)) if named else None)
+
+
+def _npz_part(
+    archive: zipfile.ZipFile, path: Path, names: tuple[str, str, str], new_file: NewFile
+) -> PixelArray:
+    split, images, labels = names
+    what = f"{path}: {images}"
+    with archive.open(f"{images}.npy") as stream:
+        dimensions, fortran, kind = _npy_header(stream, what)
+        if kind != np.uint8:
+            raise UsageError(f"{what} is {kind}, not uint8: scale the pixels to 0 to 255 first")
+        shape = image_shape(dimensions, what)
+        check_growth(path, math.prod(shape))
+        file = new_file()
+        copy_exactly(stream, file, math.prod(shape), what)
+    if fortran:
+        columns = np.memmap(file, np.uint8, "r", 0, dimensions, "F")
+        file = new_file()
+        for row in columns:
+            file.write(row.tobytes())  # C order
+        file.flush()
+    given = _npz_array(archive, path, labels, shape[0])
+    return PixelArray(images, split, path_of(file), 0, shape, given)
+
+
+def _npz_array(archive: zipfile.ZipFile, path: Path, name: str, limit: int) -> np.ndarray:
+    """A small array of at most so many, of one dimension or a column of one. Raises UsageError."""
+    what = f"{path}: {name}"
+    with archive.open(f"{name}.npy") as stream:
+        dimensions, _, kind = _npy_header(stream, what)
+        flat = len(dimensions) == 1 or (len(dimensions) == 2 and dimensions[1] == 1)
+        if not flat or kind.kind not in "iuUS":
+            raise UsageError(f"{what} is {kind} of shape {dimensions}: one number or name each")
+        if not 0 < dimensions[0] <= limit or kind.itemsize > MAX_BYTES:
+            raise UsageError(
+                f"{what} says {dimensions[0]:,} entries of {kind.itemsize:,} bytes; the limits are"
+                f" {limit:,} and {MAX_BYTES:,}"
+            )
+        length = math.prod(dimensions) * kind.itemsize
+        values = np.frombuffer(stream.read(length), kind)
+        if len(values) != math.prod(dimensions):
+            raise UsageError(f"{what} is cut short")
+    return np.char.decode(values, "utf-8") if kind.kind == "S" else values
+
+
+def _npy_header(stream: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether in Fortran order, and kind of number; the stream then stands at the data."""
+    start = stream.read(12)
+    first = 12 if start[6:7] == b"\2" else 10  # byte of the header's text; its length stands before
+    length = int.from_bytes(start[8:first], "little")
+    if length > MAX_HEADER:
+        raise UsageError(f"{what} has a header of {length:,} bytes; the limit is {MAX_HEADER:,}")
+    header = io.BytesIO(start + stream.read(max(0, first + length - len(start))))
+    try:
+        version = np.lib.format.read_magic(header)
+        if version == (1, 0):
+            return np.lib.format.read_array_header_1_0(header)
+        if version == (2, 0):
+            return np.lib.format.read_array_header_2_0(header)
+    except ValueError as error:
+        raise UsageError(f"{what} is no whole array: {brief(error)}") from None
+    raise UsageError(f"{what} is of .npy format version {version}, known are (1, 0) and (2, 0)")

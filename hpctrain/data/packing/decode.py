@@ -1,219 +1,275 @@
-"""Decode a listed source into a scratch file of rows, by workers and among several processes.
+"""What worker processes of ``pack`` do: read images, decode them, and write parts of a file.
 
-Every process decodes consecutive images of the source into consecutive rows of the scratch file,
-one image a row, from a first row of its own on (`first_rows`). JPEG files, which differ in size,
-lie where there was room, and it is remembered where.
+Every function is given a few images of the source, or a few rows, and opens files by their paths.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import BinaryIO, NamedTuple
+import zipfile
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import NamedTuple, Self
 
 import numpy as np
+from PIL import Image
 
-from hpctrain.data.images import Fit
-from hpctrain.data.packing.jobs import Run
-from hpctrain.data.packing.layout import Item, Source
-from hpctrain.data.packing.pages import PAGE
-from hpctrain.data.packing.worker import COUNTER_BYTES, Counter, Listed, Task
-from hpctrain.errors import UsageError
+from hpctrain.data.images import (
+    FILE_LIMIT,
+    BadImage,
+    Fit,
+    WrongSize,
+    as_jpeg,
+    decode,
+    fit_pixels,
+    probe,
+)
+from hpctrain.data.packing.layout import DIGEST_BYTES, DecodedImages, ImageSource
+from hpctrain.errors import RunError
+from hpctrain.files import open_itself, open_regular, write_at
+from hpctrain.watchdog import doing
 
-IMAGES_PER_TASK, ROWS_PER_TASK = 16, 256  # of files to decode, of raw pixels
-Advance = Callable[[int], None]
-
-
-class Wish(NamedTuple):
-    """What was asked for; None where the images decide."""
-
-    size: tuple[int, int] | None  # (width, height)
-    channels: int | None
-    crop: bool
-
-
-class Seen(NamedTuple):
-    """What headers say: the size of the first readable image, and whether any has colour."""
-
-    size: tuple[int, int] | None  # (width, height)
-    colour: bool
+PAGE = 4096  # bytes
+TAIL = 4096  # bytes at the end of a file that tell it from others
+# zipfile's own are BadZipFile and, for what it cannot do, RuntimeError
+READ_ERRORS = (OSError, EOFError, RuntimeError, ValueError, zlib.error, zipfile.BadZipFile)
+ENCRYPTED, LOCAL_HEADER = 0x1, 30  # of a .zip (APPNOTE.TXT 4.4.4, 4.3.7): a flag, and bytes
+current_image: list[memoryview] = []  # where this worker process shows what it decodes, if anywhere
 
 
-class Files(NamedTuple):
-    """JPEG files in the scratch file, in any order, and their pixels."""
+class Span(NamedTuple):
+    """Rows `start` to `stop` of a split's dataset, whole blocks, from byte `offset` of a file on.
 
-    places: np.ndarray  # (N,) int64: where each begins
-    sizes: np.ndarray  # (N,) int64
-    kept: np.ndarray  # (N,) bool: the very bytes of the source
-    values: np.ndarray  # (N, C) uint64: sum of the pixels of each channel, decoded
-    squares: np.ndarray  # (N, C) uint64: sum of their squares
-
-
-class Decoded(NamedTuple):
-    """Which images are in the scratch file, and their pixels' digests."""
-
-    good: np.ndarray  # (N,) bool
-    digests: np.ndarray  # (N,) S16
-    bad: list[tuple[str, str]]  # (name, why)
-    files: Files | None = None  # where files were stored, not pixels
-    odd: tuple[int, int, int] | None = None  # an image of another size: number, width, height
-
-
-def look(source: Source, wish: Wish, run: Run) -> Seen:
-    """Read as few headers as `choose_fit` needs."""
-    size, colour = wish.size, False
-    if source.shape or (size and wish.channels):
-        return Seen(size, colour)
-    for header in _headers(source, run):
-        size = size or (header[0], header[1])
-        colour = colour or header[2]
-        if wish.channels or colour:
-            break
-    return Seen(size, colour)
-
-
-def choose_fit(source: Source, wish: Wish, seen: list[Seen]) -> Fit:
-    """The size and channels of all rows, from what was `seen` in the parts of the source.
-
-    Without a size the first readable image sets it; without channels they are 3 as soon as one
-    image has colour. Raises UsageError where no image can be read.
+    Only whole pages of the file are written, others are given back: two writers on two hosts must
+    never write the same page, because file systems of networks keep whole pages on each host, and
+    the one that is written back last would undo the other.
     """
-    size = next((part.size for part in seen if part.size), None)
-    colour = any(part.colour for part in seen)
-    if source.shape:
-        height, width, channels = source.shape
-        size = size or (width, height)
-        return Fit(*size, wish.channels or channels, wish.crop, exact=wish.size is None)
-    if size is None:
-        raise UsageError(
-            f"source {source.name}: none of its {len(source.items):,} files is an image"
-        )
-    return Fit(*size, wish.channels or (3 if colour else 1), wish.crop, exact=wish.size is None)
+
+    path: str
+    split: str
+    start: int
+    stop: int
+    offset: int
+    block_bytes: int
+    channels: int  # of pixels; 0 = no sums are wanted
+
+    def of(self, rows: dict[str, np.ndarray]) -> np.ndarray:
+        """What `rows` have for the rows of this span."""
+        return rows[self.split][self.start : self.stop]
 
 
-def decode_all(
-    source: Source,
-    fit: Fit,
-    store: BinaryIO,
-    first_row: int,
-    run: Run,
-    advance: Advance = lambda images: None,
-    counter: Counter | None = None,
-) -> Decoded:
-    """Every image into its row of `store`, or as a JPEG file into room that the `counter` gives;
-    ends early at one of a size that was not asked for. OSError where the disk is full."""
-    count = len(source.items)
-    good, digests = np.zeros(count, bool), np.zeros(count, "S16")
-    files = _no_files(count, fit.channels) if counter else None
-    decoded = Decoded(good, digests, [], files)
-    for answer in run(_tasks(source, fit, store.fileno(), first_row, counter)):
-        for row, outcome, *facts in answer:
-            number = row - first_row
-            if outcome == "ok":
-                good[number], digests[number] = True, bytes.fromhex(facts[0])
-                for column, value in zip(files or (), facts[1:], strict=True):
-                    column[number] = value
-            elif outcome == "bad":
-                decoded.bad.append((source.items[number].name, facts[0]))
-            else:
-                return decoded._replace(odd=(number, facts[0], facts[1]))
-        advance(len(answer))
+class Written(NamedTuple):
+    """What became of the bytes of a span."""
+
+    checksums: list[int]  # CRC-32 of every block
+    sums: np.ndarray  # (2, C) uint64: of the values of each channel, and of their squares
+    rest: list[tuple[int, bytes]]  # bytes not written, with their offsets in the file
+
+
+def read_headers(source: ImageSource) -> np.ndarray:
+    """Width, height, and whether it has colour, of every image: (N, 3) int64, 0 of those that are
+    no images."""
+    found = np.zeros((len(source.images), 3), np.int64)
+    with ImageReader(source) as reader:
+        for row in range(len(found)):
+            with suppress(BadImage):
+                found[row] = probe(reader.read(row))
+    return found
+
+
+def read_fingerprints(source: ImageSource) -> np.ndarray:
+    """Numbers (N,), equal for equal files and for hardly any others: size and end of each."""
+    if source.kind == "zip":
+        return source.images["size"] << 32 | source.images["crc32"]
+    found = np.full(len(source.images), -1, np.int64)
+    with ImageReader(source) as reader:
+        for row in range(len(found)):
+            with suppress(OSError, ValueError), ExitStack() as stack:
+                descriptor, offset, size = reader.locate(row, stack)
+                tail = os.pread(descriptor, min(size, TAIL), offset + max(0, size - TAIL))
+                found[row] = size << 32 | zlib.crc32(tail)
+    return found
+
+
+def decode_rows(source: ImageSource, fit: Fit, span: Span) -> tuple[DecodedImages, Written]:
+    """Decode images and write their pixels one after the other, zeros for bad ones. OSError."""
+    decoded = DecodedImages.none_yet(len(source.images), fit.channels)
+    row_bytes = fit.width * fit.height * fit.channels
+    pixels = memoryview(bytearray(row_bytes * len(source.images)))
+    with ImageReader(source) as reader:
+        for row in range(len(source.images)):
+            try:
+                data = reader.read(row)
+                made = fit_pixels(data, source.shape, fit) if source.shape else decode(data, fit)
+                pixels[row * row_bytes : (row + 1) * row_bytes] = made
+                _note_good(decoded, row, made)
+            except (BadImage, WrongSize) as error:
+                _note_bad(decoded, source.name_of(row), error)
+    return decoded, write_span(pixels, span)
+
+
+def decode_files(source: ImageSource, fit: Fit) -> DecodedImages:
+    """Decode the JPEG files that images become, as they will be decoded in training."""
+    decoded = DecodedImages.none_yet(len(source.images), fit.channels)
+    with ImageReader(source) as reader:
+        for row in range(len(source.images)):
+            try:
+                given = reader.read(row)
+                data = as_jpeg(given)
+                pixels = decode(data, fit)
+                decoded.sizes[row], decoded.crc32[row] = len(data), zlib.crc32(data)
+                decoded.kept[row] = data is given
+                decoded.sums[row] = channel_sums(pixels, fit.channels)
+                _note_good(decoded, row, pixels)
+            except (BadImage, WrongSize) as error:
+                _note_bad(decoded, source.name_of(row), error)
     return decoded
 
 
-def joined(source: Source, fit: Fit, decoded: list[Decoded]) -> Decoded:
-    """What was decoded of all parts of the source. Raises UsageError where sizes differ."""
-    good = np.concatenate([part.good for part in decoded])
-    first = 0
-    for part in decoded:
-        if part.odd:
-            number, width, height = part.odd
-            raise _sizes_differ(source, fit, first + number, good, (width, height))
-        first += len(part.good)
-    digests = np.concatenate([part.digests for part in decoded])
-    bad = [*source.bad, *(entry for part in decoded for entry in part.bad)]
-    by_part = [part.files for part in decoded if part.files]
-    columns = [np.concatenate(column) for column in zip(*by_part, strict=True)]
-    return Decoded(good, digests, sorted(bad), Files(*columns) if columns else None)
+def write_files(source: ImageSource, known: DecodedImages, skip: int, span: Span) -> Written:
+    """Write the JPEG files of images one after the other, after `skip` bytes of the first one.
+    RunError where a file is not the one that was decoded. OSError."""
+    data = bytearray()
+    with ImageReader(source) as reader:
+        for row in range(len(source.images)):
+            try:
+                given = reader.read(row)
+                file = given if known.kept[row] else as_jpeg(given)
+            except BadImage:
+                file = b""
+            if (len(file), zlib.crc32(file)) != (known.sizes[row], known.crc32[row]):
+                name = source.name_of(row)
+                raise RunError(f"{name} was changed while it was packed: pack again")
+            data += file
+    return write_span(memoryview(data)[skip : skip + span.stop - span.start], span)
 
 
-@contextmanager
-def shared_counter(rank: int, size: int) -> Iterator[Counter]:
-    """A pipe that holds one number, 0 at first: who reads it must put another back, so that one
-    worker of the process `rank` of `size` at a time takes room, on whatever file system."""
-    ends = os.pipe()
+def copy_rows(path: str, offsets: np.ndarray, row_bytes: int, span: Span) -> Written:
+    """Write rows of another file, which begin at `offsets` (n,), one after the other. OSError."""
+    data = memoryview(bytearray(row_bytes * len(offsets)))
+    with ExitStack() as stack:
+        descriptor = _open(stack, path)
+        for number, offset in enumerate(offsets.tolist()):
+            row = data[number * row_bytes : (number + 1) * row_bytes]
+            while row:
+                if not (count := os.preadv(descriptor, [row], offset)):
+                    raise RunError(f"{path} was cut short while in use")
+                row, offset = row[count:], offset + count
+    return write_span(data, span)
+
+
+def write_span(data: memoryview, span: Span) -> Written:
+    """Write the whole pages of a span that is to hold `data`. OSError."""
+    start, stop = span.offset, span.offset + len(data)
+    low = min(-(-start // PAGE) * PAGE, stop)
+    high = max(stop // PAGE * PAGE, low)
+    descriptor = open_itself(span.path, os.O_WRONLY)
     try:
-        os.write(ends[1], bytes(COUNTER_BYTES))
-        yield Counter(*ends, rank, size)
+        write_at(descriptor, data[low - start : high - start], low)
     finally:
-        for end in ends:
-            os.close(end)
+        os.close(descriptor)
+    ends = ((start, low), (high, stop))
+    rest = [(at, bytes(data[at - start : end - start])) for at, end in ends if at < end]
+    step = span.block_bytes
+    checksums = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
+    return Written(checksums, channel_sums(data, span.channels or 1), rest)
 
 
-def first_rows(counts: list[int], row_bytes: int) -> list[int]:
-    """Where in the scratch file rows of each process begin, so that no two write one page of it.
-    What is left free between them is a hole in the file, which takes no room."""
-    step = PAGE // math.gcd(PAGE, row_bytes)  # rows whose bytes are whole pages
-    first, firsts = 0, []
-    for count in counts:
-        firsts.append(first)
-        first += -(-count // step) * step
-    return firsts
+def channel_sums(pixels: bytes | memoryview, channels: int) -> np.ndarray:
+    """(2, C) uint64: the sum of the values of each channel, and of their squares; exact."""
+    mode, width = ("L", len(pixels)) if channels == 1 else ("RGB", len(pixels) // 3)
+    counts = Image.frombytes(mode, (width, 1), pixels).histogram()
+    by_channel = np.array(counts, np.uint64).reshape(channels, 256)
+    values = np.arange(256, dtype=np.uint64)
+    return np.stack([by_channel @ values, by_channel @ values**2])
 
 
-def descriptors(source: Source, store: BinaryIO, counter: Counter | None) -> list[int]:
-    """The open files that worker processes need."""
-    ends = (counter.read_end, counter.write_end) if counter else ()
-    return [store.fileno(), *ends, *(file.fileno() for file in source.files)]
+class ImageReader:
+    """Reads the bytes of the images of a source."""
+
+    def __init__(self, source: ImageSource) -> None:
+        self._source = source
+        columns = ("file", "offset", "size", "method", "flags", "compressed", "crc32")
+        self._places = source.images[list(columns)].tolist()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        paths = [self._source.root] if self._source.kind == "zip" else self._source.files
+        self._files = [_open(self._stack, path) for path in paths]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def locate(self, row: int, stack: ExitStack) -> tuple[int, int, int]:
+        """The open file in which an image is, to be closed with `stack`, and where. OSError."""
+        file, offset, size = self._places[row][:3]
+        if self._source.kind != "folder":
+            return self._files[file], offset, size
+        path = os.path.join(self._source.root, self._source.name_of(row))
+        descriptor = _open(stack, path)
+        return descriptor, 0, os.fstat(descriptor).st_size
+
+    def read(self, row: int) -> bytes:
+        """All bytes of an image file, or raw pixels. Raises BadImage."""
+        show_image(self._source.name_of(row))
+        try:
+            with ExitStack() as stack:
+                descriptor, offset, size = self.locate(row, stack)
+                if size > FILE_LIMIT:
+                    raise BadImage(f"{size:,} bytes; the limit is {FILE_LIMIT:,}")
+                if self._source.kind == "zip":
+                    return read_member(descriptor, offset, size, self._places[row][3:])
+                data = os.pread(descriptor, size, offset)
+        except READ_ERRORS as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise BadImage(reason or type(error).__name__) from None
+        if len(data) != size:
+            raise BadImage("the source was cut short")
+        return data
 
 
-def row_bytes(fit: Fit) -> int:
-    """Bytes of one row."""
-    return math.prod((fit.height, fit.width, fit.channels))
+def read_member(descriptor: int, offset: int, size: int, facts: Sequence[int]) -> bytes:
+    """A member of a .zip, whose local header begins at `offset`; never more bytes than it said it
+    has. The directory of the archive, which may be long, is not read again. Raises BadImage.
+    """
+    info = zipfile.ZipInfo()
+    info.file_size = size
+    info.compress_type, info.flag_bits, info.compress_size, info.CRC = facts
+    if info.flag_bits & ENCRYPTED:
+        raise BadImage("it is encrypted")
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(offset)
+        header = file.read(LOCAL_HEADER)
+        if header[:4] != b"PK\3\4":
+            raise BadImage("it is not where the archive says")
+        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        file.seek(name + extra, os.SEEK_CUR)
+        with zipfile.ZipExtFile(file, "r", info) as stream:
+            return stream.read(size)
 
 
-def scratch_rows(counts: list[int], row_bytes: int) -> np.ndarray:
-    """The scratch row (N,) of every image, where the processes decode `counts` images each."""
-    firsts = first_rows(counts, row_bytes)
-    pairs = zip(firsts, counts, strict=True)
-    return np.concatenate([np.arange(first, first + count) for first, count in pairs])
+def show_image(name: str) -> None:
+    """Leave word of the image that comes now, for whoever finds this process hung or dead."""
+    doing(f"reading {name}")
+    for place in current_image:
+        text = name.encode("utf-8", "surrogateescape")[: len(place) - 1]
+        place[: len(text) + 1] = text + b"\0"
 
 
-def _headers(source: Source, run: Run) -> Iterator[tuple[int, int, bool]]:
-    for answer in run(_tasks(source, None, -1, 0)):
-        for _, outcome, *facts in answer:
-            if outcome == "header":
-                yield facts[0], facts[1], facts[2]
+def _open(stack: ExitStack, path: str) -> int:
+    descriptor = open_regular(path, os.O_RDONLY)
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
-def _no_files(count: int, channels: int) -> Files:
-    numbers = (np.zeros(count, kind) for kind in (np.int64, np.int64, bool))
-    return Files(*numbers, *(np.zeros((count, channels), np.uint64) for _ in range(2)))
+def _note_good(decoded: DecodedImages, row: int, pixels: bytes) -> None:
+    decoded.good[row] = True
+    decoded.digests[row] = hashlib.blake2b(pixels, digest_size=DIGEST_BYTES).digest()
 
 
-def _tasks(
-    source: Source, fit: Fit | None, store: int, first_row: int, counter: Counter | None = None
-) -> Iterator[Task]:
-    slots = [file.fileno() for file in source.files] or [-1]
-    step = ROWS_PER_TASK if source.shape else IMAGES_PER_TASK
-    for start in range(0, len(source.items), step):
-        images: list[Listed] = [
-            (row, item.name, slots[item.slot], item.offset, item.size, item.packed)
-            for row, item in enumerate(source.items[start : start + step], first_row + start)
-        ]
-        yield Task(source.kind, source.root, store, fit, source.shape, images, counter)
-
-
-def _sizes_differ(
-    source: Source, fit: Fit, row: int, good: np.ndarray, size: tuple[int, int]
-) -> UsageError:
-    other: Item = source.items[row]
-    good = good[:row]  # what other processes decoded meanwhile does not count
-    first = source.items[int(np.argmax(good))].name if good.any() else "the first image"
-    return UsageError(
-        f"source {source.name}: images differ in size, {first} has {fit.width}x{fit.height}"
-        f" pixels and {other.name} {size[0]}x{size[1]}: give one with --size"
-        f" {fit.width}x{fit.height}"
-    )
+def _note_bad(decoded: DecodedImages, name: str, error: BadImage | WrongSize) -> None:
+    is_size = isinstance(error, WrongSize)
+    decoded.bad.append((name, f"{error} pixels, not as its header says" if is_size else str(error)))

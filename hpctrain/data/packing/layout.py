@@ -1,120 +1,195 @@
-"""What a source of images holds: which file is of which class and, where it says so, which split.
+"""Listed images as columns of one NumPy array, and how folders name their classes and splits.
 
-``arrange`` reads it off the names alone, so folders and archives follow the same rules:
+``read_class_folders`` works on names alone, so folders and archives follow the same rules:
 
-* hidden files (``.name``, ``__MACOSX``, Thumbs.db, desktop.ini) are not there;
-* a single top folder is seen through (``flower_photos/…`` in ``flower_photos.tgz``);
+* hidden files (``.name``, ``__MACOSX``, Thumbs.db, desktop.ini) are ignored;
+* a single top folder is skipped (``flower_photos/…`` in ``flower_photos.tgz``);
 * every folder is a class, its files at any depth are its images; files beside the class folders
   (README, LICENSE.txt) are ignored;
-* folders named train, validation (val, valid) and test, with class folders inside, give the split.
+* if all folders have names of splits (train, val, testing_data, …: SPLIT_FOLDER) and hold class
+  folders, they give the split.
+
+Layouts that look like splits under other names are refused rather than packed as classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import BinaryIO, NamedTuple
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+import numpy as np
+
+from hpctrain.data.pack_format import SPLITS
 from hpctrain.errors import UsageError
 
-GIVEN_SPLITS = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "test": "test",
-    "testing": "test",
-}
+SPLIT_FOLDER = re.compile(
+    r"(?:(?P<train>train|training)|(?P<validation>validation|valid|val|dev)|(?P<test>test|testing))"
+    r"(?:[-_ ]?(?:data|set|split|images|imgs))?",
+    re.IGNORECASE,
+)
 HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-
-
-class Item(NamedTuple):
-    """One image: its name in the source, class and given split, and where its bytes are."""
-
-    name: str
-    label: int
-    split: str  # "" where it is still to be drawn
-    slot: int = 0  # which of the source's open files
-    offset: int = 0
-    size: int = 0
-    packed: tuple[int, ...] = ()  # of a .zip: compression, flags, compressed bytes, CRC-32
+NO_SPLIT = -1
+DIGEST_BYTES = 16
+#: One row an image. `start` to `stop`: its name among all names. `file`, `offset`, `size`: where
+#: its bytes are. Of a .zip also the compression, flags, compressed bytes and CRC-32.
+IMAGE = np.dtype(
+    [("start", "<i8"), ("stop", "<i8"), ("label", "<i4"), ("split", "i1"), ("group", "<i4")]
+    + [("file", "u1"), ("offset", "<i8"), ("size", "<i8")]
+    + [("method", "<u2"), ("flags", "<u2"), ("compressed", "<i8"), ("crc32", "<u4")]
+)
 
 
 @dataclass
-class Source:
+class ImageSource:
     """A listed source, nothing decoded yet.
 
-    kind: "folder" (items are files under `root`), "zip" (members of the file `root`, `offset` is
+    kind: "folder" (images are files under `root`), "zip" (members of the file `root`, `offset` is
     that of their local header), "slices" (image files within `files`, by offset and size) or
-    "pixels" (the same, raw rows of `shape`).
+    "pixels" (the same, raw rows of `shape`). In `images`, split is a position in SPLITS or
+    NO_SPLIT, group a number that images of one group share, or -1.
     """
 
     name: str
     kind: str
     root: str
     classes: tuple[str, ...]
-    items: list[Item]
+    images: np.ndarray  # (N,) IMAGE
+    names: bytes
     bad: list[tuple[str, str]] = field(default_factory=list)  # (name, why) found while listing
     notes: list[str] = field(default_factory=list)
-    files: list[BinaryIO] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)  # paths
     shape: tuple[int, int, int] | None = None  # (H, W, C)
+    split_by: str = "source"  # what gives the splits, where there are any: "folders", …
+
+    def name_of(self, row: int) -> str:
+        """The name of an image within the source."""
+        start, stop = self.images["start"][row], self.images["stop"][row]
+        return self.names[start:stop].decode("utf-8", "surrogateescape")
+
+    def take(self, rows: np.ndarray) -> ImageSource:
+        """The source with these images only, in this order."""
+        images = self.images[rows]
+        starts, stops = images["start"].tolist(), images["stop"].tolist()
+        names = b"".join(self.names[a:b] for a, b in zip(starts, stops, strict=True))
+        images["stop"] = np.cumsum(images["stop"] - images["start"])
+        images["start"][1:], images["start"][:1] = images["stop"][:-1], 0
+        return replace(self, images=images, names=names, bad=[], notes=[])
 
 
-class Place(NamedTuple):
-    """What a name says about a file."""
+class DecodedImages(NamedTuple):
+    """What became of images, an entry each; the last four of JPEG files only."""
 
-    name: str
-    label: int
-    split: str
+    good: np.ndarray  # (N,) bool
+    digests: np.ndarray  # (N,) S16, of the pixels
+    bad: list[tuple[str, str]]  # (name, why)
+    sizes: np.ndarray  # (N,) int64, bytes
+    crc32: np.ndarray  # (N,) int64
+    kept: np.ndarray  # (N,) bool: the very bytes of the source
+    sums: np.ndarray  # (N, 2, C) uint64, as in Written
+
+    @staticmethod
+    def none_yet(count: int, channels: int) -> DecodedImages:
+        """Room for so many images."""
+        numbers, truths = np.zeros((2, count), np.int64), np.zeros((2, count), bool)
+        digests = np.zeros(count, f"S{DIGEST_BYTES}")
+        sums = np.zeros((count, 2, channels), np.uint64)
+        return DecodedImages(truths[0], digests, [], numbers[0], numbers[1], truths[1], sums)
+
+    @staticmethod
+    def joined(parts: Iterable[DecodedImages]) -> DecodedImages:
+        """All parts in their order."""
+        columns = [list(column) for column in zip(*parts, strict=True)]
+        return DecodedImages._make(
+            [entry for part in column for entry in part]
+            if isinstance(column[0], list)
+            else np.concatenate(column)
+            for column in columns
+        )
+
+    def take(self, rows: np.ndarray) -> DecodedImages:
+        """Entries of images `rows` only, in that order."""
+        return DecodedImages._make(
+            column if isinstance(column, list) else column[rows] for column in self
+        )
 
 
-class Layout(NamedTuple):
-    """Classes, the files of each in order of their names, and how many images were passed by."""
+class ClassFolders(NamedTuple):
+    """What names say of files: `order` are positions of the images in the names given, sorted."""
 
     classes: tuple[str, ...]
-    places: list[Place]
-    ignored: int
+    order: np.ndarray  # (N,) int64
+    labels: np.ndarray  # (N,) int64
+    splits: np.ndarray  # (N,) int64: positions in SPLITS or NO_SPLIT
+    ignored: int  # image files outside of class folders
+
+
+def image_table(names: Iterable[str], count: int, **columns: object) -> tuple[np.ndarray, bytes]:
+    """(N,) IMAGE with these columns and all names; split and group are -1 unless given."""
+    table, encoded = np.zeros(count, IMAGE), bytearray()
+    stops = np.zeros(count, np.int64)
+    for row, name in enumerate(names):
+        encoded += name.encode("utf-8", "surrogateescape")
+        stops[row] = len(encoded)
+    table["stop"], table["start"][1:] = stops, stops[:-1]
+    table["split"] = table["group"] = -1
+    for column, values in columns.items():
+        table[column] = values
+    return table, bytes(encoded)
+
+
+def split_number(name: str) -> int | None:
+    """The position in SPLITS of a usual name of a split ("val", "testing_data"), or None."""
+    found = SPLIT_FOLDER.fullmatch(name)
+    return next(i for i, split in enumerate(SPLITS) if found[split]) if found else None
 
 
 def hidden(parts: Iterable[str]) -> bool:
-    """Whether a path with these parts counts as not there."""
+    """Whether a path with these parts is ignored."""
     return any(part.startswith(".") or part in HIDDEN_NAMES for part in parts)
 
 
-def arrange(files: Iterable[str], folders: Iterable[str], where: str) -> Layout:
+def read_class_folders(
+    files: Sequence[str], folders: Iterable[str], where: str, any_subfolders: bool = False
+) -> ClassFolders:
     """Classes and splits from names relative to the source, parts joined by "/".
 
-    Raises UsageError where there are no class folders, or where one is empty.
+    With `any_subfolders`, folders are classes whatever they hold. Raises UsageError where there
+    are no class folders, where one is empty, or where they look like splits.
     """
-    paths = sorted(tuple(name.split("/")) for name in files)
-    paths = [path for path in paths if not hidden(path)]
-    tree = {path[:depth] for path in paths for depth in range(1, len(path))}
-    tree.update(path for path in (tuple(name.split("/")) for name in folders) if not hidden(path))
+    shown = [row for row, name in enumerate(files) if not hidden(name.split("/"))]
+    shown.sort(key=lambda row: files[row].replace("/", "\0"))  # folder by folder
+    above = {files[row].rpartition("/")[0] for row in shown}
+    above.update(name for name in folders if not hidden(name.split("/")))
+    parents = [tuple(name.split("/")) for name in above if name]
+    tree = {path[:depth] for path in parents for depth in range(1, len(path) + 1)}
     top: tuple[str, ...] = ()
     while len(heads := _below(tree, top)) == 1 and _below(tree, (*top, heads[0])):
         top = (*top, heads[0])
     if not heads:
         raise UsageError(
-            f"{where} holds {len(paths)} files but no class folders: expected one folder per"
-            f" class, as in {where}/CLASS/IMAGE"
+            f"{where} holds {len(shown)} files but no class folders: expected one folder per"
+            f" class, as in {where}/CLASS/IMAGE, or a table of labels (--manifest)"
         )
-    splits = _given_splits(tree, top, heads)
-    roots = [(*top, head) for head in heads] if splits else [top]
-    classes = tuple(sorted({name for root in roots for name in _below(tree, root)}))
+    below = {head: _below(tree, (*top, head)) for head in heads}
+    splits = {} if any_subfolders else _split_folders(below, where)
+    classes = tuple(sorted({name for head in splits for name in below[head]} or heads))
+    depth = len(top) + bool(splits)  # of the part that names the class
     labels = {name: label for label, name in enumerate(classes)}
-    depth = len(top) + (1 if splits else 0)  # of the part that names the class
-    places: list[Place] = []
-    ignored = 0
-    for path in paths:
-        if len(path) > depth + 1:
-            split = splits[path[len(top)]] if splits else ""
-            places.append(Place("/".join(path), labels[path[depth]], split))
+    order, found, given, ignored = [], [], [], 0
+    for row in shown:
+        parts = files[row].split("/")
+        if len(parts) > depth + 1:
+            order.append(row)
+            found.append(labels[parts[depth]])
+            given.append(splits[parts[len(top)]] if splits else NO_SPLIT)
         else:
-            ignored += path[-1].lower().endswith(IMAGE_SUFFIXES)
-    _check_classes(classes, places, where)
-    return Layout(classes, places, ignored)
+            ignored += parts[-1].lower().endswith(IMAGE_SUFFIXES)
+    columns = [np.array(values, np.int64) for values in (order, found, given)]
+    _check_classes(classes, columns[1][columns[2] <= 0], where)
+    return ClassFolders(classes, columns[0], columns[1], columns[2], ignored)
 
 
 def _below(tree: set[tuple[str, ...]], top: tuple[str, ...]) -> list[str]:
@@ -123,24 +198,48 @@ def _below(tree: set[tuple[str, ...]], top: tuple[str, ...]) -> list[str]:
     return sorted({path[depth] for path in tree if len(path) > depth and path[:depth] == top})
 
 
-def _given_splits(
-    tree: set[tuple[str, ...]], top: tuple[str, ...], heads: list[str]
-) -> dict[str, str]:
-    """Folder -> split where the folders are splits with classes inside; else nothing."""
-    splits = {head: GIVEN_SPLITS.get(head.lower(), "") for head in heads}
-    nested = all(_below(tree, (*top, head)) for head in heads)
-    if nested and all(splits.values()) and "train" in splits.values():
-        return splits
+def _split_folders(below: Mapping[str, list[str]], where: str) -> dict[str, int]:
+    """Folder -> split where the folders are splits with class folders in them; else nothing.
+    Raises UsageError where they probably are, but not all of them have known names.
+    """
+    nested = [head for head in below if below[head]]
+    splits = {head: split_number(head) for head in nested}
+    known = {head: split for head, split in splits.items() if split is not None}
+    way_out = (
+        "name split folders train, validation and test and move others away; pack with"
+        " --any-subfolders if these folders are classes"
+    )
+    if known and len(known) == len(below) and 0 in known.values():
+        return known
+    if known and len(below) > 1:
+        raise UsageError(
+            f"{where} has folders of splits ({', '.join(known)}) but"
+            + (
+                f" others beside them ({_few(below.keys() - known)})"
+                if known.keys() != below.keys()
+                else " none for training"
+            )
+            + f": {way_out}"
+        )
+    same = len({tuple(names) for names in below.values()}) == 1
+    if len(below) > 1 and same and nested:
+        raise UsageError(
+            f"all folders of {where} ({_few(below)}) hold the same subfolders"
+            f" ({_few(below[nested[0]])}): they look like splits, not classes; {way_out}"
+        )
     return {}
 
 
-def _check_classes(classes: tuple[str, ...], places: list[Place], where: str) -> None:
+def _few(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:5]) + (", …" if len(ordered) > 5 else "")
+
+
+def _check_classes(classes: tuple[str, ...], trained: np.ndarray, where: str) -> None:
     """Every class needs a file, in train where splits are given."""
-    trained = {place.label for place in places if place.split in ("", "train")}
-    empty = [name for label, name in enumerate(classes) if label not in trained]
-    if empty:
-        names = ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")
+    counts = np.bincount(trained, minlength=len(classes))
+    if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
         raise UsageError(
             f"{len(empty)} of {len(classes)} class folders of {where} hold no file to train on:"
-            f" {names}; fill or remove them"
+            f" {_few(empty)}; fill or remove them"
         )

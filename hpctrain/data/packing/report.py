@@ -5,9 +5,9 @@ The table goes to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Lock
+from typing import Any
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,11 +15,11 @@ from rich.table import Table
 
 from hpctrain.console import Console
 from hpctrain.data.pack_format import Pack
-from hpctrain.data.packing.team import ASK, Team
 from hpctrain.data.split import Split
 from hpctrain.text import printable
 from hpctrain.watchdog import doing
 
+ASK = -1  # columns: the console finds out itself whether it is a terminal
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
 WIDTH = 100  # of a table that is not shown on a terminal
 
@@ -39,28 +39,28 @@ def _console(columns: int | None, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def progress(what: str, total: int, own: int, team: Team) -> Iterator[Callable[[int], None]]:
-    """The root's bar over `total` images on a terminal, nothing elsewhere; gives the way to advance
-    it by some of the root's `own` images, which stand for as many of all."""
-    console = _console(team.columns, stderr=True)
-    done, lock = 0, Lock()
+def progress(
+    what: str, total: int, own: int, columns: int | None
+) -> Iterator[Callable[[int], None]]:
+    """A bar over `total` images on a terminal, nothing elsewhere; gives the way to advance it by
+    some of this process's `own` images, which stand for as many of all."""
+    console = _console(columns, stderr=True)
+    done = 0
 
     def advance(images: int) -> None:
         nonlocal done
-        with lock:
-            done += images
-            doing(f"{what} image {done:,} of {own:,}")
-            bar.update(task, completed=done * total // max(own, 1))
+        done += images
+        doing(f"{what} image {done:,} of {own:,}")
+        bar.update(task, completed=done * total // max(own, 1))
 
-    columns = (
+    fields = (
         TextColumn("{task.description:<8}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("images"),
         TimeRemainingColumn(),
     )
-    quiet = team.rank > 0 or not console.is_terminal
-    with Progress(*columns, console=console, disable=quiet) as bar:
+    with Progress(*fields, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield advance
 
@@ -72,9 +72,9 @@ def say_bad(bad: list[tuple[str, str]]) -> None:
 
 
 def say_duplicates(
-    names: list[str], labels: np.ndarray, groups: list[np.ndarray], left_out: int
+    names: Mapping[int, str], labels: np.ndarray, groups: list[np.ndarray], left_out: int
 ) -> None:
-    """Images of equal pixels: `groups` of positions in `names` and `labels`."""
+    """Images of equal pixels: `groups` of positions in `labels`, with `names` of the first ones."""
     for group in groups[:GROUPS_SHOWN]:
         classes = " (in different classes)" if len(set(labels[group].tolist())) > 1 else ""
         say(f"equal pixels{classes}: {' = '.join(names[row] for row in group.tolist())}")
@@ -135,6 +135,23 @@ def _facts(pack: Pack) -> list[tuple[str, str]]:
         ("std", " ".join(f"{value:.4f}" for value in pack.std)),
         ("uuid", pack.uuid),
     ]
-    source = [str(made["source"])] if "source" in made else []
-    source += [f"{key} {made[key]}" for key in ("split", "seed", "hpctrain") if key in made]
-    return [*facts, ("source", ", ".join(source))] if source else facts
+    if "source" in made:
+        source = [str(made["source"])]
+        source += [f"{key} {made[key]}" for key in ("seed", "hpctrain") if key in made]
+        facts.append(("source", ", ".join(source)))
+    if division := _division(made):
+        facts.append(("split", division))
+    return facts
+
+
+def _division(made: dict[str, Any]) -> str:
+    """What really divided the images into splits."""
+    by, shares = str(made.get("split_by", "")), made.get("split")
+    groups = ", no group divided" if made.get("groups") else ""
+    fold = f", fold {made['fold']} of the others" if "fold" in made else ""
+    if by in ("", "seed"):
+        if fold:
+            return f"drawn: fold {made['fold']}, stratified{groups}"
+        return f"drawn: {shares} of each class{groups}" if shares else ""
+    drawn = " but for validation, which was drawn" if made.get("validation_drawn") else ""
+    return f"given by the {by}{drawn}{fold}{groups}"

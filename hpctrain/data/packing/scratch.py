@@ -1,8 +1,4 @@
-"""Scratch files, and filling them within bounds.
-
-One process has them without a name: such a file is gone when its process ends, however it ends.
-Where several processes share them (``shared.py``), they have names, on a shelf.
-"""
+"""Scratch files for what archives unpack to, and limits that are compared before room is taken."""
 
 from __future__ import annotations
 
@@ -12,70 +8,57 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO
 
 from hpctrain.errors import UsageError, brief
+from hpctrain.files import temporary_name
 from hpctrain.watchdog import doing
 
 BLOCK = 2**20
 DIRECTORY_LIMIT = 2**30  # bytes of a .zip's
 ENTRY = b"PK\1\2"  # begins each entry of it
 SPARE, RATIO = 2**30, 200  # what is compressed may grow to SPARE bytes plus RATIO times its size
-MOST_IMAGES = 3_000_000  # of an archive or array: each takes about 1 kB of memory
+MAX_IMAGES = 3_000_000  # of an archive or array: listing takes up to 1 kB of memory for each
 # A broken directory of files, or a compression that Python does not know.
 ZIP_ERRORS = (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError)
 UNZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile)
 
-
-class Shelf:
-    """Scratch files with names beside the file `output`, for others to open."""
-
-    def __init__(self, output: Path) -> None:
-        self._output, self._names = output, list[str]()
-
-    def new_file(self) -> BinaryIO:
-        """An empty file, open for writing and reading; its `name` is its path."""
-        stem = f".{self._output.name}."
-        descriptor, name = tempfile.mkstemp(".tmp", stem, self._output.parent.resolve())
-        self._names.append(name)
-        return open(name, "w+b", opener=lambda path, flags: descriptor)
-
-    def remove_names(self) -> None:
-        """What is open stays usable (on this host); what is not is gone."""
-        while self._names:
-            with suppress(FileNotFoundError):
-                os.unlink(self._names.pop())
+NewFile = Callable[[], IO[bytes]]  # makes an empty file, open for writing and reading
 
 
-Place = Path | Shelf  # a folder for files without a name, or a shelf
+def scratch_files(output: Path, named: bool) -> NewFile:
+    """Makes scratch files in the folder of `output`. Files without a name are gone when this
+    process ends, however it ends; processes of other hosts can open `named` ones only.
+    """
+    folder = output.parent.resolve()
+    prefix = temporary_name(output).stem + "-"  # found again by files.left_behind
+    if named:
+        return lambda: tempfile.NamedTemporaryFile(prefix=prefix, suffix=".tmp", dir=folder)
+    return lambda: tempfile.TemporaryFile(dir=folder)
 
 
-def scratch_file(place: Place) -> BinaryIO:
-    """An empty file, open for writing and reading."""
-    if isinstance(place, Shelf):
-        return place.new_file()
-    return cast(BinaryIO, tempfile.TemporaryFile(dir=place))
+def path_of(file: IO[bytes]) -> str:
+    """A path by which other processes open the file, also one without a name."""
+    if isinstance(file.name, str) and os.path.exists(file.name):
+        return os.path.abspath(file.name)
+    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
-@contextmanager
-def unzipped(path: Path, place: Place) -> Iterator[BinaryIO]:
-    """The contents of the .gz file `path` as a scratch file. Raises UsageError."""
-    with scratch_file(place) as target:
-        try:
-            with gzip.open(path) as stream:
-                while block := stream.read(BLOCK):
-                    target.write(block)
-                    doing(f"unzipping byte {target.tell():,} of {path}")
-                    check_growth(path, target.tell())
-        except UNZIP_ERRORS as error:
-            raise UsageError(
-                f"source {path} is cut short or damaged ({brief(error)}): fetch it again"
-            ) from None
-        target.flush()
-        yield target
+def unzip(path: Path, target: IO[bytes]) -> None:
+    """Write the contents of the .gz file `path` to `target`. Raises UsageError."""
+    try:
+        with gzip.open(path) as stream:
+            while block := stream.read(BLOCK):
+                target.write(block)
+                doing(f"unzipping byte {target.tell():,} of {path}")
+                check_growth(path, target.tell())
+    except UNZIP_ERRORS as error:
+        raise UsageError(
+            f"source {path} is cut short or damaged ({brief(error)}): fetch it again"
+        ) from None
+    target.flush()
 
 
 def check_growth(path: Path, length: int) -> None:
@@ -90,13 +73,13 @@ def check_growth(path: Path, length: int) -> None:
 
 def check_count(what: str, count: int) -> None:
     """UsageError where these are more images, or members of an archive, than memory is for."""
-    if count > MOST_IMAGES:
+    if count > MAX_IMAGES:
         raise UsageError(
-            f"{what} holds {count:,} images or members; the limit is {MOST_IMAGES:,}: cut it"
+            f"{what} holds {count:,} images or members; the limit is {MAX_IMAGES:,}: cut it"
         )
 
 
-class Archive(io.FileIO):
+class ZipArchive(io.FileIO):
     """A .zip whose directory, which zipfile reads in one go, is measured before it is parsed.
     UsageError where it is too long.
     """
@@ -113,7 +96,7 @@ class Archive(io.FileIO):
         return data
 
 
-def copy_exactly(stream: IO[bytes], target: BinaryIO, length: int, what: str) -> None:
+def copy_exactly(stream: IO[bytes], target: IO[bytes], length: int, what: str) -> None:
     """Copy `length` bytes, which must be all that the stream has left. Raises UsageError."""
     left = length
     while left and (block := stream.read(min(BLOCK, left))):

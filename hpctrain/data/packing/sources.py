@@ -13,21 +13,35 @@ import posixpath
 import stat
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, NamedTuple
+
+import numpy as np
 
 from hpctrain.data.images import FILE_LIMIT
-from hpctrain.data.packing import arrays, npz
-from hpctrain.data.packing.layout import Item, Source, arrange, hidden
-from hpctrain.data.packing.scratch import RATIO, ZIP_ERRORS, Archive, Place, check_count, unzipped
+from hpctrain.data.packing import arrays
+from hpctrain.data.packing.layout import ImageSource, hidden, image_table, read_class_folders
+from hpctrain.data.packing.manifest import Manifest, find_images, read_manifest
+from hpctrain.data.packing.scratch import (
+    RATIO,
+    ZIP_ERRORS,
+    NewFile,
+    ZipArchive,
+    check_count,
+    path_of,
+    unzip,
+)
 from hpctrain.errors import UsageError, brief
 from hpctrain.watchdog import doing
 
 FOLDER, REGULAR, SOFT_LINK, HARD_LINK, OTHER = range(5)  # kinds of members
+HUGE = 2**61  # bytes, as any number above it
 SMALL = 2**24  # bytes of an image file that may come of a few
 GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
+TABLES = (".csv", ".parquet")
 
 
 class TarStream(tarfile.TarFile):
@@ -36,72 +50,123 @@ class TarStream(tarfile.TarFile):
     members: list[tarfile.TarInfo]
 
 
-class Member(NamedTuple):
-    """What is kept of a member of a .tar."""
+class Labels(NamedTuple):
+    """What gives classes and splits: a manifest, or else the folders (`any_subfolders`: folders
+    are classes whatever they hold)."""
 
-    kind: int
-    offset: int = 0
-    size: int = 0
-    link: str = ""
+    manifest: str | None = None
+    any_subfolders: bool = False
 
 
 @contextmanager
-def open_source(path: Path, scratch: Place) -> Iterator[Source]:
-    """The listed source at `path`; scratch files go to `scratch`.
+def open_source(
+    path: Path, new_file: NewFile, labels: Labels | None = None
+) -> Iterator[ImageSource]:
+    """The listed source at `path`, usable until the block ends; `new_file` makes scratch files.
 
     Raises UsageError, one line, where there is nothing to pack.
     """
     with ExitStack() as stack:
-        source = _listed(path, scratch, stack)
-        source.items = [item for item in source.items if not _too_large(item, source)]
+        source = _listed(path, lambda: stack.enter_context(new_file()), labels or Labels())
+        limits = np.full(len(source.images), FILE_LIMIT)
+        if source.kind == "zip":
+            limits = np.minimum(limits, SMALL + RATIO * source.images["compressed"])
+        sizes = source.images["size"]
+        large = np.flatnonzero(sizes > limits).tolist()
+        for row in large:
+            why = f"{sizes[row]:,} bytes; the limit is {limits[row]:,}"
+            source.bad.append((source.name_of(row), why))
+        source.images = np.delete(source.images, large) if large else source.images
         yield source
 
 
-def _too_large(item: Item, source: Source) -> bool:
-    limit = FILE_LIMIT
-    if item.packed:
-        limit = min(limit, SMALL + RATIO * item.packed[2])
-    if item.size > limit:
-        source.bad.append((item.name, f"{item.size:,} bytes; the limit is {limit:,}"))
-    return item.size > limit
-
-
-def _listed(path: Path, scratch: Place, stack: ExitStack) -> Source:
+def _listed(path: Path, new_file: NewFile, labels: Labels) -> ImageSource:
+    if path.suffix in TABLES and path.is_file():
+        return _folder(path.absolute().parent, Labels(str(path)))
     if path.is_dir():
-        if pairs := arrays.find_idx(path):
-            return arrays.idx_source(path.name, pairs, scratch, stack)
-        return _folder(path)
+        if not labels.manifest and (pairs := arrays.find_idx(path)):
+            return arrays.idx_source(path.name, pairs, new_file)
+        return _folder(path, labels)
     if not path.is_file():
         kind = "is no file or folder" if path.exists() else "does not exist"
         raise UsageError(
             f"source {path} {kind}: give a folder with a folder per class, .tgz, .zip, idx, .npz,"
-            " or flowers or digits by name"
+            " .csv, .parquet, or flowers or digits by name"
         )
     with path.open("rb") as file:
         start = file.read(8)
+    is_arrays = path.suffix == ".npz" or arrays.is_idx(path)
+    if is_arrays and labels.manifest:
+        raise UsageError(f"--manifest is for image files; source {path} holds arrays and labels")
     if path.suffix == ".npz":
-        return npz.npz_source(path, scratch, stack)
+        return arrays.npz_source(path, new_file)
     if start.startswith(ZIP):
-        return _zip(path)
+        return _zip(path, labels)
     if start.startswith(HDF5):
         raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")
-    if arrays.is_idx(path):
-        return arrays.idx_source(path.name, arrays.idx_pair(path), scratch, stack)
+    if is_arrays:
+        return arrays.idx_source(path.name, arrays.idx_pair(path), new_file)
     if start.startswith(GZIP):
-        return _tar(path, stack.enter_context(unzipped(path, scratch)))
+        unzipped = new_file()
+        unzip(path, unzipped)
+        return _tar(path, unzipped, path_of(unzipped), labels)
     if tarfile.is_tarfile(path):
-        return _tar(path, stack.enter_context(path.open("rb")))
-    raise UsageError(f"source {path} is no .tgz, .tar, .zip, idx or .npz file")
+        with path.open("rb") as file:
+            return _tar(path, file, str(path.resolve()), labels)
+    raise UsageError(f"source {path} is no .tgz, .tar, .zip, idx, .npz, .csv or .parquet file")
 
 
-def _folder(root: Path) -> Source:
-    files, folders, bad = _walk(str(root))
-    layout = arrange(files, folders, str(root))
-    items = [Item(place.name, place.label, place.split) for place in layout.places]
-    odd = [(name, why) for name, why in bad if not hidden(name.split("/"))]
-    return Source(
-        root.resolve().name, "folder", str(root), layout.classes, items, odd, _notes(layout.ignored)
+def _source(
+    name: str,
+    kind: str,
+    root: str,
+    files: Sequence[str],
+    folders: Sequence[str],
+    labels: Labels,
+    where: str,
+) -> tuple[ImageSource, np.ndarray]:
+    """The source of these image files, and their positions (N,) in `files`."""
+    if labels.manifest:
+        return _of_manifest(name, kind, root, files, read_manifest(Path(labels.manifest)))
+    found = read_class_folders(files, folders, where, labels.any_subfolders)
+    images, names = image_table(
+        (files[row] for row in found.order.tolist()),
+        len(found.order),
+        label=found.labels,
+        split=found.splits,
     )
+    text = f"{found.ignored} image files outside the class folders were ignored"
+    notes = [text] if found.ignored else []
+    source = ImageSource(
+        name, kind, root, found.classes, images, names, notes=notes, split_by="folders"
+    )
+    return source, found.order
+
+
+def _of_manifest(
+    name: str, kind: str, root: str, files: Sequence[str], manifest: Manifest
+) -> tuple[ImageSource, np.ndarray]:
+    """The same where a manifest names the images."""
+    order = np.arange(len(manifest.paths)) if kind == "folder" else find_images(manifest, files)
+    images, names = image_table(
+        manifest.paths if kind == "folder" else (files[row] for row in order.tolist()),
+        len(manifest.paths),
+        label=manifest.labels,
+        split=manifest.splits,
+        group=manifest.groups,
+    )
+    source = ImageSource(name, kind, root, manifest.classes, images, names, split_by="manifest")
+    return source, order
+
+
+def _folder(root: Path, labels: Labels) -> ImageSource:
+    """The image files of a folder. Those that a manifest names are not looked for: one that is
+    missing is found when it is read."""
+    listed = _walk(str(root)) if not labels.manifest else ([], [], [])
+    files, folders, bad = listed
+    source, _ = _source(root.resolve().name, "folder", str(root), files, folders, labels, str(root))
+    source.bad = [(name, why) for name, why in bad if not hidden(name.split("/"))]
+    return source
 
 
 def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
@@ -135,9 +200,11 @@ def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
     return files, folders, bad
 
 
-def _tar(path: Path, file: BinaryIO) -> Source:
+def _tar(path: Path, file: IO[bytes], opened: str, labels: Labels) -> ImageSource:
     """Members as slices of `file`; of members of one name the last one counts, as in tar."""
-    members: dict[str, Member] = {}
+    numbers: dict[str, int] = {}
+    columns = array("b"), array("q"), array("q")  # kind, offset, size
+    links: dict[int, str] = {}
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
     try:
@@ -145,81 +212,80 @@ def _tar(path: Path, file: BinaryIO) -> Source:
             while (found := archive.next()) is not None:
                 archive.members = []
                 doing(f"listing {path}")
-                name = _safe_name(found.name, path)
-                if name:
-                    members.pop(name, None)
-                    members[name] = _member(found)
-                    check_count(f"source {path}", len(members))
+                if name := _safe_name(found.name, path):
+                    number = numbers[name] = len(columns[0])
+                    facts = _kind(found), found.offset_data, min(found.size, HUGE)
+                    for column, fact in zip(columns, facts, strict=True):
+                        column.append(fact)
+                    if facts[0] in (SOFT_LINK, HARD_LINK):
+                        links[number] = found.linkname
+                    check_count(f"source {path}", len(numbers))
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"source {path} is no whole tar archive: {brief(error)}") from None
-    files: dict[str, Member] = {}
-    bad: dict[str, str] = {}
-    for name, member in members.items():
-        if member.kind == FOLDER:
-            continue
-        target = _follow(name, members)
-        if target is None or target.kind != REGULAR:
-            bad[name] = "no regular file" if target is not None else "a link out of the archive"
-        elif target.offset + target.size > length:
-            raise UsageError(f"source {path} is cut short within {name}: fetch it again")
-        else:
-            files[name] = target
-    folders = [name for name, member in members.items() if member.kind == FOLDER]
-    layout = arrange([*files, *bad], folders, str(path))
-    items = [
-        Item(p.name, p.label, p.split, 0, files[p.name].offset, files[p.name].size)
-        for p in layout.places
-        if p.name in files
-    ]
-    odd = [(p.name, bad[p.name]) for p in layout.places if p.name in bad]
-    notes = _notes(layout.ignored)
-    return Source(path.name, "slices", "", layout.classes, items, odd, notes, [file])
+    kinds, offsets, sizes = (np.array(column) for column in columns)
+    files = [name for name, number in numbers.items() if kinds[number] != FOLDER]
+    folders = [name for name, number in numbers.items() if kinds[number] == FOLDER]
+    source, order = _source(path.name, "slices", "", files, folders, labels, str(path))
+    targets = np.array([numbers[files[row]] for row in order], np.int64)
+    for row in np.flatnonzero(np.isin(kinds[targets], (SOFT_LINK, HARD_LINK))).tolist():
+        targets[row] = _follow(files[order[row]], numbers, kinds, links)
+    sound = targets >= 0
+    sound[sound] = kinds[targets[sound]] == REGULAR
+    for row in np.flatnonzero(~sound).tolist():
+        why = "no regular file" if targets[row] >= 0 else "a link out of the archive"
+        source.bad.append((source.name_of(row), why))
+    source.images, targets = source.images[sound], targets[sound]
+    source.images["offset"], source.images["size"] = offsets[targets], sizes[targets]
+    cut = np.flatnonzero(offsets[targets] + sizes[targets] > length)
+    if len(cut):
+        name = source.name_of(int(cut[0]))
+        raise UsageError(f"source {path} is cut short within {name}: fetch it again")
+    source.files = [opened]
+    return source
 
 
-def _member(member: tarfile.TarInfo) -> Member:
+def _kind(member: tarfile.TarInfo) -> int:
     if member.issym() or member.islnk():
-        kind = SOFT_LINK if member.issym() else HARD_LINK
-        return Member(kind, link=member.linkname)
+        return SOFT_LINK if member.issym() else HARD_LINK
     if member.isdir():
-        return Member(FOLDER)
-    regular = member.isreg() and not member.issparse()
-    return Member(REGULAR if regular else OTHER, member.offset_data, member.size)
+        return FOLDER
+    return REGULAR if member.isreg() and not member.issparse() else OTHER
 
 
-def _follow(name: str, members: dict[str, Member]) -> Member | None:
-    """The member itself, or where its links lead within the archive."""
+def _follow(name: str, numbers: dict[str, int], kinds: np.ndarray, links: dict[int, str]) -> int:
+    """The number of the member to which links lead within the archive; -1 if to none."""
     for _ in range(8):
-        member = members.get(name)
-        if member is None or member.kind not in (SOFT_LINK, HARD_LINK):
-            return member
-        base = posixpath.dirname(name) if member.kind == SOFT_LINK else ""
-        name = posixpath.normpath(posixpath.join(base, member.link))
-    return None
+        number = numbers.get(name, -1)
+        if number not in links:
+            return number
+        base = posixpath.dirname(name) if kinds[number] == SOFT_LINK else ""
+        name = posixpath.normpath(posixpath.join(base, links[number]))
+    return -1
 
 
-def _zip(path: Path) -> Source:
+def _zip(path: Path, labels: Labels) -> ImageSource:
     try:
-        with Archive(path) as file, zipfile.ZipFile(file) as archive:
+        with ZipArchive(path) as file, zipfile.ZipFile(file) as archive:
             members = {_safe_name(m.filename, path): m for m in archive.infolist()}
     except (*ZIP_ERRORS, OSError, ValueError) as error:
         raise UsageError(f"source {path} is no whole zip archive: {brief(error)}") from None
     members.pop("", None)
     files = [name for name, member in members.items() if not member.is_dir()]
     folders = [name for name, member in members.items() if member.is_dir()]
-    layout = arrange(files, folders, str(path))
-    items: list[Item] = []
-    odd: list[tuple[str, str]] = []
-    for place in layout.places:
-        member = members.pop(place.name)
-        mode = stat.S_IFMT(member.external_attr >> 16)
-        if mode not in (0, stat.S_IFREG):
-            odd.append((place.name, "no regular file"))
-        else:
-            where = 0, member.header_offset, member.file_size
-            packed = member.compress_type, member.flag_bits, member.compress_size, member.CRC
-            items.append(Item(place.name, place.label, place.split, *where, packed))
-    notes = _notes(layout.ignored)
-    return Source(path.name, "zip", str(path.resolve()), layout.classes, items, odd, notes)
+    root = str(path.resolve())
+    source, order = _source(path.name, "zip", root, files, folders, labels, str(path))
+    sound = np.ones(len(order), bool)
+    facts = ("offset", "size", "method", "flags", "compressed", "crc32")
+    for row, number in enumerate(order):
+        m = members.pop(files[number])
+        sound[row] = stat.S_IFMT(m.external_attr >> 16) in (0, stat.S_IFREG)
+        values = m.header_offset, m.file_size, m.compress_type, m.flag_bits, m.compress_size, m.CRC
+        for name, value in zip(facts, values, strict=True):
+            source.images[name][row] = min(value, HUGE)
+    for row in np.flatnonzero(~sound).tolist():
+        source.bad.append((source.name_of(row), "no regular file"))
+    source.images = source.images[sound]
+    return source
 
 
 def _safe_name(name: str, archive: Path) -> str:
@@ -228,7 +294,3 @@ def _safe_name(name: str, archive: Path) -> str:
     if name.startswith("/") or ".." in parts:
         raise UsageError(f"source {archive} names a file outside of itself, {name!r}: refused")
     return "/".join(parts)
-
-
-def _notes(ignored: int) -> list[str]:
-    return [f"{ignored} image files outside the class folders were ignored"] if ignored else []

@@ -1,10 +1,11 @@
 """Which image goes to which split, and in which order: pure arithmetic, from a seed.
 
-Each class is cut by the shares with the largest remainder, so its counts are exact. Images of
-equal pixels stay together: they are placed first, in train while there is room, and the single
-images then fill every split to its count. Where the source gives the split it is kept, and copies
-in a split used earlier (train before validation before test) are left out, so that no test image
-was trained on.
+Splits are stratified: each class is cut by the shares with the largest remainder, so its counts are
+exact. Images of equal pixels stay together: they are placed first, in train while there is room,
+and the single images then fill every split to its count. Groups that a manifest names are placed
+the largest first, each in the split that lacks most of the group's classes, so counts are only as
+exact as the groups allow. Where the source gives the split it is kept, and copies in a split used
+earlier (train before validation before test) are left out, so that no test image was trained on.
 
 Random order is that of `random_order`, so equal seeds give equal packs with any NumPy.
 """
@@ -51,18 +52,28 @@ def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
     return counts
 
 
+def parse_fold(text: str) -> tuple[int, int]:
+    """ "2/5" -> fold 2 of 5. UsageError."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("/")]
+    if len(numbers) != 2 or numbers[1] < 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise UsageError(f"--fold {text}: give K/N, fold K = 1 ... N of N >= 2 folds, as in 1/5")
+    return numbers[0], numbers[1]
+
+
 def assign(
     labels: np.ndarray,
     given: np.ndarray,
     groups: np.ndarray,
     shares: tuple[Fraction, Fraction, Fraction],
     seed: int,
+    balanced: bool = False,
 ) -> np.ndarray:
     """The split of every image: (N,) int8 positions in SPLITS, or LEFT_OUT.
 
     labels (N,); given (N,) int8 splits that the source gives, LEFT_OUT where it gives none;
-    groups (N,): images of equal pixels have equal numbers. Where the source gives test, only a
-    third share is used: validation is drawn out of the given train.
+    groups (N,): images that must not be divided have equal numbers, `balanced`: these are groups
+    of a manifest. Where the source gives test, only a third share is used: validation is drawn out
+    of the given train.
     """
     labels, splits = np.asarray(labels), given.copy()
     if not (given > TRAIN).any():  # a source with nothing but train gives no split
@@ -75,16 +86,41 @@ def assign(
     free = np.flatnonzero((splits == LEFT_OUT) & (latest[groups] == LEFT_OUT))
     splits[splits < latest[groups]] = LEFT_OUT
     rows = free[random_order(len(free), random_key(seed, "pack split"))]
-    splits[rows] = _draw(labels[rows], groups[rows], shares)
+    splits[rows] = _draw(labels[rows], groups[rows], shares, balanced)
+    return splits
+
+
+def fold_as_given(
+    labels: np.ndarray, given: np.ndarray, groups: np.ndarray, fold: tuple[int, int], seed: int
+) -> np.ndarray:
+    """The given splits (N,) where fold K of N is test, or of a given train validation: every image
+    is in one of the N folds, which are stratified and divide no group. UsageError."""
+    number, count = fold
+    if (given == VALIDATION).any():
+        raise UsageError(
+            "--fold draws validation or test, but the source gives both: leave --fold out"
+        )
+    held_out = VALIDATION if (given == TEST).any() else TEST
+    free = np.flatnonzero(given != TEST)
+    rows = free[random_order(len(free), random_key(seed, "pack split"))]
+    folds = _draw(labels[rows], groups[rows], (Fraction(1, count),) * count, True)
+    splits = np.where(given == TEST, TEST, TRAIN).astype(np.int8)
+    splits[rows[folds == number - 1]] = held_out
     return splits
 
 
 def _draw(
-    labels: np.ndarray, groups: np.ndarray, shares: tuple[Fraction, Fraction, Fraction]
+    labels: np.ndarray, groups: np.ndarray, shares: tuple[Fraction, ...], balanced: bool
 ) -> np.ndarray:
-    """The split of rows that are already in random order: (n,) int8."""
-    room = np.array([cut(int(count), shares) for count in np.bincount(labels)])  # (K, 3)
-    splits = np.full(len(labels), LEFT_OUT, np.int8)
+    """The split of rows that are already in random order: (n,) int8, int64 of many folds."""
+    kind = np.int8 if len(shares) < 128 else np.int64
+    counts = np.bincount(labels).tolist()
+    wanted = np.array([cut(count, shares) for count in counts])  # (K, S)
+    if balanced and len(set(shares)) == 1:  # else the first folds get what is left of every class
+        first = np.cumsum([0, *counts]) % len(shares)
+        wanted = np.array([np.roll(row, by) for row, by in zip(wanted, first, strict=False)])
+    room = wanted.copy()
+    splits = np.full(len(labels), LEFT_OUT, kind)
     _, member_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     repeated = np.flatnonzero(sizes[member_of] > 1)
     by_group: dict[int, list[int]] = {}
@@ -93,7 +129,11 @@ def _draw(
     for members in sorted(by_group.values(), key=len, reverse=True):
         need = np.bincount(labels[members], minlength=len(room))  # (K,)
         fits = (room >= need[:, None]).all(axis=0) & (room.sum(axis=0) > 0)
-        split = int(np.argmax(fits)) if fits.any() else int(np.argmax(room.sum(axis=0)))
+        if balanced:
+            lack = np.where(wanted > 0, room / np.maximum(wanted, 1), -1.0)
+            split = int(np.argmax(need @ lack))
+        else:
+            split = int(np.argmax(fits)) if fits.any() else int(np.argmax(room.sum(axis=0)))
         splits[members] = split
         room[:, split] -= need
     single = np.flatnonzero(sizes[member_of] == 1)
@@ -101,7 +141,7 @@ def _draw(
     start = 0
     for label, count in enumerate(np.bincount(labels[single], minlength=len(room)).tolist()):
         splits[by_class[start : start + count]] = np.repeat(
-            np.arange(3, dtype=np.int8), _filled(room[label], count)
+            np.arange(len(shares), dtype=kind), _filled(room[label], count)
         )
         start += count
     return splits
@@ -114,6 +154,21 @@ def _filled(room: np.ndarray, count: int) -> list[int]:
     while sum(places) > count:
         places[places.index(max(places))] -= 1
     return places
+
+
+def merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """(N,) numbers, equal for images that are connected by equal numbers of either array (N,);
+    -1 in `other` connects nothing."""
+    numbers = one.copy()
+    named = np.flatnonzero(other >= 0)
+    while True:
+        before = numbers.copy()
+        for groups, rows in ((other, named), (one, np.arange(len(one)))):
+            smallest = np.full(int(groups.max(initial=-1)) + 1, len(one))
+            np.minimum.at(smallest, groups[rows], numbers[rows])
+            numbers[rows] = smallest[groups[rows]]
+        if (numbers == before).all():
+            return numbers
 
 
 def equal_pixels(digests: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -1,20 +1,23 @@
-"""Write a pack (``pack_format.py``), in three phases:
+"""Write a pack (``pack_format.py``): lay out the file, fill it, finish it.
 
-1. HDF5 lays out the file with room for all rows, and closes it (the root);
-2. threads fill it by byte offset and make checksums and sums (every process its share);
-3. HDF5 adds checksums and attributes (the root).
-
-The datasets are contiguous, allocated at once and aligned to 4,096 bytes; nothing in the file
-depends on time, place or the number of threads and processes, so equal rows give equal bytes.
-Mean and standard deviation come from exact integer sums.
+HDF5 lays out the file with room for all rows and closes it; bytes are written at their offsets, by
+many processes (``steps.py``); HDF5 adds checksums and attributes. The datasets are contiguous,
+allocated at once and aligned to 4,096 bytes; nothing in the file depends on time, place or the
+number of processes, so equal rows give equal bytes. Mean and standard deviation come from exact
+integer sums.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,27 +32,140 @@ from hpctrain.data.pack_format import (
     content_uuid,
     facts_sha256,
     ordered,
+    rows_per_block,
 )
-from hpctrain.data.packing.columns import Column, pixel_columns, slices
-from hpctrain.data.packing.fill import Sums, fill, total
-from hpctrain.data.packing.pages import PAGE
-from hpctrain.data.packing.team import Alone, Team, on_root
-from hpctrain.files import whole_file
+from hpctrain.data.packing.decode import PAGE
+from hpctrain.errors import RunError, UsageError
+from hpctrain.files import whole_file, write_at
 
-ALONE = Alone()
 LIBRARY = ("v110", "v110")  # checksums on metadata, a mark while written, long attributes
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KINDS = {"u1": h5py.h5t.STD_U8LE, "<i8": h5py.h5t.STD_I64LE}
 
 
-class Content(NamedTuple):
-    """What a pack says of its rows. Of JPEG files `fit` is how they are to be fitted and `moments`
-    are the sum of the pixels of train by channel and that of their squares; pixels are summed as
-    they are written."""
+class PackFacts(NamedTuple):
+    """What a pack says of its rows. Of JPEG files `fit` is how they are to be fitted."""
 
     image_shape: tuple[int, int, int]
     classes: tuple[str, ...]
     provenance: dict[str, Any]
     fit: str = ""
-    moments: tuple[np.ndarray, np.ndarray] | None = None
+
+
+class DatasetLayout(NamedTuple):
+    """A dataset to write: uint8 or int64 by its `dtype`, from byte `offset` of the file on."""
+
+    split: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = -1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that share a checksum."""
+        return rows_per_block(self.row_bytes)
+
+
+class PackWriter:
+    """A pack in the new `file`, with room for all datasets. Fill those of images by their offsets
+    in the file, tell `checksums` of their blocks, then `finish`.
+    """
+
+    def __init__(self, file: BinaryIO, datasets: Iterable[DatasetLayout]) -> None:
+        self._file = file
+        with self._open("w") as pack:
+            self.datasets = [
+                d._replace(offset=_allocate(pack.require_group(d.split), d)) for d in datasets
+            ]
+        self.path = os.path.abspath(file.name)
+        self.checksums: dict[tuple[str, str], np.ndarray] = {}
+
+    def images(self) -> list[DatasetLayout]:
+        """The datasets of pixels or of bytes of files."""
+        return [dataset for dataset in self.datasets if dataset.dtype == "u1"]
+
+    def write_numbers(self, split: str, name: str, values: np.ndarray) -> None:
+        """Write a whole dataset of numbers."""
+        dataset = next(d for d in self.datasets if (d.split, d.name) == (split, name))
+        data = np.ascontiguousarray(values, dataset.dtype).data.cast("B")
+        write_at(self._file.fileno(), data, dataset.offset)
+        step = dataset.block_rows * dataset.row_bytes
+        found = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
+        self.checksums[split, name] = np.array(found, "<u4")
+
+    def write_rest(self, pieces: Iterable[tuple[int, bytes | memoryview]]) -> None:
+        """Write bytes at their offsets in the file."""
+        for offset, data in pieces:
+            write_at(self._file.fileno(), memoryview(data), offset)
+
+    def finish(self, facts: PackFacts, sums: np.ndarray) -> None:
+        """Add checksums and attributes; `sums` (2, C) are those of the pixels of train and of their
+        squares."""
+        image_shape, classes, provenance, fit = facts
+        rows: dict[str, int] = {}
+        checksums: dict[str, list[np.ndarray]] = {}
+        with self._open("r+") as file:
+            for dataset in self.datasets:
+                found = self.checksums[dataset.split, dataset.name]
+                data = file[dataset.split].create_dataset(f"{dataset.name}_crc32", data=found)
+                data.attrs["rows_per_block"] = dataset.block_rows
+                checksums.setdefault(dataset.split, []).append(found)
+                if dataset.name == "labels":
+                    rows[dataset.split] = dataset.shape[0]
+            mean, std = _mean_std(sums, rows["train"] * image_shape[0] * image_shape[1])
+            file.attrs["mean"], file.attrs["std"] = mean, std
+            file.attrs["format"] = np.bytes_(FORMAT)
+            file.attrs["version"] = ENCODED_VERSION if fit else VERSION
+            by_split = {name: (rows[name], checksums[name]) for name in rows}
+            uuid = content_uuid(image_shape, classes, by_split, fit)
+            file.attrs["uuid"] = np.bytes_(uuid)
+            file.attrs["classes"] = _texts(classes)
+            text = json.dumps(provenance)
+            file.attrs["provenance"] = np.bytes_(text)
+            sha256 = facts_sha256(uuid, mean.tolist(), std.tolist(), json.loads(text))
+            file.attrs["sha256"] = np.bytes_(sha256)
+            if fit:
+                file.attrs["encoding"] = np.bytes_(JPEG)
+                file.attrs["image_shape"] = np.array(image_shape, "<i8")
+                file.attrs["fit"] = np.bytes_(fit)
+
+    def _open(self, mode: str) -> h5py.File:
+        return h5py.File(
+            f"/proc/self/fd/{self._file.fileno()}",  # its name may lead elsewhere by now
+            mode,
+            libver=LIBRARY,
+            locking=False,
+            alignment_threshold=PAGE,
+            alignment_interval=PAGE,
+        )
+
+
+def pixel_layout(rows: Mapping[str, int], shape: tuple[int, int, int]) -> list[DatasetLayout]:
+    """The datasets of a pack of pixels with so many rows in every split."""
+    return [
+        DatasetLayout(split, name, dtype, (rows[split], *row))
+        for split in ordered(rows)
+        for name, dtype, row in (("images", "u1", shape), ("labels", "<i8", ()))
+    ]
+
+
+def file_layout(rows: Mapping[str, int], file_bytes: Mapping[str, int]) -> list[DatasetLayout]:
+    """The datasets of a pack of JPEG files with so many rows and bytes in every split."""
+    return [
+        dataset
+        for split in ordered(rows)
+        for dataset in (
+            DatasetLayout(split, "bytes", "u1", (file_bytes[split],)),
+            DatasetLayout(split, "offsets", "<i8", (rows[split] + 1,)),
+            DatasetLayout(split, "labels", "<i8", (rows[split],)),
+        )
+    ]
 
 
 def write_pack(
@@ -60,119 +176,57 @@ def write_pack(
 ) -> None:
     """Arrays -> pack: per split (images (N, H, W, C) uint8, labels (N,) int64), one named train.
 
-    Whole or not there; an existing file is replaced. Raises ValueError where arrays do not fit
-    together, OSError where the file cannot be written.
+    The file appears when it is complete; an existing file is replaced. Raises ValueError where
+    arrays do not fit together, OSError where the file cannot be written.
     """
     shapes = {images.shape[1:] for images, _ in splits.values()}
     if "train" not in splits or len(shapes) != 1:
         raise ValueError(f"splits {list(splits)} with image shapes {shapes}: train, and one shape")
-    height, width, channels = shapes.pop()
-    columns: list[Column] = []
+    height, width, channels = shape = shapes.pop()
     for name in ordered(splits):
         images, labels = splits[name]
         if images.dtype != np.uint8 or images.ndim != 4 or labels.shape != (len(images),):
             raise ValueError(f"{name}: {images.dtype} {images.shape}, labels {labels.shape}")
         if images.size == 0 or not 0 <= labels.min() <= labels.max() < len(classes):
             raise ValueError(f"{name}: no images, or labels beyond the {len(classes)} classes")
-        columns += pixel_columns(name, labels, (height, width, channels), slices(images))
-    content = Content((height, width, channels), tuple(classes), provenance)
-    write_columns(Path(path), columns, content)
+    rows = {name: len(labels) for name, (_, labels) in splits.items()}
+    sums = np.zeros((2, channels), np.uint64)
+    with whole_file(Path(path)) as file:
+        writer = PackWriter(file, pixel_layout(rows, (height, width, channels)))
+        for dataset in writer.images():
+            images, labels = splits[dataset.split]
+            writer.write_numbers(dataset.split, "labels", labels)
+            found = []
+            for start in range(0, len(images), dataset.block_rows):
+                block = np.ascontiguousarray(images[start : start + dataset.block_rows])
+                writer.write_rest(
+                    [(dataset.offset + start * dataset.row_bytes, block.data.cast("B"))]
+                )
+                found.append(zlib.crc32(block.data))
+                if dataset.split == "train":
+                    values = block.reshape(-1, channels).astype(np.uint64)
+                    sums += values.sum(axis=0), np.square(values).sum(axis=0)
+            writer.checksums[dataset.split, "images"] = np.array(found, "<u4")
+        writer.finish(PackFacts(shape, tuple(classes), provenance), sums)
 
 
-def write_columns(
-    path: Path,
-    columns: list[Column],
-    content: Content,
-    jobs: int = 1,
-    advance: Callable[[int], None] = lambda images: None,
-    team: Team = ALONE,
-) -> None:
-    """Write all columns with `jobs` threads; `advance` is told the images of each finished block.
-    Collective: every process has all columns."""
-    with on_root(team, lambda: whole_file(path)) as file:
-        name, offsets = team.call_on_root(lambda: _lay_out(file, columns))
-        sums = team.call_on_all(lambda: fill(name, columns, offsets, team, jobs, advance))
-        every = team.gather(sums)
-        team.call_on_root(lambda: _finish(file, columns, total(every), content))
-
-
-def _open_hdf5(file: BinaryIO | None, mode: str) -> h5py.File:
-    assert file  # on the root it is
-    return h5py.File(
-        f"/proc/self/fd/{file.fileno()}",  # its name may lead elsewhere by now
-        mode,
-        libver=LIBRARY,
-        locking=False,
-        alignment_threshold=PAGE,
-        alignment_interval=PAGE,
-    )
-
-
-def _lay_out(new: BinaryIO | None, columns: list[Column]) -> tuple[str, list[int]]:
-    """Make room for all columns in the `new` file; its name, and where each begins."""
-    with _open_hdf5(new, "w") as file:
-        offsets = [_allocate(file.require_group(column.split), column) for column in columns]
-    assert new
-    return new.name, offsets
-
-
-def _finish(
-    new: BinaryIO | None, columns: list[Column], sums: list[Sums], content: Content
-) -> None:
-    """Add checksums and attributes to the file, whose rows are there."""
-    image_shape, classes, provenance, fit, moments = content
-    rows: dict[str, int] = {}
-    checksums: dict[str, list[np.ndarray]] = {}
-    with _open_hdf5(new, "r+") as file:
-        for column, found in zip(columns, sums, strict=True):
-            group = file[column.split]
-            data = group.create_dataset(f"{column.name}_crc32", data=found.checksums)
-            data.attrs["rows_per_block"] = column.block_rows
-            checksums.setdefault(column.split, []).append(found.checksums)
-            if column.name == "labels":
-                rows[column.split] = column.shape[0]
-            if column.summed and column.split == "train":
-                moments = found.values, found.squares
-        assert moments is not None  # of files they are given, of pixels they were made
-        pixels = rows["train"] * image_shape[0] * image_shape[1]
-        mean, std = _mean_std(*moments, pixels)
-        file.attrs["mean"], file.attrs["std"] = mean, std
-        file.attrs["format"] = np.bytes_(FORMAT)
-        file.attrs["version"] = ENCODED_VERSION if fit else VERSION
-        by_split = {name: (rows[name], checksums[name]) for name in rows}
-        uuid = content_uuid(image_shape, classes, by_split, fit)
-        file.attrs["uuid"] = np.bytes_(uuid)
-        file.attrs["classes"] = _texts(classes)
-        text = json.dumps(provenance)
-        file.attrs["provenance"] = np.bytes_(text)
-        sha256 = facts_sha256(uuid, mean.tolist(), std.tolist(), json.loads(text))
-        file.attrs["sha256"] = np.bytes_(sha256)
-        if fit:
-            file.attrs["encoding"] = np.bytes_(JPEG)
-            file.attrs["image_shape"] = np.array(image_shape, "<i8")
-            file.attrs["fit"] = np.bytes_(fit)
-
-
-def _allocate(group: h5py.Group, column: Column) -> int:
+def _allocate(group: h5py.Group, dataset: DatasetLayout) -> int:
     """A contiguous dataset whose bytes exist but are not written yet; its offset in the file."""
-    kind = h5py.h5t.STD_U8LE if column.dtype == "u1" else h5py.h5t.STD_I64LE
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     properties.set_obj_track_times(False)
-    space = h5py.h5s.create_simple(column.shape)
-    name = column.name.encode()
+    space = h5py.h5s.create_simple(dataset.shape)
+    name, kind = dataset.name.encode(), KINDS[dataset.dtype]
     return h5py.h5d.create(group.id, name, kind, space, properties).get_offset()
 
 
-def _mean_std(
-    values: np.ndarray, squares: np.ndarray, pixels: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _mean_std(sums: np.ndarray, pixels: int) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation (of the population) in [0, 1], (C,) float64 each, from the sum
     of the values of each channel and the sum of their squares."""
     mean, std = [], []
-    for value, square in zip(values.tolist(), squares.tolist(), strict=True):
+    for value, square in sums.T.tolist():
         mean.append(value / (255 * pixels))
         std.append(math.sqrt(pixels * square - value**2) / (255 * pixels))  # integers: exact
     return np.array(mean), np.array(std)
@@ -181,3 +235,33 @@ def _mean_std(
 def _texts(names: tuple[str, ...]) -> np.ndarray:
     encoded = [name.encode("utf-8", "surrogateescape") for name in names]
     return np.array(encoded, h5py.string_dtype("utf-8", max(len(name) for name in encoded)))
+
+
+def check_room(output: Path, needed: int) -> None:
+    """RunError where the disk of the pack has not so many bytes free."""
+    free = shutil.disk_usage(output.parent).free
+    if needed > free:
+        raise RunError(
+            f"{output.parent} has {free / 2**20:,.0f} MiB free, packing needs"
+            f" {needed / 2**20:,.0f} MiB there"
+        )
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """What the system says while the pack is written -> one line."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # HDF5 puts the system's number into its text; closing a file raises RuntimeError
+        inner = re.search(r"errno = (\d+)", str(error))
+        number = int(inner[1]) if inner else getattr(error, "errno", None)
+        if number is None:
+            raise
+        if number in NO_ROOM:
+            raise RunError(
+                f"no room left in {output.parent} for {output.name}: nothing kept"
+            ) from None
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UsageError(f"{output} cannot be written: {os.strerror(number)}") from None
+        raise RunError(f"writing {output} failed: {os.strerror(number)}") from None

@@ -2,6 +2,7 @@
 
 import io
 import os
+from contextlib import contextmanager
 from itertools import pairwise
 
 import h5py
@@ -13,8 +14,9 @@ from hpctrain.cli import main as command
 from hpctrain.data.images import BadImage, as_jpeg
 from hpctrain.data.pack_format import content_uuid
 from hpctrain.data.packed import read_pack, verify
+from hpctrain.data.packing import make
 from hpctrain.data.split import Split
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from tests.data.pictures import class_folders, contents, encode, pack, picture, zipped
 
 SIZE = "17x13"
@@ -213,22 +215,41 @@ def test_arrays_are_refused_in_one_line(tmp_path, capsys):
 
 
 def test_progress_counts_every_image_once(folder, tmp_path, monkeypatch):
-    from hpctrain.data.packing import write
+    told = {}
 
-    monkeypatch.setattr("hpctrain.data.packing.columns.rows_per_block", lambda row_bytes: 997)
-    told, write_columns = [], write.write_columns
+    @contextmanager
+    def progress(what, total, own, columns):
+        yield told.setdefault((what, total, own), []).append
 
-    def counted(path, columns, content, jobs, advance, team):
-        write_columns(path, columns, content, jobs, told.append, team)
-
-    monkeypatch.setattr("hpctrain.data.pack.write_columns", counted)
+    monkeypatch.setattr("hpctrain.data.packing.make.report.progress", progress)
+    monkeypatch.setattr("hpctrain.data.packing.write.rows_per_block", lambda row_bytes: 997)
+    monkeypatch.setattr(make, "FIRST_IMAGES", 19)
     made = pack(folder, tmp_path / "a.h5", size=SIZE, encoding="jpeg")
-    assert sum(told) == 72 and len(told) > 50
+    assert {key: sum(counts) for key, counts in told.items()} == {
+        ("reading", 19, 19): 19,  # the first ones have colour
+        ("decoding", 72, 72): 72,
+        ("writing", 72, 72): 72,
+    }
+    assert len(told["writing", 72, 72]) > 20
     assert verify(made) == []  # in blocks of another size
     monkeypatch.undo()
     assert files_of(made, "test") == files_of(
         pack(folder, tmp_path / "b.h5", size=SIZE, encoding="jpeg"), "test"
     )
+
+
+def test_a_file_that_changes_meanwhile_is_named(tmp_path, monkeypatch):
+    root = class_folders(tmp_path / "images", {"a": 20, "b": 20}, ".jpg")
+    written = make.write_files
+
+    def changed(*arguments):
+        (root / "b" / "003.jpg").write_bytes(encode(picture(99), "JPEG"))
+        return written(*arguments)
+
+    monkeypatch.setattr(make, "write_files", changed)
+    with pytest.raises(RunError, match="b/003.jpg was changed while it was packed"):
+        pack(root, tmp_path / "a.h5", size=SIZE, encoding="jpeg")
+    assert os.listdir(tmp_path) == ["images"]
 
 
 def test_check_prints_the_table_and_finds_flipped_bits(folder, tmp_path, capsys):

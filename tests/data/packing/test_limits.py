@@ -15,7 +15,9 @@ from PIL import Image
 
 from hpctrain.data import images
 from hpctrain.data.images import BadImage, Fit, decode, probe, read_image
-from hpctrain.data.packing import scratch, worker
+from hpctrain.data.packing import decode as decoding
+from hpctrain.data.packing import scratch
+from hpctrain.data.packing.scratch import scratch_files
 from hpctrain.data.packing.sources import open_source
 from hpctrain.errors import UsageError
 from tests.launch import run
@@ -41,7 +43,7 @@ def opened(path, folder):
     """What is listed of a source, and the bytes of memory that it took at most."""
     tracemalloc.start()
     try:
-        with open_source(path, folder) as source:
+        with open_source(path, scratch_files(folder / "a.h5", named=False)) as source:
             return source, tracemalloc.get_traced_memory()[1]
     except UsageError as error:
         return str(error), tracemalloc.get_traced_memory()[1]
@@ -77,10 +79,15 @@ def test_an_npz_takes_no_more_memory_than_its_images_need(tmp_path, case):
     members, message = HOSTILE[case]
     known = {"images": IMAGES, "labels": LABELS}
     source, peak = opened(npz(tmp_path / "good.npz", **known), tmp_path)
-    assert (len(source.items), source.classes) == (7, ("0", "1", "2"))
+    assert (len(source.images), source.classes) == (7, ("0", "1", "2"))
     found, peak = opened(npz(tmp_path / "a.npz", **{**known, **members}), tmp_path)
     assert isinstance(found, str) and message in found and "\n" not in found
     assert peak < 4 * MB
+
+
+def read_image_bytes(source, row):
+    with decoding.ImageReader(source) as reader:
+        return reader.read(row)
 
 
 def archive_of(path, count, size=0):
@@ -102,9 +109,9 @@ def archive_of(path, count, size=0):
 def test_members_of_archives_are_few_enough_and_take_little_memory(tmp_path, suffix, monkeypatch):
     path = archive_of(tmp_path / f"a{suffix}", 10_007)
     source, peak = opened(path, tmp_path)
-    assert len(source.items) == 10_007
+    assert len(source.images) == 10_007
     assert peak < 10_007 * (800 if suffix == ".tar" else 1200)
-    monkeypatch.setattr(scratch, "MOST_IMAGES", 10_006)
+    monkeypatch.setattr(scratch, "MAX_IMAGES", 10_006)
     refused, peak = opened(path, tmp_path)
     assert refused.endswith("holds 10,007 images or members; the limit is 10,006: cut it")
     if suffix == ".zip":
@@ -116,10 +123,10 @@ def test_members_of_archives_are_few_enough_and_take_little_memory(tmp_path, suf
 
 def test_a_member_that_grows_too_much_is_left_out_with_its_size(tmp_path):
     source, _ = opened(archive_of(tmp_path / "a.zip", 11, 48 * MB), tmp_path)
-    assert len(source.items) == 10
+    assert len(source.images) == 10
     assert re.fullmatch(r"50,331,648 bytes; the limit is [\d,]+", source.bad[0][1])
     source, _ = opened(archive_of(tmp_path / "b.zip", 11, 8 * MB), tmp_path)
-    assert (len(source.items), source.bad) == (11, [])
+    assert (len(source.images), source.bad) == (11, [])
 
 
 def test_members_of_a_zip_are_read_without_its_directory(tmp_path, monkeypatch):
@@ -130,13 +137,14 @@ def test_members_of_a_zip_are_read_without_its_directory(tmp_path, monkeypatch):
         for number, (kind, content) in enumerate(zip(kinds, contents, strict=True)):
             archive.writestr(f"a/{number}", content, kind)
     source, _ = opened(path, tmp_path)
-    monkeypatch.delattr(worker.zipfile, "ZipFile")
-    for item, content in zip(source.items, contents, strict=True):
-        assert worker._member(str(path), item.offset, item.size, item.packed) == content
-    item = source.items[0]
-    for packed, offset in (((0, 1, 101, 0), item.offset), (item.packed, item.offset + 1)):
-        with pytest.raises(BadImage, match="encrypted|not where"):
-            worker._member(str(path), offset, item.size, packed)
+    monkeypatch.delattr(decoding.zipfile, "ZipFile")
+    for row, content in enumerate(contents):
+        assert read_image_bytes(source, row) == content
+    for column, value, why in (("flags", 1, "encrypted"), ("offset", 1, "not where")):
+        changed = source.take(np.array([0]))
+        changed.images[column] = value
+        with pytest.raises(BadImage, match=why):
+            read_image_bytes(changed, 0)
 
 
 PEAK = """

@@ -9,56 +9,112 @@ import numpy as np
 import pytest
 
 from hpctrain.data.packing import scratch
-from hpctrain.data.packing.layout import arrange
-from hpctrain.data.packing.sources import open_source
+from hpctrain.data.packing.decode import ImageReader
+from hpctrain.data.packing.layout import read_class_folders
+from hpctrain.data.packing.scratch import scratch_files
+from hpctrain.data.packing.sources import Labels, open_source
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, encode, idx, picture, tar, zipped
 
 
-def listed(path, scratch):
-    with open_source(path, scratch) as source:
+def listed(path, folder, **labels):
+    with open_source(path, scratch_files(folder / "a.h5", False), Labels(**labels)) as source:
         return source
 
 
-def refusal(path, scratch):
+def rows(source, *columns):
+    """(name, ...) of every image."""
+    facts = (source.images[column].tolist() for column in columns)
+    names = (source.name_of(row) for row in range(len(source.images)))
+    return list(zip(names, *facts, strict=True))
+
+
+def names(source):
+    return [name for (name,) in rows(source)]
+
+
+def refusal(path, folder, **labels):
     with pytest.raises(UsageError) as caught:
-        listed(path, scratch)
+        listed(path, folder, **labels)
     text = str(caught.value)
     assert "\n" not in text
     return text
 
 
+def arranged(files, folders=(), **options):
+    """Classes, and (name, label, split) of every image."""
+    found = read_class_folders(files, folders, "here", **options)
+    facts = (found.labels.tolist(), found.splits.tolist())
+    return found.classes, list(zip([files[i] for i in found.order], *facts, strict=True))
+
+
 def test_folders_become_classes():
     files = ["b/2.png", "b/10.png", "a/x/1.png", "README", "a/.hidden", ".git/config", "top.jpg"]
-    layout = arrange([*files, "b/Thumbs.db", "__MACOSX/b/1.png"], ["a", "a/x", "b"], "here")
-    assert layout.classes == ("a", "b")
-    assert layout.places == [("a/x/1.png", 0, ""), ("b/10.png", 1, ""), ("b/2.png", 1, "")]
-    assert layout.ignored == 1  # top.jpg
-
-
-def test_a_single_top_folder_is_seen_through():
-    files = ["photos/v1/a/1.png", "photos/v1/b/1.png", "photos/LICENSE.txt", "note.txt"]
-    layout = arrange(files, [], "here")
-    assert layout.classes == ("a", "b")
-    assert [place.name for place in layout.places] == files[:2]
-    assert arrange(["a/1.png", "a/2.png"], [], "here").classes == ("a",)
-
-
-def test_split_folders():
-    files = ["Train/a/1.png", "Train/b/1.png", "val/a/2.png", "test/b/3.png", "test/b/x/4.png"]
-    places = arrange([f"top/{file}" for file in files], [], "here").places
-    assert [(place.split, place.label) for place in sorted(places, key=lambda p: p.name)] == [
-        ("train", 0),
-        ("train", 1),
-        ("test", 1),
-        ("test", 1),
-        ("validation", 0),
+    files += ["b/Thumbs.db", "__MACOSX/b/1.png", "a.b/1.png"]
+    classes, images = arranged(files, ["a", "a/x", "b"])
+    assert classes == ("a", "a.b", "b")
+    assert images == [
+        ("a/x/1.png", 0, -1),
+        ("a.b/1.png", 1, -1),
+        ("b/10.png", 2, -1),
+        ("b/2.png", 2, -1),
     ]
-    # without train, or with another folder beside them, they are classes like any other
-    assert arrange(["val/a/1.png", "test/a/1.png"], [], "here").classes == ("test", "val")
-    assert arrange(["train/a/1.png", "cats/a/1.png"], [], "here").classes == ("cats", "train")
+    assert read_class_folders(files, [], "here").ignored == 1  # top.jpg
+
+
+def test_a_single_top_folder_is_skipped():
+    files = ["photos/v1/a/1.png", "photos/v1/b/1.png", "photos/LICENSE.txt", "note.txt"]
+    classes, images = arranged(files)
+    assert classes == ("a", "b")
+    assert [name for name, *_ in images] == files[:2]
+    assert arranged(["a/1.png", "a/2.png"])[0] == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "test"),
+    [
+        ("Train", "val", "test"),
+        ("training_data", "validation", "testing_data"),
+        ("train-set", "dev", "TESTING"),
+        ("train images", "valid", "testset"),
+    ],
+)
+def test_split_folders(train, validation, test):
+    files = [f"{train}/a/1.png", f"{train}/b/1.png", f"{validation}/a/2.png"]
+    files += [f"{test}/b/3.png", f"{test}/b/x/4.png"]
+    classes, images = arranged([f"top/{file}" for file in files])
+    assert classes == ("a", "b")
+    found = {name: (label, split) for name, label, split in images}
+    expected = [(0, 0), (1, 0), (0, 1), (1, 2), (1, 2)]
+    assert [found[f"top/{file}"] for file in files] == expected
     with pytest.raises(UsageError, match="1 of 2 class folders of here hold no file.* c;"):
-        arrange(["train/a/1.png", "test/c/1.png"], [], "here")
+        arranged([f"{train}/a/1.png", f"{test}/c/1.png"])
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["val/a/1.png", "test/b/1.png"], "folders of splits (test, val) but none for training"),
+        (["train/a/1.png", "cats/b/1.png"], "folders of splits (train) but others beside them (ca"),
+        (["train/a/1.png", "labels/1.txt"], "folders of splits (train) but others beside them (la"),
+        (
+            ["x1/a/1.png", "x1/b/1.png", "x2/a/1.png", "x2/b/1.png"],
+            "all folders of here (x1, x2) h",
+        ),
+    ],
+)
+def test_what_looks_like_splits_is_no_class(files, words):
+    with pytest.raises(UsageError) as caught:
+        arranged(files)
+    assert words in str(caught.value) and "--any-subfolders" in str(caught.value)
+    heads = sorted({name.partition("/")[0] for name in files})
+    assert arranged(files, any_subfolders=True)[0] == tuple(heads)
+
+
+def test_subfolders_that_differ_belong_to_their_class():
+    classes, images = arranged(["cats/2019/1.png", "dogs/2019/1.png", "dogs/2020/1.png"])
+    assert classes == ("cats", "dogs") and {split for *_, split in images} == {-1}
+    assert arranged(["bus/1.png", "car/1.png", "train/1.png"])[0] == ("bus", "car", "train")
 
 
 def test_sources_without_classes_are_refused(tmp_path):
@@ -72,7 +128,9 @@ def test_sources_without_classes_are_refused(tmp_path):
     assert "1 of 3 class folders" in refusal(root, tmp_path)
     assert "does not exist" in refusal(tmp_path / "none", tmp_path)
     (tmp_path / "a.txt").write_text("hello")
-    assert "is no .tgz, .tar, .zip, idx or .npz file" in refusal(tmp_path / "a.txt", tmp_path)
+    assert "is no .tgz, .tar, .zip, idx, .npz, .csv or .parquet file" in refusal(
+        tmp_path / "a.txt", tmp_path
+    )
 
 
 def test_links_are_followed_and_loops_and_pipes_are_not(tmp_path):
@@ -85,7 +143,7 @@ def test_links_are_followed_and_loops_and_pipes_are_not(tmp_path):
     os.mkfifo(root / "a" / "pipe.png")
     source = listed(root, tmp_path)
     assert source.classes == ("a", "b", "c")
-    assert [item.name for item in source.items] == [
+    assert names(source) == [
         "a/000.png",
         "a/001.png",
         "b/000.png",
@@ -101,7 +159,7 @@ def test_archives_list_as_their_folder(tmp_path):
     root = class_folders(tmp_path / "images", {"a": 3, "b": 2})
     (root / "README").write_text("ignored")
     (root / "a" / ".DS_Store").write_text("ignored")
-    expected = [(item.name, item.label) for item in listed(root, tmp_path).items]
+    expected = rows(listed(root, tmp_path), "label")
     archives = [
         tar(tmp_path / "1.tgz", root),
         tar(tmp_path / "2.tar.gz", root, "top"),
@@ -111,8 +169,8 @@ def test_archives_list_as_their_folder(tmp_path):
     ]
     for path in archives:
         source = listed(path, tmp_path)
-        names = [(item.name.removeprefix("top/"), item.label) for item in source.items]
-        assert names == expected, path
+        found = [(name.removeprefix("top/"), n) for name, n in rows(source, "label")]
+        assert found == expected, path
         assert source.classes == ("a", "b") and not source.bad
 
 
@@ -155,7 +213,7 @@ def test_links_and_devices_in_archives(tmp_path):
         ("a/7.png", "soft", "7.png"),
     )
     source = listed(path, tmp_path)
-    where = {item.name: item.offset for item in source.items}
+    where = dict(rows(source, "offset"))
     assert where["a/2.png"] == where["a/3.png"] == where["b/1.png"] != where["a/1.png"]
     assert dict(source.bad) == {
         "a/4.png": "a link out of the archive",
@@ -173,7 +231,7 @@ def test_links_and_devices_in_archives(tmp_path):
 
 def test_a_later_member_replaces_an_earlier_one(tmp_path):
     path = tar_of(tmp_path / "x.tgz", ("./a/1.png", "file", ""))
-    items = {item.name: item.offset for item in listed(path, tmp_path).items}
+    items = dict(rows(listed(path, tmp_path), "offset"))
     assert items["a/1.png"] > items["b/1.png"]
 
 
@@ -217,10 +275,10 @@ def test_idx_folders_and_files(tmp_path, suffix):
     folder = mnist(tmp_path / "mnist", 7, suffix)
     source = listed(folder, tmp_path)
     assert (source.kind, source.shape, source.classes) == ("pixels", (3, 5, 1), ("0", "1", "2"))
-    assert [item.split for item in source.items] == ["train"] * 7 + ["test"] * 7
-    assert [item.label for item in source.items] == [0, 1, 2, 0, 1, 2, 0] * 2
+    assert source.images["split"].tolist() == [0] * 7 + [2] * 7
+    assert source.images["label"].tolist() == [0, 1, 2, 0, 1, 2, 0] * 2
     one = listed(folder / f"t10k-images-idx3-ubyte{suffix}", tmp_path)
-    assert [item.split for item in one.items] == ["test"] * 7
+    assert one.images["split"].tolist() == [2] * 7
 
 
 def test_idx_mistakes(tmp_path):
@@ -249,14 +307,12 @@ def test_idx_mistakes(tmp_path):
     assert "several idx sets" in refusal(folder, tmp_path)
 
 
-def pixels_of(path, scratch):
-    with open_source(path, scratch) as source:
-        rows = [
-            os.pread(source.files[item.slot].fileno(), item.size, item.offset)
-            for item in source.items
-        ]
-        shape = (len(rows), *source.shape)
-        return source, np.frombuffer(b"".join(rows), np.uint8).reshape(shape)
+def pixels_of(path, folder):
+    with open_source(path, scratch_files(folder / "a.h5", False)) as source:
+        with ImageReader(source) as reader:
+            pixels = b"".join(reader.read(row) for row in range(len(source.images)))
+        shape = (len(source.images), *source.shape)
+        return source, np.frombuffer(pixels, np.uint8).reshape(shape)
 
 
 def test_npz(tmp_path):
@@ -266,7 +322,7 @@ def test_npz(tmp_path):
     np.savez_compressed(path, images=images, labels=labels)
     source, pixels = pixels_of(path, tmp_path)
     assert (pixels == images).all() and source.classes == ("5", "9")
-    assert [item.label for item in source.items] == [0, 1, 0, 1, 1, 0, 1]
+    assert source.images["label"].tolist() == [0, 1, 0, 1, 1, 0, 1]
     np.savez(path, images=np.asfortranarray(images), labels=labels[:, None])
     assert (pixels_of(path, tmp_path)[1] == images).all()
     np.savez(path, images=images, labels=np.array(["cat", "dog"])[labels // 9])
@@ -274,8 +330,7 @@ def test_npz(tmp_path):
     np.savez(path, images=images, labels=labels // 9, classes=np.array(["x", "y", "z"]))
     assert listed(path, tmp_path).classes == ("x", "y", "z")
     np.savez(path, x_train=images, y_train=labels, x_test=images[:2], y_test=labels[:2])
-    splits = [item.split for item in listed(path, tmp_path).items]
-    assert splits == ["train"] * 7 + ["test"] * 2
+    assert listed(path, tmp_path).images["split"].tolist() == [0] * 7 + [2] * 2
 
 
 def test_npz_mistakes(tmp_path):

@@ -1,0 +1,300 @@
+"""One pack in the making: the steps, run by all processes, and what the root does between them.
+
+Which images have equal pixels and which cannot be read is known only once all are decoded. So that
+every pixel is written once, images are divided before, as if all could be read, and files of equal
+size and end had equal pixels; they are decoded into the rows that follow. Where that turns out to
+be wrong, they are divided anew and the rows are copied to a second file.
+
+How large JPEG files are is known after decoding, too. Images are decoded first, then their files
+are read again and written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpctrain.config import PackConfig
+from hpctrain.data.images import Fit
+from hpctrain.data.pack_format import JPEG
+from hpctrain.data.packing import choose, report
+from hpctrain.data.packing.decode import (
+    Span,
+    Written,
+    copy_rows,
+    decode_files,
+    decode_rows,
+    read_fingerprints,
+    read_headers,
+    write_files,
+)
+from hpctrain.data.packing.layout import DecodedImages, ImageSource
+from hpctrain.data.packing.report import ASK
+from hpctrain.data.packing.scratch import scratch_files
+from hpctrain.data.packing.sources import Labels, open_source
+from hpctrain.data.packing.split import equal_pixels, parse_fold, parse_split
+from hpctrain.data.packing.workers import PackTask, start_processes
+from hpctrain.data.packing.write import (
+    PackFacts,
+    PackWriter,
+    check_room,
+    file_layout,
+    pixel_layout,
+)
+from hpctrain.errors import UsageError
+from hpctrain.files import whole_file
+
+FIRST_IMAGES = 256  # whose headers are read first
+IMAGES_PER_TASK, FINGERPRINTS_PER_TASK = 16, 256
+TASKS_PER_WORKER, MAX_BLOCKS = 32, 8  # of a task that writes: blocks of about 1 MiB
+
+
+RunTasks = Callable[[str, Callable[..., Any], Iterable[PackTask], int], Iterator[Any]]
+
+
+class Processes(NamedTuple):
+    """The processes that make a pack together.
+
+    start(jobs, output, files): gives a function that runs tasks in all of them, with so many jobs
+    in each. It takes what to show, a function, the tasks and how many images they are of, and gives
+    the results in the order of the tasks. `files` are what all processes must see.
+    """
+
+    size: int
+    cores: int  # the fair share of each
+    columns: int | None  # width of the root's terminal; None = none, ASK = not known
+    start: Callable[[int, Path, list[str]], AbstractContextManager[RunTasks]]
+
+
+class Reordered(Exception):
+    """The rows of a file are not in their final order; another file has taken its name."""
+
+
+@contextmanager
+def _start_alone(jobs: int, output: Path, files: list[str]) -> Iterator[RunTasks]:
+    """Tasks run in this process and `jobs` worker processes."""
+    with start_processes(jobs) as runner:
+
+        def run_tasks(
+            what: str, function: Callable[..., Any], tasks: Iterable[PackTask], images: int
+        ) -> Iterator[Any]:
+            with report.progress(what, images, images, ASK) as advance:
+                yield from runner.run(function, tasks, advance)
+
+        yield run_tasks
+
+
+ONE_PROCESS = Processes(1, len(os.sched_getaffinity(0)), ASK, _start_alone)
+
+
+def pack_images(config: PackConfig, path: Path, output: Path, processes: Processes) -> None:
+    """Make the pack of the images at `path`."""
+    wanted = choose.wanted_size(config)
+    parse_split(config.split)
+    if config.fold:
+        parse_fold(config.fold)
+    new_file = scratch_files(output, named=processes.size > 1)
+    labels = Labels(config.manifest, config.any_subfolders)
+    with open_source(path, new_file, labels) as source:
+        if config.encoding == JPEG and source.shape:
+            raise UsageError(
+                f"--encoding {config.encoding} is for image files; source {source.name} holds"
+                " arrays of pixels"
+            )
+        share = -(-len(source.images) // processes.size)
+        jobs = choose.job_count(config, share, processes.cores)
+        files = [*source.files, *([source.root] if source.root else [])]
+        with processes.start(jobs, output, files) as run:
+            making = PackMaker(config, source, output, run, jobs * processes.size)
+            fit = making.choose_fit(wanted)
+            if config.encoding == JPEG:
+                making.write_files(fit)
+            else:
+                making.write_pixels(fit)
+
+
+class PackMaker:
+    """Makes one pack of a listed source, with so many `workers`."""
+
+    def __init__(
+        self, config: PackConfig, source: ImageSource, output: Path, run: RunTasks, workers: int
+    ) -> None:
+        self._config, self._source, self._output = config, source, output
+        self._run, self._workers = run, workers
+        self._shares = parse_split(config.split)
+
+    def choose_fit(self, wanted: choose.ImageSize) -> Fit:
+        """The size and channels of all images, from as few headers as needed. UsageError."""
+        headers = np.zeros((0, 3), np.int64)
+        if not self._source.shape and not (wanted.size and wanted.channels):
+            rows = np.arange(len(self._source.images))
+            for part in (rows[:FIRST_IMAGES], rows[FIRST_IMAGES:]):
+                tasks = self._batches(part, IMAGES_PER_TASK)
+                headers = np.concatenate(
+                    [headers, *self._run("reading", read_headers, tasks, len(part))]
+                )
+                if wanted.size and headers[:, 2].any():
+                    break
+        return choose.choose_fit(self._source, wanted, headers)
+
+    def write_pixels(self, fit: Fit) -> None:
+        """The pack of pixels."""
+        shape, count = (fit.height, fit.width, fit.channels), len(self._source.images)
+        check_room(self._output, count * math.prod(shape))
+        guess = self._guess()
+        with suppress(Reordered), whole_file(self._output) as first:
+            writer = PackWriter(first, pixel_layout(_lengths(guess), shape))
+            tasks = (
+                PackTask(
+                    (self._source.take(guess[s.split][s.start : s.stop]), fit, s), s.stop - s.start
+                )
+                for s in self._spans(writer, fit.channels)
+            )
+            found = list(self._run("decoding", decode_rows, tasks, count))
+            writer.write_rest(piece for _, block in found for piece in block.rest)
+            order = np.argsort(np.concatenate([guess[data.split] for data in writer.images()]))
+            decoded = DecodedImages.joined(one for one, _ in found).take(order)
+            rows, facts = self._choose(decoded, fit)
+            made = PackFacts(shape, self._source.classes, facts)
+            if rows.keys() == guess.keys() and all(np.array_equal(rows[s], guess[s]) for s in rows):
+                self._finish(writer, rows, [block for _, block in found], made)
+                return
+            places = np.zeros(count, np.int64)
+            for data in writer.images():
+                places[guess[data.split]] = data.offset + data.row_bytes * np.arange(data.shape[0])
+            os.fsync(first.fileno())  # other hosts read it
+            self._copy_rows(writer.path, places, rows, made)
+            raise Reordered
+
+    def write_files(self, fit: Fit) -> None:
+        """The pack of JPEG files."""
+        source, count = self._source, len(self._source.images)
+        check_room(self._output, int(source.images["size"].sum()))
+        batches = self._batches(np.arange(count), IMAGES_PER_TASK)
+        tasks = (PackTask((*task.arguments, fit), task.images) for task in batches)
+        decoded = DecodedImages.joined(self._run("decoding", decode_files, tasks, count))
+        rows, facts = self._choose(decoded, fit)
+        kept, good = int(decoded.kept.sum()), int(decoded.good.sum())
+        facts["encoding"] = {"name": JPEG, "kept": kept, "encoded_anew": good - kept}
+        check_room(self._output, int(decoded.sizes.sum()))
+        offsets = {
+            split: np.concatenate([[0], np.cumsum(decoded.sizes[of])]) for split, of in rows.items()
+        }
+        shape, how = (fit.height, fit.width, fit.channels), "crop" if fit.crop else "stretch"
+        made = PackFacts(shape, source.classes, facts, how)
+        with whole_file(self._output) as file:
+            ends = {split: int(of[-1]) for split, of in offsets.items()}
+            writer = PackWriter(file, file_layout(_lengths(rows), ends))
+            for split, of in offsets.items():
+                writer.write_numbers(split, "offsets", of)
+            tasks = (
+                self._files_task(decoded, rows[span.split], offsets[span.split], span)
+                for span in self._spans(writer, 0)
+            )
+            written = list(self._run("writing", write_files, tasks, good))
+            self._finish(writer, rows, written, made, decoded.sums[rows["train"]].sum(axis=0))
+
+    def _files_task(
+        self, decoded: DecodedImages, rows: np.ndarray, offsets: np.ndarray, span: Span
+    ) -> PackTask:
+        """Write the bytes of a span: of the files of images `rows`, which begin at `offsets`."""
+        first, end = np.searchsorted(offsets[1:], (span.start, span.stop), side="right").tolist()
+        images = rows[first : int(np.searchsorted(offsets[:-1], span.stop))]
+        skip = span.start - int(offsets[first])
+        given = self._source.take(images), decoded.take(images), skip, span
+        return PackTask(given, end - first)
+
+    def _copy_rows(
+        self, path: str, places: np.ndarray, rows: dict[str, np.ndarray], made: PackFacts
+    ) -> None:
+        """The pack of these rows of the file `path`, where image i begins at byte `places[i]`."""
+        row_bytes = math.prod(made.image_shape)
+        images = sum(_lengths(rows).values())
+        check_room(self._output, row_bytes * images)
+        with whole_file(self._output) as file:
+            writer = PackWriter(file, pixel_layout(_lengths(rows), made.image_shape))
+            tasks = (
+                PackTask(
+                    (path, places[rows[s.split][s.start : s.stop]], row_bytes, s), s.stop - s.start
+                )
+                for s in self._spans(writer, made.image_shape[2])
+            )
+            written = list(self._run("writing", copy_rows, tasks, images))
+            self._finish(writer, rows, written, made)
+
+    def _guess(self) -> dict[str, np.ndarray]:
+        """The images of every split, as they are if all can be read and have equal pixels only
+        where their fingerprints are equal. Every image is in one split."""
+        everything = np.arange(len(self._source.images))
+        tasks = self._batches(everything, FINGERPRINTS_PER_TASK)
+        parts = self._run("reading", read_fingerprints, tasks, len(everything))
+        found = np.concatenate([np.zeros(0, np.int64), *parts])
+        for groups in (np.unique(found, return_inverse=True)[1], everything):
+            with suppress(UsageError):  # the same is said, if it is true, when all is known
+                rows = choose.assign_rows(
+                    self._source, everything, groups, self._config, self._shares
+                )
+                if sum(map(len, rows.values())) == len(everything):
+                    return rows
+        return {"train": everything}
+
+    def _choose(
+        self, decoded: DecodedImages, fit: Fit
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The images of every split in their order, and the provenance. UsageError."""
+        source, config = self._source, self._config
+        choose.check_decoded(source, decoded, config.skip_bad)
+        good = np.flatnonzero(decoded.good)
+        groups, equal = equal_pixels(decoded.digests[good])
+        rows = choose.assign_rows(source, good, groups, config, self._shares)
+        choose.say_chosen(source, good, equal, rows)
+        return rows, choose.provenance(source, decoded, config, fit, rows)
+
+    def _batches(self, rows: np.ndarray, step: int) -> Iterator[PackTask]:
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            yield PackTask((self._source.take(part),), len(part))
+
+    def _spans(self, writer: PackWriter, channels: int) -> Iterator[Span]:
+        """The datasets of images, cut into parts of whole blocks."""
+        sets = writer.images()
+        blocks = sum(-(-data.shape[0] // data.block_rows) for data in sets)
+        step = min(max(blocks // (TASKS_PER_WORKER * self._workers), 1), MAX_BLOCKS)
+        for data in sets:
+            rows, block_bytes = step * data.block_rows, data.block_rows * data.row_bytes
+            for start in range(0, data.shape[0], rows):
+                where = data.offset + start * data.row_bytes, block_bytes, channels
+                stop = min(data.shape[0], start + rows)
+                yield Span(writer.path, data.split, start, stop, *where)
+
+    def _finish(
+        self,
+        writer: PackWriter,
+        rows: dict[str, np.ndarray],
+        written: Sequence[Written],
+        made: PackFacts,
+        sums: np.ndarray | None = None,
+    ) -> None:
+        """Complete a file whose images are `written`; `sums`: of train, if not made in writing."""
+        writer.write_rest(piece for part in written for piece in part.rest)
+        parts, own = iter(written), np.zeros((2, made.image_shape[2]), np.uint64)
+        checksums: dict[str, list[int]] = {split: [] for split in rows}
+        for span in self._spans(writer, 0):
+            part = next(parts)
+            checksums[span.split] += part.checksums
+            own = own + part.sums if span.split == "train" and sums is None else own
+        for data in writer.images():
+            writer.checksums[data.split, data.name] = np.array(checksums[data.split], "<u4")
+        for split, of in rows.items():
+            writer.write_numbers(split, "labels", self._source.images["label"][of])
+        writer.finish(made, own if sums is None else sums)
+
+
+def _lengths(rows: dict[str, np.ndarray]) -> dict[str, int]:
+    return {split: len(of) for split, of in rows.items()}

@@ -1,0 +1,174 @@
+"""Where the tasks of ``pack`` run: in a process pool, in threads, or in this thread.
+
+One process has a pool of worker processes, so that an image that crashes a decoder ends a worker
+and is named. They are spawned, not forked, and the kernel ends them when their parent dies. Ranks
+of an MPI job decode in threads, because processes should not be started beside MPI; Pillow releases
+the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, TypeVar
+
+from hpctrain.data.packing.decode import current_image
+from hpctrain.errors import RunError
+from hpctrain.launcher import PR_SET_PDEATHSIG
+
+T = TypeVar("T")
+NAME_BYTES = 1024  # of the image that a worker process decodes
+LEFT_TO_PARENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # Slurm sends them to all
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+JOIN = 5.0  # seconds in which the exit code of a worker process is known
+
+
+class PackTask(NamedTuple):
+    """Arguments of a function, and how many images it will have done."""
+
+    arguments: tuple[Any, ...]
+    images: int
+
+
+class TaskRunner:
+    """Runs tasks with an executor, or in this thread without one. Results come in the order of the
+    tasks, of which a few are begun ahead."""
+
+    def __init__(self, jobs: int, executor: Executor | None = None) -> None:
+        self._jobs, self._executor = jobs, executor
+
+    def run(
+        self,
+        function: Callable[..., T],
+        tasks: Iterable[PackTask],
+        advance: Callable[[int], None],
+    ) -> Iterator[T]:
+        """The results; `advance` is told the images of each. Raises what the function raises."""
+        waiting: deque[tuple[Future[T], int]] = deque()
+        for task in tasks:
+            waiting.append((self._submit(function, task.arguments), task.images))
+            while len(waiting) >= 3 * self._jobs:
+                yield self._result(*waiting.popleft(), advance)
+        while waiting:
+            yield self._result(*waiting.popleft(), advance)
+
+    def _submit(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[T]:
+        if self._executor:
+            return self._executor.submit(function, *arguments)
+        done: Future[T] = Future()
+        done.set_result(function(*arguments))
+        return done
+
+    def _result(self, future: Future[T], images: int, advance: Callable[[int], None]) -> T:
+        result = future.result()
+        advance(images)
+        return result
+
+
+class ProcessRunner(TaskRunner):
+    """The same with worker processes. RunError where one dies."""
+
+    def __init__(self, jobs: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._names = context.RawArray("c", jobs * NAME_BYTES)
+        number, self._others = context.Value("i", 0), {*multiprocessing.active_children()}
+        given = self._names, number, os.getpid()
+        super().__init__(jobs, ProcessPoolExecutor(jobs, context, _begin, given))
+        self._workers: set[BaseProcess] = set()
+
+    def _submit(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[T]:
+        """A process that starts for a task inherits a mask of signals, and starts few threads."""
+        if len(self._workers) == self._jobs:
+            return super()._submit(function, arguments)
+        before = {name: os.environ.get(name) for name in ONE_THREAD}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
+        os.environ.update(ONE_THREAD)
+        try:
+            return super()._submit(function, arguments)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            self._workers.update({*multiprocessing.active_children()} - self._others)
+
+    def _result(self, future: Future[T], images: int, advance: Callable[[int], None]) -> T:
+        try:
+            return super()._result(future, images, advance)
+        except BrokenProcessPool:
+            raise RunError(self._cause()) from None
+
+    def _cause(self) -> str:
+        """What to say of the worker process that died."""
+        deadline = time.monotonic() + JOIN  # the executor waits for them in another thread
+        while any(w.exitcode is None for w in self._workers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        names = self._names.raw
+        shown = (names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES))
+        images = dict(text.partition(b"\0")[0].partition(b" ")[::2] for text in shown)
+        for worker in self._workers:
+            code = worker.exitcode or 0
+            if code in (0, -signal.SIGTERM):  # the executor ends the others so
+                continue
+            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            image = images.get(str(worker.pid).encode(), b"").decode("utf-8", "surrogateescape")
+            where = f"while it decoded {image}" if image else "before its first image"
+            memory = "; if memory ran out, use fewer --jobs" if code == -signal.SIGKILL else ""
+            return f"a worker process of pack was ended by {cause} {where}{memory}"
+        return "a worker process of pack ended too early"
+
+    def kill(self) -> None:
+        """End the worker processes: the results are in, or no longer wanted."""
+        assert self._executor
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.kill()
+
+
+@contextmanager
+def start_threads(jobs: int) -> Iterator[TaskRunner]:
+    """Tasks run in `jobs` threads, in this one if it is 1."""
+    with warnings.catch_warnings(), ThreadPoolExecutor(jobs) as threads:
+        warnings.simplefilter("ignore")  # Pillow remarks on odd metadata
+        try:
+            yield TaskRunner(jobs, threads if jobs > 1 else None)
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def start_processes(jobs: int) -> Iterator[TaskRunner]:
+    """Tasks run in `jobs` processes, in this one if it is 1."""
+    if jobs == 1:
+        with start_threads(1) as runner:
+            yield runner
+        return
+    processes = ProcessRunner(jobs)
+    try:
+        yield processes
+    finally:
+        processes.kill()
+
+
+def _begin(names: Any, number: Any, parent: int) -> None:
+    """The first thing that a worker process does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # the parent died before
+    warnings.simplefilter("ignore")
+    with number.get_lock():
+        start = number.value * NAME_BYTES
+        number.value += 1
+    place = memoryview(names).cast("B")[start : start + NAME_BYTES]
+    own = f"{os.getpid()} ".encode()
+    place[: len(own)] = own
+    current_image.append(place[len(own) :])
