@@ -50,9 +50,11 @@ def _check_external_data(config: Config) -> None:
     """Options of an HDF5 file that is no pack come together."""
     if (config.images is None) != (config.labels is None):
         there, missing = ("labels", "images") if config.images is None else ("images", "labels")
-        raise UsageError(f"--{there} goes with --{missing}: name both data sets of the file")
-    if config.images is None and (config.layout or config.split):
-        flag = "--layout" if config.layout else "--split"
+        raise UsageError(f"--{there} goes with --{missing}: name both datasets of the file")
+    flags = ("layout", "split", "scale", "label_gaps")
+    given = [flag_of(name) for name in flags if getattr(config, name) is not None]
+    if config.images is None and given:
+        flag = given[0]
         raise UsageError(
             f"{flag} goes with --images and --labels, for a file that is no pack: packs have theirs"
         )

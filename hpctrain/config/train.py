@@ -55,16 +55,25 @@ class Config:
         Bounds(0, 1, "[]"),
     )
     images: str | None = option(
-        None, "read images from this data set of an HDF5 file that is no pack", DATA
+        None, "read images from this dataset, such as x, {split}/x or FILE:x, of an HDF5 file", DATA
     )
     labels: str | None = option(
-        None, "read labels, integers 0 ... K-1, from this data set of the file of --images", DATA
+        None, "read labels, integers 0 ... K-1 or one-hot, from this dataset", DATA
     )
     layout: str | None = option(
         None,
-        "axes of --images; default: NHWC for 4 dimensions, NHW for 3",
+        "axes of --images; default: NHWC for 4 dimensions, NHW for 3, for MATLAB NCWH and NWH",
         DATA,
-        choices=("NHWC", "NCHW", "NHW"),
+        choices=("NHWC", "NCHW", "NHW", "NCWH", "NWH"),
+    )
+    scale: float | None = option(
+        None, "divide values of --images by this; default: 65535 for uint16", DATA, POSITIVE
+    )
+    label_gaps: str | None = option(
+        None,
+        "map labels that are not 0 ... K-1 to these, or keep empty classes; default: refuse",
+        DATA,
+        choices=("map", "keep"),
     )
     split: str | None = option(
         None,
@@ -74,8 +83,8 @@ class Config:
     )
     shuffle: str | None = option(
         None,
-        "shuffle samples: partition = within each shard; global = over all shards; blocks = runs of"
-        " 4 MiB within a window, for slow disks; default: partition, for chunked data sets blocks",
+        "shuffle samples: partition = in each shard; global = over all; blocks = 4 MiB blocks in"
+        " a window, for slow disks; default: partition, for chunked datasets blocks",
         DATA,
         choices=("partition", "global", "blocks"),
     )

@@ -24,6 +24,7 @@ import numpy as np
 
 from hpctrain.data.checks import NOT_FINITE
 from hpctrain.data.orders import random_order
+from hpctrain.data.pack_format import EXTERNAL_ARGUMENTS as ARGUMENTS
 from hpctrain.data.pack_format import SPLITS, ExternalFile, Pack, SplitLayout
 from hpctrain.data.packing.split import LEFT_OUT, assign, cut, parse_split
 from hpctrain.data.partition import READ_BYTES
@@ -32,6 +33,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.keys import random_key
 
 DEFAULT_SPLIT = "0.9,0.1"
+UINT16_MAX = 65535.0
 PROBED = 64  # images that tell one file from another
 FEW_BLOCKS = 32  # in a window: too few to mix the classes of an ordered file
 # Blocks that a file, and each class of it, has before they grow: shares and classes stay even.
@@ -48,56 +50,125 @@ def read_external(
     split: str | None = None,
     seed: int = 0,
     block_rows: int | None = None,
+    scale: float | None = None,
+    label_gaps: str | None = None,
 ) -> Pack:
     """The file as a pack: checked, identified and split.
 
-    `images` and `labels` are paths of datasets within the file, `split` the shares as for the
-    packer. Samples are drawn in blocks of `block_rows`: 0 = one by one, class by class; None = in
-    blocks that suit the file. Where it has chunks these are whole ones in any case. Raises
-    UsageError.
+    `images` and `labels` are paths of datasets within the file, or FILE:DATASET of a file beside
+    it; where they hold "{split}", each split has its own. Else `split` are the shares as for the
+    packer, and samples are drawn in blocks of `block_rows`: 0 = one by one, class by class; None =
+    in blocks that suit the file. Chunks are never cut. Images are divided by `scale`; None = by
+    65,535 for uint16, else not. Labels that are not 0 ... K-1 are refused, mapped to that
+    (`label_gaps` "map"), or leave classes without images ("keep"). Raises UsageError.
     """
     from hpctrain.data import external_file  # brings h5py
 
     parse_split(split or DEFAULT_SPLIT)  # before anything is opened
-    found, shape, values = external_file.inspect(os.path.abspath(path), images, labels, layout)
-    classes = int(values.max()) + 1
-    source = dataclasses.replace(
-        found,
-        block_rows=choose_block_rows(found, classes, block_rows),
-        split=split or DEFAULT_SPLIT,
-        seed=seed,
-    )
+    scale, path, names = scale or None, os.path.abspath(path), {"": (images, labels)}
+    if "{split}" in images and split:
+        raise UsageError(f"--split {split} draws splits, but --images {images} has its own")
+    if "{split}" in images:
+        names = external_file.find_splits(path, images, labels)
+    found = {name: external_file.inspect(path, *names[name], layout) for name in names}
+    classes, values = _class_names(path, [labels for _, labels in found.values()], label_gaps)
+    sources = {
+        name: dataclasses.replace(
+            source,
+            scale=_divisor(source, scale),
+            label_values=values,
+            block_rows=choose_block_rows(source, len(classes), block_rows),
+            split=name or split or DEFAULT_SPLIT,
+            seed=seed,
+        )
+        for name, (source, _) in found.items()
+    }
+    first = next(iter(sources.values()))
+    arguments = [images, labels, first.layout, "" if first.split in SPLITS else first.split, seed]
+    arguments += [first.block_rows, scale or 0.0, label_gaps or ""]
     pack = Pack(
-        source.path,
+        first.path,
         "",
-        source.file_size,
-        source.image_shape,
-        tuple(str(k) for k in range(classes)),
-        {name: SplitLayout(name, len(of), -1, -1) for name, of in draw(source, values).items()},
-        mean=(0.0,) * source.image_shape[2],
-        std=(0.0,) * source.image_shape[2],
-        provenance={"source": os.path.basename(source.path), "images": source.images},
-        external=source,
+        first.file_size,
+        first.image_shape,
+        classes,
+        {},
+        mean=(0.0,) * first.image_shape[2],
+        std=(0.0,) * first.image_shape[2],
+        provenance={"source": os.path.basename(first.path), "images": first.images},
+        external=first,
+        external_splits={} if "" in sources else sources,
+        external_arguments=dict(zip(ARGUMENTS, arguments, strict=True)),
     )
-    return dataclasses.replace(pack, uuid=_identity(pack, source, shape))
+    return _identified(pack, sources, scale)
 
 
-@lru_cache(maxsize=1)
+def _identified(pack: Pack, sources: dict[str, ExternalFile], scale: float | None) -> Pack:
+    """The pack with its uuid, and the splits of its `sources`. Raises UsageError."""
+    layouts: dict[str, SplitLayout] = {}
+    known, first = [], next(iter(sources.values()))
+    for name, source in sources.items():
+        if (source.image_shape, source.dtype) != (first.image_shape, first.dtype):
+            raise UsageError(
+                f"{source.path}: the images of {name} are {source.image_shape} {source.dtype},"
+                f" those of train {first.image_shape} {first.dtype}"
+            )
+        drawn = split_labels(source)[1]
+        layouts |= {split: SplitLayout(split, len(of), -1, -1) for split, of in drawn.items()}
+        known.append(_describe_content(pack, source, scale))
+    text = known[0] if len(known) == 1 else json.dumps(known)
+    identity = str(uuid.uuid5(uuid.NAMESPACE_OID, text))
+    return dataclasses.replace(pack, uuid=identity, splits=layouts)
+
+
+def _class_names(
+    path: str, labels: list[np.ndarray], gaps: str | None
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The names of all classes, and the labels that are mapped to 0 ... K-1, () for none. Raises
+    UsageError.
+    """
+    values = sorted(set().union(*(np.unique(some).tolist() for some in labels)))
+    count, rows = len(values), sum(map(len, labels))
+    if missing := set(values) - set(np.unique(labels[0]).tolist()):
+        raise UsageError(f"{path}: class {min(missing)} has no image in train")
+    if gaps == "map":
+        return tuple(map(str, values)), () if values == list(range(count)) else tuple(values)
+    low, high = values[0], values[-1]
+    if low < 0 or high >= rows or (gaps != "keep" and high >= count):
+        shown = ", ".join(map(str, values[:5])) + (f", ... {high}" if count > 5 else "")
+        way = f"--label-gaps map numbers them 0 ... {count - 1}"
+        if low >= 0 and high < rows:
+            way += f", --label-gaps keep has {high + 1} classes, some without images"
+        raise UsageError(f"{path}: the labels have the values {shown}, not 0 ... K-1: {way}")
+    return tuple(str(k) for k in range(high + 1)), ()
+
+
+def _divisor(source: ExternalFile, scale: float | None) -> float:
+    """By what the values of the images are divided; 0 where they are taken as they are."""
+    if scale is None:
+        return UINT16_MAX if source.dtype == "uint16" else 0.0
+    return 0.0 if scale == 1 and source.dtype.startswith("float") else scale
+
+
+@lru_cache(maxsize=len(SPLITS))
 def split_labels(source: ExternalFile) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """All labels (N,) and the samples of every split, kept for the next split that is opened."""
+    """The classes (N,) of all samples, and the samples of every split, kept for the next split that
+    is opened.
+    """
     from hpctrain.data import external_file
 
     labels = external_file.read_labels(source)
     return labels, draw(source, labels)
 
 
-def _identity(pack: Pack, source: ExternalFile, shape: tuple[int, ...]) -> str:
-    """The uuid of what the file holds: the same wherever it lies. Raises UsageError."""
+def _describe_content(pack: Pack, source: ExternalFile, scale: float | None) -> str:
+    """What the file holds: the same wherever it lies. Raises UsageError."""
     count = min(PROBED, source.rows)
     rows = np.unique(np.arange(count) * (source.rows - 1) // max(1, count - 1))
-    images = np.empty((len(rows), *source.image_shape), source.dtype)
+    images = np.empty((len(rows), *source.image_shape), source.image_dtype)
     try:
-        with Split(pack, WHOLE_FILE) as samples:
+        probed = dataclasses.replace(pack, external=source, external_splits={})
+        with Split(probed, WHOLE_FILE) as samples:
             samples.gather(rows, images)
     except RunError as error:
         raise UsageError(str(error)) from None
@@ -105,10 +176,21 @@ def _identity(pack: Pack, source: ExternalFile, shape: tuple[int, ...]) -> str:
     if not finite.all():
         row = rows[~finite][0]
         raise UsageError(f"{source.path}: row {row} of {source.images} {NOT_FINITE}")
+    low, high = float(images.min()), float(images.max())
+    if scale is None and images.dtype.kind == "f" and not 0 <= low <= high <= 1:
+        divisor = next((f"{d:g}" for d in (255, UINT16_MAX) if high <= d), f"{high:g}")
+        way = f"--scale {divisor} divides them by {divisor}, " if low >= 0 else ""
+        raise UsageError(
+            f"{source.path}: the values of {source.images} go from {low:g} to {high:g}, not from 0"
+            f" to 1: {way}--scale 1 takes them as they are"
+        )
     probe = zlib.crc32(images.reshape(-1).view(np.uint8).data)
-    known: list[Any] = [source.dtype, list(shape), source.layout, source.images, source.labels]
-    text = json.dumps([*known, source.labels_crc32, probe])
-    return str(uuid.uuid5(uuid.NAMESPACE_OID, text))
+    shape = [source.rows, *source.stored_shape]
+    known: list[Any] = [source.dtype, shape, source.layout, source.images, source.labels]
+    known += [source.labels_crc32, probe]
+    if source.scale or source.label_values:  # as the files without were always known
+        known += [source.scale, source.label_values]
+    return json.dumps(known)
 
 
 def choose_block_rows(source: ExternalFile, classes: int, wanted: int | None) -> int:
@@ -126,6 +208,12 @@ def draw(source: ExternalFile, labels: np.ndarray) -> dict[str, np.ndarray]:
     """The samples of every split, from labels (N,). Raises UsageError where a split that has a
     share gets none, or a class has no sample in train.
     """
+    if source.split in SPLITS:  # given by the file
+        samples = np.arange(source.rows)
+        if not source.block_rows:
+            key = random_key(source.seed, "pack order", source.split)
+            samples = random_order(source.rows, key)
+        return {source.split: samples}
     shares = parse_split(source.split)
     drawn = (_draw_blocks if source.block_rows else _draw_samples)(source, labels, shares)
     how = "class by class"

@@ -16,7 +16,9 @@ are undone here, from the last to the first, none of them to more bytes than a c
 from __future__ import annotations
 
 import ctypes
+import threading
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
@@ -25,8 +27,12 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from hpctrain.data.hdf5 import DamagedChunk
+from hpctrain.data.hdf5 import DamagedChunk, explain, file_size
+from hpctrain.data.pack_format import ExternalFile
+from hpctrain.data.partition import READ_BYTES
+from hpctrain.errors import RunError
 
+CACHE_BYTES = 64 << 20  # of slabs kept, besides the last
 WORDS = 1 << 14  # of a checksum that are summed at a time
 FALLING = np.arange(WORDS, 0, -1)
 
@@ -197,3 +203,89 @@ def expand_lzf_here(content: bytes, limit: int) -> bytes:
     if len(out) > limit or at > len(content):
         raise DamagedChunk("it is no whole LZF stream, or one longer than a chunk")
     return bytes(out)
+
+
+class Chunks:
+    """The images of an external file, stored in chunks.
+
+    A slab is all chunks that hold the same images. Every slab that a call needs is read once,
+    neighbours together; the last slabs are kept, so that the next call may go on within one. HDF5
+    fills what it misses at the end of a file with zeros, so the file's size is compared after
+    every read.
+    """
+
+    def __init__(self, source: ExternalFile, file: h5py.File, data: h5py.Dataset) -> None:
+        """Of `data` in the open `file`, both checked."""
+        self.source, self._file, self._data = source, file, data
+        slab_bytes = source.chunk_rows * source.image_bytes
+        self._together = max(1, READ_BYTES // slab_bytes)  # slabs that are read by one call
+        self._count = max(1, CACHE_BYTES // slab_bytes)
+        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()  # by number, newest last
+        self._lock = threading.Lock()
+
+    def read(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """The images `rows` (n,), in that order, into `out` (n, H, W, C). Raises RunError."""
+        order = np.argsort(rows, kind="stable")  # of the file
+        slabs = rows[order] // self.source.chunk_rows
+        starts = np.flatnonzero(np.diff(slabs, prepend=-1))  # where another slab begins
+        with self._lock:
+            for group in self._groups(slabs[starts]):
+                first, last = (int(number) for number in slabs[starts[group[[0, -1]]]])
+                images = self._read_slabs(first, last)  # (m, H, W, C)
+                stop = starts[group[-1] + 1] if group[-1] + 1 < len(starts) else len(rows)
+                places = order[starts[group[0]] : stop]
+                found = images[rows[places] - first * self.source.chunk_rows]
+                out[places] = self.source.scaled(found)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._kept.clear()
+            self._file.close()
+
+    def _groups(self, slabs: np.ndarray) -> list[np.ndarray]:
+        """Places of slabs (k,), ascending, that are read together: neighbours, at most so many;
+        one that is kept stands alone.
+        """
+        groups: list[list[int]] = []
+        for place, slab in enumerate(slabs.tolist()):
+            previous = int(slabs[place - 1]) if place else -2
+            apart = slab != previous + 1 or slab in self._kept or previous in self._kept
+            if apart or len(groups[-1]) >= self._together:
+                groups.append([])
+            groups[-1].append(place)
+        return [np.array(group) for group in groups]
+
+    def _read_slabs(self, first: int, last: int) -> np.ndarray:
+        """The images of these slabs, (m, H, W, C); the last slab is kept."""
+        if first == last and first in self._kept:
+            self._kept.move_to_end(first)
+            return self._kept[first]
+        images = self._load(first, last)
+        step = self.source.chunk_rows
+        self._kept[last] = images if first == last else images[(last - first) * step :].copy()
+        while len(self._kept) > self._count:
+            self._kept.popitem(last=False)
+        return images
+
+    def _load(self, first: int, last: int) -> np.ndarray:
+        source, step = self.source, self.source.chunk_rows
+        start, stop = first * step, min(source.rows, (last + 1) * step)
+        try:
+            images = read_chunks(self._data, start, stop, source.file_size)
+        except Exception as error:  # HDF5 and h5py raise many kinds
+            self._check_size()
+            raise RunError(
+                f"{source.path}: images {start:,} to {stop - 1:,} of {source.images} cannot be"
+                f" read, the file {explain(error)}"
+            ) from None
+        self._check_size()
+        return source.to_images(images)
+
+    def _check_size(self) -> None:
+        there = file_size(self._file)
+        if there < self.source.file_size:
+            raise RunError(
+                f"{self.source.path} has {there:,} bytes, {self.source.file_size - there:,} fewer"
+                " than when it was opened: it was cut short while in use"
+            )

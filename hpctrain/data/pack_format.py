@@ -30,7 +30,7 @@ import json
 import math
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +65,15 @@ class SplitLayout:
     offsets_offset: int = -1  # of the (rows + 1,) int64 that say where each file begins
 
 
+LAYOUTS = {  # of the images of an external file -> where (N, H, W, C) or (N, H, W) are stored
+    "NHWC": (0, 1, 2, 3),
+    "NCHW": (0, 2, 3, 1),
+    "NHW": (0, 1, 2),
+    "NCWH": (0, 3, 2, 1),  # (H, W, C, N) and (H, W, N) in MATLAB, which counts columns first
+    "NWH": (0, 2, 1),
+}
+
+
 @dataclass(frozen=True)
 class ExternalFile:
     """Where an HDF5 file that is no pack keeps its samples, and how they are split."""
@@ -72,36 +81,70 @@ class ExternalFile:
     path: str
     file_size: int
     images: str  # path of the dataset within the file
+    labels_path: str  # of the file that holds the labels
     labels: str
-    layout: str  # of the images: NHWC, NCHW or NHW
-    dtype: str  # uint8, float16, float32 or float64
+    layout: str  # of the images: one of LAYOUTS
+    dtype: str  # as stored: uint8, uint16, float16, float32 or float64
     rows: int  # samples of the file
     image_shape: tuple[int, int, int]  # (H, W, C)
     offset: int  # byte of the first image; -1 where they are stored in chunks
     chunk_rows: int  # samples that a chunk spans; 0 for a contiguous dataset
-    labels_crc32: int  # of all labels as int64, to know the file again
+    labels_crc32: int = 0  # of all labels as int64, to know the file again
+    scale: float = 0.0  # by which values are divided; 0 = they are taken as they are
+    label_values: tuple[int, ...] = ()  # of classes 0 ... K-1; () = these numbers
     block_rows: int = 0  # samples are split in blocks of so many; 0 = one by one, class by class
-    split: str = "1"  # shares, as for the packer
+    split: str = "1"  # shares, as for the packer, or the one split that all samples are
     seed: int = 0
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of ``read_external``, beside the path, that find the same splits again."""
-        return {name: getattr(self, name) for name in EXTERNAL_ARGUMENTS}
+    @property
+    def image_dtype(self) -> np.dtype:
+        """Of the images that are read: as stored, or floats where values are divided."""
+        if not self.scale:
+            return np.dtype(self.dtype)
+        return np.dtype("float64" if self.dtype == "float64" else "float32")
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of one image."""
+        """Bytes of one image as it is stored."""
         return math.prod(self.image_shape) * np.dtype(self.dtype).itemsize
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of one image as it is stored."""
+        axes = LAYOUTS[self.layout]
+        return tuple(self.image_shape[axes.index(stored) - 1] for stored in range(1, len(axes)))
 
-EXTERNAL_ARGUMENTS = {
+    def to_images(self, stored: np.ndarray) -> np.ndarray:
+        """Images as stored, (n, ...) -> a view of them, (n, H, W, C)."""
+        return stored.transpose(LAYOUTS[self.layout]).reshape(len(stored), *self.image_shape)
+
+    def scaled(self, images: np.ndarray) -> np.ndarray:
+        """Images (n, H, W, C), divided by the scale where there is one: with 255, the same bits as
+        the bytes of a pack become.
+        """
+        if not self.scale:
+            return images
+        dtype = self.image_dtype
+        return images.astype(dtype) * dtype.type(1 / self.scale)
+
+
+EXTERNAL_ARGUMENTS = {  # of read_external, with which the same samples are found again
     "images": str,
     "labels": str,
     "layout": str,
     "split": str,
     "seed": int,
     "block_rows": int,
+    "scale": float,
+    "label_gaps": str,
 }
+
+
+def valid_external_arguments(value: Any) -> bool:
+    """Whether this is what `Pack.external_arguments` holds, or None."""
+    if not isinstance(value, dict):
+        return value is None
+    return {name: type(entry) for name, entry in value.items()} == EXTERNAL_ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -122,7 +165,9 @@ class Pack:
     uuid_offset: int = -1  # where the uuid stands in the file, to know it again; -1 = not found
     fit: str = ""  # of a pack of JPEG files: one of FITS
     sha256: str = ""  # as `facts_sha256` gave it; empty where the pack has none
-    external: ExternalFile | None = None
+    external: ExternalFile | None = None  # of train
+    external_splits: dict[str, ExternalFile] = field(default_factory=dict)  # where each has its own
+    external_arguments: dict[str, Any] = field(default_factory=dict)  # of `read_external`
 
     @property
     def encoded(self) -> bool:
@@ -132,7 +177,7 @@ class Pack:
     @property
     def dtype(self) -> np.dtype:
         """Of the images: uint8, or the floats of an external file."""
-        return np.dtype(self.external.dtype if self.external else np.uint8)
+        return self.external.image_dtype if self.external else np.dtype(np.uint8)
 
     @property
     def image_bytes(self) -> int:

@@ -31,7 +31,7 @@ from hpctrain.data.pread import as_bytes, gather_rows, open_file, read_exactly
 from hpctrain.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from hpctrain.data.external_file import Chunks
+    from hpctrain.data.hdf5_chunks import Chunks
 
 WHOLE_FILE = ""  # the name of the split of all samples of an external file
 
@@ -60,13 +60,14 @@ class Split:
         self.image_shape, self.dtype = pack.image_shape, pack.dtype
         self._checks = checks or Checks()
         self.bad = self._checks.bad_samples(name)
+        self._source = pack.external_splits.get(name, pack.external)
         self._index: np.ndarray | None = None  # (N,) samples of the file
         self._offsets: np.ndarray | None = None  # (N + 1,) of JPEG files
         self._threads: ThreadPoolExecutor | None = None  # that decode them
         self._chunks: Chunks | None = None
         self._descriptor = -1
         try:
-            if pack.external:
+            if self._source:
                 self._open_external()
             else:
                 self._open_pack(pack.splits[name])
@@ -116,10 +117,10 @@ class Split:
 
     def describe(self, index: int) -> str:
         """Where a sample is, for a message."""
-        if self.pack.external:
+        if self._source:
             row = index if self._index is None else self._index[index]
-            images, where = self.pack.external.images, f"sample {index} of {self.name}"
-            return f"{self.pack.path}: row {row} of {images} ({where})"
+            where = f"row {row} of {self._source.images} (sample {index} of {self.name})"
+            return f"{self._source.path}: {where}"
         return f"{self.pack.path}: sample {index} of split {self.name!r}"
 
     def close(self) -> None:
@@ -163,10 +164,10 @@ class Split:
     def _open_external(self) -> None:
         from hpctrain.data import external, external_file  # bring h5py
 
-        source = self.pack.external
+        source = self._source
         assert source
         if source.chunk_rows:
-            self._chunks = external_file.Chunks(source)
+            self._chunks = external_file.open_chunks(source)
         else:
             external_file.check_unchanged(source)
             self._descriptor = open_file(source.path, source.file_size)
@@ -207,22 +208,21 @@ class Split:
 
     def _read_pixels(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Rows of an array of images that lies in one piece of the file."""
-        pack = self.pack
-        if not pack.external:
+        pack, source = self.pack, self._source
+        if not source:
             offset, size = pack.splits[self.name].images_offset, pack.image_bytes
             self._verify("images", rows, rows * size, (rows + 1) * size)
             gather_rows(pack.path, self._descriptor, offset, rows, as_bytes(out))
             return
-        offset = pack.external.offset
-        if pack.external.layout != "NCHW":
-            gather_rows(pack.path, self._descriptor, offset, rows, as_bytes(out))
+        if source.layout in ("NHWC", "NHW") and not source.scale:
+            gather_rows(source.path, self._descriptor, source.offset, rows, as_bytes(out))
             return
-        step = max(1, READ_BYTES // pack.image_bytes)
+        step = max(1, READ_BYTES // source.image_bytes)
         for first in range(0, len(rows), step):
             part = rows[first : first + step]
-            images = np.empty((len(part), *np.roll(self.image_shape, 1)), out.dtype)
-            gather_rows(pack.path, self._descriptor, offset, part, as_bytes(images))
-            out[first : first + step] = images.transpose(0, 2, 3, 1)
+            stored = np.empty((len(part), *source.stored_shape), source.dtype)
+            gather_rows(source.path, self._descriptor, source.offset, part, as_bytes(stored))
+            out[first : first + step] = source.scaled(source.to_images(stored))
 
     def _read_files(self, indices: np.ndarray) -> Iterator[memoryview]:
         """The JPEG files of `indices` (n,), in that order; consecutive ones are read together."""

@@ -32,7 +32,7 @@ from hpctrain.data.augment import normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks
 from hpctrain.data.loader import Prepare, make_prepare
-from hpctrain.data.pack_format import EXTERNAL_ARGUMENTS, Pack
+from hpctrain.data.pack_format import Pack, valid_external_arguments
 from hpctrain.data.packed import read_again, read_sums
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
@@ -60,7 +60,7 @@ def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> d
         "pack": str(Path(pack.path).resolve()),
         "pack_uuid": pack.uuid,
         "provenance": pack.provenance,
-        "external": pack.external.arguments() if pack.external else None,
+        "external": pack.external_arguments or None,
         "task": plan.task,
         "noise": plan.noise,
         "noise_level": plan.noise_level,
@@ -123,9 +123,8 @@ def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> 
     """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
     if isinstance(earlier := metadata.pop("foreign", None), dict):  # as it was called
-        metadata["external"] = {
-            {"run_rows": "block_rows"}.get(name, name): value for name, value in earlier.items()
-        }
+        renamed = {("block_rows" if n == "run_rows" else n): v for n, v in earlier.items()}
+        metadata["external"] = {**renamed, "scale": 1.0, "label_gaps": "keep"}
     check_metadata(path, metadata)
     height, width, channels = metadata["image_shape"]
     shape, classes = (height, width, channels), tuple(metadata["classes"])
@@ -169,7 +168,8 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
         "std": std is None if mean is None else numbers(std, float, channels, 0.0),
         "pack": isinstance(metadata.get("pack", ""), str),
         "provenance": isinstance(metadata.get("provenance", {}), dict),
-        "external": metadata.get("external") is None or _names_samples(metadata["external"]),
+        "external": metadata.get("external") is None
+        or valid_external_arguments(metadata["external"]),
         "precision": metadata.get("precision", "fp32") in PRECISIONS,
         "evaluation_rows": numbers([_block(metadata)], int, 1, 0),
         "channels_last": isinstance(metadata.get("channels_last", True), bool),
@@ -183,11 +183,6 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
 def _block(metadata: dict[str, Any]) -> Any:
     """Rows of a block of the run's own evaluations; earlier files do not say it."""
     return metadata.get("evaluation_rows", EVALUATION_ROWS)
-
-
-def _names_samples(named: Any) -> bool:
-    """Whether this is what `ExternalFile.arguments` gives."""
-    return isinstance(named, dict) and {n: type(v) for n, v in named.items()} == EXTERNAL_ARGUMENTS
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,9 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
         path = locate(config.data, config.data_dir)
         if config.images is not None and config.labels is not None:
             names = config.images, config.labels, config.layout
-            runs = None if config.shuffle == "blocks" else 0
-            return read_external(path, *names, config.split, config.seed, runs)
+            blocks = None if config.shuffle == "blocks" else 0
+            split_by = config.split, config.seed, blocks
+            return read_external(path, *names, *split_by, config.scale, config.label_gaps)
         pack = read_pack(path)
         require_split(pack, split)
         when = verified(config, pack)

@@ -109,6 +109,12 @@ def negative():
     return labels
 
 
+def hot(row, value):
+    labels = np.eye(CLASSES)[LABELS]
+    labels[row] = 0, value, value, 0
+    return labels
+
+
 BAD = {  # what is done to the file, what is asked for, what is said
     "no such images": (None, {"images": "z"}, "there is no dataset z; / holds x, y"),
     "no such group": (None, {"images": "a/b/c"}, "there is no dataset a/b/c; / holds x, y"),
@@ -185,13 +191,16 @@ BAD = {  # what is done to the file, what is asked for, what is said
     "fewer labels": (
         rewritten(y=LABELS[1:]),
         {},
-        r"labels /y have shape \(210,\), not \(211,\) or \(211, 1\) as there are 211 images in /x",
+        r"/y have shape \(210,\), not \(211,\) or one-hot \(211, K\), as there are 211 images",
     ),
-    "one-hot": (rewritten(y=np.eye(CLASSES, dtype=int)[LABELS]), {}, r"shape \(211, 4\), not"),
-    "NaN": (rewritten(y=with_nan()), {}, "labels /y are float32, not integers"),
-    "whole floats": (rewritten(y=LABELS.astype("f8")), {}, "labels /y are float64, not integers"),
-    "truth": (rewritten(y=LABELS > 0), {}, "labels /y are bool, not integers"),
-    "names": (rewritten(y=np.array([b"cat"] * ROWS)), {}, "labels /y are bytes24, not integers"),
+    "two hot": (rewritten(y=hot(5, 1)), {}, "labels /y are not one-hot: row 5 is not one 1 and"),
+    "half hot": (rewritten(y=hot(5, 0.5)), {}, "labels /y are not one-hot: row 5 is not one 1 and"),
+    "one-hot and more": (rewritten(y=np.zeros((ROWS, 2, 2), int)), {}, r"have shape \(211, 2, 2\)"),
+    "NaN": (rewritten(y=with_nan()), {}, "labels /y are no whole numbers: row 5 is nan"),
+    "halves": (rewritten(y=LABELS / 2), {}, r"labels /y are no whole numbers: row \d+ is 0\.5"),
+    "floats too large": (rewritten(y=LABELS * 1e300), {}, "labels /y are no whole numbers: row"),
+    "truth": (rewritten(y=LABELS > 0), {}, "labels /y are bool, not numbers"),
+    "names": (rewritten(y=np.array([b"cat"] * ROWS)), {}, "labels /y are bytes24, not numbers"),
     "virtual labels": (rewritten(y=virtual_labels), {}, "/y is a virtual dataset"),
     "labels elsewhere": (
         rewritten(y=lambda f, n: f.create_dataset(n, ROWS, "u1", external=[("b.h5", 0, ROWS)])),
@@ -216,13 +225,45 @@ BAD = {  # what is done to the file, what is asked for, what is said
     "negative": (
         rewritten(y=negative()),
         {},
-        "labels /y go from -1 to 3: they are to be 0",
+        r"the values -1, 0, 1, 2, 3, not 0 \.\.\. K-1: --label-gaps map numbers them 0 \.\.\. 4$",
     ),
-    "too many classes": (rewritten(y=LABELS + 208), {}, "labels /y go from 208 to 211: .* 211"),
+    "too many classes": (
+        rewritten(y=LABELS + 208),
+        {},
+        r"values 208, 209, 210, 211, not .* 0 \.\.\. 3$",
+    ),
     "beyond int64": (
         rewritten(y=LABELS.astype("u8") + np.uint64(2**63)),
         {},
-        "labels /y go from 9223372036854775808 to 9223372036854775811",
+        "labels /y go up to 9223372036854775811, beyond 64 bits",
+    ),
+    "a gap": (
+        rewritten(y=LABELS + (LABELS > 1)),
+        {},
+        "values 0, 1, 3, 4, not .* 0 ... 3, --label-gaps keep has 5 classes, some without images",
+    ),
+    "one-based": (
+        rewritten(y=LABELS + 1),
+        {},
+        "values 1, 2, 3, 4, not .* map numbers them 0 ... 3",
+    ),
+    "floats of bytes": (
+        rewritten(x=IMAGES.astype("f4")),
+        {},
+        "/x go from 0 to 219, not from 0 to 1: --scale 255 divides them by 255, --scale 1",
+    ),
+    "floats of 16 bits": (rewritten(x=IMAGES * np.float32(200)), {}, "--scale 65535 divides them"),
+    "floats around 0": (
+        rewritten(x=IMAGES - np.float32(99)),
+        {},
+        "not from 0 to 1: --scale 1",
+    ),
+    "a file elsewhere": (None, {"images": "../b.h5:x"}, "there is no dataset ../b.h5:x"),
+    "no such file": (None, {"labels": "c.h5:y"}, "c.h5 cannot be opened: No such file"),
+    "no train": (
+        None,
+        {"images": "{split}/x"},
+        "{split}/x: there is no such dataset of train",
     ),
     "no share": (None, {"split": "0.9,0.2"}, "--split 0.9,0.2: give shares that sum to 1"),
     "empty share": (None, {"split": "0.999,0.001"}, "--split .* leaves no image of .* for test"),
@@ -250,7 +291,7 @@ def test_what_cannot_be_used_is_told_in_one_line(there, case):
         read_external(there, **{"images": "x", "labels": "y", **asked})
     assert "\n" not in str(caught.value)
     if "split" not in asked:
-        assert str(there) in str(caught.value)
+        assert str(there.parent) in str(caught.value)
 
 
 def test_files_that_are_damaged_are_told_in_one_line(there, tmp_path):

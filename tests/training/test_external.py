@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -43,6 +44,9 @@ STORED = {  # images, how they are stored, settings
     ),
     "floats": (FLOATS, {}, {}),
     "doubles, chunks": (FLOATS.astype(np.float64), {"chunks": (1, 28, 28, 1)}, {}),
+    "floats of bytes": (IMAGES.astype(np.float32), {}, {"scale": 255.0}),
+    "16 bits, chunks": (IMAGES.astype(np.uint16), {"chunks": (1, 28, 28, 1)}, {"scale": 255.0}),
+    "as in MATLAB": (IMAGES.transpose(0, 3, 2, 1), {}, {"layout": "NCWH"}),
 }
 
 
@@ -172,7 +176,7 @@ def test_a_network_knows_its_file_and_the_rows_it_was_tested_on(comm, settings, 
         assert (figures["accuracy"], figures["pack"]) == (end["test_accuracy"], config.data)
         assert len(answers.read_text().splitlines()) == 1 + figures["rows"] < 80
         known = read_model(folder / "a/model.safetensors")[1]["external"]
-        assert (known["images"], known["split"], known["seed"]) == ("/g/x", "0.7,0.3", 0)
+        assert (known["images"], known["split"], known["seed"]) == ("g/x", "0.7,0.3", 0)
         os.rename(config.data, moved)
     comm.Barrier()
     with pytest.raises(UsageError, match="is gone: give --data"):
@@ -181,6 +185,29 @@ def test_a_network_knows_its_file_and_the_rows_it_was_tested_on(comm, settings, 
     assert evaluate.main(again) == 0
     if comm.rank == 0:
         assert json.loads(written.read_text()) == {**figures, "pack": str(moved)}
+
+
+@pytest.mark.mpi
+def test_splits_and_classes_of_the_file_are_found_again(comm, settings):
+    """train/x and test/x, labels 1 ... K one-hot: evaluate finds them by what the network says."""
+    path, written = (Path(settings.data).with_name(name) for name in ("s.h5", "figures.json"))
+    if comm.rank == 0:
+        with h5py.File(path, "w") as file:
+            for name, rows in (("train", slice(0, None, 2)), ("test", slice(1, None, 2))):
+                file[f"{name}/x"] = IMAGES[rows].astype(np.float32)
+                file[f"{name}/y"] = LABELS[rows].reshape(-1, 1) + 1.0
+    comm.Barrier()
+    names = {"images": "{split}/x", "labels": "{split}/y", "label_gaps": "map", "scale": 255.0}
+    config = dataclasses.replace(settings, data=str(path), epochs=1, **names)
+    assert loop.train(config, comm) == 0
+    assert loop.train(dataclasses.replace(config, epochs=2), comm) == 0
+    asked = {"run": "a", "runs_dir": settings.runs_dir, "threads": 1, "batch": 64}
+    assert evaluate.main(EvaluateConfig(output=str(written), **asked)) == 0
+    if comm.rank == 0:
+        figures = json.loads(written.read_text())
+        end = list(read_records(Path(settings.runs_dir) / "a"))[-1]
+        assert figures["accuracy"] == end["test_accuracy"] and figures["rows"] == 105
+        assert figures["classes"] == [str(k) for k in range(1, 11)]
 
 
 @pytest.mark.mpi
@@ -227,6 +254,10 @@ def test_the_order_of_chunks_is_told(comm, settings):
         ({"normalize": "pack"}, "--normalize pack takes the mean and std that a pack holds"),
         ({"images": None, "labels": None, "layout": "NHWC"}, "--layout goes with --images"),
         ({"images": None, "labels": None, "split": "1"}, "--split goes with --images"),
+        ({"images": None, "labels": None, "scale": 2.0}, "--scale goes with --images"),
+        ({"images": None, "labels": None, "label_gaps": "map"}, "--label-gaps goes with --images"),
+        ({"scale": 0.0}, "--scale 0"),
+        ({"label_gaps": "close"}, "--label-gaps close: there are map, keep"),
         ({"images": None, "labels": None}, "not a pack .* --images and --labels"),
         ({"normalize": "imagenet"}, "imagenet is for images of 3 channels; these have 1"),
         ({"skip_bad": True}, "--skip-bad leaves out rows of a pack"),

@@ -31,7 +31,10 @@ FLAGS = {}  # name of a flag -> its check
 ELSEWHERE = {  # flag -> where it is tested
     "data": "tests/data/test_builtin.py",
     "data_dir": "tests/data/test_builtin.py",
-    **dict.fromkeys(("images", "labels", "layout", "split"), "tests/training/test_external.py"),
+    **dict.fromkeys(
+        ("images", "labels", "layout", "split", "scale", "label_gaps"),
+        "tests/training/test_external.py",
+    ),
     "local_buffers": "tests/training/test_train.py",
     "run": "tests/training/test_train.py",
     "runs_dir": "tests/training/test_train.py",
