@@ -30,9 +30,9 @@ from hpctrain.report.figures import check_name
 from hpctrain.report.find import find_folder
 from hpctrain.report.history import find_outcome
 from hpctrain.report.record import read_history, read_records
-from hpctrain.strictjson import parse_json
-from hpctrain.text import say
+from hpctrain.text import brief, say
 from hpctrain.training.checkpoint import newest
+from hpctrain.typed import parse_json
 
 Tensors = dict[str, Tensor]
 OF_THE_RUN_ALONE = ("run", "runs_dir", "progress", "tensorboard")  # settings that change no number
@@ -139,7 +139,7 @@ def _settings(folders: list[Path]) -> list[str]:
     }
     shown = {"settings that differ": set_or_planned, "plans differ": planned}
     lines = {
-        what: [f"{n} {_short(x)} and {_short(y)}" for n, (x, y) in pairs.items() if x != y]
+        what: [f"{n} {brief(x, 40)} and {brief(y, 40)}" for n, (x, y) in pairs.items() if x != y]
         for what, pairs in shown.items()
     }
     return [f"{what}: {'; '.join(found)}" for what, found in lines.items() if found]
@@ -153,11 +153,6 @@ def _plan(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {error}") from error
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:36]} ..."
 
 
 def _chosen(settings: CompareConfig, a: Tensors, b: Tensors) -> str:

@@ -29,12 +29,6 @@ class RunError(Failure):
     """The job was well asked for but failed under way (full disk, NaN loss, file cut short)."""
 
 
-def brief(error: object) -> str:
-    """What a library says, which may quote the file it read, in one line of at most 160 letters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 160 else f"{text[:157]}..."
-
-
 def first_line(error: object) -> str:
     """The first line of an error's text, without the bars that CuPy draws around it; its class's
     name where there is none.

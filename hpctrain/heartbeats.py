@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.files import open_itself, write_whole
-from hpctrain.strictjson import parse_json
 from hpctrain.text import printable
+from hpctrain.typed import parse_json
 
 FOLDER = "ranks"  # of a run
 BEAT_EVERY = 5.0  # seconds

@@ -1,18 +1,40 @@
-"""What the launcher (mpirun, srun) wrote into the environment, read without starting MPI."""
+"""What the launcher (mpirun, srun) and Slurm wrote into the environment, read without starting MPI.
+
+The variables of Slurm are those of sbatch(1) and srun(1). A job's requests for GPUs are variables
+too, which every srun within it reads as its own. The end of a job is asked of squeue.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
+import subprocess
+from collections.abc import Mapping
 
-from hpctrain.slurm import tasks_here
+from hpctrain.errors import RunError
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: saved, start me again
 #: Of what Open MPI, MPICH and Slurm tell the ranks they start.
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
+SQUEUE_TIMEOUT = 10.0  # seconds for squeue
+#: Requests of a job that a step with a shape of its own must not inherit (srun(1), INPUT
+#: ENVIRONMENT): a step that asks for all GPUs waits until no other runs.
+REQUESTS = (
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_GRES",
+    "SLURM_STEP_GRES",
+    "SLURM_TRES_PER_TASK",
+)
 
 
 def _first_number(*names: str) -> int | None:
@@ -57,3 +79,58 @@ def launch_name() -> str | None:
 def local_size() -> int:
     """How many of its processes run on this host; 1 without a launcher."""
     return _first_number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or tasks_here() or 1
+
+
+def tasks_by_node(text: str) -> list[int]:
+    """Of SLURM_TASKS_PER_NODE or SLURM_STEP_TASKS_PER_NODE: "2(x3),1" is [2, 2, 2, 1]."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
+def tasks_here(env: Mapping[str, str] = os.environ) -> int | None:
+    """Tasks of this step on this node; None where srun did not start this process."""
+    tasks = tasks_by_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = env.get("SLURM_NODEID", "")
+    return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else None
+
+
+def place_in_step(rank: int, size: int, env: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Node of this step, and task of that node, on which `rank` of `size` runs; (-1, -1) where
+    srun started other processes than these: under mpirun its variables are those of a daemon.
+    """
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID")
+    procid, tasks, node, local = (env.get(name, "") for name in names)
+    if (procid, tasks) == (str(rank), str(size)) and node.isdigit() and local.isdigit():
+        return int(node), int(local)
+    return -1, -1
+
+
+def job_end() -> float | None:
+    """When the Slurm job of this process ends, in seconds since 1970; None without a job, or for
+    one without a limit. Slurm 22.05 sets no variable: then squeue is asked.
+
+    Raises RunError where it cannot be found out.
+    """
+    job, end = (os.environ.get(f"SLURM_JOB_{name}", "") for name in ("ID", "END_TIME"))
+    if end.isdigit():
+        return float(end)
+    if not job:
+        return None
+    # %A tells the tasks of an array apart, whose last has the number of the whole array.
+    command = ["squeue", "--noheader", f"--jobs={job}", "--states=running", "--format=%A %e"]
+    env = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT
+        )
+    except OSError as error:
+        raise RunError(f"squeue: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"squeue: no answer in {SQUEUE_TIMEOUT:.0f} s") from error
+    ends = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
+    end = ends.get(job, "").strip()
+    if end.isdigit():
+        return float(end)
+    if end in ("N/A", "Unknown", "NONE"):
+        return None
+    raise RunError(f"squeue: {' '.join((done.stderr or end or 'no such job').split())}")

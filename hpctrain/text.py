@@ -10,7 +10,7 @@ import os
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -40,6 +40,21 @@ def discard_stdout() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def listed(names: Iterable[object], most: int = 8, separator: str = ", ") -> str:
+    """Names in one line, of many the first `most`: "a, b and 3 more"."""
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
+
+
+def brief(value: object, most: int = 160) -> str:
+    """A text, such as a library's error that quotes the file it read, in one line of at most `most`
+    characters.
+    """
+    text = " ".join(str(value).split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def csv_cell(value: object) -> object:

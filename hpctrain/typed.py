@@ -1,4 +1,4 @@
-"""What JSON and TOML of files say, checked against the types that the reader relies on.
+"""JSON (RFC 8259, with bounds) and TOML, checked against the types that the reader relies on.
 
 Files are damaged, cut short or made by others: whatever they hold becomes values of these types or
 one ValueError that names the field.
@@ -9,18 +9,33 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
+import math
 import reprlib
 import tomllib
 import typing
 from collections.abc import Collection
 from types import NoneType, UnionType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1  # int64
+MOST_DIGITS = 300  # of an integer of JSON: a float64 can hold about as large ones
 _hints = functools.cache(typing.get_type_hints)
 _short = reprlib.Repr()
 _short.maxother = _short.maxstring = _short.maxlong = 50
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value that `content` holds. ValueError for what is no JSON, for NaN and infinity, for
+    numbers beyond float64, and for nesting deeper than the parser goes.
+    """
+    try:
+        return _DECODER.decode(content if isinstance(content, str) else content.decode())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
@@ -91,3 +106,22 @@ def _check_numbers(values: Collection[Any]) -> None:
             _check_numbers(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, int) and abs(value) > LARGEST:
             raise ValueError(f"the whole number {_short.repr(value)} is larger than {LARGEST}")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a whole number of {len(digits)} digits is too large")
+    return int(digits)
+
+
+def _real(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"the number {digits[:20]} is too large")
+    return number
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_real, parse_constant=_constant)

@@ -19,7 +19,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
     "hpctrain errors text console typed config* files hardware heartbeats keys launcher signals"
-    " strictjson slurm streams watchdog data.partition parallel.shards",
+    " streams watchdog data.partition parallel.shards",
     "plan plan_check",
     "data* parallel* models* report*",
     "training* inference*",

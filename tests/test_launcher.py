@@ -9,11 +9,10 @@ import time
 
 import pytest
 
-from hpctrain import slurm
+from hpctrain import launcher as slurm
 from hpctrain.config import Config, SweepConfig
 from hpctrain.errors import RunError
-from hpctrain.launcher import local_size
-from hpctrain.slurm import job_end, place_in_step, tasks_by_node, tasks_here
+from hpctrain.launcher import job_end, local_size, place_in_step, tasks_by_node, tasks_here
 from hpctrain.sweep import machine
 from hpctrain.sweep.file import SweepNetwork
 from tests.launch import ROOT, Job

@@ -11,7 +11,8 @@ from typing import Any
 
 from hpctrain.config.option import flag_of, segments
 from hpctrain.config.train import Config
-from hpctrain.errors import UsageError, brief, did_you_mean
+from hpctrain.errors import UsageError, did_you_mean
+from hpctrain.text import brief
 from hpctrain.typed import LARGEST
 
 MOST_THREADS = 64  # that a run may ask for on a small machine, to repeat one of a larger

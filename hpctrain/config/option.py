@@ -14,7 +14,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hpctrain.errors import UsageError, brief
+from hpctrain.errors import UsageError
+from hpctrain.text import brief
 
 LONGEST_NAME = 200  # bytes
 LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that a timer takes
@@ -151,7 +152,7 @@ class Interval(NamedTuple):
         if not text.isdecimal():
             return Interval(seconds=duration(text, flag))
         if len(text) > MOST_DIGITS or int(text) < 1:
-            raise UsageError(f"{flag} {text[:50]}: give 1 step or more, or a time such as 10m")
+            raise UsageError(f"{flag} {brief(text, 50)}: give 1 step or more, or a time")
         return Interval(steps=int(text))
 
 

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 from hpctrain.config.check import check_settings
 from hpctrain.config.option import flag_of
-from hpctrain.errors import UsageError, brief, did_you_mean
+from hpctrain.errors import UsageError, did_you_mean
+from hpctrain.text import brief
 from hpctrain.typed import parse_toml
 
 KINDS = {int: "a whole number", float: "a number", str: "a text"}

@@ -26,7 +26,7 @@ from hpctrain.data.pack_format import (
     ordered,
 )
 from hpctrain.errors import UsageError
-from hpctrain.strictjson import parse_json
+from hpctrain.typed import parse_json
 
 MAX_ATTRIBUTE_BYTES = 2**26  # larger than any honest attribute, small enough to read
 MAX_BLOCK_BYTES = 2**26  # bytes that share a checksum; packs are written with about 2**20

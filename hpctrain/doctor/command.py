@@ -23,8 +23,16 @@ from rich.text import Text
 
 from hpctrain.config import DoctorConfig
 from hpctrain.console import Console, styled
-from hpctrain.doctor.facts import RankFacts, hosts, union
-from hpctrain.doctor.finding import KIB, MIB, VERDICTS, Finding, bytes_text
+from hpctrain.doctor.facts import (
+    KIB,
+    MIB,
+    VERDICTS,
+    Finding,
+    RankFacts,
+    bytes_text,
+    hosts,
+    union,
+)
 from hpctrain.doctor.findings import findings
 from hpctrain.doctor.machine import collect, launcher_name
 from hpctrain.errors import UsageError, first_line

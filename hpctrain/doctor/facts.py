@@ -1,9 +1,12 @@
-"""What doctor looks at: the facts that each rank finds on its host. Nothing is judged here."""
+"""The facts that each rank of doctor finds on its host, and the findings that are printed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+VERDICTS = ("ok", "note", "warn", "fail")
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,27 @@ def union(ranks: Sequence[RankFacts]) -> set[int]:
 def sharing(rank: RankFacts, ranks: Sequence[RankFacts]) -> int:
     """Ranks of the same host that may use some of the same cores, this one included."""
     return sum(r.host == rank.host and bool(set(r.cores) & set(rank.cores)) for r in ranks)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: what was looked at, what was found, the verdict, and what to do about it."""
+
+    name: str
+    found: str
+    verdict: str = "ok"
+    advice: str = ""
+
+
+def row(name: str, found: str, verdict: str, advice: str, when: bool) -> Finding:
+    """A finding with verdict and advice `when` it has any, else ok."""
+    return Finding(name, found, verdict, advice) if when else Finding(name, found)
+
+
+def bytes_text(size: float) -> str:
+    """ "4 B", "64 MiB"; a limit of -1 is none."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < KIB:
+            return "unlimited" if size < 0 else f"{size:,.0f} {unit}"
+        size /= KIB
+    return f"{size:,.0f} GiB"

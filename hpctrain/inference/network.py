@@ -41,7 +41,7 @@ from hpctrain.parallel.device import choose_device, keep_memory, place, set_thre
 from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root, fair_threads, local_ranks
 from hpctrain.plan import Plan
 from hpctrain.report.find import SWEEP_FILE, best_run, propose_run
-from hpctrain.text import say
+from hpctrain.text import listed, say
 
 FILE, BEST = "model.safetensors", "best.safetensors"
 
@@ -250,8 +250,8 @@ def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
             )
         if pack.classes != saved.classes:
             raise UsageError(
-                f"{pack.path} has {len(pack.classes)} classes ({_some(pack.classes)}), but"
-                f" {saved.path} was trained on {len(saved.classes)} ({_some(saved.classes)})"
+                f"{pack.path} has {len(pack.classes)} classes ({listed(pack.classes, 3)}), but"
+                f" {saved.path} was trained on {len(saved.classes)} ({listed(saved.classes, 3)})"
             )
         if settings.data is None and pack.uuid != saved.metadata.get("pack_uuid"):
             raise UsageError(
@@ -274,7 +274,3 @@ def require_split(pack: Pack, split: str) -> None:
 def _size(shape: tuple[int, int, int]) -> str:
     height, width, channels = shape
     return f"{width}x{height}x{channels}"
-
-
-def _some(classes: tuple[str, ...]) -> str:
-    return ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import UsageError
-from hpctrain.strictjson import parse_json
+from hpctrain.typed import parse_json
 
 COMPLEX = "hpctrain.complex"
 TYPES = {

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
 from hpctrain.models.tensors import content, restore_complex
-from hpctrain.strictjson import parse_json
+from hpctrain.text import listed
+from hpctrain.typed import parse_json
 
 ENTRY, SHA256 = "hpctrain", "hpctrain.sha256"
 ORDER = "tensors"  # in the entry: their names in the order of the model
@@ -139,8 +140,7 @@ def load_weights(
     ]
     wrong += [f"{n} {_shape(tensors[n])} is not in the model" for n in tensors if n not in state]
     if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise UsageError(f"{source} does not fit the model: {'; '.join(wrong[:3])}{more}")
+        raise UsageError(f"{source} does not fit the model: {listed(wrong, 3, '; ')}")
     for name, value in tensors.items():
         if not _finite(value) and _finite(state[name]):  # a mask may hold -inf by design
             raise UsageError(f"{source}: {name} holds values that are not finite")

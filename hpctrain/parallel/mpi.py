@@ -21,8 +21,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from hpctrain.errors import Failure, UsageError, first_line
-from hpctrain.launcher import launched_rank, launched_size, local_size
-from hpctrain.slurm import place_in_step
+from hpctrain.launcher import launched_rank, launched_size, local_size, place_in_step
 from hpctrain.watchdog import current, waiting
 
 T = TypeVar("T")

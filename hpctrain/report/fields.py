@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from hpctrain.strictjson import parse_json
+from hpctrain.text import brief
+from hpctrain.typed import parse_json
 
 Record = Mapping[str, Any]
 MOST = 1 << 53  # a float64 holds all smaller whole numbers
@@ -160,7 +161,9 @@ def parse_record(line: bytes | str) -> dict[str, Any]:
     for name, value in record.items():
         field = TEXT if name == "time" else fields.get(name)
         if field and value is not None and not field.is_valid(value):
-            shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)[:40]
+            shown = (
+                type(value).__name__ if isinstance(value, dict | list) else brief(repr(value), 40)
+            )
             raise ValueError(f"{name} cannot be {shown}")
     return record
 

@@ -18,8 +18,8 @@ import numpy as np
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file
 from hpctrain.report.find import evaluation_file
-from hpctrain.strictjson import parse_json
 from hpctrain.text import printable, told_apart
+from hpctrain.typed import parse_json
 
 BLUE, VERMILLION = "#0072b2", "#d55e00"  # of the colour-blind-safe palette of Okabe and Ito
 SUFFIXES = (".png", ".svg", ".pdf")

@@ -20,6 +20,7 @@ from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.heartbeats import cause_if_ended, find_cause
 from hpctrain.report.fields import LABELS, Record
 from hpctrain.report.step_stats import Costs, Curve
+from hpctrain.text import listed
 
 RECENT = 50  # steps over which speeds and shares are taken
 MOST_NOTES, MOST_SPLITS, MOST_LAUNCHES = 5, 8, 1000  # that are kept
@@ -185,7 +186,7 @@ class RunHistory:
         gaps = [*self.gaps, range(self.last_step + 1, done + 1)]
         found = [range(gap.start, min(gap.stop, done + 1)) for gap in gaps]
         texts = [f"{g[0]:,} to {g[-1]:,}" if len(g) > 1 else f"{g[0]:,}" for g in found if g]
-        return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more gaps" if texts[3:] else "")
+        return listed(texts, 3)
 
     def steps_per_epoch(self) -> float:
         """As the run was described, else as many as it was seen to have."""

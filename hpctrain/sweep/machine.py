@@ -23,8 +23,7 @@ from hpctrain.config import SweepConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole
 from hpctrain.launch import UNBOUND, mpirun
-from hpctrain.launcher import launched_size, under_mpirun
-from hpctrain.slurm import REQUESTS, tasks_by_node
+from hpctrain.launcher import REQUESTS, launched_size, tasks_by_node, under_mpirun
 from hpctrain.sweep.file import SweepNetwork
 
 ARRAY_FILE = "array.sbatch"

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain.config import duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
+from hpctrain.launcher import job_end
 from hpctrain.signals import noticed
-from hpctrain.slurm import job_end
 
 if TYPE_CHECKING:  # watching and sweeping stop runs without it
     import torch

@@ -33,12 +33,11 @@ from hpctrain.report.find import evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
 from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, truncate_record
 from hpctrain.report.recorder import RecordFile
-from hpctrain.strictjson import parse_json
 from hpctrain.training.checkpoint import FOLDER, Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.setup import Job
 from hpctrain.training.state import Progress
-from hpctrain.typed import from_fields, parse_toml
+from hpctrain.typed import from_fields, parse_json, parse_toml
 
 
 def make_run_folder(job: Job, lock: RunLock) -> Path:

@@ -9,6 +9,7 @@ from functools import partial
 from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.mpi import allgather
 from hpctrain.parallel.overlap import OverlapTrial
+from hpctrain.text import listed
 from hpctrain.training.setup import assign_shards, renew_reduction
 from hpctrain.training.state import Run, gather
 from hpctrain.training.step import Trainer, train_step
@@ -113,10 +114,9 @@ def end_epoch(run: Run) -> None:
 
 def unused_note(names: list[str], trainer: Trainer) -> str:
     """What is said of parameters that no gradient reached in an epoch."""
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     return (
         f"no gradient reached {len(names)} of {len(trainer.message.layout.segments)} parameters"
-        f" ({shown}): they are left as they were, by --weight-decay too"
+        f" ({listed(names, 5)}): they are left as they were, by --weight-decay too"
     )
 
 

@@ -37,6 +37,7 @@ from hpctrain.parallel.backend_flags import name_refused_operation
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.plan import Plan
+from hpctrain.text import listed
 from hpctrain.training.step import Trainer, checksum
 
 Tensor = torch.Tensor
@@ -91,9 +92,8 @@ class Found:
 def changed_error(names: list[str], where: str = "") -> UsageError:
     """The refusal of a network of which this changes."""
     names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return UsageError(
-        f"the network's {', '.join(names[:3])}{more} changed from one forward pass to the next"
+        f"the network's {listed(names, 3)} changed from one forward pass to the next"
         f"{where}, with equal images and random numbers: what is learnt would depend on how many"
         " each rank does. --local-buffers lets each rank keep its own"
     )

@@ -20,6 +20,7 @@ from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, call_on_all
 from hpctrain.streams import current_stream, record_event
+from hpctrain.text import listed
 from hpctrain.training.compute import learning_rate, warm_up
 from hpctrain.training.control import StepFlags
 from hpctrain.training.reading import order_of
@@ -239,8 +240,7 @@ def check_alike(run: Run, digests: list[int], found: Found | None) -> None:
             for name in held[0]
             if len({each.get(name) for each in held}) > 1
         ]
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise agreed(RunError(f"{error}; they differ in {', '.join(differ[:3])}{more}")) from None
+        raise agreed(RunError(f"{error}; they differ in {listed(differ, 3)}")) from None
 
 
 def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:

@@ -14,7 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.fields import REQUIRED, parse_record
 from hpctrain.report.plot_training import read_curves
 from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, read_history
-from hpctrain.strictjson import parse_json
+from hpctrain.typed import parse_json
 from hpctrain.watch.drawing import cells, draw, status_line
 from hpctrain.watch.runs import WatchedRuns
 from hpctrain.watch.web import curves

@@ -4,7 +4,6 @@ idx: two zero bytes, type (8 = unsigned byte), number of dimensions, each dimens
 uint32, then the elements in C order. Images are (N, H, W) or (N, H, W, C), their labels (N,) in a
 second file with ``labels`` and ``idx1`` in its name; ``t10k`` or ``test`` there is the test split.
 npz: arrays as in NPZ_NAMES; ``classes`` may name the classes.
-
 Pixels stay in files (compressed ones in a scratch file), never in memory. What a header says is
 compared with the limits before room is made for it.
 """
@@ -35,7 +34,8 @@ from hpctrain.data.packing.scratch import (
     copy_exactly,
     path_of,
 )
-from hpctrain.errors import UsageError, brief
+from hpctrain.errors import UsageError
+from hpctrain.text import brief
 
 MAX_CLASSES, MAX_BYTES = 1_000_000, 1024  # named, and of one label or name
 MAX_HEADER = 10_000  # bytes, as numpy has it

@@ -19,7 +19,8 @@ import numpy as np
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packing.layout import NO_SPLIT, split_number
 from hpctrain.data.packing.scratch import check_count
-from hpctrain.errors import UsageError, brief
+from hpctrain.errors import UsageError
+from hpctrain.text import brief
 
 NEEDED, OPTIONAL = ("path", "label"), ("split", "group")
 Row = Mapping[str, str]

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from hpctrain.errors import UsageError, brief
+from hpctrain.errors import UsageError
 from hpctrain.files import temporary_name
+from hpctrain.text import brief
 from hpctrain.watchdog import doing
 
 BLOCK = 2**20

@@ -34,7 +34,8 @@ from hpctrain.data.packing.scratch import (
     path_of,
     unzip,
 )
-from hpctrain.errors import UsageError, brief
+from hpctrain.errors import UsageError
+from hpctrain.text import brief
 from hpctrain.watchdog import doing
 
 FOLDER, REGULAR, SOFT_LINK, HARD_LINK, OTHER = range(5)  # kinds of members
