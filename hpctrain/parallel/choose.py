@@ -40,7 +40,6 @@ from hpctrain.parallel.topology import Choice, RankDevice
 from hpctrain.parallel.transport import (
     DeviceMemory,
     HostMemory,
-    Nothing,
     Pinned,
     Transport,
     mpi_type,
@@ -58,7 +57,7 @@ def make_transport(choice: Choice, comm: Comm, device: torch.device) -> Transpor
     """
     match choice.name:
         case "none":
-            return Nothing(comm)
+            return Transport(comm)
         case "nccl":
             return Nccl(comm)
         case "mpi-gpu":

@@ -24,7 +24,7 @@ import torch
 from hpctrain.errors import RunError
 from hpctrain.parallel.mpi import Comm, call_on_root
 from hpctrain.parallel.runtime import built_for, torch_library
-from hpctrain.parallel.transport import Blocks
+from hpctrain.parallel.transport import Blocks, Transport
 from hpctrain.watchdog import waiting
 
 
@@ -101,19 +101,19 @@ NUMBER_TYPES = {torch.uint8: 1, torch.float32: 7, torch.float64: 8}  # ncclDataT
 SUM = 0  # ncclRedOp_t
 
 
-class Nccl:
+class Nccl(Transport):
     """One NCCL communicator over all ranks, each with a GPU of its own."""
 
     def __init__(self, comm: Comm, library: Library | None = None) -> None:
         """Collective, on the current GPU of this thread."""
-        self.comm, self._call = comm, library or Library()
+        super().__init__(comm)
+        self._call = library or Library()
         number = UniqueId.from_buffer_copy(call_on_root(comm, self._call.unique_id))
         self._group = c_void_p()
         with waiting():
             self._call("ncclCommInitRank", ctypes.byref(self._group), comm.size, number, comm.rank)
 
     def allreduce(self, vector: torch.Tensor) -> None:
-        """As in Transport."""
         place, where = vector.data_ptr(), (self._group, _stream(vector))
         self._call("ncclAllReduce", place, place, len(vector), _type(vector), SUM, *where)
         self._check()
@@ -121,7 +121,7 @@ class Nccl:
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
     ) -> None:
-        """As in Transport: all blocks in one group, which is one launch."""
+        """All blocks in one group, which is one launch."""
         kind, width, where = _type(vector), vector.element_size(), (self._group, _stream(vector))
         with self._one_launch():
             for rank in range(self.comm.size):
@@ -135,7 +135,6 @@ class Nccl:
         self._check()
 
     def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        """As in Transport."""
         counts, starts = blocks
         own, size = self.comm.rank, self.comm.size
         send = [0 if r == own else counts[own] for r in range(size)], [starts[own]] * size

@@ -1,5 +1,6 @@
 """How the bytes of a step travel between ranks, wherever they lie.
 
+    Transport      one rank: nothing travels
     HostMemory     MPI sums and moves host memory where it lies
     Pinned         GPU memory goes through pinned host memory, in pieces, so that copying one,
                    summing the next and copying back another overlap; works with any MPI
@@ -14,7 +15,7 @@ of them the one communication of a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,10 +28,14 @@ TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOU
 Blocks = tuple[Sequence[int], Sequence[int]]  # by rank: how many numbers, and from where on
 
 
-class Transport(Protocol):
-    """Sums and moves contiguous vectors of float32, float64 or bytes. All calls are Collective."""
+class Transport:
+    """Sums and moves contiguous vectors of float32, float64 or bytes. All calls are collective.
 
-    comm: Comm
+    This one is for a single rank, which has nobody to exchange anything with.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
 
     def allreduce(self, vector: torch.Tensor) -> None:
         """Sum `vector` over all ranks, in place."""
@@ -55,58 +60,50 @@ def mpi_type(vector: torch.Tensor) -> MPI.Datatype:
     return TYPES[vector.dtype]
 
 
-class Nothing:
-    """One rank has nobody to exchange anything with."""
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-
-    def allreduce(self, vector: torch.Tensor) -> None:
-        """As in Transport."""
-
-    def alltoallv(
-        self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
-    ) -> None:
-        """As in Transport."""
-
-    def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        """As in Transport."""
-
-
-class HostMemory:
+class HostMemory(Transport):
     """MPI on host memory, where it lies."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    def _buffer(self, vector: torch.Tensor) -> Any:
+        """The vector as mpi4py takes it."""
+        return vector.numpy()
+
+    def _message(self, vector: torch.Tensor, *blocks: Blocks) -> list[Any]:
+        """The vector as a message of mpi4py. TypeError as `mpi_type`."""
+        kind = mpi_type(vector)
+        return [self._buffer(vector), *blocks, kind]
 
     def allreduce(self, vector: torch.Tensor) -> None:
-        """As in Transport."""
-        kind = mpi_type(vector)
-        self.comm.Allreduce(MPI.IN_PLACE, [vector.numpy(), kind])
+        self.comm.Allreduce(MPI.IN_PLACE, self._message(vector))
 
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
     ) -> None:
-        """As in Transport."""
-        kind = mpi_type(vector)
-        self.comm.Alltoallv([vector.numpy(), blocks, kind], [received.numpy(), places, kind])
+        self.comm.Alltoallv(self._message(vector, blocks), self._message(received, places))
 
     def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        """As in Transport."""
-        self.comm.Allgatherv(MPI.IN_PLACE, [vector.numpy(), blocks, mpi_type(vector)])
+        self.comm.Allgatherv(MPI.IN_PLACE, self._message(vector, blocks))
 
 
-class Pinned:
+class DeviceMemory(HostMemory):
+    """MPI is given device memory. Only where it was found to take it: others crash."""
+
+    def _buffer(self, vector: torch.Tensor) -> Any:
+        current_stream(vector.device).synchronize()  # MPI knows nothing of streams
+        return vector.detach()  # by DLPack, which mpi4py does not wait for
+
+
+class Pinned(Transport):
     """GPU memory through pinned host memory that is kept for the whole run."""
 
     def __init__(self, comm: Comm, piece_bytes: int = PIECE_BYTES) -> None:
-        self.comm, self._piece_bytes = comm, piece_bytes
+        super().__init__(comm)
+        self._piece_bytes = piece_bytes
         self._host = HostMemory(comm)
         self._kept: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._down: Stream | None = None
 
     def allreduce(self, vector: torch.Tensor) -> None:
-        """As in Transport. Every piece is one Allreduce; most messages have one piece. Pieces are
+        """Sum piece by piece; most messages have one piece. Pieces are
         copied down on a stream of their own, so that the next ones come while one is summed and
         copied back.
         """
@@ -127,7 +124,6 @@ class Pinned:
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
     ) -> None:
-        """As in Transport."""
         out, into = self._host_of(vector), self._host_of(received)
         out.copy_(vector, non_blocking=True)
         current_stream(vector.device).synchronize()
@@ -138,7 +134,6 @@ class Pinned:
             received[span].copy_(into[span], non_blocking=True)
 
     def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        """As in Transport."""
         host = self._host_of(vector)
         counts, starts = blocks
         own = slice(starts[self.comm.rank], starts[self.comm.rank] + counts[self.comm.rank])
@@ -153,33 +148,3 @@ class Pinned:
         if key not in self._kept:
             self._kept[key] = pinned(len(vector), vector.dtype, vector.device)
         return self._kept[key]
-
-
-class DeviceMemory:
-    """MPI is given device memory. Only where it was found to take it: others crash."""
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-
-    def allreduce(self, vector: torch.Tensor) -> None:
-        """As in Transport."""
-        current_stream(vector.device).synchronize()  # MPI knows nothing of streams
-        self.comm.Allreduce(MPI.IN_PLACE, [_seen(vector), mpi_type(vector)])
-
-    def alltoallv(
-        self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
-    ) -> None:
-        """As in Transport."""
-        current_stream(vector.device).synchronize()
-        kind = mpi_type(vector)
-        self.comm.Alltoallv([_seen(vector), blocks, kind], [_seen(received), places, kind])
-
-    def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        """As in Transport."""
-        current_stream(vector.device).synchronize()
-        self.comm.Allgatherv(MPI.IN_PLACE, [_seen(vector), blocks, mpi_type(vector)])
-
-
-def _seen(vector: torch.Tensor) -> Any:
-    """The vector as mpi4py takes device memory: by DLPack, which it does not wait for."""
-    return vector.detach()

@@ -76,7 +76,6 @@ class Subtrees:
         """`spans` are the subtrees of `run`; every leaf is found in `message`, (L,)."""
         self._run, self._spans, self._message = run, spans, message
         self._free: list[torch.Tensor] = []
-        self.buffers = 0  # of the message's size, besides the message
         self._start()
 
     def _start(self) -> None:
@@ -129,7 +128,6 @@ class Subtrees:
     def _take(self) -> torch.Tensor:
         if self._free:
             return self._free.pop()
-        self.buffers += 1
         return room(tuple(self._message.shape), self._message.dtype, self._message.device)
 
 
