@@ -1,5 +1,5 @@
-"""A run as text: in one line for pipes, in cells of a table, and as plots, training as a line of
-braille dots, evaluations as larger dots, by step.
+"""A run as text: in one line for pipes, in cells of a table, in named facts, and as plots, where
+training is a line of braille dots and evaluations are larger dots, by step.
 
 A character of Unicode's braille block (U+2800) is 2 dots wide and 4 high, each a bit.
 """
@@ -205,7 +205,7 @@ def metrics(run: Summary) -> str:
 def speed(run: Summary) -> str:
     """Images a second, ranks, where the time goes."""
     parts = [
-        f"{_rate(run)} images/s" if run["images_per_second"] else "",
+        f"{_rate(run)} images/s" if _rate(run) else "",
         counted(run["ranks"], "rank"),
     ]
     if run["slowest_rank"] is not None:
@@ -215,6 +215,27 @@ def speed(run: Summary) -> str:
         shares = " ".join(f"{name} {share} %" for name, share in run["percents"].items())
         parts.append(f"step {1000 * run['step_seconds']:,.1f} ms ({shares})")
     return ", ".join(filter(None, parts))
+
+
+def facts(run: Summary) -> list[tuple[str, str]]:
+    """Names and texts for the page; only what is known."""
+    often = f" in {round(100 * run['slowest_share'])} % of steps" if run["slowest_share"] else ""
+    step, rank, device = run["step_seconds"], run["slowest_rank"], run["device"]
+    pairs = [
+        ("training", _loss_accuracy(run)),
+        *((split, _loss_accuracy(each)) for split, each in run["evaluations"].items()),
+        ("speed", f"{_rate(run)} images/s" if _rate(run) else ""),
+        ("ranks", f"{run['ranks']}" + (f" ({device})" if device else "") if run["ranks"] else ""),
+        ("slowest rank", "" if rank is None else f"{rank}{often}"),
+        ("time of a step", f"{1000 * step:,.1f} ms" if step else ""),
+        (
+            "where it goes",
+            ", ".join(f"{name} {share} %" for name, share in run["percents"].items()),
+        ),
+        ("network", run["model"]),
+        ("folder", run["folder"]),
+    ]
+    return [(name, text) for name, text in pairs if text]
 
 
 def cells(run: Summary) -> Sequence[str]:
@@ -239,7 +260,7 @@ def percent(share: float) -> str:
 
 def _loss_accuracy(values: dict[str, Any]) -> str:
     names = [name for name in ("loss", "accuracy") if values[name] is not None]
-    return " ".join(f"{name} {short_number(values[name])}" for name in names)
+    return ", ".join(f"{name} {short_number(values[name])}" for name in names)
 
 
 def _rate(run: Summary) -> str:

@@ -23,7 +23,8 @@ from urllib.parse import parse_qs, urlsplit
 from hpctrain.errors import Failure, UsageError
 from hpctrain.report.step_stats import Curve
 from hpctrain.text import say
-from hpctrain.watch.runs import WatchedRun, WatchedRuns, clean
+from hpctrain.watch.drawing import cells, facts, progress
+from hpctrain.watch.runs import Summary, WatchedRun, WatchedRuns, clean
 
 ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -69,7 +70,7 @@ class Server(ThreadingHTTPServer):
             if time.monotonic() - self._polled >= POLL_EVERY / 2:
                 self._runs.poll()
                 self._polled = time.monotonic()
-            return {"runs": [run.summary() for run in self._runs.all()]}
+            return {"runs": [_with_texts(run.summary()) for run in self._runs.all()]}
 
     def curves(self, key: int) -> Any:
         """The curves of one run; None where there is no such run."""
@@ -198,6 +199,10 @@ def _name(url: str) -> str | None:
 
 def _json(value: Any, status: int = 200) -> Answer:
     return status, "application/json", json.dumps(value, allow_nan=False).encode()
+
+
+def _with_texts(run: Summary) -> Summary:
+    return {**run, "cells": cells(run), "progress": progress(run), "facts": facts(run)}
 
 
 def curves(run: WatchedRun) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_a_run_under_way(tmp_path):
     text = status_line(summary)
     for part in ("a  running", "epoch 2 of 4", "step 20 of 40", "50 %", "training loss 0.0500"):
         assert part in text
-    for part in ("validation loss 0.2500 accuracy 0.7500", "80.0 images/s", "2 ranks", "reduce 2"):
+    for part in ("validation loss 0.2500, accuracy 0.7500", "80.0 images/s", "2 ranks", "reduce 2"):
         assert part in text
     assert cells(summary)[:4] == ("a", "running", "2/4", "50 %")
 

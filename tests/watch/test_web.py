@@ -93,6 +93,9 @@ def test_the_data_of_all_runs_and_the_curves_of_one(server):
         40,
     )
     assert first["notes"] == ["<script>alert(1)</script>"] and first["can_be_stopped"]
+    assert first["cells"][:4] == ["a", "running", "1/4", "12 %"]
+    assert first["progress"].startswith("epoch 1 of 4, step 5 of 40, 12 %")
+    assert ["ranks", "2"] in first["facts"] and ["network", "digits"] in first["facts"]
     assert (second["text"], second["can_be_stopped"]) == ("failed: no room", False)
     curves = json.loads(ask(server, "/curves?run=0")[2])
     assert curves["version"] == first["version"]

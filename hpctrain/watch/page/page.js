@@ -23,32 +23,6 @@ function hue(run) {
   return HUES[run.key % HUES.length];
 }
 
-function short(value) {
-  if (value === null) return "";
-  const size = Math.abs(value);
-  return size === 0 || (size >= 1e-3 && size < 1e5) ? value.toFixed(4) : value.toExponential(2);
-}
-
-function clock(seconds) {
-  if (seconds === null) return "";
-  const all = Math.round(seconds);
-  const parts = [Math.floor(all / 3600), Math.floor(all / 60) % 60, all % 60];
-  const kept = parts[0] ? parts : parts.slice(1);
-  return kept.map((part, i) => (i ? String(part).padStart(2, "0") : String(part))).join(":");
-}
-
-function percent(share) {
-  return share === null ? "" : `${share < 1 ? Math.floor(100 * share + 1e-9) : 100} %`;
-}
-
-function count(value) {
-  return value === null ? "" : value.toLocaleString("en", { maximumFractionDigits: value >= 100 ? 0 : 1 });
-}
-
-function ofAll(value, all) {
-  return value === null ? "" : `${count(value)}${all ? ` of ${count(all)}` : ""}`;
-}
-
 async function ask(path, extra = {}, options = {}) {
   const query = new URLSearchParams({ ...extra, token: TOKEN });
   const answer = await fetch(`${path}?${query}`, { cache: "no-store", ...options });
@@ -93,7 +67,7 @@ function show() {
   find("#empty").hidden = Boolean(run);
   find("#chosen").hidden = find(".plots").hidden = !run;
   find("#runs").hidden = state.runs.length < 2;
-  document.title = run ? `${run.name} ${percent(run.share)} - hpctrain watch` : "hpctrain watch";
+  document.title = run ? `${run.name} ${run.cells[3]} - hpctrain watch` : "hpctrain watch";
   showTable();
   if (run) {
     showRun(run);
@@ -123,11 +97,10 @@ function showTable() {
     });
     const swatch = element("span", "", "swatch");
     swatch.style.background = hue(run);
-    const cells = [cell(box), cell(swatch, name), cell(element("span", run.text.length > 24 ? run.status : run.text, run.status))];
+    const [, status, ...numbers] = run.cells;
+    const cells = [cell(box), cell(swatch, name), cell(element("span", status, run.status))];
     cells[2].title = run.text;
     cells[2].className = "status";
-    const epochs = run.epoch === null ? "" : `${run.epoch}${run.epochs ? `/${run.epochs}` : ""}`;
-    const numbers = [epochs, percent(run.share), clock(run.seconds_left), short(run.loss), short(run.accuracy), count(run.images_per_second)];
     row.append(...cells, ...numbers.map((text) => element("td", text, "number")), cell(stopButton(run)));
     return row;
   });
@@ -176,39 +149,13 @@ function showRun(run) {
   prepareStop(find("button.stop", box), run);
   find(".bar", box).hidden = run.share === null;
   find(".filled", box).style.width = `${100 * (run.share ?? 0)}%`;
-  const way = [
-    run.epoch === null ? "" : `Epoch ${ofAll(run.epoch, run.epochs)}`,
-    run.step ? `step ${ofAll(run.step, run.steps)}` : "",
-    percent(run.share),
-    run.seconds_left === null ? "" : `${clock(run.seconds_left)} left`,
-  ];
-  find("#way").textContent = way.filter(Boolean).join(" · ");
-  find("#facts").replaceChildren(...facts(run).map(([name, text]) => {
+  find("#progress").textContent = run.progress;
+  find("#facts").replaceChildren(...run.facts.map(([name, text]) => {
     const pair = element("div");
     pair.append(element("dt", name), element("dd", text));
     return pair;
   }));
   find("#notes").replaceChildren(...run.notes.map((note) => element("li", note)));
-}
-
-function facts(run) {
-  const figures = (one) => [
-    one.loss === null ? "" : `loss ${short(one.loss)}`,
-    one.accuracy === null ? "" : `accuracy ${short(one.accuracy)}`,
-  ].filter(Boolean).join(", ");
-  const often = run.slowest_share === null ? "" : ` in ${Math.round(100 * run.slowest_share)} % of steps`;
-  const shares = Object.entries(run.percents).map(([name, share]) => `${name} ${share} %`);
-  return [
-    ["training", figures(run)],
-    ...Object.entries(run.evaluations).map(([split, one]) => [split, figures(one)]),
-    ["speed", run.images_per_second === null ? "" : `${count(run.images_per_second)} images/s`],
-    ["ranks", run.ranks === null ? "" : `${run.ranks}${run.device ? ` (${run.device})` : ""}`],
-    ["slowest rank", run.slowest_rank === null ? "" : `${run.slowest_rank}${often}`],
-    ["time of a step", run.step_seconds === null ? "" : `${count(1000 * run.step_seconds)} ms`],
-    ["where it goes", shares.join(", ")],
-    ["network", run.model],
-    ["folder", run.folder],
-  ].filter(([, text]) => text);
 }
 
 function seriesOf(name) {
