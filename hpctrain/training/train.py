@@ -57,7 +57,7 @@ from hpctrain.watchdog import Watchdog, current, doing, keep_in, started, waitin
 SLOW_DISK = 100e6  # bytes/s
 
 
-class Times(NamedTuple):
+class TimeLimits(NamedTuple):
     """The settings of a run that are about time."""
 
     timeout: float  # seconds without anything new after which a rank counts as hung
@@ -108,11 +108,11 @@ def train(config: Config, comm: Comm | None = None) -> int:
 main = train
 
 
-def read_times(config: Config) -> Times:
+def read_times(config: Config) -> TimeLimits:
     """The settings that are about time. UsageError for those that are none."""
     timeout = duration(config.timeout, "--timeout")
     ends, note = deadline(config.time_limit)
-    return Times(timeout, ends, Interval.parse(config.checkpoint_every), note)
+    return TimeLimits(timeout, ends, Interval.parse(config.checkpoint_every), note)
 
 
 def say_finished(earlier: Earlier) -> None:
@@ -135,7 +135,7 @@ def say_plan(job: Job) -> None:
 
 @contextmanager
 def open_run(
-    job: Job, comm: Comm, earlier: Earlier | None, lock: RunLock, times: Times
+    job: Job, comm: Comm, earlier: Earlier | None, lock: RunLock, times: TimeLimits
 ) -> Iterator[Run]:
     """The run in its folder, restored from the checkpoint of an `earlier` launch. At the end all
     that it opened is closed, and why training cannot go on is recorded. Collective.
