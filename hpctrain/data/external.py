@@ -147,7 +147,7 @@ def _divisor(source: ExternalFile, scale: float | None) -> float:
     """By what the values of the images are divided; 0 where they are taken as they are."""
     if scale is None:
         return UINT16_MAX if source.dtype == "uint16" else 0.0
-    return 0.0 if scale == 1 and source.dtype.startswith("float") else scale
+    return 0.0 if scale == 1 and source.dtype != "uint16" else scale
 
 
 @lru_cache(maxsize=len(SPLITS))

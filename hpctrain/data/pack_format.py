@@ -140,6 +140,12 @@ EXTERNAL_ARGUMENTS = {  # of read_external, with which the same samples are foun
 }
 
 
+def earlier_external_arguments(earlier: dict[str, Any]) -> dict[str, Any]:
+    """The same, as networks say them whose metadata calls them `foreign`."""
+    renamed = {("block_rows" if n == "run_rows" else n): value for n, value in earlier.items()}
+    return {**renamed, "scale": 1.0, "label_gaps": "keep"}
+
+
 def valid_external_arguments(value: Any) -> bool:
     """Whether this is what `Pack.external_arguments` holds, or None."""
     if not isinstance(value, dict):

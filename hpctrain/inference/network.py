@@ -32,7 +32,7 @@ from hpctrain.data.augment import normalization
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks
 from hpctrain.data.loader import Prepare, make_prepare
-from hpctrain.data.pack_format import Pack, valid_external_arguments
+from hpctrain.data.pack_format import Pack, earlier_external_arguments, valid_external_arguments
 from hpctrain.data.packed import read_again, read_sums
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
@@ -122,9 +122,8 @@ def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> 
     too; `words` are those of the command line, without --model.
     """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
-    if isinstance(earlier := metadata.pop("foreign", None), dict):  # as it was called
-        renamed = {("block_rows" if n == "run_rows" else n): v for n, v in earlier.items()}
-        metadata["external"] = {**renamed, "scale": 1.0, "label_gaps": "keep"}
+    if isinstance(earlier := metadata.pop("foreign", None), dict):
+        metadata["external"] = earlier_external_arguments(earlier)
     check_metadata(path, metadata)
     height, width, channels = metadata["image_shape"]
     shape, classes = (height, width, channels), tuple(metadata["classes"])

@@ -8,6 +8,7 @@ import pytest
 
 from hpctrain.data.external import read_external, split_labels
 from hpctrain.data.loader import read_samples
+from hpctrain.data.pack_format import earlier_external_arguments, valid_external_arguments
 from hpctrain.data.packed import read_again
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
@@ -105,6 +106,23 @@ def test_gaps_in_labels_are_mapped_or_kept(tmp_path, offset, step):
     else:
         with pytest.raises(UsageError, match="the values -3, .* map numbers them 0 ... 3$"):
             read_external(path, "x", "y", label_gaps="keep")
+
+
+@pytest.mark.parametrize(
+    "images", [IMAGES, IMAGES.astype("f4"), (IMAGES / 255).astype("f8")], ids=lambda x: x.dtype
+)
+def test_what_earlier_networks_were_trained_on_is_found_again(tmp_path, images):
+    """Floats of any size and labels with gaps, as they were taken before."""
+    path = write(tmp_path / "a.h5", images, LABELS * 2)
+    now = read_external(path, "/x", "/y", "NHWC", "0.7,0.3", 5, 0, 1.0, "keep")
+    names = {"images": "/x", "labels": "/y", "layout": "NHWC", "split": "0.7,0.3"}
+    arguments = earlier_external_arguments({**names, "seed": 5, "run_rows": 0})
+    assert valid_external_arguments(arguments)
+    found = read_again(path, arguments)
+    assert (found.uuid, found.splits, found.dtype) == (now.uuid, now.splits, images.dtype)
+    assert found.classes == tuple(map(str, range(7)))
+    with Split(found, "test") as split:
+        assert np.array_equal(contents(found, "test")[0], images[split._index])
 
 
 def test_labels_without_gaps_are_left_alone(tmp_path):
