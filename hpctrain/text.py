@@ -43,10 +43,12 @@ def discard_stdout() -> None:
 
 
 def listed(names: Iterable[object], most: int = 8, separator: str = ", ") -> str:
-    """Names in one line, of many the first `most`: "a, b and 3 more"."""
+    """Names in one line, of many the first `most`: "a, b and 3 more", "a; b; and 3 more"."""
     texts = [str(name) for name in names]
-    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
-    return separator.join(texts[:most]) + more
+    shown = separator.join(texts[:most])
+    if len(texts) <= most:
+        return shown
+    return f"{shown}{separator.strip(', ')} and {len(texts) - most:,} more"
 
 
 def brief(value: object, most: int = 160) -> str:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.launch import OVERSUBSCRIBE, mpirun, own_sessions
+from hpctrain.launch import AS_ROOT, OVERSUBSCRIBE, mpirun, own_sessions
 from hpctrain.launcher import LAUNCHER_PREFIXES, launched_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SESSIONS = tempfile.mkdtemp(prefix="hpctrain-")
 atexit.register(shutil.rmtree, SESSIONS, ignore_errors=True)
 ALLOWED = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    **dict.fromkeys(AS_ROOT, "1"),
     "OMPI_MCA_btl": "^ofi",  # which sleeps for a second when MPI starts; all ranks share a host
     **OVERSUBSCRIBE,
     **own_sessions(SESSIONS),

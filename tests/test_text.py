@@ -24,7 +24,7 @@ from hpctrain.report.pictures import draw_captioned, write_rows
 from hpctrain.report.tables import print_evaluation, write_predictions
 from hpctrain.sweep.file import SweepNetwork
 from hpctrain.sweep.machine import write_array_script
-from hpctrain.text import csv_cell, printable, say, told_apart
+from hpctrain.text import brief, csv_cell, listed, printable, say, told_apart
 from tests.launch import ROOT, run_cli
 
 NAMES = (
@@ -178,3 +178,11 @@ def test_a_pack_of_hostile_names_is_trained_and_tested(tmp_path):
 def test_what_is_proposed_is_never_what_was_given():
     assert did_you_mean("first", ["first", "second"]) == ""
     assert did_you_mean("frist", ["first", "frist"]) == ", did you mean 'first'?"
+
+
+def test_many_names_and_long_texts_are_shortened():
+    assert listed("abc", 3) == "a, b, c" and listed([]) == ""
+    assert listed(range(1003), 2) == "0, 1 and 1,001 more"
+    assert listed("abcd", 2, "; ") == "a; b; and 2 more"
+    assert brief("a\n  b") == "a b" and brief("x" * 40, 40) == "x" * 40
+    assert brief("x" * 41, 40) == "x" * 37 + "..."
