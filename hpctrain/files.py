@@ -1,11 +1,10 @@
-"""Files that are whole or not there: temporary name, fsync, rename, fsync of the folder.
+"""Atomic writes: temporary name, fsync, rename, fsync of the folder.
 
 rename(2) replaces atomically on POSIX file systems; fsync(2) of the file does not cover its
 directory entry, so the folder is synced too.
 
-Others may write in the folders where this happens (/tmp, a project's). So nothing is opened through
-a symbolic link that they may have put in its place, and temporary files have names that nobody can
-know in advance and are new (O_EXCL).
+Other users may write to these folders (/tmp, a project's). So nothing is opened through a symbolic
+link, and temporary files are new (O_EXCL) and have unpredictable names.
 """
 
 from __future__ import annotations

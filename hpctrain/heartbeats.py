@@ -149,9 +149,9 @@ def find_cause(folder: Path) -> tuple[str, float] | None:
     if not silent:
         text = f"ended from outside (SIGTERM), rank 0 was in: {beats[0].doing}"
     elif len(silent) < len(beats):
-        text = f"killed without a word: {where} (the others were then ended by the launcher)"
+        text = f"killed, reason unknown: {where} (the others were then ended by the launcher)"
     else:
-        text = f"all ranks were killed without a word: {where}"
+        text = f"all ranks were killed, reason unknown: {where}"
     return text, last
 
 

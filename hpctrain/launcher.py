@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from hpctrain.errors import RunError
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: saved, start me again
+LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: saved; the same command resumes
 #: Of what Open MPI, MPICH and Slurm tell the ranks they start.
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")

@@ -31,7 +31,7 @@ def test_every_kind_of_fault_is_found(tmp_path):
         "KeyError at",
         "more than one line",
         "names none of input.h5",
-        "another result without a word: other",
+        "another result without an error: other",
         "SystemExit at",
         "no answer for 15 s",
     ):

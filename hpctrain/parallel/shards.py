@@ -7,7 +7,7 @@ shard; ranks only carry them.
 --worker-load auto: shards move from slow ranks to fast ones, between epochs.
 
 Every step's message tells all ranks how many seconds each of them computed. All see the same
-numbers, so all come to the same decision without a word.
+numbers, so all reach the same decision without communication.
 """
 
 from __future__ import annotations

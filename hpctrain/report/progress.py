@@ -229,7 +229,7 @@ def summary_lines(record: Record, evaluations: dict[str, Record]) -> list[str]:
     first = [f"{began} {duration(record['seconds'])}", reason, results.pop("test", None)]
     lines = [_joined(first, ": "), "  " + _joined(list(results.values()))][: 1 + bool(results)]
     if record["status"] in ("stopped", "preempted"):
-        lines.append("  the same command goes on")
+        lines.append("  the same command resumes the run")
     return lines
 
 

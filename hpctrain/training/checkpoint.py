@@ -1,14 +1,14 @@
-"""Checkpoints: all that a run needs to go on, whole or not there.
+"""Atomic checkpoints: all that a run needs to resume.
 
     checkpoints/00000123.safetensors    tensors
     checkpoints/00000123.json           everything else, with name, size and SHA-256 of the tensors
 
 A pair counts once the JSON is there, which is written last; each file gets its name by rename(2)
 after fsync(2). A step that is saved again writes its tensors under another name, so that the JSON
-that is there stays true until it is replaced. A pair that does not match its checksum is passed
-over for the one before; one that cannot be read for another reason (a file system that is away, a
-newer format) ends the launch, because it may be whole. Nothing in them is executed when they are
-read (safetensors and JSON, no pickle).
+that is there stays true until it is replaced. A pair that does not match its checksum is
+skipped, and the one before is used; one that cannot be read for another reason (a file system that
+is not mounted, a newer format) ends the launch, because it may be intact. Reading executes nothing
+(safetensors and JSON, no pickle).
 """
 
 from __future__ import annotations

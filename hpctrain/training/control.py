@@ -1,10 +1,10 @@
-"""Requests to end: a STOP file in the run's folder or one Ctrl-C where it can be caught; a notice
-of the scheduler, or its clock.
+"""Requests to stop (a STOP file in the run's folder, Ctrl-C without a launcher) and preemption (a
+signal of the scheduler, a time limit).
 
-A request only makes this rank vote in its next step's message, so all ranks end after the same
-step. A stop is a wish (exit code 0), leaving is forced from outside (75: start me again).
+A request sets a flag in the message of this rank's next step, so all ranks end after the same step.
+After a stop the exit code is 0, after preemption 75: the same command resumes the run.
 
-A lock lets one job at a time work in a run's folder, also where the one before is still ending.
+A lock lets only one job at a time work in a run's folder, also while an earlier one still ends.
 """
 
 from __future__ import annotations

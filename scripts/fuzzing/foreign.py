@@ -1,4 +1,4 @@
-"""HDF5 files of others: contiguous, chunked, compressed, with fletcher32."""
+"""External HDF5 files: contiguous, chunked, compressed, with fletcher32."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def compared(found: Outcome | Any, sound: Any, may_differ: bool = False) -> Outc
         return Outcome(EQUAL)
     if may_differ:
         return Outcome(OTHER)
-    return Outcome(WRONG, f"another result without a word: {str(found)[:150]}")
+    return Outcome(WRONG, f"another result without an error: {str(found)[:150]}")
 
 
 def run_command(*words: str) -> tuple[int, str]:

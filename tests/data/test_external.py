@@ -1,4 +1,4 @@
-"""HDF5 files of others: every row found wherever it lies, dealt once, refused in one line."""
+"""External HDF5 files: every row found wherever it lies, dealt once, refused in one line."""
 
 from __future__ import annotations
 

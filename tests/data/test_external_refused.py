@@ -1,4 +1,4 @@
-"""HDF5 files of others that cannot be used: one line each, nothing else is opened."""
+"""External HDF5 files that cannot be used: one line each, nothing else is opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, checksummed, few."""
+"""Checkpoint files: atomic, checksummed, few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on HDF5 files of others: the same bits however they are stored, on any ranks."""
+"""Training on external HDF5 files: the same bits however they are stored, on any ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing hangs for ever: whole jobs with a rank that stops, loops, dies or is told to leave."""
+"""Nothing hangs for ever: whole jobs with a rank that stops, loops, dies or is preempted."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def test_a_rank_that_loops_is_named(start, tmp_path):
 @pytest.mark.parametrize(
     ("whom", "number", "cause"),
     [
-        ("rank", "SIGKILL", r"killed without a word: rank 1 on \S+, last in: .*\(the others were"),
+        ("rank", "SIGKILL", r"killed, reason unknown: rank 1 on \S+, last in: .*\(the others were"),
         ("rank", "SIGSEGV", r"rank 1 crashed \(Segmentation fault\), last in: "),
-        ("mpirun", "SIGKILL", "all ranks were killed without a word: rank 0 on .*; rank 1 on .*"),
+        ("mpirun", "SIGKILL", "all ranks were killed, reason unknown: rank 0 on .*; rank 1 on .*"),
     ],
 )
 def test_what_kills_ends_everything_soon_and_is_named_afterwards(
@@ -173,10 +173,10 @@ def test_what_kills_ends_everything_soon_and_is_named_afterwards(
 @pytest.mark.parametrize(
     ("failed", "stacks", "cause"),
     [
-        ({}, {}, "all ranks were killed without a word: rank 0 on h, last in: step 3; rank 1"),
+        ({}, {}, "all ranks were killed, reason unknown: rank 0 on h, last in: step 3; rank 1"),
         ({1: "ValueError: x"}, {0: "File"}, "rank 1: ValueError: x"),
         ({}, {0: "File", 2: "Fatal Python error: Bus error\n"}, r"rank 2 crashed \(Bus error\), l"),
-        ({}, {0: "File", 1: "File"}, "killed without a word: rank 2 on h, last in: step 3 "),
+        ({}, {0: "File", 1: "File"}, "killed, reason unknown: rank 2 on h, last in: step 3 "),
         ({}, {0: "F", 1: "F", 2: "F"}, r"ended from outside \(SIGTERM\), rank 0 was in: step 3"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_process_of_this_machine_that_is_gone(tmp_path):
     run = make_run(tmp_path / "a", run_line(), step_line(1, time=time.time() - 30))
     beat(run, host=socket.gethostname(), pid=NO_PROCESS)
     one = watched(run)
-    text = "failed: all ranks were killed without a word: rank 0 on "
+    text = "failed: all ranks were killed, reason unknown: rank 0 on "
     assert one.status.kind == "failed" and one.status.text.startswith(text)
     beat(run, host=f"{socket.gethostname()}-other", pid=NO_PROCESS)
     assert watched(run).status.kind == "silent"
