@@ -32,7 +32,7 @@ class Upload:
         self._stream = Stream(self.device)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         self._buffer = torch.empty(shape, dtype=kind, pin_memory=self.device.type == "cuda")
-        self._copied = self._stream.record_event()
+        self._copied = Event(None)  # nothing was queued yet
 
     def room(self, count: int) -> np.ndarray:
         """Memory for rows, (count, H, W, C), to be filled; waits until what lay there is copied."""

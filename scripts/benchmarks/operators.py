@@ -77,7 +77,7 @@ def make_steps(
     """
     from hpctrain.training.step import train_step
 
-    case = Case(folder, rehearsal=device == "cpu")
+    case = Case(folder, rehearsal=device)
     words = ["--data", made_pack(case, ROWS, shape), "--model", network, "--weight-decay", "1e-4"]
     job = ready(case, *words, "--batch-size", str(ROWS), *flags)
     ((batch,),) = first_batches(job)

@@ -28,7 +28,7 @@ from scripts.benchmarks.gpu.rows import ROWS
 from tests.launch import ROOT, marked, run
 
 CUDA_ONLY = {  # why a rehearsal leaves lines out, by row
-    "parity": {"TF32 is arithmetic of GPUs"},
+    "parity": {"only a real GPU computes in TF32"},
     "message": {"that allocator is for GPUs"},
     "memory": {"cudaMalloc is CUDA's"},
     "trace": {"torch's alarm for waits is CUDA's"},
@@ -40,7 +40,7 @@ EXACT = ("parity", "message", "memory", "trace", "digests")  # right on a CPU to
 
 def options(**more):
     return argparse.Namespace(
-        **{"rehearse": True, "data": None, "only": None, "output": None, **more}
+        **{"rehearse": "cpu", "data": None, "only": None, "output": None, **more}
     )
 
 
@@ -91,7 +91,7 @@ def test_the_exit_code_says_whether_all_is_well(monkeypatch, tmp_path, capsys):
 
     assert [code(v) for v in (OK, NOT_RUN, MISSED, FAILED)] == [0, 0, 0, 1]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [code(v, rehearse=False) for v in (OK, NOT_RUN, MISSED, FAILED)] == [0, 0, 1, 1]
+    assert [code(v, rehearse=None) for v in (OK, NOT_RUN, MISSED, FAILED)] == [0, 0, 1, 1]
     assert capsys.readouterr().out.count(check.REHEARSAL) == 8
 
 
@@ -157,6 +157,17 @@ def test_a_rehearsal_goes_through_every_row(names, tmp_path):
             assert {r.verdict for r in results} <= {OK, NOT_RUN}, told
     text = (tmp_path / "out/table.txt").read_text().splitlines()
     assert [line.split()[0] for line in text if line[1:2].strip()] == ["row", *names.split(",")]
+
+
+@pytest.mark.emulated_gpu
+@pytest.mark.timeout(300)
+def test_a_rehearsal_on_gpus_leaves_out_what_only_real_ones_have(tmp_path):
+    words = ("--rehearse", "cuda", "--only", "trace,digests")
+    done = gpu_check(*words, "--output", str(tmp_path / "out"), timeout=290)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
+    left = [r["remark"] for results in rows.values() for r in results if r["verdict"] != OK]
+    assert left == ["only a real GPU has a profiler"], done.stdout
 
 
 def test_all_rows_are_rehearsed():

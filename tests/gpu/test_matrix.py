@@ -34,10 +34,11 @@ def test_every_two_settings_together(tmp_path):
         timeout=3500 if which == "all" else 400,
         env={"HPCTRAIN_EMULATED_GPUS": "4"},
     )
-    lines = (tmp_path / "cells.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    path, printed = tmp_path / "cells.jsonl", done.stdout[-3000:] + done.stderr[-3000:]
+    assert path.exists(), printed
+    found = [json.loads(line) for line in path.read_text().splitlines()]
     assert problems(found) == []
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, printed
     wanted = list(product()) if which == "all" else pairwise()
     assert [Cell(*result["cell"]) for result in found] == wanted
     digests = [result["late"]["digest"] for result in found if "digest" in result["late"]]

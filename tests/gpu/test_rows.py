@@ -40,7 +40,7 @@ from scripts.benchmarks.gpu.result import (
 
 @pytest.fixture
 def case(tmp_path):
-    return Case(tmp_path, rehearsal=True)
+    return Case(tmp_path, rehearsal="cpu")
 
 
 def test_numbers_are_judged_by_both_bounds():
@@ -222,7 +222,7 @@ def test_a_pack_of_files_needs_nothing_adapted(monkeypatch):
 
 
 def test_no_flowers_is_no_failure(case):
-    (found,) = learning.flowers(Case(case.folder, rehearsal=True, data="nowhere.h5"))
+    (found,) = learning.flowers(Case(case.folder, rehearsal="cpu", data="nowhere.h5"))
     assert found.verdict == NOT_RUN and found.remark.startswith("no flowers: --data 'nowhere.h5'")
 
 

@@ -1,5 +1,5 @@
-"""Where the rows of ``scripts/gpu_check`` measure: on a GPU, or rehearsing on the CPU; and what
-they share: packs of made images, a network ready for its first step, whole runs.
+"""Where the rows of ``scripts/gpu_check`` measure: on a GPU, or rehearsing anywhere; and what they
+share: packs of made images, a network ready for its first step, whole runs.
 """
 
 from __future__ import annotations
@@ -28,16 +28,21 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Case:
-    """What a row is told. A rehearsal goes the same way on the CPU, with tiny sizes."""
+    """What a row is told. A rehearsal goes the same way with tiny sizes, on the CPU or a GPU."""
 
     folder: Path  # for packs and runs of this row alone
-    rehearsal: bool = False
+    rehearsal: str | None = None  # its device: "cpu" or "cuda"
     data: str | None = None  # pack of the flowers; without one the built-in set is downloaded
 
     @property
     def device(self) -> str:
         """What --device and torch are told."""
-        return "cpu" if self.rehearsal else "cuda"
+        return self.rehearsal or "cuda"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is the check itself, or a rehearsal on a GPU."""
+        return self.device == "cuda"
 
     def size(self, real: T, tiny: T) -> T:
         """The one that fits."""

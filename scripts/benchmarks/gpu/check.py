@@ -35,7 +35,7 @@ Found = dict[str, list[Result]]  # by row
 SECONDS = 460.0  # for all rows
 LEAST = 10.0  # seconds, for which no row is begun
 PATIENCE = 5.0  # seconds to end in
-REHEARSAL = "R E H E A R S A L   O N   T H E   C P U :   N O   R E S U L T"
+REHEARSAL = "R E H E A R S A L :   N O   R E S U L T"
 
 
 def main() -> int:
@@ -57,7 +57,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", help=f"rows to run, separated by commas: {', '.join(ROWS)}")
     parser.add_argument("--data", help="pack of the flowers; else they are downloaded")
     parser.add_argument("--output", type=Path, help="new folder; default runs/gpu_check-DATE")
-    parser.add_argument("--rehearse", action="store_true", help="every row, tiny, on the CPU")
+    parser.add_argument(
+        "--rehearse",
+        nargs="?",
+        const="cpu",
+        choices=("cpu", "cuda"),
+        help="run every row with tiny sizes on this device (default: cpu)",
+    )
     return parser.parse_args()
 
 
@@ -86,7 +92,7 @@ def check(options: argparse.Namespace, names: list[str], folder: Path) -> int:
     from hpctrain.console import Console, styled
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    blind = not options.rehearse and torch.cuda.device_count() == 0
+    blind = options.rehearse != "cpu" and torch.cuda.device_count() == 0
     known = facts()
     ends = time.monotonic() + SECONDS
     found: Found = {}
@@ -120,7 +126,7 @@ def run_row(name: str, options: argparse.Namespace, log: Path, left: float) -> l
     print(f"{name}: {row.about} ...", file=sys.stderr, flush=True)
     limit = min(row.seconds, left)
     with tempfile.TemporaryDirectory(prefix="hpctrain-gpu-") as work:
-        words = [name, work, *(["--rehearse"] if options.rehearse else [])]
+        words = [name, work, *(["--rehearse", options.rehearse] if options.rehearse else [])]
         words += ["--data", options.data] if options.data else []
         with open(log, "a") as file:
             print(f"== {name}: {row.about}", file=file)
@@ -160,10 +166,10 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
                 time.sleep(0.05)
 
 
-def write(folder: Path, rehearsal: bool, known: dict[str, object], found: Found) -> None:
+def write(folder: Path, rehearsal: str | None, known: dict[str, object], found: Found) -> None:
     """results.json: facts of the machine and all results."""
     rows = {name: [result._asdict() for result in results] for name, results in found.items()}
-    content = {"rehearsal": rehearsal, "machine": known, "rows": rows}
+    content = {"rehearsal": rehearsal is not None, "machine": known, "rows": rows}
     (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

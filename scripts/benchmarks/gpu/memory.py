@@ -34,7 +34,7 @@ def message(case: Case) -> Iterator[Result]:
     what = "every parameter lies in the weights, its gradient in the message alone"
     yield shown(what, inside == len(parameters), f"{inside} of {len(parameters)}", "all")
     what = "message outside of torch's caching allocator"
-    if case.rehearsal:
+    if not case.on_gpu:
         yield not_run(what, "that allocator is for GPUs")
         return
     weights = job.trainer.message.weights
@@ -47,7 +47,7 @@ def message(case: Case) -> Iterator[Result]:
 def memory(case: Case) -> Iterator[Result]:
     """Plain device memory; batches as a CPU would have them."""
     what = "message is plain cudaMalloc memory"
-    if case.rehearsal:
+    if not case.on_gpu:
         yield not_run(what, "cudaMalloc is CUDA's")
     else:
         yield attempt(what, lambda: plain_memory(case, what))

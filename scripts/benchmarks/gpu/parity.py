@@ -35,7 +35,7 @@ def measure(case: Case) -> Iterator[Result]:
         for precision in BOUNDS:
             what = f"gradient of {name}, {precision}, against float64"
             if precision == "tf32" and case.rehearsal:
-                yield not_run(what, "TF32 is arithmetic of GPUs")
+                yield not_run(what, "only a real GPU computes in TF32")
                 continue
             yield attempt(what, partial(compared, case, what, pack, name, precision, exact))
 

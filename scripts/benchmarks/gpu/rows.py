@@ -1,7 +1,7 @@
 """The rows of ``scripts/gpu_check``, each a function of a module of this folder, and the process in
 which one of them runs:
 
-    python -m scripts.benchmarks.gpu.rows ROW FOLDER [--rehearse] [--data PACK]
+    python -m scripts.benchmarks.gpu.rows ROW FOLDER [--rehearse cpu|cuda] [--data PACK]
 
 A line of JSON for every result goes to FOLDER/results.jsonl as soon as it is known: what a row that
 hangs or crashes had found until then is kept.
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Run one row of scripts/gpu_check.")
     parser.add_argument("row", choices=ROWS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--rehearse", choices=("cpu", "cuda"))
     parser.add_argument("--data")
     options = parser.parse_args()
     module, _, function = ROWS[options.row].place.partition(":")

@@ -17,15 +17,15 @@ SIDE, BF16 = 100, ("--precision", "bf16")
 
 def measure(case: Case) -> Iterator[Result]:
     """On all GPUs of this host, one rank each; on two ranks in a rehearsal."""
-    ranks = case.size(torch.cuda.device_count(), 2)
+    ranks = torch.cuda.device_count() if case.on_gpu else 2
     if ranks < 2:
         yield not_run("NCCL, overlap and scaling on several GPUs", "needs 2 GPUs")
         return
-    many = f"{ranks} {case.size('GPUs', 'ranks')}"
-    nccl = case.size(("--reduce", "nccl"), ())
+    many = f"{ranks} {'GPUs' if case.on_gpu else 'ranks'}"
+    nccl = ("--reduce", "nccl") if case.on_gpu else ()
     flags = digests.workload(case)
     first = digests.digest(case, *flags)
-    what = f"digest on {many}, {case.size('NCCL', 'MPI')}, against one through the host"
+    what = f"digest on {many}, {'NCCL' if case.on_gpu else 'MPI'}, against one through the host"
     same = partial(digests.compared, case, what, first, *flags, *nccl, ranks=min(4, ranks))
     yield attempt(what, same)
     side = case.size(SIDE, 28)

@@ -7,7 +7,7 @@ from functools import partial
 
 from hpctrain.bench.harness import steps_rate
 from scripts.benchmarks.gpu.case import Case, made_pack, steps_of, train
-from scripts.benchmarks.gpu.result import Result, attempt, judged
+from scripts.benchmarks.gpu.result import Result, attempt, judged, not_run
 
 BATCH, PACK_STEPS = 128, 8
 EPOCHS, WARM_EPOCHS = 10, 2
@@ -29,6 +29,9 @@ def measure(case: Case) -> Iterator[Result]:
     for way, flags in WAYS.items():
         for side in case.size(SIDES, (28,)):
             what = f"{network(case)} at {side}, {way}"
+            if "--compile" in flags and case.rehearsal == "cuda":
+                yield not_run(what, "only a real GPU runs compiled kernels")
+                continue
             least = NO_SLOWER * base[side] if side in base else None
             result = attempt(what, partial(speed, case, what, side, flags, least))
             if way == BASE and result.number:

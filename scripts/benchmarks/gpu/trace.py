@@ -31,12 +31,12 @@ FEW_BYTES = 4096  # that may come to the host in a step: losses, counts, times
 
 def measure(case: Case) -> Iterator[Result]:
     """The trace with NCCL, and steps under torch's alarm for waits without and with it."""
-    nccl = case.size(("--reduce", "nccl"), ())
-    name = case.size("NCCL", "MPI in place of NCCL")
+    nccl = ("--reduce", "nccl") if case.on_gpu else ()
+    name = "NCCL" if case.on_gpu else "MPI in place of NCCL"
     yield from traced(case, nccl, name)
     for text, flags in (("no transport", ()), (name, nccl)):
         what = f"no step waits for the device, {text}"
-        if case.rehearsal:
+        if not case.on_gpu:
             yield not_run(what, "torch's alarm for waits is CUDA's")
         else:
             yield attempt(what, partial(unwaiting, case, what, flags))
@@ -66,10 +66,13 @@ def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
     """Reductions and bytes to the host, a step."""
     job, step = make_job(case, flags)
     calls = count_calls(job.trainer.reduce.transport, "allreduce")
-    path, on_gpu = case.folder / "trace.json", not case.rehearsal
-    events = profiled(lambda: step().totals(), path, on_gpu)
+    path = case.folder / "trace.json"
+    events = profiled(lambda: step().totals(), path, case.on_gpu)
     what = f"reductions asked of {name} a step"
     yield shown(what, len(calls) == STEPS, f"{len(calls) / STEPS:g}", "1", n=STEPS)
+    if case.rehearsal and case.on_gpu:
+        yield not_run("kernels and copies a step", "only a real GPU has a profiler")
+        return
     remark = "of one rank it launches none, of more it must be 1"
     of_nccl = kernels(events, "nccl") / STEPS
     yield judged("NCCL kernels a step", of_nccl, most=1, n=STEPS, remark=remark)
