@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.config import Config
-from hpctrain.data.upload import sent
 from hpctrain.errors import UsageError
+from hpctrain.streams import copy_to_device
 
 # Of the training images in [0, 1], red, green, blue: what published ResNet weights expect.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -94,7 +94,7 @@ def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
 
 def _flip(images: Tensor, chosen: Tensor) -> Tensor:
     """A copy with the images at the places `chosen` (k,) mirrored."""
-    chosen = sent(chosen, images.device)
+    chosen = copy_to_device(chosen, images.device)
     mirrored = images.index_select(0, chosen).flip(2)  # (k, H, W, C)
     return images.index_copy(0, chosen, mirrored)
 
@@ -113,7 +113,7 @@ def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
     runs = bordered.as_strided((n * tall * wide - width + 1, run), (channels, 1))
     lines = torch.arange(height) + (torch.arange(n) * tall + shift - down)[:, None]  # (n, H)
     starts = (lines * wide + (shift - right)[:, None]).flatten().int()
-    return runs.index_select(0, sent(starts, images.device)).view(images.shape)
+    return runs.index_select(0, copy_to_device(starts, images.device)).view(images.shape)
 
 
 def to_input(

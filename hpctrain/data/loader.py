@@ -2,7 +2,7 @@
 
 A thread (never a forked process: MPI is running) gathers the samples of the next steps into reused
 buffers and turns them into what the network takes, so that a batch is ready before it is needed,
-on a GPU beside the kernels that train (upload.py). It reads on over the border of epochs: what a
+on a GPU beside the kernels that train (streams.py). It reads on over the border of epochs: what a
 batch holds is a pure function of (seed, epoch, step, shard).
 """
 
@@ -24,10 +24,9 @@ from hpctrain.data.jpeg import draw_crops
 from hpctrain.data.orders import ByPartition, Order
 from hpctrain.data.partition import Partition
 from hpctrain.data.split import Split
-from hpctrain.data.upload import Upload, sent
 from hpctrain.errors import UsageError
 from hpctrain.keys import random_key
-from hpctrain.streams import Event
+from hpctrain.streams import Event, Upload, copy_to_device
 
 AHEAD = 2  # steps that are ready before they are needed
 HEAD_START = 0.002  # seconds
@@ -110,7 +109,8 @@ def make_pairs(
     labels = torch.from_numpy(split.labels[np.concatenate([indices for indices, _ in parts])])
 
     def work(images: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        own = zip(parts, images.split(sizes), sent(labels, images.device).split(sizes), strict=True)
+        targets_of = copy_to_device(labels, images.device).split(sizes)
+        own = zip(parts, images.split(sizes), targets_of, strict=True)
         return [pair(prepare(rows, key), targets, key) for (_, key), rows, targets in own]
 
     return upload.make(sum(sizes), work)
@@ -228,7 +228,7 @@ class Loader:
             how = self._read_buffer, self._random_crop > 0, self.epochs
             self._cache = SampleCache(self.split, self.order, self.shards, *how)
         shards = {j: n for j in self.shards if (n := self.partition.count(step, j))}
-        buffer, used, parts = self._upload.room(sum(shards.values())), 0, dict[int, Part]()
+        buffer, used, parts = self._upload.buffer(sum(shards.values())), 0, dict[int, Part]()
         for shard, count in shards.items():
             key = random_key(self.seed, "batch", epoch, step, shard)
             images, first = buffer[used : used + count], step * self.partition.shares[shard]

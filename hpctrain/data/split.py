@@ -8,7 +8,7 @@
 
 So a contiguous dataset of any HDF5 file is read as a pack is: from an offset, without HDF5. A batch
 goes pack (which file, and where in it) -> split -> order (``orders.py``: which samples come when)
--> loader (``loader.py``: reads ahead, augments) -> device (``upload.py``).
+-> loader (``loader.py``: reads ahead, augments) -> device (``streams.py``).
 """
 
 from __future__ import annotations

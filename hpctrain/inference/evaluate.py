@@ -25,18 +25,16 @@ from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pairs
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.split import Split
-from hpctrain.data.upload import Upload
 from hpctrain.errors import Failure, RunError
 from hpctrain.inference.network import first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import Task
 from hpctrain.keys import random_key
 from hpctrain.parallel.backend_flags import torch_settings
 from hpctrain.parallel.device import fork_rng, seed_torch
-from hpctrain.parallel.late import read_late
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.tables import print_evaluation, write_json
-from hpctrain.streams import Event
+from hpctrain.streams import Event, Upload, copy_to_host
 from hpctrain.watchdog import doing, started
 
 
@@ -135,7 +133,7 @@ def read_block(
     source: Split, number: int, rows: np.ndarray, prepare: Prepare, task: Task, upload: Upload
 ) -> Block:
     """Read these rows and make of them what `task` wants."""
-    images = upload.room(len(rows))
+    images = upload.buffer(len(rows))
     source.gather(rows, images)
     bad = find_nonfinite(source, rows, images)
     rows = keep_usable(source, rows, images)
@@ -247,7 +245,7 @@ def evaluate(
             yield (number, rows), torch.cat([part.double() for part in parts])
 
     with fork_rng(device):
-        for (number, rows), values in read_late(judged(), device):
+        for (number, rows), values in copy_to_host(judged(), device):
             tally.sums[number], answers = np.split(values, [len(task.sums)])
             if task.classes:
                 labels = source.labels[rows]

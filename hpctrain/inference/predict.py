@@ -22,18 +22,16 @@ from hpctrain.data.images import BadImage, read_image
 from hpctrain.data.jpeg import decode_threads, map_parts
 from hpctrain.data.loader import ahead
 from hpctrain.data.split import Split
-from hpctrain.data.upload import Upload
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.evaluate import block_key, blocks_of
 from hpctrain.inference.network import Network, first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import network_output
 from hpctrain.parallel.backend_flags import torch_settings
 from hpctrain.parallel.device import seed_torch
-from hpctrain.parallel.late import read_late
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.report.pictures import write_image
 from hpctrain.report.tables import write_predictions
-from hpctrain.streams import Event
+from hpctrain.streams import Event, Upload, copy_to_host
 from hpctrain.text import printable, say
 from hpctrain.watchdog import doing, started, waiting
 
@@ -134,7 +132,7 @@ def answers(
 
     def load(part: tuple[int, np.ndarray]) -> tuple[int, np.ndarray, Unusable, torch.Tensor, Event]:
         number, rows = part
-        images = upload.room(len(rows))
+        images = upload.buffer(len(rows))
         bad = read(rows, images)
         images[np.isin(rows, list(bad))] = 0
         inputs = upload.make(len(rows), lambda images: network.prepare(images, 0))
@@ -146,7 +144,7 @@ def answers(
             upload.take(made, [inputs])
             yield (rows, bad), finish(ask(network, number, inputs))
 
-    for block, found in read_late(asked(), network.device):
+    for block, found in copy_to_host(asked(), network.device):
         yield *block, found
 
 

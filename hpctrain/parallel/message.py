@@ -25,9 +25,8 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.memory import plain_zeros
-from hpctrain.streams import Event, record_event
+from hpctrain.streams import Event, Snapshot, record_event
 
 ALIGNMENT = 64  # elements
 SCALARS = ("loss", "correct", "rows", "irregular", "stop", "leave", "save", "skipped")

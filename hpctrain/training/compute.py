@@ -40,9 +40,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hpctrain.config import Config
 from hpctrain.errors import RunError, UsageError, first_line
-from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Message
-from hpctrain.streams import GraphRecorder
+from hpctrain.streams import GraphRecorder, Snapshot
 
 Pair = tuple[Tensor, Tensor]
 # model, inputs (n, C, H, W), targets -> sum of the rows' losses, number of correct rows

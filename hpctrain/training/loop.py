@@ -6,9 +6,9 @@ import time
 from contextlib import closing
 from functools import partial
 
-from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.mpi import allgather
 from hpctrain.parallel.overlap import OverlapTrial
+from hpctrain.streams import Snapshot
 from hpctrain.text import listed
 from hpctrain.training.setup import assign_shards, renew_reduction
 from hpctrain.training.state import Run, gather

@@ -28,7 +28,6 @@ from hpctrain.parallel.backend_flags import hardware_key
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.choose import choose_reduce, describe_rank, make_transport
 from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
-from hpctrain.parallel.late import LATE
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     Comm,
@@ -44,6 +43,7 @@ from hpctrain.parallel.reduce import Reduce, broadcast
 from hpctrain.parallel.topology import Choice, choose_transport, describe_sharing
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
+from hpctrain.streams import IN_FLIGHT
 from hpctrain.training.compute import make_backward, make_optimizer
 from hpctrain.training.reading import (
     Reading,
@@ -209,7 +209,7 @@ def make_trainer(
         config.skip_bad,
         config.local_buffers,
         overlap,
-        LATE[message.device.type],
+        IN_FLIGHT[message.device.type],
     )
 
 

@@ -28,9 +28,9 @@ from hpctrain.errors import RunError
 from hpctrain.models import as_bytes
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import seed_torch
-from hpctrain.parallel.late import Clock
 from hpctrain.parallel.message import Message, Report
 from hpctrain.parallel.reduce import Reduce
+from hpctrain.streams import Clock
 from hpctrain.training.compute import (
     Backward,
     UnusedParameters,

@@ -16,10 +16,9 @@ import torch
 from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Batch
 from hpctrain.errors import Failure, RunError
-from hpctrain.parallel.late import Snapshot
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, call_on_all
-from hpctrain.streams import current_stream, record_event
+from hpctrain.streams import Snapshot, current_stream, record_event
 from hpctrain.text import listed
 from hpctrain.training.compute import learning_rate, warm_up
 from hpctrain.training.control import StepFlags

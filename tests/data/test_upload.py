@@ -14,7 +14,7 @@ from hpctrain.data.augment import Augmentation, add_noise
 from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import Loader, make_prepare
 from hpctrain.data.partition import cut_epoch
-from hpctrain.data.upload import Upload, sent
+from hpctrain.streams import Upload, copy_to_device
 from tests.streams import Recorder, noted, watched
 
 ROWS, SHAPE, SEED = 101, (12, 10, 3), 3
@@ -101,14 +101,14 @@ def test_bad_rows_are_left_out_before_the_copy(stream):
 
 def test_on_the_cpu_the_buffer_is_the_batch_and_nothing_is_waited_for():
     way = Upload((4, *SHAPE), np.dtype(np.uint8))
-    room = way.room(3)
+    room = way.buffer(3)
     room[:] = 7
     rows = way.make(3, lambda rows: rows)
     assert rows.data_ptr() == room.ctypes.data and rows.shape == (3, *SHAPE)
     assert not rows.is_pinned()
     way.take(way.record_event(), [rows])
     numbers = torch.arange(3)
-    assert sent(numbers, torch.device("cpu")) is numbers
+    assert copy_to_device(numbers, torch.device("cpu")) is numbers
 
 
 CASES = {
@@ -242,5 +242,5 @@ def test_no_host_waits_for_the_gpu_unasked(case):
 @needs_gpu
 def test_rows_are_read_into_pinned_memory():
     way = Upload((4, *SHAPE), np.dtype(np.uint8), "cuda")
-    assert torch.from_numpy(way.room(2)).is_pinned()
-    assert sent(torch.zeros(0, dtype=torch.int64), way.device).shape == (0,)
+    assert torch.from_numpy(way.buffer(2)).is_pinned()
+    assert copy_to_device(torch.zeros(0, dtype=torch.int64), way.device).shape == (0,)

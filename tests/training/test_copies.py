@@ -10,8 +10,7 @@ from collections import Counter
 import pytest
 
 from hpctrain.data import loader
-from hpctrain.data.upload import Upload
-from hpctrain.parallel.late import Snapshot
+from hpctrain.streams import Snapshot, Upload
 from hpctrain.training.train import train
 from tests import external
 from tests.data.pictures import class_folders, pack
@@ -46,7 +45,12 @@ def others(folder):
 def test_one_copy_up_for_images_one_for_labels_and_one_down(
     one_rank, tmp_path, monkeypatch, make, bad
 ):
-    copies, snapshot, upload, sent = Counter(), Snapshot.__init__, Upload.make, loader.sent
+    copies, snapshot, upload, sent = (
+        Counter(),
+        Snapshot.__init__,
+        Upload.make,
+        loader.copy_to_device,
+    )
 
     def counted(name, function):
         return lambda *args: copies.update([name]) or function(*args)
@@ -64,7 +68,7 @@ def test_one_copy_up_for_images_one_for_labels_and_one_down(
         monkeypatch.setattr(loader, "keep_usable", keep_usable)
     monkeypatch.setattr(Snapshot, "__init__", counted("down", snapshot))
     monkeypatch.setattr(Upload, "make", counted("images", upload))
-    monkeypatch.setattr(loader, "sent", counted("labels", sent))
+    monkeypatch.setattr(loader, "copy_to_device", counted("labels", sent))
     assert train(settings, one_rank) == 0
     # Once more down: which parameters have a gradient, after the first step.
     assert copies == {"images": STEPS, "labels": STEPS, "down": STEPS + 1}

@@ -26,8 +26,8 @@ from hpctrain.inference.evaluate import block_key, blocks_of, evaluate
 from hpctrain.inference.evaluate import main as evaluate_main
 from hpctrain.inference.tasks import Classification
 from hpctrain.models import build, read_model, save_model, save_tensors
-from hpctrain.parallel.late import LATE, Snapshot
 from hpctrain.plan import Facts, resolve
+from hpctrain.streams import IN_FLIGHT, Snapshot
 from hpctrain.training.train import train
 from tests.packs import make_pack
 from tests.streams import Recorder, noted
@@ -199,7 +199,7 @@ def test_a_block_is_read_when_later_ones_are_queued(comm, network, monkeypatch, 
         expected = evaluate(model, source, task, prepare, comm, 5)
         model.register_forward_pre_hook(lambda *_: log.append("network"))
         monkeypatch.setattr(Snapshot, "array", lambda self: log.append("read") or array(self))
-        monkeypatch.setitem(LATE, "cpu", late)
+        monkeypatch.setitem(IN_FLIGHT, "cpu", late)
         with NoWaiting():
             found = evaluate(model, source, task, prepare, comm, 5)
     assert (found.loss, found.confusion.tolist()) == (expected.loss, expected.confusion.tolist())

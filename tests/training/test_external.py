@@ -343,7 +343,7 @@ def rows_of(config, split):
 def test_a_training_image_that_is_not_finite_is_named_with_its_row(
     comm, settings, shuffle, late, monkeypatch
 ):
-    monkeypatch.setitem(setup.LATE, "cpu", late)
+    monkeypatch.setitem(setup.IN_FLIGHT, "cpu", late)
     config = with_nan(dataclasses.replace(settings, shuffle=shuffle), comm, [], 0)
     row = int(rows_of(config, "train")[97])
     for value in (np.nan, -np.inf):

@@ -34,7 +34,7 @@ WAITING = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_sele
 @pytest.fixture
 def late(monkeypatch):
     """A function that sets how many steps are begun before the totals of one are read."""
-    return lambda number: monkeypatch.setitem(setup.LATE, "cpu", number)
+    return lambda number: monkeypatch.setitem(setup.IN_FLIGHT, "cpu", number)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config import Config
 from hpctrain.data.loader import Batch
-from hpctrain.parallel.late import Snapshot
 from hpctrain.report.record import read_records
+from hpctrain.streams import Snapshot
 from hpctrain.training import state
 from hpctrain.training.compute import UnusedParameters
 from hpctrain.training.train import train
