@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -186,3 +187,15 @@ def test_many_names_and_long_texts_are_shortened():
     assert listed("abcd", 2, "; ") == "a; b; and 2 more"
     assert brief("a\n  b") == "a b" and brief("x" * 40, 40) == "x" * 40
     assert brief("x" * 41, 40) == "x" * 37 + "..."
+
+
+def test_predictions_are_written_line_by_line(tmp_path):
+    """A million images of a thousand classes are more text than a host has memory."""
+    count, classes = 500, tuple(f"c{number}" for number in range(1000))
+    names, probabilities = [str(row) for row in range(count)], np.full((count, 1000), 0.001)
+    tracemalloc.start()
+    path = tmp_path / "predictions.csv"
+    write_predictions(str(path), names, None, list(range(count)), probabilities, classes)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size > 4e6 > 1e6 > peak

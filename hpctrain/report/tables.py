@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,21 +117,33 @@ def write_predictions(
     where there are labels, the predicted class, its probability, and all `probabilities` (n, K).
     """
     names = [names[row] for row in rows]
-    classes = told_apart(classes)
-    true = [[]] * len(rows) if labels is None else [[classes[label]] for label in labels[rows]]
-    first = ["file"] if labels is None else ["row", "class"]
-    lines: list[list[str]] = [[*first, "prediction", "probability", *classes]]
-    for name, label, found in zip(names, true, probabilities[:, : len(classes)], strict=True):
-        best = int(found.argmax())
-        lines.append([name, *label, classes[best], *(f"{p:.6f}" for p in (found[best], *found))])
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(map(csv_cell, line) for line in lines)
+    labels = None if labels is None else labels[rows]
+    lines = _prediction_lines(names, labels, probabilities, told_apart(classes))
+    cells = (map(csv_cell, line) for line in lines)
     if output == "-":
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(cells)
         say(text.getvalue().removesuffix("\n"))
         return
     try:
         with whole_file(Path(output)) as binary, as_text(binary) as file:
-            file.write(text.getvalue())
+            csv.writer(file, lineterminator="\n").writerows(cells)
     except OSError as error:
         raise RunError(f"cannot write {output}: {error.strerror}") from error
     say(f"{output}: {len(names):,} images classified")
+
+
+def _prediction_lines(
+    names: list[str],
+    labels: np.ndarray | None,
+    probabilities: np.ndarray,
+    classes: tuple[str, ...],
+) -> Iterator[list[str]]:
+    """The header, then one line after the other: together they may not fit the memory."""
+    first = ["file"] if labels is None else ["row", "class"]
+    yield [*first, "prediction", "probability", *classes]
+    for number, (name, found) in enumerate(zip(names, probabilities, strict=True)):
+        true = [] if labels is None else [classes[labels[number]]]
+        best = int(found[: len(classes)].argmax())
+        texts = [f"{p:.6f}" for p in found[: len(classes)]]
+        yield [name, *true, classes[best], texts[best], *texts]
