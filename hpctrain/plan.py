@@ -16,7 +16,7 @@ from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_l
 from hpctrain.config.others import evaluation_rows
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
-from hpctrain.parallel.shards import carried
+from hpctrain.parallel.shards import assign_shards
 
 VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
 MOST_SHARES = 16  # that are told one by one
@@ -170,7 +170,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     loads = worker_loads(config.worker_load)
     usual = SHARDS_TO_MOVE * facts.ranks if config.worker_load == "auto" else facts.ranks
     shards = config.shards or (round(sum(loads)) if loads else usual)
-    runs = carried(shards, facts.ranks, loads)
+    runs = assign_shards(shards, facts.ranks, loads)
     partition = _cut(config, facts, shards)
     row_bytes = facts.held_bytes or math.prod(facts.image_shape) * facts.value_bytes
     block_rows = facts.run_rows or -(-READ_BYTES // row_bytes)
@@ -241,7 +241,7 @@ def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
     ):
         if old != new:
             raise UsageError(f"the run was begun with {what} {old}, not {new}: it cannot go on")
-    runs = carried(plan.shards, facts.ranks, worker_loads(config.worker_load))
+    runs = assign_shards(plan.shards, facts.ranks, worker_loads(config.worker_load))
     epochs = max(plan.epochs, config.epochs or 0)
     return dataclasses.replace(
         plan,

@@ -68,7 +68,7 @@ def main(settings: EvaluateConfig) -> int:
     pack = open_pack_for(network.saved, settings, comm)
     checks = first_touch(pack, comm)
     # Algorithms chosen by timing would let the figures depend on the ranks.
-    exact = torch_settings(network.precision, by_timing=False)
+    exact = torch_settings(network.precision, benchmark=False)
 
     def go_on(what: str) -> bool:
         doing(f"{what} of {settings.split}")
@@ -157,7 +157,9 @@ class Tally:
         )
         self._noted, self.bad_rows = 0, dict[int, str]()  # of this rank
 
-    def answers(self, rank: int, rows: np.ndarray, labels: np.ndarray, found: np.ndarray) -> None:
+    def add_predictions(
+        self, rank: int, rows: np.ndarray, labels: np.ndarray, found: np.ndarray
+    ) -> None:
         """Count the classes that were `found` (n,) for `rows` of class `labels`, (n,) each, and
         note the first of this rank's mistakes.
         """
@@ -240,7 +242,7 @@ def evaluate(
             tally.bad_rows |= bad
             upload.take(made, pair)
             seed_torch(block_key(number), device)
-            found, answers = task.judge(model, *pair)
+            found, answers = task.evaluate(model, *pair)
             parts = [torch.stack(found), *([] if answers is None else [answers])]
             yield (number, rows), torch.cat([part.double() for part in parts])
 
@@ -249,7 +251,7 @@ def evaluate(
             tally.sums[number], answers = np.split(values, [len(task.sums)])
             if task.classes:
                 labels = source.labels[rows]
-                tally.answers(comm.rank, rows, labels, answers.astype(np.int64))
+                tally.add_predictions(comm.rank, rows, labels, answers.astype(np.int64))
     model.train(training)
     go_on("waiting for all")
     tally.bad += len(failures)

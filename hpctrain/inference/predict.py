@@ -48,7 +48,7 @@ def main(settings: PredictConfig) -> int:
     comm = start_mpi()
     started("reading the network")
     network = open_network(settings, comm)
-    with torch_settings(network.precision, by_timing=False):
+    with torch_settings(network.precision, benchmark=False):
         return answer(network, settings, comm)
 
 
@@ -96,13 +96,13 @@ def predict(
 
     def mine() -> list[np.ndarray]:
         found = []
-        blocks = answers(
+        blocks = predict_blocks(
             network, read, len(names), dtype, comm, lambda scores: scores.softmax(1).float()
         )
-        for rows, bad, chances in blocks:
-            for row in rows[~np.isfinite(chances).all(axis=1)].tolist():
+        for rows, bad, probabilities in blocks:
+            for row in rows[~np.isfinite(probabilities).all(axis=1)].tolist():
                 bad.setdefault(row, f"{names[row]}: the network's answer is not finite")
-            found.append(chances[~np.isin(rows, list(bad))])
+            found.append(probabilities[~np.isin(rows, list(bad))])
             unusable.update(bad)
         return found
 
@@ -110,12 +110,12 @@ def predict(
     with waiting():
         parts = comm.gather(found) or []
     blocks = [block for part in parts for block in part]
-    chances = np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
-    return chances, gather_unusable(unusable, comm)
+    probabilities = np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
+    return probabilities, gather_unusable(unusable, comm)
 
 
 @torch.no_grad()
-def answers(
+def predict_blocks(
     network: Network,
     read: Read,
     total: int,
@@ -193,7 +193,7 @@ def restore_files(
 
     def mine() -> None:
         dtype = np.dtype(np.uint8)
-        blocks = answers(
+        blocks = predict_blocks(
             network, read, len(files), dtype, comm, lambda images: images.permute(0, 2, 3, 1)
         )
         for rows, bad, images in blocks:

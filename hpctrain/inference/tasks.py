@@ -37,7 +37,7 @@ class Task(Protocol):
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum of a batch, to be differentiated, and its number of correct answers."""
 
-    def judge(
+    def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
         """The values of `sums` for a batch, and the class answered for every row (n,), if any."""
@@ -72,7 +72,7 @@ class Classification:
         loss = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=smoothing)
         return loss, (scores.detach().argmax(1) == targets).sum()
 
-    def judge(
+    def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
         """Loss sum of a batch, without smoothing, and the class answered for every image (n,)."""
@@ -99,7 +99,7 @@ class Denoising:
         restored = network_output(model, inputs, self.precision)
         return _squared_error(restored, targets), inputs.new_zeros((), dtype=torch.int64)
 
-    def judge(
+    def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
         """Squared errors of a batch after and before; there are no answers."""

@@ -27,7 +27,7 @@ from hpctrain.hardware import processor_name
 from hpctrain.parallel.runtime import built_for
 
 
-class Switches(NamedTuple):
+class BackendFlags(NamedTuple):
     """What torch lets one choose, for the whole process."""
 
     algorithms: bool  # only deterministic ones
@@ -39,14 +39,14 @@ class Switches(NamedTuple):
     matmul: str
 
 
-def chosen(precision: str, deterministic: bool, by_timing: bool) -> Switches:
+def chosen(precision: str, deterministic: bool, benchmark: bool) -> BackendFlags:
     """The switches for a --precision; of "bf16", torch's autocast does the rest."""
-    return Switches(
+    return BackendFlags(
         algorithms=deterministic,
         warn_only=False,
         fill=False,
         cudnn=deterministic,
-        choose_by_timing=by_timing and not deterministic,
+        choose_by_timing=benchmark and not deterministic,
         tf32=precision in ("default", "tf32"),
         matmul="high" if precision == "tf32" else "highest",
     )
@@ -54,22 +54,22 @@ def chosen(precision: str, deterministic: bool, by_timing: bool) -> Switches:
 
 @contextmanager
 def torch_settings(
-    precision: str, deterministic: bool = False, by_timing: bool = True
+    precision: str, deterministic: bool = False, benchmark: bool = True
 ) -> Iterator[None]:
-    """Compute in this --precision, with algorithms that are `deterministic` or chosen `by_timing`;
+    """Compute in this --precision, with algorithms that are `deterministic` or chosen `benchmark`;
     at the end put back torch's switches, threads and random generators.
     """
     threads, generator = torch.get_num_threads(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    switches = _switches()
+    switches = _current_flags()
     try:
         if deterministic:
             # Read when cuBLAS starts; older torch refuses to be deterministic without it.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        _set_switches(chosen(precision, deterministic, by_timing))
+        _set_flags(chosen(precision, deterministic, benchmark))
         yield
     finally:
-        _set_switches(switches)
+        _set_flags(switches)
         torch.set_num_threads(threads)
         torch.set_rng_state(generator)
         if on_gpus:
@@ -77,8 +77,8 @@ def torch_settings(
 
 
 # fill_uninitialized_memory is a property that torch adds to its module; the stubs do not know it.
-def _switches() -> Switches:
-    return Switches(
+def _current_flags() -> BackendFlags:
+    return BackendFlags(
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def _switches() -> Switches:
     )
 
 
-def _set_switches(to: Switches) -> None:
+def _set_flags(to: BackendFlags) -> None:
     if "torch._inductor.config" in sys.modules:  # the compiler has a switch of its own
         torch.use_deterministic_algorithms(to.algorithms, warn_only=to.warn_only)
     else:  # the same without importing the compiler, which takes longer than importing torch

@@ -34,7 +34,7 @@ from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import MPI, Comm, call_on_all, host_name, start_mpi
 from hpctrain.parallel.nccl import Nccl, nccl_version
 from hpctrain.parallel.overlap import Overlapped, cut
-from hpctrain.parallel.reduce import NarrowWire, Plain, Reduce
+from hpctrain.parallel.reduce import Bfloat16Reduce, Plain, Reduce
 from hpctrain.parallel.runtime import EXCLUSIVE, is_exclusive
 from hpctrain.parallel.topology import Choice, RankDevice
 from hpctrain.parallel.transport import (
@@ -44,7 +44,7 @@ from hpctrain.parallel.transport import (
     Transport,
     mpi_type,
 )
-from hpctrain.parallel.tree import InTreeOrder
+from hpctrain.parallel.tree import TreeReduce
 from hpctrain.streams import current_stream
 
 TRIAL_SECONDS = 120.0
@@ -203,10 +203,10 @@ def choose_reduce(
     def over(span: range) -> Reduce:
         vector = message.tensor[span.start : span.stop]
         if runs is not None:
-            return InTreeOrder(way, vector, runs)
+            return TreeReduce(way, vector, runs)
         if wire == "bf16":
             border = max(0, length - span.start)
-            return NarrowWire(way, vector[:border], vector[border:])
+            return Bfloat16Reduce(way, vector[:border], vector[border:])
         return Plain(way, vector)
 
     if not overlap:

@@ -1,14 +1,14 @@
 """The one communication of a step: reductions sum the message, or parts of it, over all ranks.
 
     Plain         one Allreduce
-    NarrowWire    gradients travel in bfloat16
-    InTreeOrder   the same bits on any number of ranks (tree.py)
+    Bfloat16Reduce    gradients travel in bfloat16
+    TreeReduce   the same bits on any number of ranks (tree.py)
     Overlapped    one reduction for each segment of the gradients, while backward runs (overlap.py)
 
 A `Transport` moves the bytes (transport.py). Nothing else in a step waits for the device.
 
 MPI has no bfloat16 (Open MPI would add its bytes up as numbers without an error), so every rank of
-`NarrowWire` sends each other rank the slice that this one owns (Alltoallv), the owner adds the
+`Bfloat16Reduce` sends each other rank the slice that this one owns (Alltoallv), the owner adds the
 slices up in float32, and the sums go back in bfloat16 (Allgatherv). As many bytes as a ring sends;
 a gradient is rounded twice, to 8 significant bits. Moments, counts and slots travel in the same two
 calls as they are. Every rank has one block of the buffer that travels: its slice of what is not
@@ -79,7 +79,7 @@ def broadcast(comm: Comm, tensor: torch.Tensor) -> None:
     tensor.data.copy_(host)
 
 
-class NarrowWire(Reduce):
+class Bfloat16Reduce(Reduce):
     """Sums gradients, rounded to bfloat16 where they travel, and the rest of a message as it is."""
 
     def __init__(self, transport: Transport, gradients: torch.Tensor, rest: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from itertools import accumulate
 from hpctrain.errors import UsageError
 
 
-def carried(shards: int, size: int, loads: Sequence[float] = ()) -> list[range]:
+def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[range]:
     """The run of shards of every rank of `size`, each at least one, in proportion to its load.
 
     `loads` are positive numbers, one per rank; none stands for equal ones. Every shard goes to
@@ -64,7 +64,7 @@ class Balance:
         if not steps or min(seconds) <= 0:
             return None
         cost = [total / len(run) for total, run in zip(seconds, runs, strict=True)]  # of a shard
-        found = carried(runs[-1].stop, len(runs), [1 / each for each in cost])
+        found = assign_shards(runs[-1].stop, len(runs), [1 / each for each in cost])
         if _slowest(cost, found) >= (1 - GAIN) * _slowest(cost, runs):
             return None
         self.runs = found

@@ -131,7 +131,7 @@ class Subtrees:
         return room(tuple(self._message.shape), self._message.dtype, self._message.device)
 
 
-class Exchange:
+class TreeAllreduce:
     """Sums the subtrees of all ranks, vectors like one `example`. Collective when called."""
 
     def __init__(
@@ -190,7 +190,7 @@ class Exchange:
         return lengths, counts, [own * (row or 0) for row in rows]
 
 
-class InTreeOrder(Reduce):
+class TreeReduce(Reduce):
     """Sums a vector in tree order: the same bits however many ranks carry the shards."""
 
     def __init__(self, transport: Transport, vector: torch.Tensor, runs: Sequence[range]) -> None:
@@ -198,7 +198,7 @@ class InTreeOrder(Reduce):
         self.transport, rank = transport, transport.comm.rank
         spans = [subtrees(run, (0, runs[-1].stop)) for run in runs]
         self.subtrees = Subtrees(runs[rank], spans[rank], vector)
-        self.exchange = Exchange(transport, spans, vector)
+        self.exchange = TreeAllreduce(transport, spans, vector)
         self._alone = transport.comm.size == 1
 
     def accumulate(self, shard: int) -> None:

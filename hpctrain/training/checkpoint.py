@@ -42,7 +42,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Described:
+class CheckpointManifest:
     """What the JSON file of a checkpoint says."""
 
     format: int
@@ -195,14 +195,14 @@ def make_ready(run: Path, step: int) -> None:
 
 def _sweep(folder: Path) -> None:
     """Remove tensors that no JSON file tells of."""
-    told = set()
+    named = set()
     for step in steps(folder):
         try:
-            told.add(json.loads(_json(folder, step).read_text())["file"])
+            named.add(json.loads(_json(folder, step).read_text())["file"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            told.update(path.name for path in folder.glob(f"{step:08}*.safetensors"))
+            named.update(path.name for path in folder.glob(f"{step:08}*.safetensors"))
     for path in folder.glob("*.safetensors"):
-        if path.name not in told:
+        if path.name not in named:
             path.unlink()
 
 
@@ -216,7 +216,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d+)\.json", name)))
 
 
-class Damaged(UsageError):
+class CorruptCheckpoint(UsageError):
     """A checkpoint that is not what was written."""
 
 
@@ -234,13 +234,13 @@ def newest(
     for step in reversed(steps(run / FOLDER)):
         try:
             found = verify(run, step)
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             damaged.append(f"{error}: passed over")
             continue
         if found.step <= recorded and found.follows(epochs, validated):
             passed = [
                 f"the record ends at step {recorded}"
-                + (", before the epoch or the validation was told" if c.step <= recorded else "")
+                + (", before the epoch or the validation was named" if c.step <= recorded else "")
                 + f": the checkpoint of {c.step} is passed over"
                 for c in beyond
             ]
@@ -250,8 +250,8 @@ def newest(
 
 
 def verify(run: Path, step: int) -> Checkpoint:
-    """One checkpoint of a run, compared with its checksums. Damaged says what is wrong with it;
-    UsageError for a newer format, RunError where it cannot be read.
+    """One checkpoint of a run, compared with its checksums. CorruptCheckpoint says what is wrong
+    with it; UsageError for a newer format, RunError where it cannot be read.
     """
     described = _json(run / FOLDER, step)
     try:
@@ -261,22 +261,26 @@ def verify(run: Path, step: int) -> Checkpoint:
                 f"{described} has format {known['format']}, this hpctrain knows {FORMAT}: use the"
                 " hpctrain that wrote it"
             )
-        says = from_fields(Described, known)
+        says = from_fields(CheckpointManifest, known)
         path = described.with_name(says.file)
         if says.step != step or known.pop("check") != _check(known):
-            raise Damaged(f"checkpoint {described} is damaged: it does not match its own SHA-256")
+            raise CorruptCheckpoint(
+                f"checkpoint {described} is damaged: it does not match its own SHA-256"
+            )
     except OSError as error:
         raise _unreadable(described, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"checkpoint {described} is damaged: {error}") from error
+        raise CorruptCheckpoint(f"checkpoint {described} is damaged: {error}") from error
     try:
         found = path.stat().st_size
         if found != says.bytes:
-            raise Damaged(f"checkpoint {path} has {found:,} bytes of {says.bytes:,}")
+            raise CorruptCheckpoint(f"checkpoint {path} has {found:,} bytes of {says.bytes:,}")
         if _sha256(path) != says.sha256:
-            raise Damaged(f"checkpoint {path} is damaged: its SHA-256 is not {says.sha256[:16]}...")
+            raise CorruptCheckpoint(
+                f"checkpoint {path} is damaged: its SHA-256 is not {says.sha256[:16]}..."
+            )
     except FileNotFoundError as error:
-        raise Damaged(f"checkpoint {path} is gone") from error
+        raise CorruptCheckpoint(f"checkpoint {path} is gone") from error
     except OSError as error:
         raise _unreadable(path, error) from error
     return Checkpoint(step, says.state, path)

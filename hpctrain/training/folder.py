@@ -77,7 +77,7 @@ def write_settings(job: Job, folder: Path) -> None:
         write_whole(folder / name, text.rstrip() + "\n")
 
 
-def open_run_folder(job: Job, earlier: Earlier, state: Progress) -> Path:
+def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
     """Make an earlier launch's folder ready to go on after the steps that `state` has done; a crash
     becomes the end of its record.
     """
@@ -192,7 +192,7 @@ FREE = {
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PreviousLaunch:
     """What an earlier launch of this run left."""
 
     folder: Path
@@ -204,7 +204,7 @@ class Earlier:
     crash: Outcome | None = None  # of its last launch, which could not record it
 
 
-def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
+def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None:
     """The run of this name, if there is one, locked (rank 0). UsageError where --resume forbids
     it, its settings are others, or another job works in it.
     """
@@ -242,7 +242,7 @@ def find_earlier(config: Config, lock: RunLock) -> Earlier | None:
     if crash:
         damage.insert(0, f"the launch before did not record its end: {crash.reason}")
     finished = is_done(folder)
-    return Earlier(folder, plan, before.precision, finished, checkpoint, damage, crash)
+    return PreviousLaunch(folder, plan, before.precision, finished, checkpoint, damage, crash)
 
 
 def read_settings(folder: Path) -> tuple[Config, Plan]:

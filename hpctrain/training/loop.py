@@ -10,7 +10,7 @@ from hpctrain.parallel.mpi import allgather
 from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.streams import Snapshot
 from hpctrain.text import listed
-from hpctrain.training.setup import assign_shards, renew_reduction
+from hpctrain.training.setup import reassign_shards, renew_reduction
 from hpctrain.training.state import Run, gather
 from hpctrain.training.step import Trainer, train_step
 from hpctrain.training.steps import PendingStep, PendingSteps, collect_flags, learning_rate_of
@@ -123,7 +123,7 @@ def unused_note(names: list[str], trainer: Trainer) -> str:
 def balance_shards(run: Run) -> None:
     """Assign more shards to fast ranks, where that is asked for and saves time."""
     if run.balance and (runs := run.balance.better()):
-        assign_shards(run.job, runs, run.comm)
+        reassign_shards(run.job, runs, run.comm)
         counts = ", ".join(str(len(each)) for each in runs)
         run.recorder.note(f"shards by rank from epoch {run.state.epoch + 1} on: {counts}")
 

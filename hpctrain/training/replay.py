@@ -68,7 +68,7 @@ class Listener(nn.Module):
         return self.output
 
 
-class Found:
+class Differences:
     """What did not stay as it was, by name. On a GPU nobody waits until names are asked for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +117,7 @@ def value_of(held: Any) -> Value:
 
 
 def compare(
-    found: Found, old: dict[str, Value], new: dict[str, Value], noisy: Tensor | None = None
+    found: Differences, old: dict[str, Value], new: dict[str, Value], noisy: Tensor | None = None
 ) -> None:
     """Note what of the old is another among the new; of floats nothing where they are `noisy`."""
     for name, value in old.items():
@@ -138,14 +138,14 @@ def replay(
     other: Sample,
     exact: bool,
     buffers: Collection[str],
-) -> Found:
+) -> Differences:
     """Pass the first rows forward twice and again after the other; what does not stay as it was.
 
     With `exact`, equal work has equal bits. `buffers` names those that were there before the first
     step. Leaves network, statistics and generators as they were.
     """
     model, device = listener.model, first.inputs.device
-    found, again, before = Found(device), Found(device), ModelState(model)
+    found, again, before = Differences(device), Differences(device), ModelState(model)
 
     def held() -> dict[str, Value]:
         return {n: value_of(v) for n, v in held_values(model) if not norms.owns(v)}
@@ -208,10 +208,10 @@ class Replay:
                 Sample(other.images[-ROWS:].clone(), other.targets[-ROWS:].clone(), other.key + 1),
             )
 
-    def __call__(self) -> Found:
+    def __call__(self) -> Differences:
         """What a replay changes, and what has changed since the launch began and must not."""
         trainer = self._trainer
-        found = Found(trainer.message.device)
+        found = Differences(trainer.message.device)
         if self._samples is not None:
             how = (self._listener, trainer.norms, self._task, *self._samples, self._exact)
             found = replay(*how, trainer.buffers)

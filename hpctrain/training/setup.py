@@ -221,7 +221,7 @@ def reduce_for(
     return choose_reduce(transport.comm, message, in_order, plan.wire, transport, overlap)
 
 
-def assign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:
+def reassign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:
     """Let every rank carry these shards from the next epoch on."""
     own = runs[comm.rank]
     job.loader.assign_shards(own)

@@ -30,7 +30,7 @@ from hpctrain.training.step import NETWORK, Trainer, chain
 from hpctrain.typed import typed_fields
 
 if TYPE_CHECKING:
-    from hpctrain.training.folder import Earlier
+    from hpctrain.training.folder import PreviousLaunch
 
 RESUMED = ("planned", "step", "epoch", "best_loss", "sums")  # every checkpoint holds these
 
@@ -39,7 +39,7 @@ class EndReason(StrEnum):
     """Why no further step is to be done, before the last epoch."""
 
     STOP = "asked to stop"  # a wish: save, test, exit code 0
-    PREEMPTED = "asked to leave"  # forced from outside: save, exit code 75
+    PREEMPTED = "preempted"  # forced from outside: save, exit code 75
     PATIENCE = "no better validation"  # the run's own end
 
 
@@ -174,7 +174,9 @@ def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], 
     return tensors, {**known, **state.to_json()}
 
 
-def restore(earlier: Earlier | None, trainer: Trainer, state: Progress, comm: Comm) -> list[str]:
+def restore(
+    earlier: PreviousLaunch | None, trainer: Trainer, state: Progress, comm: Comm
+) -> list[str]:
     """Put a run into the state that an earlier launch saved; rank 0 reads it. Lines worth a note
     in the record. Collective.
     """

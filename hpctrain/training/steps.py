@@ -23,7 +23,7 @@ from hpctrain.text import listed
 from hpctrain.training.compute import learning_rate, warm_up
 from hpctrain.training.control import StepFlags
 from hpctrain.training.reading import order_of
-from hpctrain.training.replay import Found, changed_error
+from hpctrain.training.replay import Differences, changed_error
 from hpctrain.training.state import EndReason, Run
 from hpctrain.training.step import (
     CHANGED,
@@ -100,7 +100,7 @@ class PendingStep(NamedTuple):
     rows: int
     rate: float
     digest: Snapshot | None  # of the state before it
-    found: Found | None  # by the replay before it
+    found: Differences | None  # by the replay before it
     report: Report
 
 
@@ -158,7 +158,7 @@ class PendingSteps:
 
 def collect_flags(
     run: Run, step: int, batches: list[Batch], waited: float
-) -> tuple[StepFlags, torch.Tensor | None, Found | None]:
+) -> tuple[StepFlags, torch.Tensor | None, Differences | None]:
     """What this rank sends to all others in `step`; the digest of its state and what a replay
     found, where they are due.
     """
@@ -220,7 +220,7 @@ def compare_at_end(run: Run) -> None:
         check_alike(run, allgather(run.comm, int(own)), found)
 
 
-def check_alike(run: Run, digests: list[int], found: Found | None) -> None:
+def check_alike(run: Run, digests: list[int], found: Differences | None) -> None:
     """Raise the same on all ranks where the digest of one differs, or its replay `found` something.
     Collective where they do.
     """

@@ -39,8 +39,8 @@ from hpctrain.text import say
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, RunLock, deadline
 from hpctrain.training.folder import (
-    Earlier,
-    find_earlier,
+    PreviousLaunch,
+    find_previous_launch,
     make_run_folder,
     open_run_folder,
     run_facts,
@@ -86,7 +86,7 @@ def train(config: Config, comm: Comm | None = None) -> int:
             watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
             stack.enter_context(watchdog)
         started("setting up")
-        earlier = call_on_root(comm, lambda: find_earlier(config, lock))
+        earlier = call_on_root(comm, lambda: find_previous_launch(config, lock))
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
             call_on_root(comm, partial(say_finished, earlier))
             return 0
@@ -115,7 +115,7 @@ def read_times(config: Config) -> TimeLimits:
     return TimeLimits(timeout, ends, Interval.parse(config.checkpoint_every), note)
 
 
-def say_finished(earlier: Earlier) -> None:
+def say_finished(earlier: PreviousLaunch) -> None:
     """Say that nothing is left to do (rank 0). RunError where the network of the finished run is
     not what was written.
     """
@@ -135,7 +135,7 @@ def say_plan(job: Job) -> None:
 
 @contextmanager
 def open_run(
-    job: Job, comm: Comm, earlier: Earlier | None, lock: RunLock, times: TimeLimits
+    job: Job, comm: Comm, earlier: PreviousLaunch | None, lock: RunLock, times: TimeLimits
 ) -> Iterator[Run]:
     """The run in its folder, restored from the checkpoint of an `earlier` launch. At the end all
     that it opened is closed, and why training cannot go on is recorded. Collective.

@@ -21,10 +21,10 @@ from torch.nn import Linear
 from hpctrain.parallel.device import room
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import Comm, start_mpi
-from hpctrain.parallel.reduce import NarrowWire
-from hpctrain.parallel.shards import carried
+from hpctrain.parallel.reduce import Bfloat16Reduce
+from hpctrain.parallel.shards import assign_shards
 from hpctrain.parallel.transport import HostMemory
-from hpctrain.parallel.tree import Exchange, subtrees
+from hpctrain.parallel.tree import TreeAllreduce, subtrees
 
 SECONDS = 3.0  # in tree order, at least, and
 LEAST, MOST = 11, 2000  # repetitions
@@ -40,16 +40,16 @@ def time_call(function: Callable[[], object], comm: Comm) -> float:
 
 def measure_sums(comm: Comm, length: int) -> dict[str, float]:
     """Median seconds by way. Collective."""
-    spans = [subtrees(run, (0, comm.size)) for run in carried(comm.size, comm.size)]
+    spans = [subtrees(run, (0, comm.size)) for run in assign_shards(comm.size, comm.size)]
     cpu = torch.device("cpu")
     sums = [room((length,), torch.float32, cpu) for _ in spans[comm.rank]]
     transport = HostMemory(comm)
-    exchange = Exchange(transport, spans, sums[0])
+    exchange = TreeAllreduce(transport, spans, sums[0])
     message = Message(Linear(1, length, bias=False), 0, comm.rank, comm.size)
     ways: dict[str, Callable[[], object]] = {
         "Allreduce": lambda: transport.allreduce(sums[-1]),
         "tree order": lambda: exchange(sums),
-        "gradients in bf16": NarrowWire(
+        "gradients in bf16": Bfloat16Reduce(
             transport, message.gradients, message.tensor[message.layout.length :]
         ),
     }

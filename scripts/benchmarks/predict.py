@@ -17,7 +17,7 @@ import torch
 from hpctrain.config import PredictConfig
 from hpctrain.data.images import read_image
 from hpctrain.inference.network import Network, open_network
-from hpctrain.inference.predict import answers, file_reader, list_images
+from hpctrain.inference.predict import file_reader, list_images, predict_blocks
 from hpctrain.inference.tasks import network_output
 from hpctrain.parallel.mpi import start_mpi
 
@@ -50,10 +50,10 @@ def main() -> None:
     read = file_reader(network, files, crop=False)
 
     def ahead() -> np.ndarray:
-        blocks = answers(
+        blocks = predict_blocks(
             network, read, len(files), np.dtype(np.uint8), comm, lambda x: x.softmax(1).float()
         )
-        return np.concatenate([chances for _, _, chances in blocks])
+        return np.concatenate([probabilities for _, _, probabilities in blocks])
 
     ways = {"plain loop": lambda: plain(network, files), "hpctrain predict": ahead}
     rates: dict[str, list[float]] = {name: [] for name in ways}

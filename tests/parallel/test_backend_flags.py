@@ -69,7 +69,7 @@ def test_set_and_put_back(before, precision, deterministic, fails):
 
 
 def test_what_must_not_depend_on_the_ranks_is_not_timed(before):
-    with torch_settings("fp32", by_timing=False):
+    with torch_settings("fp32", benchmark=False):
         assert switches() == (*UNTIMED, False, "highest")
     assert switches() == before
 
@@ -80,8 +80,8 @@ def test_float32_on_a_gpu_is_float32():
     exact, one = 1 + 2.0**-12, torch.eye(512, device="cuda")
     factor = torch.full((512, 512), exact, device="cuda")
     image, kernel = factor.reshape(2, 512, 16, 16), one.reshape(512, 512, 1, 1)
-    with torch_settings("fp32", by_timing=False):
+    with torch_settings("fp32", benchmark=False):
         assert torch.all(factor @ one == exact) and torch.all(torch.conv2d(image, kernel) == exact)
     if torch.cuda.get_device_capability() >= (8, 0):  # those have TF32
-        with torch_settings("tf32", by_timing=False):
+        with torch_settings("tf32", benchmark=False):
             assert torch.all(factor @ one == 1)

@@ -13,7 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.shards import carried
+from hpctrain.parallel.shards import assign_shards
 
 pytestmark = pytest.mark.mpi
 C = 3
@@ -44,7 +44,7 @@ def run_steps(comm, model, steps, mode):
     for arrays in steps:
         total = sum(len(a) for a in arrays)
         message.zero()
-        for shard in carried(len(arrays), comm.size)[comm.rank]:
+        for shard in assign_shards(len(arrays), comm.size)[comm.rank]:
             rows = len(arrays[shard])
             if rows:
                 model(torch.from_numpy(arrays[shard]))
@@ -142,7 +142,7 @@ def test_without_a_shift_the_variance_would_cancel(comm):
     message = Message(model, norms.channels, comm.rank, comm.size)
     norms.elements.fill_(35)
     message.zero()
-    for shard in carried(5, comm.size)[comm.rank]:
+    for shard in assign_shards(5, comm.size)[comm.rank]:
         model(torch.from_numpy(data[0][shard]))
         norms.collect(message.moments, len(data[0][shard]), 161)
     choose_reduce(comm, message)()
@@ -198,7 +198,7 @@ def run_steps_with_gate(comm, model, steps):
     for arrays in steps:
         total = sum(len(a) for a in arrays)
         message.zero()
-        for shard in carried(len(arrays), comm.size)[comm.rank]:
+        for shard in assign_shards(len(arrays), comm.size)[comm.rank]:
             loss = model(torch.from_numpy(arrays[shard])).square().sum()
             norms.collect(message.moments, len(arrays[shard]), total)
             message.add_counts(loss, 0, len(arrays[shard]))

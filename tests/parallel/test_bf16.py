@@ -17,7 +17,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel import reduce as narrow_wire
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.reduce import NarrowWire, Plain
+from hpctrain.parallel.reduce import Bfloat16Reduce, Plain
 from hpctrain.parallel.transport import HostMemory
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
@@ -60,7 +60,7 @@ def test_the_sum_is_rounded_twice_and_the_rest_is_exact(comm):
     message = filled(comm, comm.rank)
     own = message.tensor.clone()
     length = len(message.gradients)
-    NarrowWire(HostMemory(counting), message.gradients, message.tensor[length:])()
+    Bfloat16Reduce(HostMemory(counting), message.gradients, message.tensor[length:])()
     everybody = [filled(comm, rank) for rank in range(comm.size)]
     if comm.size == 1:
         assert torch.equal(message.tensor, own)
@@ -132,7 +132,7 @@ def test_slices_are_added_in_float32(monkeypatch, size, gradients, rest):
     def work(rank):
         transport = Threads(rank, size, board, barrier)
         vector = torch.empty(gradients + rest)
-        reduce = NarrowWire(transport, vector[:gradients], vector[gradients:])
+        reduce = Bfloat16Reduce(transport, vector[:gradients], vector[gradients:])
         for step in range(2):
             vector.copy_(vectors[step, rank])
             reduce()
@@ -167,7 +167,7 @@ def test_more_ranks_cost_no_more_operations(size, monkeypatch):
     transport = Counting(None, 1, size)
     transport.comm = transport
     transport.alltoallv = transport.allgatherv = lambda *blocks: None
-    reduce = NarrowWire(transport, vector[: 64 * 4096], vector[64 * 4096 :])
+    reduce = Bfloat16Reduce(transport, vector[: 64 * 4096], vector[64 * 4096 :])
     with Operations() as operations:
         reduce()
     assert 8 <= operations.count <= 12

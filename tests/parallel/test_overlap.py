@@ -19,7 +19,7 @@ from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.device import choose_device
 from hpctrain.parallel.message import Message, lay_out
 from hpctrain.parallel.overlap import cut
-from hpctrain.parallel.shards import carried
+from hpctrain.parallel.shards import assign_shards
 from hpctrain.parallel.transport import HostMemory
 from tests.parallel.test_transport import MAKERS
 from tests.training.test_step import ROWS, Arrays, make_trainer, parameters, small_model, train
@@ -109,7 +109,7 @@ def inputs(step, shard, dtype):
 def steps(comm, model, overlap, number=3, shards=None, tree=False, missing=(), **how):
     """The message after each of some steps; (step, shard) that is `missing` has no rows."""
     message = model.message = Message(model, 5, comm.rank, comm.size)
-    runs = carried(shards or comm.size, comm.size)
+    runs = assign_shards(shards or comm.size, comm.size)
     in_order = runs if tree else None
     reduce = choose_reduce(comm, message, in_order, overlap=overlap, **how)
     try:
@@ -305,7 +305,7 @@ def test_twenty_steps_of_training(comm, tree):
     """23 rows in batches of 7: four steps an epoch, the last of two rows."""
     shards = 2 * comm.size if tree else comm.size
     partition, found = cut_epoch(ROWS, 7, min(7, shards)), []
-    runs = carried(len(partition.shares), comm.size) if tree else None
+    runs = assign_shards(len(partition.shares), comm.size) if tree else None
     for overlap in (0, 3):
         trainer, sent = make_trainer(small_model(), comm, runs=runs, overlap=overlap), [0]
         first = next(trainer.model.parameters())  # its gradient comes last

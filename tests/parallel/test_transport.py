@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.nccl import Library, Nccl
-from hpctrain.parallel.reduce import NarrowWire, Plain
-from hpctrain.parallel.shards import carried
+from hpctrain.parallel.reduce import Bfloat16Reduce, Plain
+from hpctrain.parallel.shards import assign_shards
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, mpi_type
-from hpctrain.parallel.tree import Exchange, InTreeOrder
+from hpctrain.parallel.tree import TreeAllreduce, TreeReduce
 from tests.emulated_nccl import build
 
 pytestmark = pytest.mark.mpi
@@ -103,10 +103,10 @@ def halves(message):
 
 def test_every_way_to_sum_gives_the_bits_of_host_memory(comm, transport):
     shards = 2 * comm.size + 1
-    runs = carried(shards, comm.size)
+    runs = assign_shards(shards, comm.size)
     for make in (
-        lambda way, message: InTreeOrder(way, message.tensor, runs),
-        lambda way, message: NarrowWire(way, *halves(message)),
+        lambda way, message: TreeReduce(way, message.tensor, runs),
+        lambda way, message: Bfloat16Reduce(way, *halves(message)),
         lambda way, message: Plain(way, message.tensor),
     ):
         found = []
@@ -159,12 +159,12 @@ def test_one_copy_down_and_one_up_however_many_ranks(comm):
 
     pinned, message = Watched(comm), message_of(comm, 0)
     shards = 3 * comm.size - 1  # the last rank has fewer subtrees: it sends nothing in one round
-    spans = [[(n, n + 1) for n in run] for run in carried(shards, comm.size)]
+    spans = [[(n, n + 1) for n in run] for run in assign_shards(shards, comm.size)]
     sums = [numbers(n, 1009) for n, _ in spans[comm.rank]]
-    Exchange(pinned, spans, torch.zeros(1009))(sums)
+    TreeAllreduce(pinned, spans, torch.zeros(1009))(sums)
     assert len(pinned.counts) == max(map(len, spans)) and set(pinned.counts) <= {1, 2}
     assert comm.size == 1 or pinned.counts[0] == 2
-    NarrowWire(pinned, *halves(message))()
+    Bfloat16Reduce(pinned, *halves(message))()
     assert comm.size == 1 or pinned.counts[-1] == 2
 
 
@@ -178,8 +178,8 @@ def test_a_group_of_nccl_is_one_launch(comm):
 
     library = Counting(built())
     nccl = Nccl(comm, library)
-    runs = carried(comm.size, comm.size)
-    exchange = Exchange(nccl, [[(run.start, run.stop)] for run in runs], torch.empty(10))
+    runs = assign_shards(comm.size, comm.size)
+    exchange = TreeAllreduce(nccl, [[(run.start, run.stop)] for run in runs], torch.empty(10))
     exchange([numbers(comm.rank, 10)])
     assert library.calls.count("ncclGroupStart") == library.calls.count("ncclGroupEnd") == 2
     assert library.calls.count("ncclAllReduce") == 0

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.shards import carried
+from hpctrain.parallel.shards import assign_shards
 from hpctrain.parallel.transport import HostMemory
-from hpctrain.parallel.tree import Exchange, Subtrees, additions, subtrees
+from hpctrain.parallel.tree import Subtrees, TreeAllreduce, additions, subtrees
 
 LENGTH = 101
 
@@ -37,9 +37,9 @@ def leaves_of(shards, missing=()):
 def layouts(shards):
     """Runs of shards of all ranks: every number of ranks, and uneven loads."""
     for size in range(1, shards + 1):
-        yield carried(shards, size)
+        yield assign_shards(shards, size)
         for loads in ([3] + [1] * (size - 1), [1] * (size - 1) + [5]):
-            yield carried(shards, size, loads)
+            yield assign_shards(shards, size, loads)
 
 
 @pytest.mark.parametrize("shards", range(1, 10))
@@ -88,7 +88,7 @@ def test_a_ranks_subtrees_are_summed_in_tree_order(shards, missing):
 
 def test_the_buffers_of_a_rank_are_few():
     for shards, size in ((8, 1), (8, 2), (8, 4), (8, 8), (64, 4)):
-        run = carried(shards, size)[-1]
+        run = assign_shards(shards, size)[-1]
         message = torch.zeros(3)
         sums = Subtrees(run, subtrees(run, (0, shards)), message)
         for shard in run:
@@ -102,10 +102,10 @@ def test_the_buffers_of_a_rank_are_few():
 @pytest.mark.parametrize("uneven", [False, True])
 def test_all_ranks_get_the_sum_in_tree_order(comm, shards, uneven):
     leaves = leaves_of(shards)
-    runs = carried(shards, comm.size, range(comm.size, 0, -1) if uneven else ())
+    runs = assign_shards(shards, comm.size, range(comm.size, 0, -1) if uneven else ())
     spans = [subtrees(run, (0, shards)) for run in runs]
     sums = [torch.from_numpy(tree_sum(leaves[lo:hi]).copy()) for lo, hi in spans[comm.rank]]
-    Exchange(HostMemory(comm), spans, sums[0])(sums)
+    TreeAllreduce(HostMemory(comm), spans, sums[0])(sums)
     expected = tree_sum(leaves)
     assert sums[-1].numpy().tobytes() == expected.tobytes()
     one_by_one = sum(leaves[1:], start=leaves[0])
@@ -114,17 +114,17 @@ def test_all_ranks_get_the_sum_in_tree_order(comm, shards, uneven):
 
 @pytest.mark.mpi
 def test_a_message_shorter_than_the_ranks_is_summed_too(comm):
-    runs = carried(comm.size, comm.size)
+    runs = assign_shards(comm.size, comm.size)
     spans = [subtrees(run, (0, comm.size)) for run in runs]
     sums = [torch.full((1,), comm.rank + 1.0)]
-    Exchange(HostMemory(comm), spans, sums[0])(sums)
+    TreeAllreduce(HostMemory(comm), spans, sums[0])(sums)
     assert sums[0] == comm.size * (comm.size + 1) / 2
 
 
 @pytest.mark.mpi
 def test_a_rank_sends_as_much_as_in_a_ring_where_all_are_powers_of_two(comm):
-    spans = [subtrees(run, (0, 8)) for run in carried(8, comm.size)]
-    sent = sum(comm.allgather(Exchange(HostMemory(comm), spans, torch.empty(1200)).sent))
+    spans = [subtrees(run, (0, 8)) for run in assign_shards(8, comm.size)]
+    sent = sum(comm.allgather(TreeAllreduce(HostMemory(comm), spans, torch.empty(1200)).sent))
     ring = 2 * 1200 * (comm.size - 1)
     assert sent == ring if comm.size != 3 else sent > ring
 
@@ -143,7 +143,7 @@ class Counted(tuple):
 
 def test_additions_look_every_subtree_up_once():
     """4,096 ranks of one shard and more; a search compared 8 million times."""
-    runs = carried(9001, 4096)
+    runs = assign_shards(9001, 4096)
     rows = [Counted(span) for run in runs for span in subtrees(run, (0, 9001))]
     Counted.compared = 0
     pairs = additions(rows)
@@ -166,11 +166,11 @@ def test_every_shard_goes_to_the_rank_with_the_least_to_do():
         shards = size + draw.randint(0, 60)
         values = draw.choice([[1], [1, 2, 3], [0.1, 0.3, 7.0], [draw.random() + 1e-9]])
         loads = [draw.choice(values) for _ in range(size)]
-        runs = carried(shards, size, loads)
+        runs = assign_shards(shards, size, loads)
         assert [len(run) for run in runs] == old_carried(shards, size, loads)
         assert [j for run in runs for j in run] == list(range(shards))
         if set(loads) == {1}:
-            assert runs == carried(shards, size)
+            assert runs == assign_shards(shards, size)
 
 
 class Load(float):
@@ -184,13 +184,13 @@ class Load(float):
 
 
 def test_a_shard_more_costs_a_division_more():
-    carried(4096, 1021, [Load(1 + rank % 3) for rank in range(1021)])
+    assign_shards(4096, 1021, [Load(1 + rank % 3) for rank in range(1021)])
     assert Load.divided == 4096
 
 
 def test_shards_go_to_ranks_in_proportion_to_their_loads():
     def counts(*arguments):
-        return [len(run) for run in carried(*arguments)]
+        return [len(run) for run in assign_shards(*arguments)]
 
     assert counts(8, 3) == [3, 3, 2]
     assert counts(4, 2, [3, 1]) == [3, 1]
@@ -198,9 +198,9 @@ def test_shards_go_to_ranks_in_proportion_to_their_loads():
     assert counts(5, 2, [100, 1]) == [4, 1]
     assert counts(12, 3, [1, 2, 3]) == [2, 4, 6]
     for shards, size in ((7, 3), (8, 8), (13, 5)):
-        runs = carried(shards, size, range(1, size + 1))
+        runs = assign_shards(shards, size, range(1, size + 1))
         assert list(itertools.chain(*runs)) == list(range(shards))
     with pytest.raises(UsageError, match="9 ranks cannot carry 8 shards"):
-        carried(8, 9)
+        assign_shards(8, 9)
     with pytest.raises(UsageError, match="--worker-load names 2 ranks, but there are 3"):
-        carried(8, 3, [1, 1])
+        assign_shards(8, 3, [1, 1])

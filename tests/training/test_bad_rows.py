@@ -14,7 +14,7 @@ from hpctrain.data.pack_format import content_uuid, facts_sha256
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.shards import carried
+from hpctrain.parallel.shards import assign_shards
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from tests.data.pictures import class_folders, pack
@@ -68,7 +68,7 @@ def test_images_that_cannot_be_decoded_have_no_weight_on_any_number_of_ranks(
     config = dataclasses.replace(settings, random_crop=crop, digest_every=2)
     assert loop.train(dataclasses.replace(config, run="all"), comm) == 0
     told = comm.allreduce(capfd.readouterr().err)
-    owner = next(rank for rank, run in enumerate(carried(4, comm.size)) if 1 in run)
+    owner = next(rank for rank, run in enumerate(assign_shards(4, comm.size)) if 1 in run)
     readers = {0, owner}  # rank 0 looks at the first rows of all
     assert told.count("sample 20 of split 'train' cannot be decoded") == len(readers)
     assert told.count("sample 4 of split 'validation' cannot be decoded") == 1

@@ -293,12 +293,12 @@ def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
     assert [int(line["row"]) for line in lines] == list(range(ROWS))
     with Split(pack, "test") as source:
         images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
-        chances = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255).softmax(1)
+        probabilities = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255).softmax(1)
         assert [line["class"] for line in lines] == [f"class{k}" for k in source.labels]
     assert [line["prediction"] for line in lines] == [
-        f"class{k}" for k in chances.argmax(1).tolist()
+        f"class{k}" for k in probabilities.argmax(1).tolist()
     ]
-    for line, chance in zip(lines, chances.tolist(), strict=True):
+    for line, chance in zip(lines, probabilities.tolist(), strict=True):
         assert float(line["class3"]) == pytest.approx(chance[3], abs=1e-5)
 
 

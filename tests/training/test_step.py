@@ -17,7 +17,7 @@ from hpctrain.models import build
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.shards import carried
+from hpctrain.parallel.shards import assign_shards
 from hpctrain.parallel.transport import HostMemory, Pinned
 from hpctrain.training.compute import Eager, make_optimizer
 from hpctrain.training.control import StepFlags
@@ -71,7 +71,7 @@ def make_trainer(model, comm, config=None, **how):
 
 def train(trainer, source, partition, comm, epochs=2, prepare=to_float64):
     """Epochs of steps as the training loop does them; the losses of all steps."""
-    mine = carried(len(partition.shares), comm.size)[comm.rank]
+    mine = assign_shards(len(partition.shares), comm.size)[comm.rank]
     loader = Loader(source, partition, mine, 7, prepare)
     losses = []
     for epoch in range(epochs):
@@ -142,7 +142,7 @@ def test_without_the_allreduce_the_result_differs(comm):
     source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
     alone = comm.Split(comm.rank)
     trainer = make_trainer(small_model(), comm, transport=HostMemory(alone))
-    mine = carried(comm.size, comm.size)[comm.rank]
+    mine = assign_shards(comm.size, comm.size)[comm.rank]
     loader = Loader(source, partition, mine, 7, to_float64)
     for number, batches in enumerate(loader.epoch(0)):
         train_step(trainer, batches, partition.total(number))
@@ -156,7 +156,7 @@ def test_weighting_by_nominal_shares_differs(comm):
         return
     source, partition = Arrays(), cut_epoch(ROWS, 7, comm.size)
     trainer = make_trainer(small_model(), comm)
-    mine = carried(comm.size, comm.size)[comm.rank]
+    mine = assign_shards(comm.size, comm.size)[comm.rank]
     for batches in Loader(source, partition, mine, 7, to_float64).epoch(0):
         rows = len(batches[0].targets) if batches else 1
         train_step(trainer, batches, rows * comm.size)
@@ -214,7 +214,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(comm, optimizer, ba
             x[0, 0, 0, 0] = bad
         return x
 
-    mine = carried(comm.size, comm.size)[comm.rank]
+    mine = assign_shards(comm.size, comm.size)[comm.rank]
     loader = Loader(Arrays(14), partition, mine, 7, prepare)
     poison = False
     for number, batches in enumerate(loader.epoch(0)):
@@ -257,7 +257,7 @@ def test_a_model_that_the_message_does_not_know_is_noticed(comm):
 def test_stop_votes_and_clocks_arrive(comm):
     trainer = make_trainer(small_model(), comm)
     partition = cut_epoch(ROWS, 7, comm.size)
-    mine = carried(comm.size, comm.size)[comm.rank]
+    mine = assign_shards(comm.size, comm.size)[comm.rank]
     batches = next(Loader(Arrays(), partition, mine, 7, to_float64).epoch(0))
     last = comm.size - 1
     told = StepFlags(1.0 + comm.rank, comm.rank == last, True, last == 0, torch.tensor(5))
@@ -304,7 +304,7 @@ class Launches(TorchDispatchMode):
 
 def test_random_numbers_belong_to_epoch_step_and_shard(comm):
     """Keys differ by all three, reach augmentation and dropout, and do not depend on ranks."""
-    partition, mine = cut_epoch(ROWS, 7, 4), carried(4, comm.size)[comm.rank]
+    partition, mine = cut_epoch(ROWS, 7, 4), assign_shards(4, comm.size)[comm.rank]
     seen = []
 
     def prepare(images, key):

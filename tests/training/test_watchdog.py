@@ -38,7 +38,7 @@ from hpctrain.report.plot_training import read_curves
 from hpctrain.report.record import read_records
 from hpctrain.start import is_own
 from hpctrain.training.control import RunLock, is_locked
-from hpctrain.training.folder import find_earlier, make_run_folder, open_run_folder
+from hpctrain.training.folder import find_previous_launch, make_run_folder, open_run_folder
 from hpctrain.training.state import Progress
 from hpctrain.typed import from_fields, parse_toml
 from hpctrain.watch import runs as watch_runs
@@ -159,14 +159,14 @@ def test_what_kills_ends_everything_soon_and_is_named_afterwards(
     curves = read_curves(folder, "a")
     assert curves.status == "failed" and re.search(cause, curves.reason)
     config = from_fields(Config, parse_toml((folder / "config.toml").read_bytes()))
-    earlier = find_earlier(replace(config, runs_dir=str(tmp_path / "runs")), lock)
+    earlier = find_previous_launch(replace(config, runs_dir=str(tmp_path / "runs")), lock)
     assert re.search(f"the launch before did not record its end: {cause}", earlier.damage[0])
     plan = SimpleNamespace(to_json=(folder / "plan.json").read_text)
     open_run_folder(SimpleNamespace(config=config, plan=plan), earlier, Progress())
     *_, end = read_records(folder)
     assert (end["kind"], end["status"]) == ("end", "failed") and re.search(cause, end["reason"])
     assert list((folder / "ranks").iterdir()) == []
-    assert not find_earlier(replace(config, runs_dir=str(tmp_path / "runs")), lock).crash
+    assert not find_previous_launch(replace(config, runs_dir=str(tmp_path / "runs")), lock).crash
     lock.release()
 
 
