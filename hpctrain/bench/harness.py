@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain import __version__, launch
 from hpctrain.errors import RunError, UsageError
-from hpctrain.hardware import processor_name
 from hpctrain.text import say
 
 if TYPE_CHECKING:
@@ -134,6 +133,8 @@ def number_text(number: float) -> str:
 
 def machine_lines() -> list[str]:
     """Processor, cores, load and versions: a figure without them means little."""
+    from hpctrain.parallel.backend_flags import processor_name  # imports torch
+
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "mpi4py", "h5py"))
     load = os.getloadavg()[0]
     return [

@@ -15,6 +15,7 @@ The number of CPU threads is set too, because oneDNN and MKL cut their sums by i
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.errors import Failure
-from hpctrain.hardware import processor_name
 from hpctrain.parallel.runtime import built_for
 
 
@@ -103,6 +103,21 @@ def _set_flags(to: BackendFlags) -> None:
 
 
 REFUSAL = "does not have a deterministic implementation"  # torch's words
+
+
+def processor_name() -> str:
+    """The processor's name, family and model: "AMD EPYC 9654 96-Core Processor (25.17)"."""
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                found.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    if "model name" not in found:
+        return platform.processor() or platform.machine()
+    return f"{found['model name']} ({found.get('cpu family', '?')}.{found.get('model', '?')})"
 
 
 def hardware_key(device: torch.device) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hpctrain import __version__
-from hpctrain.hardware import processor_name
 from hpctrain.launch import ROOT
+from hpctrain.parallel.backend_flags import processor_name
 from hpctrain.parallel.nccl import nccl_version
 from hpctrain.parallel.runtime import built_for
 
