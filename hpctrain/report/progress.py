@@ -28,7 +28,7 @@ class Display:
     """Shows the records of one run as they come; never the reason why a run fails.
 
     Where standard output is gone (its reader has ended, its disk is full), the display falls
-    silent and training goes on.
+    silent and training continues.
     """
 
     def __init__(self, folder: Path, progress: str) -> None:
@@ -38,7 +38,7 @@ class Display:
         self._silent = False
         self._facts: Record = {}
         self._start = time.monotonic()
-        self._before = 0  # steps done when this run was taken up
+        self._before = 0  # steps done when this launch began
         self._latest: Record = {}  # the last step
         self._speed = 0.0  # images/s, smoothed
         self._phase = ""  # what is done between steps
@@ -156,7 +156,7 @@ class Display:
         return max(total - self._latest["step"], 0) * elapsed / done
 
     def _fall_silent(self) -> None:
-        """Stop showing: training goes on, and what others still print must not fail."""
+        """Stop showing: training continues, and what others still print must not fail."""
         self._silent = True
         discard_stdout()
         self.close()
