@@ -163,6 +163,20 @@ def test_a_file_cut_short_while_in_use_is_an_error_not_a_signal(path):
         Split(pack, "train")
 
 
+def test_another_pack_of_the_same_size_in_its_place_is_noticed(path, splits):
+    pack, size = read_pack(path), path.stat().st_size
+    images, labels = splits["train"]
+    write_pack(
+        path,
+        {**splits, "train": (images ^ 1, labels)},
+        pack.classes,
+        {"source": "numbers", "seed": 3},
+    )
+    assert path.stat().st_size == size
+    with pytest.raises(UsageError, match=f"is not the file that was checked .uuid {pack.uuid}"):
+        Split(pack, "train")
+
+
 def test_reading_needs_no_hdf5(path):
     import subprocess
     import sys
