@@ -14,7 +14,6 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
-from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training import validate
 from hpctrain.training.checkpoint import steps
@@ -169,7 +168,7 @@ def test_where_the_bad_image_cannot_be_read_again_the_weights_are_saved_all_the_
     def unreadable(source, rows):
         raise RunError("pack.h5 is gone")
 
-    monkeypatch.setattr(inner, "find_nonfinite", unreadable)
+    monkeypatch.setattr("hpctrain.training.steps.find_nonfinite", unreadable)
     said = r"is not finite.*are kept\. Its images cannot be read again: .*pack.h5 is gone"
     with pytest.raises(NonFinite, match=said):
         loop.train(dataclasses.replace(settings, lr=1e30), comm)
@@ -184,7 +183,7 @@ def test_why_a_run_ended_is_said_where_it_cannot_be_saved_too(comm, settings, mo
     def full(*_):
         raise RunError("no room left")
 
-    monkeypatch.setattr(loop, "save", full)
+    monkeypatch.setattr(loop, "save_network", full)
     said = "is not finite.*; not saved: .*no room left"
     with pytest.raises(CannotContinue, match=said) as caught:
         loop.train(dataclasses.replace(settings, lr=1e30), comm)
