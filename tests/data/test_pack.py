@@ -403,6 +403,16 @@ def test_a_bug_in_a_worker_shows_its_traceback(folder, tmp_path, monkeypatch):
     assert "decode_rows" in str(caught.value.__cause__)
 
 
+HANG = """
+from PIL import Image
+import time
+def hang(*arguments, **options):
+    open(os.environ["HPCTRAIN_TEST"] + "/hangs", "w").close()
+    time.sleep(1000)
+Image.open = hang
+"""
+
+
 def processes_with(word):
     """Command lines of running processes that contain `word`."""
     found = []
@@ -417,7 +427,11 @@ def processes_with(word):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_pack_that_is_killed_leaves_no_pack(tmp_path, number):
+@pytest.mark.parametrize("hang", [False, True])
+def test_a_pack_that_is_killed_leaves_no_pack(tmp_path, monkeypatch, number, hang):
+    """Nor processes, even if they hang in an image."""
+    if hang:
+        change_workers(monkeypatch, tmp_path, HANG)
     root = class_folders(tmp_path / "images", {"a": 1, "b": 1}, width=997, height=887)
     for i in range(300):
         (root / "b" / f"{i:03}x.png").hardlink_to(root / "b" / "000.png")
@@ -426,13 +440,15 @@ def test_a_pack_that_is_killed_leaves_no_pack(tmp_path, number):
     mark = f"HPCTRAIN_TEST={tmp_path}"
     packing = subprocess.Popen(
         [sys.executable, "-m", "hpctrain", "pack", root, "--output", output, "--jobs", "2"]
-        + ["--size", "500x500"],
+        + ["--size", "500x500", "--channels", "3"],
         stderr=subprocess.PIPE,
         env={**os.environ, "HPCTRAIN_TEST": str(tmp_path)},
         start_new_session=True,  # a Ctrl-C reaches the workers too
     )
-    while len(processes_with(mark)) < 3:
+    while len(processes_with(mark)) < 4:  # with that which multiprocessing starts besides
         assert packing.poll() is None
+        time.sleep(0.01)
+    while hang and not (tmp_path / "hangs").exists():
         time.sleep(0.01)
     time.sleep(0.5)
     assert packing.poll() is None

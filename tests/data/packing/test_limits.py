@@ -110,7 +110,8 @@ def test_members_of_archives_are_few_enough_and_take_little_memory(tmp_path, suf
     path = archive_of(tmp_path / f"a{suffix}", 10_007)
     source, peak = opened(path, tmp_path)
     assert len(source.images) == 10_007
-    assert peak < 10_007 * (800 if suffix == ".tar" else 1200)
+    assert peak < 10_007 * (450 if suffix == ".tar" else 900)
+    assert source.images.nbytes + len(source.names) < 10_007 * 110  # no object an image is kept
     monkeypatch.setattr(scratch, "MAX_IMAGES", 10_006)
     refused, peak = opened(path, tmp_path)
     assert refused.endswith("holds 10,007 images or members; the limit is 10,006: cut it")

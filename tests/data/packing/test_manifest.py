@@ -8,7 +8,13 @@ import pytest
 
 from hpctrain.cli import main as command
 from hpctrain.data.packing.manifest import read_manifest
-from hpctrain.data.packing.split import fold_as_given, merged, parse_fold
+from hpctrain.data.packing.split import (
+    assign,
+    fold_as_given,
+    merged,
+    parse_fold,
+    parse_split,
+)
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, contents, counts, pack, picture, tar, zipped
 from tests.launch import run_mpi
@@ -139,6 +145,16 @@ def test_a_fold_of_a_given_train_is_validation(tmp_path, capfd):
     class_folders(root / "val", {"a": 3, "b": 4}, width=15)
     with pytest.raises(UsageError, match="the source gives both"):
         pack(root, tmp_path / "c.h5", size="13x11", fold="2/5")
+
+
+def test_large_groups_go_to_all_splits():
+    """Not to train alone because they are placed first."""
+    groups = np.concatenate([np.repeat(np.arange(20), 10), 20 + np.repeat(np.arange(100), 2)])
+    labels, nothing = np.zeros(400, int), np.full(400, -1, np.int8)
+    splits = assign(labels, nothing, groups, parse_split("0.5,0.5"), 0, balanced=True)
+    assert [(splits == split).sum() for split in (0, 2)] == [200, 200]
+    assert {len(set(splits[groups == group])) for group in range(120)} == {1}
+    assert (splits[:200] == 0).sum() == 100
 
 
 def test_folds_are_even_in_sets_of_many_classes():

@@ -90,12 +90,13 @@ def test_no_page_is_written_by_two_tasks(tmp_path, monkeypatch, encoding, twins)
 def test_equal_files_are_known_before_anything_is_decoded(tmp_path, monkeypatch):
     """So that their rows need not be moved."""
     root = class_folders(tmp_path / "images", {"a": 43, "b": 37})
-    (root / "b" / "twin.png").write_bytes(encode(picture(3)))
+    for number in (3, 5, 60):
+        (root / "b" / f"twin{number}.png").write_bytes(encode(picture(number)))
     monkeypatch.delattr(make, "copy_rows")
-    made = pack(root, tmp_path / "a.h5")
-    assert made.provenance["duplicates"]["groups"] == 1
+    made = pack(root, tmp_path / "a.h5", split="0.5,0.5")
+    assert made.provenance["duplicates"]["groups"] == 3
     os.rename(root, tmp_path / "moved")
-    made_again = pack(tmp_path / "moved", tmp_path / "b.h5", jobs=3)
+    made_again = pack(tmp_path / "moved", tmp_path / "b.h5", jobs=3, split="0.5,0.5")
     assert made_again.uuid == made.uuid
 
 
