@@ -183,14 +183,6 @@ class Matrix:
             "notes": [r["text"] for r in records if r["kind"] == "note"],
         }
 
-    def on_cpu(self, cell: Cell) -> dict[str, Any]:
-        """The same run on the CPU."""
-        return self.once(reference_of(cell), "cpu")
-
-    def on_one_gpu(self, cell: Cell) -> dict[str, Any]:
-        """The same run on one rank, with one Allreduce a step."""
-        return self.once(reference_of(cell)._replace(ranks=1), "cuda")
-
     def once(self, cell: Cell, device: str) -> dict[str, Any]:
         """What training came to, for all cells that share it."""
         if (cell, device) not in self._found:
@@ -215,11 +207,12 @@ class Matrix:
 
     def run(self, cell: Cell) -> dict[str, Any]:
         """What a cell came to on the CPU, and on the emulated GPU in its order and late."""
-        found = {"cpu": self.on_cpu(cell)}
+        reference = reference_of(cell)
+        found = {"cpu": self.once(reference, "cpu")}
         if cell.job == "infer":
             found = {"cpu": self.infer(cell, "cpu")}
         elif cell.sum == "tree":
-            found["one"] = self.on_one_gpu(cell)
+            found["one"] = self.once(reference._replace(ranks=1), "cuda")
         for order in {cell.order: None, "late": None}:
             emulated_gpu.set_order(order)
             found[order] = self.on_gpu(cell._replace(order=order))
