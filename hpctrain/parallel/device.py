@@ -62,7 +62,7 @@ def place(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Mod
     return model
 
 
-def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for numbers, not yet filled. On the CPU it is NumPy's, which asks for huge pages:
     copies between processes are then twice as fast.
     """

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.device import room
+from hpctrain.parallel.device import empty
 from hpctrain.parallel.message import ALIGNMENT
 from hpctrain.parallel.mpi import MPI, Comm
 from hpctrain.parallel.transport import HostMemory, Transport
@@ -94,13 +94,13 @@ class Bfloat16Reduce(Reduce):
         self._blocks, self._places = (ends, starts), ([ends[self.rank]] * self.size, starts)
         # what goes out, then what came back; and the slices that all ranks sent here
         self._all, self._sent = (
-            room((block * self.size,), torch.uint8, gradients.device).zero_() for _ in range(2)
+            empty((block * self.size,), torch.uint8, gradients.device).zero_() for _ in range(2)
         )
         narrow, plain = _parts(self._all, self.size, few, block)
         self._own = narrow[self.rank], plain[self.rank]
         self._copies = [*_rows(gradients, narrow), *_rows(rest, plain)]
         narrow, self._received = _parts(self._sent, self.size, few, block)
-        self._sums = room((many,), torch.float32, gradients.device)
+        self._sums = empty((many,), torch.float32, gradients.device)
         width = max(1, AT_ONCE[gradients.device.type] // self.size)
         self._columns = [
             (narrow[:, start : start + width], self._sums[start : start + width])

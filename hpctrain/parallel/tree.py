@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.parallel.device import room
+from hpctrain.parallel.device import empty
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.parallel.transport import Transport
 
@@ -128,7 +128,7 @@ class Subtrees:
     def _take(self) -> torch.Tensor:
         if self._free:
             return self._free.pop()
-        return room(tuple(self._message.shape), self._message.dtype, self._message.device)
+        return empty(tuple(self._message.shape), self._message.dtype, self._message.device)
 
 
 class TreeAllreduce:
@@ -153,7 +153,7 @@ class TreeAllreduce:
         ]
         self._rows = {subtree: row for row, subtree in enumerate(subtrees)}
         shape = len(subtrees), self._lengths[comm.rank]
-        self._received = room(shape, example.dtype, example.device)
+        self._received = empty(shape, example.dtype, example.device)
         self._rounds = [self._round(number) for number in rounds]
 
     @property

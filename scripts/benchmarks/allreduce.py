@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.nn import Linear
 
-from hpctrain.parallel.device import room
+from hpctrain.parallel.device import empty
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import Comm, start_mpi
 from hpctrain.parallel.reduce import Bfloat16Reduce
@@ -42,7 +42,7 @@ def measure_sums(comm: Comm, length: int) -> dict[str, float]:
     """Median seconds by way. Collective."""
     spans = [subtrees(run, (0, comm.size)) for run in assign_shards(comm.size, comm.size)]
     cpu = torch.device("cpu")
-    sums = [room((length,), torch.float32, cpu) for _ in spans[comm.rank]]
+    sums = [empty((length,), torch.float32, cpu) for _ in spans[comm.rank]]
     transport = HostMemory(comm)
     exchange = TreeAllreduce(transport, spans, sums[0])
     message = Message(Linear(1, length, bias=False), 0, comm.rank, comm.size)
