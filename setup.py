@@ -39,6 +39,7 @@ EXTRAS = {
     "test": [
         "pytest>=8.2",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.9",
         "mypy>=1.14",
         "tensorboard",

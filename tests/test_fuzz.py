@@ -10,6 +10,7 @@ from tests.launch import ROOT, run
 FUZZ = [sys.executable, str(ROOT / "scripts/fuzz")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_mutated_inputs_do_no_harm(tmp_path):
     done = run([*FUZZ, "--inputs", "300", "--launches", "2"], 290, cwd=tmp_path)

@@ -24,6 +24,7 @@ from tests.launch import ROOT, environment, marked, run
 from tests.packs import make_pack
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         os.environ.get("HPCTRAIN_TEST_SLURM") != "1", reason="HPCTRAIN_TEST_SLURM is not 1"
     ),

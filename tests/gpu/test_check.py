@@ -136,6 +136,7 @@ def test_without_a_gpu_nothing_is_checked_and_the_exit_code_says_so(tmp_path):
     assert {r["verdict"] for results in rows.values() for r in results} == {NOT_RUN}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     ["parity,message,memory,trace,staging", "digits,flowers,peers", "digests", "several", "speed"],
@@ -171,5 +172,5 @@ def test_a_rehearsal_on_gpus_leaves_out_what_only_real_ones_have(tmp_path):
 
 
 def test_all_rows_are_rehearsed():
-    (mark,) = test_a_rehearsal_goes_through_every_row.pytestmark
+    (mark, _) = test_a_rehearsal_goes_through_every_row.pytestmark
     assert sorted(",".join(mark.args[1]).split(",")) == sorted(ROWS)
