@@ -155,6 +155,7 @@ def test_workloads(monkeypatch, tmp_path):
     assert (made.image_shape, made.splits["train"].rows) == ((100, 100, 3), 32)
 
 
+@pytest.mark.slow
 def test_training_is_measured_against_the_limit_and_ddp(alone, monkeypatch, tmp_path):
     """From the command line to the table."""
     pack = make_pack(tmp_path / "p.h5", 101)

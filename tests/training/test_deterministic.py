@@ -60,7 +60,11 @@ def settings(settings):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    # Threads of OpenMP spin where ranks share cores.
+    [pytest.param(case, marks=[pytest.mark.slow] * (case == "two threads")) for case in CASES],
+)
 def test_the_same_bits_as_on_one_rank(comm, one_rank, settings, case, monkeypatch):
     monkeypatch.setattr("hpctrain.plan.READ_BYTES", 2000)
     monkeypatch.setattr("hpctrain.config.others.EVALUATION_ROWS", 5)  # blocks for all ranks
@@ -130,7 +134,9 @@ def test_the_digest_depends_on_seed_and_figures(comm, settings):
     assert len(set(digests)) == len(digests)
 
 
-@pytest.mark.parametrize("ranks", [5, 7, 8])
+@pytest.mark.parametrize(
+    "ranks", [5, pytest.param(7, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_more_ranks_than_the_session_has(settings, comm, ranks, tmp_path):
     expected = digest(settings, comm, "one")
     flags = ["--data", settings.data, "--runs-dir", str(tmp_path), "--run", "many"]

@@ -504,7 +504,7 @@ def test_a_record_that_lost_a_validation_is_told_again_or_named(comm, settings, 
         notes = [r["text"] for r in read_records(folder) if r["kind"] == "note"]
         whole = read_records(folder.with_name("whole"))
         if keep == 3:
-            told = "the record ends at step 7, before the epoch or the validation was told"
+            told = "the record ends at step 7, before the epoch or the validation was named"
             assert f"{told}: the checkpoint of 7 is passed over" in notes
             assert first_difference(read_records(folder), whole) is None
         else:
