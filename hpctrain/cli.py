@@ -26,6 +26,7 @@ class Command(typing.NamedTuple):
     module: str
     collective: bool = False  # all ranks of a launcher take part
     alone: bool = False  # one process does it without MPI
+    one_process: bool = False  # several would do the same thing several times
 
 
 COMMANDS = {
@@ -41,7 +42,10 @@ COMMANDS = {
     ),
     "sweep": Command(config.SweepConfig, "train many networks at once", "hpctrain.sweep.command"),
     "stop": Command(
-        config.StopConfig, "ask a run or a sweep to stop after its next step", "hpctrain.stop"
+        config.StopConfig,
+        "ask a run or a sweep to stop after its next step",
+        "hpctrain.stop",
+        one_process=True,
     ),
     "evaluate": Command(
         config.EvaluateConfig,
@@ -55,9 +59,14 @@ COMMANDS = {
         "hpctrain.inference.predict",
         True,
     ),
-    "compare": Command(config.CompareConfig, "two runs, bit by bit", "hpctrain.compare"),
+    "compare": Command(
+        config.CompareConfig, "two runs, bit by bit", "hpctrain.compare", one_process=True
+    ),
     "plot": Command(
-        config.PlotConfig, "accuracy and loss of runs by epoch, as a figure", "hpctrain.plot"
+        config.PlotConfig,
+        "accuracy and loss of runs by epoch, as a figure",
+        "hpctrain.plot",
+        one_process=True,
     ),
     "doctor": Command(
         config.DoctorConfig, "say what was found on this machine", "hpctrain.doctor.command"
@@ -65,7 +74,9 @@ COMMANDS = {
     "bench": Command(
         config.BenchConfig, "measure training against its limit", "hpctrain.bench.command"
     ),
-    "watch": Command(config.WatchConfig, "see runs learn, live", "hpctrain.watch.command"),
+    "watch": Command(
+        config.WatchConfig, "see runs learn, live", "hpctrain.watch.command", one_process=True
+    ),
 }
 
 
@@ -101,7 +112,9 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     name, words = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
     if name not in COMMANDS:
         raise UsageError(f"there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
-    command = COMMANDS[name]
+    command, ranks = COMMANDS[name], launched_size() or 1
+    if command.one_process and ranks > 1:
+        raise UsageError(f"{name} needs one process, not {ranks}: call it without mpirun or srun")
     return name, config.parse_settings(name, command.summary, command.settings, words)
 
 

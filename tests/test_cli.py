@@ -154,6 +154,16 @@ def test_a_run_that_exists_is_refused(folder):
     assert "taken exists" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["compare", "plot", "stop", "watch"])
+def test_what_one_process_does_is_refused_among_several(monkeypatch, name):
+    monkeypatch.setattr(cli, "launched_size", lambda: 1)
+    words = [name, "a", "b"] if name == "compare" else [name]
+    cli.parse(words)
+    monkeypatch.setattr(cli, "launched_size", lambda: 3)
+    with pytest.raises(UsageError, match=f"{name} needs one process, not 3: call it without mpi"):
+        cli.parse(words)
+
+
 def test_no_mpi_library_is_one_line_with_advice(folder):
     env = {"MPI4PY_MPIABI": "mpiabi", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
     result = run_cli([*TRAIN[2:], "--data", "good.h5"], cwd=folder, env=env)
