@@ -21,7 +21,7 @@ from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import brief
 from hpctrain.typed import parse_toml
 
-KINDS = {int: "a whole number", float: "a number", str: "a text"}
+KINDS = {int: "an integer", float: "a number", str: "a string"}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 SUPPRESS = argparse.SUPPRESS
 
@@ -51,9 +51,9 @@ def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]
     if rest:
         given, _, _ = rest[0].partition("=")
         if not given.startswith("-"):
-            raise UsageError(f"{brief(given)}: {name} takes no such word")
+            raise UsageError(f"unexpected argument {brief(given)!r} for hpctrain {name}")
         hint = did_you_mean(given, map(flag_of, known))
-        raise UsageError(f"there is no setting {given.removeprefix('--')!r}{hint}")
+        raise UsageError(f"unknown option {given!r}{hint}")
     given_in_files: dict[str, Any] = {}
     for path in flags.pop("config", []):
         table = read_table(load_toml(path, "--config "), settings, path)
@@ -125,7 +125,7 @@ def convert(text: str, kind: type, flag: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise UsageError(f"{flag} {brief(text)}: {KINDS[kind]} is expected") from None
+        raise UsageError(f"{flag} {brief(text)}: expected {KINDS[kind]}") from None
 
 
 def read_table(table: dict[str, Any], settings: type, place: str) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def read_table(table: dict[str, Any], settings: type, place: str) -> dict[str, A
         if name not in fields:
             hint = did_you_mean(name, fields)
             if isinstance(value, dict):
-                hint = ": settings stand at the top, not in tables"
-            raise UsageError(f"{place}: there is no setting {name!r}{hint}")
+                hint = ": settings are top-level keys, not tables"
+            raise UsageError(f"{place}: unknown setting {name!r}{hint}")
         kind, many = _kind(hints[name]), typing.get_origin(hints[name]) is tuple
         values = value if many and isinstance(value, list) else [value]
         for each in values:

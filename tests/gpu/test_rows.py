@@ -182,7 +182,7 @@ def test_arithmetic_other_than_asked_for_is_seen(case):
 
 
 def test_flags_that_are_not_there_are_refused_before_a_run(case):
-    with pytest.raises(UsageError, match="no setting 'such'"):
+    with pytest.raises(UsageError, match="unknown option '--such'"):
         train(case, "--such", "3")
     with pytest.raises(UsageError, match="--lr 0"):
         ready(case, "--lr", "0")
