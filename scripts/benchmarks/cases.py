@@ -51,7 +51,7 @@ GOALS = {  # case -> (contestant, at least so many times, this one)
 START_RANKS, START_GOAL = 4, 6.0  # seconds to the first step, on two cores
 
 TREE_RANKS, TREE_EPOCHS, TREE_BATCH = (1, 2, 4), 3, 128
-LENGTHS = (29_000, 25_600_000)  # numbers in the messages of the digits network and of ResNet-50
+LENGTHS = (29_000, 25_600_000)  # numbers in the messages of a small network and of ResNet-50
 STEP_GOAL, SUM_GOAL = 1.05, 1.5  # at most so many times the plain Allreduce, on 2 ranks
 
 SHARDS, SLOW_BATCH, SLOW_EPOCHS = 8, 512, 3

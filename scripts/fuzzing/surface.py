@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import importlib
 import io
@@ -26,7 +27,7 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
-class Surface:
+class Surface(abc.ABC):
     """One kind of input. Its constructor makes the sound ones in `folder` and what they give."""
 
     name: ClassVar[str]
@@ -36,13 +37,13 @@ class Surface:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
+    @abc.abstractmethod
     def trial(self, draw: random.Random) -> tuple[str, Outcome]:
         """What was done to which input, and what became of it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def control(self) -> list[str]:
         """What is wrong although nothing was mutated."""
-        raise NotImplementedError
 
 
 def attempt(action: Callable[[], Any], *names: str) -> Outcome | Any:
