@@ -27,14 +27,14 @@ from hpctrain.data.images import (
     probe,
 )
 from hpctrain.data.packing.layout import DIGEST_BYTES, DecodedImages, ImageSource
+from hpctrain.data.packing.scratch import UNZIP_ERRORS, ZIP_ERRORS
 from hpctrain.errors import RunError
 from hpctrain.files import open_itself, open_regular, write_at
 from hpctrain.watchdog import doing
 
 PAGE = 4096  # bytes
 TAIL = 4096  # bytes at the end of a file that tell it from others
-# zipfile's own are BadZipFile and, for what it cannot do, RuntimeError
-READ_ERRORS = (OSError, EOFError, RuntimeError, ValueError, zlib.error, zipfile.BadZipFile)
+READ_ERRORS = (OSError, ValueError, *ZIP_ERRORS, *UNZIP_ERRORS)
 ENCRYPTED, LOCAL_HEADER = 0x1, 30  # of a .zip (APPNOTE.TXT 4.4.4, 4.3.7): a flag, and bytes
 current_image: list[memoryview] = []  # where this worker process shows what it decodes, if anywhere
 

@@ -17,14 +17,25 @@ from hpctrain.files import temporary_name
 from hpctrain.text import brief
 from hpctrain.watchdog import doing
 
+
+def _lzma_error() -> type[Exception]:
+    """What damaged LZMA data raise. A Python that was built without liblzma reads none."""
+    try:
+        import lzma
+    except ImportError:
+        return RuntimeError  # of zipfile, which needs it
+    return lzma.LZMAError
+
+
 BLOCK = 2**20
 DIRECTORY_LIMIT = 2**30  # bytes of a .zip's
 ENTRY = b"PK\1\2"  # begins each entry of it
 SPARE, RATIO = 2**30, 200  # what is compressed may grow to SPARE bytes plus RATIO times its size
 MAX_IMAGES = 3_000_000  # of an archive or array: listing takes up to 1 kB of memory for each
-# A broken directory of files, or a compression that Python does not know.
-ZIP_ERRORS = (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError)
-UNZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile)
+# zipfile raises RuntimeError for a member that is encrypted, and NotImplementedError, which is one,
+# for a compression method or a version of the format that it does not know.
+ZIP_ERRORS = (zipfile.BadZipFile, RuntimeError)
+UNZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile, _lzma_error())
 
 NewFile = Callable[[], IO[bytes]]  # makes an empty file, open for writing and reading
 

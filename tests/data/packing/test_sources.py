@@ -8,6 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from hpctrain.data.images import BadImage
 from hpctrain.data.packing import scratch
 from hpctrain.data.packing.decode import ImageReader
 from hpctrain.data.packing.layout import read_class_folders
@@ -366,6 +367,33 @@ def test_npz_mistakes(tmp_path):
     assert "no whole .npz file: File name in directory" in said and len(said) < 400
     path.write_bytes(data[:-60])
     assert "no whole .npz file" in refusal(path, tmp_path)
+
+
+def test_an_npz_that_is_encrypted(tmp_path):
+    path = tmp_path / "x.npz"
+    np.savez(path, images=np.zeros((7, 3, 5), np.uint8), labels=np.arange(7))
+    data = bytearray(path.read_bytes())
+    for header, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        data[data.index(header) + flags] |= 1
+    path.write_bytes(data)
+    assert "no whole .npz file: File 'images.npy' is encrypted" in refusal(path, tmp_path)
+
+
+def test_damaged_lzma_data(tmp_path):
+    pytest.importorskip("lzma")
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_LZMA) as archive:
+        for name in ("images.npy", "a/1.png", "b/1.png"):
+            archive.writestr(name, np.random.default_rng(0).bytes(400))
+        archive.writestr("labels.npy", b"")
+    data = bytearray((tmp_path / "x.npz").read_bytes())
+    for name in (b"images.npy", b"a/1.png"):
+        start = data.index(name) + len(name) + 9  # after the properties of the stream
+        data[start : start + 300] = b"\xff" * 300
+    (tmp_path / "x.npz").write_bytes(data)
+    assert "no whole .npz file: Corrupt input data" in refusal(tmp_path / "x.npz", tmp_path)
+    source = listed((tmp_path / "x.npz").rename(tmp_path / "x.zip"), tmp_path)
+    with ImageReader(source) as reader, pytest.raises(BadImage, match="Corrupt input data"):
+        reader.read(0)
 
 
 @pytest.mark.parametrize("value", [0, 64, 255])
