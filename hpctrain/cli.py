@@ -14,7 +14,7 @@ from typing import Any
 
 from hpctrain import __version__, config
 from hpctrain.errors import Failure, UsageError, did_you_mean
-from hpctrain.launcher import launched_rank, launched_size
+from hpctrain.launcher import launched_rank, launched_size, under_mpirun
 from hpctrain.start import start
 
 
@@ -27,6 +27,7 @@ class Command(typing.NamedTuple):
     collective: bool = False  # all ranks of a launcher take part
     alone: bool = False  # one process does it without MPI
     one_process: bool = False  # several would do the same thing several times
+    starts_ranks: bool = False  # of its own, with a launcher: launchers do not nest
 
 
 COMMANDS = {
@@ -40,7 +41,12 @@ COMMANDS = {
         collective=True,
         alone=True,
     ),
-    "sweep": Command(config.SweepConfig, "train many networks at once", "hpctrain.sweep.command"),
+    "sweep": Command(
+        config.SweepConfig,
+        "train many networks at once",
+        "hpctrain.sweep.command",
+        starts_ranks=True,
+    ),
     "stop": Command(
         config.StopConfig,
         "ask a run or a sweep to stop after its next step",
@@ -72,7 +78,10 @@ COMMANDS = {
         config.DoctorConfig, "say what was found on this machine", "hpctrain.doctor.command"
     ),
     "bench": Command(
-        config.BenchConfig, "measure training against its limit", "hpctrain.bench.command"
+        config.BenchConfig,
+        "measure training against its limit",
+        "hpctrain.bench.command",
+        starts_ranks=True,
     ),
     "watch": Command(
         config.WatchConfig, "see runs learn, live", "hpctrain.watch.command", one_process=True
@@ -113,6 +122,8 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     if name not in COMMANDS:
         raise UsageError(f"there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
     command, ranks = COMMANDS[name], launched_size() or 1
+    if command.starts_ranks and (under_mpirun() or ranks > 1):
+        raise UsageError(f"{name} starts its own ranks: call it without mpirun or srun")
     if command.one_process and ranks > 1:
         raise UsageError(f"{name} needs one process, not {ranks}: call it without mpirun or srun")
     return name, config.parse_settings(name, command.summary, command.settings, words)

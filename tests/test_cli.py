@@ -164,6 +164,17 @@ def test_what_one_process_does_is_refused_among_several(monkeypatch, name):
         cli.parse(words)
 
 
+@pytest.mark.parametrize("name", ["sweep", "bench"])
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE=1", "SLURM_STEP_NUM_TASKS=2"])
+def test_what_starts_ranks_is_refused_under_a_launcher(monkeypatch, name, variable):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # an interactive step: srun --pty bash
+    words = [name, "sweep.toml"] if name == "sweep" else [name]
+    cli.parse(words)
+    monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(UsageError, match=f"{name} starts its own ranks: call it without mpirun"):
+        cli.parse(words)
+
+
 def test_no_mpi_library_is_one_line_with_advice(folder):
     env = {"MPI4PY_MPIABI": "mpiabi", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
     result = run_cli([*TRAIN[2:], "--data", "good.h5"], cwd=folder, env=env)

@@ -23,7 +23,7 @@ from hpctrain.config import SweepConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole
 from hpctrain.launch import UNBOUND, mpirun
-from hpctrain.launcher import REQUESTS, launched_size, tasks_by_node, under_mpirun
+from hpctrain.launcher import REQUESTS, tasks_by_node
 from hpctrain.sweep.file import SweepNetwork
 
 ARRAY_FILE = "array.sbatch"
@@ -99,8 +99,6 @@ def python_program() -> list[str]:
 
 def find_machine(settings: SweepConfig, gpus_wanted: bool) -> Machine:
     """The slots that are there, or as many as are asked for. Raises UsageError."""
-    if under_mpirun() or (launched_size() or 1) > 1:
-        raise UsageError("a sweep starts its own ranks: call it without mpirun or srun")
     ranks = settings.ranks_per_network
     inside = "SLURM_JOB_ID" in os.environ
     if settings.launcher == "srun" and not inside:

@@ -216,12 +216,6 @@ def test_what_is_refused_before_anything_is_launched(here, capsys, text, words, 
     assert not (here / "none").exists()
 
 
-def test_a_sweep_under_mpirun_is_refused(here, capsys, monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    assert main(["sweep", "two.toml", "--runs-dir", "none"]) == 2
-    assert "call it without mpirun or srun" in capsys.readouterr().err
-
-
 def test_pruning_needs_its_package_and_validation(here, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["sweep", "two.toml", "--prune"]) == 2
