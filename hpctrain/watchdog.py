@@ -39,6 +39,7 @@ from hpctrain.text import say
 
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
 IMPORTS = 30.0  # seconds that starting may take besides --timeout
+STDERR = 2  # file descriptor
 BEGAN = time.monotonic()
 
 _current: list[Watchdog] = []  # that of this process last
@@ -68,6 +69,13 @@ def keep_in(folder: Path) -> None:
     """
     if _current:
         _current[-1].keep_in(folder)
+
+
+def stack_file() -> int:
+    """The file descriptor to which a crash of this process writes its stacks: that of its watchdog
+    if it has one, else stderr.
+    """
+    return _current[-1].stack_file if _current else STDERR
 
 
 @contextmanager
@@ -119,6 +127,11 @@ class Watchdog:
         """Seconds between two heartbeats."""
         return beat_interval(self.timeout, self.size)
 
+    @property
+    def stack_file(self) -> int:
+        """The file descriptor to which the stacks of this rank are written."""
+        return STDERR if self._stack is None else self._stack
+
     def __enter__(self) -> Watchdog:
         end_with_launcher()
         _current.append(self)
@@ -140,9 +153,7 @@ class Watchdog:
         """The second line: a C timer that needs no interpreter. Later than the thread, which sets
         it anew with each heartbeat."""
         limit = 2 * self.limit + LAST_WORDS
-        faulthandler.dump_traceback_later(
-            limit, exit=True, file=2 if self._stack is None else self._stack
-        )
+        faulthandler.dump_traceback_later(limit, exit=True, file=self.stack_file)
 
     def keep_in(self, folder: Path, own: bool = False) -> None:
         """Write heartbeats and stacks into this folder from now on; it is taken away at the end if
@@ -210,19 +221,10 @@ class Watchdog:
         """Write a heartbeat."""
         if self._folder is None:
             return
-        since = time.monotonic() - self._since
+        since = round(time.monotonic() - self._since, 1)
         now, limit, imports = (round(n, 1) for n in (time.time(), self.limit, self.imports))
-        beat = Beat(
-            self.rank,
-            self.host,
-            os.getpid(),
-            self.said,
-            round(since, 1),
-            now,
-            limit,
-            imports,
-            failed,
-        )
+        who = self.rank, self.host, os.getpid()
+        beat = Beat(*who, self.said, since, now, limit, imports, failed)
         with suppress(OSError):  # no room, or the folder is gone: the loop says so itself
             write_beat(self._folder, beat)
 

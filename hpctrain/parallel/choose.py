@@ -46,6 +46,7 @@ from hpctrain.parallel.transport import (
 )
 from hpctrain.parallel.tree import TreeReduce
 from hpctrain.streams import current_stream
+from hpctrain.watchdog import stack_file
 
 TRIAL_SECONDS = 120.0
 PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds hpctrain
@@ -125,7 +126,7 @@ def check_exchange(transport: Transport, device: torch.device) -> None:
     comm = transport.comm
     where = f"[rank {comm.rank} of {comm.size} @{host_name()}]"
     text = f"{where} ended while MPI was tried with device memory: --reduce host needs no such MPI"
-    with last_words(text):
+    with print_if_crashed(text):
         arrived = all([_arrives(transport, length, device) for length in LENGTHS])
 
     def refuse() -> None:
@@ -162,10 +163,11 @@ def _arrives(transport: Transport, length: int, device: torch.device) -> bool:
 
 
 @contextmanager
-def last_words(text: str) -> Iterator[None]:
-    """Where this process crashes in the block (SIGSEGV, SIGBUS, SIGABRT, ...), a shell says `text`
-    in its place. It says nothing where the process is ended from outside, as all ranks are after
-    a crash of one.
+def print_if_crashed(text: str) -> Iterator[None]:
+    """Where this process crashes in the block (SIGSEGV, SIGBUS, SIGABRT, ...), a shell prints
+    `text` to stderr in its place. It prints nothing where the process is ended from outside, as all
+    ranks are after a crash of one. After the block, crashes leave their stack where they did
+    before.
     """
     command = ["sh", "-c", 'read -r _ && printf "%s\\n" "$0" >&2; cat > /dev/null', text]
     was_enabled = faulthandler.is_enabled()
@@ -177,7 +179,7 @@ def last_words(text: str) -> Iterator[None]:
         finally:
             faulthandler.disable()
             if was_enabled:
-                faulthandler.enable(2)
+                faulthandler.enable(stack_file())
 
 
 def usual_transport(comm: Comm, message: Message) -> Transport:

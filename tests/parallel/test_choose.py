@@ -89,9 +89,20 @@ def test_sums_that_are_not_made_are_seen(comm):
     ],
 )
 def test_a_crash_is_given_words_by_the_rank_that_crashed(end, is_said):
-    code = "import os\nfrom hpctrain.parallel.choose import last_words\n"
-    code += f"with last_words('rank 1: gone'):\n    {end}"
+    code = "import os\nfrom hpctrain.parallel.choose import print_if_crashed\n"
+    code += f"with print_if_crashed('rank 1: gone'):\n    {end}"
     assert ("rank 1: gone\n" in run([sys.executable, "-c", code]).stderr) == is_said
+
+
+def test_later_crashes_leave_their_stack_in_the_file_of_the_watchdog(tmp_path):
+    code = "import os\nfrom pathlib import Path\nfrom hpctrain.watchdog import Watchdog\n"
+    code += "from hpctrain.parallel.choose import print_if_crashed\n"
+    code += "with Watchdog(0, 1, 'a', 60.0, whole=True) as watchdog:\n"
+    code += f"    watchdog.keep_in(Path({str(tmp_path)!r}))\n"
+    code += "    with print_if_crashed('rank 0: gone'):\n        pass\n    os.kill(os.getpid(), 11)"
+    said = run([sys.executable, "-c", code]).stderr
+    assert "Fatal Python error" not in said and "rank 0: gone" not in said
+    assert (tmp_path / "0.stack").read_text().startswith("Fatal Python error: Segmentation fault")
 
 
 def test_an_exclusive_gpu_is_not_tried_by_another_process(monkeypatch):
