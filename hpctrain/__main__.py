@@ -1,9 +1,8 @@
-"""``python -m hpctrain``, and the command ``hpctrain``: the subcommand between two frames."""
+"""``python -m hpctrain``, and the command ``hpctrain``: how the process begins and ends."""
 
 import sys
 
-from hpctrain.launcher import end_with_launcher
-from hpctrain.signals import ignore, listen
+from hpctrain.launcher import catch_signals, end_with_launcher, ignore_signals
 from hpctrain.text import discard_stdout
 
 
@@ -14,7 +13,7 @@ def program() -> int:
     words = sys.argv[1:]
     trains = not words or words[0] == "train" or words[0].startswith("-")
     if trains:  # before anything slow is imported: it may come at any moment
-        listen()
+        catch_signals()
         end_with_launcher()
     from hpctrain.cli import main
 
@@ -22,7 +21,7 @@ def program() -> int:
         try:
             code = main(words)
             if trains:
-                ignore()
+                ignore_signals()
             if "mpi4py.MPI" in sys.modules:
                 from hpctrain.parallel.mpi import end_mpi
 

@@ -1,108 +1,94 @@
-"""The command line: ``python -m hpctrain [SUBCOMMAND] ...``.
+"""The command line: ``python -m hpctrain [SUBCOMMAND] ...``, from its words to a module's `main`.
 
-Settings are parsed by ``config/parse.py``; nothing heavy (torch, MPI, HDF5) is imported before they
-are accepted.
+``config/parse.py`` parses the settings; nothing heavy (torch, MPI, HDF5) is imported before they
+are accepted. A subcommand of all ranks is started under a watchdog. Before MPI runs, the ranks of a
+launch find each other's heartbeats in a folder named after the launch, so that a rank which is
+missing in MPI_Init can be named.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
+import socket
 import sys
+import tempfile
 import time
-import typing
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from hpctrain import __version__, config
 from hpctrain.errors import Failure, UsageError, did_you_mean
-from hpctrain.launcher import launched_rank, launched_size, under_mpirun
-from hpctrain.start import start
+from hpctrain.heartbeats import LAUNCH_FOLDER, make_private_folder, remove_old_launches
+from hpctrain.launcher import (
+    launch_name,
+    launched_rank,
+    launched_size,
+    local_size,
+    under_mpirun,
+)
+from hpctrain.text import say
+from hpctrain.watchdog import Watchdog
+
+# What a subcommand does with the processes of a launcher.
+RANKS = "all are ranks"
+RANKS_OR_ALONE = "all are ranks, but one process needs no MPI"
+ONE_PROCESS = "refused: several would do the same thing several times"
+NO_LAUNCHER = "refused: it starts ranks with a launcher itself, and launchers do not nest"
+ANY = "each decides for itself"
 
 
-class Command(typing.NamedTuple):
-    """One subcommand: its settings, what it is for, and the module whose `main` does it."""
+class Command(NamedTuple):
+    """One subcommand: the module whose `main` does it, its settings, what it is for."""
 
+    processes: str
+    module: str
     settings: type
     summary: str
-    module: str
-    collective: bool = False  # all ranks of a launcher take part
-    alone: bool = False  # one process does it without MPI
-    one_process: bool = False  # several would do the same thing several times
-    starts_ranks: bool = False  # of its own, with a launcher: launchers do not nest
 
 
 COMMANDS = {
     "train": Command(
-        config.Config, "train a network on all ranks (the default)", "hpctrain.training.train", True
+        RANKS, "training.train", config.Config, "train a network on all ranks (the default)"
     ),
     "pack": Command(
-        config.PackConfig,
-        "turn image files into one HDF5 pack, on one or all ranks",
-        "hpctrain.pack",
-        collective=True,
-        alone=True,
+        RANKS_OR_ALONE, "pack", config.PackConfig, "convert image files to one HDF5 pack"
     ),
-    "sweep": Command(
-        config.SweepConfig,
-        "train many networks at once",
-        "hpctrain.sweep.command",
-        starts_ranks=True,
-    ),
+    "sweep": Command(NO_LAUNCHER, "sweep.command", config.SweepConfig, "train many networks"),
     "stop": Command(
-        config.StopConfig,
-        "ask a run or a sweep to stop after its next step",
-        "hpctrain.stop",
-        one_process=True,
+        ONE_PROCESS, "stop", config.StopConfig, "stop a run or a sweep after its next step, saved"
     ),
     "evaluate": Command(
-        config.EvaluateConfig,
-        "test a trained network on a split",
-        "hpctrain.inference.evaluate",
-        True,
+        RANKS, "inference.evaluate", config.EvaluateConfig, "test a trained network on a split"
     ),
     "predict": Command(
-        config.PredictConfig,
-        "classify image files or a split into CSV",
-        "hpctrain.inference.predict",
-        True,
+        RANKS, "inference.predict", config.PredictConfig, "classify images, or a split, into CSV"
     ),
-    "compare": Command(
-        config.CompareConfig, "two runs, bit by bit", "hpctrain.compare", one_process=True
-    ),
-    "plot": Command(
-        config.PlotConfig,
-        "accuracy and loss of runs by epoch, as a figure",
-        "hpctrain.plot",
-        one_process=True,
-    ),
-    "doctor": Command(
-        config.DoctorConfig, "say what was found on this machine", "hpctrain.doctor.command"
-    ),
+    "compare": Command(ONE_PROCESS, "compare", config.CompareConfig, "compare two runs bit by bit"),
+    "plot": Command(ONE_PROCESS, "plot", config.PlotConfig, "plot accuracy and loss by epoch"),
+    "doctor": Command(ANY, "doctor.command", config.DoctorConfig, "check this machine"),
     "bench": Command(
-        config.BenchConfig,
-        "measure training against its limit",
-        "hpctrain.bench.command",
-        starts_ranks=True,
+        NO_LAUNCHER, "bench.command", config.BenchConfig, "measure training against its limit"
     ),
-    "watch": Command(
-        config.WatchConfig, "see runs learn, live", "hpctrain.watch.command", one_process=True
-    ),
+    "watch": Command(ONE_PROCESS, "watch.command", config.WatchConfig, "show runs as they train"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; give its exit code (0 done, 1 failed, 2 wrong usage)."""
-    arguments = sys.argv[1:] if argv is None else argv
+    ranks = launched_size() or 1
     try:
         try:
-            name, settings = parse(arguments)
+            name, settings = parse(sys.argv[1:] if argv is None else argv)
         except Failure as error:
-            if (launched_size() or 1) == 1:
+            if ranks == 1:
                 raise
             return start("", "", failure=error)  # the ranks agree on it, and say it once
-        command = COMMANDS[name]  # nothing heavy is imported before
-        if command.collective and ((launched_size() or 1) > 1 or not command.alone):
-            return start(name, command.module, settings)
-        return int(importlib.import_module(command.module).main(settings))
+        processes, module = COMMANDS[name].processes, f"hpctrain.{COMMANDS[name].module}"
+        if processes == RANKS or (processes == RANKS_OR_ALONE and ranks > 1):
+            return start(name, module, settings)
+        return int(importlib.import_module(module).main(settings))
     except Failure as error:
         _say_once(f"hpctrain: {error}")
         return error.exit_code
@@ -122,9 +108,9 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     if name not in COMMANDS:
         raise UsageError(f"there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
     command, ranks = COMMANDS[name], launched_size() or 1
-    if command.starts_ranks and (under_mpirun() or ranks > 1):
+    if command.processes == NO_LAUNCHER and (under_mpirun() or ranks > 1):
         raise UsageError(f"{name} starts its own ranks: call it without mpirun or srun")
-    if command.one_process and ranks > 1:
+    if command.processes == ONE_PROCESS and ranks > 1:
         raise UsageError(f"{name} needs one process, not {ranks}: call it without mpirun or srun")
     return name, config.parse_settings(name, command.summary, command.settings, words)
 
@@ -146,3 +132,64 @@ def _say_once(text: str) -> None:
         time.sleep(1.0)
         text = f"[rank {rank}] {text}"
     print(text, file=sys.stderr, flush=True)
+
+
+def start(name: str, module: str, settings: Any = None, failure: Failure | None = None) -> int:
+    """Run a module's `main` on all ranks; the exit code. An error on one rank, in its imports too,
+    ends all. Where the command line was wrong, `failure` says how: the ranks agree on it.
+    """
+    rank, size = launched_rank(), launched_size() or 1
+    timeout = config.duration(getattr(settings, "timeout", config.Config.timeout), "--timeout")
+
+    def check() -> None:
+        if failure is not None:
+            raise failure
+
+    with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
+        watchdog.doing("importing MPI")
+        if size > 1 and failure is None:
+            keep_heartbeats(watchdog, settings)
+        if name == "pack":  # importing h5py starts a process, which must be before MPI runs
+            importlib.import_module(module)
+        elif rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
+            ranks = f"{size} ranks" if size > 1 else "1 rank"
+            say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
+        from hpctrain.parallel.mpi import abort_all, call_on_all, conclude, start_mpi
+
+        watchdog.abort = abort_all
+        try:
+            comm = start_mpi()
+            call_on_all(comm, check)
+            comm.Free()
+            watchdog.doing(f"importing {module}")
+            main = importlib.import_module(module).main
+            watchdog.imported("starting")
+            return int(main(settings))
+        except BaseException as error:
+            return conclude(error)
+
+
+def keep_heartbeats(watchdog: Watchdog, settings: Any) -> None:
+    """Keep heartbeats where all ranks of this launch find them, as long as there is no run folder.
+    Where no place can be written, ranks that hang have no name.
+    """
+    launch = re.sub(r"[^A-Za-z0-9.-]", "-", launch_name() or "")
+    for base in shared_folders(settings) if launch else ():
+        folder = base / f"{LAUNCH_FOLDER}{launch}"
+        if make_private_folder(folder):
+            with suppress(UsageError):
+                watchdog.keep_in(folder, own=True)
+                if watchdog.rank == 0:
+                    remove_old_launches(base, folder)
+                return
+
+
+def shared_folders(settings: Any) -> tuple[Path, ...]:
+    """Folders that all ranks should see: where there are several hosts, of the pack that is
+    written, of the runs, of the start.
+    """
+    if launched_size() == local_size():
+        return (Path(tempfile.gettempdir()),)
+    if isinstance(settings, config.PackConfig):
+        return Path(settings.output or ".").parent, Path()
+    return Path(settings.runs_dir), Path()

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +26,8 @@ from hpctrain.text import printable
 from hpctrain.typed import parse_json
 
 FOLDER = "ranks"  # of a run
+LAUNCH_FOLDER = ".hpctrain-ranks-"  # and the name of the launch, until there is a run
+OLD = 3600.0  # seconds without a heartbeat after which such a folder was left behind
 BEAT_EVERY = 5.0  # seconds
 WAITING = "waiting for "  # how a rank says that others are to blame
 LONGEST, LONGEST_TEXT = 2**16, 500  # bytes of a heartbeat that are read, letters of a text in it
@@ -97,6 +101,33 @@ def remove_all(folder: Path) -> None:
     for pattern in ("[0-9]*.json", "[0-9]*.stack", ".*.tmp", Turn.FILE):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
+
+
+def make_private_folder(folder: Path) -> bool:
+    """Make the folder; whether it is there, this user's, and nobody else may write into it."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        private = found.st_uid == os.geteuid() and not found.st_mode & 0o022
+        return stat.S_ISDIR(found.st_mode) and private
+    except OSError:
+        return False
+    return True
+
+
+def remove_old_launches(base: Path, current: Path) -> None:
+    """Take away the folders of launches that were killed, those of a hang after an hour: somebody
+    may want to read its stacks.
+    """
+    with suppress(OSError):
+        now = current.stat().st_mtime
+        for folder in base.glob(f"{LAUNCH_FOLDER}*"):
+            found = folder.lstat()
+            beats = read_beats(folder)
+            gone = beats and all(map(is_gone, beats)) and not (folder / Turn.FILE).exists()
+            if found.st_uid == os.geteuid() and (gone or now - found.st_mtime > OLD):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -1,7 +1,12 @@
-"""What the launcher (mpirun, srun) and Slurm wrote into the environment, read without starting MPI.
+"""What the launcher (mpirun, srun) and Slurm tell a process: variables, signals, the job's end.
 
-The variables of Slurm are those of sbatch(1) and srun(1). A job's requests for GPUs are variables
-too, which every srun within it reads as its own. The end of a job is asked of squeue.
+Nothing here starts MPI. The variables of Slurm are those of sbatch(1) and srun(1). A job's requests
+for GPUs are variables too, which every srun within it reads as its own. squeue gives the job's end.
+
+SIGUSR2 and SIGUSR1 are what a batch script asks Slurm to send before the end; their handler only
+sets a flag. SIGTERM is such a notice where its sender then waits: Slurm at preemption (to the tasks
+of srun), or a person at a single process. Under mpirun it is none: the ranks are killed a quarter
+of a second later.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Mapping
+from types import FrameType
 
 from hpctrain.errors import RunError
 
@@ -36,6 +42,8 @@ REQUESTS = (
     "SLURM_TRES_PER_TASK",
 )
 
+_received: list[int] = []  # signals that came
+
 
 def _first_number(*names: str) -> int | None:
     values = [os.environ.get(name, "") for name in names]
@@ -52,6 +60,37 @@ def end_with_launcher() -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None and under_mpirun():
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def notice_signals() -> tuple[signal.Signals, ...]:
+    """The signals that are a notice here."""
+    always = (signal.SIGUSR2, signal.SIGUSR1)
+    return always if under_mpirun() else (*always, signal.SIGTERM)
+
+
+def catch_signals() -> None:
+    """Catch the notices from now on; harmless when repeated. In the main thread only."""
+    for number in notice_signals():
+        signal.signal(number, _on_signal)
+
+
+def received_signal() -> str | None:
+    """The name of the first notice that came, if one did."""
+    return signal.Signals(_received[0]).name if _received else None
+
+
+def ignore_signals() -> None:
+    """From now on nothing is left to save: this process ends by itself, with its own exit code.
+
+    Launchers send SIGTERM to all other ranks once the first has ended with an exit code that is
+    not 0, and `srun` would then give 143 (128 + SIGTERM) in place of our 75.
+    """
+    for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    _received.append(number)
 
 
 def launched_size() -> int | None:

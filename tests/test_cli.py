@@ -213,7 +213,7 @@ def test_an_error_on_one_rank_ends_all_and_names_the_rank(tmp_path, where):
     lines = {"at_import": "", "at_work": "", where: FAIL}
     (tmp_path / "broken.py").write_text(BROKEN.format(**lines))
     program = (
-        "import sys; from hpctrain.config import Config; from hpctrain.start import start;"
+        "import sys; from hpctrain.config import Config; from hpctrain.cli import start;"
         "sys.exit(start('train', 'broken', Config()))"
     )
     result = run_mpi(3, ["-c", program], cwd=tmp_path, timeout=30)

@@ -18,8 +18,8 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # From the bottom up. A module imports from its own floor and from those below it, but on the
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
-    "hpctrain errors text console typed config* files heartbeats keys launcher signals"
-    " streams watchdog data.partition parallel.shards",
+    "hpctrain errors text console typed config* files heartbeats launcher streams"
+    " watchdog data.partition parallel.shards",
     "plan plan_check",
     "data* parallel* models* report*",
     "training* inference*",

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.data import glyphs
-from hpctrain.keys import random_key
+from hpctrain.data.partition import random_key
 from hpctrain.watchdog import doing
 
 SOURCE = "hpctrain.data.digits"

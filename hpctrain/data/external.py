@@ -27,10 +27,9 @@ from hpctrain.data.orders import random_order
 from hpctrain.data.pack_format import EXTERNAL_ARGUMENTS as ARGUMENTS
 from hpctrain.data.pack_format import SPLITS, ExternalFile, Pack, SplitLayout
 from hpctrain.data.packing.split import LEFT_OUT, assign, cut, parse_split
-from hpctrain.data.partition import READ_BYTES
+from hpctrain.data.partition import READ_BYTES, random_key
 from hpctrain.data.split import WHOLE_FILE, Split
 from hpctrain.errors import RunError, UsageError
-from hpctrain.keys import random_key
 
 DEFAULT_SPLIT = "0.9,0.1"
 UINT16_MAX = 65535.0

@@ -22,10 +22,9 @@ from hpctrain.data.augment import Augmentation, augment, to_input
 from hpctrain.data.cache import SampleCache
 from hpctrain.data.jpeg import draw_crops
 from hpctrain.data.orders import ByPartition, Order
-from hpctrain.data.partition import Partition
+from hpctrain.data.partition import Partition, random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
-from hpctrain.keys import random_key
 from hpctrain.streams import Event, Upload, copy_to_device
 
 AHEAD = 2  # steps that are ready before they are needed

@@ -25,8 +25,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from hpctrain.data.partition import Partition
-from hpctrain.keys import random_key
+from hpctrain.data.partition import Partition, random_key
 
 ORDERS = ("partition", "global", "blocks")
 KEPT = 1 << 22  # numbers, 32 MiB

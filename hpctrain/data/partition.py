@@ -13,6 +13,7 @@ which order they are read.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -146,3 +147,15 @@ def _refusal(rows: int, batch_size: int, shards: int, floor: int) -> str:
     larger = range(max(batch_size + 1, floor * shards), rows + 1)  # the last of them is one step
     fits = next(size for size in larger if _cut(rows, size, shards, floor))
     return f"{why}: use --batch-size {fits}"
+
+
+def random_key(*parts: int | str) -> int:
+    """A 63-bit integer hashed (BLAKE2b) from what it is for: (seed, epoch, step, shard, purpose).
+
+    Hashed, never added: with sums, (seed 1, epoch 0) and (seed 0, epoch 1) would draw the same
+    numbers. A key depends on nothing else, so no generator state needs saving and any number of
+    ranks draws the same numbers.
+    """
+    text = "|".join(f"{type(part).__name__}:{part!r}" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

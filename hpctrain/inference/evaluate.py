@@ -24,11 +24,11 @@ from hpctrain.config import EvaluateConfig
 from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pairs
 from hpctrain.data.pack_format import Pack
+from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import Failure, RunError
 from hpctrain.inference.network import first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import Task
-from hpctrain.keys import random_key
 from hpctrain.parallel.backend_flags import torch_settings
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, start_mpi

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpctrain.data.augment import add_noise
-from hpctrain.keys import random_key
+from hpctrain.data.partition import random_key
 
 Tensor = torch.Tensor
 

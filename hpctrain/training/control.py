@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain.config import duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
-from hpctrain.launcher import job_end
-from hpctrain.signals import noticed
+from hpctrain.launcher import job_end, received_signal
 
 if TYPE_CHECKING:  # watching and sweeping stop runs without it
     import torch
@@ -100,7 +99,7 @@ class Control:
         """Why to vote for leaving: the notice that came, or the time that is up."""
         if self._deadline is not None and time.time() > self._deadline - self.margin(evaluating):
             return "the time is up"
-        return noticed()
+        return received_signal()
 
 
 def deadline(limit: str | None) -> tuple[float | None, str | None]:

@@ -28,10 +28,10 @@ from torch import nn
 from hpctrain.config import Config
 from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Batch, Prepare, read_samples
+from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, output_shape
-from hpctrain.keys import random_key
 from hpctrain.models import ModelState, check_names, checked_output, held_values
 from hpctrain.parallel.backend_flags import name_refused_operation
 from hpctrain.parallel.batchnorm import BatchNorms, Probe

@@ -19,10 +19,10 @@ from hpctrain.data.cache import sample_bytes
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare
 from hpctrain.data.pack_format import Pack
+from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.inference.network import find_model
 from hpctrain.inference.tasks import Task, make_task, output_shape
-from hpctrain.keys import random_key
 from hpctrain.models import as_bytes, build, check_forward, describe_fresh_layer, load_init
 from hpctrain.parallel.backend_flags import hardware_key
 from hpctrain.parallel.batchnorm import BatchNorms, Probe

@@ -13,10 +13,9 @@ from hpctrain.data.jpeg import NUMBERS, Crop, decode_file, draw_crops
 from hpctrain.data.loader import Loader, read_samples
 from hpctrain.data.orders import ORDERS, make_order
 from hpctrain.data.packed import read_pack
-from hpctrain.data.partition import cut_epoch
+from hpctrain.data.partition import cut_epoch, random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
-from hpctrain.keys import random_key
 from tests.data.pictures import class_folders, encode, pack, picture
 from tests.packs import make_pack
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hpctrain import signals
+from hpctrain import launcher
 from hpctrain.cli import main
 from hpctrain.config import duration
 from hpctrain.errors import UsageError
@@ -23,9 +23,11 @@ from tests.training.runs import short_run
 
 @pytest.fixture
 def notices():
-    signals.listen()
+    launcher.catch_signals()
     yield
-    signals.forget()
+    launcher._received.clear()
+    for number in launcher.notice_signals():
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
@@ -40,12 +42,12 @@ def test_a_notice_only_sets_a_flag(notices, name):
 def test_sigterm_is_a_notice_unless_mpirun_sends_it(monkeypatch):
     for name in UNDER_MPIRUN:
         monkeypatch.delenv(name, raising=False)
-    assert signal.SIGTERM in signals.notices()
+    assert signal.SIGTERM in launcher.notice_signals()
     for name in UNDER_MPIRUN:
         with monkeypatch.context() as patch:
             patch.setenv(name, "2")
-            assert signal.SIGTERM not in signals.notices()
-            assert signal.SIGUSR2 in signals.notices()
+            assert signal.SIGTERM not in launcher.notice_signals()
+            assert signal.SIGUSR2 in launcher.notice_signals()
 
 
 def test_a_notice_is_heard_before_anything_is_imported():
@@ -56,8 +58,8 @@ def test_a_notice_is_heard_before_anything_is_imported():
         "try: runpy.run_module('hpctrain', run_name='__main__')\n"
         "except SystemExit: pass\n"
         "os.kill(os.getpid(), signal.SIGUSR2)\n"
-        "from hpctrain.signals import noticed\n"
-        "print('heard', noticed(), {'torch', 'numpy'} & set(sys.modules))\n"
+        "from hpctrain.launcher import received_signal\n"
+        "print('heard', received_signal(), {'torch', 'numpy'} & set(sys.modules))\n"
     )
     assert run([sys.executable, "-c", program]).stdout.endswith("heard SIGUSR2 set()\n")
     assert run([sys.executable, "-c", program.replace("'train'", "'pack'")]).returncode < 0

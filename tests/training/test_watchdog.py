@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from hpctrain import start as begin
+from hpctrain import cli
 from hpctrain.bench.harness import timestamp
+from hpctrain.cli import shared_folders
 from hpctrain.config import Config, EvaluateConfig, PackConfig
 from hpctrain.data.packed import read_pack
 from hpctrain.errors import RunError, UsageError
@@ -28,6 +29,7 @@ from hpctrain.heartbeats import (
     blame,
     cause_if_ended,
     find_cause,
+    make_private_folder,
     name_ranks,
     read_beat,
     read_beats,
@@ -36,7 +38,6 @@ from hpctrain.heartbeats import (
 from hpctrain.models import build, save_model
 from hpctrain.report.plot_training import read_curves
 from hpctrain.report.record import read_records
-from hpctrain.start import is_own
 from hpctrain.training.control import RunLock, is_locked
 from hpctrain.training.folder import find_previous_launch, make_run_folder, open_run_folder
 from hpctrain.training.state import Progress
@@ -464,17 +465,18 @@ def test_a_folder_that_is_not_the_users_own_is_no_place_to_meet(tmp_path, plante
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    assert not is_own(folder) and is_own(other) and is_own(tmp_path / "new")
-    assert is_own(tmp_path / "new"), "as the second rank finds it"
+    assert not make_private_folder(folder)
+    assert make_private_folder(other) and make_private_folder(tmp_path / "new")
+    assert make_private_folder(tmp_path / "new"), "as the second rank finds it"
 
 
 def test_where_ranks_of_several_hosts_meet(tmp_path, monkeypatch):
-    monkeypatch.setattr(begin, "launched_size", lambda: 4)
-    monkeypatch.setattr(begin, "local_size", lambda: 2)
+    monkeypatch.setattr(cli, "launched_size", lambda: 4)
+    monkeypatch.setattr(cli, "local_size", lambda: 2)
     runs = Path("runs"), Path()
-    assert begin.meeting_places(Config()) == begin.meeting_places(EvaluateConfig()) == runs
-    assert begin.meeting_places(PackConfig(output="a/b.h5")) == (Path("a"), Path())
-    assert begin.meeting_places(PackConfig()) == (Path(), Path())
+    assert shared_folders(Config()) == shared_folders(EvaluateConfig()) == runs
+    assert shared_folders(PackConfig(output="a/b.h5")) == (Path("a"), Path())
+    assert shared_folders(PackConfig()) == (Path(), Path())
 
 
 def test_a_run_that_another_launch_begins_meanwhile(tmp_path):

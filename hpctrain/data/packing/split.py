@@ -18,8 +18,8 @@ import numpy as np
 
 from hpctrain.data.orders import random_order
 from hpctrain.data.pack_format import SPLITS
+from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
-from hpctrain.keys import random_key
 
 LEFT_OUT = -1
 TRAIN, VALIDATION, TEST = range(3)  # positions in SPLITS and in shares
