@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.config import DoctorConfig
-from hpctrain.data import packed
+from hpctrain.data import hdf5
 from hpctrain.doctor import command as doctor
 from hpctrain.doctor import machine
 from hpctrain.doctor.facts import GIB, KIB, MIB, Gpu, RankFacts
@@ -398,10 +398,10 @@ def test_versions_of_hdf5(monkeypatch):
         raise OSError("libhdf5.so: cannot open")
 
     versions = {}
-    monkeypatch.setattr(packed, "library_versions", lambda: "h5py 3, HDF5 2", raising=False)
+    monkeypatch.setattr(hdf5, "library_versions", lambda: "h5py 3, HDF5 2")
     assert machine._hdf5_facts(versions)["hdf5"] == "h5py 3, HDF5 2"
     assert set(versions) == {"h5py"}
-    monkeypatch.setattr(packed, "library_versions", fails)
+    monkeypatch.setattr(hdf5, "library_versions", fails)
     assert machine._hdf5_facts({})["h5py_error"] == "OSError: libhdf5.so: cannot open"
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NOT_FINITE = "holds NaN or infinite values: write finite ones, or take it out of the file"
 READ_TOGETHER = 64  # samples, to look for such values
-UNKNOWN, SOUND, DAMAGED = 0, 1, 2
+UNKNOWN, SOUND, CORRUPT = 0, 1, 2
 # by split and column: the CRC-32 (blocks,) of all blocks, and the rows of a block
 Sums = dict[tuple[str, str], tuple[np.ndarray, int]]
 ReadInto = Callable[[list[memoryview], int], None]  # buffers, byte offset in the file
@@ -47,7 +47,7 @@ class BadSamples:
         """
         if self._warn is None:
             raise RunError(
-                f"{text}: 'hpctrain pack --check' finds what else is damaged, train --skip-bad"
+                f"{text}: 'hpctrain pack --check' finds what else is corrupt, train --skip-bad"
                 " skips such samples"
             )
         with self._lock:
@@ -78,8 +78,8 @@ class BlockChecksums:
         self._state = np.full(len(sums), UNKNOWN, np.int8)
         self._buffers = threading.local()
 
-    def find_damaged(self, starts: np.ndarray, stops: np.ndarray, read: ReadInto) -> np.ndarray:
-        """The damaged block that each of the byte ranges `starts` to `stops` (n,) of the column
+    def find_corrupt(self, starts: np.ndarray, stops: np.ndarray, read: ReadInto) -> np.ndarray:
+        """The corrupt block that each of the byte ranges `starts` to `stops` (n,) of the column
         touches, -1 for none: (n,). Blocks are compared, read by `read`, when first touched.
         """
         first, last = starts // self.block_bytes, (stops - 1) // self.block_bytes
@@ -89,23 +89,23 @@ class BlockChecksums:
             touched = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in spans]))
         for block in touched[self._state[touched] == UNKNOWN].tolist():
             self._compare(block, read)
-        damaged = np.append(np.flatnonzero(self._state == DAMAGED), len(self._state))
-        found = damaged[np.searchsorted(damaged, first)]  # the first damaged one from there on
+        corrupt = np.append(np.flatnonzero(self._state == CORRUPT), len(self._state))
+        found = corrupt[np.searchsorted(corrupt, first)]  # the first corrupt one from there on
         return np.where(found <= last, found, -1)
 
-    def damaged_blocks(self, read: ReadInto) -> Iterator[int]:
-        """Compare all blocks that were not compared before: those that are damaged."""
+    def corrupt_blocks(self, read: ReadInto) -> Iterator[int]:
+        """Compare all blocks that were not compared before: those that are corrupt."""
         for block in range(len(self._state)):
             if self._state[block] == UNKNOWN:
                 doing(f"checking block {block:,}")
                 self._compare(block, read)
-            if self._state[block] == DAMAGED:
+            if self._state[block] == CORRUPT:
                 yield block
 
     def describe(self, block: int) -> str:
-        """What to say of a damaged block."""
+        """What to say of a corrupt block."""
         rows, unit = self._rows(block), "bytes" if self.name.endswith("/bytes") else "rows"
-        return f"{self.name}: {unit} {rows[0]} to {rows[-1]} (block {block}) are damaged"
+        return f"{self.name}: {unit} {rows[0]} to {rows[-1]} (block {block}) are corrupt"
 
     def _rows(self, block: int) -> range:
         start = block * self._block_rows
@@ -118,7 +118,7 @@ class BlockChecksums:
         part = self._buffers.block[: len(rows) * row_bytes]
         read([part], self.column.offset + rows.start * row_bytes)
         sound = zlib.crc32(part) == int(self._sums[block])
-        self._state[block] = SOUND if sound else DAMAGED
+        self._state[block] = SOUND if sound else CORRUPT
 
 
 class Checks:

@@ -35,7 +35,7 @@ class Unusable(Exception):
     """The file was opened but what it holds cannot be used; the text says why."""
 
 
-class DamagedChunk(Exception):
+class CorruptChunk(Exception):
     """A chunk is not what its filters make; the text says which one and why."""
 
 
@@ -66,15 +66,15 @@ def usage_errors(path: str) -> Iterator[None]:
         raise UsageError(f"{path} cannot be opened: {os.strerror(error.errno or 0)}") from None
     except Unusable as error:
         raise UsageError(f"{path}: {error}") from None
-    except Exception as error:  # damaged metadata makes HDF5 and h5py raise many kinds
+    except Exception as error:  # corrupt metadata makes HDF5 and h5py raise many kinds
         raise UsageError(f"{path} {explain(error)}") from None
 
 
 def explain(error: Exception) -> str:
     """What happened to a file, from what HDF5 says of it: "is cut short: ..."."""
     text = str(error)
-    if isinstance(error, DamagedChunk):
-        return f"is damaged: {error}; copy or make it again"
+    if isinstance(error, CorruptChunk):
+        return f"is corrupt: {error}; copy or make it again"
     if "file signature not found" in text:
         return "is no HDF5 file: make a pack of image files with 'hpctrain pack'"
     sizes = re.search(r"truncated file: eof = (\d+).*stored_eof = (\d+)", text)
@@ -85,7 +85,7 @@ def explain(error: Exception) -> str:
         return "was not written to its end (or is still being written); copy or make it again"
     inner = re.search(r"\((.*)\)", text)
     reason = (inner.group(1) if inner else text).strip().split("\n")[0]
-    return f"is damaged: {reason or 'HDF5 cannot read it'}; copy or make it again"
+    return f"is corrupt: {reason or 'HDF5 cannot read it'}; copy or make it again"
 
 
 def file_size(file: h5py.File) -> int:

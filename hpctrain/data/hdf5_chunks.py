@@ -27,7 +27,7 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from hpctrain.data.hdf5 import DamagedChunk, explain, file_size
+from hpctrain.data.hdf5 import CorruptChunk, explain, file_size
 from hpctrain.data.pack_format import ExternalFile
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.errors import RunError
@@ -54,7 +54,7 @@ def filters_of(data: h5py.Dataset) -> Filters:
 
 
 def read_chunks(data: h5py.Dataset, start: int, stop: int, file_size: int) -> np.ndarray:
-    """Rows `start` (where a chunk begins) to `stop` of a data set in chunks. Raises DamagedChunk,
+    """Rows `start` (where a chunk begins) to `stop` of a data set in chunks. Raises CorruptChunk,
     and what h5py raises.
     """
     filters = filters_of(data)
@@ -66,8 +66,8 @@ def read_chunks(data: h5py.Dataset, start: int, stop: int, file_size: int) -> np
         raw, skipped = _stored(data, corner, filters, file_size)
         try:
             values = decode(raw, filters, skipped)
-        except DamagedChunk as error:
-            raise DamagedChunk(f"the chunk at {corner}: {error}") from None
+        except CorruptChunk as error:
+            raise CorruptChunk(f"the chunk at {corner}: {error}") from None
         sizes = [min(n - at, c) for n, at, c in zip(shape, corner, chunk, strict=True)]
         there = tuple(slice(at, at + n) for at, n in zip(corner, sizes, strict=True))
         within = (slice(corner[0] - start, corner[0] - start + sizes[0]), *there[1:])
@@ -84,9 +84,9 @@ def _stored(
     checksums = 4 * filters.codes.count(h5py.h5z.FILTER_FLETCHER32)
     limit = 2 * filters.size + 1024  # what does not shrink grows little
     if found.byte_offset is None or found.byte_offset + found.size > file_size:
-        raise DamagedChunk(f"the chunk at {corner} is not within the file")
+        raise CorruptChunk(f"the chunk at {corner} is not within the file")
     if not checksums < found.size <= limit:
-        raise DamagedChunk(
+        raise CorruptChunk(
             f"the chunk at {corner} is stored as {found.size:,} bytes and holds {filters.size:,}"
         )
     skipped, raw = data.id.read_direct_chunk(corner)
@@ -94,7 +94,7 @@ def _stored(
 
 
 def decode(raw: bytes, filters: Filters, skipped: int = 0) -> bytes:
-    """The values of a stored chunk; bit i of `skipped` leaves filter i out. DamagedChunk."""
+    """The values of a stored chunk; bit i of `skipped` leaves filter i out. CorruptChunk."""
     limit = filters.size + 4 * filters.codes.count(h5py.h5z.FILTER_FLETCHER32)
     content = raw
     for number, code in reversed(list(enumerate(filters.codes))):
@@ -109,19 +109,19 @@ def decode(raw: bytes, filters: Filters, skipped: int = 0) -> bytes:
         else:
             content = unshuffle(content, filters.itemsize)
     if len(content) != filters.size:
-        raise DamagedChunk(f"{len(content):,} bytes were stored, not {filters.size:,}")
+        raise CorruptChunk(f"{len(content):,} bytes were stored, not {filters.size:,}")
     return content
 
 
 def check_fletcher32(content: bytes) -> bytes:
     """The bytes without their checksum, which must be theirs."""
     if len(content) < 4:
-        raise DamagedChunk(f"{len(content)} bytes are too few for a Fletcher-32 checksum")
+        raise CorruptChunk(f"{len(content)} bytes are too few for a Fletcher-32 checksum")
     values, stored = content[:-4], int.from_bytes(content[-4:], "little")
     low, high = fletcher32(values)
     exchanged = [(half & 0xFF) << 8 | half >> 8 for half in (low, high)]
     if stored not in (high << 16 | low, exchanged[1] << 16 | exchanged[0]):
-        raise DamagedChunk("its Fletcher-32 checksum does not agree")
+        raise CorruptChunk("its Fletcher-32 checksum does not agree")
     return values
 
 
@@ -144,9 +144,9 @@ def inflate(content: bytes, limit: int) -> bytes:
     try:
         values = stream.decompress(content, limit + 1)
     except zlib.error as error:
-        raise DamagedChunk(f"it is no whole gzip stream ({error})") from None
+        raise CorruptChunk(f"it is no whole gzip stream ({error})") from None
     if not stream.eof:
-        raise DamagedChunk("its gzip stream is cut short, or is longer than a chunk")
+        raise CorruptChunk("its gzip stream is cut short, or is longer than a chunk")
     return values
 
 
@@ -164,7 +164,7 @@ def expand_lzf(content: bytes, limit: int) -> bytes:
     buffer = ctypes.create_string_buffer(limit)
     count = expand(content, len(content), buffer, limit)
     if not count:
-        raise DamagedChunk("it is no whole LZF stream, or one longer than a chunk")
+        raise CorruptChunk("it is no whole LZF stream, or one longer than a chunk")
     return buffer.raw[:count]
 
 
@@ -195,13 +195,13 @@ def expand_lzf_here(content: bytes, limit: int) -> bytes:
                 count, at = count + content[at], at + 1
             back, at = ((control & 31) << 8) + content[at] + 1, at + 1
             if back > len(out):
-                raise DamagedChunk("it is no whole LZF stream")
+                raise CorruptChunk("it is no whole LZF stream")
             piece = out[-back:]
             out += (piece * -(-(count + 2) // back))[: count + 2]
     except IndexError:
-        raise DamagedChunk("its LZF stream is cut short") from None
+        raise CorruptChunk("its LZF stream is cut short") from None
     if len(out) > limit or at > len(content):
-        raise DamagedChunk("it is no whole LZF stream, or one longer than a chunk")
+        raise CorruptChunk("it is no whole LZF stream, or one longer than a chunk")
     return bytes(out)
 
 

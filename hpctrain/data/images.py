@@ -84,7 +84,7 @@ def decode(data: bytes, fit: Fit) -> bytes:
         return _decode(_open(data), fit)
     except WrongSize:
         raise
-    except Exception as error:  # damaged files make Pillow's readers raise any kind
+    except Exception as error:  # corrupt files make Pillow's readers raise any kind
         raise BadImage(reason(error)) from error
 
 
@@ -238,10 +238,10 @@ def _has_colour(image: Image.Image) -> bool:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1-8; 1 (upright) where the metadata is missing or damaged."""
+    """EXIF orientation 1-8; 1 (upright) where the metadata is missing or corrupt."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged metadata makes Pillow raise any kind; the pixels may be sound
+    except Exception:  # corrupt metadata makes Pillow raise any kind; the pixels may be sound
         return 1
     return value if value in TURNS else 1
 

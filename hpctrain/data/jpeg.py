@@ -87,7 +87,7 @@ def decode_file(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) ->
         return _crop(image, fit, crop.box(*image.size))
     except BadImage:
         raise
-    except Exception as error:  # damaged files make Pillow's readers raise any kind
+    except Exception as error:  # corrupt files make Pillow's readers raise any kind
         raise BadImage(reason(error)) from error
 
 

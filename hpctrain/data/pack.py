@@ -45,14 +45,14 @@ def main(config: PackConfig, processes: Processes = ONE_PROCESS) -> int:
 
 
 def check_pack(path: str, columns: int | None = ASK) -> int:
-    """Verify all checksums and print the pack's table. 0: as it was written, 1: damaged."""
+    """Verify all checksums and print the pack's table. 0: as it was written, 1: corrupt."""
     pack = read_pack(path)
-    damage = verify(pack)
+    corrupt = verify(pack)
     report.print_table(pack, columns)
-    for line in damage:
+    for line in corrupt:
         report.say(f"{pack.path}: {line}")
-    if damage:
-        report.say(f"{len(damage)} damaged: do not use this pack, copy or make it again")
+    if corrupt:
+        report.say(f"{len(corrupt)} corrupt: do not use this pack, copy or make it again")
         return 1
     say("all checksums agree")
     return 0

@@ -1,24 +1,45 @@
 """Packs as they are opened: read and checked once, on rank 0, and what verifies all their bytes.
 
-``read_pack`` opens the HDF5 file, checks everything that a reader relies on, and returns a small
-picklable ``Pack``: where the bytes of every split begin. From then on ``Split`` reads without HDF5.
-The format is described in ``pack_format.py``, its writers are in ``packing/``.
+``read_pack`` checks by HDF5 all that a reader by byte offset relies on: a pack comes from anywhere
+(``hdf5.py``), and every dataset must be contiguous bytes of its file. It returns a small picklable
+``Pack``, with which ``Split`` reads without HDF5: import this module where rank 0 alone is, it
+brings h5py. The format is described in ``pack_format.py``, its writers are in ``packing/``.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import os
+import uuid
 from typing import Any
+
+import h5py
+import numpy as np
 
 from hpctrain.data.checks import BlockChecksums, Sums
 from hpctrain.data.external import read_external
-from hpctrain.data.pack_format import Pack, content_uuid, facts_sha256
+from hpctrain.data.hdf5 import Unusable, check_storage, find_dataset, open_hdf5
+from hpctrain.data.pack_format import (
+    ENCODED_VERSION,
+    FITS,
+    FORMAT,
+    JPEG,
+    MAX_SIDE,
+    VERSION,
+    Pack,
+    SplitLayout,
+    content_uuid,
+    facts_sha256,
+    ordered,
+)
 from hpctrain.data.pread import open_file, read_exactly
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
+from hpctrain.typed import parse_json
 
 UUID_WITHIN = 1 << 20  # bytes at the file's beginning or end
+MAX_ATTRIBUTE_BYTES = 2**26  # larger than any honest attribute, small enough to read
+MAX_BLOCK_BYTES = 2**26  # bytes that share a checksum; packs are written with about 2**20
 NOT_OF_UUID = "shape, classes or checksums are not those that the uuid was made from"
 NOT_OF_SHA256 = "mean, std or provenance are not those that its SHA-256 was made from"
 
@@ -27,22 +48,21 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     """Open a pack and check everything but the checksums.
 
     Raises UsageError, one line naming the file and the cause: missing, no pack, cut short,
-    damaged, not written to its end, of a newer format, or made to read other files.
+    corrupt, not written to its end, of a newer format, or made to read other files.
     """
-    from hpctrain.data import pack_check  # brings h5py, which the other ranks never need
-
-    pack = pack_check.read_pack(os.path.abspath(path))
-    pack = dataclasses.replace(pack, uuid_offset=_find_uuid(pack))
+    pack = _read_attributes(os.path.abspath(path))
     for name in pack.splits:
         Split(pack, name).close()  # reads and checks labels and offsets
     return pack
 
 
 def is_pack(path: str | os.PathLike[str]) -> bool:
-    """Whether this is an HDF5 file that calls itself a pack."""
-    from hpctrain.data import pack_check
-
-    return pack_check.is_pack(os.path.abspath(path))
+    """Whether this is an HDF5 file that has the format mark, whatever else is wrong with it."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return _is_marked(file)
+    except Exception:  # corrupt metadata makes HDF5 and h5py raise many kinds
+        return False
 
 
 def read_again(path: str | os.PathLike[str], external: dict[str, Any] | None) -> Pack:
@@ -59,59 +79,188 @@ def read_sums(pack: Pack) -> Sums:
     not those that were written.
     """
     sums = _stored_sums(pack)
-    if altered := _altered(pack, sums):
-        raise UsageError(f"{pack.path} is damaged: {altered}; copy or pack it again")
+    if altered := _find_altered(pack, sums):
+        raise UsageError(f"{pack.path} is corrupt: {altered}; copy or pack it again")
     return sums
 
 
 def verify(pack: Pack) -> list[str]:
-    """Recompute all checksums: one line per damaged block. None: all is as it was written."""
+    """Recompute all checksums: one line per corrupt block. None: all is as it was written."""
     sums = _stored_sums(pack)
-    damage: list[str] = []
+    found: list[str] = []
     descriptor = open_file(pack.path)
 
     def read(buffers: list[memoryview], offset: int) -> None:
         read_exactly(pack.path, descriptor, buffers, offset)
 
     try:
-        for name in pack.splits:
-            for kind, column in pack.columns(name).items():
-                checksums = BlockChecksums(f"{name}/{kind}", column, *sums[name, kind])
-                damage += [checksums.describe(block) for block in checksums.damaged_blocks(read)]
+        for (name, kind), of in sums.items():
+            checksums = BlockChecksums(f"{name}/{kind}", pack.columns(name)[kind], *of)
+            found += [checksums.describe(block) for block in checksums.corrupt_blocks(read)]
     finally:
         os.close(descriptor)
-    if not damage and (altered := _altered(pack, sums)):
-        damage.append(altered)
-    return damage
+    if not found and (altered := _find_altered(pack, sums)):
+        found.append(altered)
+    return found
 
 
-def library_versions() -> str:
-    """Versions of what reads packs, such as "h5py 3.16.0, HDF5 2.0.0"."""
-    from hpctrain.data import hdf5
+def _read_attributes(path: str) -> Pack:
+    """The checked pack of an absolute path, its labels not yet read. Raises UsageError."""
+    with open_hdf5(path) as file:
+        encoded = _check_format(path, file) == ENCODED_VERSION
+        classes = tuple(name.decode("utf-8", "surrogateescape") for name in _text(file, "classes"))
+        size = os.path.getsize(path)
+        found = [_read_split(file, name, size, encoded) for name in ordered(file)]
+        if not found or not classes:
+            raise Unusable("it holds no images" if not found else "it names no classes")
+        shapes = {_decoded_shape(file)} if encoded else {shape for _, shape in found}
+        if len(shapes) > 1:
+            raise Unusable(f"its splits differ in image shape: {sorted(shapes)}")
+        height, width, channels = shapes.pop()
+        mean, std = _numbers(file, "mean", channels), _numbers(file, "std", channels)
+        provenance = parse_json(_text(file, "provenance")[0])
+        if not isinstance(provenance, dict):
+            raise Unusable("its provenance is no table")
+        identity = str(uuid.UUID(_text(file, "uuid")[0].decode()))
+        return Pack(
+            path,
+            identity,
+            size,
+            (height, width, channels),
+            classes,
+            {split.name: split for split, _ in found},
+            mean,
+            std,
+            provenance,
+            uuid_offset=_find_uuid(path, size, identity.encode()),
+            fit=_fit(file) if encoded else "",
+            sha256=_text(file, "sha256")[0].decode() if "sha256" in file.attrs else "",
+        )
 
-    return hdf5.library_versions()
+
+def _read_split(
+    file: h5py.File, name: str, size: int, encoded: bool
+) -> tuple[SplitLayout, tuple[int, ...]]:
+    """A split, and the shape of its images; JPEG files have none of their own."""
+    kind, dimensions = ("bytes", 1) if encoded else ("images", 4)
+    images = _dataset(file, f"{name}/{kind}", h5py.h5t.STD_U8LE, dimensions, size)
+    labels = _dataset(file, f"{name}/labels", h5py.h5t.STD_I64LE, 1, size)
+    rows, at = labels.shape[0], (images.id.get_offset(), labels.id.get_offset())
+    if not encoded:
+        if images.shape[0] != rows:
+            raise Unusable(f"{name} has {images.shape[0]} images but {rows} labels")
+        return SplitLayout(name, rows, *at), images.shape[1:]
+    offsets = _dataset(file, f"{name}/offsets", h5py.h5t.STD_I64LE, 1, size)
+    if offsets.shape[0] != rows + 1:
+        raise Unusable(f"{name} has {rows} labels but {offsets.shape[0]} offsets, not {rows + 1}")
+    return SplitLayout(name, rows, *at, images.shape[0], offsets.id.get_offset()), ()
 
 
-def _find_uuid(pack: Pack) -> int:
+def _find_uuid(path: str, size: int, identity: bytes) -> int:
     """The byte at which the uuid stands, in the first or last MiB of the file; -1 if in neither."""
-    descriptor = open_file(pack.path)
-    try:
-        for start in (0, max(0, pack.file_size - UUID_WITHIN)):
-            place = os.pread(descriptor, UUID_WITHIN, start).find(pack.uuid.encode())
-            if place >= 0:
+    with open(path, "rb") as file:
+        for start in (0, max(0, size - UUID_WITHIN)):
+            file.seek(start)
+            if (place := file.read(UUID_WITHIN).find(identity)) >= 0:
                 return start + place
-    finally:
-        os.close(descriptor)
     return -1
 
 
+def _decoded_shape(file: h5py.File) -> tuple[int, ...]:
+    """The shape (H, W, C) that files are decoded to, within what packing allows."""
+    values = _attribute(file, "image_shape")
+    if values.dtype.kind != "i" or values.shape != (3,):
+        raise Unusable("attribute 'image_shape' is not 3 numbers")
+    height, width, channels = values.tolist()
+    if not 1 <= min(height, width) <= max(height, width) <= MAX_SIDE or channels not in (1, 3):
+        raise Unusable(f"attribute 'image_shape' says {width}x{height}x{channels}")
+    return height, width, channels
+
+
+def _fit(file: h5py.File) -> str:
+    fit = _text(file, "fit")[0].decode("ascii", "replace")
+    if fit not in FITS:
+        raise Unusable(f"attribute 'fit' is {fit!r}, not one of {', '.join(FITS)}")
+    return fit
+
+
 def _stored_sums(pack: Pack) -> Sums:
-    from hpctrain.data import pack_check
+    """By split and column: the CRC-32 of every block, and the rows of a block."""
+    sums: Sums = {}
+    with open_hdf5(pack.path) as file:
+        for name in pack.splits:
+            for kind, column in pack.columns(name).items():
+                data = _dataset(file, f"{name}/{kind}_crc32", h5py.h5t.STD_U32LE, 1, pack.file_size)
+                block_rows = int(data.attrs["rows_per_block"])
+                if block_rows < 1 or data.shape[0] != math.ceil(column.rows / block_rows):
+                    raise Unusable(f"{name}/{kind}_crc32 does not cover the {column.rows} rows")
+                if (block_rows - 1) * column.row_bytes > MAX_BLOCK_BYTES:  # it is read as one piece
+                    raise Unusable(f"{name}/{kind}_crc32 says {block_rows:,} rows_per_block")
+                sums[name, kind] = (data[:], block_rows)
+    return sums
 
-    return pack_check.read_checksums(pack)
+
+def _is_marked(file: h5py.File) -> bool:
+    mark = file.attrs.get("format")
+    return isinstance(mark, bytes | np.bytes_) and mark == FORMAT.encode()
 
 
-def _altered(pack: Pack, sums: Sums) -> str | None:
+def _check_format(path: str, file: h5py.File) -> int:
+    """The format mark first: everything else is only meant where it is there. The version."""
+    if not _is_marked(file):
+        raise UsageError(
+            f"{path} is an HDF5 file but not a pack (no attribute format = {FORMAT!r}); make one"
+            " with 'hpctrain pack', or train on it as it is with --images and --labels"
+        )
+    version = int(file.attrs["version"])
+    if version not in (VERSION, ENCODED_VERSION):
+        raise UsageError(
+            f"{path} is a pack of format version {version}, this hpctrain reads versions {VERSION}"
+            f" and {ENCODED_VERSION}: use the hpctrain that made it, or pack again"
+        )
+    if version == ENCODED_VERSION and (encoding := _text(file, "encoding")[0]) != JPEG.encode():
+        raise UsageError(
+            f"{path} holds images encoded as {encoding.decode('ascii', 'replace')!r}, this hpctrain"
+            f" reads {JPEG!r}: use the hpctrain that made it, or pack again"
+        )
+    return version
+
+
+def _dataset(
+    file: h5py.File, name: str, kind: h5py.h5t.TypeID, dimensions: int, file_size: int
+) -> h5py.Dataset:
+    """A dataset that is plain bytes of this file: readable by its offset."""
+    data = find_dataset(file, name)
+    if not data.id.get_type().equal(kind) or data.ndim != dimensions or 0 in data.shape:
+        raise Unusable(f"{data.name} is {data.dtype} of shape {data.shape}")
+    if check_storage(data, file_size):
+        raise Unusable(f"{data.name} is stored in chunks, which those of a pack never are")
+    return data
+
+
+def _attribute(file: h5py.File, name: str) -> np.ndarray:
+    if name not in file.attrs:
+        raise Unusable(f"attribute {name!r} is missing")
+    if file.attrs.get_id(name).get_storage_size() > MAX_ATTRIBUTE_BYTES:
+        raise Unusable(f"attribute {name!r} is larger than {MAX_ATTRIBUTE_BYTES:,} bytes")
+    return np.atleast_1d(file.attrs[name])
+
+
+def _text(file: h5py.File, name: str) -> list[bytes]:
+    values = _attribute(file, name)
+    if values.dtype.kind != "S" or values.ndim != 1 or not len(values):
+        raise Unusable(f"attribute {name!r} is no text")
+    return [bytes(value) for value in values]
+
+
+def _numbers(file: h5py.File, name: str, count: int) -> tuple[float, ...]:
+    values = _attribute(file, name)
+    if values.dtype.kind != "f" or values.shape != (count,) or not np.isfinite(values).all():
+        raise Unusable(f"attribute {name!r} is not {count} finite numbers")
+    return tuple(float(value) for value in values)
+
+
+def _find_altered(pack: Pack, sums: Sums) -> str | None:
     """What of a pack's shape, classes, checksums and other attributes is not as it was written."""
     stored = {
         name: (split.rows, [sums[name, kind][0] for kind in pack.columns(name)])

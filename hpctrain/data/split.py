@@ -157,7 +157,7 @@ class Split:
         if not 0 <= low <= high < len(pack.classes):
             raise UsageError(
                 f"{pack.path}: labels of split {self.name!r} go from {low} to {high}, but there are"
-                f" {len(pack.classes)} classes, 0 to {len(pack.classes) - 1}: the file is damaged,"
+                f" {len(pack.classes)} classes, 0 to {len(pack.classes) - 1}: the file is corrupt,"
                 " pack it again"
             )
 
@@ -182,7 +182,7 @@ class Split:
         if not in_order or offsets[-1] != layout.files_bytes:
             raise UsageError(
                 f"{self.pack.path}: offsets of split {self.name!r} do not cut its"
-                f" {layout.files_bytes:,} bytes into {layout.rows:,} files: the file is damaged,"
+                f" {layout.files_bytes:,} bytes into {layout.rows:,} files: the file is corrupt,"
                 " pack it again"
             )
         warnings.filterwarnings("ignore", module=r"PIL\.")  # remarks on odd metadata
@@ -265,11 +265,11 @@ class Split:
 
     def _read_numbers(self, kind: str, offset: int, count: int) -> np.ndarray:
         """The (count,) int64 of the column `kind`, which begin at byte `offset`. RunError where
-        they cannot be read or are damaged: no sample can be used without them.
+        they cannot be read or are corrupt: no sample can be used without them.
         """
         path, column = self.pack.path, self.pack.columns(self.name)[kind]
         if checksums := self._checks.checksums(self.name, kind, column):
-            for block in checksums.damaged_blocks(self._read):
+            for block in checksums.corrupt_blocks(self._read):
                 raise RunError(f"{path}: {checksums.describe(block)}; copy or pack it again")
         values = np.empty(count, np.int64)
         self._read([as_bytes(values)], offset)
@@ -279,7 +279,7 @@ class Split:
         self, kind: str, indices: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ) -> None:
         """Compare the blocks of a column in which the samples `indices` (n,) lie, at bytes `starts`
-        to `stops`, where that is wanted. A sample of a damaged block is a bad sample.
+        to `stops`, where that is wanted. A sample of a corrupt block is a bad sample.
         """
         staged = self._checks.staged if self.name == "train" else None
         if len(indices) and staged and (starts.min() < staged[0] or stops.max() > staged[1]):
@@ -288,7 +288,7 @@ class Split:
         checksums = self._checks.checksums(self.name, kind, column)
         if checksums is None or not len(indices):
             return
-        blocks = checksums.find_damaged(starts, stops, self._read)
+        blocks = checksums.find_corrupt(starts, stops, self._read)
         for place in np.flatnonzero(blocks >= 0).tolist():
             index, cause = int(indices[place]), checksums.describe(int(blocks[place]))
             text = f"{self.describe(index)} cannot be used ({cause})"

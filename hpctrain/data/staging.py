@@ -135,7 +135,7 @@ def make_room(folder: Path, name: str, needed: int) -> None:
 
 
 def copy(pack: Pack, target: Path, part: Sequence[Piece]) -> None:
-    """Copy pieces into the file `target`, compared on the way. RunError for a damaged block, a pack
+    """Copy pieces into the file `target`, compared on the way. RunError for a corrupt block, a pack
     that was cut short and a full disk.
     """
     source = open_file(pack.path)
@@ -178,7 +178,7 @@ def read_piece(path: str, descriptor: int, piece: Piece) -> memoryview:
     data = memoryview(bytearray(piece.length))
     read_exactly(path, descriptor, [data], piece.start)
     if piece.checksum is not None and zlib.crc32(data) != piece.checksum:
-        raise RunError(f"{path}: {piece.name} is damaged; copy or pack it again")
+        raise RunError(f"{path}: {piece.name} is corrupt; copy or pack it again")
     return data
 
 

@@ -192,10 +192,9 @@ def _hdf5_facts(versions: dict[str, str]) -> dict[str, Any]:
         return found | {"h5py_error": "h5py is not installed"}
     versions["h5py"] = _version("h5py")
     try:
-        from hpctrain.data import packed
+        from hpctrain.data.hdf5 import library_versions
 
-        library_versions = getattr(packed, "library_versions", None)
-        return found | {"hdf5": library_versions() if library_versions else ""}
+        return found | {"hdf5": library_versions()}
     except (ImportError, OSError) as error:
         return found | {"h5py_error": _named(error)}
 

@@ -30,10 +30,9 @@ from hpctrain.config import (
 from hpctrain.config.others import EVALUATION_ROWS
 from hpctrain.data.augment import normalization
 from hpctrain.data.builtin import locate
-from hpctrain.data.checks import Checks
+from hpctrain.data.checks import Checks, Sums
 from hpctrain.data.loader import Prepare, make_prepare
 from hpctrain.data.pack_format import Pack, earlier_external_arguments, valid_external_arguments
-from hpctrain.data.packed import read_again, read_sums
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
@@ -223,7 +222,14 @@ def first_touch(pack: Pack, comm: Comm) -> Checks:
     """Every block of a pack is compared when it is first read: what is reported of damaged rows
     would be wrong. Collective.
     """
-    return Checks(None if pack.external else call_on_root(comm, lambda: read_sums(pack)))
+    return Checks(None if pack.external else call_on_root(comm, lambda: find_sums(pack)))
+
+
+def find_sums(pack: Pack) -> Sums:
+    """The checksums of a pack. For rank 0 alone: others never need h5py."""
+    from hpctrain.data.packed import read_sums
+
+    return read_sums(pack)
 
 
 def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
@@ -233,6 +239,8 @@ def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
     """
 
     def find() -> Pack:
+        from hpctrain.data.packed import read_again
+
         source = settings.data or saved.metadata.get("pack")
         if source is None:
             raise UsageError(f"{saved.path} does not say what it was trained on: give --data")

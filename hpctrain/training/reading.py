@@ -23,7 +23,6 @@ from hpctrain.data.external import read_external
 from hpctrain.data.loader import Loader, Pair, Prepare
 from hpctrain.data.orders import Order, make_order
 from hpctrain.data.pack_format import Pack
-from hpctrain.data.packed import read_pack, read_sums, verify
 from hpctrain.data.split import Split
 from hpctrain.data.staging import (
     Piece,
@@ -37,7 +36,7 @@ from hpctrain.data.staging import (
     staged_name,
 )
 from hpctrain.errors import UsageError
-from hpctrain.inference.network import require_split
+from hpctrain.inference.network import find_sums, require_split
 from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root, comm_of_host
 from hpctrain.plan import Plan
 from hpctrain.text import say
@@ -87,6 +86,8 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
     """
 
     def find() -> Pack:
+        from hpctrain.data.packed import read_pack, read_sums, verify  # brings h5py
+
         path = locate(config.data, config.data_dir)
         if config.images is not None and config.labels is not None:
             names = config.images, config.labels, config.layout
@@ -96,8 +97,8 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
         pack = read_pack(path)
         require_split(pack, split)
         when = verified(config, pack)
-        if when == START and (damage := verify(pack)):
-            raise UsageError(f"{pack.path} is damaged: {damage[0]} ({len(damage)} damaged blocks)")
+        if when == START and (found := verify(pack)):
+            raise UsageError(f"{pack.path} is corrupt: {found[0]} ({len(found)} corrupt blocks)")
         if when == NEVER:
             read_sums(pack)  # they must be those of the pack even where nothing is compared
         return pack
@@ -107,7 +108,7 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
 
 def verified(config: Config, pack: Pack) -> str:
     """When the checksums of a pack are compared: --verify, by default as its size says, but never
-    so that it ends a run that is to leave damaged rows out.
+    so that it ends a run that is to leave corrupt rows out.
     """
     if config.verify != "auto":
         return config.verify
@@ -122,7 +123,7 @@ def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
         say(f"hpctrain: rank {comm.rank}: {text}", sys.stderr)
 
     wanted = not pack.external and verified(config, pack) == FIRST_TOUCH
-    sums = call_on_root(comm, lambda: read_sums(pack)) if wanted else None
+    sums = call_on_root(comm, lambda: find_sums(pack)) if wanted else None
     return Checks(sums, tell if config.skip_bad else None)
 
 
@@ -133,7 +134,7 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     pack, source = reading.pack, reading.source
     if pack.external:
         raise UsageError(f"--stage copies packs, and {pack.path} is none: copy the file yourself")
-    sums = reading.checks.sums or call_on_root(comm, lambda: read_sums(pack))
+    sums = reading.checks.sums or call_on_root(comm, lambda: find_sums(pack))
     extent = source.byte_range(reading.order.reach(shards))
     here, held = stage(folder, pack, sums, extent, comm)
     source.close()

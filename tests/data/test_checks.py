@@ -40,7 +40,7 @@ def test_a_damaged_block_is_met_when_one_of_its_rows_is_first_read(pixels):
     with Split(pixels, "train", checks=checks) as rows:
         gather(rows, [0, 19, 30, 96])
         for row in (20, 23, 29):
-            found = rf"a.h5: sample {row} of split 'train' .*rows 20 to 29 \(block 2\) are damaged"
+            found = rf"a.h5: sample {row} of split 'train' .*rows 20 to 29 \(block 2\) are corrupt"
             with pytest.raises(RunError, match=found):
                 gather(rows, [3, row])
     with Split(pixels, "test", checks=checks) as rows:
@@ -55,7 +55,7 @@ def test_a_piece_is_damaged_by_any_of_its_blocks(pixels, first, stop):
     checks, column = Checks(read_sums(pixels)), pixels.columns("train")["images"]
     checksums = checks.checksums("train", "images", column)
     with Split(pixels, "train") as rows:
-        found = checksums.find_damaged(np.array([first * 63]), np.array([stop * 63]), rows._read)
+        found = checksums.find_corrupt(np.array([first * 63]), np.array([stop * 63]), rows._read)
     assert found.tolist() == [2]
 
 
@@ -88,7 +88,7 @@ def test_rows_of_a_damaged_block_can_be_left_out(pixels):
         assert usable.tolist() == [True, False, False, True]
         assert (found[usable] == gather(rows, [3, 41])).all()
         gather(rows, [20])
-    told_of = f"{pixels.path}: train/images: rows 20 to 29 (block 2) are damaged: skipped"
+    told_of = f"{pixels.path}: train/images: rows 20 to 29 (block 2) are corrupt: skipped"
     assert told == [told_of], "once for all rows of a block"
 
 
@@ -102,7 +102,7 @@ def test_what_no_row_can_do_without_is_compared_at_once(pixels, tmp_path, kind):
         at = packed.splits["train"].offsets_offset + 8 * 3
     sums = read_sums(packed)
     flip(packed.path, at)
-    with pytest.raises(RunError, match=rf"train/{kind}: rows 0 to \d+ \(block 0\) are damaged"):
+    with pytest.raises(RunError, match=rf"train/{kind}: rows 0 to \d+ \(block 0\) are corrupt"):
         Split(packed, "train", checks=Checks(sums, print))
     assert any(kind in line for line in verify(packed))
 

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.data import hdf5_chunks
 from hpctrain.data.external import read_external
-from hpctrain.data.hdf5 import DamagedChunk
+from hpctrain.data.hdf5 import CorruptChunk
 from hpctrain.data.hdf5_chunks import Filters, decode, expand_lzf_here
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
@@ -80,7 +80,7 @@ def test_a_chunk_shorter_than_its_checksum_is_refused_where_hdf5_crashes(tmp_pat
         assert file[name].id.get_chunk_info(1).size == 2 < size
     crash = run([sys.executable, "-c", f"import h5py; h5py.File({str(path)!r})[{name!r}][:]"])
     assert crash.returncode == -signal.SIGSEGV
-    with pytest.raises(UsageError, match=r"a\.h5.* is damaged: the chunk at .* is stored as 2 b"):
+    with pytest.raises(UsageError, match=r"a\.h5.* is corrupt: the chunk at .* is stored as 2 b"):
         pack = read_external(path, "x", "y", seed=1)
         Split(pack, "train").gather(np.arange(50), np.empty((50, 7, 5, 3), np.uint8))
 
@@ -94,7 +94,7 @@ def test_a_chunk_that_changes_while_in_use_is_an_error_of_the_run(tmp_path):
         with open(path, "r+b") as file:
             file.seek(info.byte_offset + 1)
             file.write(b"\xff")
-        with pytest.raises(RunError, match="damaged: the chunk at .* Fletcher-32 .* not agree"):
+        with pytest.raises(RunError, match="corrupt: the chunk at .* Fletcher-32 .* not agree"):
             rows.gather(np.arange(len(rows)), np.empty((len(rows), 7, 5, 3), np.uint8))
 
 
@@ -109,7 +109,7 @@ def test_every_flipped_bit_of_a_checksummed_chunk_is_found(tmp_path, count):
     for bit in range(0, 8 * len(raw), 1 + len(raw) // 50):
         flipped = bytearray(raw)
         flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(DamagedChunk, match="does not agree"):
+        with pytest.raises(CorruptChunk, match="does not agree"):
             hdf5_chunks.check_fletcher32(bytes(flipped))
 
 
@@ -125,7 +125,7 @@ def test_no_filter_gives_more_than_a_chunk_has(kind, monkeypatch):
     for expand in (hdf5_chunks._lzf_of_h5py, lambda: None):
         monkeypatch.setattr(hdf5_chunks, "_lzf_of_h5py", expand)
         tracemalloc.start()
-        with pytest.raises(DamagedChunk, match="longer than a chunk"):
+        with pytest.raises(CorruptChunk, match="longer than a chunk"):
             decode(raw, Filters((code,), 1, 1009))
         assert tracemalloc.get_traced_memory()[1] < 100_000
         tracemalloc.stop()
@@ -143,6 +143,6 @@ def test_mutated_streams_are_decoded_or_damaged_as_h5py_says():
         for expand in (hdf5_chunks.expand_lzf, expand_lzf_here):
             try:
                 outcomes.append(expand(bytes(mutated), 200))
-            except DamagedChunk:
-                outcomes.append(b"damaged")
+            except CorruptChunk:
+                outcomes.append(b"corrupt")
         assert outcomes[0] == outcomes[1], bytes(mutated)

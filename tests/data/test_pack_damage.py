@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.data import packed
 from hpctrain.data.pack import check_pack, write_pack
 from hpctrain.data.packed import read_pack, read_sums, verify
 from hpctrain.errors import UsageError
@@ -107,7 +108,7 @@ def test_damage_to_rows_is_found_and_named(path, capsys):
         damaged[offset] ^= 1 if "images" in where else 3
         spoiled = path.with_name("b.h5")
         spoiled.write_bytes(damaged)
-        assert verify(read_pack(spoiled)) == [f"{where} are damaged"]
+        assert verify(read_pack(spoiled)) == [f"{where} are corrupt"]
         assert check_pack(str(spoiled)) == 1
         assert where in capsys.readouterr().err
 
@@ -121,8 +122,8 @@ def test_the_right_block_is_named(tmp_path):
             file.seek(pack.splits["train"].images_offset + row * 31 * 33)
             file.write(b"x")
     assert verify(pack) == [
-        "train/images: rows 1025 to 2049 (block 1) are damaged",
-        "train/images: rows 2050 to 2499 (block 2) are damaged",
+        "train/images: rows 1025 to 2049 (block 1) are corrupt",
+        "train/images: rows 2050 to 2499 (block 2) are corrupt",
     ]
 
 
@@ -229,7 +230,7 @@ def test_attributes_are_checked(path):
     assert "'classes' is no text" in spoiled(path, attribute("classes", 3))
     assert "provenance" in spoiled(path, attribute("provenance", np.bytes_(json.dumps([1]))))
     for name in ("uuid", "provenance"):
-        assert "damaged" in spoiled(path, attribute(name, np.bytes_("{nonsense")))
+        assert "corrupt" in spoiled(path, attribute(name, np.bytes_("{nonsense")))
 
     def rows_of_a_block(value):
         return lambda f: f["train/images_crc32"].attrs.__setitem__("rows_per_block", value)
@@ -267,9 +268,7 @@ def test_datasets_that_reach_beyond_the_file_are_refused(path):
 
 
 def test_the_size_of_the_file_is_compared_whatever_hdf5_notices(path, monkeypatch):
-    from hpctrain.data import pack_check
-
-    monkeypatch.setattr(pack_check.os.path, "getsize", lambda name: 20_000)
+    monkeypatch.setattr(packed.os.path, "getsize", lambda name: 20_000)
     assert "train/images says 43,329 bytes, which the file does not hold" in refusal(path)
 
 
@@ -348,6 +347,6 @@ def test_a_writer_that_is_killed_leaves_nothing_that_looks_whole(tmp_path, numbe
 
 
 def test_the_environment_keeps_filter_plug_ins_out():
-    import hpctrain.data.pack_check  # noqa: F401
+    import hpctrain.data.packed  # noqa: F401
 
     assert os.environ["HDF5_PLUGIN_PRELOAD"] == "::"

@@ -168,7 +168,7 @@ def test_the_check_is_done_once(folder, tmp_path):
     data[2**20] ^= 1
     (tmp_path / "one.h5").write_bytes(data)
     done = run_mpi(2, ["-m", "hpctrain", "pack", "--check", "one.h5"], cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("are damaged")) == (1, 1)
+    assert (done.returncode, done.stderr.count("are corrupt")) == (1, 1)
 
 
 def test_processes_of_a_foreign_launcher_are_refused_once(folder, tmp_path):

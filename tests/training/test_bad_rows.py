@@ -105,9 +105,9 @@ def test_a_step_of_bad_rows_alone_ends_the_run(comm, shared_tmp):
         loop.train(dataclasses.replace(config, skip_bad=True), comm)
     with pytest.raises(RunError, match="sample 0 of split 'train' cannot be used"):
         loop.train(config, comm)  # rank 0 looks at the first rows before all others
-    with pytest.raises(UsageError, match=r"is damaged: train/images: rows 0 to 11 \(block 0\)"):
+    with pytest.raises(UsageError, match=r"is corrupt: train/images: rows 0 to 11 \(block 0\)"):
         loop.train(dataclasses.replace(config, verify="start"), comm)
-    with pytest.raises(UsageError, match="is damaged: train/images"):  # a small pack
+    with pytest.raises(UsageError, match="is corrupt: train/images"):  # a small pack
         loop.train(dataclasses.replace(config, verify="auto"), comm)
     assert loop.train(dataclasses.replace(config, verify="never"), comm) == 0
 
@@ -179,5 +179,5 @@ def test_a_small_pack_is_not_refused_where_damaged_rows_are_left_out(comm, share
         assert [r["text"] for r in figures(config, "a") if r["kind"] == "note"] == [
             "epoch 1: 341 rows could not be used"
         ]
-    with pytest.raises(UsageError, match=r"is damaged: train/images: rows 341 to 681"):
+    with pytest.raises(UsageError, match=r"is corrupt: train/images: rows 341 to 681"):
         loop.train(dataclasses.replace(config, verify="start", run="b"), comm)

@@ -161,7 +161,7 @@ def test_an_image_that_cannot_be_decoded_ends_the_run_by_name(comm, jpegs, crop)
             file.write(b"nothing at all")
     comm.Barrier()
     config = dataclasses.replace(jpegs, run="a", random_crop=crop, shards=4)
-    with pytest.raises(UsageError, match="is damaged: train/bytes"):
+    with pytest.raises(UsageError, match="is corrupt: train/bytes"):
         loop.train(config, comm)
     if comm.size > 1:
         return  # the rank that meets it fails alone, and ends all

@@ -71,7 +71,7 @@ def test_every_block_is_compared_on_its_way_and_when_used_again(tmp_path):
     overwrite(here.path, packed.splits["train"].images_offset + 2000 * packed.image_bytes)
     assert not staging.compare(packed, Path(here.path), part)
     overwrite(packed.path, packed.splits["test"].labels_offset)
-    with pytest.raises(RunError, match="test/labels: block 0 is damaged"):
+    with pytest.raises(RunError, match="test/labels: block 0 is corrupt"):
         copied(packed, extent, tmp_path / "c")
 
 
@@ -222,7 +222,7 @@ def test_a_damaged_pack_is_not_staged(comm, shared_tmp):
         verify="never",
         stage=str(shared_tmp / "local"),
     )
-    with pytest.raises(RunError, match="train/images: block 2 is damaged"):
+    with pytest.raises(RunError, match="train/images: block 2 is corrupt"):
         loop.train(config, comm)
     comm.Barrier()
     assert os.listdir(shared_tmp / "local") == []

@@ -284,7 +284,7 @@ def test_a_damaged_pack_is_refused(comm, settings):
         data[len(data) // 2] ^= 1
         pack.write_bytes(bytes(data))
     comm.Barrier()
-    with pytest.raises(UsageError, match="is damaged"):
+    with pytest.raises(UsageError, match="is corrupt"):
         set_up(settings, comm)
 
 

@@ -110,7 +110,7 @@ def idx_source(name: str, pairs: list[IdxPair], new_file: NewFile) -> ImageSourc
     try:
         parts = [_idx_part(pair, new_file) for pair in pairs]
     except UNZIP_ERRORS as error:
-        raise UsageError(f"source {name} is cut short or damaged ({error})") from None
+        raise UsageError(f"source {name} is cut short or corrupt ({error})") from None
     return make_source(name, parts, None)
 
 

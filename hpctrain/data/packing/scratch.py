@@ -19,7 +19,7 @@ from hpctrain.watchdog import doing
 
 
 def _lzma_error() -> type[Exception]:
-    """What damaged LZMA data raise. A Python that was built without liblzma reads none."""
+    """What corrupt LZMA data raise. A Python that was built without liblzma reads none."""
     try:
         import lzma
     except ImportError:
@@ -68,7 +68,7 @@ def unzip(path: Path, target: IO[bytes]) -> None:
                 check_growth(path, target.tell())
     except UNZIP_ERRORS as error:
         raise UsageError(
-            f"source {path} is cut short or damaged ({brief(error)}): fetch it again"
+            f"source {path} is cut short or corrupt ({brief(error)}): fetch it again"
         ) from None
     target.flush()
 
