@@ -26,7 +26,7 @@ from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pairs
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
-from hpctrain.errors import Failure, RunError
+from hpctrain.errors import RunError
 from hpctrain.inference.network import first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import Task
 from hpctrain.parallel.backend_flags import torch_settings
@@ -34,7 +34,7 @@ from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.tables import print_evaluation, write_json
-from hpctrain.streams import Event, Upload, copy_to_host
+from hpctrain.streams import Upload, copy_to_host
 from hpctrain.watchdog import doing, started
 
 
@@ -111,14 +111,12 @@ def blocks_of(rows: int, block: int, size: int, rank: int) -> Iterator[tuple[int
 
 
 class Block(NamedTuple):
-    """What is asked of the network at once."""
+    """Rows that the network is asked about at once."""
 
     number: int
-    rows: np.ndarray  # those that can be used, (n,)
-    inputs: torch.Tensor  # (n, C, H, W)
-    targets: torch.Tensor
-    made: Event  # when both are ready
-    bad: dict[int, str]  # rows whose images are not finite
+    rows: np.ndarray  # (n,)
+    bad: dict[int, str]  # rows whose images cannot be used, and why
+    tensors: tuple[torch.Tensor, ...]  # inputs (n, C, H, W), and targets if there are any
 
 
 def block_key(number: int) -> int:
@@ -129,16 +127,30 @@ def block_key(number: int) -> int:
     return random_key("evaluation", number)
 
 
-def read_block(
-    source: Split, number: int, rows: np.ndarray, prepare: Prepare, task: Task, upload: Upload
-) -> Block:
-    """Read these rows and make of them what `task` wants."""
-    images = upload.buffer(len(rows))
-    source.gather(rows, images)
-    bad = find_nonfinite(source, rows, images)
-    rows = keep_usable(source, rows, images)
-    (pair,) = make_pairs(upload, source, [(rows, block_key(number))], prepare, task.pair)
-    return Block(number, rows, *pair, upload.record_event(), bad)
+@torch.no_grad()
+def compute_blocks(
+    load: Callable[[int, np.ndarray], Block],
+    compute: Callable[[Block], torch.Tensor],
+    parts: Iterator[tuple[int, np.ndarray]],
+    upload: Upload,
+    go_on: Callable[[str], bool],
+) -> Iterator[tuple[Block, np.ndarray]]:
+    """`load` the blocks of `parts` through `upload`, in a thread and one ahead of the network,
+    and `compute` each with its own random numbers; results come on the host. Blocks without rows
+    are left out, and all from the one on to which `go_on` says no.
+    """
+
+    def queued() -> Iterator[tuple[Block, torch.Tensor]]:
+        loaded = ahead(lambda part: (load(*part), upload.record_event()), parts)
+        for block, made in loaded:
+            if not go_on(f"block {block.number}"):
+                return
+            if len(block.rows):
+                upload.take(made, block.tensors)
+                seed_torch(block_key(block.number), upload.device)
+                yield block, compute(block)
+
+    yield from copy_to_host(queued(), upload.device)
 
 
 class Tally:
@@ -155,18 +167,24 @@ class Tally:
         self.sums, self.pairs, self.mistakes, self.rows, self.left, self.bad = (
             part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)
         )
-        self._noted, self.bad_rows = 0, dict[int, str]()  # of this rank
+        self._noted = 0  # mistakes of this rank
 
-    def add_predictions(
-        self, rank: int, rows: np.ndarray, labels: np.ndarray, found: np.ndarray
+    def add(
+        self, rank: int, block: Block, sums: np.ndarray, labels: np.ndarray, found: np.ndarray
     ) -> None:
-        """Count the classes that were `found` (n,) for `rows` of class `labels`, (n,) each, and
-        note the first of this rank's mistakes.
+        """Add a block of this `rank`: its `sums`, and the classes that were `found` (n,), if any;
+        `labels` are those of all rows. Notes the first mistakes.
         """
+        self.sums[block.number] = sums
+        self.rows += len(block.rows)
+        self.bad += len(block.bad)
+        if not len(found):
+            return
+        labels = labels[block.rows]
         np.add.at(self.pairs, (labels, found), 1)
         room = self.mistakes[rank, self._noted :]
         wrong = np.flatnonzero(found != labels)[: len(room)]
-        room[: len(wrong), 0], room[: len(wrong), 1] = rows[wrong] + 1, found[wrong]
+        room[: len(wrong), 0], room[: len(wrong), 1] = block.rows[wrong] + 1, found[wrong]
         self._noted += len(wrong)
 
     def result(self, task: Task) -> Evaluation | None:
@@ -183,23 +201,6 @@ class Tally:
         return Evaluation(total, means, confusion, first)
 
 
-def until_failure(blocks: Iterator[Block], failures: list[Failure]) -> Iterator[Block]:
-    """The blocks up to the first that cannot be read; why is added to `failures`: the other ranks
-    wait for what this one has found.
-    """
-    try:
-        yield from blocks
-    except Failure as error:
-        failures.append(error)
-
-
-def raise_first(failures: list[Failure]) -> None:
-    """Raise the first of what failed, if anything did."""
-    if failures:
-        raise failures[0]
-
-
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     source: Split,
@@ -213,50 +214,45 @@ def evaluate(
     """The figures of `model` in `task` over all rows of `source` that can be used, and its first
     `kept` mistakes. Collective.
 
-    `go_on` is told what comes next; where it says no on any rank, the rest of that rank's blocks
-    is left out, and None returned on all.
+    `go_on` is called with what comes next; where it returns False on any rank, the rest of that
+    rank's blocks is left out, and None returned on all.
     """
-    total = len(source.labels)
+    total, device = len(source.labels), next(model.parameters()).device
     tally = Tally(-(-total // block), task, comm.size, kept)
-    training = model.training
-    model.eval()
-
-    device = next(model.parameters()).device
     upload = Upload((min(block, total), *source.image_shape), source.dtype, device)
 
-    def read(part: tuple[int, np.ndarray]) -> Block:
-        return read_block(source, *part, prepare, task, upload)
+    def load(number: int, rows: np.ndarray) -> Block:
+        images = upload.buffer(len(rows))
+        source.gather(rows, images)
+        bad = find_nonfinite(source, rows, images)
+        rows = keep_usable(source, rows, images)
+        (pair,) = make_pairs(upload, source, [(rows, block_key(number))], prepare, task.pair)
+        return Block(number, rows, bad, pair)
 
-    blocks = blocks_of(total, block, comm.size, comm.rank)
-    failures: list[Failure] = []  # of this rank
+    def compute(block: Block) -> torch.Tensor:
+        found, answers = task.evaluate(model, *block.tensors)
+        parts = [torch.stack(found), *([] if answers is None else [answers])]
+        return torch.cat([part.double() for part in parts])
 
-    def judged() -> Iterator[tuple[tuple[int, np.ndarray], torch.Tensor]]:
-        for number, rows, *pair, made, bad in until_failure(ahead(read, blocks), failures):
-            if not go_on(f"block {number}"):
-                tally.left[0] = 1
-                return
-            if not len(rows):
-                continue
-            tally.rows += len(rows)
-            tally.bad += len(bad)
-            tally.bad_rows |= bad
-            upload.take(made, pair)
-            seed_torch(block_key(number), device)
-            found, answers = task.evaluate(model, *pair)
-            parts = [torch.stack(found), *([] if answers is None else [answers])]
-            yield (number, rows), torch.cat([part.double() for part in parts])
+    def go_on_here(what: str) -> bool:
+        tally.left[0] = not go_on(what)
+        return not tally.left[0]
 
+    def add_own() -> dict[int, str]:
+        parts, bad = blocks_of(total, block, comm.size, comm.rank), dict[int, str]()
+        for each, values in compute_blocks(load, compute, parts, upload, go_on_here):
+            sums, answers = np.split(values, [len(task.sums)])
+            tally.add(comm.rank, each, sums, source.labels, answers.astype(np.int64))
+            bad |= each.bad
+        return bad
+
+    training = model.training
+    model.eval()
     with fork_rng(device):
-        for (number, rows), values in copy_to_host(judged(), device):
-            tally.sums[number], answers = np.split(values, [len(task.sums)])
-            if task.classes:
-                labels = source.labels[rows]
-                tally.add_predictions(comm.rank, rows, labels, answers.astype(np.int64))
+        bad = call_on_all(comm, add_own)
     model.train(training)
     go_on("waiting for all")
-    tally.bad += len(failures)
     allreduce(comm, tally.vector)
     if tally.bad[0]:
-        call_on_all(comm, lambda: raise_first(failures))
-        raise agreed(RunError(str(describe_first(allgather(comm, tally.bad_rows)))))
+        raise agreed(RunError(str(describe_first(allgather(comm, bad)))))
     return tally.result(task)

@@ -20,18 +20,16 @@ from hpctrain.config import PredictConfig
 from hpctrain.data.checks import find_nonfinite
 from hpctrain.data.images import BadImage, read_image
 from hpctrain.data.jpeg import decode_threads, map_parts
-from hpctrain.data.loader import ahead
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
-from hpctrain.inference.evaluate import block_key, blocks_of
+from hpctrain.inference.evaluate import Block, blocks_of, compute_blocks
 from hpctrain.inference.network import Network, first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import network_output
 from hpctrain.parallel.backend_flags import torch_settings
-from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.report.pictures import write_image
 from hpctrain.report.tables import write_predictions
-from hpctrain.streams import Event, Upload, copy_to_host
+from hpctrain.streams import Upload
 from hpctrain.text import printable, say
 from hpctrain.watchdog import doing, started, waiting
 
@@ -74,39 +72,33 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
             return find_nonfinite(source, rows, source.gather(rows, images))
 
-    found, bad = predict(network, names, read, dtype, comm)
     output, classes = settings.output, network.saved.classes
+    found, bad = predict(network, names, read, dtype, comm)
     rows = [row for row in range(len(names)) if row not in bad]
     call_on_root(comm, lambda: write_predictions(output, names, labels, rows, found, classes))
-    refuse_unusable(bad, len(names), settings.output)
+    refuse_unusable(bad, len(names), output)
     return 0
 
 
 def predict(
-    network: Network,
-    names: list[str],
-    read: Read,
-    dtype: np.dtype,
-    comm: Comm,
+    network: Network, names: list[str], read: Read, dtype: np.dtype, comm: Comm
 ) -> tuple[np.ndarray, Unusable]:
     """Class probabilities of all rows that can be used, (N, K) float32 in the order of the rows,
     on rank 0, elsewhere none; and all other rows, of which `names` has the names. Collective.
     """
     unusable: Unusable = {}
 
-    def mine() -> list[np.ndarray]:
+    def predict_own() -> list[np.ndarray]:
         found = []
-        blocks = predict_blocks(
-            network, read, len(names), dtype, comm, lambda scores: scores.softmax(1).float()
-        )
-        for rows, bad, probabilities in blocks:
-            for row in rows[~np.isfinite(probabilities).all(axis=1)].tolist():
-                bad.setdefault(row, f"{names[row]}: the network's answer is not finite")
-            found.append(probabilities[~np.isin(rows, list(bad))])
-            unusable.update(bad)
+        how = len(names), dtype, comm, lambda scores: scores.softmax(1).float()
+        for block, scores in predict_blocks(network, read, *how):
+            for row in block.rows[~np.isfinite(scores).all(axis=1)].tolist():
+                block.bad.setdefault(row, f"{names[row]}: the network's answer is not finite")
+            found.append(scores[~np.isin(block.rows, list(block.bad))])
+            unusable.update(block.bad)
         return found
 
-    found = call_on_all(comm, mine)
+    found = call_on_all(comm, predict_own)
     with waiting():
         parts = comm.gather(found) or []
     blocks = [block for part in parts for block in part]
@@ -114,7 +106,6 @@ def predict(
     return probabilities, gather_unusable(unusable, comm)
 
 
-@torch.no_grad()
 def predict_blocks(
     network: Network,
     read: Read,
@@ -122,30 +113,29 @@ def predict_blocks(
     dtype: np.dtype,
     comm: Comm,
     finish: Callable[[torch.Tensor], torch.Tensor],
-) -> Iterator[tuple[np.ndarray, Unusable, np.ndarray]]:
-    """For each of this rank's blocks its rows (n,), those of them that cannot be used, and what
-    `finish` makes of the network's output, (n, ...). A block, of images of `dtype`, is read while
-    the one before is computed.
+) -> Iterator[tuple[Block, np.ndarray]]:
+    """This rank's blocks of `total` images of `dtype`, and what `finish` makes of the network's
+    output for each, (n, ...). Images that cannot be used are passed to the network as black ones.
     """
     shape = (min(network.block, total), *network.saved.image_shape)
     upload = Upload(shape, dtype, network.device)
 
-    def load(part: tuple[int, np.ndarray]) -> tuple[int, np.ndarray, Unusable, torch.Tensor, Event]:
-        number, rows = part
+    def load(number: int, rows: np.ndarray) -> Block:
         images = upload.buffer(len(rows))
         bad = read(rows, images)
         images[np.isin(rows, list(bad))] = 0
         inputs = upload.make(len(rows), lambda images: network.prepare(images, 0))
-        return number, rows, bad, inputs, upload.record_event()
+        return Block(number, rows, bad, (inputs,))
 
-    def asked() -> Iterator[tuple[tuple[np.ndarray, Unusable], torch.Tensor]]:
-        blocks = blocks_of(total, network.block, comm.size, comm.rank)
-        for number, rows, bad, inputs, made in ahead(load, blocks):
-            upload.take(made, [inputs])
-            yield (rows, bad), finish(ask(network, number, inputs))
+    def compute(block: Block) -> torch.Tensor:
+        return finish(network_output(network.model, block.tensors[0], network.precision))
 
-    for block, found in copy_to_host(asked(), network.device):
-        yield *block, found
+    def go_on(what: str) -> bool:
+        doing(what)
+        return True
+
+    parts = blocks_of(total, network.block, comm.size, comm.rank)
+    return compute_blocks(load, compute, parts, upload, go_on)
 
 
 def gather_unusable(unusable: Unusable, comm: Comm) -> Unusable:
@@ -171,42 +161,27 @@ def refuse_unusable(unusable: Unusable, total: int, output: str | Path) -> None:
     )
 
 
-def ask(network: Network, number: int, inputs: torch.Tensor) -> torch.Tensor:
-    """The network's output for block `number`, which the random numbers belong to that it draws."""
-    doing(f"block {number}")
-    seed_torch(block_key(number), network.device)
-    return network_output(network.model, inputs, network.precision)
-
-
 def restore_files(
-    network: Network,
-    files: list[Path],
-    read: Read,
-    settings: PredictConfig,
-    comm: Comm,
+    network: Network, files: list[Path], read: Read, settings: PredictConfig, comm: Comm
 ) -> int:
     """Write what the network makes of every file, as PNG, into the folder --output. Collective."""
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
     names = call_on_root(comm, lambda: own_names(folder, files))
-
     unusable: Unusable = {}
 
-    def mine() -> None:
-        dtype = np.dtype(np.uint8)
-        blocks = predict_blocks(
-            network, read, len(files), dtype, comm, lambda images: images.permute(0, 2, 3, 1)
-        )
-        for rows, bad, images in blocks:
-            unusable.update(bad)
-            for row, image in zip(rows, images, strict=True):
-                if row not in bad:
+    def restore_own() -> None:
+        how = len(files), np.dtype(np.uint8), comm, lambda images: images.permute(0, 2, 3, 1)
+        for block, images in predict_blocks(network, read, *how):
+            unusable.update(block.bad)
+            for row, image in zip(block.rows, images, strict=True):
+                if row not in block.bad:
                     write_image(folder / names[row], image)
 
-    call_on_all(comm, mine)
-    unusable = gather_unusable(unusable, comm)
+    call_on_all(comm, restore_own)
+    bad = gather_unusable(unusable, comm)
     if comm.rank == 0:
-        say(f"{folder}: {len(files) - len(unusable):,} images restored")
-    refuse_unusable(unusable, len(files), folder)
+        say(f"{folder}: {len(files) - len(bad):,} images restored")
+    refuse_unusable(bad, len(files), folder)
     return 0
 
 

@@ -1,14 +1,19 @@
 """What a network learns: from what input, towards which target, by which loss.
 
-A task makes the pair (input, target) of a batch, gives the loss that a step differentiates, and
-the sums that an evaluation reports. Losses are sums over rows, so that shares of a mini-batch add
-up; figures are their means.
+    pair(images, labels, key)          input and target of a batch: images (n, C, H, W) in the
+                                       network's scale, labels (n,)
+    task(model, inputs, targets)       loss of a batch, to be differentiated, and its number of
+                                       correct answers
+    evaluate(model, inputs, targets)   the values of `sums` for a batch, and the class predicted for
+                                       each row (n,), if any
+
+Losses are sums over rows, so that shares of a mini-batch add up; figures are their means.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,29 +23,6 @@ from hpctrain.data.augment import add_noise
 from hpctrain.data.partition import random_key
 
 Tensor = torch.Tensor
-
-
-class Task(Protocol):
-    """What the loader, the step and the evaluation ask of a task."""
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """What an evaluation adds up over rows, "loss" first."""
-
-    @property
-    def classes(self) -> int:
-        """Of the confusion matrix; 0 = there is none."""
-
-    def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """Input and target of a batch: images (n, C, H, W) in the network's scale, labels (n,)."""
-
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss sum of a batch, to be differentiated, and its number of correct answers."""
-
-    def evaluate(
-        self, model: nn.Module, inputs: Tensor, targets: Tensor
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """The values of `sums` for a batch, and the class answered for every row (n,), if any."""
 
 
 def network_output(model: nn.Module, inputs: Tensor, precision: str) -> Tensor:
@@ -58,8 +40,8 @@ class Classification:
 
     precision: str = "fp32"
     label_smoothing: float = 0.0
-    classes: int = 0
-    sums: tuple[str, ...] = ("loss",)
+    classes: int = 0  # of the confusion matrix
+    sums: tuple[str, ...] = ("loss",)  # that an evaluation adds up over rows
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """The images and their labels."""
@@ -87,7 +69,7 @@ class Denoising:
     precision: str = "fp32"
     noise: str = "salt-pepper"
     level: float = 0.1
-    classes: int = 0
+    classes: int = 0  # no confusion matrix
     sums: tuple[str, ...] = ("loss", "noisy")  # mean squared error after and before
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
@@ -109,6 +91,9 @@ class Denoising:
 
 def _squared_error(images: Tensor, clean: Tensor) -> Tensor:
     return F.mse_loss(images, clean, reduction="sum") / clean[0].numel()
+
+
+Task = Classification | Denoising
 
 
 def make_task(settings: dict[str, Any], classes: int) -> Task:

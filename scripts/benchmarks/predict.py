@@ -53,7 +53,7 @@ def main() -> None:
         blocks = predict_blocks(
             network, read, len(files), np.dtype(np.uint8), comm, lambda x: x.softmax(1).float()
         )
-        return np.concatenate([probabilities for _, _, probabilities in blocks])
+        return np.concatenate([probabilities for _, probabilities in blocks])
 
     ways = {"plain loop": lambda: plain(network, files), "hpctrain predict": ahead}
     rates: dict[str, list[float]] = {name: [] for name in ways}

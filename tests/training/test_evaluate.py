@@ -353,22 +353,23 @@ def test_files_are_decoded_by_threads_while_the_network_computes(
     for number in range(48):
         Image.new("L", (5, 7), 5 * number).save(photos / f"{number:02}.png")
     together, begun, asked = threading.Barrier(2), threading.Semaphore(0), []
-    original, ask = predict.read_image, predict.ask
+    original, ask = predict.read_image, predict.network_output
 
     def read_image(path, *shape):
         begun.release()
         together.wait(60)
         return original(path, *shape)
 
-    def asking(network, number, inputs):
+    def asking(*arguments):
+        number = len(asked)
         blocks = 1 if number == 2 else 2  # whose files are read by now
         for _ in range(16 * blocks if number == 0 else 16 * (blocks - 1)):
             assert begun.acquire(timeout=60)
         asked.append(number)
-        return ask(network, number, inputs)
+        return ask(*arguments)
 
     monkeypatch.setattr(predict, "read_image", read_image)
-    monkeypatch.setattr(predict, "ask", asking)
+    monkeypatch.setattr(predict, "network_output", asking)
     monkeypatch.setattr(predict, "decode_threads", lambda: ThreadPoolExecutor(2))
     monkeypatch.setattr(predict, "start_mpi", lambda: one_rank)
     output = folder / f"{photos.name}.csv"
@@ -420,14 +421,15 @@ def test_a_pack_that_does_not_fit_is_refused(comm, network, what):
 
 def test_an_answer_that_is_not_finite_is_none(comm, network, monkeypatch):
     folder, _, _ = network
-    original = predict.ask
+    original, asked = predict.network_output, []
 
-    def ask(network, number, inputs):
-        answers = original(network, number, inputs)
-        answers[0, 5] = torch.inf if number else torch.nan
+    def ask(*arguments):
+        answers = original(*arguments)
+        answers[0, 5] = torch.inf if asked else torch.nan
+        asked.append(None)
         return answers
 
-    monkeypatch.setattr(predict, "ask", ask)
+    monkeypatch.setattr(predict, "network_output", ask)
     output = str(folder / "finite.csv")
     run = str(folder / "model.safetensors")
     blocks = -(-ROWS // 50)
