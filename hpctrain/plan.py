@@ -16,7 +16,7 @@ from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_l
 from hpctrain.config.others import evaluation_rows
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
-from hpctrain.parallel.shards import assign_shards
+from hpctrain.parallel.placement import assign_shards
 
 VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
 MOST_SHARES = 16  # that are told one by one

@@ -15,7 +15,7 @@ from hpctrain.doctor import machine
 from hpctrain.doctor.facts import GIB, KIB, MIB, Gpu, RankFacts
 from hpctrain.doctor.findings import findings
 from hpctrain.parallel import memory, nccl
-from hpctrain.parallel.topology import Choice
+from hpctrain.parallel.placement import Choice
 from tests.launch import ROOT, run, run_cli, run_mpi
 
 VERSIONS = {"hpctrain": "0.1.0", "Python": "3.11.4", "MPI": "Open MPI v5.0.11", "torch": "2.13.0"}

@@ -19,7 +19,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
     "hpctrain errors text console typed config* files heartbeats launcher streams"
-    " watchdog data.partition parallel.shards",
+    " watchdog data.partition parallel.placement",
     "plan plan_check",
     "data* parallel* models* report*",
     "training* inference*",

@@ -133,7 +133,7 @@ def number_text(number: float) -> str:
 
 def machine_lines() -> list[str]:
     """Processor, cores, load and versions: a figure without them means little."""
-    from hpctrain.parallel.backend_flags import processor_name  # imports torch
+    from hpctrain.parallel.device import processor_name  # imports torch
 
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "mpi4py", "h5py"))
     load = os.getloadavg()[0]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from hpctrain.doctor.facts import GIB, Finding, RankFacts, bytes_text, hosts, row, sharing, union
 from hpctrain.heartbeats import name_ranks
-from hpctrain.parallel.topology import RankDevice, choose_transport, describe_sharing
+from hpctrain.parallel.placement import RankDevice, choose_transport, describe_sharing
 from hpctrain.report.progress import counted
 from hpctrain.text import listed
 

@@ -134,8 +134,8 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
     except (ImportError, OSError) as error:
         return found | {"torch_error": _named(error)}
     versions["torch"] = torch.__version__
-    from hpctrain.parallel.backend_flags import hardware_key
-    from hpctrain.parallel.runtime import built_for
+    from hpctrain.parallel.device import hardware_key
+    from hpctrain.parallel.memory import built_for
 
     found |= dict(torch_threads=torch.get_num_threads(), built_for=built_for())
     found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
@@ -154,7 +154,7 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
 
 
 def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
-    from hpctrain.parallel.topology import which_gpu
+    from hpctrain.parallel.placement import which_gpu
 
     gpus = []
     for number in range(torch.cuda.device_count()):

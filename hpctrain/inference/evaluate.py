@@ -29,8 +29,7 @@ from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from hpctrain.inference.network import first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import Task
-from hpctrain.parallel.backend_flags import torch_settings
-from hpctrain.parallel.device import fork_rng, seed_torch
+from hpctrain.parallel.device import fork_rng, seed_torch, torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.tables import print_evaluation, write_json

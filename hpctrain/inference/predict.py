@@ -25,7 +25,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.evaluate import Block, blocks_of, compute_blocks
 from hpctrain.inference.network import Network, first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import network_output
-from hpctrain.parallel.backend_flags import torch_settings
+from hpctrain.parallel.device import torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.report.pictures import write_image
 from hpctrain.report.tables import write_predictions

@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 def network_output(model: nn.Module, inputs: Tensor, precision: str) -> Tensor:
     """The model's output for inputs (n, C, H, W), never in bfloat16: computed so for "bf16", else
-    in the model's own type, of which parallel/backend_flags.py says how exact products are.
+    in the model's own type, of which parallel/device.py says how exact products are.
     """
     with torch.autocast(inputs.device.type, torch.bfloat16, precision == "bf16"):
         output: Tensor = model(inputs)

@@ -2,8 +2,8 @@
 
 from hpctrain.models.build import NETWORKS, build, check_forward, check_names, checked_output
 from hpctrain.models.state import ModelState, held_values
-from hpctrain.models.tensors import as_bytes
 from hpctrain.models.weights import (
+    as_bytes,
     describe_fresh_layer,
     load_init,
     load_weights,

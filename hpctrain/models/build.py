@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hpctrain.errors import UsageError
-from hpctrain.models.autoencoder import autoencoder
-from hpctrain.models.digits import digits
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
+from hpctrain.models.small import autoencoder, digits
 from hpctrain.models.state import ModelState
-from hpctrain.models.tensors import check_type
+from hpctrain.models.weights import check_type
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "autoencoder": autoencoder,

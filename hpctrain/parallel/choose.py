@@ -29,14 +29,13 @@ import torch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import LAUNCHER_PREFIXES
 from hpctrain.parallel.device import choose_device, gpu_uuid
-from hpctrain.parallel.memory import plain_zeros
+from hpctrain.parallel.memory import EXCLUSIVE, is_exclusive, plain_zeros
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import MPI, Comm, call_on_all, host_name, start_mpi
 from hpctrain.parallel.nccl import Nccl, nccl_version
 from hpctrain.parallel.overlap import Overlapped, cut
+from hpctrain.parallel.placement import Choice, RankDevice
 from hpctrain.parallel.reduce import Bfloat16Reduce, Plain, Reduce
-from hpctrain.parallel.runtime import EXCLUSIVE, is_exclusive
-from hpctrain.parallel.topology import Choice, RankDevice
 from hpctrain.parallel.transport import (
     DeviceMemory,
     HostMemory,

@@ -1,17 +1,34 @@
-"""The device of this rank: which one, its threads, streams, generators and graphs."""
+"""The device of this rank: which one, its threads and random generators; torch's backend flags, and
+what bits depend on besides the plan.
+
+GPUs can round the factors of products to TF32, 10 bits of mantissa. "default" is what torch does by
+default: cuDNN's convolutions may, matrix products do not
+(https://docs.pytorch.org/docs/stable/notes/cuda.html). With "tf32" both may, with "fp32" neither.
+Where bits need not repeat, cuDNN tries its algorithms for each shape and takes the fastest.
+
+Under ``--deterministic`` torch uses algorithms that give the same bits every time and refuses
+operations that have none (https://docs.pytorch.org/docs/stable/notes/randomness.html), and cuDNN
+does not choose by timing. TF32 repeats its bits on the same kind of GPU, which is all that is
+promised there, so "default" stays what it is.
+The number of CPU threads is set too, because oneDNN and MKL cut their sums by it.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.errors import UsageError, first_line
-from hpctrain.parallel.runtime import EXCLUSIVE, built_for, is_exclusive
-from hpctrain.parallel.topology import which_gpu
+from hpctrain.errors import Failure, UsageError, first_line
+from hpctrain.parallel.memory import EXCLUSIVE, built_for, is_exclusive
+from hpctrain.parallel.placement import which_gpu
 from hpctrain.streams import current_stream
 
 
@@ -112,3 +129,107 @@ def keep_memory() -> None:
     if mallopt is not None and (mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25)):
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(arena_max, 1)
+
+
+@contextmanager
+def torch_settings(
+    precision: str, deterministic: bool = False, benchmark: bool = True
+) -> Iterator[None]:
+    """Compute in this --precision, with algorithms that are `deterministic` or chosen `benchmark`;
+    at the end put back torch's switches, threads and random generators.
+    """
+    threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    before = _backend_flags()
+    try:
+        if deterministic:
+            # Read when cuBLAS starts; older torch refuses to be deterministic without it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        matmul = "high" if precision == "tf32" else "highest"
+        _set_backend_flags(
+            2 * deterministic,  # refuse what has no deterministic form
+            False,
+            deterministic,
+            benchmark and not deterministic,
+            precision in ("default", "tf32"),  # of "bf16", torch's autocast does the rest
+            matmul,
+        )
+        yield
+    finally:
+        _set_backend_flags(*before)
+        torch.set_num_threads(threads)
+        torch.set_rng_state(generator)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+
+# fill_uninitialized_memory is a property that torch adds to its module; the stubs do not know it.
+def _backend_flags() -> tuple[int, bool, bool, bool, bool, str]:
+    return (
+        torch.get_deterministic_debug_mode(),  # 0 = off, 1 = warn, 2 = error
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _set_backend_flags(
+    mode: int, fill: bool, cudnn: bool, benchmark: bool, tf32: bool, matmul: str
+) -> None:
+    if "torch._inductor.config" in sys.modules:  # the compiler has a switch of its own
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+    else:  # the same without importing the compiler, which takes longer than importing torch
+        torch.set_deterministic_debug_mode(mode)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = cudnn
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.set_float32_matmul_precision(matmul)
+
+
+REFUSAL = "does not have a deterministic implementation"  # torch's words
+
+
+def processor_name() -> str:
+    """The processor's name, family and model: "AMD EPYC 9654 96-Core Processor (25.17)"."""
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                found.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    if "model name" not in found:
+        return platform.processor() or platform.machine()
+    return f"{found['model name']} ({found.get('cpu family', '?')}.{found.get('model', '?')})"
+
+
+def hardware_key(device: torch.device) -> str:
+    """What the bits depend on besides the plan: torch, processor and the instructions that torch
+    uses on it; on a GPU its kind, CUDA and cuDNN (ROCm and MIOpen) too.
+    """
+    parts = [f"torch {torch.__version__}", processor_name()]
+    parts.append(torch.backends.cpu.get_cpu_capability())
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(device))
+        name = "MIOpen" if torch.version.hip else "cuDNN"
+        parts.append(f"{built_for()}, {name} {torch.backends.cudnn.version()}")
+    return ", ".join(parts)
+
+
+@contextmanager
+def name_refused_operation(kind: type[Failure]) -> Iterator[None]:
+    """An operation that torch refuses to run under --deterministic becomes one line, an error of
+    this kind.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if REFUSAL not in text:
+            raise
+        refused = f"{text.partition(REFUSAL)[0].strip()} {REFUSAL} in torch"
+        raise kind(f"--deterministic: {refused}") from error

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from hpctrain.errors import RunError
+from hpctrain.parallel.memory import built_for, torch_library
 from hpctrain.parallel.mpi import Comm, call_on_root
-from hpctrain.parallel.runtime import built_for, torch_library
 from hpctrain.parallel.transport import Blocks, Transport
 from hpctrain.watchdog import waiting
 

@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from hpctrain.config import Interval
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import sync, whole_file
-from hpctrain.models.tensors import content, restore_complex
+from hpctrain.models.weights import content, restore_complex
 from hpctrain.report.record import FILE_NAME
 from hpctrain.typed import from_fields
 

@@ -24,7 +24,7 @@ from hpctrain import __version__, heartbeats
 from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
-from hpctrain.parallel.backend_flags import hardware_key
+from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import Comm, allgather, host_name, library
 from hpctrain.plan import Plan

@@ -33,9 +33,8 @@ from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, output_shape
 from hpctrain.models import ModelState, check_names, checked_output, held_values
-from hpctrain.parallel.backend_flags import name_refused_operation
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.device import fork_rng, seed_torch
+from hpctrain.parallel.device import fork_rng, name_refused_operation, seed_torch
 from hpctrain.plan import Plan
 from hpctrain.text import listed
 from hpctrain.training.step import Trainer, checksum

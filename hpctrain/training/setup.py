@@ -24,10 +24,9 @@ from hpctrain.data.split import Split
 from hpctrain.inference.network import find_model
 from hpctrain.inference.tasks import Task, make_task, output_shape
 from hpctrain.models import as_bytes, build, check_forward, describe_fresh_layer, load_init
-from hpctrain.parallel.backend_flags import hardware_key
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.choose import choose_reduce, describe_rank, make_transport
-from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
+from hpctrain.parallel.device import choose_device, hardware_key, keep_memory, place, set_threads
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     Comm,
@@ -39,8 +38,8 @@ from hpctrain.parallel.mpi import (
     fair_threads,
     local_ranks,
 )
+from hpctrain.parallel.placement import Choice, choose_transport, describe_sharing
 from hpctrain.parallel.reduce import Reduce, broadcast
-from hpctrain.parallel.topology import Choice, choose_transport, describe_sharing
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
 from hpctrain.streams import IN_FLIGHT

@@ -16,11 +16,11 @@ import torch
 
 from hpctrain.config import Interval
 from hpctrain.errors import UsageError
-from hpctrain.parallel.backend_flags import hardware_key
+from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
 from hpctrain.parallel.overlap import OverlapTrial
+from hpctrain.parallel.placement import Balance
 from hpctrain.parallel.reduce import broadcast
-from hpctrain.parallel.shards import Balance
 from hpctrain.report.recorder import Recorder
 from hpctrain.training.checkpoint import Checkpoint, Writer
 from hpctrain.training.control import Control

@@ -20,7 +20,7 @@ from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.launcher import LEFT
 from hpctrain.models import read_model, save_model
-from hpctrain.parallel.backend_flags import name_refused_operation, torch_settings
+from hpctrain.parallel.device import name_refused_operation, torch_settings
 from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
@@ -33,7 +33,7 @@ from hpctrain.parallel.mpi import (
     start_mpi,
 )
 from hpctrain.parallel.overlap import OverlapTrial
-from hpctrain.parallel.shards import Balance
+from hpctrain.parallel.placement import Balance
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import say
 from hpctrain.training.checkpoint import Writer

@@ -21,8 +21,8 @@ from torch.nn import Linear
 from hpctrain.parallel.device import empty
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import Comm, start_mpi
+from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.reduce import Bfloat16Reduce
-from hpctrain.parallel.shards import assign_shards
 from hpctrain.parallel.transport import HostMemory
 from hpctrain.parallel.tree import TreeAllreduce, subtrees
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.models import build, check_forward
-from hpctrain.models.digits import DigitsNet
+from hpctrain.models.small import DigitsNet
 
 SHAPE = (13, 11, 3)
 Write = Callable[[str], str]

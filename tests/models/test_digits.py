@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.digits import digits, flat_linear
+from hpctrain.models.small import digits, flat_linear
 
 
 def test_layers_are_those_of_the_reference() -> None:

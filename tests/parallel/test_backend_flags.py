@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from hpctrain.parallel.backend_flags import torch_settings
+from hpctrain.parallel.device import torch_settings
 
 
 def switches():

@@ -13,7 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.shards import assign_shards
+from hpctrain.parallel.placement import assign_shards
 
 pytestmark = pytest.mark.mpi
 C = 3

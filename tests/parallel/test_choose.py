@@ -15,7 +15,7 @@ from hpctrain.parallel.choose import (
     make_transport,
     try_device_memory,
 )
-from hpctrain.parallel.topology import Choice
+from hpctrain.parallel.placement import Choice
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, Transport
 from tests.launch import run
 

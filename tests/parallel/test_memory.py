@@ -10,9 +10,17 @@ import torch
 
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.parallel import memory
-from hpctrain.parallel.memory import Installed, choose_memory, memory_of, plain_zeros
-from hpctrain.parallel.runtime import PlainMemory, built_for, call_runtime, is_exclusive
-from hpctrain.parallel.topology import Choice
+from hpctrain.parallel.memory import (
+    Installed,
+    PlainMemory,
+    built_for,
+    call_runtime,
+    choose_memory,
+    is_exclusive,
+    memory_of,
+    plain_zeros,
+)
+from hpctrain.parallel.placement import Choice
 
 C12, C13, R70, R71 = "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-7-0", "cupy-rocm-7-1"
 NVRTC = "libnvrtc.so.12: cannot open"

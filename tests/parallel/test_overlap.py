@@ -19,7 +19,7 @@ from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.device import choose_device
 from hpctrain.parallel.message import Message, lay_out
 from hpctrain.parallel.overlap import cut
-from hpctrain.parallel.shards import assign_shards
+from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.transport import HostMemory
 from tests.parallel.test_transport import MAKERS
 from tests.training.test_step import ROWS, Arrays, make_trainer, parameters, small_model, train

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.nccl import Library, Nccl
+from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.reduce import Bfloat16Reduce, Plain
-from hpctrain.parallel.shards import assign_shards
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, mpi_type
 from hpctrain.parallel.tree import TreeAllreduce, TreeReduce
 from tests.emulated_nccl import build

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.shards import assign_shards
+from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.transport import HostMemory
 from hpctrain.parallel.tree import Subtrees, TreeAllreduce, additions, subtrees
 

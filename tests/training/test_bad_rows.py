@@ -14,7 +14,7 @@ from hpctrain.data.pack_format import content_uuid, facts_sha256
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.shards import assign_shards
+from hpctrain.parallel.placement import assign_shards
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from tests.data.pictures import class_folders, pack

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.parallel.overlap import Overlapped
-from hpctrain.parallel.shards import Balance
+from hpctrain.parallel.placement import Balance
 from hpctrain.plan import resolve
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop

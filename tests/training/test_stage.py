@@ -16,7 +16,7 @@ from hpctrain.data.checks import Checks
 from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.shards import Balance
+from hpctrain.parallel.placement import Balance
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from tests.packs import make_pack

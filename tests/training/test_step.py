@@ -17,7 +17,7 @@ from hpctrain.models import build
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.shards import assign_shards
+from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.transport import HostMemory, Pinned
 from hpctrain.training.compute import Eager, make_optimizer
 from hpctrain.training.control import StepFlags

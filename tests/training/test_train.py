@@ -14,7 +14,7 @@ from hpctrain.config import Config, EvaluateConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.evaluate import main as evaluate_main
 from hpctrain.models import read_model
-from hpctrain.parallel.topology import RankDevice
+from hpctrain.parallel.placement import RankDevice
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
 from hpctrain.training import loop as inner

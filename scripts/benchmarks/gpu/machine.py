@@ -15,9 +15,9 @@ import torch
 
 from hpctrain import __version__
 from hpctrain.launch import ROOT
-from hpctrain.parallel.backend_flags import processor_name
+from hpctrain.parallel.device import processor_name
+from hpctrain.parallel.memory import built_for
 from hpctrain.parallel.nccl import nccl_version
-from hpctrain.parallel.runtime import built_for
 
 
 def facts() -> dict[str, Any]:

@@ -51,7 +51,7 @@ def compared(
 
 def gradient(case: Case, pack: str, network: str, precision: str, device: str) -> torch.Tensor:
     """The gradient vector of one step, in float64 on the CPU."""
-    from hpctrain.parallel.backend_flags import torch_settings
+    from hpctrain.parallel.device import torch_settings
     from hpctrain.training.step import train_step
 
     flags = ["--data", pack, "--model", f"{__name__}:{network}", "--precision", precision]

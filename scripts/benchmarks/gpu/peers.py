@@ -67,7 +67,7 @@ def measure(case: Case) -> Iterator[Result]:
 
 def compared(case: Case, work: Work) -> Iterator[Result]:
     """hpctrain's steps against the others' on one network."""
-    from hpctrain.parallel.backend_flags import torch_settings
+    from hpctrain.parallel.device import torch_settings
 
     name = f"{work.network} at {work.shape[0]}, {work.precision}: hpctrain's step"
     flags = ["--data", made_pack(case, work.batch * BATCHES, work.shape), "--model", work.network]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.topology import (
+from hpctrain.parallel.placement import (
     Choice,
     RankDevice,
     choose_transport,
