@@ -71,7 +71,7 @@ COMMANDS = {
     "bench": Command(
         NO_LAUNCHER, "bench.command", config.BenchConfig, "measure training against its limit"
     ),
-    "watch": Command(ONE_PROCESS, "watch.command", config.WatchConfig, "show runs as they train"),
+    "watch": Command(ONE_PROCESS, "watch", config.WatchConfig, "show runs as they train"),
 }
 
 

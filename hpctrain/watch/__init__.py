@@ -1,1 +1,45 @@
-"""``hpctrain watch``: runs as they learn, in the terminal or on a page of the browser."""
+"""``hpctrain watch RUN...``: runs as they train, in the terminal or on a page of the browser.
+
+Reads the runs' folders only: no MPI, no torch. Here the display is chosen.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hpctrain.config import WatchConfig
+from hpctrain.errors import UsageError
+from hpctrain.report.bar import dumb_terminal
+from hpctrain.text import say
+from hpctrain.watch.drawing import status_line
+from hpctrain.watch.runs import WatchedRuns
+
+
+def main(settings: WatchConfig) -> int:
+    """Watch until the user leaves; a line for each run where output is no terminal."""
+    if not settings.targets:
+        raise UsageError("watch what? Name runs or a sweep")
+    if settings.once and settings.web:
+        raise UsageError("--once and --web exclude each other")
+    if settings.port and not settings.web:
+        raise UsageError("--port goes with --web")
+    runs = WatchedRuns(settings.targets, settings.runs_dir)
+    if settings.web:
+        from hpctrain.watch.web import serve
+
+        return serve(runs, settings.port)
+    if settings.once or not sys.stdout.isatty() or not sys.stdin.isatty() or dumb_terminal():
+        return print_once(runs)
+    from hpctrain.watch.terminal import show
+
+    return show(runs)
+
+
+def print_once(runs: WatchedRuns) -> int:
+    """A line for each run."""
+    runs.poll()
+    for run in runs.all():
+        say(status_line(run.summary()))
+    if not runs.all():
+        say("no run has begun yet")
+    return 0

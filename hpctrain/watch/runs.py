@@ -65,51 +65,6 @@ class IdleTimer:
         return now - self._since
 
 
-class Liveness:
-    """Watches the signs of life of one run."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._record, self._beat = IdleTimer(), IdleTimer()
-        self._outcome = Outcome()  # by all heartbeats, when it looked last
-        self._looked = -math.inf
-
-    def status(self, history: RunHistory, version: int) -> Status:
-        """How the run is doing now."""
-        record = self._record.seconds((version, history.last), time_of(history.last))
-        if history.outcome.status:
-            return ended(history.outcome)
-        overdue = GRACE + OVERDUE * history.longest_interval()
-        testing = history.step.get("step") == history.total_steps  # all steps are done
-        look = record > overdue / 2 or testing or not history.step
-        beat = read_beat(self._folder / FOLDER / "0.json") if look else None
-        beaten = self._beat.seconds(beat.time, beat.time) if beat else math.inf
-        is_suspect = beat and (is_gone(beat) or beaten > overdue)
-        if is_suspect and (outcome := self._find_outcome(history)).status:
-            return ended(outcome)
-        if beat and beaten < GRACE + OVERDUE * _beat_interval(history):
-            if record > overdue and beat.doing.startswith(IN_STEP):
-                return Status("silent", f"silent for {rough(record)}, rank 0 is in: {beat.doing}")
-            words = f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
-            words = words if record > overdue or (testing and "evaluation" in beat.doing) else ""
-        elif record > overdue:
-            return Status("silent", f"silent for {rough(record)}")
-        else:
-            words = ""
-        if (self._folder / STOP_FILE).is_file():
-            return Status("stopping", "asked to stop")
-        if not history.facts:
-            return Status("waiting", words or "not begun yet")
-        return Status("running", words or ("running" if history.step else "starting"))
-
-    def _find_outcome(self, history: RunHistory) -> Outcome:
-        """Why the run ended without recording it; seldom read anew, there may be many ranks."""
-        if time.monotonic() - self._looked > FIND_CAUSE_EVERY:
-            self._looked = time.monotonic()
-            self._outcome = find_outcome(self._folder, history)
-        return self._outcome
-
-
 def ended(outcome: Outcome) -> Status:
     """How a run ended."""
     reason = (outcome.reason or "").partition("\n")[0]
@@ -123,9 +78,9 @@ def _beat_interval(history: RunHistory) -> float:
 
 def rough(seconds: float) -> str:
     """ "45 s", "3 min", "2 h", "5 days"."""
-    for unit, size in (("days", 172800), ("h", 7200), ("min", 120)):
-        if seconds >= size:
-            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:.0f} {unit}"
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
@@ -137,8 +92,10 @@ class WatchedRun:
         self.key, self.folder, self.name = key, folder, clean(folder.name)
         self._proposal = proposal
         self.reader = HistoryReader(folder, "sampled")
-        self._liveness = Liveness(folder)
         self.status = Status("waiting", "not begun yet")
+        self._record, self._beat = IdleTimer(), IdleTimer()
+        self._outcome = Outcome()  # by all heartbeats, when it looked last
+        self._looked = -math.inf
 
     @property
     def history(self) -> RunHistory:
@@ -153,11 +110,48 @@ class WatchedRun:
     def poll(self) -> None:
         """Read what is new."""
         self.reader.poll()
-        self.status = self._liveness.status(self.history, self.reader.version)
         if self.reader.problem:
             self.status = Status("failed", self.reader.problem)
         elif self.is_absent:
             self.status = Status("pending", f"waiting for {self.folder}{self._proposal}")
+        else:
+            self.status = self._find_status(self.history)
+
+    def _find_status(self, history: RunHistory) -> Status:
+        """How it is doing, by its record, its heartbeats and how long both have been silent."""
+        version = self.reader.version
+        record = self._record.seconds((version, history.last), time_of(history.last))
+        if history.outcome.status:
+            return ended(history.outcome)
+        overdue = GRACE + OVERDUE * history.longest_interval()
+        testing = history.step.get("step") == history.total_steps  # all steps are done
+        look = record > overdue / 2 or testing or not history.step
+        beat = read_beat(self.folder / FOLDER / "0.json") if look else None
+        beaten = self._beat.seconds(beat.time, beat.time) if beat else math.inf
+        is_suspect = beat and (is_gone(beat) or beaten > overdue)
+        if is_suspect and (outcome := self._find_outcome(history)).status:
+            return ended(outcome)
+        if beat and beaten < GRACE + OVERDUE * _beat_interval(history):
+            if record > overdue and beat.doing.startswith(IN_STEP):
+                return Status("silent", f"silent for {rough(record)}, rank 0 is in: {beat.doing}")
+            words = f"running: {beat.doing} for {duration(beat.seconds + beaten)}"
+            words = words if record > overdue or (testing and "evaluation" in beat.doing) else ""
+        elif record > overdue:
+            return Status("silent", f"silent for {rough(record)}")
+        else:
+            words = ""
+        if (self.folder / STOP_FILE).is_file():
+            return Status("stopping", "asked to stop")
+        if not history.facts:
+            return Status("waiting", words or "not begun yet")
+        return Status("running", words or ("running" if history.step else "starting"))
+
+    def _find_outcome(self, history: RunHistory) -> Outcome:
+        """Why the run ended without recording it; seldom read anew, there may be many ranks."""
+        if time.monotonic() - self._looked > FIND_CAUSE_EVERY:
+            self._looked = time.monotonic()
+            self._outcome = find_outcome(self.folder, history)
+        return self._outcome
 
     def stop(self) -> str:
         """Ask it to stop, unless it has ended; a line for the user. RunError, UsageError."""

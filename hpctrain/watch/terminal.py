@@ -10,7 +10,7 @@ import time
 from typing import Any, ClassVar
 
 from hpctrain.errors import Failure, UsageError
-from hpctrain.watch.drawing import cells, draw, metrics, progress, speed
+from hpctrain.watch.drawing import cells, draw, facts_line, progress
 from hpctrain.watch.runs import Summary, WatchedRun, WatchedRuns, clean
 
 try:
@@ -89,11 +89,10 @@ class WatchApp(App[None]):
     def __init__(self, runs: WatchedRuns) -> None:
         super().__init__(ansi_color=False)
         self._runs = runs
-        self._shown: dict[int, tuple[str, ...]] = {}  # cells, by the run's key
+        self._rows: list[tuple[int, tuple[str, ...]]] = []  # of the table: a run's key, its cells
         self._facts = ""
         self._drawn: tuple[Any, int] | None = None  # what the plots show
         self._due = 0.0
-        self._order: list[int] = []
 
     def compose(self) -> ComposeResult:
         """A table, facts, two plots, the keys."""
@@ -107,8 +106,7 @@ class WatchApp(App[None]):
     def on_mount(self) -> None:
         """Begin."""
         table = self._table()
-        for name in COLUMNS:
-            table.add_column(name, key=name)
+        table.add_columns(*COLUMNS)
         table.focus()
         self._tick()
         self.set_interval(POLL_EVERY, self._tick)
@@ -124,7 +122,6 @@ class WatchApp(App[None]):
     def on_data_table_row_highlighted(self) -> None:
         """Another run was chosen."""
         self._show_facts()
-        self._due = 0.0
         self.call_after_refresh(self._draw)
 
     def action_choose(self, by: int) -> None:
@@ -159,7 +156,7 @@ class WatchApp(App[None]):
 
     def _chosen(self) -> WatchedRun | None:
         row = self._table().cursor_row
-        return self._runs.get(self._order[row]) if 0 <= row < len(self._order) else None
+        return self._runs.get(self._rows[row][0]) if 0 <= row < len(self._rows) else None
 
     def _is_asking(self) -> bool:
         return isinstance(self.screen, Question)
@@ -173,26 +170,19 @@ class WatchApp(App[None]):
         self._draw()
 
     def _fill_table(self) -> None:
-        table, summaries = self._table(), [run.summary() for run in self._runs.all()]
-        order = [summary["key"] for summary in summaries]
-        if order != self._order:
-            chosen = self._chosen()
-            table.clear()
-            self._shown, self._order = {}, order
-            for summary in summaries:
-                table.add_row(*_styled(summary), key=str(summary["key"]))
-                self._shown[summary["key"]] = tuple(cells(summary))
-            if chosen is not None and chosen.key in order:
-                table.move_cursor(row=order.index(chosen.key))
+        summaries = [run.summary() for run in self._runs.all()]
+        rows = [(summary["key"], cells(summary)) for summary in summaries]
+        if rows == self._rows:
             return
-        for summary in summaries:
-            now, key = tuple(cells(summary)), summary["key"]
-            for name, old, new, text in zip(
-                COLUMNS, self._shown[key], now, _styled(summary), strict=True
-            ):
-                if old != new:
-                    table.update_cell(str(key), name, text, update_width=True)
-            self._shown[key] = now
+        chosen, table = self._chosen(), self._table()
+        self._rows, keys = rows, [key for key, _ in rows]
+        with self.prevent(DataTable.RowHighlighted):  # the same run stays chosen
+            table.clear()
+            for summary, (_, texts) in zip(summaries, rows, strict=True):
+                styles = ["", STYLES.get(summary["status"], ""), *[""] * (len(texts) - 2)]
+                table.add_row(*map(Text, texts, styles))
+            if chosen is not None and chosen.key in keys:
+                table.move_cursor(row=keys.index(chosen.key))
 
     def _show_facts(self) -> None:
         run = self._chosen()
@@ -220,20 +210,9 @@ class WatchApp(App[None]):
         self._due = end + max(LEAST_WAIT, COST_RATIO * (end - start))
 
 
-def _styled(run: Summary) -> list[Text]:
-    style = STYLES.get(run["status"], "")
-    return [Text(cell, style if name == "status" else "") for name, cell in _named(run)]
-
-
-def _named(run: Summary) -> list[tuple[str, str]]:
-    return list(zip(COLUMNS, cells(run), strict=True))
-
-
 def facts(run: Summary) -> str:
-    """The lines between table and plots: progress, metrics, speed, the last notes."""
+    """The lines between table and plots: progress, facts, the last notes."""
     share = run["share"]
     bar = "" if share is None else "█" * int(30 * share) + "░" * (30 - int(30 * share)) + "  "
     head = f"{run['name']}: {run['text']}" + (f"  ({run['model']})" if run["model"] else "")
-    return "\n".join(
-        filter(None, [head, bar + progress(run), metrics(run), speed(run), *run["notes"]])
-    )
+    return "\n".join(filter(None, [head, bar + progress(run), facts_line(run), *run["notes"]]))

@@ -21,16 +21,25 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from hpctrain.errors import Failure, UsageError
-from hpctrain.report.step_stats import Curve
 from hpctrain.text import say
 from hpctrain.watch.drawing import cells, facts, progress
-from hpctrain.watch.runs import Summary, WatchedRun, WatchedRuns, clean
+from hpctrain.watch.runs import WatchedRun, WatchedRuns, clean
 
 ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "::1")
 POLL_EVERY = 1.0  # seconds, while somebody looks
 DIGITS = 5  # of the numbers of curves
-Answer = tuple[int, str, bytes]
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+POLICY = (
+    "default-src 'none'; script-src 'nonce-NONCE'; style-src 'nonce-NONCE'; connect-src 'self';"
+    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+Answer = tuple[int, str, bytes]  # status, content type, body
 
 
 def serve(runs: WatchedRuns, port: int) -> int:
@@ -70,7 +79,9 @@ class Server(ThreadingHTTPServer):
             if time.monotonic() - self._polled >= POLL_EVERY / 2:
                 self._runs.poll()
                 self._polled = time.monotonic()
-            return {"runs": [_with_texts(run.summary()) for run in self._runs.all()]}
+            found = [run.summary() for run in self._runs.all()]
+        texts = {"cells": cells, "progress": progress, "facts": facts}
+        return {"runs": [run | {name: f(run) for name, f in texts.items()} for run in found]}
 
     def curves(self, key: int) -> Any:
         """The curves of one run; None where there is no such run."""
@@ -79,7 +90,7 @@ class Server(ThreadingHTTPServer):
             return curves(run) if run else None
 
     def stop(self, key: int) -> str | None:
-        """Ask one run to stop; what to tell the user, None where there is no such run."""
+        """Ask one run to stop; a line for the user, None where there is no such run."""
         with self._lock:
             run = self._runs.get(key)
             return clean(run.stop()) if run else None
@@ -95,34 +106,40 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "hpctrain", ""
     timeout = 30  # seconds that a request may take to arrive
 
-    def do_GET(self) -> None:
-        """The page, its data, the curves of a run."""
-        self._answer({"/": _page, "/data": _data, "/curves": _curves})
+    def respond(self) -> None:
+        """The page, its data, the curves of a run; a POST stops one."""
+        path, _, text = self.path.partition("?")
+        query = {name: values[0] for name, values in parse_qs(text).items()}
+        nonce = secrets.token_urlsafe(16)
+        if not self._is_allowed(query.get("token", ""), self.command == "POST"):
+            self._send((403, "text/plain", b"refused: open the address that was printed\n"), nonce)
+            return
+        match self.command, path:
+            case "GET", "/":
+                answer = 200, "text/html", _page(nonce)
+            case "GET", "/data":
+                answer = _json(self.server.data())
+            case "GET", "/curves":
+                found = self.server.curves(_key(query))
+                answer = _json(found, 200 if found else 404)
+            case "POST", "/stop":
+                answer = self._stop(_key(query))
+            case _:
+                known = path in ("/", "/data", "/curves", "/stop")
+                answer = 405 if known else 404, "text/plain", b"there is nothing here\n"
+        self._send(answer, nonce)
 
-    def do_POST(self) -> None:
-        """Stop a run."""
-        self._answer({"/stop": _stop}, posted=True)
-
-    def do_other(self) -> None:
-        """No other method does anything."""
-        self._answer({})
-
-    do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_other
+    do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = respond
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is logged: addresses hold the token."""
 
-    def _answer(self, ways: Mapping[str, Any], posted: bool = False) -> None:
-        path, _, text = self.path.partition("?")
-        query = {name: values[0] for name, values in parse_qs(text).items()}
-        nonce = secrets.token_urlsafe(16)
-        if not self._is_allowed(query.get("token", ""), posted):
-            self._send((403, "text/plain", b"refused: open the address that was printed\n"), nonce)
-        elif path in ways:
-            self._send(ways[path](self.server, query, nonce), nonce)
-        else:
-            known = path in ("/", "/data", "/curves", "/stop")
-            self._send((405 if known else 404, "text/plain", b"there is nothing here\n"), nonce)
+    def _stop(self, key: int) -> Answer:
+        try:
+            text = self.server.stop(key)
+        except Failure as error:
+            return _json({"text": str(error)}, 409)
+        return _json({"text": text or "there is no such run"}, 200 if text else 404)
 
     def _is_allowed(self, token: str, posted: bool) -> bool:
         """Whether the request comes from who was given the address, by a page of ours."""
@@ -140,48 +157,26 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        policy = f"script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'"
-        rest = "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        self.send_header("Content-Security-Policy", f"default-src 'none'; {policy}; {rest}")
+        for header in HEADERS.items():
+            self.send_header(*header)
+        self.send_header("Content-Security-Policy", POLICY.replace("NONCE", nonce))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
 
-def _page(server: Server, query: Mapping[str, str], nonce: str) -> Answer:
+def _page(nonce: str) -> bytes:
     folder = files("hpctrain.watch") / "page"
     page = (folder / "page.html").read_text(encoding="utf-8")
     for part in ("plot.js", "page.js"):
         page = page.replace(f"[[{part}]]", (folder / part).read_text(encoding="utf-8"))
-    return 200, "text/html", page.replace("[[nonce]]", nonce).encode()
+    return page.replace("[[nonce]]", nonce).encode()
 
 
-def _data(server: Server, query: Mapping[str, str], nonce: str) -> Answer:
-    return _json(server.data())
-
-
-def _curves(server: Server, query: Mapping[str, str], nonce: str) -> Answer:
-    key = _key(query)
-    found = None if key is None else server.curves(key)
-    return _json(found, 200 if found else 404)
-
-
-def _stop(server: Server, query: Mapping[str, str], nonce: str) -> Answer:
-    key = _key(query)
-    try:
-        said = None if key is None else server.stop(key)
-    except Failure as error:
-        return _json({"text": str(error)}, 409)
-    return _json({"text": said or "there is no such run"}, 200 if said else 404)
-
-
-def _key(query: Mapping[str, str]) -> int | None:
+def _key(query: Mapping[str, str]) -> int:
+    """The number of a run; -1, which none has, for what is no number."""
     text = query.get("run", "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else -1
 
 
 def _this_host() -> str:
@@ -201,10 +196,6 @@ def _json(value: Any, status: int = 200) -> Answer:
     return status, "application/json", json.dumps(value, allow_nan=False).encode()
 
 
-def _with_texts(run: Summary) -> Summary:
-    return {**run, "cells": cells(run), "progress": progress(run), "facts": facts(run)}
-
-
 def curves(run: WatchedRun) -> dict[str, Any]:
     """The curves of a run: by name, of "training" and of each split, lists of step, mean, minimum
     and maximum.
@@ -212,14 +203,13 @@ def curves(run: WatchedRun) -> dict[str, Any]:
     history = run.history
     named = {"training": history.step_curves, **history.split_curves}
     found = {
-        name: {clean(split): _points(by_name[name]) for split, by_name in named.items()}
+        name: {
+            clean(split): [
+                [round(p.step), *(float(f"{v:.{DIGITS}g}") for v in (p.mean, p.min, p.max))]
+                for p in by_name[name].points
+            ]
+            for split, by_name in named.items()
+        }
         for name in ("loss", "accuracy")
     }
     return {"key": run.key, "version": run.reader.version, **found}
-
-
-def _points(curve: Curve) -> list[list[float]]:
-    return [
-        [round(p.step), *(float(f"{v:.{DIGITS}g}") for v in (p.mean, p.min, p.max))]
-        for p in curve.points
-    ]

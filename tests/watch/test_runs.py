@@ -14,7 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.report.progress import cost_lines
 from hpctrain.report.record import FILE_NAME
 from hpctrain.watch import runs as runs_module
-from hpctrain.watch.drawing import cells, speed, status_line
+from hpctrain.watch.drawing import cells, facts_line, status_line
 from hpctrain.watch.runs import WatchedRuns
 from tests.launch import run as run_command
 from tests.launch import run_cli
@@ -50,7 +50,7 @@ def test_a_run_under_way(tmp_path):
     text = status_line(summary)
     for part in ("a  running", "epoch 2 of 4", "step 20 of 40", "50 %", "training loss 0.0500"):
         assert part in text
-    for part in ("validation loss 0.2500, accuracy 0.7500", "80.0 images/s", "2 ranks", "reduce 2"):
+    for part in ("validation loss 0.2500, accuracy 0.7500", "80.0 images/s", "ranks 2", "reduce 2"):
         assert part in text
     assert cells(summary)[:4] == ("a", "running", "2/4", "50 %")
 
@@ -263,9 +263,9 @@ def test_summary_and_watch_agree_and_add_up(tmp_path):
     (first, second, *_) = cost_lines({**ended, **more})
     assert first.strip() == "step 100.0 ms: data 12 %, compute 46 %, reduce 42 %, other 0 %"
     assert second.strip() == "rank 1 was the slowest in 68 % of the steps"
-    told = speed(watched(run).summary())
-    assert "slowest rank 1 in 68 %" in told
-    assert "(data 12 % compute 46 % reduce 42 % other 0 %)" in told
+    line = facts_line(watched(run).summary())
+    assert "slowest rank 1 in 68 % of steps" in line
+    assert "100.0 ms: data 12 %, compute 46 %, reduce 42 %, other 0 %" in line
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
