@@ -1,5 +1,6 @@
 """``hpctrain bench`` and scripts/benchmarks: arithmetic on made figures, tiny real runs."""
 
+import itertools
 import json
 import os
 import sys
@@ -10,10 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpctrain import cli
-from hpctrain.bench import command as bench
-from hpctrain.bench import harness, reading
-from hpctrain.bench.command import DDP, HPCTRAIN, LIMIT, LOADER
+from hpctrain import bench, cli
+from hpctrain.bench import DDP, HPCTRAIN, LIMIT, LOADER, harness, peers
+from hpctrain.bench.peers import TrainingJob
 from hpctrain.config import BenchConfig
 from hpctrain.data.pack import write_pack
 from hpctrain.data.packed import read_pack
@@ -23,7 +23,7 @@ from hpctrain.sweep.file import read_sweep
 from scripts.benchmarks import cases, data
 from tests.launch import ALLOWED
 
-WORK = bench.Workload("digits", "pack.h5", 128, epochs=3, warm=71)
+WORK = TrainingJob("digits", "pack.h5", 128, epochs=3, warm=71)
 
 
 @pytest.fixture
@@ -87,23 +87,24 @@ def test_the_table_shows_medians_ranges_and_ratios_of_medians():
     assert "fewer than 3" in cells(harness.table("T", {"a": [1.0, 2.0]}, {}))[1]
 
 
-def test_jobs_differ_in_what_is_compared_only(tmp_path):
-    jobs = bench.commands(WORK, 3, tmp_path)
+def test_jobs_differ_in_what_is_compared_only():
+    jobs = bench.make_commands(WORK, 3)
     forms = {who: [name for name in jobs if name.startswith(f"{who}, ")] for who in (LIMIT, DDP)}
     assert [len(found) for found in forms.values()] == [3, 3] and len(jobs) == 3 + 6 + 2
     for name, command in jobs.items():
+        who, _, form = name.rpartition(", ")
         assert command[1:5] == ["-n", "3", sys.executable, "-m"]
-        precision, layout = name.rpartition(", ")[2].split()
-        flag = "--channels-last" if layout == "NHWC" else "--no-channels-last"
-        text = " ".join(command)
-        assert f"--precision {precision} {flag}" in text
-        assert "--data pack.h5 --model digits --batch-size 128 --epochs 3" in text
-        if name.startswith(f"{HPCTRAIN}, "):
+        if who == HPCTRAIN:
             _, settings = cli.parse(command[6:])
             assert (settings.threads, settings.device) == (1, "cpu")
         else:
-            assert f"bench.peers {bench.MODES[name.rpartition(', ')[0]]} " in text
-            assert ("--workers 2" in text) == ("2 workers" in name)
+            assert command[5] == "hpctrain.bench.peers"
+            settings = TrainingJob(**json.loads(command[6]))
+            workers = 2 if "2 workers" in name else 0
+            assert (settings.mode, settings.workers) == (bench.MODES[who], workers)
+        assert (settings.precision, settings.channels_last) == bench.FORMATS[form]
+        found = settings.data, settings.model, settings.batch_size, settings.epochs
+        assert found == ("pack.h5", "digits", 128, 3)
 
 
 def test_jobs_run_on_one_thread_whatever_the_shell_says(monkeypatch, tmp_path):
@@ -138,17 +139,17 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
             cli.parse(["bench", f"--{flag}", "0"])
     small = make_pack(tmp_path / "small.h5", 101)
     with pytest.raises(UsageError, match="101 training images, 480 are needed"):
-        bench.make_workload(BenchConfig(case="resnet50", data=str(small)), tmp_path)
+        bench.make_job(BenchConfig(case="resnet50", data=str(small)), tmp_path)
 
 
 def test_workloads(monkeypatch, tmp_path):
     pack = make_pack(tmp_path / "p.h5", 499)
-    digits = bench.make_workload(BenchConfig(data=str(pack)), tmp_path)
-    assert (digits.pack, digits.warm, digits.epochs) == (str(pack), 4, 3)
-    resnet = bench.make_workload(BenchConfig(case="resnet50", data=str(pack)), tmp_path)
-    assert read_pack(resnet.pack).splits["train"].rows == 480
+    digits = bench.make_job(BenchConfig(data=str(pack)), tmp_path)
+    assert (digits.data, digits.warm, digits.epochs) == (str(pack), 4, 3)
+    resnet = bench.make_job(BenchConfig(case="resnet50", data=str(pack)), tmp_path)
+    assert read_pack(resnet.data).splits["train"].rows == 480
     monkeypatch.setattr(bench, "RESNET_STEPS", 1)
-    made = read_pack(bench.make_workload(BenchConfig(case="resnet50"), tmp_path).pack)
+    made = read_pack(bench.make_job(BenchConfig(case="resnet50"), tmp_path).data)
     assert (made.image_shape, made.splits["train"].rows) == ((100, 100, 3), 32)
 
 
@@ -156,16 +157,16 @@ def test_workloads(monkeypatch, tmp_path):
 def test_training_is_measured_against_the_limit_and_ddp(alone, monkeypatch, tmp_path):
     """From the command line to the table."""
     pack = make_pack(tmp_path / "p.h5", 101)
-    work = bench.Workload("digits", str(pack), 14, epochs=2, warm=8)
-    monkeypatch.setattr(bench, "make_workload", lambda config, folder: work)
-    shown, all_jobs, chosen = [], bench.commands, (HPCTRAIN, LIMIT, LOADER)
+    work = TrainingJob("digits", str(pack), 14, epochs=2, warm=8)
+    monkeypatch.setattr(bench, "make_job", lambda config, folder: work)
+    shown, all_jobs, chosen = [], bench.make_commands, (HPCTRAIN, LIMIT, LOADER)
     names = [f"{who}, {form}" for who in chosen for form in bench.FORMATS]
 
     def some(*words):
         jobs = all_jobs(*words)
         return {name: jobs[name] for name in (names[1], names[4], names[6])}
 
-    monkeypatch.setattr(bench, "commands", some)
+    monkeypatch.setattr(bench, "make_commands", some)
     rates = bench.bench_training(BenchConfig(rounds=1), tmp_path, shown.append)
     assert all(len(values) == 1 and 10 < values[0] < 1e6 for values in rates.values())
     found, _ = cells(shown[-1])
@@ -178,30 +179,30 @@ def test_training_is_measured_against_the_limit_and_ddp(alone, monkeypatch, tmp_
 def test_every_reader_reads_every_image(tmp_path, monkeypatch):
     """All of them, on a few images: whole epochs, and the rate from them."""
     monkeypatch.setattr(data, "FILES", 40)
-    monkeypatch.setattr(reading, "BATCH", 16)
-    monkeypatch.setattr(reading, "SECONDS", 0.001)
+    monkeypatch.setattr(peers, "BATCH", 16)
+    monkeypatch.setattr(peers, "SECONDS", 0.001)
     raw, jpeg = data.make_files(tmp_path, None)
     assert raw.splits["train"].rows == 40 * data.COPIES
     assert jpeg.splits["train"].rows == 40
-    for name, make in data.CONTESTANTS.items():
-        epoch = make(tmp_path / "raw.h5")
+    for name, reader in data.READERS.items():
+        epochs = reader(tmp_path / "raw.h5")
         rows = 40 if name == data.PILLOW or "JPEG" in name else 80
-        assert sum(epoch(0)) == sum(epoch(1)) == rows, name
-    assert reading.images_rate(lambda number: iter([3])) > 0
+        assert [next(epochs), next(epochs)] == [rows, rows], name
+    assert peers.images_rate(itertools.repeat(3)) > 0
     assert data.pack_rate(tmp_path) > 0
     assert {who for name, _, other in data.GOALS for who in (name, other)} - {""} <= {
-        *data.CONTESTANTS,
+        *data.READERS,
         data.PACK,
     }
 
 
 def test_reading_is_measured_in_processes(alone, monkeypatch, tmp_path):
     pack, shown = make_pack(tmp_path / "p.h5", 300), []
-    few = {reading.COPY: None, reading.GATHER: None}
-    monkeypatch.setattr(reading, "CONTESTANTS", few)  # here; the processes have all
+    few = {peers.COPY: None, peers.GATHER: None}
+    monkeypatch.setattr(peers, "READERS", few)  # here; the processes have all
     rates = bench.bench_data(BenchConfig(data=str(pack), rounds=1), tmp_path, shown.append)
     assert rates.keys() == few.keys() and min(map(min, rates.values())) > 100
-    assert cells(shown[-1])[0][reading.GATHER][2]  # over the copy
+    assert cells(shown[-1])[0][peers.GATHER][2]  # over the copy
 
 
 def test_allreduce_is_measured_by_doctor(alone, capfd, tmp_path):
@@ -209,10 +210,10 @@ def test_allreduce_is_measured_by_doctor(alone, capfd, tmp_path):
     assert "Allreduce of float32 over 2 ranks" in capfd.readouterr().out
 
 
-def test_every_goal_is_about_something_measured(tmp_path):
+def test_every_goal_is_about_something_measured():
     for goals in cases.GOALS.values():
         assert {who for name, _, other in goals for who in (name, other)} <= {
-            *bench.commands(WORK, 2, tmp_path)
+            *bench.make_commands(WORK, 2)
         }
     assert cases.goal_line(0.949, 0.95, "a") == "MISSED 0.949  a >= 0.95"
     assert cases.goal_line(0.95, 0.95, "a").startswith("met ")

@@ -28,7 +28,7 @@ FLOORS = (
 ONLY_IN = {
     "mpi4py": "parallel.mpi",
     "cupy": "parallel.memory",
-    "h5py": "data.pack* data.hdf5* data.external_file bench.peers bench.reading",
+    "h5py": "data.pack* data.hdf5* data.external_file bench.peers",
 }
 
 

@@ -1,6 +1,5 @@
-"""What hpctrain is measured against, in plain torch: one rank of a job of ``hpctrain bench``.
-
-    mpirun -n 2 python -m hpctrain.bench.peers loader --data data/digits.h5 --model digits
+"""What hpctrain is measured against, in plain torch and h5py: processes that ``hpctrain bench``
+starts. An argument that is a JSON object is a `TrainingJob`, of which this is one rank:
 
 limit    Every process trains on its part of the pack alone: batches lie ready in memory, nothing is
          communicated, memory is kept between steps. No data-parallel training is faster.
@@ -10,15 +9,22 @@ loader   DistributedDataParallel as it is usually written: a Dataset that reads 
 
 All train the network of hpctrain with SGD and momentum on one thread, and time the steps after the
 warm-up: rank r writes FOLDER/rank{r}.json with its rows and seconds.
+
+Three arguments NAME PACK OUTPUT are one of `READERS`: it reads the split train of a pack of pixels
+on one core and writes images/s to OUTPUT, after one epoch to warm up, in which the file comes into
+the page cache.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import itertools
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,63 +37,72 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from hpctrain.data.augment import to_input
+from hpctrain.data.augment import Augmentation, to_input
+from hpctrain.data.loader import Loader, make_prepare
+from hpctrain.data.orders import make_order
 from hpctrain.data.packed import Pack, read_pack
+from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
 from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.models import build
 from hpctrain.parallel.device import keep_memory, place
+from hpctrain.typed import from_fields, parse_json
+
+BATCH = 128
+BLOCK_ROWS, WINDOW_BLOCKS = 140, 4  # 4 MiB of images of 100x100x3 a block
+SECONDS = 2.0  # that a reader is measured for, at least
+COPY, H5PY = "copy of consecutive rows in memory, bytes", "h5py, fancy indexing, bytes"
+GATHER, KEPT = "pack, random rows gathered, bytes", "pack, kept in memory"
+LOADER, LOADER_2 = "DataLoader over h5py, 0 workers", "DataLoader over h5py, 2 workers"
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]  # images (n, C, H, W), labels (n,)
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> loss
+Reader = Callable[[Path], Iterator[int]]  # pack -> images of each epoch, without end
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class TrainingJob:
+    """What a job of bench trains, and how long."""
+
+    model: str
+    data: str  # a pack
+    batch_size: int  # over all ranks
+    epochs: int
+    warm: int  # steps before the clock starts
+    mode: str = "limit"
+    precision: str = "fp32"  # or bf16
+    channels_last: bool = False
+    workers: int = 0  # of the DataLoader
+    folder: str = ""  # for rank0.json ...
+
+    @property
+    def words(self) -> list[str]:
+        """The command of one rank."""
+        return ["hpctrain.bench.peers", json.dumps(dataclasses.asdict(self))]
+
+
+def train(job: TrainingJob) -> None:
     """Join the other ranks, train, and write what it took."""
-    options = parse()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank, size = launched_rank(), launched_size() or 1
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meeting = f"tcp://127.0.0.1:{options.port}"
+    meeting = f"file://{Path(job.folder).resolve()}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
-    pack, batch = read_pack(options.data), options.batch_size // size
-    model = build(options.model, pack.image_shape, len(pack.classes))
-    place(model.train(), torch.device("cpu"), options.channels_last)
-    if options.mode == "loader":
-        epoch = load_epochs(pack, batch, rank, size, options.workers)
-    else:
-        epoch = keep_epoch(pack, batch, rank, size, options.channels_last)
-    if options.mode == "limit":
+    pack, loads = read_pack(job.data), job.mode == "loader"
+    model = build(job.model, pack.image_shape, len(pack.classes))
+    place(model.train(), torch.device("cpu"), job.channels_last)
+    epoch = (load_epochs if loads else keep_epoch)(job, pack, rank, size)
+    if job.mode == "limit":
         keep_memory()
         dist.barrier()
-        dist.destroy_process_group()
     else:
         model = DistributedDataParallel(model)
     # Fused where the best is wanted; people take the default.
-    step = plain_step(model, options.precision, fused=None if options.mode == "loader" else True)
-    reads_loss = options.mode == "loader"
-    rows, seconds = time_steps(step, epoch, options.epochs, options.warm, reads_loss)
-    (options.output / f"rank{rank}.json").write_text(json.dumps({"rows": rows, "seconds": seconds}))
-    if options.mode != "limit":
-        dist.destroy_process_group()
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Train with plain torch and time the steps.")
-    parser.add_argument("mode", choices=("limit", "ddp", "loader"))
-    parser.add_argument("--data", required=True, help="pack of pixels whose split train is read")
-    parser.add_argument("--model", default="digits", help="network of hpctrain")
-    parser.add_argument("--batch-size", type=int, default=128, help="global batch size")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--warm", type=int, default=71, help="steps before the clock starts")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--workers", type=int, default=0, help="processes of the DataLoader")
-    parser.add_argument("--port", type=int, default=29500, help="TCP port of rank 0")
-    parser.add_argument("--output", type=Path, default=Path(), help="folder for rank0.json ...")
-    return parser.parse_args()
+    step = plain_step(model, job.precision, fused=None if loads else True)
+    rows, seconds = time_steps(step, epoch, job.epochs, job.warm, loads)
+    Path(job.folder, f"rank{rank}.json").write_text(json.dumps({"rows": rows, "seconds": seconds}))
+    dist.destroy_process_group()
 
 
 def plain_step(
@@ -120,32 +135,27 @@ def time_steps(
     step: Step, epoch: Callable[[int], Batches], epochs: int, warm: int, reads_loss: bool
 ) -> tuple[int, float]:
     """Train; the rows of this rank and the seconds from the end of step `warm` to the last's."""
-    done = rows = 0
-    began = time.perf_counter()
-    for number in range(epochs):
-        for images, labels in epoch(number):
-            loss = step(images, labels)
-            if reads_loss:
-                loss.item()
-            done += 1
-            rows += len(labels)
-            if done == warm:
-                began, rows = time.perf_counter(), 0
+    rows, began = 0, time.perf_counter()
+    batches = itertools.chain.from_iterable(map(epoch, range(epochs)))
+    for done, (images, labels) in enumerate(batches, start=1):
+        loss = step(images, labels)
+        if reads_loss:
+            loss.item()
+        rows += len(labels)
+        if done == warm:
+            began, rows = time.perf_counter(), 0
     return rows, time.perf_counter() - began
 
 
-def keep_epoch(
-    pack: Pack, batch: int, rank: int, size: int, channels_last: bool
-) -> Callable[[int], Batches]:
+def keep_epoch(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[int], Batches]:
     """This rank's part of the rows as batches in memory; every epoch gives the same ones."""
-    count = pack.splits["train"].rows // size
-    mine = np.arange(rank * count, (rank + 1) * count)
+    count, batch = pack.splits["train"].rows // size, job.batch_size // size
     batches = []
     with Split(pack, "train") as source:
         for start in range(0, count, batch):
-            rows = mine[start : start + batch]
+            rows = rank * count + np.arange(start, min(start + batch, count))
             images = source.gather(rows, np.empty((len(rows), *pack.image_shape), np.uint8))
-            ready = to_input(torch.from_numpy(images), channels_last=channels_last)
+            ready = to_input(torch.from_numpy(images), channels_last=job.channels_last)
             batches.append((ready, torch.from_numpy(source.labels[rows])))
     return lambda epoch: batches
 
@@ -169,15 +179,11 @@ class H5Images(Dataset):
         return image.permute(2, 0, 1).float() / 255, int(self.labels[index])
 
 
-def load_epochs(
-    pack: Pack, batch: int, rank: int, size: int, workers: int
-) -> Callable[[int], Batches]:
+def load_epochs(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[int], Batches]:
     """Epochs of a DataLoader, shuffled by a DistributedSampler."""
-    dataset = H5Images(pack.path)
-    sampler: DistributedSampler = DistributedSampler(
-        dataset, num_replicas=size, rank=rank, shuffle=True
-    )
-    loader = DataLoader(dataset, batch_size=batch, sampler=sampler, num_workers=workers)
+    dataset, batch = H5Images(pack.path), job.batch_size // size
+    sampler: DistributedSampler = DistributedSampler(dataset, size, rank, shuffle=True)
+    loader = DataLoader(dataset, batch_size=batch, sampler=sampler, num_workers=job.workers)
 
     def epoch(number: int) -> Batches:
         sampler.set_epoch(number)
@@ -186,5 +192,104 @@ def load_epochs(
     return epoch
 
 
+def random_batches(rows: int, epoch: int) -> Iterator[np.ndarray]:
+    """Row numbers of an epoch in random order, (BATCH,) each."""
+    order = np.random.default_rng(epoch).permutation(rows)
+    return (order[start : start + BATCH] for start in range(0, rows - BATCH + 1, BATCH))
+
+
+def copied(path: Path) -> Iterator[int]:
+    """The limit: consecutive rows from memory to memory."""
+    with h5py.File(path, locking=False) as file:
+        images = file["train/images"][:]  # (N, H, W, C) uint8
+    out = np.empty((BATCH, *images.shape[1:]), np.uint8)
+    starts = range(0, len(images) - BATCH + 1, BATCH)
+    while True:
+        for start in starts:
+            np.copyto(out, images[start : start + BATCH])
+        yield BATCH * len(starts)
+
+
+def gathered(path: Path) -> Iterator[int]:
+    """Rows in random order, by their byte offsets, into one buffer."""
+    source = Split(pack := read_pack(path), "train")
+    out = np.empty((BATCH, *pack.image_shape), np.uint8)
+    for epoch in itertools.count():
+        batches = random_batches(len(source.labels), epoch)
+        yield sum(len(source.gather(rows, out)) for rows in batches)
+
+
+def fancy(path: Path) -> Iterator[int]:
+    """The same rows by h5py's fancy indexing, which wants them sorted."""
+    images = h5py.File(path, locking=False)["train/images"]
+    for epoch in itertools.count():
+        yield sum(len(images[np.sort(rows)]) for rows in random_batches(len(images), epoch))
+
+
+def loaded(pack: Pack, shuffle: str, keep: bool = False, **options: Any) -> Iterator[int]:
+    """Batches as training takes them: float32 (n, C, H, W) in [0, 1], NHWC in memory."""
+    source = Split(pack, "train", threads=1)
+    partition = cut_epoch(len(source.labels), BATCH, 1)
+    block_rows = pack.external.block_rows if pack.external else BLOCK_ROWS
+    blocks = (block_rows, WINDOW_BLOCKS, pack.external is not None)
+    order = make_order(shuffle, partition, 0, *blocks)
+    buffer = (4 << 30) if keep else 0
+    loader = Loader(source, partition, [0], order=order, read_buffer=buffer, **options)
+    for epoch in itertools.count():
+        yield sum(len(batches[0].targets) for batches in loader.epoch(epoch))
+
+
+def by_torch(path: Path, workers: int) -> Iterator[int]:
+    """torch's DataLoader over h5py."""
+    images = H5Images(str(path))
+    loader = DataLoader(images, BATCH, True, num_workers=workers, persistent_workers=workers > 0)
+    while True:
+        yield sum(len(images) for images, _ in loader)
+
+
+READERS: dict[str, Reader] = {
+    COPY: copied,
+    GATHER: gathered,
+    H5PY: fancy,
+    KEPT: lambda path: loaded(read_pack(path), "partition", keep=True),
+    "pack, --shuffle partition": lambda path: loaded(read_pack(path), "partition"),
+    "pack, --shuffle global": lambda path: loaded(read_pack(path), "global"),
+    "pack, --shuffle blocks": lambda path: loaded(read_pack(path), "blocks"),
+    "pack, kept, --flip --shift 4": lambda path: loaded(
+        read_pack(path), "partition", True, prepare=make_prepare(augmentation=Augmentation(True, 4))
+    ),
+    LOADER: lambda path: by_torch(path, 0),
+    LOADER_2: lambda path: by_torch(path, 2),
+}
+# Bytes are compared with bytes, batches that are ready to train with such batches.
+COMPARED = {
+    name: {"/ copy": COPY, "/ h5py": H5PY} if name in (GATHER, H5PY) else {"/ DataLoader": LOADER}
+    for name in READERS
+    if name not in (COPY, LOADER)
+}
+
+
+def images_rate(epochs: Iterator[int]) -> float:
+    """images/s over whole epochs, at least SECONDS of them, after one to warm up."""
+    next(epochs)
+    done, began = 0, time.perf_counter()
+    while time.perf_counter() - began < SECONDS:
+        done += next(epochs)
+    return done / (time.perf_counter() - began)
+
+
+def read(words: Sequence[str], readers: Mapping[str, Reader] = READERS) -> None:
+    """Measure one reader on one core; those with workers of their own may use all."""
+    name, path, output = words
+    if name != LOADER_2:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    keep_memory()  # as in training; for all readers
+    Path(output).write_text(repr(images_rate(readers[name](Path(path)))))
+
+
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 2:
+        train(from_fields(TrainingJob, parse_json(sys.argv[1])))
+    else:
+        read(sys.argv[1:])

@@ -1,1 +1,211 @@
-"""``hpctrain doctor``: facts of all ranks -> findings with verdicts. ``command.py`` runs it."""
+"""``python -m hpctrain doctor``: what this machine offers, each finding with a verdict.
+
+Alone it looks at one process; under mpirun or srun at all ranks, and it times Allreduce among them.
+It goes on where training could not: without MPI library, torch or h5py, and where the launcher
+belongs to another MPI. Exit code 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from hpctrain.config import DoctorConfig
+from hpctrain.console import Console, styled
+from hpctrain.doctor.findings import (
+    KIB,
+    MIB,
+    VERDICTS,
+    Finding,
+    bytes_text,
+    findings,
+    hosts,
+    judge,
+    union,
+)
+from hpctrain.doctor.machine import RankFacts, collect, launcher_name
+from hpctrain.errors import UsageError, first_line
+from hpctrain.launcher import launched_rank
+from hpctrain.report.bar import dumb_terminal, terminal_columns
+from hpctrain.report.progress import counted
+from hpctrain.text import discard_stdout
+
+SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
+SLOW_NUMBER, SLOW_BANDWIDTH = 1e-3, 1e8  # an Allreduce of 4 B in seconds, of much in bytes/s
+LOOPS, LOOP_SECONDS = 5, 0.01  # calls are timed in loops of about this length
+WIDTH = 100  # columns, where no terminal tells them
+STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
+NOUNS = {"note": "note", "warn": "warning", "fail": "failure"}
+
+Timing = tuple[int, float, bool]  # bytes, seconds of one call, whether the sum was right
+
+
+def main(settings: DoctorConfig) -> int:
+    """Print the findings; give 0, or 1 if any failed. Collective."""
+    launcher = launcher_name()  # before MPI starts, which may add variables
+    try:
+        from hpctrain.parallel.mpi import conclude
+    except UsageError as error:
+        reason = first_line(error.__cause__ or error)
+        ranks = [collect(None, launcher, reason)]
+        return _conclude(_show(ranks)) if launched_rank() == 0 else 1
+    try:
+        return _examine(settings, launcher)
+    except BaseException as error:
+        return conclude(error)
+
+
+def _examine(settings: DoctorConfig, launcher: str) -> int:
+    from hpctrain.parallel import mpi
+
+    try:
+        comm = mpi.start_mpi()
+    except mpi.LauncherMismatch:  # findings say so
+        comm = mpi.MPI.COMM_WORLD.Dup()
+    _, ranks_here = mpi.local_ranks(comm)
+    if comm.size > 1:
+        mpi.call_on_all(comm, lambda: _require_memory(settings.mib, ranks_here))
+    ranks = comm.gather(collect(comm, launcher)) or []  # of all, on rank 0
+    speaks = comm.rank == 0 and (comm.size > 1 or launched_rank() == 0)
+    rows = _show(ranks) if speaks else []
+    if comm.size > 1 and comm.bcast(not any(rank.torch_error for rank in ranks)):
+        timings = time_allreduce(comm, settings.mib)
+        rows += _show_allreduce(ranks, timings) if speaks else []
+    return comm.bcast(_conclude(rows) if speaks else 1)
+
+
+def _require_memory(mib: int, ranks: int) -> None:
+    """Refuse messages that `ranks` on this host cannot hold, MPI's own copies included."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    free = int(found[1]) // KIB if found else mib * 3 * ranks  # MiB
+    if 3 * ranks * mib > free:
+        raise UsageError(
+            f"--mib {mib}: {counted(ranks, 'rank')} would need {3 * ranks * mib:,} MiB of this"
+            f" host's memory, {free:,} MiB are free; choose at most {free // 3 // ranks}"
+        )
+
+
+def time_allreduce(comm: Any, mib: int) -> list[Timing]:
+    """Time Allreduce of float32 from 4 B to `mib` MiB, the same numbers on all ranks. Collective.
+
+    For each size the median of several loops, and of each loop the time of the slowest rank.
+    """
+    import numpy as np
+
+    from hpctrain.parallel.reduce import allreduce
+
+    largest = mib * MIB
+    vector = np.empty(largest // 4, np.float32)
+    timings = []
+    for size in [*(size for size in SIZES if size < largest), largest]:
+        part = vector[: size // 4]
+        part.fill(comm.rank + 1)
+        allreduce(comm, part)  # warm-up, and the proof that this MPI can add
+        right = bool((part == comm.size * (comm.size + 1) // 2).all())
+        part.fill(0)
+        once = min(_time_loop(comm, part, 1) for _ in range(2))
+        calls = max(1, min(1000, int(LOOP_SECONDS / once)))
+        loops = LOOPS if once < 5 * LOOP_SECONDS else 3
+        seconds = median(_time_loop(comm, part, calls) for _ in range(loops))
+        timings.append((size, seconds, all(comm.allgather(right))))
+    return timings
+
+
+def _time_loop(comm: Any, part: Any, calls: int) -> float:
+    """Seconds of one Allreduce in a loop of `calls`, on the slowest rank. Collective."""
+    from hpctrain.parallel.reduce import allreduce
+
+    comm.Barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        allreduce(comm, part)
+    return max(comm.allgather(time.perf_counter() - start)) / calls
+
+
+def allreduce_finding(
+    ranks: Sequence[RankFacts], size: int, seconds: float, is_right: bool
+) -> Finding:
+    """What one Allreduce of `size` bytes shows: its `seconds`, and whether the sum was right."""
+    by_host = hosts(ranks)
+    shares = any(len(group) > len(union(group)) for group in by_host.values())
+    slow = seconds > SLOW_NUMBER if size <= 4 else size >= MIB and size / seconds < SLOW_BANDWIDTH
+    cores = "slow: the ranks share cores, and some spin while others compute: start fewer"
+    network = "slow for a network of clusters: use an MPI that was built for it"
+    return judge(
+        "Allreduce",
+        bytes_text(size),
+        (not is_right, "fail", "the sum is wrong: do not train with this MPI"),
+        (slow and shares, "warn", cores),
+        (slow and len(by_host) > 1, "warn", network),
+        (slow, "warn", "slow for ranks of one host: do other jobs use these cores?"),
+    )
+
+
+def _show(ranks: Sequence[RankFacts]) -> list[Finding]:
+    """Print the table of findings."""
+    rows = findings(ranks)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        found = styled(row.found)
+        if row.advice:
+            found.append("\n").append(styled(row.advice, STYLES[row.verdict]))
+        table.add_row(styled(row.verdict, STYLES[row.verdict]), styled(row.name), found)
+    _print(table)
+    return rows
+
+
+def _show_allreduce(ranks: Sequence[RankFacts], timings: Sequence[Timing]) -> list[Finding]:
+    """Print the table of the bandwidth test."""
+    about = f"Allreduce of float32 over {len(ranks)} ranks; GB/s is algorithm bandwidth"
+    _print(styled(f"\n{about}, bytes / time"))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table.add_column(no_wrap=True)
+    for heading in ("size", "microseconds", "GB/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [allreduce_finding(ranks, *timing) for timing in timings]
+    for row, (size, seconds, _) in zip(rows, timings, strict=True):
+        style = STYLES[row.verdict]
+        speed = f"{size / seconds / 1e9:.3f}"
+        numbers = (f"{seconds * 1e6:,.1f}", "<0.001" if speed == "0.000" else speed)
+        table.add_row(styled(row.verdict, style), row.found, *numbers, styled(row.advice, style))
+    _print(table)
+    return rows
+
+
+def _conclude(rows: Sequence[Finding]) -> int:
+    """Print how many findings there are of each verdict; give the exit code."""
+    counts = Counter(row.verdict for row in rows)
+    parts = [f"{counts['ok']} ok", *(counted(counts[verdict], NOUNS[verdict]) for verdict in NOUNS)]
+    worst = max((row.verdict for row in rows), key=VERDICTS.index)
+    _print(styled("\n" + ", ".join(parts), STYLES[worst]))
+    return int(worst == "fail")
+
+
+def _print(content: Table | Text) -> None:
+    """On standard output, coloured on a terminal only; silent once nobody reads it any more."""
+    columns, asked = terminal_columns(), os.environ.get("COLUMNS", "")
+    width = int(asked) if asked.isdigit() and int(asked) > 0 else columns or WIDTH
+    colour = columns is not None and not dumb_terminal()
+    drawn = StringIO()
+    Console(file=drawn, width=width, force_terminal=colour).print(content)
+    text = "\n".join(line.rstrip() for line in drawn.getvalue().splitlines())
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        discard_stdout()

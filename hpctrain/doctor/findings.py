@@ -8,33 +8,70 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from hpctrain.doctor.facts import GIB, Finding, RankFacts, bytes_text, hosts, row, sharing, union
+from hpctrain.doctor.machine import RankFacts
 from hpctrain.heartbeats import name_ranks
 from hpctrain.parallel.placement import RankDevice, choose_transport, describe_sharing
 from hpctrain.report.progress import counted
 from hpctrain.text import listed
 
+VERDICTS = ("ok", "note", "warn", "fail")
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
 BF16_CAPABILITY = (8, 0)  # of CUDA: GPUs from there on compute in bfloat16
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One row: what was looked at, what was found, the verdict, and what to do about it."""
+
+    name: str
+    found: str
+    verdict: str = "ok"
+    advice: str = ""
+
+
+def judge(name: str, found: str, *cases: tuple[object, str, str]) -> Finding:
+    """A finding with the verdict and the advice of the first case that holds, else ok."""
+    verdict = next((case[1:] for case in cases if case[0]), ("ok", ""))
+    return Finding(name, found, *verdict)
+
+
+def bytes_text(size: float) -> str:
+    """ "4 B", "64 MiB"; a limit of -1 is none."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < KIB:
+            return "unlimited" if size < 0 else f"{size:,.0f} {unit}"
+        size /= KIB
+    return f"{size:,.0f} GiB"
+
+
+def hosts(ranks: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    names = dict.fromkeys(rank.host for rank in ranks)
+    return {name: [rank for rank in ranks if rank.host == name] for name in names}
+
+
+def union(ranks: Sequence[RankFacts]) -> set[int]:
+    """All cores that ranks of one host may use."""
+    return {core for rank in ranks for core in rank.cores}
+
+
+def sharing(rank: RankFacts, ranks: Sequence[RankFacts]) -> int:
+    """Ranks of the same host that may use some of the same cores, this one included."""
+    return sum(r.host == rank.host and bool(set(r.cores) & set(rank.cores)) for r in ranks)
+
+
+def first_other(values: Sequence[str]) -> int | None:
+    """The first rank whose value is not that of rank 0."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
+
+
 def findings(ranks: Sequence[RankFacts]) -> list[Finding]:
     """All findings, from the facts of all ranks in order. At least one rank."""
-    parts = (
-        _software,
-        _mpi,
-        _launcher,
-        _binding,
-        _threads,
-        _torch,
-        _key,
-        _gpu,
-        _memory,
-        _transport,
-        _files,
-    )
-    return [found for part in (*parts, _job, _allreduce) for found in part(ranks)]
+    parts = _software, _mpi, _launcher, _binding, _threads, _torch, _gpu, _memory, _files, _job
+    return [found for part in parts for found in part(ranks)]
 
 
 def _software(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -42,8 +79,7 @@ def _software(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     yield Finding("hpctrain", f"{first.versions['hpctrain']}, Python {first.versions['Python']}")
     for name in sorted({name for rank in ranks for name in rank.versions}):
         theirs = [rank.versions.get(name, "none") for rank in ranks]
-        other = next((n for n, version in enumerate(theirs) if version != theirs[0]), None)
-        if other is not None:
+        if (other := first_other(theirs)) is not None:
             yield Finding(
                 f"{name} differs",
                 f"{theirs[0]} on rank 0, {theirs[other]} on rank {other} ({ranks[other].host})",
@@ -60,20 +96,14 @@ def _mpi(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         yield Finding("MPI", f"no MPI library: {first.mpi_error}", "fail", advice)
         return
     remove = f"pip uninstall {first.mpi_package}" if first.mpi_package else "remove it"
-    yield row(
-        "MPI",
-        f"{first.versions['MPI']}, {first.mpi_path or 'path unknown'}",
-        "warn",
-        "this environment's own MPI hides the cluster's and may not know its network or its srun:"
-        f" {remove} and load the MPI module",
-        when=first.mpi_bundled and bool(first.slurm),
-    )
+    advice = "this environment's own MPI hides the cluster's and may not know its network or its"
+    advice += f" srun: {remove} and load the MPI module"
+    found = f"{first.versions['MPI']}, {first.mpi_path or 'path unknown'}"
+    yield judge("MPI", found, (first.mpi_bundled and first.slurm, "warn", advice))
     level = next((r.thread_level for r in ranks if r.thread_level != "MULTIPLE"), "MULTIPLE")
-    advice = (
-        "no second thread may call MPI and end a rank that hangs: unset MPI4PY_RC_THREAD_LEVEL,"
-    )
-    advice += " or use an MPI built for MPI_THREAD_MULTIPLE"
-    yield row("thread level", level, "warn", advice, when=level != "MULTIPLE")
+    advice = "no second thread may call MPI and end a rank that hangs: unset"
+    advice += " MPI4PY_RC_THREAD_LEVEL, or use an MPI built for MPI_THREAD_MULTIPLE"
+    yield judge("thread level", level, (level != "MULTIPLE", "warn", advice))
 
 
 def _launcher(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -84,25 +114,23 @@ def _launcher(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     if first.mpi_error:
         yield Finding("launcher", found)
         return
-    if started is not None and started != size:
-        right = first.own_mpirun or "its own mpirun"
-        if first.launcher == "srun":
-            right = f"srun --mpi={'pmix' if first.is_open_mpi else 'pmi2'}"
-        advice = f"the launcher does not belong to {first.versions['MPI']}: "
-        advice += f"{right} -n {started} python -m hpctrain"
-        yield Finding("launcher", f"{found}, but MPI sees {size}", "fail", advice)
-    else:
-        yield Finding("launcher", found)
+    right = first.own_mpirun or "its own mpirun"
+    if first.launcher == "srun":
+        right = f"srun --mpi={'pmix' if first.is_open_mpi else 'pmi2'}"
+    advice = f"the launcher does not belong to {first.versions['MPI']}: "
+    advice += f"{right} -n {started} python -m hpctrain"
+    wrong = started is not None and started != size
+    found += f", but MPI sees {size}" if wrong else ""
+    yield judge("launcher", found, (wrong, "fail", advice))
     counts = {host: len(group) for host, group in hosts(ranks).items()}
-    named = [f"{count} on {host}" for host, count in counts.items()]
+    named = listed(f"{count} on {host}" for host, count in counts.items())
     advice = "ranks on the hosts with more of them get fewer cores or GPUs, and all wait for them"
-    uneven = len(set(counts.values())) > 1
-    yield row("ranks", listed(named), "note", advice, when=uneven)
+    yield judge("ranks", named, (len(set(counts.values())) > 1, "note", advice))
 
 
 def _binding(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    crowded = [group for group in hosts(ranks).values() if len(group) > len(union(group))]
-    if crowded:
+    by_host = hosts(ranks)
+    if crowded := [group for group in by_host.values() if len(group) > len(union(group))]:
         yield _oversubscribed(crowded[0])
         return
     counts = [len(rank.cores) for rank in ranks]
@@ -110,13 +138,11 @@ def _binding(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     found = f"{span}{counted(max(counts), 'core')} per rank, {ranks[0].host_cores} on the host"
     found += ", shared by ranks" if any(sharing(rank, ranks) > 1 for rank in ranks) else ""
     single = [number for number, count in enumerate(counts) if count == 1]
-    advice = "background reading shares the one core with computation: "
-    if any(ranks[n].host_cores > len(hosts(ranks)[ranks[n].host]) for n in single):
-        advice += f"{_more_cores(ranks[0])} ({name_ranks(single)})"
-        yield Finding("binding", found, "warn", advice)
-    else:
-        advice += "fewer ranks with more cores may be as fast"
-        yield row("binding", found, "note", advice, when=bool(single))
+    spare = any(ranks[n].host_cores > len(by_host[ranks[n].host]) for n in single)
+    why = "background reading shares the one core with computation: "
+    more = f"{why}{_more_cores(ranks[0])} ({single and name_ranks(single)})"
+    fewer = f"{why}fewer ranks with more cores may be as fast"
+    yield judge("binding", found, (spare, "warn", more), (single, "note", fewer))
 
 
 def _oversubscribed(group: Sequence[RankFacts]) -> Finding:
@@ -147,12 +173,9 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     chosen, omp = ranks[0].threads, ranks[0].omp_num_threads
     found = f"{chosen} per rank, OMP_NUM_THREADS {f'= {omp}' if omp else 'not set'}"
     fair = min(max(1, len(rank.cores) // sharing(rank, ranks)) for rank in ranks)
-    if chosen > fair:
-        advice = f"more than there are cores: unset OMP_NUM_THREADS, {fair} would be chosen then"
-        yield Finding("threads", found, "warn", advice)
-    else:
-        advice = f"there are cores for {fair}: unset OMP_NUM_THREADS"
-        yield row("threads", found, "note", advice, when=chosen < fair)
+    many = f"more than there are cores: unset OMP_NUM_THREADS, {fair} would be chosen then"
+    few = f"there are cores for {fair}: unset OMP_NUM_THREADS"
+    yield judge("threads", found, (chosen > fair, "warn", many), (chosen < fair, "note", few))
 
 
 def _torch(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -164,29 +187,20 @@ def _torch(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     threads = counted(first.torch_threads, "thread")
     found = f"{first.versions['torch']} {built}; {first.cpu_capability}, {threads} at start"
     yield Finding("torch", found)
-    advice = "no instructions for it: --precision bf16 is likely slower than fp32"
+    found = f"CPU with {' '.join(first.cpu_bf16) or 'neither avx512_bf16 nor amx_bf16'}"
+    able = bool(first.cpu_bf16)
     if first.gpus:
         low = min(gpu.capability for gpu in first.gpus)
-        found = f"GPU of CUDA capability {low[0]}.{low[1]}"
-        able = low >= BF16_CAPABILITY
-    else:
-        found = f"CPU with {' '.join(first.cpu_bf16) or 'neither avx512_bf16 nor amx_bf16'}"
-        able = bool(first.cpu_bf16)
+        found, able = f"GPU of CUDA capability {low[0]}.{low[1]}", low >= BF16_CAPABILITY
     found += ": --precision bf16 is likely to pay" if able else ""
-    yield row("bf16", found, "note", advice, when=not able)
-
-
-def _key(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    keys = [rank.key for rank in ranks]
-    if not all(keys):
-        return
-    other = next((number for number, key in enumerate(keys) if key != keys[0]), None)
-    if other is None:
-        yield Finding("same bits on", keys[0])
-    else:
-        found = f"{keys[0]} on rank 0, {keys[other]} on rank {other} ({ranks[other].host})"
+    advice = "no instructions for it: --precision bf16 is likely slower than fp32"
+    yield judge("bf16", found, (not able, "note", advice))
+    if all(keys := [rank.key for rank in ranks]):
+        found, other = keys[0], first_other(keys)
+        if other is not None:
+            found = f"{keys[0]} on rank 0, {keys[other]} on rank {other} ({ranks[other].host})"
         advice = "--deterministic is refused: ask for hosts of one kind"
-        yield Finding("same bits on", found, "warn", advice)
+        yield judge("same bits on", found, (other is not None, "warn", advice))
 
 
 def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -205,36 +219,30 @@ def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     kinds = Counter(f"{gpu.name}, {gpu.memory / GIB:.0f} GiB" for gpu in seen.values())
     yield Finding("GPUs", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
     without = [number for number, rank in enumerate(ranks) if not rank.gpus]
-    pairs = [f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus]
-    found = "rank -> GPU: " + listed(pairs)
-    used = {(rank.host, rank.gpus[rank.gpu].uuid) for rank in ranks if rank.gpus}
+    pairs = listed(f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus)
+    idle = len(seen) - len({(rank.host, rank.gpus[rank.gpu].uuid) for rank in ranks if rank.gpus})
     mpirun = "srun" if ranks[0].launcher == "srun" else "mpirun"
     start = f"{mpirun} -n {len(seen)} python -m hpctrain"
-    if without:
-        advice = f"{name_ranks(without)} without GPU, which train refuses: {start}, or --device cpu"
-        yield Finding("GPU of rank", found, "fail", advice)
-    elif shared := describe_sharing([place(rank) for rank in ranks]):
-        yield Finding("GPU of rank", found, "note", f"{shared}: {start} gives each its own")
-    else:
-        idle = len(seen) - len(used)
-        advice = f"{idle} of {len(seen)} GPUs idle: {start} would use all"
-        yield row("GPU of rank", found, "note", advice, when=idle > 0)
+    named = name_ranks(without) if without else ""
+    none = f"{named} without GPU, which train refuses: {start}, or --device cpu"
+    shared = describe_sharing([place(rank) for rank in ranks])
+    yield judge(
+        "GPU of rank",
+        f"rank -> GPU: {pairs}",
+        (without, "fail", none),
+        (shared, "note", f"{shared}: {start} gives each its own"),
+        (idle, "note", f"{idle} of {len(seen)} GPUs idle: {start} would use all"),
+    )
 
 
 def _memory(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    """Whose memory the messages of GPUs lie in, and the NCCL that torch brought."""
-    with_gpus = [rank for rank in ranks if rank.gpus]
-    if not with_gpus:
-        return
-    first = max(with_gpus, key=lambda rank: bool(rank.memory_problem))
-    problem = first.memory_problem
-    yield row("message memory", first.memory or "none", "fail", problem, when=bool(problem))
-    yield Finding("NCCL", first.nccl or "none: torch was built without it")
-
-
-def _transport(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    """How the messages of GPUs would travel."""
-    if all(rank.gpus for rank in ranks):
+    """Whose memory the messages of GPUs lie in, how they would travel, NCCL as torch brought it."""
+    if with_gpus := [rank for rank in ranks if rank.gpus]:
+        first = max(with_gpus, key=lambda rank: bool(rank.memory_problem))
+        problem = first.memory_problem
+        yield judge("message memory", first.memory or "none", (problem, "fail", problem))
+        yield Finding("NCCL", first.nccl or "none: torch was built without it")
+    if len(with_gpus) == len(ranks):
         choice = choose_transport([place(rank) for rank in ranks])
         yield Finding("messages", f"--reduce auto is {choice.name}: {choice.reason}")
 
@@ -248,28 +256,28 @@ def place(rank: RankFacts) -> RankDevice:
 
 def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     first = ranks[0]
-    if first.h5py_error:
-        yield Finding("HDF5", first.h5py_error, "fail", "pip install h5py")
-    else:
-        found = first.hdf5 or f"h5py {first.versions['h5py']}"
-        found += f", HDF5_USE_FILE_LOCKING {first.file_locking or 'not set'}"
-        advice = "packs need no locks, and some file systems refuse them: unset it"
-        locks = first.file_locking.upper() in ("TRUE", "1")
-        yield row("HDF5", found, "note", advice, when=locks)
-    found = f"{first.file_system or 'unknown'}, {first.free_disk / GIB:,.1f} GiB free: "
-    found += first.directory
-    shared = first.file_system.startswith(SHARED_FILE_SYSTEMS)
-    if len(hosts(ranks)) > 1 and not shared:
-        advice = "not shared between hosts: each needs the pack at the same path"
-        yield Finding("directory", found, "warn", advice)
-    elif first.free_disk < GIB:
-        yield Finding("directory", found, "warn", "little room: runs and packs are written here")
-    elif first.file_system in ("tmpfs", "ramfs"):
-        advice = "in memory: what is written here counts as memory and is lost at a restart"
-        yield Finding("directory", found, "note", advice)
-    else:
-        advice = "a network file system: a copy of the pack on a local disk may be faster to read"
-        yield row("directory", found, "note", advice, when=shared)
+    found = first.hdf5 or f"h5py {first.versions.get('h5py')}"
+    found += f", HDF5_USE_FILE_LOCKING {first.file_locking or 'not set'}"
+    advice = "packs need no locks, and some file systems refuse them: unset it"
+    yield judge(
+        "HDF5",
+        first.h5py_error or found,
+        (first.h5py_error, "fail", "pip install h5py"),
+        (first.file_locking.upper() in ("TRUE", "1"), "note", advice),
+    )
+    kind, shared = first.file_system, first.file_system.startswith(SHARED_FILE_SYSTEMS)
+    local = "not shared between hosts: each needs the pack at the same path"
+    full = "little room: runs and packs are written here"
+    memory = "in memory: what is written here counts as memory and is lost at a restart"
+    slow = "a network file system: a copy of the pack on a local disk may be faster to read"
+    yield judge(
+        "directory",
+        f"{kind or 'unknown'}, {first.free_disk / GIB:,.1f} GiB free: {first.directory}",
+        (len(hosts(ranks)) > 1 and not shared, "warn", local),
+        (first.free_disk < GIB, "warn", full),
+        (kind in ("tmpfs", "ramfs"), "note", memory),
+        (shared, "note", slow),
+    )
 
 
 def _job(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -277,19 +285,16 @@ def _job(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         facts = (f"{name} {value}" for name, value in ranks[0].slurm.items())
         yield Finding("Slurm", ", ".join(facts))
     files = min((rank.open_files for rank in ranks if rank.open_files >= 0), default=-1)
-    advice = "few for so many ranks: ulimit -n 4096"
     few = 0 <= files < 4 * len(ranks) + 256
-    yield row("open files", str(files) if files >= 0 else "unlimited", "warn", advice, when=few)
+    advice = "few for so many ranks: ulimit -n 4096"
+    yield judge("open files", str(files) if files >= 0 else "unlimited", (few, "warn", advice))
     core = ranks[0].core_size
     advice = "after a crash every rank may write its whole memory here: ulimit -c 0"
-    yield row("core files", bytes_text(core) if core else "none", "note", advice, when=core != 0)
+    yield judge("core files", bytes_text(core) if core else "none", (core, "note", advice))
     locked = min((rank.locked_memory for rank in ranks if rank.locked_memory >= 0), default=-1)
-    advice = "the network adapter needs locked memory: ulimit -l unlimited, or ask the site"
     low = locked >= 0 and any(rank.rdma for rank in ranks)
-    yield row("locked memory", bytes_text(locked), "warn", advice, when=low)
-
-
-def _allreduce(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    advice = "the network adapter needs locked memory: ulimit -l unlimited, or ask the site"
+    yield judge("locked memory", bytes_text(locked), (low, "warn", advice))
     if len(ranks) == 1 and ranks[0].launched_size in (None, 1) and not ranks[0].mpi_error:
         found = "not timed with one rank: mpirun -n N python -m hpctrain doctor"
         yield Finding("Allreduce", found, "note")

@@ -5,7 +5,6 @@ Only reading: nothing is set, judged or printed here. Whatever is missing become
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
@@ -15,12 +14,12 @@ import socket
 import sys
 import time
 import warnings
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hpctrain import __version__
-from hpctrain.doctor.facts import Gpu, RankFacts
 from hpctrain.errors import RunError, first_line
 from hpctrain.launcher import job_end, launched_rank, launched_size
 from hpctrain.report.progress import duration
@@ -36,6 +35,72 @@ SLURM_FACTS = {
 }
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that a rank sees."""
+
+    name: str
+    memory: int  # bytes
+    uuid: str
+    capability: tuple[int, int]  # of CUDA, (major, minor)
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank found."""
+
+    host: str
+    launcher: str
+    launched_size: int | None  # processes, as the launcher says
+    versions: dict[str, str]  # of hpctrain, Python, MPI, torch, h5py, as far as installed
+    cores: tuple[int, ...]  # that this rank may use
+    host_cores: int
+    threads: int  # chosen for each rank
+    # MPI
+    mpi_error: str = ""  # why no MPI library could be loaded
+    size: int = 1  # of the communicator
+    mpi_path: str = ""  # of the shared library
+    mpi_bundled: bool = False  # it lies in this Python's own folder
+    mpi_package: str = ""  # a package of this environment that brings an MPI library
+    own_mpirun: str = ""  # the mpirun beside the library
+    thread_level: str = ""  # SINGLE, FUNNELED, SERIALIZED or MULTIPLE
+    yields: bool = False  # Open MPI gives the core away while it waits
+    omp_num_threads: str = ""
+    # torch
+    torch_error: str = ""
+    torch_threads: int = 0  # as the launcher left them
+    built_for: str = ""  # such as "CUDA 12.8", "ROCm 7.0.51831"; empty: for CPUs
+    cpu_capability: str = ""
+    cpu_bf16: tuple[str, ...] = ()  # the instructions for bfloat16
+    key: str = ""  # what the bits of a deterministic run depend on, besides its plan
+    # GPUs
+    gpus: tuple[Gpu, ...] = ()  # that torch sees
+    gpu: int = -1  # the one this rank uses, -1 for none
+    gpu_devices: int = 0  # that the host's drivers know, whether torch sees them or not
+    gpu_problem: str = ""  # what the runtime said while torch looked for GPUs
+    memory: str = ""  # whose memory messages lie in, and why
+    memory_problem: str = ""  # what went wrong with one number in it
+    nccl: str = ""  # such as "NCCL 2.29.7"
+    # files
+    hdf5: str = ""  # versions of h5py and the HDF5 library
+    h5py_error: str = ""
+    file_locking: str = ""  # HDF5_USE_FILE_LOCKING
+    directory: str = ""
+    file_system: str = ""  # type, as in /proc/mounts
+    free_disk: int = 0  # bytes
+    # job and limits
+    slurm: dict[str, str] = field(default_factory=dict)  # facts of the Slurm job, by name
+    open_files: int = -1  # -1: unlimited, here and below
+    core_size: int = -1  # bytes
+    locked_memory: int = -1  # bytes
+    rdma: bool = False  # there is an InfiniBand or RoCE adapter
+
+    @property
+    def is_open_mpi(self) -> bool:
+        """MPI is Open MPI."""
+        return "Open MPI" in self.versions.get("MPI", "")
+
+
 def launcher_name() -> str:
     """What started this process, by the variables it left."""
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
@@ -49,27 +114,24 @@ def launcher_name() -> str:
 
 def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
     """The facts of this rank. Collective; `comm` is None where MPI could not start."""
-    found: dict[str, Any] = {"mpi_error": mpi_error, "launcher": launcher}
     versions = {"hpctrain": __version__, "Python": platform.python_version()}
-    found |= _cpu_facts()
-    local_rank = 0
-    if comm is None:
-        found |= dict(size=1, mpi_path="", mpi_bundled=False, mpi_package="", own_mpirun="")
-        found |= dict(thread_level="", threads=len(found["cores"]))
-    else:
+    found: dict[str, Any] = {"mpi_error": mpi_error, "launcher": launcher} | _cpu_facts()
+    local_rank, threads = 0, len(found["cores"])
+    if comm is not None:
         from hpctrain.parallel import mpi
 
-        local_rank, _ = mpi.local_ranks(comm)
+        local_rank, threads = mpi.local_ranks(comm)[0], mpi.fair_threads(comm)
         versions["MPI"] = " ".join(mpi.library().replace("Version:", "").split())  # of MPICH
-        found |= dict(size=comm.size, threads=mpi.fair_threads(comm), **_mpi_facts(mpi.MPI))
+        found |= dict(size=comm.size, **_mpi_facts(mpi.MPI))
     found |= _torch_facts(versions, local_rank) | _hdf5_facts(versions)
-    return RankFacts(versions=versions, **found, **_place_facts(), **_limit_facts())
+    found |= _folder_facts() | _limit_facts()
+    return RankFacts(versions=versions, threads=threads, **found)
 
 
 def _mpi_facts(MPI: Any) -> dict[str, Any]:
-    levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED"}
-    levels |= {MPI.THREAD_SERIALIZED: "SERIALIZED", MPI.THREAD_MULTIPLE: "MULTIPLE"}
-    path = library_path(MPI.__file__, "MPI_Init")
+    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    names = {getattr(MPI, f"THREAD_{level}"): level for level in levels}
+    path = library_path(_read("/proc/self/maps"))
     folder, prefix = os.path.realpath(os.path.dirname(path)), os.path.realpath(sys.prefix)
     bundled = Path(folder).is_relative_to(prefix) and prefix not in ("/", "/usr", "/usr/local")
     tools = Path(prefix if bundled else os.path.dirname(folder), "bin")
@@ -79,28 +141,15 @@ def _mpi_facts(MPI: Any) -> dict[str, Any]:
         mpi_bundled=bundled,
         mpi_package=next((name for name in MPI_PACKAGES if _version(name)), ""),
         own_mpirun=str(mpirun),
-        thread_level=levels[MPI.Query_thread()],
+        thread_level=names[MPI.Query_thread()],
     )
 
 
-def library_path(extension: str, symbol: str) -> str:
-    """The shared library from which an extension module has a symbol, by dladdr(3)."""
-
-    class Found(ctypes.Structure):
-        _fields_ = (
-            ("file", ctypes.c_char_p),
-            ("base", ctypes.c_void_p),
-            ("symbol", ctypes.c_char_p),
-            ("address", ctypes.c_void_p),
-        )
-
-    found = Found()
-    try:
-        address = ctypes.cast(getattr(ctypes.CDLL(extension), symbol), ctypes.c_void_p)
-        known = ctypes.CDLL(None).dladdr(address, ctypes.byref(found))
-    except (OSError, AttributeError):
-        return ""
-    return os.path.abspath(os.fsdecode(found.file)) if known and found.file else ""
+def library_path(maps: str) -> str:
+    """The MPI library among the files that a process has mapped, from the text of /proc/PID/maps;
+    the C library, where those of Fortran or C++ are mapped too.
+    """
+    return min(re.findall(r"/\S.*/libmpi\w*\.so.*", maps), key=len, default="")
 
 
 def _cpu_facts() -> dict[str, Any]:
@@ -121,14 +170,8 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
     """Torch and GPUs. Adds to `versions`."""
     amd = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")  # 0 for a CPU
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    found: dict[str, Any] = dict(
-        gpus=(),
-        gpu=-1,
-        gpu_devices=devices + sum(_read(str(path)).strip() not in ("", "0") for path in amd),
-        **dict.fromkeys(("torch_error", "built_for", "cpu_capability", "key"), ""),
-        **dict.fromkeys(("gpu_problem", "memory", "memory_problem", "nccl"), ""),
-        torch_threads=0,
-    )
+    devices += sum(_read(str(path)).strip() not in ("", "0") for path in amd)
+    found: dict[str, Any] = {"gpu_devices": devices}
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -137,20 +180,23 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
     from hpctrain.parallel.device import hardware_key
     from hpctrain.parallel.memory import built_for
 
-    found |= dict(torch_threads=torch.get_num_threads(), built_for=built_for())
-    found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             found |= _gpu_facts(torch, local_rank) if torch.cuda.is_available() else {}
         except RuntimeError as error:
             found["gpu_problem"] = _named(error)
-    if said and not found["gpus"]:
-        found["gpu_problem"] = found["gpu_problem"] or _named(said[-1].message)
-    if found["gpus"]:
-        found |= _message_facts(torch, found["gpu"])
-    place = torch.device("cuda", found["gpu"]) if found["gpus"] else torch.device("cpu")
-    return found | {"key": hardware_key(place)}
+    if caught and "gpus" not in found:
+        found.setdefault("gpu_problem", _named(caught[-1].message))
+    place = torch.device("cuda", found["gpu"]) if "gpus" in found else torch.device("cpu")
+    if "gpus" in found:
+        found |= _message_facts(torch, place)
+    return found | dict(
+        torch_threads=torch.get_num_threads(),
+        built_for=built_for(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        key=hardware_key(place),
+    )
 
 
 def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
@@ -166,12 +212,11 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
     return dict(gpus=tuple(gpus), gpu=own)
 
 
-def _message_facts(torch: Any, gpu: int) -> dict[str, Any]:
+def _message_facts(torch: Any, place: Any) -> dict[str, Any]:
     """Write and read one number where messages would lie."""
     from hpctrain.parallel.memory import memory_of, plain_zeros
     from hpctrain.parallel.nccl import nccl_version
 
-    place = torch.device("cuda", gpu)
     try:
         choice, tensor = memory_of(place), plain_zeros(1, torch.float32, place)
         tensor += 1
@@ -187,19 +232,19 @@ def _message_facts(torch: Any, gpu: int) -> dict[str, Any]:
 
 def _hdf5_facts(versions: dict[str, str]) -> dict[str, Any]:
     """HDF5 and h5py. Adds to `versions`."""
-    found = {"hdf5": "", "h5py_error": "", "file_locking": os.environ.get(LOCKING, "")}
+    locking = {"file_locking": os.environ.get(LOCKING, "")}
     if not _version("h5py"):
-        return found | {"h5py_error": "h5py is not installed"}
+        return locking | {"h5py_error": "h5py is not installed"}
     versions["h5py"] = _version("h5py")
     try:
         from hpctrain.data.hdf5 import library_versions
 
-        return found | {"hdf5": library_versions()}
+        return locking | {"hdf5": library_versions()}
     except (ImportError, OSError) as error:
-        return found | {"h5py_error": _named(error)}
+        return locking | {"h5py_error": _named(error)}
 
 
-def _place_facts() -> dict[str, Any]:
+def _folder_facts() -> dict[str, Any]:
     directory = os.getcwd()
     return dict(
         directory=directory,
@@ -210,14 +255,13 @@ def _place_facts() -> dict[str, Any]:
 
 def file_system(directory: str, mounts: str) -> str:
     """The type of the file system of a directory (real path), from the text of /proc/mounts."""
-    best, kind = "", ""
+    kinds = {}  # a later mount hides an earlier one
     for line in mounts.splitlines():
-        point, found = line.split()[1:3]
+        point, kind = line.split()[1:3]
         point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)  # \040 is a blank
-        inside = directory == point or directory.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # a later mount hides an earlier one
-            best, kind = point, found
-    return kind
+        if Path(directory).is_relative_to(point):
+            kinds[point] = kind
+    return kinds[max(kinds, key=len)] if kinds else ""
 
 
 def _limit_facts() -> dict[str, Any]:
@@ -229,12 +273,11 @@ def _limit_facts() -> dict[str, Any]:
             slurm["ends"] = f"{clock}, in {duration(max(0, end - time.time()))}"
     except RunError as error:
         slurm["ends"] = f"unknown ({error})"
+    limits = ("open_files", "NOFILE"), ("core_size", "CORE"), ("locked_memory", "MEMLOCK")
     return dict(
         slurm=slurm,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        core_size=resource.getrlimit(resource.RLIMIT_CORE)[0],
-        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        rdma=bool(list(Path("/sys/class/infiniband").glob("*"))),
+        rdma=any(Path("/sys/class/infiniband").glob("*")),
+        **{name: resource.getrlimit(getattr(resource, f"RLIMIT_{key}"))[0] for name, key in limits},
     )
 
 

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from hpctrain.bench.command import DDP, HPCTRAIN, LIMIT, LOADER, Show, bench_training
+from hpctrain.bench import DDP, HPCTRAIN, LIMIT, LOADER, Show, bench_training
 from hpctrain.bench.harness import (
     Rates,
     measure,

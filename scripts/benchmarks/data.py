@@ -8,7 +8,8 @@ of Pillow. --data may name any source of ``hpctrain pack``.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,9 @@ import h5py
 import numpy as np
 from PIL import Image
 
-from hpctrain.bench import reading
-from hpctrain.bench.command import Show
+from hpctrain.bench import Show, peers
 from hpctrain.bench.harness import measure, number_text, python, ratio, run_job, table
-from hpctrain.bench.reading import COPY, GATHER, H5PY, KEPT, LOADER, LOADER_2, Epoch, loaded
+from hpctrain.bench.peers import COPY, GATHER, H5PY, KEPT, LOADER, LOADER_2, Reader, loaded
 from hpctrain.config import BenchConfig, PackConfig
 from hpctrain.data.external import read_external
 from hpctrain.data.images import Fit, decode
@@ -61,8 +61,8 @@ def measure_data(config: BenchConfig, folder: Path, show: Show) -> list[str]:
         run_job(python("scripts.benchmarks.data", *words), name)
         return float((folder / "rate").read_text())
 
-    rates = measure([*CONTESTANTS, PACK], config.rounds, run, show)
-    compared = {**reading.COMPARED, PACK: {"/ Pillow": PILLOW}}
+    rates = measure([*READERS, PACK], config.rounds, run, show)
+    compared = {**peers.COMPARED, PACK: {"/ Pillow": PILLOW}}
     show(table("Images of 100x100x3 on one core", rates, compared))
     lines = []
     for name, least, other in GOALS:
@@ -120,32 +120,29 @@ def pack_rate(folder: Path) -> float:
     return int(images.split()[-1].replace(",", "")) / float(seconds.split()[0])
 
 
-def pillow(path: Path) -> Epoch:
+def pillow(path: Path) -> Iterator[int]:
     """The files beside `path` decoded and resized by one thread, nothing else."""
     files = [file.read_bytes() for file in sorted(path.with_name("files").rglob("*.jpg"))]
     fit = Fit(SIDE, SIDE, 3, False)
-
-    def epoch(number: int) -> Iterator[int]:
+    while True:
         for data in files:
             decode(data, fit)
-            yield 1
-
-    return epoch
+        yield len(files)
 
 
-def jpeg(path: Path, **options: Any) -> Epoch:
+def jpeg(path: Path, **options: Any) -> Iterator[int]:
     """The pack of JPEG files beside `path`."""
     return loaded(read_pack(path.with_name("jpeg.h5")), "partition", **options)
 
 
-def external(path: Path, name: str, shuffle: str) -> Epoch:
+def external(path: Path, name: str, shuffle: str) -> Iterator[int]:
     """An HDF5 file that is no pack, beside `path`."""
     names = ("images", "labels", None, "1", 0, None if shuffle == "blocks" else 0)
     return loaded(read_external(path.with_name(name), *names), shuffle)
 
 
-CONTESTANTS: dict[str, Callable[[Path], Epoch]] = {
-    **reading.CONTESTANTS,
+READERS: dict[str, Reader] = {
+    **peers.READERS,
     "pack of JPEG files": jpeg,
     "pack of JPEG files, --random-crop 0.08": partial(jpeg, random_crop=0.08),
     "external HDF5, contiguous": partial(external, name="plain.h5", shuffle="partition"),
@@ -154,4 +151,4 @@ CONTESTANTS: dict[str, Callable[[Path], Epoch]] = {
 }
 
 if __name__ == "__main__":
-    reading.main(CONTESTANTS)
+    peers.read(sys.argv[1:], READERS)

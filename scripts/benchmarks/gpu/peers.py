@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.command import free_port
 from hpctrain.bench.peers import plain_step
 from hpctrain.errors import UsageError
 from hpctrain.models import build
@@ -52,12 +51,8 @@ TINY = (Work("digits", (28, 28, 1), "fp32", 8, 3), Work("resnet18", (32, 32, 3),
 
 def measure(case: Case) -> Iterator[Result]:
     """Per network, hpctrain's step without and with --graphs against the plain loop and DDP."""
-    dist.init_process_group(
-        case.size("nccl", "gloo"),
-        init_method=f"tcp://127.0.0.1:{free_port()}",
-        rank=0,
-        world_size=1,
-    )
+    backend = case.size("nccl", "gloo")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         for work in case.size(REAL, TINY):
             yield from compared(case, work)
