@@ -25,6 +25,8 @@ import pytest
 
 from hpctrain.launcher import launched_rank, launched_size
 
+# Ranks with several threads share the cores here: a thread that waits shall not spin on one.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by libgomp when torch is imported
 RUNNER = {"_pytest", "pytest", "pluggy", "<frozen runpy>"}  # whose frames no report needs
 
 
