@@ -35,19 +35,7 @@ _HOME = {
     "start_mpi": "parallel.mpi",
     "choose_reduce": "parallel.choose",
 }
-__all__ = [
-    "BatchNorms",
-    "Loader",
-    "Message",
-    "Split",
-    "build",
-    "choose_reduce",
-    "cut_epoch",
-    "make_prepare",
-    "read_pack",
-    "read_samples",
-    "start_mpi",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

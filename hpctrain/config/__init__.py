@@ -5,7 +5,6 @@ A dataclass here is the only source of a subcommand's flags, TOML keys, defaults
 ``plan.py`` resolves that. A default of None means "decided by the plan"; the help says how.
 """
 
-from hpctrain.config.check import check_settings
 from hpctrain.config.option import (
     Interval,
     as_words,
@@ -30,36 +29,11 @@ from hpctrain.config.others import (
     SweepConfig,
     WatchConfig,
 )
-from hpctrain.config.parse import check_imports, load_toml, parse_settings, read_table
+from hpctrain.config.parse import (
+    check_imports,
+    check_settings,
+    load_toml,
+    parse_settings,
+    read_table,
+)
 from hpctrain.config.train import DEFAULT_LEARNING_RATES, PRECISIONS, Config
-
-__all__ = [
-    "DEFAULT_LEARNING_RATES",
-    "PRECISIONS",
-    "BenchConfig",
-    "CompareConfig",
-    "Config",
-    "DoctorConfig",
-    "EvaluateConfig",
-    "Interval",
-    "NetworkConfig",
-    "PackConfig",
-    "PlotConfig",
-    "PredictConfig",
-    "StopConfig",
-    "SweepConfig",
-    "WatchConfig",
-    "as_words",
-    "byte_count",
-    "check_imports",
-    "check_settings",
-    "command_line",
-    "duration",
-    "load_toml",
-    "parse_settings",
-    "read_table",
-    "segments",
-    "to_toml",
-    "toml_value",
-    "worker_loads",
-]

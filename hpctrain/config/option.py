@@ -1,7 +1,7 @@
 """An option: a field of a frozen dataclass, which is a flag and a TOML key at once.
 
 The field holds all that is known of it: default, help, group, choices and the check of its value.
-``parse.py`` makes the parser from it, ``check.py`` runs the checks.
+``parse.py`` makes the parser from it and runs the checks.
 """
 
 from __future__ import annotations

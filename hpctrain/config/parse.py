@@ -1,29 +1,32 @@
-"""Settings from the words of a command line and from TOML files: one parser for both.
+"""Settings from the words of a command line and from TOML files: one parser for both, and checks.
 
 The parser is made from the dataclass of a subcommand. Flags win over the files that --config names,
-files over defaults. Nothing heavy is imported, so that --help answers at once.
+files over defaults. Then each option is checked by its own row of the table, and those that exclude
+or need each other. Nothing heavy is imported, so that --help answers at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import shlex
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpctrain.config.check import check_settings
-from hpctrain.config.option import flag_of
+from hpctrain.config.option import flag_of, segments
+from hpctrain.config.train import Config
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import brief
-from hpctrain.typed import parse_toml
+from hpctrain.typed import LARGEST, parse_toml
 
 KINDS = {int: "an integer", float: "a number", str: "a string"}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 SUPPRESS = argparse.SUPPRESS
+MOST_THREADS = 64  # that a run may ask for on a small machine, to repeat one of a larger
 
 
 class Formatter(argparse.HelpFormatter):
@@ -183,3 +186,73 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
         raise UsageError(f"{path} is no text: byte {error.start} is not UTF-8") from error
     except ValueError as error:
         raise UsageError(f"{path} is no TOML: {error}") from error
+
+
+def check_settings(settings: Any) -> None:
+    """UsageError in one line for an option of any subcommand that cannot be."""
+    for field in dataclasses.fields(settings):
+        value, flag = getattr(settings, field.name), flag_of(field.name)
+        choices, check = field.metadata["choices"], field.metadata["check"]
+        if value is None:
+            continue
+        if choices and value not in choices:
+            hint = did_you_mean(value, choices)
+            raise UsageError(f"{flag} {value}: there are {', '.join(choices)}{hint}")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise UsageError(f"{flag} {brief(value)}: give at most {LARGEST}")
+        if check is not None:
+            check(value, flag)
+    if isinstance(settings, Config):
+        for conflict in _conflicts(settings):
+            raise UsageError(conflict)
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    """What is wrong with training's options together, or on this machine, one line each."""
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            # config.toml could not hold it: the run could not be resumed
+            yield f"{flag_of(name)} {value}: this name is not UTF-8, give it another one"
+    if (config.images is None) != (config.labels is None):
+        there, missing = ("labels", "images") if config.images is None else ("images", "labels")
+        yield f"--{there} goes with --{missing}: name both datasets of the file"
+    if config.images is None:
+        for name in ("layout", "split", "scale", "label_gaps"):
+            if getattr(config, name) is not None:
+                yield (
+                    f"{flag_of(name)} goes with --images and --labels, for a file that is no pack:"
+                    " packs have theirs"
+                )
+    elif config.skip_bad:
+        yield (
+            "--skip-bad leaves out rows of a pack, whose checksums tell which are corrupt: the file"
+            " of --images has none"
+        )
+    elif config.normalize == "pack":
+        yield (
+            "--normalize pack takes the mean and std that a pack holds, and the file of --images"
+            " holds none: use unit or imagenet"
+        )
+    cores = os.cpu_count() or 1
+    if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
+        yield f"--threads {config.threads}: this machine has {cores} cores"
+    if segments(config.overlap) != 0 and config.graphs:
+        yield (
+            f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
+            " come at once"
+        )
+    if config.task == "denoise" and (config.normalize != "unit" or config.label_smoothing):
+        flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
+        yield f"{flag} has no meaning for --task denoise: images stay in [0, 1]"
+    if config.deterministic and config.wire != "fp32":
+        yield (
+            f"--deterministic and --wire {config.wire} exclude each other: what is rounded on the"
+            " way depends on the number of ranks"
+        )
+    if config.deterministic and config.local_buffers:
+        yield (
+            "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"
+            " for itself depend on the number of ranks"
+        )
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield "--tensorboard needs its package: pip install 'hpctrain[tensorboard]'"
