@@ -7,7 +7,7 @@ import signal
 import time
 
 from hpctrain.errors import UsageError
-from scripts.fuzzing.surface import Surface, attempt, compared
+from scripts.fuzzing.surface import Case, Surface
 
 
 def crash():
@@ -27,15 +27,15 @@ def fail():
 
 
 def say_much():
-    raise UsageError("input.h5 is damaged:\nand so on")
+    raise UsageError("input.h5 is corrupt:\nand so on")
 
 
 def say_little():
-    raise UsageError("it is damaged")
+    raise UsageError("it is corrupt")
 
 
 def refuse():
-    raise UsageError("input.h5 is damaged")
+    raise UsageError("input.h5 is corrupt")
 
 
 def give_another():
@@ -63,23 +63,30 @@ class Faults(Surface):
 
     name = "faults"
 
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.done = folder / "done"
+    def make_cases(self):
+        (self.folder / "input.h5").touch()
+        done = self.folder.with_name("done")  # the folder is made anew after a crash
 
-    def control(self):
+        def next_fault():
+            number = done.stat().st_size if done.exists() else 0
+            with done.open("ab") as file:
+                file.write(b".")
+            return (*SOUND, *FAULTS)[number]()
+
+        path = self.folder / "input.h5"
+        return [Case("all faults", path, path, next_fault, "same", ("input.h5",))]
+
+    def controls(self):
         return []
-
-    def trial(self, draw):
-        number = self.done.stat().st_size if self.done.exists() else 0
-        with self.done.open("ab") as file:
-            file.write(b".")
-        action = (*SOUND, *FAULTS)[number]
-        return action.__name__, compared(attempt(action, "input.h5"), "same")
 
 
 class NotSound(Faults):
     """Refuses what was not mutated."""
 
-    def control(self):
-        return ["the sound input is refused"]
+    def make_cases(self):
+        path = self.folder / "input.h5"
+        path.touch()
+        return [Case("input", path, path, refuse, "same", ("input.h5",))]
+
+    def controls(self):
+        return self.cases

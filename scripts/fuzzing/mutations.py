@@ -1,4 +1,4 @@
-"""Ways to damage a file: bytes, and what stands in JSON, TOML and safetensors."""
+"""Ways to corrupt a file: its bytes, or what stands in JSON, TOML and safetensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import struct
+from pathlib import Path
 from typing import Any
 
 DEEP = "\0deep"  # stands for a value that nests too deeply to be built in Python
@@ -139,7 +140,7 @@ def dumps(value: Any) -> str:
 
 
 def mutate_json(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """A JSON text with a value changed, or with damaged bytes; what was done."""
+    """A JSON text with a value changed, or with corrupt bytes; what was done."""
     if draw.random() < 0.6:
         value, what = mutate_value(json.loads(data), draw)
         return dumps(value).encode(), what
@@ -148,7 +149,7 @@ def mutate_json(data: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_lines(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """JSON lines with one changed, lost, doubled or moved, or with damaged bytes."""
+    """JSON lines with one changed, lost, doubled or moved, or with corrupt bytes."""
     lines = data.splitlines(keepends=True)
     number = draw.randrange(len(lines))
     match draw.randrange(6):
@@ -169,7 +170,7 @@ def mutate_lines(data: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_toml(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """TOML with an odd line, another value in a line, or damaged bytes."""
+    """TOML with an odd line, another value in a line, or corrupt bytes."""
     lines = data.decode().splitlines()
     number = draw.randrange(len(lines))
     match draw.randrange(4):
@@ -189,7 +190,7 @@ def mutate_toml(data: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_tensors(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """A safetensors file with a value of its header or metadata changed, or with damaged bytes."""
+    """A safetensors file with a value of its header or metadata changed, or with corrupt bytes."""
     length = struct.unpack("<Q", data[:8])[0]
     header, tensors = json.loads(data[8 : 8 + length]), data[8 + length :]
     choice = draw.randrange(4)
@@ -217,3 +218,18 @@ def _holders(value: Any, path: str) -> Any:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             yield from _holders(item, f"{path}.{key}")
+
+
+def mutate_file(path: Path, draw: random.Random, head: int) -> tuple[bytes, str]:
+    """The content of a file, changed in a way that suits its kind; what was done."""
+    data = path.read_bytes()
+    mutate = {
+        ".json": mutate_json,
+        ".jsonl": mutate_lines,
+        ".toml": mutate_toml,
+        ".safetensors": mutate_tensors,
+    }.get(path.suffix)
+    if mutate and data:
+        return mutate(data, draw)
+    changed = bytearray(data)
+    return changed, mutate_bytes(changed, draw, head)

@@ -1,93 +1,100 @@
-"""Run folders: one file of them is mutated, then the run is taken up again."""
+"""Surfaces of runs: their folders (also resumed on two ranks), weights, records, and settings."""
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hpctrain.report.record import read_records
+from hpctrain.cli import parse
+from hpctrain.config import Config, PackConfig, to_toml
+from hpctrain.errors import Failure
+from hpctrain.sweep.file import read_sweep
 from hpctrain.training.checkpoint import _check
-from scripts.fuzzing.mutations import (
-    mutate_bytes,
-    mutate_json,
-    mutate_lines,
-    mutate_tensors,
-    mutate_toml,
-)
-from scripts.fuzzing.surface import Outcome, Surface, attempt, compared
-from scripts.fuzzing.training import leave_heartbeat, make_pack, run_settings, train
+from scripts.fuzzing.inputs import last_digest, leave_heartbeat, make_pack, run_settings, train
+from scripts.fuzzing.surface import REFUSED, WRONG, Case, Outcome, Surface, run_command
+from tests.launch import Job, mpirun
 from tests.training.runs import leave_after
 
 LEFT_AFTER = 7  # steps of ten
-
-
-def make_unfinished(folder: Path, name: str) -> None:
-    """A run that was asked to leave in its second epoch."""
-    with leave_after(LEFT_AFTER):
-        code = train(run_settings(folder, run=name))
-    if code != 75:
-        raise SystemExit(f"the unfinished run ended with {code}")
+LAUNCH_LIMIT = 60.0  # seconds
+READ = ("progress.jsonl", "progress.jsonl", "ranks/0.json", "config.toml", "plan.json")
+READ += ("evaluation-test.json", "model.safetensors")
+SWEEP = """
+[base]
+data = "digits"
+epochs = 3
+[grid]
+optimizer = ["sgdm", "adam"]
+lr = [0.01, 0.001]
+[[variant]]
+name = "wide"
+model = "mynets:wide"
+batch_size = 64
+"""
+PREDICT = 'run = "first"\nimages = ["a", "b"]\noutput = "-"\nbatch = 7\n'
 
 
 class Runs(Surface):
     """A run that left in mid-epoch, and one that is done and gets another epoch: the weights at the
-    end are those of runs that nothing befell, or a line says what is wrong."""
+    end are those of runs that nothing befell, or a line says what is wrong.
+    """
 
     name, weight = "runs", 3.0
+    parts = (("unfinished", 2.0), ("finished", 1.0))  # of the trials
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        make_pack(folder / "pack.h5")
-        for path in folder.glob("*/"):
-            shutil.rmtree(path)
-        make_unfinished(folder, "unfinished")
-        train(run_settings(folder, run="finished", epochs=1))
-        for name in ("unfinished", "finished"):
-            leave_heartbeat(folder / name)
-        train(run_settings(folder, run="whole"))
-        self.sound = str(list(read_records(folder / "whole"))[-1]["digest"])
+    def make_cases(self) -> Sequence[Case]:
+        make_pack(self.folder / "pack.h5")
+        with leave_after(LEFT_AFTER):
+            code = train(run_settings(self.folder, run="unfinished"))
+        if code != 75:
+            raise SystemExit(f"the unfinished run ended with {code}")
+        train(run_settings(self.folder, run="finished", epochs=1))
+        train(run_settings(self.folder, run="whole"))
+        sound, cases = last_digest(self.folder / "whole"), []
+        for name, part in self.parts:
+            run = self.folder / name
+            leave_heartbeat(run)
+            files = sorted(p for p in run.rglob("*") if p.is_file() and p.name != "lock")
+            for path in files:
+                target = self.folder / "input"
+                use = partial(self.resume, name, path.relative_to(run))
+                what, weight = str(path.relative_to(self.folder)), part / len(files)
+                cases.append(Case(what, path, target, use, sound, ("mutated",), False, weight))
+        return cases
 
-    def control(self) -> list[str]:
-        found = {
-            name: attempt(lambda n=name: self.resume(n)) for name in ("unfinished", "finished")
-        }
-        return [f"{name}: {digest}" for name, digest in found.items() if digest != self.sound]
+    def controls(self) -> Sequence[Case]:
+        return [next(c for c in self.cases if c.what.startswith(name)) for name, _ in self.parts]
 
-    def resume(self, name: str, path: str = "", data: bytes = b"") -> str:
-        """Copy the run, put `data` into its file `path`, and let it go on: its last digest."""
-        target = self.copy(name, path, data)
-        code = train(run_settings(self.folder, run="mutated"))
-        end = list(read_records(target))[-1]
-        return str(end.get("digest")) if code == 0 else f"exit code {code}"
+    def resume(self, name: str, path: Path) -> Outcome | str:
+        """Copy the run, put the input into its file `path`, and let it go on: its last digest."""
+        run = self.folder / "mutated"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(self.folder / name, run)
+        shutil.copyfile(self.folder / "input", run / path)
+        return self.go_on(run_settings(self.folder, run="mutated")) or last_digest(run)
 
-    def copy(self, name: str, path: str, data: bytes) -> Path:
-        """A copy of a run, with `data` in its file `path`."""
-        target = self.folder / "mutated"
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(self.folder / name, target)
-        if path:
-            (target / path).write_bytes(data)
-        return target
+    def go_on(self, config: Config) -> Outcome | None:
+        """Train; what became of it where that is not done."""
+        code = train(config)
+        return Outcome(WRONG, f"exit code {code}") if code else None
 
-    def trial(self, draw: random.Random) -> tuple[str, Outcome]:
-        name = draw.choice(("unfinished", "unfinished", "finished"))
-        run = self.folder / name
-        files = sorted(p for p in run.rglob("*") if p.is_file() and p.name != "lock")
-        path = draw.choice(files)
-        data, what = mutate_file(path, draw)
-        relative = str(path.relative_to(run))
-        sealed = None
-        if path.parent.name == "checkpoints" and draw.random() < 0.9:
-            sealed = sealed_again(data)
-        found = attempt(lambda: self.resume(name, relative, sealed or data), "mutated")
-        # With a checksum of its own, what it says of figures is believed.
-        how = ", sealed again" if sealed else ""
-        return f"{name}, {relative}, {what}{how}", compared(found, self.sound, sealed is not None)
+    def mutate(self, case: Case, draw: random.Random) -> tuple[bytes, str, bool]:
+        data, what, may_differ = super().mutate(case, draw)
+        in_checkpoint = case.sound.parent.name == "checkpoints" and draw.random() < 0.9
+        if in_checkpoint and (sealed := with_checksum(data)):  # which makes its figures believed
+            return sealed, f"{what}, with a new checksum", True
+        return data, what, may_differ
 
 
-def sealed_again(data: bytes) -> bytes | None:
+def with_checksum(data: bytes) -> bytes | None:
     """The JSON of a checkpoint with a checksum that is right; None where it is no such JSON."""
     try:
         known = json.loads(data)
@@ -97,16 +104,158 @@ def sealed_again(data: bytes) -> bytes | None:
         return None
 
 
-def mutate_file(path: Path, draw: random.Random) -> tuple[bytes, str]:
-    """The content of a file of a run, changed in a way that suits it; what was done."""
-    data = path.read_bytes()
-    mutate = {
-        ".json": mutate_json,
-        ".jsonl": mutate_lines,
-        ".toml": mutate_toml,
-        ".safetensors": mutate_tensors,
-    }.get(path.suffix)
-    if mutate and data:
-        return mutate(data, draw)
-    changed = bytearray(data)
-    return changed, mutate_bytes(changed, draw)
+class Launches(Runs):
+    """Run folders as in `runs`, resumed by `mpirun -n 2 python -m hpctrain`."""
+
+    name, weight = "launches", 0.0  # their number is asked for
+    parts = (("unfinished", 1.0),)
+
+    def mutate(self, case: Case, draw: random.Random) -> tuple[bytes, str, bool]:
+        return Surface.mutate(self, case, draw)
+
+    def go_on(self, config: Config) -> Outcome | None:
+        toml = self.folder / "settings.toml"
+        toml.write_text(to_toml(config))
+        words = [sys.executable, "-m", "hpctrain", "--config", str(toml)]
+        job = Job([mpirun(), "-n", "2", *words], cwd=self.folder)
+        try:
+            _, errors = job.communicate(timeout=LAUNCH_LIMIT)
+        except subprocess.TimeoutExpired:
+            job.end()
+            return Outcome(WRONG, f"no end after {LAUNCH_LIMIT:.0f} s")
+        if "Traceback" in errors or job.returncode not in (0, 1, 2):
+            return Outcome(WRONG, f"exit code {job.returncode}: {errors[-500:]}")
+        if not job.returncode:
+            return None
+        said = [line for line in errors.splitlines() if line.startswith("hpctrain: ")]
+        named = len(said) == 1 and "mutated" in said[0]
+        return Outcome(REFUSED if named else WRONG, f"{said or errors[-500:]}")
+
+
+class Weights(Surface):
+    """model.safetensors of a run: what evaluate, predict, --init and compare make of it."""
+
+    name, weight = "weights", 2.0
+
+    def make_cases(self) -> Sequence[Case]:
+        make_pack(self.folder / "pack.h5")
+        train(run_settings(self.folder, run="sound"))
+        shutil.copytree(self.folder / "sound", self.folder / "mutated")
+        self.where = ["--runs-dir", str(self.folder)]
+        sound, target = (self.folder / n / "model.safetensors" for n in ("sound", "mutated"))
+        uses: list[tuple[Callable[[], Any], float]] = [(self.evaluate, 4.0), (self.predict, 4.0)]
+        uses += [(self.init, 1.0), (self.compare, 4.0)]
+        names = (target.name, str(target.parent))
+        return [
+            Case(use.__name__, sound, target, use, use(), names, False, weight)
+            for use, weight in uses
+        ]
+
+    def attempt(self, case: Case, data: bytes) -> Outcome | Any:
+        found = super().attempt(case, data)
+        return case.expected if found == (1, "different") else found  # compare says so aloud
+
+    def evaluate(self) -> dict[str, Any]:
+        """The figures of the test."""
+        output = self.folder / "figures.json"
+        run_command("evaluate", "mutated", *self.where, "--output", str(output))
+        figures = json.loads(output.read_text())
+        return {
+            name: figures[name] for name in ("rows", "loss", "accuracy", "confusion", "classes")
+        }
+
+    def predict(self) -> list[list[str]]:
+        """The lines of all rows of the test."""
+        output = self.folder / "answers.csv"
+        run_command("predict", "mutated", *self.where, "--output", str(output))
+        return list(csv.reader(output.open()))
+
+    def init(self) -> str:
+        """The digest of a run that begins with these weights."""
+        shutil.rmtree(self.folder / "next", ignore_errors=True)
+        init = str(self.folder / "mutated/model.safetensors")
+        train(run_settings(self.folder, run="next", init=init, epochs=1, checkpoint_every="9"))
+        return last_digest(self.folder / "next")
+
+    def compare(self) -> tuple[int, str]:
+        """Exit code, and the last word."""
+        code, printed = run_command("compare", "sound", "mutated", *self.where)
+        return code, printed.split()[-1]
+
+
+class Records(Surface):
+    """Records and what else `watch`, `plot` and `compare` read of a run, beside one that is sound.
+    What is shown of the mutated run may be anything; `watch` shows the sound one as before.
+    """
+
+    name, weight = "records", 2.0
+
+    def make_cases(self) -> Sequence[Case]:
+        make_pack(self.folder / "pack.h5")
+        sound, mutated = self.folder / "sound", self.folder / "mutated"
+        train(run_settings(self.folder, run="sound"))
+        leave_heartbeat(sound)
+        shutil.copytree(sound, mutated)
+        runs = ["sound", "mutated", "--runs-dir", str(self.folder)]
+        figure = ["--output", str(self.folder / "figure.png")]
+        uses: dict[str, tuple[Callable[[], Any], float]] = {
+            "watch": (partial(self.watch, runs), 8.0),
+            "plot": (partial(self.show, "plot", *runs, *figure), 1.0),
+            "confusion": (partial(self.show, "plot", *runs, *figure, "--confusion"), 1.0),
+            "compare": (partial(self.show, "compare", *runs), 4.0),
+        }
+        return [
+            Case(
+                f"{name}, {file}", sound / file, mutated / file, use, use(), ("mutated",), False, w
+            )
+            for name, (use, w) in uses.items()
+            for file in READ
+        ]
+
+    def controls(self) -> Sequence[Case]:
+        return self.cases[:: len(READ)]
+
+    def watch(self, runs: list[str]) -> tuple[int, str]:
+        """Exit code, and the line of the sound run; nothing may be refused."""
+        try:
+            code, printed = run_command("watch", *runs, "--once")
+        except Failure as error:
+            raise AssertionError(f"refused: {error}") from error
+        return code, next(line for line in printed.splitlines() if "sound" in line)
+
+    def show(self, *words: str) -> None:
+        """Run a command, whatever it shows."""
+        run_command(*words)
+
+
+class Settings(Surface):
+    """TOML: --config of subcommands, and the files of sweeps. Settings are read, and a plan is made
+    of them where they are those of train; other ones are settings too.
+    """
+
+    name = "settings"
+
+    def make_cases(self) -> Sequence[Case]:
+        make_pack(self.folder / "pack.h5")
+        texts = {
+            "train": to_toml(run_settings(self.folder, epochs=1)),
+            "pack": to_toml(PackConfig("images", size="9x7", output="x.h5")),
+            "predict": PREDICT,
+            "sweep": SWEEP.strip(),
+        }
+        cases = []
+        for name, text in texts.items():
+            path = self.folder / f"{name}.toml"
+            path.write_text(text)
+            # A value that is out of its range is one of a flag, wherever the flag stood; a path
+            # that leads elsewhere is named itself.
+            names = (path.name, "--", "mini-batch", str(self.folder), "/etc/passwd")
+            cases.append(Case(name, path, path, partial(self.read, name, path), None, names))
+        return cases
+
+    def read(self, name: str, path: Path) -> None:
+        """Read the settings."""
+        if name == "sweep":
+            read_sweep(path)
+        elif isinstance(parse([name, "--config", str(path)])[1], Config):
+            run_command("train", "--config", str(path), "--dry-run", "--run", "never")

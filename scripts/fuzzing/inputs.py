@@ -6,16 +6,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from hpctrain.config import Config, check_settings
 from hpctrain.data.pack import write_pack
 from hpctrain.heartbeats import Beat, write_beat
+from hpctrain.report.record import read_records
 
 
 def make_images(rows: int, shape: tuple[int, int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Noise and labels 0, 1, 2."""
     draw = np.random.default_rng(seed)
     return draw.integers(256, size=(rows, *shape), dtype=np.uint8), np.arange(rows) % 3
+
+
+def make_image_files(folder: Path, count: int, suffixes: tuple[str, ...]) -> list[Path]:
+    """Smooth colour images of 20x16 pixels in three folders, of these kinds in turn."""
+    draw = np.random.default_rng(0)
+    made = []
+    for number in range(count):
+        coarse = draw.integers(256, size=(4, 4, 3), dtype=np.uint8)
+        path = folder / f"class{number % 3}" / f"{number}{suffixes[number % len(suffixes)]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        options = {"quality": 90} if path.suffix in (".jpg", ".webp") else {}
+        Image.fromarray(coarse).resize((20, 16)).save(path, **options)
+        made.append(path)
+    return made
 
 
 def make_pack(path: Path) -> Path:
@@ -28,7 +44,7 @@ def make_pack(path: Path) -> Path:
     return path
 
 
-def one_step(config: Config) -> str:
+def one_step(**settings: Any) -> str:
     """The digest after a step on this rank and an evaluation of the test split."""
     from mpi4py import MPI
 
@@ -36,6 +52,7 @@ def one_step(config: Config) -> str:
     from hpctrain.training.setup import set_up
     from hpctrain.training.step import rank_digest, train_step
 
+    config = Config(model="digits", deterministic=True, batch_size=7, **settings)
     check_settings(config)
     job = set_up(config, MPI.COMM_SELF)
     batches = job.loader.epoch(0)
@@ -75,6 +92,11 @@ def train(config: Config) -> int:
     from hpctrain.training.train import train as run
 
     return run(config, MPI.COMM_SELF)
+
+
+def last_digest(run: Path) -> str:
+    """The digest at the end of a run's record."""
+    return str(list(read_records(run))[-1].get("digest"))
 
 
 def leave_heartbeat(run: Path) -> None:

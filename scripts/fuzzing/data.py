@@ -1,0 +1,216 @@
+"""Surfaces of data: packs, external HDF5 files, and what `pack` and `predict` take."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import random
+import struct
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpctrain.config import PackConfig
+from hpctrain.data.pack import make_pack as pack_images
+from hpctrain.data.packed import read_pack, verify
+from scripts.fuzzing.inputs import (
+    make_image_files,
+    make_images,
+    make_pack,
+    one_step,
+    run_settings,
+    train,
+)
+from scripts.fuzzing.surface import Case, Surface, run_command
+
+MODES = ("start", "first-touch", "never")
+ODD = (
+    0,
+    -1,
+    2**40,
+    float("nan"),
+    "x",
+    b"\xff",
+    np.zeros(0),
+    np.zeros((2, 2)),
+    np.array(["a", "b"], h5py.string_dtype()),
+    h5py.Empty("f"),
+)
+STORAGE = {
+    "contiguous": {},
+    "chunked": {"chunks": (4, 8, 8, 1)},
+    "gzip": {"chunks": (4, 8, 8, 1), "compression": "gzip"},
+    "lzf": {"chunks": (4, 8, 8, 1), "compression": "lzf", "shuffle": True},
+    "fletcher32": {"chunks": (4, 8, 8, 1), "fletcher32": True},
+    "floats": {"dtype": "float32"},
+}
+SUFFIXES = (".jpg", ".png", ".gif", ".bmp", ".tif", ".webp", ".ppm")
+
+
+class Packs(Surface):
+    """Packs of pixels and of JPEG files: one step of training and the test, for each --verify."""
+
+    name, weight = "packs", 2.0
+
+    def make_cases(self) -> Sequence[Case]:
+        make_image_files(self.folder / "images", 24, (".jpg",))
+        source, target = str(self.folder / "images"), self.folder / "mutated.h5"
+        settings = PackConfig(source, size="10x8", split="0.7,0.3", jobs=1)
+        cases = []
+        for encoding in ("raw", "jpeg"):
+            path = self.folder / f"{encoding}.h5"
+            pack_images(dataclasses.replace(settings, output=str(path), encoding=encoding))
+            sound = one_step(data=str(path), verify="start", normalize="pack")
+            for mode in MODES:
+                use = partial(one_step, data=str(target), verify=mode, normalize="pack")
+                what = f"{path.name}, --verify {mode}"
+                cases.append(Case(what, path, target, use, sound, (target.name,), mode == "never"))
+        return cases
+
+    def mutate(self, case: Case, draw: random.Random) -> tuple[bytes, str, bool]:
+        if draw.random() >= 0.3:
+            return super().mutate(case, draw)
+        case.target.write_bytes(case.sound.read_bytes())
+        what = mutate_structure(case.target, draw)
+        # A file that h5py wrote may say other things and hold the checksums of them.
+        return case.target.read_bytes(), what, True
+
+
+def mutate_structure(path: Path, draw: random.Random) -> str:
+    """Change an attribute or a dataset by h5py; what was done."""
+    with h5py.File(path, "r+") as file:
+        places: list[h5py.HLObject] = [file]
+        file.visititems(lambda name, item: places.append(item))
+        place = draw.choice(places)
+        if len(place.attrs) and draw.random() < 0.6:
+            parent, name, what = place.attrs, draw.choice(list(place.attrs)), place.name
+        else:
+            parent, name, what = file, draw.choice(places[1:]).name, ""
+        value = draw.choice(ODD)
+        del parent[name]
+        if draw.random() < 0.8:
+            parent[name] = value
+            return f"{what} {name} becomes {value!r:.30}"
+        return f"{what} {name} is gone"
+
+
+class External(Surface):
+    """HDF5 files that are no packs: one step of training and the test with --images and --labels.
+    Nothing but fletcher32 tells whether pixels are as they were, so most may come out as others.
+    """
+
+    name, weight = "external", 1.5
+
+    def make_cases(self) -> Sequence[Case]:
+        images, labels = make_images(41, (8, 8, 1), 0)
+        names, target = (
+            {"images": "x", "labels": "y", "split": "0.7,0.3"},
+            self.folder / "mutated.h5",
+        )
+        cases = []
+        for name, storage in STORAGE.items():
+            path = self.folder / f"{name}.h5"
+            with h5py.File(path, "w") as file:
+                values = images if name != "floats" else (images / np.float32(255))
+                file.create_dataset("x", data=values, **storage)
+                file["y"] = labels
+            sound = one_step(data=str(path), **names)
+            use = partial(one_step, data=str(target), **names)
+            cases.append(Case(path.name, path, target, use, sound, (target.name,), True))
+        return cases
+
+
+class Archives(Surface):
+    """What `pack` takes besides folders: .tgz, .tar, .zip, .npz and idx files. Packed, or refused:
+    pixels may be others where the file has no checksum.
+    """
+
+    name, weight, head = "archives", 1.5, 256
+
+    def make_cases(self) -> Sequence[Case]:
+        cases = []
+        for path in make_archives(self.folder):
+            source = path.with_name(path.name.replace("labels-idx1", "images-idx3"))
+            use = partial(self.pack, source)
+            names = (path.name, source.name, "class")
+            cases.append(Case(path.name, path, path, use, use(), names, may_differ=True))
+        return cases
+
+    def pack(self, source: Path) -> int:
+        """Pack a source; the rows of the pack."""
+        output = self.folder / "out.h5"
+        words = ["--jobs", "1", "--output", str(output), "--overwrite"]
+        code, _ = run_command("pack", str(source), *words, "--size", "9x7", "--split", "0.7,0.3")
+        pack = read_pack(output)
+        rows = sum(split.rows for split in pack.splits.values())
+        if code or verify(pack) or rows < 2:
+            raise AssertionError(f"exit code {code}, {rows} rows, {verify(pack)}")
+        return rows
+
+
+def make_archives(folder: Path) -> list[Path]:
+    """The same images in all kinds of files."""
+    made = make_image_files(folder / "images", 12, (".jpg", ".png"))
+    for name, mode in (("a.tgz", "w:gz"), ("a.tar", "w")):
+        with tarfile.open(folder / name, mode) as tar:
+            for path in made:
+                tar.add(path, str(path.relative_to(folder / "images")))
+    with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in made:
+            archive.write(path, str(path.relative_to(folder / "images")))
+    images, labels = make_images(17, (7, 9, 1), 0)
+    np.savez(folder / "a.npz", images=images[..., 0], labels=labels)
+    np.savez_compressed(folder / "b.npz", x_train=images, y_train=labels.astype("S3"))
+    idx = {
+        "images-idx3": struct.pack(">HBB3I", 0, 8, 3, 17, 7, 9) + images.tobytes(),
+        "labels-idx1": struct.pack(">HBBI", 0, 8, 1, 17) + labels.astype(np.uint8).tobytes(),
+    }
+    for name, data in idx.items():
+        (folder / f"a-{name}-ubyte").write_bytes(data)
+        (folder / f"b-{name}-ubyte.gz").write_bytes(gzip.compress(data))
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+class ImageFiles(Surface):
+    """`pack` and `predict` of a folder with image files of all kinds, of which one is corrupt."""
+
+    name, head = "images", 64
+
+    def make_cases(self) -> Sequence[Case]:
+        files = make_image_files(self.folder / "images", 21, SUFFIXES)
+        make_pack(self.folder / "pack.h5")
+        train(run_settings(self.folder, run="net", epochs=1))
+        rows, lines = self.pack(), self.predict("")
+        cases = []
+        for path in files:
+            # Pixels may be others; images may not be fewer, nor may other files' answers differ.
+            others = [line for line in lines if path.name not in line]
+            for name, use, sound in (
+                ("pack", self.pack, rows),
+                ("predict", partial(self.predict, path.name), others),
+            ):
+                cases.append(Case(f"{name}, {path.name}", path, path, use, sound, (path.name,)))
+        return cases
+
+    def controls(self) -> Sequence[Case]:
+        return self.cases[:2]
+
+    def pack(self) -> tuple[int, int]:
+        """The exit code of packing, and the rows of the pack."""
+        output = self.folder / "out.h5"
+        words = ["--jobs", "1", "--size", "9x7", "--output", str(output), "--overwrite"]
+        code, _ = run_command("pack", str(self.folder / "images"), *words)
+        return code, sum(split.rows for split in read_pack(output).splits.values())
+
+    def predict(self, but: str) -> list[str]:
+        """The lines of predictions for all files but one."""
+        output = self.folder / "out.csv"
+        output.unlink(missing_ok=True)
+        words = ["--runs-dir", str(self.folder), "--output", str(output)]
+        run_command("predict", "net", str(self.folder / "images"), *words)
+        return [line for line in output.read_text().splitlines() if not but or but not in line]
