@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.data.orders import ByPartition
+from hpctrain.data.orders import Order
 from hpctrain.data.pack import write_pack
 
 
@@ -39,4 +39,4 @@ def places(partition, step, shard):
 
 def order_of(partition, seed, epoch, shard):
     """The shard's rows in the order of this epoch, as `--shuffle partition` reads them."""
-    return ByPartition(partition, seed).samples(epoch, shard, 0, partition.sizes()[shard])
+    return Order(partition, seed).samples(epoch, shard, 0, partition.sizes()[shard])

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from hpctrain.data.jpeg import Crop
-from hpctrain.data.orders import Blocks, Order
+from hpctrain.data.orders import BlockOrder, Order
 from hpctrain.data.split import Split
 
 WindowKey = tuple[int, int, int]  # epoch, shard, number of the window
@@ -54,7 +54,7 @@ class SampleCache:
         """The samples at the places first ... of the shard's epoch into `out` (n, H, W, C), a crop
         of each where `crops` (n,) are given; their indices in the split, (n,) int64.
         """
-        if self._kept is None and isinstance(self._order, Blocks):
+        if self._kept is None and isinstance(self._order, BlockOrder):
             return self._gather_windows(self._order, epoch, shard, first, out, crops)
         indices = self._order.samples(epoch, shard, first, len(out))
         if self._kept is None:
@@ -84,7 +84,7 @@ class SampleCache:
 
     def _gather_windows(
         self,
-        order: Blocks,
+        order: BlockOrder,
         epoch: int,
         shard: int,
         first: int,
@@ -108,7 +108,7 @@ class SampleCache:
             done += len(places)
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def _read_window(self, order: Blocks, epoch: int, shard: int, number: int) -> np.ndarray:
+    def _read_window(self, order: BlockOrder, epoch: int, shard: int, number: int) -> np.ndarray:
         """The samples of a window, in the order of reading; those before it are forgotten."""
         following = (epoch, shard, number + 1)
         if number + 1 == order.count(shard):

@@ -4,7 +4,7 @@ Such a file has samples and no splits: they are drawn from a seed, and a split i
 nothing is copied. Where samples can be read one by one, each class is cut by the shares and every
 split is put into random order, so that a file ordered by class does no harm. Where samples should
 be read in long blocks (chunks, or --shuffle blocks), whole blocks are drawn, and a split keeps the
-file's order: ``orders.Blocks`` then assigns the blocks to the shards at random.
+file's order: ``orders.BlockOrder`` then assigns the blocks to the shards at random.
 
 What the file must be is checked in ``external_file.py``; ``split.py`` reads the samples.
 """

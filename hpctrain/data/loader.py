@@ -8,9 +8,9 @@ batch holds is a pure function of (seed, epoch, step, shard).
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,13 +21,13 @@ import torch
 from hpctrain.data.augment import Augmentation, augment, to_input
 from hpctrain.data.cache import SampleCache
 from hpctrain.data.jpeg import draw_crops
-from hpctrain.data.orders import ByPartition, Order
+from hpctrain.data.orders import Order
 from hpctrain.data.partition import Partition, random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.streams import Event, Upload, copy_to_device
 
-AHEAD = 2  # steps that are ready before they are needed
+AHEAD = 3  # steps that are read before they are needed
 HEAD_START = 0.002  # seconds
 READ_BUFFER = 256 << 20  # bytes
 
@@ -115,17 +115,42 @@ def make_pairs(
     return upload.make(sum(sizes), work)
 
 
-def ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """What `make` gives for each item, made by a thread while the one before is used."""
+def ahead(
+    make: Callable[[Item], Made], items: Iterable[Item], count: int = 1, head_start: float = 0.0
+) -> Generator[Made, None, None]:
+    """What `make` gives for each item, made in order by a thread, `count` before they are needed.
+
+    While the next one is ready, the thread leaves the interpreter to its user for `head_start`
+    seconds: what it makes for a later step should not delay the kernels of this one. An error is
+    raised for its own item. When this generator is closed the thread has ended.
+    """
+    waiting: deque[Future[Made]] = deque()
+    wanted = threading.Event()
+
+    def work(item: Item) -> Made:
+        wanted.wait(head_start if waiting and waiting[0].done() else 0.0)
+        return make(item)
+
+    def take() -> Made:
+        if not waiting[0].done():
+            wanted.set()
+        try:
+            return waiting[0].result()  # has no name here: its memory would be missing for the next
+        finally:
+            waiting.popleft()
+            wanted.clear()
+
     with ThreadPoolExecutor(1, "ahead") as thread:
-        waiting: Future[Made] | None = None
-        for item in items:
-            following = thread.submit(make, item)
-            if waiting:
-                yield waiting.result()
-            waiting = following
-        if waiting:
-            yield waiting.result()
+        try:
+            for item in items:
+                waiting.append(thread.submit(work, item))
+                if len(waiting) > count:
+                    yield take()
+            while waiting:
+                yield take()
+        finally:
+            wanted.set()
+            thread.shutdown(cancel_futures=True)
 
 
 class Loader:
@@ -165,10 +190,10 @@ class Loader:
         self.split, self.partition, self.epochs = split, partition, epochs
         self.seed, self.prepare = seed, prepare or make_prepare()
         self.pair = pair or (lambda images, labels, key: (images, labels))
-        self.order = order or ByPartition(partition, seed)
+        self.order = order or Order(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
         self._min_samples, self._device = min_samples, device
-        self._prefetch: Prefetch | None = None  # between epochs
+        self._prefetch: Generator[Ready, None, None] | None = None  # between epochs
         self._following = (0, 0)  # epoch and step that it gives next
         self._cache: SampleCache | None = None
         self.assign_shards(shards)
@@ -197,11 +222,12 @@ class Loader:
         steps = self.partition.steps
         if self._prefetch is None or self._following != (epoch, first_step):
             self._end_prefetch()
-            self._prefetch = Prefetch(self._read_step, self._steps_from(epoch, first_step))
+            steps_from = self._steps_from(epoch, first_step)
+            self._prefetch = ahead(self._read_step, steps_from, AHEAD, HEAD_START)
         prefetch, self._prefetch = self._prefetch, None
         try:
             for step in range(first_step, steps):
-                batches, made = prefetch.take()
+                batches, made = next(prefetch)
                 self._upload.take(made, [t for b in batches for t in (b.images, b.targets)])
                 if step + 1 == steps and epoch + 1 < self.epochs:
                     self._prefetch, self._following = prefetch, (epoch + 1, 0)
@@ -247,52 +273,3 @@ class Loader:
                 for (shard, (_, key)), pair in zip(parts.items(), pairs, strict=True)
             ]
         return made, self._upload.record_event()
-
-
-class Prefetch:
-    """A thread that reads steps in order, at most AHEAD before they are taken."""
-
-    def __init__(
-        self, read: Callable[[tuple[int, int]], Ready], steps: Iterator[tuple[int, int]]
-    ) -> None:
-        self._read, self._steps = read, steps
-        self._ready: queue.Queue[Ready | BaseException] = queue.Queue(AHEAD)
-        self._closed, self._wanted = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
-        self._thread.start()
-
-    def take(self) -> Ready:
-        """The next step. Raises what reading it raised."""
-        if self._ready.empty():
-            self._wanted.set()
-        item = self._ready.get()
-        self._wanted.clear()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def close(self) -> None:
-        """End the thread, and wait for its end."""
-        self._closed.set()
-        self._wanted.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            for place in self._steps:
-                # Preparing needs the interpreter, which the step needs to get going: let it
-                # start its kernels first, unless it waits for this very batch.
-                self._wanted.wait(0.0 if self._ready.empty() else HEAD_START)
-                if self._closed.is_set():
-                    return
-                # No name holds the step here: its memory would be missing for the next.
-                self._put(self._read(place))
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: Ready | BaseException) -> None:
-        while not self._closed.is_set():
-            try:
-                return self._ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue

@@ -20,8 +20,9 @@ seed, but not `Generator.permutation` (NEP 19).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,59 +32,61 @@ ORDERS = ("partition", "global", "blocks")
 KEPT = 1 << 22  # numbers, 32 MiB
 ROUNDS = 6
 
-
-class Order(Protocol):
-    """Which sample of the split a shard reads at which place of an epoch."""
-
-    partition: Partition
-
-    def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """The samples at the shard's places first ... first + count - 1, (count,) int64."""
-
-    def reach(self, shards: range) -> range:
-        """Samples that these shards may read, in whatever epoch."""
+Made = TypeVar("Made")
 
 
-class ByPartition:
-    """Every shard reads its own samples, in a new order every epoch."""
+class Order:
+    """Which sample of the split a shard reads at which place of an epoch: here its own samples, in
+    a new order every epoch.
+    """
 
     def __init__(self, partition: Partition, seed: int, scattered: bool = False) -> None:
         self.partition, self.seed = partition, seed
-        self._scatter = _scatter(partition.rows, seed) if scattered else None
-        self._newest: dict[int, tuple[int, Permutation]] = {}  # by shard, with its epoch
+        self.everywhere = scattered  # whether a shard may read any sample of the split
+        self._scatter = self._make_scatter(partition.rows) if scattered else None
+        self._newest: dict[object, tuple[object, Any]] = {}
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """The samples at the shard's places first ... first + count - 1, (count,) int64."""
-        if shard not in self._newest or self._newest[shard][0] != epoch:
-            key = random_key(self.seed, "order", epoch, shard)
-            self._newest[shard] = epoch, Permutation(self.partition.sizes()[shard], key)
-        own = self._newest[shard][1](np.arange(first, first + count))
+        own = self._permutation(epoch, shard)(np.arange(first, first + count))
         samples = self.partition.start(shard) + own
         return samples if self._scatter is None else self._scatter(samples)
 
     def reach(self, shards: range) -> range:
         """Samples that these shards may read, in whatever epoch."""
-        return _reach(self.partition, shards, self._scatter is not None)
+        if self.everywhere:
+            return range(self.partition.rows)
+        return range(self.partition.start(shards.start), self.partition.start(shards.stop))
+
+    def _permutation(self, epoch: int, *shard: int) -> Permutation:
+        """That of an epoch, of a shard's samples or of all."""
+        n = self.partition.sizes()[shard[0]] if shard else self.partition.rows
+        return self._keep_newest(
+            shard, epoch, lambda: Permutation(n, random_key(self.seed, "order", epoch, *shard))
+        )
+
+    def _make_scatter(self, n: int) -> Permutation:
+        return Permutation(n, random_key(self.seed, "deal"))
+
+    def _keep_newest(self, place: object, version: object, make: Callable[[], Made]) -> Made:
+        """What `make` gives, kept at `place` until another version is asked for there."""
+        if place not in self._newest or self._newest[place][0] != version:
+            self._newest[place] = version, make()
+        made: Made = self._newest[place][1]
+        return made
 
 
-class Global:
+class GlobalOrder(Order):
     """Every epoch assigns all samples anew."""
 
     def __init__(self, partition: Partition, seed: int) -> None:
-        self.partition, self.seed = partition, seed
-        self._newest: tuple[int, Permutation] | None = None  # with its epoch
+        super().__init__(partition, seed)
+        self.everywhere = True
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """The samples at the shard's places first ... first + count - 1, (count,) int64."""
-        if self._newest is None or self._newest[0] != epoch:
-            key = random_key(self.seed, "order", epoch)
-            self._newest = epoch, Permutation(self.partition.rows, key)
         start = self.partition.start(shard) + first
-        return self._newest[1](np.arange(start, start + count))
-
-    def reach(self, shards: range) -> range:
-        """Samples that these shards may read, in whatever epoch."""
-        return _reach(self.partition, shards, True)
+        return self._permutation(epoch)(np.arange(start, start + count))
 
 
 class Window(NamedTuple):
@@ -103,7 +106,7 @@ class _Blocks(NamedTuple):
     ends: np.ndarray  # place after each, in that order
 
 
-class Blocks:
+class BlockOrder(Order):
     """Blocks of samples in a new order every epoch, shuffled within windows."""
 
     def __init__(
@@ -115,12 +118,11 @@ class Blocks:
         scattered: bool = False,
     ) -> None:
         """A block has `block_rows` samples, or fewer at the ends of a partition."""
-        self.partition, self.seed = partition, seed
+        super().__init__(partition, seed)
         self.block_rows, self.window_blocks = block_rows, window_blocks
         whole = partition.rows // block_rows
-        self._scatter = _scatter(whole, seed) if scattered and whole else None
-        self._newest: dict[int, tuple[int, int, Window]] = {}  # by shard, with epoch and number
-        self._blocks: dict[int, tuple[int, _Blocks]] = {}  # by shard, with epoch
+        self.everywhere = scattered and whole > 0
+        self._scatter = self._make_scatter(whole) if self.everywhere else None
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """The samples at the shard's places first ... first + count - 1, (count,) int64."""
@@ -135,12 +137,8 @@ class Blocks:
         ends = self._order_blocks(epoch, shard).ends
         place, end = first, first + count
         while place < end:
-            number = int(np.searchsorted(ends, place, side="right")) // self.window_blocks
-            newest = self._newest.get(shard)
-            if newest is None or newest[:2] != (epoch, number):
-                newest = epoch, number, self.window(epoch, shard, number)
-                self._newest[shard] = newest
-            window = newest[2]
+            key = epoch, shard, int(np.searchsorted(ends, place, "right")) // self.window_blocks
+            window = self._keep_newest(("window", shard), key, partial(self.window, *key))
             stop = min(end, window.start + len(window.samples))
             yield window, np.arange(place - window.start, stop - window.start)
             place = stop
@@ -160,26 +158,22 @@ class Blocks:
         """Windows of a shard's epoch."""
         return -(-(len(self._bounds(shard)) - 1) // self.window_blocks)
 
-    def reach(self, shards: range) -> range:
-        """Samples that these shards may read, in whatever epoch."""
-        return _reach(self.partition, shards, self._scatter is not None)
-
     def _bounds(self, shard: int) -> np.ndarray:
         """Where the blocks of the shard's partition begin, and the last ends."""
-        own = _reach(self.partition, range(shard, shard + 1), False)
-        inner = np.arange(-(-own.start // self.block_rows), -(-own.stop // self.block_rows))
+        start, stop = self.partition.start(shard), self.partition.start(shard + 1)
+        inner = np.arange(-(-start // self.block_rows), -(-stop // self.block_rows))
         between = inner * self.block_rows
-        return np.unique(np.concatenate([[own.start], between[between > own.start], [own.stop]]))
+        return np.unique(np.concatenate([[start], between[between > start], [stop]]))
 
     def _order_blocks(self, epoch: int, shard: int) -> _Blocks:
-        if shard not in self._blocks or self._blocks[shard][0] != epoch:
+        def make() -> _Blocks:
             bounds = self._bounds(shard)
             count = len(bounds) - 1
             order = Permutation(count, random_key(self.seed, "order", epoch, shard))
             chosen = order(np.arange(count))
-            blocks = _Blocks(bounds, chosen, np.cumsum(np.diff(bounds)[chosen]))
-            self._blocks[shard] = epoch, blocks
-        return self._blocks[shard][1]
+            return _Blocks(bounds, chosen, np.cumsum(np.diff(bounds)[chosen]))
+
+        return self._keep_newest(("blocks", shard), epoch, make)
 
     def _assigned(self, samples: np.ndarray) -> np.ndarray:
         """Samples of blocks that are assigned at random; those after the last whole one stay."""
@@ -200,20 +194,10 @@ def make_order(
 ) -> Order:
     """The order of that name; blocks and windows are for "blocks"."""
     if name == "global":
-        return Global(partition, seed)
+        return GlobalOrder(partition, seed)
     if name == "blocks":
-        return Blocks(partition, seed, block_rows, window_blocks, scattered)
-    return ByPartition(partition, seed, scattered)
-
-
-def _scatter(n: int, seed: int) -> Permutation:
-    return Permutation(n, random_key(seed, "deal"))
-
-
-def _reach(partition: Partition, shards: range, everywhere: bool) -> range:
-    if everywhere:
-        return range(partition.rows)
-    return range(partition.start(shards.start), partition.start(shards.stop))
+        return BlockOrder(partition, seed, block_rows, window_blocks, scattered)
+    return Order(partition, seed, scattered)
 
 
 class Permutation:

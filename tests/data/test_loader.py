@@ -59,7 +59,7 @@ class Torn(Source):
 
 
 def loader_threads():
-    return [t for t in threading.enumerate() if t.name == "loader"]
+    return [t for t in threading.enumerate() if t.name.startswith("ahead")]
 
 
 def indexed(source, epoch):
@@ -218,7 +218,7 @@ def test_the_thread_reads_only_a_little_ahead():
     source = Source()
     steps = Loader(source, PARTITION, MINE, SEED, read_buffer=STREAMING).epoch(0)
     next(steps)
-    ahead = 2 * 4  # gathers of 2 shards: 1 step taken, 2 ready, 1 in the thread's hand
+    ahead = 2 * 4  # gathers of 2 shards: 1 step taken, 3 read before they are needed
     deadline = time.monotonic() + 10
     while len(source.asked) < ahead and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -250,13 +250,24 @@ class Gated(Source):
 @pytest.mark.parametrize("name", ["partition", "blocks"])
 def test_the_first_steps_of_an_epoch_are_read_before_the_one_before_ends(name):
     """They are taken while nothing can be read."""
-    order, source = make_order(name, PARTITION, SEED, 5, 2), Gated()
+    order, source, made, plain = (
+        make_order(name, PARTITION, SEED, 5, 2),
+        Gated(),
+        [],
+        make_prepare(),
+    )
+
+    def prepare(images, key):
+        made.append(key)
+        return plain(images, key)
+
     alone = [bits(Loader(Source(), PARTITION, MINE, SEED, order=order).epoch(e)) for e in range(3)]
-    loader = Loader(source, PARTITION, MINE, SEED, None, None, order, STREAMING, epochs=3)
+    loader = Loader(source, PARTITION, MINE, SEED, prepare, None, order, STREAMING, epochs=3)
     assert bits(loader.epoch(0)) == alone[0]
     for epoch in (1, 2):
         (thread,) = loader_threads()
-        wait_for(loader._prefetch._ready.full)
+        used = sum(len(batches) for known in alone[:epoch] for batches in known)
+        wait_for(lambda used=used: len(made) == used + module.AHEAD * len(MINE))
         source.gate.clear()
         steps = loader.epoch(epoch)
         first = [next(steps), next(steps)]

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hpctrain.data.orders import Blocks, Permutation, make_order, random_order
+from hpctrain.data.orders import BlockOrder, Permutation, make_order, random_order
 from hpctrain.data.partition import cut_epoch
 
 ROWS, SHARDS = 1009, 5
@@ -143,13 +143,13 @@ def test_who_reads_what():
 
 
 def test_other_runs_come_together_in_every_epoch():
-    order = Blocks(PARTITION, 0, block_rows=3, window_blocks=2)
+    order = BlockOrder(PARTITION, 0, block_rows=3, window_blocks=2)
     windows = [sorted(order.window(epoch, 0, 0).samples) for epoch in range(4)]
     assert any(window != windows[0] for window in windows)
 
 
 def test_runs_are_read_whole_and_windows_are_small():
-    order = Blocks(PARTITION, 0, block_rows=17, window_blocks=3, scattered=True)
+    order = BlockOrder(PARTITION, 0, block_rows=17, window_blocks=3, scattered=True)
     for shard in range(SHARDS):
         seen = []
         for number in range(order.count(shard)):
