@@ -15,12 +15,11 @@ from hpctrain.config import PackConfig
 from hpctrain.data.images import Fit
 from hpctrain.data.pack_format import MAX_SIDE, SPLITS
 from hpctrain.data.packing import report
-from hpctrain.data.packing.layout import DecodedImages, ImageSource
+from hpctrain.data.packing.layout import ImageSource
 from hpctrain.data.packing.split import (
     TRAIN,
     VALIDATION,
     assign,
-    equal_pixels,
     fold_as_given,
     merged,
     parse_fold,
@@ -126,11 +125,10 @@ def output_path(config: PackConfig) -> Path:
     return path
 
 
-def check_decoded(source: ImageSource, decoded: DecodedImages, skip_bad: bool) -> None:
+def check_decoded(source: ImageSource, good: int, skip_bad: bool) -> None:
     """Files that could not be read are listed, and refused unless they may be left out."""
-    bad = sorted([*source.bad, *decoded.bad])
-    report.say_bad(bad)
-    count, total = len(bad), len(bad) + int(decoded.good.sum())
+    report.say_bad(sorted(source.bad))
+    count, total = len(source.bad), len(source.bad) + good
     if count == total:
         raise UsageError(f"source {source.name}: none of its {total:,} files can be read")
     if count and not skip_bad:
@@ -180,16 +178,15 @@ def say_chosen(
 
 def provenance(
     source: ImageSource,
-    decoded: DecodedImages,
+    good: np.ndarray,
+    equal: list[np.ndarray],
     config: PackConfig,
     fit: Fit,
     rows: dict[str, np.ndarray],
 ) -> dict[str, Any]:
     """What the pack was made of and how, without places or times."""
-    good = np.flatnonzero(decoded.good)
-    labels, equal = source.images["label"][good], equal_pixels(decoded.digests[good])[1]
-    given = source.images["split"][good]
-    skipped = sorted(name for name, _ in [*source.bad, *decoded.bad])
+    labels, given = source.images["label"][good], source.images["split"][good]
+    skipped = sorted(name for name, _ in source.bad)
     facts: dict[str, Any] = {
         "source": source.name,
         "kind": source.kind,

@@ -9,9 +9,9 @@ import hashlib
 import os
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from PIL import Image
@@ -26,7 +26,7 @@ from hpctrain.data.images import (
     fit_pixels,
     probe,
 )
-from hpctrain.data.packing.layout import DIGEST_BYTES, DecodedImages, ImageSource
+from hpctrain.data.packing.layout import DIGEST_BYTES, ImageSource, decoded_dtype
 from hpctrain.data.packing.scratch import UNZIP_ERRORS, ZIP_ERRORS
 from hpctrain.errors import RunError
 from hpctrain.files import open_itself, open_regular, write_at
@@ -36,6 +36,8 @@ PAGE = 4096  # bytes
 TAIL = 4096  # bytes at the end of a file that tell it from others
 READ_ERRORS = (OSError, ValueError, *ZIP_ERRORS, *UNZIP_ERRORS)
 ENCRYPTED, LOCAL_HEADER = 0x1, 30  # of a .zip (APPNOTE.TXT 4.4.4, 4.3.7): a flag, and bytes
+BadFiles = list[tuple[str, str]]  # name, and why
+
 current_image: list[memoryview] = []  # where this worker process shows what it decodes, if anywhere
 
 
@@ -63,6 +65,7 @@ class Span(NamedTuple):
 class Written(NamedTuple):
     """What became of the bytes of a span."""
 
+    span: Span
     checksums: list[int]  # CRC-32 of every block
     sums: np.ndarray  # (2, C) uint64: of the values of each channel, and of their squares
     rest: list[tuple[int, bytes]]  # bytes not written, with their offsets in the file
@@ -93,42 +96,52 @@ def read_fingerprints(source: ImageSource) -> np.ndarray:
     return found
 
 
-def decode_rows(source: ImageSource, fit: Fit, span: Span) -> tuple[DecodedImages, Written]:
+def decode_rows(source: ImageSource, fit: Fit, span: Span) -> tuple[np.ndarray, BadFiles, Written]:
     """Decode images and write their pixels one after the other, zeros for bad ones. OSError."""
-    decoded = DecodedImages.none_yet(len(source.images), fit.channels)
     row_bytes = fit.width * fit.height * fit.channels
     pixels = memoryview(bytearray(row_bytes * len(source.images)))
-    with ImageReader(source) as reader:
-        for row in range(len(source.images)):
-            try:
-                data = reader.read(row)
-                made = fit_pixels(data, source.shape, fit) if source.shape else decode(data, fit)
-                pixels[row * row_bytes : (row + 1) * row_bytes] = made
-                _note_good(decoded, row, made)
-            except (BadImage, WrongSize) as error:
-                _note_bad(decoded, source.name_of(row), error)
-    return decoded, write_span(pixels, span)
+
+    def decode_one(data: bytes, row: int, found: np.void) -> bytes:
+        made = fit_pixels(data, source.shape, fit) if source.shape else decode(data, fit)
+        pixels[row * row_bytes : (row + 1) * row_bytes] = made
+        return made
+
+    return *_decode_each(source, fit, decode_one), write_span(pixels, span)
 
 
-def decode_files(source: ImageSource, fit: Fit) -> DecodedImages:
+def decode_files(source: ImageSource, fit: Fit) -> tuple[np.ndarray, BadFiles]:
     """Decode the JPEG files that images become, as they will be decoded in training."""
-    decoded = DecodedImages.none_yet(len(source.images), fit.channels)
+
+    def decode_one(given: bytes, row: int, found: np.void) -> bytes:
+        data = as_jpeg(given)
+        pixels = decode(data, fit)
+        found["size"], found["crc32"], found["kept"] = len(data), zlib.crc32(data), data is given
+        found["sums"] = channel_sums(pixels, fit.channels)
+        return pixels
+
+    return _decode_each(source, fit, decode_one)
+
+
+def _decode_each(
+    source: ImageSource, fit: Fit, decode_one: Callable[[bytes, int, np.void], bytes]
+) -> tuple[np.ndarray, BadFiles]:
+    """What became of the images (n,), whose pixels `decode_one` makes of their bytes."""
+    decoded = np.zeros(len(source.images), decoded_dtype(fit.channels))
+    bad: BadFiles = []
     with ImageReader(source) as reader:
-        for row in range(len(source.images)):
+        for row in range(len(decoded)):
             try:
-                given = reader.read(row)
-                data = as_jpeg(given)
-                pixels = decode(data, fit)
-                decoded.sizes[row], decoded.crc32[row] = len(data), zlib.crc32(data)
-                decoded.kept[row] = data is given
-                decoded.sums[row] = channel_sums(pixels, fit.channels)
-                _note_good(decoded, row, pixels)
-            except (BadImage, WrongSize) as error:
-                _note_bad(decoded, source.name_of(row), error)
-    return decoded
+                pixels = decode_one(reader.read(row), row, decoded[row])
+                decoded["good"][row] = True
+                decoded["digest"][row] = hashlib.blake2b(pixels, digest_size=DIGEST_BYTES).digest()
+            except WrongSize as error:
+                bad.append((source.name_of(row), f"{error} pixels, not as its header says"))
+            except BadImage as error:
+                bad.append((source.name_of(row), str(error)))
+    return decoded, bad
 
 
-def write_files(source: ImageSource, known: DecodedImages, skip: int, span: Span) -> Written:
+def write_files(source: ImageSource, known: np.ndarray, skip: int, span: Span) -> Written:
     """Write the JPEG files of images one after the other, after `skip` bytes of the first one.
     RunError where a file is not the one that was decoded. OSError."""
     data = bytearray()
@@ -136,10 +149,10 @@ def write_files(source: ImageSource, known: DecodedImages, skip: int, span: Span
         for row in range(len(source.images)):
             try:
                 given = reader.read(row)
-                file = given if known.kept[row] else as_jpeg(given)
+                file = given if known["kept"][row] else as_jpeg(given)
             except BadImage:
                 file = b""
-            if (len(file), zlib.crc32(file)) != (known.sizes[row], known.crc32[row]):
+            if (len(file), zlib.crc32(file)) != (known["size"][row], known["crc32"][row]):
                 name = source.name_of(row)
                 raise RunError(f"{name} was changed while it was packed: pack again")
             data += file
@@ -171,16 +184,24 @@ def write_span(data: memoryview, span: Span) -> Written:
     finally:
         os.close(descriptor)
     ends = ((start, low), (high, stop))
-    rest = [(at, bytes(data[at - start : end - start])) for at, end in ends if at < end]
+    return sum_up(data, span, [(at, bytes(data[at - start : end - start])) for at, end in ends])
+
+
+def sum_up(data: memoryview, span: Span, rest: list[tuple[int, bytes]]) -> Written:
+    """Checksums and sums of the bytes of a span, of which `rest` are not written yet."""
     step = span.block_bytes
     checksums = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
-    return Written(checksums, channel_sums(data, span.channels or 1), rest)
+    return Written(span, checksums, channel_sums(data, span.channels), rest)
 
 
 def channel_sums(pixels: bytes | memoryview, channels: int) -> np.ndarray:
     """(2, C) uint64: the sum of the values of each channel, and of their squares; exact."""
-    mode, width = ("L", len(pixels)) if channels == 1 else ("RGB", len(pixels) // 3)
-    counts = Image.frombytes(mode, (width, 1), pixels).histogram()
+    counts: Any
+    if mode := {1: "L", 3: "RGB"}.get(channels):  # the fastest
+        counts = Image.frombytes(mode, (len(pixels) // channels, 1), pixels).histogram()
+    else:
+        planes = np.frombuffer(pixels, np.uint8).reshape(-1, max(1, channels)).T
+        counts = [np.bincount(plane, minlength=256) for plane in planes[:channels]]
     by_channel = np.array(counts, np.uint64).reshape(channels, 256)
     values = np.arange(256, dtype=np.uint64)
     return np.stack([by_channel @ values, by_channel @ values**2])
@@ -263,13 +284,3 @@ def _open(stack: ExitStack, path: str) -> int:
     descriptor = open_regular(path, os.O_RDONLY)
     stack.callback(os.close, descriptor)
     return descriptor
-
-
-def _note_good(decoded: DecodedImages, row: int, pixels: bytes) -> None:
-    decoded.good[row] = True
-    decoded.digests[row] = hashlib.blake2b(pixels, digest_size=DIGEST_BYTES).digest()
-
-
-def _note_bad(decoded: DecodedImages, name: str, error: BadImage | WrongSize) -> None:
-    is_size = isinstance(error, WrongSize)
-    decoded.bad.append((name, f"{error} pixels, not as its header says" if is_size else str(error)))

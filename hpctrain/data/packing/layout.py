@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,41 +79,12 @@ class ImageSource:
         return replace(self, images=images, names=names, bad=[], notes=[])
 
 
-class DecodedImages(NamedTuple):
-    """What became of images, an entry each; the last four of JPEG files only."""
-
-    good: np.ndarray  # (N,) bool
-    digests: np.ndarray  # (N,) S16, of the pixels
-    bad: list[tuple[str, str]]  # (name, why)
-    sizes: np.ndarray  # (N,) int64, bytes
-    crc32: np.ndarray  # (N,) int64
-    kept: np.ndarray  # (N,) bool: the very bytes of the source
-    sums: np.ndarray  # (N, 2, C) uint64, as in Written
-
-    @staticmethod
-    def none_yet(count: int, channels: int) -> DecodedImages:
-        """Room for so many images."""
-        numbers, truths = np.zeros((2, count), np.int64), np.zeros((2, count), bool)
-        digests = np.zeros(count, f"S{DIGEST_BYTES}")
-        sums = np.zeros((count, 2, channels), np.uint64)
-        return DecodedImages(truths[0], digests, [], numbers[0], numbers[1], truths[1], sums)
-
-    @staticmethod
-    def joined(parts: Iterable[DecodedImages]) -> DecodedImages:
-        """All parts in their order."""
-        columns = [list(column) for column in zip(*parts, strict=True)]
-        return DecodedImages._make(
-            [entry for part in column for entry in part]
-            if isinstance(column[0], list)
-            else np.concatenate(column)
-            for column in columns
-        )
-
-    def take(self, rows: np.ndarray) -> DecodedImages:
-        """Entries of images `rows` only, in that order."""
-        return DecodedImages._make(
-            column if isinstance(column, list) else column[rows] for column in self
-        )
+def decoded_dtype(channels: int) -> np.dtype:
+    """What became of an image; the last four of JPEG files only. A corrupt one is not good."""
+    fields: list[Any] = [("good", "?"), ("digest", f"S{DIGEST_BYTES}")]  # of the pixels
+    fields += [("size", "<i8"), ("crc32", "<u4")]
+    fields += [("kept", "?")]  # the very bytes of the source
+    return np.dtype([*fields, ("sums", "<u8", (2, channels))])  # as in Written
 
 
 class ClassFolders(NamedTuple):

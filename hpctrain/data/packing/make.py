@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from hpctrain.data.pack_format import JPEG
 from hpctrain.data.packing import choose, report
 from hpctrain.data.packing.decode import (
     Span,
-    Written,
     copy_rows,
     decode_files,
     decode_rows,
@@ -34,7 +33,7 @@ from hpctrain.data.packing.decode import (
     read_headers,
     write_files,
 )
-from hpctrain.data.packing.layout import DecodedImages, ImageSource
+from hpctrain.data.packing.layout import ImageSource
 from hpctrain.data.packing.report import ASK
 from hpctrain.data.packing.scratch import scratch_files
 from hpctrain.data.packing.sources import Labels, open_source
@@ -44,8 +43,7 @@ from hpctrain.data.packing.write import (
     PackFacts,
     PackWriter,
     check_room,
-    file_layout,
-    pixel_layout,
+    lay_out,
 )
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file
@@ -149,21 +147,22 @@ class PackMaker:
         check_room(self._output, count * math.prod(shape))
         guess = self._guess()
         with suppress(Reordered), whole_file(self._output) as first:
-            writer = PackWriter(first, pixel_layout(_lengths(guess), shape))
+            writer = PackWriter(first, lay_out(_lengths(guess), shape))
             tasks = (
-                PackTask(
-                    (self._source.take(guess[s.split][s.start : s.stop]), fit, s), s.stop - s.start
-                )
-                for s in self._spans(writer, fit.channels)
+                PackTask((self._source.take(s.of(guess)), fit, s), s.stop - s.start)
+                for s in self._spans(writer)
             )
             found = list(self._run("decoding", decode_rows, tasks, count))
-            writer.write_rest(piece for _, block in found for piece in block.rest)
+            written = [part for *_, part in found]
+            for part in written:
+                writer.write_rest(part.rest)
             order = np.argsort(np.concatenate([guess[data.split] for data in writer.images()]))
-            decoded = DecodedImages.joined(one for one, _ in found).take(order)
+            self._source.bad += [file for _, bad, _ in found for file in bad]
+            decoded = np.concatenate([part for part, *_ in found])[order]
             rows, facts = self._choose(decoded, fit)
             made = PackFacts(shape, self._source.classes, facts)
             if rows.keys() == guess.keys() and all(np.array_equal(rows[s], guess[s]) for s in rows):
-                self._finish(writer, rows, [block for _, block in found], made)
+                writer.finish(made, self._labels(rows), written)
                 return
             places = np.zeros(count, np.int64)
             for data in writer.images():
@@ -178,36 +177,40 @@ class PackMaker:
         check_room(self._output, int(source.images["size"].sum()))
         batches = self._batches(np.arange(count), IMAGES_PER_TASK)
         tasks = (PackTask((*task.arguments, fit), task.images) for task in batches)
-        decoded = DecodedImages.joined(self._run("decoding", decode_files, tasks, count))
+        found = list(self._run("decoding", decode_files, tasks, count))
+        decoded = np.concatenate([part for part, _ in found])
+        source.bad += [file for _, bad in found for file in bad]
         rows, facts = self._choose(decoded, fit)
-        kept, good = int(decoded.kept.sum()), int(decoded.good.sum())
+        kept, good = int(decoded["kept"].sum()), int(decoded["good"].sum())
         facts["encoding"] = {"name": JPEG, "kept": kept, "encoded_anew": good - kept}
-        check_room(self._output, int(decoded.sizes.sum()))
+        check_room(self._output, int(decoded["size"].sum()))
         offsets = {
-            split: np.concatenate([[0], np.cumsum(decoded.sizes[of])]) for split, of in rows.items()
+            split: np.concatenate([[0], np.cumsum(decoded["size"][of])])
+            for split, of in rows.items()
         }
         shape, how = (fit.height, fit.width, fit.channels), "crop" if fit.crop else "stretch"
         made = PackFacts(shape, source.classes, facts, how)
         with whole_file(self._output) as file:
             ends = {split: int(of[-1]) for split, of in offsets.items()}
-            writer = PackWriter(file, file_layout(_lengths(rows), ends))
+            writer = PackWriter(file, lay_out(_lengths(rows), shape, ends))
             for split, of in offsets.items():
                 writer.write_numbers(split, "offsets", of)
             tasks = (
                 self._files_task(decoded, rows[span.split], offsets[span.split], span)
-                for span in self._spans(writer, 0)
+                for span in self._spans(writer)
             )
             written = list(self._run("writing", write_files, tasks, good))
-            self._finish(writer, rows, written, made, decoded.sums[rows["train"]].sum(axis=0))
+            sums = decoded["sums"][rows["train"]].sum(axis=0)
+            writer.finish(made, self._labels(rows), written, sums)
 
     def _files_task(
-        self, decoded: DecodedImages, rows: np.ndarray, offsets: np.ndarray, span: Span
+        self, decoded: np.ndarray, rows: np.ndarray, offsets: np.ndarray, span: Span
     ) -> PackTask:
         """Write the bytes of a span: of the files of images `rows`, which begin at `offsets`."""
         first, end = np.searchsorted(offsets[1:], (span.start, span.stop), side="right").tolist()
         images = rows[first : int(np.searchsorted(offsets[:-1], span.stop))]
         skip = span.start - int(offsets[first])
-        given = self._source.take(images), decoded.take(images), skip, span
+        given = self._source.take(images), decoded[images], skip, span
         return PackTask(given, end - first)
 
     def _copy_rows(
@@ -218,15 +221,13 @@ class PackMaker:
         images = sum(_lengths(rows).values())
         check_room(self._output, row_bytes * images)
         with whole_file(self._output) as file:
-            writer = PackWriter(file, pixel_layout(_lengths(rows), made.image_shape))
+            writer = PackWriter(file, lay_out(_lengths(rows), made.image_shape))
             tasks = (
-                PackTask(
-                    (path, places[rows[s.split][s.start : s.stop]], row_bytes, s), s.stop - s.start
-                )
-                for s in self._spans(writer, made.image_shape[2])
+                PackTask((path, places[s.of(rows)], row_bytes, s), s.stop - s.start)
+                for s in self._spans(writer)
             )
             written = list(self._run("writing", copy_rows, tasks, images))
-            self._finish(writer, rows, written, made)
+            writer.finish(made, self._labels(rows), written)
 
     def _guess(self) -> dict[str, np.ndarray]:
         """The images of every split, as they are if all can be read and have equal pixels only
@@ -245,55 +246,29 @@ class PackMaker:
         return {"train": everything}
 
     def _choose(
-        self, decoded: DecodedImages, fit: Fit
+        self, decoded: np.ndarray, fit: Fit
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The images of every split in their order, and the provenance. UsageError."""
         source, config = self._source, self._config
-        choose.check_decoded(source, decoded, config.skip_bad)
-        good = np.flatnonzero(decoded.good)
-        groups, equal = equal_pixels(decoded.digests[good])
+        good = np.flatnonzero(decoded["good"])
+        choose.check_decoded(source, len(good), config.skip_bad)
+        groups, equal = equal_pixels(decoded["digest"][good])
         rows = choose.assign_rows(source, good, groups, config, self._shares)
         choose.say_chosen(source, good, equal, rows)
-        return rows, choose.provenance(source, decoded, config, fit, rows)
+        return rows, choose.provenance(source, good, equal, config, fit, rows)
 
     def _batches(self, rows: np.ndarray, step: int) -> Iterator[PackTask]:
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
             yield PackTask((self._source.take(part),), len(part))
 
-    def _spans(self, writer: PackWriter, channels: int) -> Iterator[Span]:
+    def _spans(self, writer: PackWriter) -> Iterator[Span]:
         """The datasets of images, cut into parts of whole blocks."""
-        sets = writer.images()
-        blocks = sum(-(-data.shape[0] // data.block_rows) for data in sets)
-        step = min(max(blocks // (TASKS_PER_WORKER * self._workers), 1), MAX_BLOCKS)
-        for data in sets:
-            rows, block_bytes = step * data.block_rows, data.block_rows * data.row_bytes
-            for start in range(0, data.shape[0], rows):
-                where = data.offset + start * data.row_bytes, block_bytes, channels
-                stop = min(data.shape[0], start + rows)
-                yield Span(writer.path, data.split, start, stop, *where)
+        blocks = sum(-(-data.shape[0] // data.block_rows) for data in writer.images())
+        return writer.spans(min(max(blocks // (TASKS_PER_WORKER * self._workers), 1), MAX_BLOCKS))
 
-    def _finish(
-        self,
-        writer: PackWriter,
-        rows: dict[str, np.ndarray],
-        written: Sequence[Written],
-        made: PackFacts,
-        sums: np.ndarray | None = None,
-    ) -> None:
-        """Complete a file whose images are `written`; `sums`: of train, if not made in writing."""
-        writer.write_rest(piece for part in written for piece in part.rest)
-        parts, own = iter(written), np.zeros((2, made.image_shape[2]), np.uint64)
-        checksums: dict[str, list[int]] = {split: [] for split in rows}
-        for span in self._spans(writer, 0):
-            part = next(parts)
-            checksums[span.split] += part.checksums
-            own = own + part.sums if span.split == "train" and sums is None else own
-        for data in writer.images():
-            writer.checksums[data.split, data.name] = np.array(checksums[data.split], "<u4")
-        for split, of in rows.items():
-            writer.write_numbers(split, "labels", self._source.images["label"][of])
-        writer.finish(made, own if sums is None else sums)
+    def _labels(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {split: self._source.images["label"][of] for split, of in rows.items()}
 
 
 def _lengths(rows: dict[str, np.ndarray]) -> dict[str, int]:

@@ -34,7 +34,7 @@ from hpctrain.data.pack_format import (
     ordered,
     rows_per_block,
 )
-from hpctrain.data.packing.decode import PAGE
+from hpctrain.data.packing.decode import PAGE, Span, Written, sum_up
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file, write_at
 
@@ -73,8 +73,8 @@ class DatasetLayout(NamedTuple):
 
 
 class PackWriter:
-    """A pack in the new `file`, with room for all datasets. Fill those of images by their offsets
-    in the file, tell `checksums` of their blocks, then `finish`.
+    """A pack in the new `file`, with room for all datasets. Fill those of images span by span, then
+    `finish`.
     """
 
     def __init__(self, file: BinaryIO, datasets: Iterable[DatasetLayout]) -> None:
@@ -84,7 +84,7 @@ class PackWriter:
                 d._replace(offset=_allocate(pack.require_group(d.split), d)) for d in datasets
             ]
         self.path = os.path.abspath(file.name)
-        self.checksums: dict[tuple[str, str], np.ndarray] = {}
+        self._checksums: dict[tuple[str, str], np.ndarray] = {}
 
     def images(self) -> list[DatasetLayout]:
         """The datasets of pixels or of bytes of files."""
@@ -97,32 +97,52 @@ class PackWriter:
         write_at(self._file.fileno(), data, dataset.offset)
         step = dataset.block_rows * dataset.row_bytes
         found = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
-        self.checksums[split, name] = np.array(found, "<u4")
+        self._checksums[split, name] = np.array(found, "<u4")
+
+    def spans(self, blocks: int) -> Iterator[Span]:
+        """The datasets of images, cut into parts of so many blocks."""
+        for data in self.images():
+            step, channels = blocks * data.block_rows, (*data.shape, 0, 0, 0)[3]
+            for start in range(0, data.shape[0], step):
+                where = data.offset + start * data.row_bytes, data.block_rows * data.row_bytes
+                stop = min(data.shape[0], start + step)
+                yield Span(self.path, data.split, start, stop, *where, channels)
 
     def write_rest(self, pieces: Iterable[tuple[int, bytes | memoryview]]) -> None:
         """Write bytes at their offsets in the file."""
         for offset, data in pieces:
             write_at(self._file.fileno(), memoryview(data), offset)
 
-    def finish(self, facts: PackFacts, sums: np.ndarray) -> None:
-        """Add checksums and attributes; `sums` (2, C) are those of the pixels of train and of their
-        squares."""
+    def finish(
+        self,
+        facts: PackFacts,
+        labels: Mapping[str, np.ndarray],
+        written: Sequence[Written],
+        sums: np.ndarray | None = None,
+    ) -> None:
+        """Add what is not `written` of the images, labels, checksums and attributes; `sums` (2, C)
+        are those of the pixels of train and of their squares, if not those of what is written."""
         image_shape, classes, provenance, fit = facts
-        rows: dict[str, int] = {}
-        checksums: dict[str, list[np.ndarray]] = {}
+        for part in written:
+            self.write_rest(part.rest)
+        for data in self.images():
+            found = [part.checksums for part in written if part.span.split == data.split]
+            self._checksums[data.split, data.name] = np.concatenate(found).astype("<u4")
+        for split, values in labels.items():
+            self.write_numbers(split, "labels", values)
+        if sums is None:
+            sums = np.sum([p.sums for p in written if p.span.split == "train"], axis=0)
+        by_split: dict[str, tuple[int, list[np.ndarray]]] = {}
         with self._open("r+") as file:
             for dataset in self.datasets:
-                found = self.checksums[dataset.split, dataset.name]
-                data = file[dataset.split].create_dataset(f"{dataset.name}_crc32", data=found)
-                data.attrs["rows_per_block"] = dataset.block_rows
-                checksums.setdefault(dataset.split, []).append(found)
-                if dataset.name == "labels":
-                    rows[dataset.split] = dataset.shape[0]
-            mean, std = _mean_std(sums, rows["train"] * image_shape[0] * image_shape[1])
+                own = self._checksums[dataset.split, dataset.name]
+                stored = file[dataset.split].create_dataset(f"{dataset.name}_crc32", data=own)
+                stored.attrs["rows_per_block"] = dataset.block_rows
+                by_split.setdefault(dataset.split, (len(labels[dataset.split]), []))[1].append(own)
+            mean, std = _mean_std(sums, len(labels["train"]) * image_shape[0] * image_shape[1])
             file.attrs["mean"], file.attrs["std"] = mean, std
             file.attrs["format"] = np.bytes_(FORMAT)
             file.attrs["version"] = ENCODED_VERSION if fit else VERSION
-            by_split = {name: (rows[name], checksums[name]) for name in rows}
             uuid = content_uuid(image_shape, classes, by_split, fit)
             file.attrs["uuid"] = np.bytes_(uuid)
             file.attrs["classes"] = _texts(classes)
@@ -146,26 +166,21 @@ class PackWriter:
         )
 
 
-def pixel_layout(rows: Mapping[str, int], shape: tuple[int, int, int]) -> list[DatasetLayout]:
-    """The datasets of a pack of pixels with so many rows in every split."""
-    return [
-        DatasetLayout(split, name, dtype, (rows[split], *row))
-        for split in ordered(rows)
-        for name, dtype, row in (("images", "u1", shape), ("labels", "<i8", ()))
-    ]
-
-
-def file_layout(rows: Mapping[str, int], file_bytes: Mapping[str, int]) -> list[DatasetLayout]:
-    """The datasets of a pack of JPEG files with so many rows and bytes in every split."""
-    return [
-        dataset
-        for split in ordered(rows)
-        for dataset in (
-            DatasetLayout(split, "bytes", "u1", (file_bytes[split],)),
-            DatasetLayout(split, "offsets", "<i8", (rows[split] + 1,)),
-            DatasetLayout(split, "labels", "<i8", (rows[split],)),
-        )
-    ]
+def lay_out(
+    rows: Mapping[str, int], shape: tuple[int, ...], file_bytes: Mapping[str, int] | None = None
+) -> list[DatasetLayout]:
+    """The datasets of a pack of images of `shape` (H, W, C), so many in every split; or of so many
+    bytes of JPEG files.
+    """
+    datasets: list[DatasetLayout] = []
+    for split in ordered(rows):
+        if file_bytes is None:
+            datasets.append(DatasetLayout(split, "images", "u1", (rows[split], *shape)))
+        else:
+            datasets.append(DatasetLayout(split, "bytes", "u1", (file_bytes[split],)))
+            datasets.append(DatasetLayout(split, "offsets", "<i8", (rows[split] + 1,)))
+        datasets.append(DatasetLayout(split, "labels", "<i8", (rows[split],)))
+    return datasets
 
 
 def write_pack(
@@ -182,7 +197,7 @@ def write_pack(
     shapes = {images.shape[1:] for images, _ in splits.values()}
     if "train" not in splits or len(shapes) != 1:
         raise ValueError(f"splits {list(splits)} with image shapes {shapes}: train, and one shape")
-    height, width, channels = shape = shapes.pop()
+    shape = shapes.pop()
     for name in ordered(splits):
         images, labels = splits[name]
         if images.dtype != np.uint8 or images.ndim != 4 or labels.shape != (len(images),):
@@ -190,24 +205,15 @@ def write_pack(
         if images.size == 0 or not 0 <= labels.min() <= labels.max() < len(classes):
             raise ValueError(f"{name}: no images, or labels beyond the {len(classes)} classes")
     rows = {name: len(labels) for name, (_, labels) in splits.items()}
-    sums = np.zeros((2, channels), np.uint64)
     with whole_file(Path(path)) as file:
-        writer = PackWriter(file, pixel_layout(rows, (height, width, channels)))
-        for dataset in writer.images():
-            images, labels = splits[dataset.split]
-            writer.write_numbers(dataset.split, "labels", labels)
-            found = []
-            for start in range(0, len(images), dataset.block_rows):
-                block = np.ascontiguousarray(images[start : start + dataset.block_rows])
-                writer.write_rest(
-                    [(dataset.offset + start * dataset.row_bytes, block.data.cast("B"))]
-                )
-                found.append(zlib.crc32(block.data))
-                if dataset.split == "train":
-                    values = block.reshape(-1, channels).astype(np.uint64)
-                    sums += values.sum(axis=0), np.square(values).sum(axis=0)
-            writer.checksums[dataset.split, "images"] = np.array(found, "<u4")
-        writer.finish(PackFacts(shape, tuple(classes), provenance), sums)
+        writer, written = PackWriter(file, lay_out(rows, shape)), []
+        for span in writer.spans(1):
+            block = np.ascontiguousarray(splits[span.split][0][span.start : span.stop])
+            data = block.data.cast("B")
+            writer.write_rest([(span.offset, data)])
+            written.append(sum_up(data, span, []))
+        facts = PackFacts(shape, tuple(classes), provenance)
+        writer.finish(facts, {name: labels for name, (_, labels) in splits.items()}, written)
 
 
 def _allocate(group: h5py.Group, dataset: DatasetLayout) -> int:
