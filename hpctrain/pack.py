@@ -19,8 +19,7 @@ from hpctrain.config import PackConfig
 from hpctrain.data import pack  # before MPI runs: importing h5py starts a process (uname)
 from hpctrain.data.packing import report
 from hpctrain.data.packing.decode import Span
-from hpctrain.data.packing.make import Processes, RunTasks
-from hpctrain.data.packing.workers import PackTask, start_threads
+from hpctrain.data.packing.workers import PackTask, Processes, RunTasks, start_threads
 from hpctrain.data.packing.write import writing
 from hpctrain.errors import Failure, UsageError
 from hpctrain.files import sync
@@ -52,7 +51,7 @@ def main(config: PackConfig) -> int:
     cores = fair_threads(comm)
     if comm.rank:
         _serve(comm)
-    columns = None if comm.rank or dumb_terminal() else terminal_columns()
+    columns = 0 if comm.rank or dumb_terminal() else terminal_columns() or 0
     ranks = Processes(comm.size, cores, columns, partial(_start_ranks, comm, columns))
     return call_on_root(comm, lambda: _lead(comm, config, ranks))
 
@@ -72,14 +71,14 @@ def _serve(comm: Any) -> None:
             given: RankTasks | None = comm.scatter(None)
         if given is None:
             return
-        outcome = _attempt(given, None)
+        outcome = _attempt(given, 0)
         with waiting("rank 0"):
             comm.gather(outcome)
 
 
 @contextmanager
 def _start_ranks(
-    comm: Any, columns: int | None, jobs: int, output: Path, files: list[str]
+    comm: Any, columns: int, jobs: int, output: Path, files: list[str]
 ) -> Iterator[RunTasks]:
     """Tasks run in all ranks, each with `jobs` threads."""
 
@@ -109,7 +108,7 @@ def _start_ranks(
 
 
 def _attempt(
-    given: RankTasks, columns: int | None, total: int | None = None
+    given: RankTasks, columns: int, total: int | None = None
 ) -> tuple[list[Any], Failure | None]:
     """The results of this rank's tasks, or why there are none."""
     own = sum(task.images for task in given.tasks)

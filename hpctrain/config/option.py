@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from hpctrain.errors import UsageError
@@ -21,6 +22,7 @@ LONGEST_NAME = 200  # bytes
 LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that a timer takes
 MOST_SEGMENTS = 64
 MOST_DIGITS = 15  # of a number of steps
+MAX_SIDE = 2**14  # pixels of an image that files are decoded to
 
 
 def option(
@@ -134,6 +136,47 @@ def worker_loads(text: str | None, flag: str = "--worker-load") -> tuple[float, 
     if not all(0 < load < math.inf for load in loads):
         raise UsageError(f"{flag} {text}: give a positive number for every rank, as in 3,1")
     return loads
+
+
+def check_channels(channels: int, flag: str) -> None:
+    """UsageError for images that are neither gray nor colour."""
+    if channels not in (1, 3):
+        raise UsageError(f"{flag} {channels}: 1 is gray, 3 is colour")
+
+
+def image_size(text: str, flag: str = "--size") -> tuple[int, int]:
+    """Width and height of "100x80". UsageError."""
+    numbers = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
+    size = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not 1 <= min(size) <= max(size) <= MAX_SIDE:
+        raise UsageError(
+            f"{flag} {text}: give WIDTHxHEIGHT in pixels, 1 to {MAX_SIDE:,}, as in 100x100"
+        )
+    return size
+
+
+def split_shares(text: str, flag: str = "--split") -> tuple[Fraction, Fraction, Fraction]:
+    """Shares of train, validation, test of "0.9,0.1" or "0.8,0.1,0.1", exactly. UsageError."""
+    try:
+        shares = [Fraction(part.strip()) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        shares = []
+    if len(shares) not in (1, 2, 3) or min(shares) < 0 or shares[0] == 0 or sum(shares) != 1:
+        raise UsageError(
+            f"{flag} {text}: give shares that sum to 1, of train,test (0.9,0.1) or of"
+            " train,validation,test (0.8,0.1,0.1), train not 0"
+        )
+    if len(shares) == 3:
+        return shares[0], shares[1], shares[2]
+    return shares[0], Fraction(0), Fraction(1) - shares[0]
+
+
+def fold_number(text: str, flag: str = "--fold") -> tuple[int, int]:
+    """2 of 5 folds of "2/5". UsageError."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("/")]
+    if len(numbers) != 2 or numbers[1] < 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise UsageError(f"{flag} {text}: give K/N, fold K = 1 ... N of N >= 2 folds, as in 1/5")
+    return numbers[0], numbers[1]
 
 
 class Interval(NamedTuple):

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from hpctrain.config.option import (
     AT_LEAST_1,
     Bounds,
+    check_channels,
     check_file_name,
     check_folder_name,
     duration,
+    fold_number,
+    image_size,
     option,
+    split_shares,
 )
 from hpctrain.config.train import DATA_DIR, PRECISIONS, RUNS_DIR, TIMEOUT
 
@@ -42,11 +46,17 @@ class PackConfig:
         positional=True,
     )
     size: str | None = option(
-        None, "resize to WIDTHxHEIGHT pixels; default: no resizing, all must agree", "Images"
+        None,
+        "resize to WIDTHxHEIGHT pixels; default: no resizing, all must agree",
+        "Images",
+        image_size,
     )
     crop: bool = option(False, "crop the centre instead of stretching", "Images")
     channels: int | None = option(
-        None, "convert to 1 = gray or 3 = colour; default: 3 if any image has colour", "Images"
+        None,
+        "convert to 1 = gray or 3 = colour; default: 3 if any image has colour",
+        "Images",
+        check_channels,
     )
     encoding: str = option(
         "raw",
@@ -55,12 +65,16 @@ class PackConfig:
         choices=("raw", "jpeg"),
     )
     split: str = option(
-        "0.9,0.1", "stratified split: shares of train,test or train,validation,test", "Split"
+        "0.9,0.1",
+        "stratified split: shares of train,test or train,validation,test",
+        "Split",
+        split_shares,
     )
     fold: str | None = option(
         None,
         "K/N: hold out fold K of N as test, or as validation if the source gives test",
         "Split",
+        fold_number,
     )
     seed: int = option(0, "seed of split and order", "Split")
     manifest: str | None = option(
@@ -79,6 +93,7 @@ class PackConfig:
         "worker processes, or threads per rank under mpirun and srun; default: one per allowed"
         " core, shared fairly among ranks",
         "Output",
+        AT_LEAST_1,
     )
     data_dir: str = option(*DATA_DIR, "Output")
     timeout: str = option(*TIMEOUT, "Output", duration)

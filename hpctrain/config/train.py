@@ -15,6 +15,7 @@ from hpctrain.config.option import (
     duration,
     option,
     segments,
+    split_shares,
     worker_loads,
 )
 
@@ -80,6 +81,7 @@ class Config:
         "split --images at random into these shares of train,test or train,validation,test;"
         " default: 0.9,0.1",
         DATA,
+        split_shares,
     )
     shuffle: str | None = option(
         None,

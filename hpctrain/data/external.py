@@ -16,17 +16,17 @@ import json
 import os
 import uuid
 import zlib
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from hpctrain.config import split_shares
 from hpctrain.data.checks import NOT_FINITE
 from hpctrain.data.orders import random_order
 from hpctrain.data.pack_format import EXTERNAL_ARGUMENTS as ARGUMENTS
 from hpctrain.data.pack_format import SPLITS, ExternalFile, Pack, SplitLayout
-from hpctrain.data.packing.split import LEFT_OUT, assign, cut, parse_split
+from hpctrain.data.packing.split import LEFT_OUT, Shares, assign, cut
 from hpctrain.data.partition import READ_BYTES, random_key
 from hpctrain.data.split import WHOLE_FILE, Split
 from hpctrain.errors import RunError, UsageError
@@ -37,8 +37,6 @@ PROBED = 64  # images that tell one file from another
 FEW_BLOCKS = 32  # in a window: too few to mix the classes of an ordered file
 # Blocks that a file, and each class of it, has before they grow: shares and classes stay even.
 MIN_BLOCKS, MIN_BLOCKS_OF_CLASS = 1000, 20
-
-Shares = tuple[Fraction, Fraction, Fraction]  # of train, validation, test
 
 
 def read_external(
@@ -63,7 +61,7 @@ def read_external(
     """
     from hpctrain.data import external_file  # brings h5py
 
-    parse_split(split or DEFAULT_SPLIT)  # before anything is opened
+    split_shares(split or DEFAULT_SPLIT)  # before anything is opened
     scale, path, names = scale or None, os.path.abspath(path), {"": (images, labels)}
     if "{split}" in images and split:
         raise UsageError(f"--split {split} draws splits, but --images {images} has its own")
@@ -213,7 +211,7 @@ def draw(source: ExternalFile, labels: np.ndarray) -> dict[str, np.ndarray]:
             key = random_key(source.seed, "pack order", source.split)
             samples = random_order(source.rows, key)
         return {source.split: samples}
-    shares = parse_split(source.split)
+    shares = split_shares(source.split)
     drawn = (_draw_blocks if source.block_rows else _draw_samples)(source, labels, shares)
     how = "class by class"
     if source.block_rows:

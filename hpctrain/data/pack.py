@@ -14,22 +14,25 @@ step (``hpctrain/pack.py``), which gives the same bytes. The root alone lists, d
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import numpy as np
 
-from hpctrain.config import PackConfig
+from hpctrain.config import PackConfig, split_shares
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packed import read_pack, verify
-from hpctrain.data.packing import choose, report
-from hpctrain.data.packing.make import ONE_PROCESS, Processes, pack_images
-from hpctrain.data.packing.report import ASK
-from hpctrain.data.packing.split import LEFT_OUT, assign, parse_split, rows_by_split
+from hpctrain.data.packing import report
+from hpctrain.data.packing.make import pack_images
+from hpctrain.data.packing.split import LEFT_OUT, assign, rows_by_split
+from hpctrain.data.packing.workers import ONE_PROCESS, Processes
 from hpctrain.data.packing.write import write_pack, writing
 from hpctrain.errors import UsageError
 from hpctrain.files import left_behind
 from hpctrain.text import say
+
+BUILT_IN = ("flowers", "digits")
 
 __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
 
@@ -44,7 +47,7 @@ def main(config: PackConfig, processes: Processes = ONE_PROCESS) -> int:
     return 0
 
 
-def check_pack(path: str, columns: int | None = ASK) -> int:
+def check_pack(path: str, columns: int | None = None) -> int:
     """Verify all checksums and print the pack's table. 0: as it was written, 1: corrupt."""
     pack = read_pack(path)
     corrupt = verify(pack)
@@ -78,7 +81,7 @@ def make_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
     """
     if config.source is None:
         raise UsageError("pack what? Give a folder, .tgz, .zip, idx, .npz, flowers or digits")
-    output = choose.output_path(config)
+    output = output_path(config)
     path = Path(config.source)
     if config.source == "flowers":
         from hpctrain.data.flowers import fetch_archive
@@ -92,6 +95,28 @@ def make_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
         else:
             pack_images(config, path, output, processes)
     return output
+
+
+def output_path(config: PackConfig) -> Path:
+    """Where the pack goes, checked before any work is done."""
+    assert config.source is not None
+    if config.output:
+        path = Path(config.output)
+    elif config.source in BUILT_IN:
+        path = Path(config.data_dir) / f"{config.source}.h5"
+    else:
+        name = Path(config.source).resolve().name
+        stem = re.sub(r"(\.tar)?\.gz$|\.(tgz|tar|zip|npz|csv|parquet)$", "", name)
+        path = Path(f"{stem}.h5")
+    if path.is_dir():
+        raise UsageError(f"--output {path} is a folder: name the file to write")
+    if path.exists() and not config.overwrite:
+        raise UsageError(f"{path} exists: name another --output, or replace it with --overwrite")
+    if config.source in BUILT_IN and not config.output:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {path}: there is no folder {path.parent}")
+    return path
 
 
 def _pack_digits(config: PackConfig, output: Path) -> None:
@@ -113,7 +138,7 @@ def _cut_again(
     splits: dict[str, tuple[np.ndarray, np.ndarray]], classes: tuple[str, ...], config: PackConfig
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The digits of train and test drawn anew into the shares of --split."""
-    shares = parse_split(config.split)
+    shares = split_shares(config.split)
     made = splits["train"], splits["test"]
     images, labels = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
     nothing_given = np.full(len(labels), LEFT_OUT, np.int8)

@@ -42,7 +42,6 @@ FITS = ("stretch", "crop")
 SPLITS = ("train", "validation", "test")  # others are allowed and follow by name
 BLOCK_BYTES = 2**20
 LABEL_BYTES = OFFSET_BYTES = 8
-MAX_SIDE = 2**14  # pixels of an image that files are decoded to
 
 
 class StoredColumn(NamedTuple):

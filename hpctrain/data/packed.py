@@ -16,6 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from hpctrain.config.option import MAX_SIDE
 from hpctrain.data.checks import BlockChecksums, Sums
 from hpctrain.data.external import read_external
 from hpctrain.data.hdf5 import Unusable, check_storage, find_dataset, open_hdf5
@@ -24,7 +25,6 @@ from hpctrain.data.pack_format import (
     FITS,
     FORMAT,
     JPEG,
-    MAX_SIDE,
     VERSION,
     Pack,
     SplitLayout,

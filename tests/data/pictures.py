@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from hpctrain.config import PackConfig
+from hpctrain.config import PackConfig, check_settings
 from hpctrain.data.pack import make_pack
 from hpctrain.data.packed import Pack, read_pack
 from hpctrain.data.split import Split
@@ -72,8 +72,9 @@ def idx(path: Path, values: np.ndarray) -> Path:
 
 def pack(source: object, output: Path, **settings) -> Pack:
     """Make a pack as the command does and open it; one process unless `jobs` says otherwise."""
-    settings = {"jobs": 1, **settings}
-    return read_pack(make_pack(PackConfig(source=str(source), output=str(output), **settings)))
+    config = PackConfig(source=str(source), output=str(output), **{"jobs": 1, **settings})
+    check_settings(config)
+    return read_pack(make_pack(config))
 
 
 def contents(packed: Pack, split: str) -> tuple[np.ndarray, np.ndarray]:

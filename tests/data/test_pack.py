@@ -156,7 +156,7 @@ def test_wrong_settings_are_refused_before_any_work(folder, tmp_path):
         ({"channels": 2}, "1 is gray, 3 is colour"),
         ({"crop": True}, "--crop cuts to a size"),
         ({"split": "0.9,0.2"}, "shares that sum to 1"),
-        ({"jobs": 0}, "at least 1 process"),
+        ({"jobs": 0}, "--jobs 0: give 1 or more"),
         ({"split": "0.999,0.001"}, "no image for test: there are 101 images"),
     ):
         assert words in refusal(folder, tmp_path / "a.h5", **settings)

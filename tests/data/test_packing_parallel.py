@@ -132,7 +132,7 @@ def test_mistakes_are_told_once_as_by_one_process(folder, tmp_path):
     tmp_path = tmp_path / "out"
     assert "does not exist" in same(tmp_path / "none", tmp_path, (2,), code=2)
     assert "WIDTHxHEIGHT" in same(folder, tmp_path, (2,), "--size", "big", code=2)
-    assert "at least 1 process" in same(folder, tmp_path, (2,), "--jobs", "0", code=2)
+    assert "--jobs 0: give 1 or more" in same(folder, tmp_path, (2,), "--jobs", "0", code=2)
 
 
 def test_the_first_image_of_another_size_is_named(tmp_path):

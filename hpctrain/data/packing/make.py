@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hpctrain.config import PackConfig
+from hpctrain.config import PackConfig, image_size, split_shares
 from hpctrain.data.images import Fit
 from hpctrain.data.pack_format import JPEG
-from hpctrain.data.packing import choose, report
+from hpctrain.data.packing import report
 from hpctrain.data.packing.decode import (
     Span,
     copy_rows,
@@ -34,11 +34,10 @@ from hpctrain.data.packing.decode import (
     write_files,
 )
 from hpctrain.data.packing.layout import ImageSource
-from hpctrain.data.packing.report import ASK
 from hpctrain.data.packing.scratch import scratch_files
 from hpctrain.data.packing.sources import Labels, open_source
-from hpctrain.data.packing.split import equal_pixels, parse_fold, parse_split
-from hpctrain.data.packing.workers import PackTask, start_processes
+from hpctrain.data.packing.split import assign_rows, equal_pixels
+from hpctrain.data.packing.workers import PackTask, Processes, RunTasks
 from hpctrain.data.packing.write import (
     PackFacts,
     PackWriter,
@@ -48,55 +47,21 @@ from hpctrain.data.packing.write import (
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file
 
+FLOWERS_SIZE = "100x100"
+MIN_IMAGES_PER_JOB = 16
 FIRST_IMAGES = 256  # whose headers are read first
 IMAGES_PER_TASK, FINGERPRINTS_PER_TASK = 16, 256
 TASKS_PER_WORKER, MAX_BLOCKS = 32, 8  # of a task that writes: blocks of about 1 MiB
-
-
-RunTasks = Callable[[str, Callable[..., Any], Iterable[PackTask], int], Iterator[Any]]
-
-
-class Processes(NamedTuple):
-    """The processes that make a pack together.
-
-    start(jobs, output, files): gives a function that runs tasks in all of them, with so many jobs
-    in each. It takes what to show, a function, the tasks and how many images they are of, and gives
-    the results in the order of the tasks. `files` are what all processes must see.
-    """
-
-    size: int
-    cores: int  # the fair share of each
-    columns: int | None  # width of the root's terminal; None = none, ASK = not known
-    start: Callable[[int, Path, list[str]], AbstractContextManager[RunTasks]]
 
 
 class Reordered(Exception):
     """The rows of a file are not in their final order; another file has taken its name."""
 
 
-@contextmanager
-def _start_alone(jobs: int, output: Path, files: list[str]) -> Iterator[RunTasks]:
-    """Tasks run in this process and `jobs` worker processes."""
-    with start_processes(jobs) as runner:
-
-        def run_tasks(
-            what: str, function: Callable[..., Any], tasks: Iterable[PackTask], images: int
-        ) -> Iterator[Any]:
-            with report.progress(what, images, images, ASK) as advance:
-                yield from runner.run(function, tasks, advance)
-
-        yield run_tasks
-
-
-ONE_PROCESS = Processes(1, len(os.sched_getaffinity(0)), ASK, _start_alone)
-
-
 def pack_images(config: PackConfig, path: Path, output: Path, processes: Processes) -> None:
     """Make the pack of the images at `path`."""
-    wanted = choose.wanted_size(config)
-    parse_split(config.split)
-    if config.fold:
-        parse_fold(config.fold)
+    if config.crop and not asked_size(config):
+        raise UsageError("--crop cuts to a size: give one, as in --size 100x100")
     new_file = scratch_files(output, named=processes.size > 1)
     labels = Labels(config.manifest, config.any_subfolders)
     with open_source(path, new_file, labels) as source:
@@ -106,11 +71,11 @@ def pack_images(config: PackConfig, path: Path, output: Path, processes: Process
                 " arrays of pixels"
             )
         share = -(-len(source.images) // processes.size)
-        jobs = choose.job_count(config, share, processes.cores)
+        jobs = max(1, min(config.jobs or processes.cores, share // MIN_IMAGES_PER_JOB))
         files = [*source.files, *([source.root] if source.root else [])]
         with processes.start(jobs, output, files) as run:
             making = PackMaker(config, source, output, run, jobs * processes.size)
-            fit = making.choose_fit(wanted)
+            fit = making.choose_fit()
             if config.encoding == JPEG:
                 making.write_files(fit)
             else:
@@ -125,21 +90,31 @@ class PackMaker:
     ) -> None:
         self._config, self._source, self._output = config, source, output
         self._run, self._workers = run, workers
-        self._shares = parse_split(config.split)
+        self._shares = split_shares(config.split)
 
-    def choose_fit(self, wanted: choose.ImageSize) -> Fit:
-        """The size and channels of all images, from as few headers as needed. UsageError."""
+    def choose_fit(self) -> Fit:
+        """The size and channels of all images, from as few headers as needed.
+
+        Without --size the first readable image sets it; without --channels they are 3 as soon as
+        one image has colour. Raises UsageError where no image can be read, or where sizes differ.
+        """
+        source, size = self._source, asked_size(self._config)
+        channels, exact = self._config.channels, size is None
         headers = np.zeros((0, 3), np.int64)
-        if not self._source.shape and not (wanted.size and wanted.channels):
-            rows = np.arange(len(self._source.images))
+        if source.shape:
+            size, channels = size or source.shape[1::-1], channels or source.shape[2]
+        elif not (size and channels):
+            rows = np.arange(len(source.images))
             for part in (rows[:FIRST_IMAGES], rows[FIRST_IMAGES:]):
                 tasks = self._batches(part, IMAGES_PER_TASK)
                 headers = np.concatenate(
                     [headers, *self._run("reading", read_headers, tasks, len(part))]
                 )
-                if wanted.size and headers[:, 2].any():
+                if size and headers[:, 2].any():
                     break
-        return choose.choose_fit(self._source, wanted, headers)
+        width, height = size or _only_size(source, headers[:, :2])
+        channels = channels or (3 if headers[:, 2].any() else 1)
+        return Fit(width, height, channels, self._config.crop, exact)
 
     def write_pixels(self, fit: Fit) -> None:
         """The pack of pixels."""
@@ -238,9 +213,7 @@ class PackMaker:
         found = np.concatenate([np.zeros(0, np.int64), *parts])
         for groups in (np.unique(found, return_inverse=True)[1], everything):
             with suppress(UsageError):  # the same is said, if it is true, when all is known
-                rows = choose.assign_rows(
-                    self._source, everything, groups, self._config, self._shares
-                )
+                rows = assign_rows(self._source, everything, groups, self._config, self._shares)
                 if sum(map(len, rows.values())) == len(everything):
                     return rows
         return {"train": everything}
@@ -251,11 +224,11 @@ class PackMaker:
         """The images of every split in their order, and the provenance. UsageError."""
         source, config = self._source, self._config
         good = np.flatnonzero(decoded["good"])
-        choose.check_decoded(source, len(good), config.skip_bad)
+        report.check_decoded(source, len(good), config.skip_bad)
         groups, equal = equal_pixels(decoded["digest"][good])
-        rows = choose.assign_rows(source, good, groups, config, self._shares)
-        choose.say_chosen(source, good, equal, rows)
-        return rows, choose.provenance(source, good, equal, config, fit, rows)
+        rows = assign_rows(source, good, groups, config, self._shares)
+        report.say_chosen(source, good, equal, rows)
+        return rows, report.provenance(source, good, equal, config, fit, rows)
 
     def _batches(self, rows: np.ndarray, step: int) -> Iterator[PackTask]:
         for start in range(0, len(rows), step):
@@ -273,3 +246,28 @@ class PackMaker:
 
 def _lengths(rows: dict[str, np.ndarray]) -> dict[str, int]:
     return {split: len(of) for split, of in rows.items()}
+
+
+def asked_size(config: PackConfig) -> tuple[int, int] | None:
+    """Width and height of --size, 100x100 for the flowers; None where the images decide."""
+    text = config.size or (FLOWERS_SIZE if config.source == "flowers" else None)
+    return image_size(text) if text else None
+
+
+def _only_size(source: ImageSource, sizes: np.ndarray) -> tuple[int, int]:
+    """Width and height of all images, from `sizes` (N, 2), 0 of unreadable ones. UsageError."""
+    readable = np.flatnonzero(sizes[:, 0])
+    if not len(readable):
+        raise UsageError(
+            f"source {source.name}: none of its {len(source.images):,} files is an image"
+        )
+    width, height = sizes[readable[0]].tolist()
+    others = readable[(sizes[readable] != (width, height)).any(axis=1)]
+    if len(others):
+        one, other = source.name_of(readable[0]), source.name_of(others[0])
+        raise UsageError(
+            f"source {source.name}: images differ in size, {one} has {width}x{height} pixels and"
+            f" {other} {'x'.join(map(str, sizes[others[0]]))}: give one with --size"
+            f" {width}x{height}"
+        )
+    return width, height

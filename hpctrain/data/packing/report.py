@@ -1,4 +1,4 @@
-"""What ``pack`` shows: progress, the table of a pack, and lists of files.
+"""What ``pack`` shows and notes: progress, lists of files, provenance, the table of a pack.
 
 The table goes to standard output, everything else to standard error.
 """
@@ -10,17 +10,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import PIL
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+import hpctrain
+from hpctrain.config import PackConfig
 from hpctrain.console import Console
-from hpctrain.data.pack_format import Pack
+from hpctrain.data.images import Fit
+from hpctrain.data.pack_format import SPLITS, Pack
+from hpctrain.data.packing.layout import ImageSource
+from hpctrain.data.packing.split import TRAIN, VALIDATION
 from hpctrain.data.split import Split
+from hpctrain.errors import UsageError
 from hpctrain.text import printable
 from hpctrain.watchdog import doing
 
-ASK = -1  # columns: the console finds out itself whether it is a terminal
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
+SKIPPED_NAMED = 100  # files left out that the provenance names
 WIDTH = 100  # of a table that is not shown on a terminal
 
 
@@ -30,12 +37,11 @@ def say(text: str) -> None:
 
 
 def _console(columns: int | None, stderr: bool = False) -> Console:
-    """A console of so many columns; None = no terminal, ASK = it finds out."""
-    console = Console(stderr=stderr)
-    if columns == ASK and console.is_terminal:
-        return console
-    columns = None if columns == ASK else columns
-    return Console(stderr=stderr, width=columns or WIDTH, force_terminal=columns is not None)
+    """A console of so many columns; 0 = no terminal, None = it finds out."""
+    console = Console(stderr=stderr, force_terminal=None if columns is None else columns > 0)
+    if columns or not console.is_terminal:
+        console.width = columns or WIDTH
+    return console
 
 
 @contextmanager
@@ -65,10 +71,74 @@ def progress(
         yield advance
 
 
-def say_bad(bad: list[tuple[str, str]]) -> None:
-    """Every file that could not be read, with the reason."""
-    for name, why in bad:
+def check_decoded(source: ImageSource, good: int, skip_bad: bool) -> None:
+    """Files that could not be read are listed, and refused unless they may be left out."""
+    for name, why in sorted(source.bad):
         say(f"unreadable: {name}: {why}")
+    count, total = len(source.bad), len(source.bad) + good
+    if count == total:
+        raise UsageError(f"source {source.name}: none of its {total:,} files can be read")
+    if count and not skip_bad:
+        raise UsageError(
+            f"{count:,} of {total:,} files cannot be read, they are listed above: repair or remove"
+            " them, or leave them out with --skip-bad"
+        )
+    if count:
+        say(f"{count:,} of {total:,} files left out, they cannot be read")
+
+
+def say_chosen(
+    source: ImageSource, good: np.ndarray, equal: list[np.ndarray], rows: dict[str, np.ndarray]
+) -> None:
+    """What the user should know of how the images were divided."""
+    for note in source.notes:
+        say(note)
+    if (source.images["split"][good] > TRAIN).any():
+        say(f"{source.name} says which images are for testing or validation: kept")
+    labels, left_out = source.images["label"][good], len(good) - sum(map(len, rows.values()))
+    named = {int(row): source.name_of(good[row]) for group in equal[:GROUPS_SHOWN] for row in group}
+    say_duplicates(named, labels, equal, left_out)
+
+
+def provenance(
+    source: ImageSource,
+    good: np.ndarray,
+    equal: list[np.ndarray],
+    config: PackConfig,
+    fit: Fit,
+    rows: dict[str, np.ndarray],
+) -> dict[str, Any]:
+    """What the pack was made of and how, without places or times."""
+    labels, given = source.images["label"][good], source.images["split"][good]
+    skipped = sorted(name for name, _ in source.bad)
+    facts: dict[str, Any] = {
+        "source": source.name,
+        "kind": source.kind,
+        "size": f"{fit.width}x{fit.height}",
+        "fit": "as is" if fit.exact else "crop" if fit.crop else "stretch",
+        "channels": fit.channels,
+        "split": config.split,
+        "seed": config.seed,
+        "hpctrain": hpctrain.__version__,
+        "pillow": PIL.__version__,
+        "skipped": {"files": len(skipped), "names": skipped[:SKIPPED_NAMED]},
+        "split_by": source.split_by if (given > TRAIN).any() else "seed",
+        "images": {name: len(part) for name, part in rows.items()},
+        "duplicates": {
+            "groups": len(equal),
+            "images": sum(len(group) for group in equal),
+            "across_classes": sum(len(set(labels[group].tolist())) > 1 for group in equal),
+            "left_out": len(good) - sum(map(len, rows.values())),
+        },
+    }
+    is_drawn = SPLITS[VALIDATION] in rows and not (given == VALIDATION).any()
+    if (given > TRAIN).any() and is_drawn and not config.fold:
+        facts["validation_drawn"] = True
+    if groups := len(np.unique(source.images["group"][source.images["group"] >= 0])):
+        facts["groups"] = groups
+    if config.fold:
+        facts["fold"] = config.fold
+    return facts
 
 
 def say_duplicates(
@@ -86,7 +156,7 @@ def say_duplicates(
         say(f"{images:,} images in {len(groups):,} groups have equal pixels: {kept}")
 
 
-def print_table(pack: Pack, columns: int | None = ASK) -> None:
+def print_table(pack: Pack, columns: int | None = None) -> None:
     """Images by class and split, and what the pack says of itself."""
     console = _console(columns)
     counts = {name: _class_counts(pack, name) for name in pack.splits}

@@ -16,29 +16,16 @@ from fractions import Fraction
 
 import numpy as np
 
+from hpctrain.config import PackConfig, fold_number
 from hpctrain.data.orders import random_order
 from hpctrain.data.pack_format import SPLITS
+from hpctrain.data.packing.layout import ImageSource
 from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
 
 LEFT_OUT = -1
+Shares = tuple[Fraction, Fraction, Fraction]  # of train, validation, test
 TRAIN, VALIDATION, TEST = range(3)  # positions in SPLITS and in shares
-
-
-def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
-    """ "0.9,0.1" or "0.8,0.1,0.1" -> shares of train, validation, test, exactly. UsageError."""
-    try:
-        shares = [Fraction(part.strip()) for part in text.split(",")]
-    except (ValueError, ZeroDivisionError):
-        shares = []
-    if len(shares) not in (1, 2, 3) or min(shares) < 0 or shares[0] == 0 or sum(shares) != 1:
-        raise UsageError(
-            f"--split {text}: give shares that sum to 1, of train,test (0.9,0.1) or of"
-            " train,validation,test (0.8,0.1,0.1), train not 0"
-        )
-    if len(shares) == 3:
-        return shares[0], shares[1], shares[2]
-    return shares[0], Fraction(0), Fraction(1) - shares[0]
 
 
 def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
@@ -52,19 +39,11 @@ def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
     return counts
 
 
-def parse_fold(text: str) -> tuple[int, int]:
-    """ "2/5" -> fold 2 of 5. UsageError."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("/")]
-    if len(numbers) != 2 or numbers[1] < 2 or not 1 <= numbers[0] <= numbers[1]:
-        raise UsageError(f"--fold {text}: give K/N, fold K = 1 ... N of N >= 2 folds, as in 1/5")
-    return numbers[0], numbers[1]
-
-
 def assign(
     labels: np.ndarray,
     given: np.ndarray,
     groups: np.ndarray,
-    shares: tuple[Fraction, Fraction, Fraction],
+    shares: Shares,
     seed: int,
     balanced: bool = False,
 ) -> np.ndarray:
@@ -204,3 +183,22 @@ def rows_by_split(
                 " in train: give train a larger share, or the class more images"
             )
     return result
+
+
+def assign_rows(
+    source: ImageSource, good: np.ndarray, pixels: np.ndarray, config: PackConfig, shares: Shares
+) -> dict[str, np.ndarray]:
+    """The images (n,) of every split in their final order. good (N,): the images that can be read;
+    pixels (N,): equal numbers for images of equal pixels. UsageError."""
+    images = source.images[good]
+    labels, given, groups = images["label"], images["split"], pixels
+    by_manifest = bool((images["group"] >= 0).any())
+    if by_manifest:
+        groups = merged(pixels, images["group"])
+    if config.fold:
+        given = fold_as_given(labels, given, groups, fold_number(config.fold), config.seed)
+    splits = assign(labels, given, groups, shares, config.seed, by_manifest)
+    wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
+    wanted = [] if (given > TRAIN).any() else wanted
+    rows = rows_by_split(splits, labels, source.classes, wanted, config.seed)
+    return {name: good[part] for name, part in rows.items()}

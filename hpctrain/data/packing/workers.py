@@ -18,10 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from hpctrain.data.packing import report
 from hpctrain.data.packing.decode import current_image
 from hpctrain.errors import RunError
 from hpctrain.launcher import PR_SET_PDEATHSIG
@@ -38,6 +40,23 @@ class PackTask(NamedTuple):
 
     arguments: tuple[Any, ...]
     images: int
+
+
+RunTasks = Callable[[str, Callable[..., Any], Iterable[PackTask], int], Iterator[Any]]
+
+
+class Processes(NamedTuple):
+    """The processes that make a pack together.
+
+    start(jobs, output, files): gives a function that runs tasks in all of them, with so many jobs
+    in each. It takes what to show, a function, the tasks and how many images they are of, and gives
+    the results in the order of the tasks. `files` are what all processes must see.
+    """
+
+    size: int
+    cores: int  # the fair share of each
+    columns: int | None  # width of the root's terminal; 0 = none, None = not known
+    start: Callable[[int, Path, list[str]], AbstractContextManager[RunTasks]]
 
 
 class TaskRunner:
@@ -126,7 +145,7 @@ class ProcessRunner(TaskRunner):
             return f"a worker process of pack was ended by {cause} {where}{memory}"
         return "a worker process of pack ended too early"
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """End the worker processes: the results are in, or no longer wanted."""
         assert self._executor
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -146,17 +165,21 @@ def start_threads(jobs: int) -> Iterator[TaskRunner]:
 
 
 @contextmanager
-def start_processes(jobs: int) -> Iterator[TaskRunner]:
-    """Tasks run in `jobs` processes, in this one if it is 1."""
-    if jobs == 1:
-        with start_threads(1) as runner:
-            yield runner
-        return
-    processes = ProcessRunner(jobs)
-    try:
-        yield processes
-    finally:
-        processes.kill()
+def _start_alone(jobs: int, output: Path, files: list[str]) -> Iterator[RunTasks]:
+    """Tasks run in this process and `jobs` worker processes."""
+    kind = start_threads(1) if jobs == 1 else closing(ProcessRunner(jobs))
+    with kind as runner:
+
+        def run_tasks(
+            what: str, function: Callable[..., Any], tasks: Iterable[PackTask], images: int
+        ) -> Iterator[Any]:
+            with report.progress(what, images, images, None) as advance:
+                yield from runner.run(function, tasks, advance)
+
+        yield run_tasks
+
+
+ONE_PROCESS = Processes(1, len(os.sched_getaffinity(0)), None, _start_alone)
 
 
 def _begin(names: Any, number: Any, parent: int) -> None:

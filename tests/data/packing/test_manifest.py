@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from hpctrain.cli import main as command
+from hpctrain.config import fold_number, split_shares
 from hpctrain.data.packing.manifest import read_manifest
 from hpctrain.data.packing.split import (
     assign,
     fold_as_given,
     merged,
-    parse_fold,
-    parse_split,
 )
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, contents, counts, pack, picture, tar, zipped
@@ -151,7 +150,7 @@ def test_large_groups_go_to_all_splits():
     """Not to train alone because they are placed first."""
     groups = np.concatenate([np.repeat(np.arange(20), 10), 20 + np.repeat(np.arange(100), 2)])
     labels, nothing = np.zeros(400, int), np.full(400, -1, np.int8)
-    splits = assign(labels, nothing, groups, parse_split("0.5,0.5"), 0, balanced=True)
+    splits = assign(labels, nothing, groups, split_shares("0.5,0.5"), 0, balanced=True)
     assert [(splits == split).sum() for split in (0, 2)] == [200, 200]
     assert {len(set(splits[groups == group])) for group in range(120)} == {1}
     assert (splits[:200] == 0).sum() == 100
@@ -164,7 +163,7 @@ def test_folds_are_even_in_sets_of_many_classes():
     assert sizes == [140] * 5
     for text in ("5", "0/5", "6/5", "1/1", "a/b", "1/2/3", "-1/5", "1/"):
         with pytest.raises(UsageError, match="give K/N"):
-            parse_fold(text)
+            fold_number(text)
 
 
 def test_groups_connect_what_equal_pixels_connect():

@@ -16,4 +16,4 @@ def test_the_root_shows_all_images(capfd, monkeypatch):
 
 
 def test_other_ranks_and_logs_show_nothing(capfd, monkeypatch):
-    assert bar(capfd, monkeypatch, None) == ""
+    assert bar(capfd, monkeypatch, 0) == ""

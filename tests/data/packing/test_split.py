@@ -3,6 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from hpctrain.config import split_shares
 from hpctrain.data.packing.split import (
     LEFT_OUT,
     TEST,
@@ -11,14 +12,13 @@ from hpctrain.data.packing.split import (
     assign,
     cut,
     equal_pixels,
-    parse_split,
     rows_by_split,
 )
 from hpctrain.errors import UsageError
 
 KNOWN = [176, 1, 107, 23, 55, 144, 52, 73, 24, 70, 191, 111, 165, 161, 156, 87, 82, 174, 145, 76]
-THREE = parse_split("0.8,0.1,0.1")
-TWO = parse_split("0.9,0.1")
+THREE = split_shares("0.8,0.1,0.1")
+TWO = split_shares("0.9,0.1")
 
 
 def assigned(labels, groups=None, given=None, shares=THREE, seed=0):
@@ -33,13 +33,13 @@ def counts(labels, splits):
 
 
 def test_shares_are_exact():
-    assert parse_split("0.8, 0.1,0.1") == (Fraction(4, 5), Fraction(1, 10), Fraction(1, 10))
-    assert parse_split("0.9,0.1") == (Fraction(9, 10), 0, Fraction(1, 10))
-    assert parse_split("1/3,1/3,1/3")[1] == Fraction(1, 3)
-    assert parse_split("1") == (1, 0, 0)
+    assert split_shares("0.8, 0.1,0.1") == (Fraction(4, 5), Fraction(1, 10), Fraction(1, 10))
+    assert split_shares("0.9,0.1") == (Fraction(9, 10), 0, Fraction(1, 10))
+    assert split_shares("1/3,1/3,1/3")[1] == Fraction(1, 3)
+    assert split_shares("1") == (1, 0, 0)
     for text in ("0.9", "0.9,0.2", "0,1", "1.2,-0.2", "a,b", "", "0.5,0.2,0.2,0.1", "1/0,1"):
         with pytest.raises(UsageError, match="give shares that sum to 1"):
-            parse_split(text)
+            split_shares(text)
 
 
 def test_largest_remainder():
@@ -141,7 +141,7 @@ def test_empty_splits_and_untrained_classes_are_refused():
     labels = np.repeat([0, 1], 3)
     with pytest.raises(UsageError, match="no image for test: there are 6 images in 2 classes"):
         rows_by_split(assigned(labels, shares=TWO), labels, ("a", "b"), ["train", "test"], 0)
-    shares = parse_split("0.1,0.9")
+    shares = split_shares("0.1,0.9")
     labels = np.repeat([0, 1], [50, 2])
     with pytest.raises(UsageError, match="class 'b' has 2 images and none of them in train"):
         rows_by_split(assigned(labels, shares=shares), labels, ("a", "b"), ["train"], 0)
