@@ -55,7 +55,7 @@ COMMANDS = {
     "pack": Command(
         RANKS_OR_ALONE, "pack", config.PackConfig, "convert image files to one HDF5 pack"
     ),
-    "sweep": Command(NO_LAUNCHER, "sweep.command", config.SweepConfig, "train many networks"),
+    "sweep": Command(NO_LAUNCHER, "sweep", config.SweepConfig, "train many networks"),
     "stop": Command(
         ONE_PROCESS, "stop", config.StopConfig, "stop a run or a sweep after its next step, saved"
     ),

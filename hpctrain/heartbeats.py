@@ -17,12 +17,11 @@ import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.files import open_itself, write_whole
-from hpctrain.text import printable
+from hpctrain.text import printable, ranges
 from hpctrain.typed import parse_json
 
 FOLDER = "ranks"  # of a run
@@ -132,11 +131,7 @@ def remove_old_launches(base: Path, current: Path) -> None:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 1, 3-7"; `ranks` in their order."""
-    breaks = [i for i, (a, b) in enumerate(pairwise(ranks), 1) if b != a + 1]
-    runs = [ranks[a:b] for a, b in pairwise([0, *breaks, len(ranks)])]
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    shown = [*texts[:MOST_NAMED], "..."] if len(texts) > MOST_NAMED else texts
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown)
+    return f"rank{'s' if len(ranks) != 1 else ''} {ranges(ranks)}"
 
 
 def blame(beats: Sequence[Beat], size: int, now: float, silence: float) -> list[str]:

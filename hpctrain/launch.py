@@ -29,6 +29,7 @@ UNBOUND = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "HYDRA_BINDING": "none",
 }
+MOST_READ = 1 << 16  # bytes of a log that are searched for a reason
 TELLING = re.compile(r"hpctrain: |\b\w*Error\b|\w+Exception\b", re.ASCII)
 SIGNAL = re.compile(r"signal \d+|Killed|out of memory", re.IGNORECASE)
 
@@ -59,17 +60,22 @@ def own_sessions(folder: str) -> dict[str, str]:
 
 
 def start(
-    command: Sequence[str], log: Path, env: Mapping[str, str], cores: Collection[int] = ()
+    command: Sequence[str],
+    log: Path,
+    env: Mapping[str, str],
+    cores: Collection[int] = (),
+    outlives_us: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a launcher on these cores (all, where none are given), its output appended to `log`.
 
-    It has a session of its own, so that Ctrl-C reaches us alone, and the kernel kills it when we
-    die, even by SIGKILL; mpirun and srun take their ranks along. OSError where it cannot start.
+    It has a session of its own, so that Ctrl-C reaches us alone, and unless it `outlives_us` the
+    kernel kills it when we die, even by SIGKILL; mpirun and srun take their ranks along. OSError
+    where it cannot start.
     """
     parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
 
     def prepare() -> None:
-        if prctl is not None:
+        if prctl is not None and not outlives_us:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:  # we died before the kernel knew
                 os._exit(1)
@@ -86,6 +92,13 @@ def start(
             start_new_session=True,
             preexec_fn=prepare,
         )
+
+
+def log_tail(log: Path, start: int) -> str:
+    """What was appended to a log after its first `start` bytes, its last 64 KiB at most."""
+    with open(log, "rb") as file:
+        file.seek(max(start, log.stat().st_size - MOST_READ))
+        return file.read().decode(errors="replace")
 
 
 def last_words(text: str) -> str:

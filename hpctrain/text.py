@@ -12,6 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import TextIO
 
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that spreadsheets compute
@@ -49,6 +50,13 @@ def listed(names: Iterable[object], most: int = 8, separator: str = ", ") -> str
     if len(texts) <= most:
         return shown
     return f"{shown}{separator.strip(', ')} and {len(texts) - most:,} more"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers in their order, neighbours as a range: "1, 3-7"."""
+    breaks = [i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1]
+    parts = [numbers[a:b] for a, b in pairwise([0, *breaks, len(numbers)]) if a < b]
+    return listed(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
 
 
 def brief(value: object, most: int = 160) -> str:

@@ -140,7 +140,7 @@ def _binding(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     single = [number for number, count in enumerate(counts) if count == 1]
     spare = any(ranks[n].host_cores > len(by_host[ranks[n].host]) for n in single)
     why = "background reading shares the one core with computation: "
-    more = f"{why}{_more_cores(ranks[0])} ({single and name_ranks(single)})"
+    more = f"{why}{_more_cores(ranks[0])} ({name_ranks(single)})"
     fewer = f"{why}fewer ranks with more cores may be as fast"
     yield judge("binding", found, (spare, "warn", more), (single, "note", fewer))
 
@@ -223,8 +223,7 @@ def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     idle = len(seen) - len({(rank.host, rank.gpus[rank.gpu].uuid) for rank in ranks if rank.gpus})
     mpirun = "srun" if ranks[0].launcher == "srun" else "mpirun"
     start = f"{mpirun} -n {len(seen)} python -m hpctrain"
-    named = name_ranks(without) if without else ""
-    none = f"{named} without GPU, which train refuses: {start}, or --device cpu"
+    none = f"{name_ranks(without)} without GPU, which train refuses: {start}, or --device cpu"
     shared = describe_sharing([place(rank) for rank in ranks])
     yield judge(
         "GPU of rank",

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from hpctrain.text import brief
-from hpctrain.typed import parse_json
+from hpctrain.typed import parse_json, typed
 
 Record = Mapping[str, Any]
 MOST = 1 << 53  # a float64 holds all smaller whole numbers
@@ -31,48 +30,37 @@ class Field(NamedTuple):
     takes it besides the record.
     """
 
-    is_valid: Callable[[Any], bool]
+    type: type  # int, float or str
+    least: float = -math.inf  # number
+    is_object: bool = False  # of such values by name: seconds by phase, rows by split
     required: bool = False
     deterministic: bool = False  # equal runs record equal values: ``compare`` looks at it
     scalar: bool = False  # shown by TensorBoard
     label: str = ""  # of the panel that ``plot`` draws of it
 
-
-def is_count(value: Any) -> bool:
-    """A whole number that is not negative."""
-    return type(value) is int and 0 <= value < MOST
-
-
-def is_number(value: Any) -> bool:
-    """A finite number: the parser refuses all others."""
-    return type(value) in (int, float)
-
-
-def is_text(value: Any) -> bool:
-    """A string."""
-    return isinstance(value, str)
-
-
-def is_seconds(value: Any) -> bool:
-    """A duration."""
-    return is_number(value) and value >= 0
+    def check(self, value: Any, name: str) -> None:
+        """Raise ValueError for a value that the field cannot hold."""
+        values = (value,)
+        if self.is_object:
+            values = typed(value, dict[str, Any], name).values()
+            if len(values) > MOST_PARTS:
+                raise ValueError(f"{name} has {len(values):,} parts, more than {MOST_PARTS}")
+        for each in values:
+            if each is None:
+                continue
+            if type(each) is not self.type:
+                typed(each, self.type, name)
+            if self.type is str:
+                continue
+            if each < self.least or (each >= MOST and isinstance(each, int)):
+                raise ValueError(f"{name} is {each:.4g}, out of range")
 
 
-def has_parts(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """An object of such values: seconds by phase, rows by split."""
-
-    def are_all(value: Any) -> bool:
-        if not isinstance(value, dict) or len(value) > MOST_PARTS:
-            return False
-        return all(part is None or check(part) for part in value.values())
-
-    return are_all
-
-
-COUNT, NUMBER, TEXT, SECONDS = Field(is_count), Field(is_number), Field(is_text), Field(is_seconds)
-LOSS = Field(is_number, deterministic=True, scalar=True, label="loss")
-ACCURACY = Field(is_number, deterministic=True, scalar=True, label="accuracy (%)")
-EXACT_COUNT = Field(is_count, deterministic=True)
+COUNT, NUMBER, TEXT, SECONDS = Field(int, 0), Field(float), Field(str), Field(float, 0)
+PHASES = Field(float, 0, is_object=True)  # seconds by phase
+LOSS = Field(float, deterministic=True, scalar=True, label="loss")
+ACCURACY = Field(float, deterministic=True, scalar=True, label="accuracy (%)")
+EXACT_COUNT = Field(int, 0, deterministic=True)
 
 FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     "run": {  # a launch; whatever else describes it is written as well
@@ -81,22 +69,22 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         **dict.fromkeys(("name", "folder", "model", "device", "precision", "mpi"), TEXT),
         **dict.fromkeys(("pack", "plan", "rank_shares"), TEXT),
         "learning_rate": NUMBER,
-        "rows": Field(has_parts(is_count)),  # images by split
+        "rows": Field(int, 0, is_object=True),  # images by split
     },
     "step": {
         "epoch": COUNT,
-        "step": Field(is_count, required=True),
+        "step": Field(int, 0, required=True),
         "loss": LOSS,  # mean over the mini-batch of all ranks
         "accuracy": ACCURACY,
-        "learning_rate": Field(is_number, deterministic=True, scalar=True),
-        "images_per_second": Field(is_number, scalar=True),
+        "learning_rate": Field(float, deterministic=True, scalar=True),
+        "images_per_second": Field(float, scalar=True),
         "slowest_rank": COUNT,
         "rows": EXACT_COUNT,  # images of the mini-batch
-        "seconds": Field(has_parts(is_seconds)),  # data, compute, reduce, total; idle: a rank's
+        "seconds": PHASES,  # data, compute, reduce, total; idle: a rank's
         # mean time of waiting for the slowest
     },
     "epoch": {  # means over all its images
-        "epoch": Field(is_count, required=True),
+        "epoch": Field(int, 0, required=True),
         "loss": NUMBER,
         "accuracy": NUMBER,
         "images_per_second": NUMBER,
@@ -104,26 +92,26 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     },
     "evaluation": {  # with the weights after `step`
         "epoch": COUNT,
-        "step": Field(is_count, required=True),
-        "split": Field(is_text, required=True, deterministic=True),
+        "step": Field(int, 0, required=True),
+        "split": Field(str, required=True, deterministic=True),
         "loss": LOSS,
-        "noisy": Field(is_number, deterministic=True),  # denoising: the loss of the noisy images
+        "noisy": Field(float, deterministic=True),  # denoising: the loss of the noisy images
         "accuracy": ACCURACY,
         "rows": EXACT_COUNT,
         "seconds": SECONDS,
     },
-    "note": {"text": Field(is_text, required=True)},
+    "note": {"text": Field(str, required=True)},
     "digest": {
-        "step": Field(is_count, required=True),
-        "digest": Field(is_text, required=True, deterministic=True),
+        "step": Field(int, 0, required=True),
+        "digest": Field(str, required=True, deterministic=True),
     },
     "end": {  # of a launch; figures of the test may follow
-        "status": Field(is_text, required=True),  # done, stopped, preempted, failed
+        "status": Field(str, required=True),  # done, stopped, preempted, failed
         "reason": TEXT,
         "seconds": SECONDS,  # since the line of kind "run"
         "steps": COUNT,
         "step_seconds": NUMBER,  # mean
-        "shares": Field(has_parts(is_number)),  # of a step: data, compute, reduce, other
+        "shares": Field(float, is_object=True),  # of a step: data, compute, reduce, other
         "idle": NUMBER,  # share of a step that ranks wait for the slowest
         "slowest_rank": COUNT,  # most often
         "slowest_share": NUMBER,  # of the steps
@@ -157,14 +145,10 @@ def parse_record(line: bytes | str) -> dict[str, Any]:
     for name in REQUIRED.get(kind, ()):
         if record.get(name) is None:
             raise ValueError(f"a record of kind {kind} without {name}")
-    fields = FIELDS.get(kind, {})
+    fields = {"time": TEXT, **FIELDS.get(kind, {})}
     for name, value in record.items():
-        field = TEXT if name == "time" else fields.get(name)
-        if field and value is not None and not field.is_valid(value):
-            shown = (
-                type(value).__name__ if isinstance(value, dict | list) else brief(repr(value), 40)
-            )
-            raise ValueError(f"{name} cannot be {shown}")
+        if value is not None and name in fields:
+            fields[name].check(value, name)
     return record
 
 

@@ -1,1 +1,216 @@
-"""Many networks at once: a driver that launches ordinary training runs side by side."""
+"""``hpctrain sweep sweep.toml``: many networks at once, each an ordinary run of its own.
+
+    hpctrain sweep sweep.toml --ranks-per-network 2 --slots 4
+    srun and sbatch: within an allocation the networks are its steps; --slurm submits a job array
+
+The driver uses neither MPI nor torch. What is in the file is described in file.py, what the sweep
+leaves in folder.py, how it is resumed in driver.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+
+from hpctrain import launch
+from hpctrain.config import SweepConfig, as_words, check_imports, command_line
+from hpctrain.errors import RunError, UsageError
+from hpctrain.report.find import SWEEP_FILE, compared_by_accuracy
+from hpctrain.sweep.display import SweepDisplay, counts
+from hpctrain.sweep.driver import Driver, Pruner, require_optuna
+from hpctrain.sweep.file import Sweep, SweepNetwork, read_sweep
+from hpctrain.sweep.folder import (
+    FAILED,
+    RESULTS_FILE,
+    choose_folder,
+    find_sweep_file,
+    make_folder,
+    read_results,
+    write_csv,
+)
+from hpctrain.sweep.machine import Machine, find_machine, python_program, submit_array
+from hpctrain.text import say
+from hpctrain.training.control import STOP_FILE, RunLock
+
+LOG = "sweep.log"  # of a driver in the background
+WATCHED = 1.0  # seconds that it is watched
+DRIVERS_OWN = ("file", "model", "name", "background", "progress")  # what one in the background has
+PATIENCE = 60.0  # seconds to wait for others that write the results
+
+
+def main(settings: SweepConfig) -> int:
+    """Check everything, then launch; the exit code: 0 all done, 1 some failed, 75 to be resumed."""
+    file, folder = find_sweep_file(settings)
+    sweep = read_sweep(file)
+    check_modes(settings)
+    display = SweepDisplay(settings.progress)
+    folder = folder or choose_folder(settings, file, sweep)
+    is_new = not folder.exists()
+    if settings.results:
+        if is_new:
+            raise UsageError(f"--results: there is no sweep {folder} yet")
+        return collect(settings, folder, sweep, display)
+    wants_gpus = any(network.config.device != "cpu" for network in sweep.networks)
+    machine = None if settings.slurm else find_machine(settings, wants_gpus)
+    if settings.dry_run:
+        preview(folder, sweep, machine, display)
+        return 0
+    if file == folder / SWEEP_FILE or file.with_name(RESULTS_FILE).is_file():  # of another sweep
+        allow_imports(settings, file, sweep)
+    results = read_results(folder, sweep, settings.retry).values()
+    left = [result.network for result in results if not result.is_final]
+    if not is_new and not left:
+        display.line(f"{folder} has ended: {counts(results)}")
+        return int(any(result.status == FAILED for result in results))
+    check_data(sweep, settings.prune)
+    lock = take_lock(folder)
+    try:
+        make_folder(folder, file, sweep, settings.runs_dir)
+        if machine is None:
+            return submit(settings, folder, left, display)
+        if not settings.background:
+            display.line(f"{folder}: {len(left)} of {len(sweep.networks)} networks to train")
+            return drive(settings, folder, sweep, machine, display)
+    finally:
+        lock.release()
+    return detach(settings, folder, sweep)
+
+
+def check_modes(settings: SweepConfig) -> None:
+    """Refuse what cannot go together. UsageError."""
+    if settings.prune:
+        require_optuna()
+        if settings.slurm:
+            raise UsageError("--prune needs a driver that watches: it cannot go with --slurm")
+    if settings.slurm and settings.background:
+        raise UsageError("--background and --slurm exclude each other: a job array has no driver")
+    if settings.sbatch and not settings.slurm:
+        raise UsageError("--sbatch goes with --slurm")
+
+
+def allow_imports(settings: SweepConfig, file: Path, sweep: Sweep) -> None:
+    """UsageError where a sweep's file names networks to import that --model does not."""
+    who = f"--model {settings.model}: " if settings.model else ""
+    words = "sweep", *as_words(settings, without=("model",)), "--model", ",".join(sweep.imported)
+    allowed = (settings.model or "").split(",")
+    check_imports(f"{who}{file}", sweep.imported, allowed, f"type {command_line(*words)}")
+
+
+def check_data(sweep: Sweep, prune: bool) -> None:
+    """Find all data, make built-in sets that are missing. UsageError for what is no pack, and
+    under --prune for packs without validation.
+    """
+    from hpctrain.data.builtin import locate
+    from hpctrain.data.packed import read_pack
+
+    named = {(n.config.data, n.config.data_dir, n.config.images) for n in sweep.networks}
+    for data, data_dir, images in sorted(named, key=str):
+        path = locate(data, data_dir)
+        if images is None and "validation" not in read_pack(path).splits and prune:
+            raise UsageError(f"--prune needs a split validation, and {path} has none")
+
+
+def take_lock(folder: Path, patience: float = 0.0) -> RunLock:
+    """Make the folder, and be the only driver in it, after `patience` seconds at most. UsageError
+    where another one works.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, until = RunLock(), time.monotonic() + patience
+    while True:
+        try:
+            lock.take(folder)
+            return lock
+        except UsageError as error:
+            if time.monotonic() >= until:
+                raise UsageError(
+                    f"the sweep {folder} is at work: hpctrain stop {folder} first, or choose"
+                    " another --name"
+                ) from error
+            time.sleep(0.1)
+
+
+def drive(
+    settings: SweepConfig, folder: Path, sweep: Sweep, machine: Machine, display: SweepDisplay
+) -> int:
+    """Launch the networks here and wait for them; the exit code."""
+    pruner = Pruner(compared_by_accuracy(sweep.tasks)) if settings.prune else None
+    command = partial(machine.command, folder)
+    driver = Driver(folder, sweep, machine.slots, command, display, pruner, settings.retry)
+    code = driver.run()
+    display.results(driver.results.values())
+    display.line(f"{folder}: {counts(driver.results.values())}")
+    return code
+
+
+def submit(
+    settings: SweepConfig, folder: Path, networks: list[SweepNetwork], display: SweepDisplay
+) -> int:
+    """Submit the networks that are left as a job array."""
+    (folder / STOP_FILE).unlink(missing_ok=True)
+    job = submit_array(settings, folder, networks)
+    display.line(f"{folder}: {len(networks)} networks are submitted as job {job}")
+    name = shlex.quote(str(folder))
+    display.line(f"results: hpctrain sweep {name} --results    stop: hpctrain stop {name}")
+    return 0
+
+
+def collect(settings: SweepConfig, folder: Path, sweep: Sweep, display: SweepDisplay) -> int:
+    """Write results.csv from the records; 1 where a network has failed."""
+    try:
+        lock = take_lock(folder, PATIENCE)
+    except UsageError:
+        raise UsageError(f"a driver works in {folder}: it writes the results") from None
+    try:
+        results = read_results(folder, sweep, settings.retry).values()
+        write_csv(folder, sweep, results)
+    finally:
+        lock.release()
+    display.results(results)
+    return int(any(result.status == FAILED for result in results))
+
+
+def detach(settings: SweepConfig, folder: Path, sweep: Sweep) -> int:
+    """Drive the sweep in a session of its own. RunError where it ends at once."""
+    words = [*python_program(), "sweep", str(folder), "--progress", "plain"]
+    words += as_words(settings, without=DRIVERS_OWN)
+    words += ["--model", ",".join(sweep.imported)] if sweep.imported else []
+    log = folder / LOG
+    began = log.stat().st_size if log.exists() else 0
+    process = launch.start(words, log, launch.environment(), outlives_us=True)
+    try:
+        code = process.wait(timeout=WATCHED)
+    except subprocess.TimeoutExpired:
+        code = 0
+    if code:
+        reason = launch.last_words(launch.log_tail(log, began))
+        raise RunError(f"the driver ended ({code}): {reason}")
+    say(f"{folder}: the driver is process {process.pid}")
+    say(f"watch: tail -f {shlex.quote(str(log))}")
+    stop = f"hpctrain stop {shlex.quote(str(folder))}"
+    say(f"stop:  {stop}    or kill {process.pid}: save, to resume later")
+    return 0
+
+
+def preview(folder: Path, sweep: Sweep, machine: Machine | None, display: SweepDisplay) -> None:
+    """Print what would be done."""
+    table = Table(pad_edge=False)
+    for head in ("network", *sweep.differing):
+        table.add_column(head, overflow="fold")
+    for network in sweep.networks:
+        values = [getattr(network.config, name) for name in sweep.differing]
+        table.add_row(network.name, *("" if value is None else str(value) for value in values))
+    display.console.print(table)
+    count = len(sweep.networks)
+    if machine is None:
+        display.line(f"{count} networks, one task each of a job array")
+        return
+    slots = "; ".join(f"{slot.number}: {slot}" for slot in machine.slots)
+    where = "steps of the Slurm job" if machine.slurm else slots
+    display.line(f"{count} networks in {len(machine.slots)} slots ({where})")
+    first = sweep.networks[0]
+    display.line("launch: " + shlex.join(machine.command(folder, first)))

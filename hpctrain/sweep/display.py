@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from rich.live import Live
 from rich.table import Table
@@ -19,7 +18,7 @@ from hpctrain.sweep.machine import Slot
 
 
 class SweepDisplay:
-    """Prints; within a ``with`` block, and where asked for, also draws the slots."""
+    """Prints, and where asked for also draws the slots, while `live` is entered."""
 
     def __init__(self, progress: str) -> None:
         columns = terminal_columns()
@@ -27,20 +26,7 @@ class SweepDisplay:
         self._quiet = progress == "none"
         self.console = Console(width=columns or 120, force_terminal=True if live else None)
         # No thread of its own: processes are forked beside it.
-        self._live = (
-            Live(console=self.console, auto_refresh=False, transient=True) if live else None
-        )
-
-    def __enter__(self) -> SweepDisplay:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
+        self.live = Live(console=self.console, auto_refresh=False, transient=True) if live else None
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
@@ -49,7 +35,7 @@ class SweepDisplay:
 
     def begin(self, name: str, slot: Slot) -> None:
         """Show that a network was launched."""
-        if self._live is None:
+        if self.live is None:
             self.line(f"{name} begins in slot {slot.number} ({slot})")
 
     def end(self, result: NetworkResult, log: Path, results: Sequence[NetworkResult]) -> None:
@@ -67,11 +53,11 @@ class SweepDisplay:
 
     def update(self, running: Sequence[tuple[str, Slot, RunHistory]]) -> None:
         """Draw the slots."""
-        if self._live:
+        if self.live:
             table = Table.grid(padding=(0, 2))
             for name, slot, history in running:
                 table.add_row(f"slot {slot.number}", str(slot), name, progress_text(history))
-            self._live.update(table, refresh=True)
+            self.live.update(table, refresh=True)
 
     def results(self, results: Iterable[NetworkResult]) -> None:
         """Print the closing table, best first, and why networks failed."""

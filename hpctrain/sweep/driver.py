@@ -7,18 +7,21 @@ again and resume from their checkpoints. A network in whose folder another job s
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from hpctrain import launch
-from hpctrain.errors import RunError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import LEFT
-from hpctrain.report.history import RunHistory
+from hpctrain.report.history import Metrics, RunHistory
 from hpctrain.report.record import HistoryReader
 from hpctrain.sweep.display import SweepDisplay
 from hpctrain.sweep.file import Sweep, SweepNetwork
@@ -35,14 +38,12 @@ from hpctrain.sweep.folder import (
     write_csv,
 )
 from hpctrain.sweep.machine import Slot
-from hpctrain.sweep.prune import Pruner
 from hpctrain.training.control import STOP_FILE, is_locked, request_stop
 
 POLL_PROCESSES_EVERY = 0.1  # seconds
 POLL_FILES_EVERY = 0.5  # seconds between looks at records, locks and the STOP file
-MOST_READ = 1 << 16  # bytes of a log that are searched for a reason
 KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
-CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 REPEATED_AFTER = 1.0  # seconds: schedulers send the same signal twice in a row
 
 
@@ -54,8 +55,8 @@ def caught_signals() -> Iterator[list[tuple[signal.Signals, float]]]:
     def catch(number: int, frame: object) -> None:
         received.append((signal.Signals(number), time.monotonic()))
 
-    ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
-    before = {n: signal.signal(n, catch) for n in CAUGHT if n not in ignored}  # nohup wants it so
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as nohup wants it
+    before = {n: signal.signal(n, catch) for n in CAUGHT[ignored:]}
     try:
         yield received
     finally:
@@ -133,10 +134,48 @@ class NetworkProcess:
         return FAILED, self._last_words() if code else "it ended without a record"
 
     def _last_words(self) -> str:
-        with open(self.log, "rb") as file:
-            file.seek(max(self._log_start, self.log.stat().st_size - MOST_READ))
-            text = file.read().decode(errors="replace")
-        return launch.last_words(text).removeprefix("hpctrain: ")
+        tail = launch.log_tail(self.log, self._log_start)
+        return launch.last_words(tail).removeprefix("hpctrain: ")
+
+
+def require_optuna() -> None:
+    """Raise UsageError where Optuna is missing."""
+    if importlib.util.find_spec("optuna") is None:
+        raise UsageError("--prune needs its package: pip install 'hpctrain[sweep]'")
+
+
+class Pruner:
+    """Successive halving by Optuna over the validations of the networks (``--prune``).
+
+    At 1, 2, 4, 8, ... validations a network is compared with all that came so far; it continues if
+    it is in the better half (asynchronous successive halving, Li et al. 2020, arXiv:1810.05934), by
+    accuracy or else by loss.
+    """
+
+    def __init__(self, by_accuracy: bool) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        halving = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
+        self._by_accuracy = by_accuracy
+        self._study = optuna.create_study(direction="maximize", pruner=halving)
+        self._trials: dict[str, Any] = {}  # by network
+        self._reported: dict[str, int] = {}  # validations
+
+    def is_weak(self, name: str, validations: Sequence[Metrics]) -> bool:
+        """Report all validations of a network so far; whether it should end because of one that was
+        not reported before.
+        """
+        if name not in self._trials:
+            self._trials[name] = self._study.ask()
+        trial, is_weak = self._trials[name], False
+        for number in range(self._reported.get(name, 0), len(validations)):
+            score = validations[number].score(self._by_accuracy)
+            if math.isfinite(score):
+                trial.report(score, number + 1)
+                is_weak |= bool(trial.should_prune())
+        self._reported[name] = len(validations)
+        return is_weak
 
 
 class Driver:
@@ -159,8 +198,7 @@ class Driver:
         self._processes: list[NetworkProcess] = []
         self._waiting = [n for n in sweep.networks if not self.results[n.name].is_final]
         self._preempted_by: str | None = None
-        self._stopping = False
-        self._looked = 0.0
+        self._stopping, self._looked = False, 0.0
 
     def run(self) -> int:
         """Train all networks, until they have ended or the sweep has to end; the exit code."""
@@ -168,7 +206,7 @@ class Driver:
         if self._pruner:
             for name, result in self.results.items():  # what earlier drivers have seen
                 self._pruner.is_weak(name, result.history.validations)
-        with caught_signals() as signals, self._display:
+        with caught_signals() as signals, self._display.live or nullcontext():
             while True:
                 self._obey(signals)
                 for process in list(self._processes):
@@ -180,7 +218,7 @@ class Driver:
                 if not self._processes and (self._is_ending() or not self._waiting):
                     break
                 time.sleep(POLL_PROCESSES_EVERY)
-        self._write()
+        write_csv(self._folder, self._sweep, self.results.values())
         (self._folder / STOP_FILE).unlink(missing_ok=True)
         if self._preempted_by:
             self._display.line(f"preempted ({self._preempted_by}); the same command resumes")
@@ -188,7 +226,7 @@ class Driver:
         return int(any(result.status == FAILED for result in self.results.values()))
 
     def _is_ending(self) -> bool:
-        return self._preempted_by is not None or self._stopping
+        return bool(self._preempted_by or self._stopping)
 
     def _obey(self, signals: list[tuple[signal.Signals, float]]) -> None:
         """The first signal lets all networks save, a second Ctrl-C or SIGTERM ends them."""
@@ -197,7 +235,7 @@ class Driver:
         (first, since), *others = signals
         if self._preempted_by is None:
             self._preempt(first.name)
-        insisting = [n for n, at in others if n in CAUGHT[:2] and at > since + REPEATED_AFTER]
+        insisting = [n for n, at in others if n in CAUGHT[1:3] and at > since + REPEATED_AFTER]
         for process in self._processes if insisting else ():
             process.kill()
 
@@ -229,8 +267,8 @@ class Driver:
     def _launch(self, network: SweepNetwork) -> None:
         slot = self._free.pop(0)
         self._set(network, RUNNING, None, self.results[network.name].history)
-        process = NetworkProcess(self._folder, network, slot, self._command(network))
-        self._processes.append(process)
+        command = self._command(network)
+        self._processes.append(NetworkProcess(self._folder, network, slot, command))
         self._display.begin(network.name, slot)
 
     def _finish(self, process: NetworkProcess, status: str, reason: str | None) -> None:
@@ -250,9 +288,6 @@ class Driver:
         self, network: SweepNetwork, status: str, reason: str | None, history: RunHistory
     ) -> None:
         self.results[network.name] = NetworkResult(network, status, reason, history)
-        self._write()
-
-    def _write(self) -> None:
         write_csv(self._folder, self._sweep, self.results.values())
 
     def _prune(self, process: NetworkProcess) -> None:

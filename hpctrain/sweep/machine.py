@@ -25,6 +25,8 @@ from hpctrain.files import write_whole
 from hpctrain.launch import UNBOUND, mpirun
 from hpctrain.launcher import REQUESTS, tasks_by_node
 from hpctrain.sweep.file import SweepNetwork
+from hpctrain.sweep.folder import settings_file
+from hpctrain.text import ranges
 
 ARRAY_FILE = "array.sbatch"
 MOST_REQUEUES = 20
@@ -75,7 +77,7 @@ class Slot:
     def __str__(self) -> str:
         if self.gpus:
             return f"GPU {', '.join(self.gpus)}"
-        return f"cores {_ranges(self.cores)}" if self.cores else "any core"
+        return f"cores {ranges(self.cores)}" if self.cores else "any core"
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,14 @@ class Machine:
     slots: tuple[Slot, ...]
     slurm: bool = False  # slots are steps of a Slurm job
 
-    def command(self, settings: Path, network: SweepNetwork, program: Sequence[str]) -> list[str]:
-        """The launch line of a network."""
-        model = ["--model", network.imported] if network.imported else []
-        return [*self.launcher, *program, "train", "--config", str(settings), *model]
+    def command(self, folder: Path, network: SweepNetwork) -> list[str]:
+        """The launch line of a network of the sweep in `folder`."""
+        words = [*python_program(), "train", "--config", str(settings_file(folder, network))]
+        return [
+            *self.launcher,
+            *words,
+            *(["--model", network.imported] if network.imported else []),
+        ]
 
 
 def python_program() -> list[str]:
@@ -131,17 +137,6 @@ def make_slots(
 
 def _cut(items: Sequence, number: int, count: int) -> Sequence:
     return items[len(items) * number // count : len(items) * (number + 1) // count]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """ "0-3,6" of 0, 1, 2, 3, 6."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
-        else:
-            ranges.append([number])
-    return ",".join("-".join(map(str, each)) for each in ranges)
 
 
 def visible_gpus() -> list[str]:

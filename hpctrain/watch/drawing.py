@@ -87,7 +87,8 @@ def draw(history: RunHistory, name: str, width: int, height: int) -> Text:
         (canvas.line if split == "training" else canvas.dots)(points, DOTS.get(split, OTHER))
     lines = [_legend(TITLES[name], shown, width), *canvas.labelled_rows(margin)]
     first, last = f"{round(across.low):,}", f"{round(across.high):,}"
-    below = f"{first}{'step':^{canvas.columns - len(first) - len(last)}}{last}"
+    room = max(canvas.columns - len(first) - len(last), 0)
+    below = f"{first}{'step':^{room}}{last}"[: canvas.columns]
     lines.append(Text(" " * margin + "└" + "─" * canvas.columns, "dim"))
     return Text("\n").join([*lines, Text(" " * (margin + 1) + below, "dim")])
 

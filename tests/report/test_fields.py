@@ -145,7 +145,7 @@ def test_plot_leaves_out_the_run_that_cannot_be_read(tmp_path, capsys, monkeypat
     assert main(["plot", "good", "bad"]) == 0
     printed = capsys.readouterr().out
     assert (
-        "left out: runs/bad/progress.jsonl, line 4" in printed and "step cannot be 'x'" in printed
+        "left out: runs/bad/progress.jsonl, line 4" in printed and "step is 'x', not int" in printed
     )
     assert main(["plot", "bad"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

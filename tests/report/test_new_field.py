@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.report.differences import first_difference
-from hpctrain.report.fields import FIELDS, LABELS, Field, is_number, scalar_fields
+from hpctrain.report.fields import FIELDS, LABELS, Field, scalar_fields
 from hpctrain.report.plot_training import plot_training, read_curves
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
@@ -29,7 +29,7 @@ def test_a_field_that_nobody_has_listed_is_refused(tmp_path):
 
 def test_a_field_is_checked_compared_drawn_and_shown_by_its_line(tmp_path, monkeypatch):
     label = "gradient norm"
-    field = Field(is_number, deterministic=True, scalar=True, label=label)
+    field = Field(float, deterministic=True, scalar=True, label=label)
     monkeypatch.setitem(FIELDS["step"], "gradient_norm", field)
     monkeypatch.setitem(LABELS, "gradient_norm", label)
     one, other = record(tmp_path / "a", [1.0, 2.0]), record(tmp_path / "b", [1.0, 3.0])

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 from hpctrain.sweep.display import SweepDisplay
-from hpctrain.sweep.driver import Driver
+from hpctrain.sweep.driver import Driver, Pruner
 from hpctrain.sweep.file import read_sweep
 from hpctrain.sweep.folder import make_folder, settings_file
 from hpctrain.sweep.machine import Slot
-from hpctrain.sweep.prune import Pruner
 
 FAKE = Path(__file__).with_name("fake_train.py")
 

@@ -10,7 +10,7 @@ import pytest
 from hpctrain.config import SweepConfig
 from hpctrain.errors import UsageError
 from hpctrain.sweep import machine
-from hpctrain.sweep.command import main as sweep
+from hpctrain.sweep import main as sweep
 from hpctrain.sweep.file import read_sweep
 
 

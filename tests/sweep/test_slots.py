@@ -31,7 +31,7 @@ def test_more_slots_than_there_is_share():
 
 
 def test_places_for_readers():
-    assert str(Slot(1, (0, 1, 2, 5))) == "cores 0-2,5"
+    assert str(Slot(1, (0, 1, 2, 5))) == "cores 0-2, 5"
     assert str(Slot(1, (), ("0", "1"))) == "GPU 0, 1"
     assert "CUDA_VISIBLE_DEVICES" not in Slot(1, (3,)).environment()
     assert Slot(1, (3,), ("0", "1")).environment()["CUDA_VISIBLE_DEVICES"] == "0,1"

@@ -326,7 +326,7 @@ def test_what_is_said_of_many_ranks_is_short():
     beats = [Beat(rank, "h", 7, "step 9", 0.0, 0.0) for rank in range(0, 1024, 2)]
     lines = blame(beats, 1024, 100.0, 60.0)
     assert len(lines) == 9 and lines[-1] == "and 505 ranks more"
-    assert lines[0] == "ranks 1, 3, 5, 7, 9, 11, 13, 15, ... gave no sign at all"
+    assert lines[0] == "ranks 1, 3, 5, 7, 9, 11, 13, 15 and 504 more gave no sign at all"
     assert name_ranks([4]) == "rank 4"
 
 
