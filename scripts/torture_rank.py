@@ -1,14 +1,15 @@
 """One rank of scripts/torture: hpctrain, with one fault at one moment.
 
 From the environment: TORTURE_PHASE, TORTURE_COUNT (which time the phase begins), TORTURE_RANK,
-TORTURE_FAULT and TORTURE_STRUCK (the file that tells when it happened). Without TORTURE_PHASE it is
-hpctrain alone.
+TORTURE_FAULT and TORTURE_STRUCK (a file that is written when it happens). Without TORTURE_PHASE it
+is hpctrain alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -18,6 +19,17 @@ from typing import Any
 
 from hpctrain.launcher import launched_rank
 
+POINTS = {  # phase -> the function before each call of which the fault may happen
+    "start": "hpctrain.training.train:set_up",
+    "load": "hpctrain.data.loader:Loader._read_step",
+    "step": "hpctrain.parallel.batchnorm:BatchNorms.merge",
+    "evaluation": "hpctrain.inference.tasks:Classification.evaluate",
+    "evaluate": "hpctrain.inference.tasks:Classification.evaluate",
+    "writing": "hpctrain.training.checkpoint:content",  # when it has given the header
+    "rename": "os:replace",  # of a checkpoint
+    "pack": "hpctrain.data.packing.decode:show_image",
+    "finalize": "hpctrain.parallel.mpi:MPI.Finalize",
+}
 PHASE, FAULT = os.environ.get("TORTURE_PHASE"), os.environ.get("TORTURE_FAULT", "")
 left = int(os.environ.get("TORTURE_COUNT", "1"))
 
@@ -43,79 +55,42 @@ def strike() -> None:
     os.kill(pid, getattr(signal, f"SIG{name}"))
 
 
-def before(owner: Any, name: str) -> None:
-    """Strike before each call of owner.name."""
+def arm(phase: str) -> None:
+    """Put the fault into its phase."""
+    path, _, name = POINTS[phase].replace(":", ".").rpartition(".")
+    owner: Any = pkgutil.resolve_name(path)
     original: Callable = getattr(owner, name)
 
     def struck(*arguments: Any, **named: Any) -> Any:
-        strike()
+        if phase != "rename" or "checkpoints" in str(arguments[1]):
+            strike()
         return original(*arguments, **named)
 
-    setattr(owner, name, struck)
-
-
-def arm() -> None:
-    """Put the fault into its phase."""
-    if PHASE == "start":
-        import hpctrain.training.train as train
-
-        before(train, "set_up")
-    elif PHASE == "load":
-        from hpctrain.data.loader import Loader
-
-        before(Loader, "_read_step")
-    elif PHASE == "step":
-        from hpctrain.parallel.batchnorm import BatchNorms
-
-        before(BatchNorms, "merge")
-    elif PHASE in ("evaluation", "evaluate"):
-        from hpctrain.inference.tasks import Classification
-
-        before(Classification, "judge")
-    elif PHASE == "writing":
-        from hpctrain.training import checkpoint
-
-        original_content = checkpoint.content
-
-        def half(*arguments: Any) -> Any:
-            for number, part in enumerate(original_content(*arguments)):
-                if number == 1:  # the header is written
-                    strike()
-                yield part
-
-        checkpoint.content = half
-    elif PHASE == "pack":
-        from hpctrain.data.packing import decode
-
-        before(decode, "show_image")
-    elif PHASE == "rename":
-        original = os.replace
-
-        def struck(source: Any, target: Any) -> None:
-            if "checkpoints" in str(Path(target)):
+    def struck_within(*arguments: Any) -> Any:
+        for number, part in enumerate(original(*arguments)):
+            if number == 1:
                 strike()
-            original(source, target)
+            yield part
 
-        os.replace = struck
-    elif PHASE == "finalize":
-        from hpctrain.parallel import mpi
+    if phase == "finalize":  # MPI of mpi4py takes no other functions
+        mpi, owner = pkgutil.resolve_name("hpctrain.parallel.mpi"), _Copy(owner)
+        mpi.MPI = owner
+    setattr(owner, name, struck_within if phase == "writing" else struck)
 
-        class Last:
-            """MPI, but for the moment before its end."""
 
-            def __getattr__(self, name: str) -> Any:
-                return getattr(real, name)
+class _Copy:
+    """A module whose functions can be replaced."""
 
-            def Finalize(self) -> None:
-                strike()
-                real.Finalize()
+    def __init__(self, module: Any) -> None:
+        self._module = module
 
-        real, mpi.MPI = mpi.MPI, Last()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 if __name__ == "__main__":
     if PHASE and str(launched_rank()) == os.environ.get("TORTURE_RANK"):
-        arm()
+        arm(PHASE)
     from hpctrain.__main__ import program
 
     sys.exit(program())

@@ -15,7 +15,7 @@ from rich.console import Console
 from hpctrain import launch
 from hpctrain.errors import UsageError
 from scripts.benchmarks.gpu import check
-from scripts.benchmarks.gpu.result import (
+from scripts.benchmarks.gpu.case import (
     FAILED,
     MISSED,
     NOT_RUN,
@@ -143,8 +143,8 @@ def test_without_a_gpu_nothing_is_checked_and_the_exit_code_says_so(tmp_path):
 )
 def test_a_rehearsal_goes_through_every_row(names, tmp_path):
     done = gpu_check("--rehearse", "--only", names, "--output", str(tmp_path / "out"))
-    told = (tmp_path / "out/log.txt").read_text() + done.stdout + done.stderr
-    assert done.returncode == 0, told
+    said = (tmp_path / "out/log.txt").read_text() + done.stdout + done.stderr
+    assert done.returncode == 0, said
     assert done.stdout.count(check.REHEARSAL) == 2
     left = json.loads((tmp_path / "out/results.json").read_text())
     assert left["rehearsal"] is True and left["machine"]["torch"] == torch.__version__
@@ -152,10 +152,10 @@ def test_a_rehearsal_goes_through_every_row(names, tmp_path):
     for name, lines in left["rows"].items():
         results = [Result(**line) for line in lines]
         reasons = {r.remark.partition(":")[0] for r in results if r.verdict == NOT_RUN}
-        assert reasons <= CUDA_ONLY.get(name, set()), told
-        assert any(r.verdict in (OK, MISSED) for r in results), told
+        assert reasons <= CUDA_ONLY.get(name, set()), said
+        assert any(r.verdict in (OK, MISSED) for r in results), said
         if name in EXACT:
-            assert {r.verdict for r in results} <= {OK, NOT_RUN}, told
+            assert {r.verdict for r in results} <= {OK, NOT_RUN}, said
     text = (tmp_path / "out/table.txt").read_text().splitlines()
     assert [line.split()[0] for line in text if line[1:2].strip()] == ["row", *names.split(",")]
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from scripts.benchmarks.gpu import memory, parity, trace
-from scripts.benchmarks.gpu.case import Case
-from scripts.benchmarks.gpu.result import OK
+from scripts.benchmarks.gpu.case import OK, Case
 from tests.gpu.emulator import EMULATED
 
 pytestmark = [

@@ -13,28 +13,21 @@ from hpctrain.cli import parse
 from hpctrain.config import Config, check_settings
 from hpctrain.data.packed import read_pack
 from hpctrain.errors import UsageError
-from scripts.benchmarks.gpu import (
-    digests,
-    learning,
-    memory,
-    parity,
-    peers,
-    several,
-    speed,
-    staging,
-    trace,
-)
-from scripts.benchmarks.gpu.case import Case, made_pack, ready, train
-from scripts.benchmarks.gpu.result import (
+from scripts.benchmarks.gpu import memory, parity, peers, runs, trace
+from scripts.benchmarks.gpu.case import (
     FAILED,
     MISSED,
     NOT_RUN,
     OK,
+    Case,
     Result,
     attempt,
     judged,
+    made_pack,
     not_run,
+    ready,
     shown,
+    train,
 )
 
 
@@ -61,9 +54,9 @@ def test_an_error_becomes_a_line():
     def fail(error):
         raise error
 
-    assert attempt("a", lambda: judged("a", 1.0)).verdict == OK
-    assert attempt("a", lambda: fail(UsageError("no --such"))) == not_run("a", "no --such")
-    failed = attempt("a", lambda: fail(RuntimeError("CUDA error\nmore")))
+    assert attempt("a", lambda what: judged(what, 1.0)).verdict == OK
+    assert attempt("a", lambda _: fail(UsageError("no --such"))) == not_run("a", "no --such")
+    failed = attempt("a", lambda _: fail(RuntimeError("CUDA error\nmore")))
     assert (failed.verdict, failed.remark) == (FAILED, "RuntimeError: CUDA error")
 
 
@@ -124,22 +117,22 @@ def test_parts_lie_within_the_whole():
 def test_a_silent_alarm_proves_nothing(case, monkeypatch):
     modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    found = trace.unwaiting(case, "a", ())
+    found = trace.unwaiting("a", case, ())
     assert (found.verdict, found.value) == (MISSED, "alarm silent")
     assert modes == ["error", "default"]
     answers = iter(["", "it waited"])
     monkeypatch.setattr(trace, "alarm", lambda work: next(answers))
-    assert trace.unwaiting(case, "a", ()).verdict == OK
+    assert trace.unwaiting("a", case, ()).verdict == OK
     answers = iter(["step waited", "it waited"])
-    found = trace.unwaiting(case, "a", ())
+    found = trace.unwaiting("a", case, ())
     assert (found.verdict, found.value) == (MISSED, "step waited")
 
 
 def test_memory_is_plain_where_the_driver_says_so_of_it_alone(case, monkeypatch):
-    def plain(told, host):
-        monkeypatch.setattr(memory, "told", lambda place: told)
+    def plain(found, host):
+        monkeypatch.setattr(memory, "attributes", lambda place: found)
         monkeypatch.setattr(memory, "attribute", lambda place, number: host)
-        return memory.plain_memory(case, "a").verdict
+        return memory.plain_memory("a", case).verdict
 
     monkeypatch.setattr(memory, "pinned_memory", lambda: torch.zeros(4))
     assert plain(memory.PLAIN, host=1) == OK
@@ -189,8 +182,8 @@ def test_flags_that_are_not_there_are_refused_before_a_run(case):
 
 
 def test_all_ways_to_run_can_be_asked_for(case):
-    flags = digests.workload(case)
-    for _, more in digests.WAYS:
+    flags = runs.workload(case)
+    for _, more in runs.WAYS:
         _, config = parse(["train", *flags, *more])
         check_settings(config)
     with pytest.raises(UsageError, match="exclude each other"):
@@ -199,17 +192,19 @@ def test_all_ways_to_run_can_be_asked_for(case):
 
 def test_a_run_that_is_wrongly_asked_for_is_not_run(case):
     pack = made_pack(case, 8, (28, 28, 1))
-    found = attempt("a", lambda: judged("a", len(train(case, "--data", pack, "--shift", "40"))))
+    found = attempt(
+        "a", lambda what: judged(what, len(train(case, "--data", pack, "--shift", "40")))
+    )
     assert (found.verdict, found.remark[:13]) == (NOT_RUN, "--shift is 40")
 
 
 def test_the_recipe_is_one_and_fits_pixels_too(case):
-    _, config = parse(["train", "--config", str(learning.RECIPE)])
+    _, config = parse(["train", "--config", str(runs.RECIPE)])
     assert (config.model, config.epochs, config.precision) == ("resnet50", 100, "bf16")
     assert config.random_crop > 0 and config.schedule == "cosine"
     pack = made_pack(case, 48, (28, 28, 3))
-    assert learning.adapted(pack) == learning.PIXELS
-    _, fitted = parse(["train", "--config", str(learning.RECIPE), *learning.PIXELS])
+    assert runs.adapted(pack) == runs.PIXELS
+    _, fitted = parse(["train", "--config", str(runs.RECIPE), *runs.PIXELS])
     assert fitted.random_crop == 0 and fitted.shift > 0
     assert fitted.lr == config.lr != Config.lr
 
@@ -218,11 +213,11 @@ def test_a_pack_of_files_needs_nothing_adapted(monkeypatch):
     monkeypatch.setattr(
         "hpctrain.data.packed.read_pack", lambda path: argparse.Namespace(encoded=True)
     )
-    assert learning.adapted("any.h5") == ()
+    assert runs.adapted("any.h5") == ()
 
 
 def test_no_flowers_is_no_failure(case):
-    (found,) = learning.flowers(Case(case.folder, rehearsal="cpu", data="nowhere.h5"))
+    (found,) = runs.flowers(Case(case.folder, rehearsal="cpu", data="nowhere.h5"))
     assert found.verdict == NOT_RUN and found.remark.startswith("no flowers: --data 'nowhere.h5'")
 
 
@@ -244,8 +239,8 @@ def test_peers_are_measured_in_turn_and_by_medians(monkeypatch):
 
 
 def test_staging_is_what_is_reached_of_the_copies(case, monkeypatch):
-    monkeypatch.setattr(staging, "rounds", lambda ways, steps: {"staged": [5.0], "copies": [4.0]})
-    (found,) = staging.measure(case)
+    monkeypatch.setattr(peers, "rounds", lambda ways, steps: {"staged": [5.0], "copies": [4.0]})
+    (found,) = peers.staging(case)
     assert (found.number, found.verdict) == (0.8, OK)
 
 
@@ -256,7 +251,7 @@ def rates(monkeypatch, by_flag):
         words = [*flags, str(ranks)]
         return next(number for flag, number in reversed(by_flag.items()) if flag in words), 7
 
-    monkeypatch.setattr(speed, "rate", rate)
+    monkeypatch.setattr(runs, "rate", rate)
 
 
 def test_ways_to_be_faster_are_compared_with_none(case, monkeypatch):
@@ -264,7 +259,7 @@ def test_ways_to_be_faster_are_compared_with_none(case, monkeypatch):
         monkeypatch,
         {"1": 9.5, "fp32": 10.0, "tf32": 9.0, "bf16": 100.0, "--graphs": 98, "--compile": 97},
     )
-    found = {result.what.split(", ", 1)[1]: result for result in speed.measure(case)}
+    found = {result.what.split(", ", 1)[1]: result for result in runs.speed(case)}
     assert {what: result.verdict for what, result in found.items()} == {
         **dict.fromkeys(("default", "fp32", "tf32", "bf16", "bf16, graphs"), OK),
         "bf16, compile": MISSED,
@@ -274,12 +269,12 @@ def test_ways_to_be_faster_are_compared_with_none(case, monkeypatch):
 
 def test_several_gpus_are_compared_with_one(case, monkeypatch):
     rates(monkeypatch, {"1": 100.0, "2": 180.0, "--overlap": 170.0})
-    monkeypatch.setattr(digests, "digest", lambda case, *flags, ranks=1: str(ranks))
-    same, growth, gain = several.measure(case)
+    monkeypatch.setattr(runs, "digest", lambda case, *flags, ranks=1: str(ranks))
+    same, growth, gain = runs.several(case)
     assert (same.verdict, growth.verdict, gain.verdict) == (MISSED, OK, MISSED)
     assert (growth.number, gain.number) == (0.9, 170 / 180)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    (alone,) = several.measure(Case(case.folder))
+    (alone,) = runs.several(Case(case.folder))
     assert (alone.verdict, alone.remark) == (NOT_RUN, "needs 2 GPUs")
 
 
@@ -287,7 +282,7 @@ def test_several_gpus_are_compared_with_one(case, monkeypatch):
 def test_the_reference_is_to_be_beaten(case, monkeypatch, accuracy, verdict):
     evaluation = {"kind": "evaluation", "split": "test", "accuracy": accuracy, "rows": 367}
     records = [{"kind": "epoch"}, {"kind": "epoch"}, evaluation, {"kind": "end"}]
-    monkeypatch.setattr(learning, "train", lambda case, *flags: records)
-    found, seconds = learning.flowers(case)
+    monkeypatch.setattr(runs, "train", lambda case, *flags: records)
+    found, seconds = runs.flowers(case)
     assert (found.verdict, found.n, found.what[-8:]) == (verdict, 367, "2 epochs")
     assert seconds.number < 1

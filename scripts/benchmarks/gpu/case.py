@@ -1,5 +1,5 @@
-"""Where the rows of ``scripts/gpu_check`` measure: on a GPU, or rehearsing anywhere; and what they
-share: packs of made images, a network ready for its first step, whole runs.
+"""What the rows of ``scripts/gpu_check`` share: where they measure (on a GPU, or rehearsing
+anywhere), packs of made images, a network ready for its first step, whole runs, and results.
 """
 
 from __future__ import annotations
@@ -7,15 +7,17 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpctrain import launch
-from hpctrain.bench.harness import run_job
+from hpctrain.bench.harness import number_text, run_job
 from hpctrain.cli import parse
 from hpctrain.config import check_settings
+from hpctrain.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     from hpctrain.data.loader import Batch
@@ -23,12 +25,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CLASSES = 5
+OK, MISSED, FAILED, NOT_RUN = "ok", "MISSED", "FAILED", "not run"
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a row is told. A rehearsal goes the same way with tiny sizes, on the CPU or a GPU."""
+    """Where a row measures. A rehearsal goes the same way with tiny sizes, on the CPU or a GPU."""
 
     folder: Path  # for packs and runs of this row alone
     rehearsal: str | None = None  # its device: "cpu" or "cuda"
@@ -36,7 +39,7 @@ class Case:
 
     @property
     def device(self) -> str:
-        """What --device and torch are told."""
+        """The device of --device and torch."""
         return self.rehearsal or "cuda"
 
     @property
@@ -106,10 +109,66 @@ def train(case: Case, *flags: str, ranks: int = 1) -> list[dict[str, Any]]:
     return list(read_records(case.folder / name))
 
 
-def steps_of(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Of a run's records those of its steps."""
-    return (record for record in records if record["kind"] == "step")
-
-
 def _threads(case: Case) -> list[str]:
     return ["--threads", "1"] if case.rehearsal else []
+
+
+class Result(NamedTuple):
+    """One line: what was looked at, what was found, what was wanted."""
+
+    what: str
+    verdict: str  # OK, MISSED, FAILED (an error ended it) or NOT_RUN
+    value: str = ""
+    target: str = ""
+    n: int | None = None  # measurements behind the value
+    remark: str = ""  # why it was not run, or what one must know
+    number: float | None = None  # the value unrounded, where it is one
+
+
+def judged(
+    what: str,
+    number: float,
+    unit: str = "",
+    least: float | None = None,
+    most: float | None = None,
+    n: int | None = None,
+    remark: str = "",
+) -> Result:
+    """A number between `least` and `most`, both inclusive; without them it is only shown."""
+    good = (least is None or number >= least) and (most is None or number <= most)
+    bounds = [f">= {_text(least)}"] if least is not None else []
+    bounds += [f"<= {_text(most)}"] if most is not None else []
+    value = f"{_text(number)} {unit}".strip()
+    return Result(what, OK if good else MISSED, value, ", ".join(bounds), n, remark, number)
+
+
+def shown(
+    what: str, good: bool, value: str, target: str, n: int | None = None, remark: str = ""
+) -> Result:
+    """A fact that is `good` or not."""
+    return Result(what, OK if good else MISSED, value, target, n, remark)
+
+
+def not_run(what: str, reason: str) -> Result:
+    """A line that only says why there is none."""
+    return Result(what, NOT_RUN, remark=reason)
+
+
+def attempt(what: str, measure: Callable[..., Result], *given: Any, **named: Any) -> Result:
+    """What `measure(what, ...)` gives. What cannot be asked for here is not run; any other error
+    has failed, and its traceback goes to the log.
+    """
+    try:
+        return measure(what, *given, **named)
+    except UsageError as error:
+        return not_run(what, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        return Result(what, FAILED, remark=f"{type(error).__name__}: {first_line(error)}")
+
+
+def _text(number: float) -> str:
+    """As in the other benchmarks; small numbers with their exponent."""
+    if number and abs(number) < 0.01:
+        return f"{number:.1e}"
+    return f"{number:.4f}".rstrip("0").rstrip(".") if abs(number) < 10 else number_text(number)

@@ -10,22 +10,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain import launch
+from hpctrain import __version__, launch
 from hpctrain.errors import Failure, UsageError, did_you_mean
-from scripts.benchmarks.gpu.machine import facts
-from scripts.benchmarks.gpu.result import FAILED, MISSED, NOT_RUN, Result, not_run
+from hpctrain.parallel.device import processor_name
+from hpctrain.parallel.memory import built_for
+from hpctrain.parallel.nccl import nccl_version
+from scripts.benchmarks.gpu.case import FAILED, MISSED, NOT_RUN, Result, not_run
 from scripts.benchmarks.gpu.rows import RESULTS, ROWS
 
 if TYPE_CHECKING:
@@ -191,3 +196,44 @@ def table(found: Found, plain: bool) -> Table:
             made.add_row(*cells, style=colours.get(result.verdict))
         made.add_section()
     return made
+
+
+def facts() -> dict[str, Any]:
+    """What the figures are of: GPU, driver, versions, commit, command. CUDA is not started here."""
+    gpus = said(
+        "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    )
+    cudnn = torch.backends.cudnn.version() if built_for() else None
+    changed = bool(said("git", "status", "--porcelain", "--untracked-files=no"))
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "commit": said("git", "rev-parse", "HEAD") + (" and changes" if changed else "")
+        or "unknown",
+        "hpctrain": __version__,
+        "GPUs": gpus.splitlines() or "none",
+        "torch built for": built_for() or "CPUs",
+        "cuDNN": str(cudnn or "none"),
+        "NCCL of torch": nccl_version() or "none",
+        "torch": torch.__version__,
+        "cupy": ", ".join(sorted(packages("cupy"))) or "none",
+        "mpi4py": ", ".join(packages("mpi4py")) or "none",
+        "Python": platform.python_version(),
+        "processor": f"{processor_name()}, {len(os.sched_getaffinity(0))} cores allowed",
+        "load before": round(os.getloadavg()[0], 2),
+    }
+
+
+def said(*command: str) -> str:
+    """What a program prints; nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=launch.ROOT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def packages(start: str) -> list[str]:
+    """Installed packages whose name begins so, with their versions."""
+    found = ((d.metadata["Name"] or "", d.version) for d in distributions())
+    return [f"{name} {version}" for name, version in found if name.startswith(start)]

@@ -9,8 +9,17 @@ from collections.abc import Iterator
 
 import torch
 
-from scripts.benchmarks.gpu.case import Case, first_batches, made_pack, ready
-from scripts.benchmarks.gpu.result import Result, attempt, not_run, shown
+from hpctrain.training.step import train_step
+from scripts.benchmarks.gpu.case import (
+    Case,
+    Result,
+    attempt,
+    first_batches,
+    made_pack,
+    not_run,
+    ready,
+    shown,
+)
 
 # Of cuPointerGetAttribute, CUDA Driver API, "Unified Addressing".
 MEMORY_TYPE, IS_MANAGED, IS_LEGACY_IPC_CAPABLE, MEMPOOL_HANDLE = 2, 8, 10, 17
@@ -21,8 +30,6 @@ STEPS = 3
 
 def message(case: Case) -> Iterator[Result]:
     """No copy between parameters and what is updated, no gradient beside the message."""
-    from hpctrain.training.step import train_step
-
     pack = made_pack(case, 64, (28, 28, 1))
     job = ready(case, "--data", pack, "--batch-size", "32")
     found = job.trainer.message
@@ -50,7 +57,7 @@ def memory(case: Case) -> Iterator[Result]:
     if not case.on_gpu:
         yield not_run(what, "cudaMalloc is CUDA's")
     else:
-        yield attempt(what, lambda: plain_memory(case, what))
+        yield attempt(what, plain_memory, case)
     flags = ("--flip", "--shift", "3", "--normalize", "pack")
     pack = made_pack(case, 101, (40, 36, 3))
     for name, more in (("plain", ()), ("flipped, shifted, normalised", flags)):
@@ -86,10 +93,10 @@ def in_torch_pool(tensor: torch.Tensor) -> bool:
     )
 
 
-def plain_memory(case: Case, what: str) -> Result:
+def plain_memory(what: str, case: Case) -> Result:
     """What the driver says of the message's memory, and of pinned host memory as a control."""
     job = ready(case, "--data", made_pack(case, 32, (28, 28, 1)), "--batch-size", "32")
-    found = told(job.trainer.message.tensor.data_ptr())
+    found = attributes(job.trainer.message.tensor.data_ptr())
     control = attribute(pinned_memory().data_ptr(), MEMORY_TYPE) != DEVICE_MEMORY
     good = found == PLAIN and control
     value = ", ".join(f"{name} {number}" for name, number in found.items())
@@ -101,7 +108,7 @@ def pinned_memory() -> torch.Tensor:
     return torch.zeros(1024, pin_memory=True)
 
 
-def told(place: int) -> dict[str, int]:
+def attributes(place: int) -> dict[str, int]:
     """The driver's attributes of the memory at an address."""
     numbers = (MEMORY_TYPE, IS_MANAGED, IS_LEGACY_IPC_CAPABLE, MEMPOOL_HANDLE)
     return dict(zip(PLAIN, (attribute(place, number) for number in numbers), strict=True))

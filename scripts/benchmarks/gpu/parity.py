@@ -13,14 +13,23 @@ arithmetic is not the one that was asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import nn
 
 from hpctrain.models import build
-from scripts.benchmarks.gpu.case import Case, first_batches, made_pack, ready
-from scripts.benchmarks.gpu.result import Result, attempt, judged, not_run
+from hpctrain.parallel.device import torch_settings
+from hpctrain.training.step import train_step
+from scripts.benchmarks.gpu.case import (
+    Case,
+    Result,
+    attempt,
+    first_batches,
+    judged,
+    made_pack,
+    not_run,
+    ready,
+)
 
 BOUNDS = {"fp32": (None, 2e-5), "tf32": (1e-4, 1e-2), "bf16": (1e-3, 5e-2)}
 NETWORKS = {"digits": (28, 28, 1), "resnet18": (64, 64, 3)}
@@ -37,11 +46,11 @@ def measure(case: Case) -> Iterator[Result]:
             if precision == "tf32" and case.rehearsal:
                 yield not_run(what, "only a real GPU computes in TF32")
                 continue
-            yield attempt(what, partial(compared, case, what, pack, name, precision, exact))
+            yield attempt(what, compared, case, pack, name, precision, exact)
 
 
 def compared(
-    case: Case, what: str, pack: str, name: str, precision: str, exact: torch.Tensor
+    what: str, case: Case, pack: str, name: str, precision: str, exact: torch.Tensor
 ) -> Result:
     """One line."""
     found = gradient(case, pack, name, precision, case.device)
@@ -51,9 +60,6 @@ def compared(
 
 def gradient(case: Case, pack: str, network: str, precision: str, device: str) -> torch.Tensor:
     """The gradient vector of one step, in float64 on the CPU."""
-    from hpctrain.parallel.device import torch_settings
-    from hpctrain.training.step import train_step
-
     flags = ["--data", pack, "--model", f"{__name__}:{network}", "--precision", precision]
     with torch_settings(precision):
         job = ready(case, *flags, "--batch-size", str(ROWS), "--normalize", "pack", device=device)

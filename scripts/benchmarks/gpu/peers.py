@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,30 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.bench.peers import plain_step
+from hpctrain.data.loader import Batch
 from hpctrain.errors import UsageError
 from hpctrain.models import build
-from hpctrain.parallel.device import place
-from scripts.benchmarks.gpu.case import CLASSES, Case, first_batches, made_pack, ready
-from scripts.benchmarks.gpu.result import Result, judged, not_run
-
-if TYPE_CHECKING:
-    from hpctrain.data.loader import Batch
-    from hpctrain.training.setup import Job
+from hpctrain.parallel.device import pinned, place, torch_settings
+from hpctrain.parallel.memory import plain_zeros
+from hpctrain.parallel.mpi import start_mpi
+from hpctrain.parallel.transport import Pinned
+from hpctrain.training.setup import Job
+from hpctrain.training.step import train_step
+from scripts.benchmarks.gpu.case import (
+    CLASSES,
+    Case,
+    Result,
+    first_batches,
+    judged,
+    made_pack,
+    not_run,
+    ready,
+)
 
 TARGET = 0.98
 BATCHES, ROUNDS = 4, 5
+NUMBERS = 25_000_000  # float32: 100 MB, as the message of ResNet-50
+STAGED_TARGET = 0.8  # of the speed of copies
 
 
 class Work(NamedTuple):
@@ -62,8 +74,6 @@ def measure(case: Case) -> Iterator[Result]:
 
 def compared(case: Case, work: Work) -> Iterator[Result]:
     """hpctrain's steps against the others' on one network."""
-    from hpctrain.parallel.device import torch_settings
-
     name = f"{work.network} at {work.shape[0]}, {work.precision}: hpctrain's step"
     flags = ["--data", made_pack(case, work.batch * BATCHES, work.shape), "--model", work.network]
     flags += ["--batch-size", str(work.batch), "--precision", work.precision]
@@ -90,7 +100,6 @@ def compared(case: Case, work: Work) -> Iterator[Result]:
 
 def stepping(job: Job, batches: list[list[Batch]]) -> Callable[[int], object]:
     """What does hpctrain's n-th step."""
-    from hpctrain.training.step import train_step
 
     def step(number: int) -> None:
         batch = batches[number % BATCHES]
@@ -141,3 +150,27 @@ def ratio(ours: str, other: str, rates: dict[str, list[float]]) -> Result:
     remark = f"{own:,.0f} against {theirs:,.0f} images/s"
     n = len(rates[other])
     return judged(f"{ours} / {other}", own / theirs, least=TARGET, n=n, remark=remark)
+
+
+def staging(case: Case) -> Iterator[Result]:
+    """What the way through pinned host memory costs: a staged Allreduce of one rank, which sums
+    nothing, against one copy of the same bytes down and one up.
+    """
+    device, numbers = torch.device(case.device), case.size(NUMBERS, NUMBERS // 100)
+    vector = plain_zeros(numbers, torch.float32, device)
+    host = pinned(numbers, torch.float32, device)
+    transport = Pinned(start_mpi())
+
+    def copies(number: int) -> None:
+        host.copy_(vector, non_blocking=True)
+        vector.copy_(host, non_blocking=True)
+
+    ways = {"staged": lambda number: transport.allreduce(vector), "copies": copies}
+    seconds = rounds(ways, case.size(10, 2))
+    staged, copied = (statistics.median(seconds[name]) / case.size(10, 2) for name in ways)
+    moved = 2 * vector.nbytes
+    remark = f"{moved / staged / 1e9:.1f} GB/s against {moved / copied / 1e9:.1f} GB/s"
+    what = f"staged Allreduce of {vector.nbytes / 1e6:g} MB / pinned copies down and up"
+    yield judged(
+        what, copied / staged, least=STAGED_TARGET, n=len(seconds["staged"]), remark=remark
+    )

@@ -34,13 +34,13 @@ ROWS = {
     "message": Row("the message is shared, not copied", "memory:message", 30),
     "memory": Row("device memory, batches", "memory:memory", 30),
     "trace": Row("what a step does to the device", "trace:measure", 45),
-    "staging": Row("through pinned host memory", "staging:measure", 30),
-    "digits": Row("learning the digits", "learning:digits", 45),
-    "flowers": Row("learning the flowers", "learning:flowers", 150),
+    "staging": Row("through pinned host memory", "peers:staging", 30),
+    "digits": Row("learning the digits", "runs:digits", 45),
+    "flowers": Row("learning the flowers", "runs:flowers", 150),
     "peers": Row("against plain torch and DDP", "peers:measure", 75),
-    "digests": Row("the same bits", "digests:measure", 120),
-    "several": Row("several GPUs", "several:measure", 120),
-    "speed": Row("images/s of ResNet-50", "speed:measure", 200),
+    "digests": Row("the same bits", "runs:digests", 120),
+    "several": Row("several GPUs", "runs:several", 120),
+    "speed": Row("images/s of ResNet-50", "runs:speed", 200),
 }
 
 

@@ -10,19 +10,26 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hpctrain.errors import first_line
-from scripts.benchmarks.gpu.case import Case, first_batches, made_pack, ready
-from scripts.benchmarks.gpu.result import Result, attempt, judged, not_run, shown
-
-if TYPE_CHECKING:
-    from hpctrain.parallel.message import Report
-    from hpctrain.training.setup import Job
+from hpctrain.parallel.message import Report
+from hpctrain.training.setup import Job
+from hpctrain.training.step import train_step
+from scripts.benchmarks.gpu.case import (
+    Case,
+    Result,
+    attempt,
+    first_batches,
+    judged,
+    made_pack,
+    not_run,
+    ready,
+    shown,
+)
 
 STEPS, WARM = 5, 3
 BATCH = 32
@@ -39,15 +46,13 @@ def measure(case: Case) -> Iterator[Result]:
         if not case.on_gpu:
             yield not_run(what, "torch's alarm for waits is CUDA's")
         else:
-            yield attempt(what, partial(unwaiting, case, what, flags))
+            yield attempt(what, unwaiting, case, flags)
 
 
 def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Job, Callable[[], Report]]:
     """A network, and what does one step of it and sends what came of it to the host, as the loop
     does.
     """
-    from hpctrain.training.step import train_step
-
     shape = case.size((100, 100, 3), (28, 28, 1))
     words = ["--data", made_pack(case, BATCH, shape), "--batch-size", str(BATCH), *flags]
     job = ready(case, *words, "--model", case.size("resnet50", "digits"))
@@ -123,7 +128,7 @@ def copied_bytes(events: list[dict[str, Any]], way: str) -> int:
     return sum(int(copy["args"]["bytes"]) for copy in copies)
 
 
-def unwaiting(case: Case, what: str, flags: tuple[str, ...]) -> Result:
+def unwaiting(what: str, case: Case, flags: tuple[str, ...]) -> Result:
     """Steps while torch raises where an operation waits; reading a number must raise."""
     job, step = make_job(case, flags)
 
