@@ -10,7 +10,7 @@ from hpctrain.text import printable
 
 
 class Failure(Exception):
-    """A failure that is told in one line, whatever the names in it hold."""
+    """A failure that is printed in one line, whatever the names in it hold."""
 
     exit_code = 1
     agreed = False  # whether all ranks raise it alike: rank 0 prints it then, and nobody aborts
@@ -26,7 +26,7 @@ class UsageError(Failure):
 
 
 class RunError(Failure):
-    """The job was well asked for but failed under way (full disk, NaN loss, file cut short)."""
+    """The job was valid but failed while it ran (full disk, NaN loss, truncated file)."""
 
 
 def first_line(error: object) -> str:

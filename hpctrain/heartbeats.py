@@ -1,4 +1,4 @@
-"""What each rank last said of itself: ``N.json`` in a folder that all ranks see.
+"""The last report of each rank: ``N.json`` in a folder that all ranks see.
 
 One JSON object a file: rank, host, pid, doing, seconds (since that began), time (since 1970), limit
 and imports (seconds) and, of a rank that ended before the others, failed (why). ``N.stack`` beside
@@ -73,9 +73,9 @@ def read_beat(path: Path) -> Beat | None:
         return None
     if path.name != f"{rank}.json":
         return None
-    host, said, failed = (printable(text, newlines=False) for text in texts)
+    host, activity, failed = (printable(text, newlines=False) for text in texts)
     seconds, moment, limit, imports = numbers
-    return Beat(rank, host, pid, said, seconds, moment, limit, imports, failed, written)
+    return Beat(rank, host, pid, activity, seconds, moment, limit, imports, failed, written)
 
 
 def read_beats(folder: Path) -> list[Beat]:
@@ -232,7 +232,7 @@ class Turn:
         return time.time()
 
     def announce(self) -> None:
-        """Tell the others that all end."""
+        """Let the others know that all end."""
         with suppress(OSError), open(self._path, "w", opener=open_itself) as file:
             file.write("hang\n")
 

@@ -30,7 +30,7 @@ UNBOUND = {
     "HYDRA_BINDING": "none",
 }
 MOST_READ = 1 << 16  # bytes of a log that are searched for a reason
-TELLING = re.compile(r"hpctrain: |\b\w*Error\b|\w+Exception\b", re.ASCII)
+ERROR = re.compile(r"hpctrain: |\b\w*Error\b|\w+Exception\b", re.ASCII)
 SIGNAL = re.compile(r"signal \d+|Killed|out of memory", re.IGNORECASE)
 
 
@@ -101,12 +101,12 @@ def log_tail(log: Path, start: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def last_words(text: str) -> str:
-    """The line of a failed job's output that tells most: the last error, else the signal that ended
-    it, else the last line.
+def last_error_line(text: str) -> str:
+    """The line of a failed job's output with the last error, else with the signal that ended it,
+    else the last line.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip(" -*=\t")]
-    for pattern in (TELLING, SIGNAL):
-        if telling := [line for line in lines if pattern.search(line)]:
-            return telling[-1]
+    for pattern in (ERROR, SIGNAL):
+        if found := [line for line in lines if pattern.search(line)]:
+            return found[-1]
     return lines[-1] if lines else "nothing printed"

@@ -1,4 +1,4 @@
-"""What the launcher (mpirun, srun) and Slurm tell a process: variables, signals, the job's end.
+"""What a process learns from mpirun, srun and Slurm: variables, signals, the end of the job.
 
 Nothing here starts MPI. The variables of Slurm are those of sbatch(1) and srun(1). A job's requests
 for GPUs are variables too, which every srun within it reads as its own. squeue gives the job's end.
@@ -23,7 +23,7 @@ from hpctrain.errors import RunError
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: saved; the same command resumes
-#: Of what Open MPI, MPICH and Slurm tell the ranks they start.
+#: How the variables begin that Open MPI, MPICH and Slurm set for the ranks they start.
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
 SQUEUE_TIMEOUT = 10.0  # seconds for squeue
@@ -104,7 +104,7 @@ def launched_rank() -> int:
 
 
 def launch_name() -> str | None:
-    """What all processes of this launch, and no others, are called; None where nothing tells."""
+    """A name that all processes of this launch share, and no others; None where there is none."""
     if name := os.environ.get("PMIX_NAMESPACE"):
         return name
     names = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]

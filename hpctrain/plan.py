@@ -19,7 +19,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
 
 VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
-MOST_SHARES = 16  # that are told one by one
+MOST_SHARES = 16  # that are listed one by one
 SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
 
 

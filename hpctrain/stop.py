@@ -29,7 +29,7 @@ def main(settings: StopConfig) -> int:
 
 
 def ask(folder: Path) -> str:
-    """Ask the run in this folder to stop, unless it is done; what to tell the user. UsageError,
+    """Ask the run in this folder to stop, unless it has ended; the line to print. UsageError,
     RunError.
     """
     if not (folder / "config.toml").is_file():
@@ -41,8 +41,8 @@ def ask(folder: Path) -> str:
 
 
 def ask_sweep(folder: Path) -> str:
-    """Ask a sweep's driver, or without one all its runs and the tasks of its job array; what to
-    tell the user.
+    """Ask a sweep's driver, or without one all its runs and the tasks of its job array; the line to
+    print.
     """
     driven = is_locked(folder)
     working = [] if driven else [run for run in sweep_runs(folder) if is_locked(run)]

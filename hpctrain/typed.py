@@ -1,7 +1,7 @@
 """JSON (RFC 8259, with bounds) and TOML, checked against the types that the reader relies on.
 
-Files are damaged, cut short or made by others: whatever they hold becomes values of these types or
-one ValueError that names the field.
+Files may be corrupt, truncated or made by others: whatever they hold becomes values of these types
+or one ValueError that names the field.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A watch over each rank: nothing hangs for ever, and the log says who hung in what.
 
 Every rank says what it is about to do; a thread writes that to the rank's heartbeat file every few
-seconds (``heartbeats.py``). Where a rank has said nothing new for the timeout, one rank reads all
-heartbeats, and where none is newer, it names the ranks that did not arrive and ends all. The stacks
+seconds (``heartbeats.py``). Where a rank has reported nothing new for the timeout, one rank reads
+all heartbeats, and where none is newer, it names the ranks that did not arrive and ends all. Stacks
 go to files. A rank that cannot run its thread either (stopped, or stuck in native code) is ended by
 faulthandler's own timer, or by the others. The kernel ends ranks whose mpirun died.
 """
@@ -51,7 +51,7 @@ def current() -> Watchdog | None:
 
 
 def doing(what: str) -> None:
-    """Tell the watchdog of this process, if it has one, what comes now."""
+    """Report to the watchdog of this process, if it has one, what comes now."""
     if _current:
         _current[-1].doing(what)
 
@@ -81,7 +81,7 @@ def stack_file() -> int:
 @contextmanager
 def waiting(whom: str = "all") -> Iterator[None]:
     """Say that the block waits for other ranks."""
-    before = _current[-1].said if _current else ""
+    before = _current[-1].activity if _current else ""
     if not before.startswith(WAITING):
         doing(f"{WAITING}{whom} in {before}")
     yield
@@ -113,7 +113,7 @@ class Watchdog:
         self._own = False  # whether the folder is there for the heartbeats alone
         self._stack: int | None = None  # its open file
         self._turn: Turn | None = None
-        self.said, self._since = "start", time.monotonic()
+        self.activity, self._since = "start", time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -197,14 +197,14 @@ class Watchdog:
             path = folder / f"{self.rank}.stack"
             if not path.stat().st_size:
                 path.unlink()
-            if self._own or not self._failed:  # a heartbeat that is left tells of a crash
+            if self._own or not self._failed:  # a heartbeat that is left shows a crash
                 (folder / f"{self.rank}.json").unlink(missing_ok=True)
             if self._own:
                 folder.rmdir()  # the last rank can
 
     def doing(self, what: str) -> None:
         """Say what comes now; the time starts anew."""
-        self.said, self._since = what, time.monotonic()
+        self.activity, self._since = what, time.monotonic()
 
     def imported(self, what: str) -> None:
         """Say what comes now that imports are done, at once: others may wait for this rank."""
@@ -224,7 +224,7 @@ class Watchdog:
         since = round(time.monotonic() - self._since, 1)
         now, limit, imports = (round(n, 1) for n in (time.time(), self.limit, self.imports))
         who = self.rank, self.host, os.getpid()
-        beat = Beat(*who, self.said, since, now, limit, imports, failed)
+        beat = Beat(*who, self.activity, since, now, limit, imports, failed)
         with suppress(OSError):  # no room, or the folder is gone: the loop says so itself
             write_beat(self._folder, beat)
 
@@ -263,7 +263,7 @@ class Watchdog:
     def _end(self, lines: list[str], beats: list[Beat]) -> None:
         """Say who hung, leave the stacks, end all ranks."""
         where = f"[rank {self.rank} of {self.size} @{self.host}]"
-        lines = [f"nothing new for {self.limit:.0f} s while in: {self.said}", *lines]
+        lines = [f"nothing new for {self.limit:.0f} s while in: {self.activity}", *lines]
         if self.starting:
             lines = ["; ".join(["starting", *lines, self._advice(beats)])]
         lines.append(f"stacks are in {self._dump()}")

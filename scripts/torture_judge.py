@@ -1,4 +1,4 @@
-"""How scripts/torture damages runs, and what it asks of them when they are done."""
+"""How scripts/torture corrupts runs, and what must hold of them when they are done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Seconds(NamedTuple):
     to_step: float | None  # from the next launch to its first step
 
 
-def damage(run: Path, fault: str, draw: random.Random) -> bytes:
+def corrupt(run: Path, fault: str, draw: random.Random) -> bytes:
     """What the fault does to the folder after the kill; plan.json as it was, where that is it."""
     plan = run / "plan.json"
     if fault.endswith("flipped bit"):
@@ -90,7 +90,7 @@ def judge(run: Path, before: int, whole: str, fault: str) -> list[str]:
         problems.append(f"record differs from the unbroken one: {apart}")
     resumed = [int(text.split()[-1]) for text in notes if text.startswith("going on after step")]
     # While one checkpoint is written, training goes on until the next is due; where that write
-    # failed the one before counts, and where we spoilt that one, the one before it.
+    # failed the one before counts, and where we corrupted that one, the one before it.
     most = INTERVAL * (3 if fault.endswith("flipped bit") else 2)
     first = resumed[0] if resumed else 0
     if before - first > most and not fault.endswith("cut record"):

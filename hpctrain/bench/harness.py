@@ -57,7 +57,7 @@ def run_job(command: list[str], name: str, env: Mapping[str, str] | None = None)
                 process.kill()
                 process.communicate()
     if process.returncode:
-        words = launch.last_words(printed)
+        words = launch.last_error_line(printed)
         if process.returncode == UsageError.exit_code:
             raise UsageError(words.removeprefix("hpctrain: "))
         error = RunError(f"{name} failed ({process.returncode}): {words}")

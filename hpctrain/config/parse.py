@@ -225,8 +225,8 @@ def _conflicts(config: Config) -> Iterator[str]:
                 )
     elif config.skip_bad:
         yield (
-            "--skip-bad leaves out rows of a pack, whose checksums tell which are corrupt: the file"
-            " of --images has none"
+            "--skip-bad leaves out samples of a pack whose checksums differ: the file of --images"
+            " has no checksums"
         )
     elif config.normalize == "pack":
         yield (

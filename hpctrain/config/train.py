@@ -233,7 +233,7 @@ class Config:
     overlap: str = option(
         "0",
         "sum gradients during backward, in at most this many segments; 0 = one Allreduce after it;"
-        " auto = as the first steps' times tell",
+        " auto = by the times of the first steps",
         MACHINE,
         segments,
     )

@@ -187,7 +187,7 @@ def detach(settings: SweepConfig, folder: Path, sweep: Sweep) -> int:
     except subprocess.TimeoutExpired:
         code = 0
     if code:
-        reason = launch.last_words(launch.log_tail(log, began))
+        reason = launch.last_error_line(launch.log_tail(log, began))
         raise RunError(f"the driver ended ({code}): {reason}")
     say(f"{folder}: the driver is process {process.pid}")
     say(f"watch: tail -f {shlex.quote(str(log))}")

@@ -124,18 +124,18 @@ class NetworkProcess:
         if own == STOPPED:
             return STOPPED, outcome.reason
         if own == FAILED and self.requested != "kill":
-            return FAILED, outcome.reason or self._last_words()
+            return FAILED, outcome.reason or self._last_error_line()
         if self.requested in ("preempt", "kill"):
             return UNFINISHED, None
         if code == LEFT:
             return PREEMPTED, outcome.reason
         if code < 0:
             return FAILED, f"ended by signal {-code} ({signal.Signals(-code).name})"
-        return FAILED, self._last_words() if code else "it ended without a record"
+        return FAILED, self._last_error_line() if code else "it ended without a record"
 
-    def _last_words(self) -> str:
+    def _last_error_line(self) -> str:
         tail = launch.log_tail(self.log, self._log_start)
-        return launch.last_words(tail).removeprefix("hpctrain: ")
+        return launch.last_error_line(tail).removeprefix("hpctrain: ")
 
 
 def require_optuna() -> None:

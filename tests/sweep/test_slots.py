@@ -108,10 +108,10 @@ def test_a_job_has_its_cores_and_dies_with_us(tmp_path):
 
 def test_the_telling_line_of_a_log():
     tail = "-----\nmpirun noticed\n"
-    assert launch.last_words(f"a\nValueError: x\n  at\n{tail}") == "ValueError: x"
-    assert launch.last_words(f"hpctrain: no\n{tail}") == "hpctrain: no"
-    assert launch.last_words("rank 1 exited on signal 9 (Killed)\n-----\n") == (
+    assert launch.last_error_line(f"a\nValueError: x\n  at\n{tail}") == "ValueError: x"
+    assert launch.last_error_line(f"hpctrain: no\n{tail}") == "hpctrain: no"
+    assert launch.last_error_line("rank 1 exited on signal 9 (Killed)\n-----\n") == (
         "rank 1 exited on signal 9 (Killed)"
     )
-    assert launch.last_words("a\nb\n---\n") == "b"
-    assert launch.last_words("") == "nothing printed"
+    assert launch.last_error_line("a\nb\n---\n") == "b"
+    assert launch.last_error_line("") == "nothing printed"

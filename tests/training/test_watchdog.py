@@ -361,7 +361,7 @@ def test_a_rank_waits_as_long_as_another_goes_on(tmp_path, monkeypatch):
         for number in range(40):
             write_beat(ranks, Beat(0, "h", 7, f"file {number}", 0.0, 0.0, limit=2.0))
             time.sleep(0.1)
-        assert (ended, dog.said) == ([], "waiting for rank 0 in start")
+        assert (ended, dog.activity) == ([], "waiting for rank 0 in start")
         assert (ranks / "reading").read_text() == ""
         until = time.monotonic() + 20
         while not ended and time.monotonic() < until:

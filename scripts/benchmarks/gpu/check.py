@@ -143,8 +143,8 @@ def run_row(name: str, options: argparse.Namespace, log: Path, left: float) -> l
     if code is None:
         results.append(not_run(f"the rest of {row.about}", f"its {limit:.0f} s were over"))
     elif code or not results:
-        said = log.read_text(errors="replace")[start:]
-        results.append(Result(row.about, FAILED, remark=f"({code}) {launch.last_words(said)}"))
+        line = launch.last_error_line(launch.log_tail(log, start))
+        results.append(Result(row.about, FAILED, remark=f"({code}) {line}"))
     return results
 
 
@@ -200,15 +200,15 @@ def table(found: Found, plain: bool) -> Table:
 
 def facts() -> dict[str, Any]:
     """What the figures are of: GPU, driver, versions, commit, command. CUDA is not started here."""
-    gpus = said(
+    gpus = output_of(
         "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
     )
     cudnn = torch.backends.cudnn.version() if built_for() else None
-    changed = bool(said("git", "status", "--porcelain", "--untracked-files=no"))
+    changed = bool(output_of("git", "status", "--porcelain", "--untracked-files=no"))
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
-        "commit": said("git", "rev-parse", "HEAD") + (" and changes" if changed else "")
+        "commit": output_of("git", "rev-parse", "HEAD") + (" and changes" if changed else "")
         or "unknown",
         "hpctrain": __version__,
         "GPUs": gpus.splitlines() or "none",
@@ -224,7 +224,7 @@ def facts() -> dict[str, Any]:
     }
 
 
-def said(*command: str) -> str:
+def output_of(*command: str) -> str:
     """What a program prints; nothing where it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=launch.ROOT)
