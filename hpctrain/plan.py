@@ -76,7 +76,7 @@ class Plan:
     device: str
     threads: int
     deterministic: bool
-    wire: str
+    comm_dtype: str
     evaluation_rows: int
     seed: int
     scattered: bool = False  # runs are dealt to the shards at random
@@ -96,6 +96,7 @@ class Plan:
         """Hash over what decides the numbers: all fields but those of this launch, the ranks."""
         fields = dataclasses.asdict(self)
         del fields["ranks"], fields["runs"]
+        fields["wire"] = fields.pop("comm_dtype")  # its first name: the digest stays the same
         if self.version == 1:
             del fields["version"]  # as such plans were hashed
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
@@ -113,7 +114,7 @@ class Plan:
     def _sums(self) -> str:
         if self.deterministic:
             return "tree order, deterministic"
-        return "Allreduce" if self.wire == "fp32" else f"gradients in {self.wire}"
+        return "Allreduce" if self.comm_dtype == "fp32" else f"gradients in {self.comm_dtype}"
 
     def rank_shares(self) -> str:
         """Images of a full mini-batch on every rank; their range where the ranks are many."""
@@ -213,7 +214,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         device=facts.device,
         threads=cpu_threads(config, facts.threads),
         deterministic=config.deterministic,
-        wire=config.wire,
+        comm_dtype=config.comm_dtype,
         evaluation_rows=evaluation_rows(facts.device, facts.image_shape),
         seed=config.seed,
         scattered=facts.run_rows > 0,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config import Config
+from hpctrain.config import Config, renamed
 from hpctrain.errors import UsageError
 from hpctrain.plan import Plan
 from hpctrain.typed import from_fields
@@ -23,7 +23,7 @@ def read_plan(fields: Any) -> Plan:
     """
     digest = None  # earlier plans did not say it
     if isinstance(fields, dict):
-        fields = {"version": 1, **fields}  # nor the first ones this
+        fields = {"version": 1, **renamed(fields)}  # nor the first ones this
         digest = fields.pop("digest", None)
     plan = from_fields(Plan, fields)
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(Config)}

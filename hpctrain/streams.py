@@ -208,7 +208,7 @@ def copy_to_host(
 
 class Clock:
     """Seconds of a step's computation and of its reduction, by the device: those of the newest
-    step that it has done. On the CPU that is this one; nobody waits for a GPU to tell.
+    step that it has done. On the CPU that is this one; nothing waits for a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

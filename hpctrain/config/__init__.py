@@ -13,6 +13,7 @@ from hpctrain.config.option import (
     duration,
     fold_number,
     image_size,
+    renamed,
     segments,
     split_shares,
     to_toml,

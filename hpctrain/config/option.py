@@ -11,7 +11,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -23,6 +23,12 @@ LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that a timer takes
 MOST_SEGMENTS = 64
 MOST_DIGITS = 15  # of a number of steps
 MAX_SIDE = 2**14  # pixels of an image that files are decoded to
+RENAMED = {"wire": "comm_dtype"}  # settings whose earlier names are still read from files
+
+
+def renamed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of settings with their present names."""
+    return {RENAMED.get(name, name): value for name, value in table.items()}
 
 
 def option(

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpctrain.config.option import flag_of, segments
+from hpctrain.config.option import flag_of, renamed, segments
 from hpctrain.config.train import Config
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import brief
@@ -137,7 +137,7 @@ def read_table(table: dict[str, Any], settings: type, place: str) -> dict[str, A
     """
     fields = {field.name: field for field in dataclasses.fields(settings)}
     hints, found = typing.get_type_hints(settings), {}
-    for name, value in table.items():
+    for name, value in renamed(table).items():
         if name not in fields:
             hint = did_you_mean(name, fields)
             if isinstance(value, dict):
@@ -179,7 +179,7 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
         raise UsageError(f"{flag}{path} is a folder: name a TOML file")
     try:
         with open(path, "rb") as file:
-            return parse_toml(file.read())
+            return renamed(parse_toml(file.read()))
     except OSError as error:
         raise UsageError(f"{flag}{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -244,10 +244,10 @@ def _conflicts(config: Config) -> Iterator[str]:
     if config.task == "denoise" and (config.normalize != "unit" or config.label_smoothing):
         flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
         yield f"{flag} has no meaning for --task denoise: images stay in [0, 1]"
-    if config.deterministic and config.wire != "fp32":
+    if config.deterministic and config.comm_dtype != "fp32":
         yield (
-            f"--deterministic and --wire {config.wire} exclude each other: what is rounded on the"
-            " way depends on the number of ranks"
+            f"--deterministic and --comm-dtype {config.comm_dtype} exclude each other: what is"
+            " rounded on the way depends on the number of ranks"
         )
     if config.deterministic and config.local_buffers:
         yield (

@@ -237,7 +237,7 @@ class Config:
         MACHINE,
         segments,
     )
-    wire: str = option(
+    comm_dtype: str = option(
         "fp32",
         "dtype of communicated gradients; bf16 rounds twice",
         MACHINE,

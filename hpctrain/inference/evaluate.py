@@ -2,17 +2,15 @@
 
     mpirun -n 4 python -m hpctrain evaluate RUN --data flowers.h5
 
-The split is cut into fixed blocks of rows; ranks take contiguous runs of blocks. Every block has
-its own slots in one float64 vector, written by one rank only, so that the sum over ranks keeps
-them apart and rank 0 adds them in block order. Class counts are whole numbers, exact to 2^53.
-Random numbers that a network draws in evaluation mode belong to the block.
+The split is cut into fixed blocks of rows; ranks take contiguous runs of blocks. The sums of all
+blocks are gathered and added in block order. Class counts, which are summed over ranks, are whole
+numbers, exact to 2^53. Random numbers that a network draws in evaluation mode belong to the block.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,52 +150,36 @@ def compute_blocks(
     yield from copy_to_host(queued(), upload.device)
 
 
-class Tally:
-    """What the ranks find, in one float64 vector that is summed: every number is written by one
-    rank only, or is a count, exact to 2^53.
-    """
+@dataclass
+class RankPart:
+    """What one rank finds, but for its confusion matrix."""
 
-    def __init__(self, blocks: int, task: Task, ranks: int, kept: int) -> None:
-        sums, pairs = (blocks, len(task.sums)), (task.classes, task.classes)
-        shapes = (sums, pairs, (ranks, kept, 2), (1,), (1,), (1,))
-        sizes = [math.prod(shape) for shape in shapes]
-        self.vector = np.zeros(sum(sizes))
-        parts = np.split(self.vector, np.cumsum(sizes)[:-1])  # views
-        self.sums, self.pairs, self.mistakes, self.rows, self.left, self.bad = (
-            part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)
-        )
-        self._noted = 0  # mistakes of this rank
+    sums: list[list[float]] = field(default_factory=list)  # of its blocks that have rows, in order
+    rows: int = 0
+    bad: dict[int, str] = field(default_factory=dict)
+    mistakes: list[tuple[int, int]] = field(default_factory=list)  # the first: row and prediction
+    complete: bool = True  # no block was left out at the request of `go_on`
 
-    def add(
-        self, rank: int, block: Block, sums: np.ndarray, labels: np.ndarray, found: np.ndarray
-    ) -> None:
-        """Add a block of this `rank`: its `sums`, and the classes that were `found` (n,), if any;
-        `labels` are those of all rows. Notes the first mistakes.
-        """
-        self.sums[block.number] = sums
-        self.rows += len(block.rows)
-        self.bad += len(block.bad)
-        if not len(found):
-            return
-        labels = labels[block.rows]
-        np.add.at(self.pairs, (labels, found), 1)
-        room = self.mistakes[rank, self._noted :]
-        wrong = np.flatnonzero(found != labels)[: len(room)]
-        room[: len(wrong), 0], room[: len(wrong), 1] = block.rows[wrong] + 1, found[wrong]
-        self._noted += len(wrong)
 
-    def result(self, task: Task) -> Evaluation | None:
-        """The figures, from the sum over all ranks; None where one of them left."""
-        if self.left[0]:
-            return None
-        total = round(self.rows[0])
-        if not total:
-            raise agreed(RunError("no row of the split can be used"))
-        means = {name: sum(self.sums[:, i].tolist()) / total for i, name in enumerate(task.sums)}
-        confusion = self.pairs.round().astype(np.int64) if task.classes else None
-        kept = self.mistakes.shape[1]
-        first = self.mistakes[self.mistakes[:, :, 0] > 0][:kept].astype(np.int64) - [1, 0]
-        return Evaluation(total, means, confusion, first)
+def combine(
+    own: RankPart, confusion: np.ndarray, task: Task, kept: int, comm: Comm
+) -> Evaluation | None:
+    """The figures from what all ranks found; None where one of them left blocks out. Collective."""
+    parts = allgather(comm, own)
+    if bad := describe_first(part.bad for part in parts):
+        raise agreed(RunError(bad))
+    if not all(part.complete for part in parts):
+        return None
+    if not (rows := sum(part.rows for part in parts)):
+        raise agreed(RunError("no row of the split can be used"))
+    sums = zip(*(each for part in parts for each in part.sums), strict=True)
+    means = {name: sum(each) / rows for name, each in zip(task.sums, sums, strict=True)}
+    mistakes = [pair for part in parts for pair in part.mistakes][:kept]
+    first = np.array(mistakes, np.int64).reshape(-1, 2)
+    if not task.classes:
+        return Evaluation(rows, means, None, first)
+    allreduce(comm, confusion)
+    return Evaluation(rows, means, confusion.astype(np.int64), first)
 
 
 def evaluate(
@@ -217,8 +199,8 @@ def evaluate(
     rank's blocks is left out, and None returned on all.
     """
     total, device = len(source.labels), next(model.parameters()).device
-    tally = Tally(-(-total // block), task, comm.size, kept)
     upload = Upload((min(block, total), *source.image_shape), source.dtype, device)
+    confusion, own = np.zeros((task.classes, task.classes)), RankPart()
 
     def load(number: int, rows: np.ndarray) -> Block:
         images = upload.buffer(len(rows))
@@ -234,24 +216,26 @@ def evaluate(
         return torch.cat([part.double() for part in parts])
 
     def go_on_here(what: str) -> bool:
-        tally.left[0] = not go_on(what)
-        return not tally.left[0]
+        own.complete = go_on(what)
+        return own.complete
 
-    def add_own() -> dict[int, str]:
-        parts, bad = blocks_of(total, block, comm.size, comm.rank), dict[int, str]()
+    def add_own() -> None:
+        parts = blocks_of(total, block, comm.size, comm.rank)
         for each, values in compute_blocks(load, compute, parts, upload, go_on_here):
-            sums, answers = np.split(values, [len(task.sums)])
-            tally.add(comm.rank, each, sums, source.labels, answers.astype(np.int64))
-            bad |= each.bad
-        return bad
+            sums, found = np.split(values, [len(task.sums)])
+            own.sums.append(sums.tolist())
+            own.rows += len(each.rows)
+            own.bad |= each.bad
+            if task.classes:
+                labels, found = source.labels[each.rows], found.astype(np.int64)
+                np.add.at(confusion, (labels, found), 1)
+                wrong = np.flatnonzero(found != labels)[: kept - len(own.mistakes)]
+                own.mistakes += zip(each.rows[wrong].tolist(), found[wrong].tolist(), strict=True)
+        go_on("waiting for all")
 
     training = model.training
     model.eval()
     with fork_rng(device):
-        bad = call_on_all(comm, add_own)
+        call_on_all(comm, add_own)
     model.train(training)
-    go_on("waiting for all")
-    allreduce(comm, tally.vector)
-    if tally.bad[0]:
-        raise agreed(RunError(str(describe_first(allgather(comm, bad)))))
-    return tally.result(task)
+    return combine(own, confusion, task, kept, comm)

@@ -72,7 +72,7 @@ def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> d
 
 @dataclass(frozen=True)
 class Saved:
-    """A network read back, in evaluation mode on the CPU, and what its file says."""
+    """A network read back, in evaluation mode on the CPU, and the metadata of its file."""
 
     path: Path
     model: nn.Module
@@ -84,7 +84,7 @@ class Saved:
 
 def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
     """The .safetensors file of a run's name, a run's folder, or the file itself; of a sweep that of
-    its `best` network, which is told.
+    its `best` network, which is printed.
     """
     if target is None:
         raise UsageError("name a run or a .safetensors file")
@@ -175,7 +175,7 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
     }
     for name, fine in good.items():
         if not fine:
-            raise UsageError(f"{path}: its metadata are damaged, {name} is {metadata.get(name)!r}")
+            raise UsageError(f"{path}: its metadata are corrupt, {name} is {metadata.get(name)!r}")
 
 
 def _block(metadata: dict[str, Any]) -> Any:
@@ -219,8 +219,8 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
 
 
 def first_touch(pack: Pack, comm: Comm) -> Checks:
-    """Every block of a pack is compared when it is first read: what is reported of damaged rows
-    would be wrong. Collective.
+    """Every block of a pack is compared when it is first read: what is reported of corrupt
+    rows would be wrong. Collective.
     """
     return Checks(None if pack.external else call_on_root(comm, lambda: find_sums(pack)))
 

@@ -8,7 +8,7 @@ the metadata entry "hpctrain.complex" names such tensors.
 A file of weights holds all parameters and buffers, contiguous in torch's order, and the metadata
 entries "hpctrain", a JSON object with what the caller needs to build the model again, and
 "hpctrain.sha256", the SHA-256 of the file that would be written without this entry: it covers
-names, types, shapes, values and what the metadata say. Files of other programs, and of versions
+names, types, shapes, values and the metadata. Files of other programs, and of versions
 before, have none.
 """
 
@@ -153,7 +153,7 @@ def _digest(tensors: Mapping[str, Tensor], entries: Mapping[str, str]) -> str:
 def read_model(
     path: str | Path, required: tuple[str, ...] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors in the order of the model, where the file tells it, else by their names; and the
+    """The tensors in the order of the model, if the file has it, else by their names; and the
     metadata, of another program's file empty.
 
     UsageError if it is missing, cut short, no safetensors file, not what was written, or lacks a
@@ -238,7 +238,7 @@ def load_init(model: nn.Module, path: str | Path, classes: int) -> dict[str, int
 
 
 def describe_fresh_layer(fresh: dict[str, int], classes: int) -> str:
-    """What to say of the last layer where `load_init` left it fresh."""
+    """The note on the last layer where `load_init` left it fresh."""
     if not fresh:
         return ""
     name, theirs = next(iter(fresh.items()))

@@ -54,7 +54,7 @@ def tracked_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 class Probe(NamedTuple):
-    """What one forward pass of the first batch tells about the model."""
+    """What one forward pass of the first batch shows of the model."""
 
     means: torch.Tensor  # (C,) batch means of all tracked layers: the first shift
     elements: list[int]  # values per row and channel, by layer

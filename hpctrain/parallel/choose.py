@@ -31,10 +31,10 @@ from hpctrain.launcher import LAUNCHER_PREFIXES
 from hpctrain.parallel.device import choose_device, gpu_uuid
 from hpctrain.parallel.memory import EXCLUSIVE, is_exclusive, plain_zeros
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.mpi import MPI, Comm, call_on_all, host_name, start_mpi
+from hpctrain.parallel.mpi import MPI, Comm, allgather, call_on_all, host_name, start_mpi
 from hpctrain.parallel.nccl import Nccl, nccl_version
 from hpctrain.parallel.overlap import Overlapped, cut
-from hpctrain.parallel.placement import Choice, RankDevice
+from hpctrain.parallel.placement import Choice, RankDevice, choose_transport, describe_sharing
 from hpctrain.parallel.reduce import Bfloat16Reduce, Plain, Reduce
 from hpctrain.parallel.transport import (
     DeviceMemory,
@@ -49,6 +49,16 @@ from hpctrain.watchdog import stack_file
 
 TRIAL_SECONDS = 120.0
 PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds hpctrain
+
+
+def open_transport(comm: Comm, device: torch.device, wanted: str) -> tuple[Transport, Choice, str]:
+    """The transport for messages on `device`, by --reduce; why it is that one, and a note where
+    ranks share GPUs. Collective. UsageError on all ranks as from `choose_transport` and
+    `make_transport`.
+    """
+    places = allgather(comm, call_on_all(comm, lambda: describe_rank(device, wanted)))
+    choice = call_on_all(comm, lambda: choose_transport(places, wanted))
+    return make_transport(choice, comm, device), choice, describe_sharing(places)
 
 
 def make_transport(choice: Choice, comm: Comm, device: torch.device) -> Transport:
@@ -70,7 +80,7 @@ def make_transport(choice: Choice, comm: Comm, device: torch.device) -> Transpor
 
 
 def describe_rank(device: torch.device, wanted: str) -> RankDevice:
-    """What this rank has to tell. A trial is made only for "mpi-gpu"."""
+    """Where this rank computes, and with what. A trial is made only for "mpi-gpu"."""
     if device.type == "cpu":
         return RankDevice(host_name(), "cpu")
     refusal = None
@@ -111,7 +121,7 @@ def try_device_memory(
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         return f"MPI was given device memory in a trial and crashed ({name}): it is not GPU-aware"
-    words = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
+    words = [line for line in done.stderr.splitlines() if line.strip()] or ["it printed nothing"]
     return f"MPI was given device memory in a trial and failed: {words[-1]}"
 
 
@@ -120,7 +130,7 @@ LENGTHS = 16, 1 << 20  # numbers for each rank or of all: MPI sends small and la
 
 def check_exchange(transport: Transport, device: torch.device) -> None:
     """Sum and exchange known numbers with all ranks. Collective. UsageError on all ranks where
-    something else arrives on one; what crashes ends the run, and a line says in what.
+    something else arrives on one; what crashes ends the run, and a line names it.
     """
     comm = transport.comm
     where = f"[rank {comm.rank} of {comm.size} @{host_name()}]"
@@ -181,31 +191,27 @@ def print_if_crashed(text: str) -> Iterator[None]:
                 faulthandler.enable(stack_file())
 
 
-def usual_transport(comm: Comm, message: Message) -> Transport:
-    """MPI on host memory; through pinned memory where the message lies on a GPU."""
-    return Pinned(comm) if message.device.type == "cuda" else HostMemory(comm)
-
-
 def choose_reduce(
     comm: Comm,
     message: Message,
     runs: Sequence[range] | None = None,
-    wire: str = "fp32",
+    comm_dtype: str = "fp32",
     transport: Transport | None = None,
     overlap: int = 0,
 ) -> Reduce:
     """The reduction for this message: in tree order where `runs`, the shards that each rank
-    carries, are given; with the `wire` "bf16" gradients travel in half the bytes; else one
+    carries, are given; with the `comm_dtype` "bf16" gradients travel in half the bytes; else one
     Allreduce. Without a `transport`, MPI's, staged from a GPU. With `overlap`, in at most so many
     segments of gradients that are summed while backward runs. UsageError where that cannot be.
     """
-    way, length = transport or usual_transport(comm, message), message.layout.length
+    on_gpu, length = message.device.type == "cuda", message.layout.length
+    way = transport or (Pinned(comm) if on_gpu else HostMemory(comm))
 
     def over(span: range) -> Reduce:
         vector = message.tensor[span.start : span.stop]
         if runs is not None:
             return TreeReduce(way, vector, runs)
-        if wire == "bf16":
+        if comm_dtype == "bf16":
             border = max(0, length - span.start)
             return Bfloat16Reduce(way, vector[:border], vector[border:])
         return Plain(way, vector)

@@ -52,7 +52,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         device = torch.device("cuda", number)
         current_stream(device).synchronize()  # the first use: to make it current may be none
     except RuntimeError as error:  # an old driver, a GPU in exclusive mode that is taken
-        way_out = "python -m hpctrain doctor says more; --device cpu does without"
+        way_out = "python -m hpctrain doctor shows more; --device cpu does without"
         if is_exclusive(number):
             way_out = (
                 f"it {EXCLUSIVE}: start one rank for each GPU and end others that use it, or ask"
@@ -65,7 +65,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """What tells a GPU from all others, whatever its number here."""
+    """What identifies a GPU on its host, whatever its number here."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
 
 
@@ -119,7 +119,7 @@ def keep_memory() -> None:
 
     A step frees and asks for the same blocks again; given back, every page faults anew (700 to
     1,400 faults a step of the digits network, a third of its time). Threads share one arena:
-    glibc gives those of other threads than the first back whatever it was told, which costs the
+    glibc gives those of other threads than the first back whatever the setting, which costs the
     loader's thread 1,300 faults a batch of 128 images of 100x100x3, and half its speed. See
     mallopt(3); does nothing where the C library has no such function.
     """

@@ -7,7 +7,7 @@
   all to it, as torch makes them: adding each one where it lies would be a kernel per parameter.
 * moments: two numbers per batch-norm channel (batchnorm.py).
 * scalars: loss sum, correct, rows, irregular batch-norm layers, flags; sums over ranks. The last
-  one says afterwards whether the step was left out.
+  one is afterwards whether the step was left out.
 * slots: a few numbers per rank, each written by its rank only, so the sum keeps them apart.
 
 Float32 holds integers exactly to 2^24, so counts and flags survive the sum.
@@ -29,7 +29,7 @@ from hpctrain.parallel.memory import plain_zeros
 from hpctrain.streams import Event, Snapshot, record_event
 
 ALIGNMENT = 64  # elements
-SCALARS = ("loss", "correct", "rows", "irregular", "stop", "leave", "save", "skipped")
+SCALARS = ("loss", "correct", "rows", "irregular", "stop", "preempted", "save", "skipped")
 SLOTS = ("compute", "data", "loss", "digest")
 
 
@@ -40,6 +40,11 @@ class Segment(NamedTuple):
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+
+    @property
+    def span(self) -> slice:
+        """Its elements, without those that align the next one."""
+        return slice(self.offset, self.offset + self.shape.numel())
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The view of `flat` that is this parameter (or its gradient, or its momentum)."""
@@ -60,26 +65,15 @@ class Layout:
         return hashlib.sha256(f"{text} {self.dtype}".encode()).hexdigest()[:16]
 
 
-def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Strides that fill exactly `numel` elements: the parameter's own, or torch's usual order.
-
-    A parameter that is a slice of a larger tensor has strides that would reach into the next.
-    """
-    stride = torch.empty_like(parameter, device="meta").stride()  # keeps dense strides only
-    return stride
-
-
-def _aligned(length: int) -> int:
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
 def lay_out(model: nn.Module) -> Layout:
     """The layout of the trainable parameters, tied ones once. UsageError for mixed types."""
     segments, length, dtypes = [], 0, set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            segments.append(Segment(name, length, parameter.shape, _dense_stride(parameter)))
-            length += _aligned(parameter.numel())
+            # Dense strides only: those of a slice of a larger tensor reach into the next one.
+            stride = torch.empty_like(parameter, device="meta").stride()
+            segments.append(Segment(name, length, parameter.shape, stride))
+            length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             dtypes.add(parameter.dtype)
     if not segments:
         raise UsageError("the model has no parameter to train")
@@ -107,7 +101,7 @@ def flatten_parameters(model: nn.Module, layout: Layout) -> nn.Parameter:
 
 
 class Totals(NamedTuple):
-    """What the scalars and slots of a reduced message say, as Python numbers."""
+    """The scalars and slots of a reduced message, as Python numbers."""
 
     loss: float  # sum over rows
     correct: int
@@ -115,7 +109,7 @@ class Totals(NamedTuple):
     finite: bool  # of the whole sum; else the update was left out
     irregular: int  # batch-norm layers that did not run exactly once
     stop: int  # votes
-    leave: int  # votes
+    preempted: int  # votes
     save: int  # votes
     nonfinite: list[int]  # ranks that met a loss that is not finite
     compute: list[float]  # seconds, by rank
@@ -141,7 +135,7 @@ class Message:
         self.slots = slots.view(size, len(SLOTS))
         self._ends = self.tensor[-len(SCALARS) - size * len(SLOTS) :]
         loss, self._correct, self._rows, self._irregular, *votes = self.scalars.unbind()
-        self._stop, self._leave, self._save, self.skipped = votes
+        self._stop, self._preempted, self._save, self.skipped = votes
         self._own = self.slots[rank].unbind()
         # the loss of all rows, and in this rank's slot: one operation adds to both
         start = loss.storage_offset()
@@ -202,9 +196,9 @@ class Message:
         self._rows.add_(rows)
         self._irregular.add_(irregular)
 
-    def set_flags(self, stop: bool, leave: bool = False, save: bool = False) -> None:
-        """Ask all ranks to stop, to leave, or to have the run saved, after this step."""
-        for place, asked in ((self._stop, stop), (self._leave, leave), (self._save, save)):
+    def set_flags(self, stop: bool, preempted: bool = False, save: bool = False) -> None:
+        """Ask all ranks to stop, to end preempted, or to save a checkpoint, after this step."""
+        for place, asked in ((self._stop, stop), (self._preempted, preempted), (self._save, save)):
             if asked:  # else nothing is launched: it is zero
                 place.fill_(1)
 
@@ -265,12 +259,12 @@ class Report:
         """Wait until they are there, and read them."""
         loss, *numbers = self._snapshot.numbers()
         votes = len(SCALARS) - 1
-        correct, rows, irregular, stop, leave, save, skipped = map(_whole, numbers[:votes])
+        correct, rows, irregular, stop, preempted, save, skipped = map(_whole, numbers[:votes])
         compute, data, losses, digests = (
             numbers[slot :: len(SLOTS)] for slot in range(votes, votes + len(SLOTS))
         )
         return Totals(
-            *(loss, correct, rows, not skipped, irregular, stop, leave, save),
+            *(loss, correct, rows, not skipped, irregular, stop, preempted, save),
             [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)],
             *(compute, data, [_whole(digest) for digest in digests]),
         )

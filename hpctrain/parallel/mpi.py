@@ -75,7 +75,7 @@ _initialize()
 
 
 class LauncherMismatch(UsageError):
-    """N processes of size 1: every one of them meets this error, the first one says so."""
+    """N processes of size 1: each of them raises this error, the first one prints it."""
 
 
 def start_mpi() -> Comm:
@@ -118,7 +118,7 @@ def call_on_root(comm: Comm, function: Callable[[], T]) -> T:
 
 
 def allgather(comm: Comm, value: T) -> list[T]:
-    """The values of all ranks; the watchdog is told that this rank waits. Collective."""
+    """The values of all ranks; for the watchdog this rank waits. Collective."""
     with waiting():
         return comm.allgather(value)
 
@@ -163,8 +163,8 @@ def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
 def comm_of_host(comm: Comm) -> Comm:
     """The ranks of this host, to be freed. Collective.
 
-    Under srun Slurm says which they are: MPI libraries that compare host names with those of its
-    nodes see every rank alone where the two differ.
+    Under srun they are those that Slurm names: MPI libraries that compare host names with those of
+    its nodes see every rank alone where the two differ.
     """
     node, task = place_in_step(comm.rank, comm.size)
     if min(allgather(comm, node)) >= 0:

@@ -85,7 +85,9 @@ class Bfloat16Reduce(Reduce):
     def __init__(self, transport: Transport, gradients: torch.Tensor, rest: torch.Tensor) -> None:
         """One of the vectors may be empty. UsageError for a model that is not float32."""
         if gradients.dtype != torch.float32:
-            raise UsageError(f"--wire bf16 is for float32 models; this one is {gradients.dtype}")
+            raise UsageError(
+                f"--comm-dtype bf16 is for float32 models; this one is {gradients.dtype}"
+            )
         self.transport, self.rank, self.size = transport, transport.comm.rank, transport.comm.size
         many, few = _width(len(gradients), self.size, ALIGNMENT), _width(len(rest), self.size, 1)
         block = 4 * few + 2 * many  # bytes

@@ -78,7 +78,11 @@ class Costs:
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Take what the advice depends on from the description of a run."""
         large = facts.get("parameters", 0) >= WORTH_NARROWING
-        self.may_narrow = large and facts.get("wire") == "fp32" and not facts.get("deterministic")
+        self.may_narrow = (
+            large
+            and facts.get("comm_dtype", facts.get("wire")) == "fp32"
+            and not facts.get("deterministic")
+        )
         self.may_stage = not facts.get("staged")
         self.crowd = facts.get("host_ranks", 1), facts.get("host_cores", 1)
 
@@ -149,7 +153,7 @@ def bottleneck(facts: Mapping[str, Any], may_narrow: bool, may_stage: bool) -> l
         (
             shares.get("reduce", 0.0) / REDUCE,
             "communication-bound: raise --batch-per-rank"
-            + (" or use --wire bf16" if may_narrow else ""),
+            + (" or use --comm-dtype bf16" if may_narrow else ""),
         ),
         (
             idle / IDLE if often else 0.0,

@@ -18,9 +18,9 @@ import hashlib
 import json
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What the JSON file of a checkpoint says."""
+    """The JSON file of a checkpoint."""
 
     format: int
     step: int
@@ -90,16 +90,15 @@ class Writer:
         self.stall = 0.0  # seconds for which a checkpoint held up training, at most
         self.seconds = 0.0  # that writing took, at most
         self._host: Tensors = {}
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, "writer")
+        self._task: Future[None] | None = None  # whose end was not looked at yet
 
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         """What is being written is written to its end, whatever happened."""
-        if self._thread is not None:
-            self._thread.join()
+        self._pool.shutdown()
 
     def overdue(self) -> bool:
         """Whether it is time to save. RunError where something could not be written."""
@@ -134,29 +133,23 @@ class Writer:
     def begin(self, write: Callable[[], None]) -> None:
         """Run `write` in the background, once nothing else is being written. RunError as `wait`."""
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(write,), name="writer", daemon=True)
-        self._thread.start()
+        self._task = self._pool.submit(self._run, write)
 
     def wait(self) -> None:
         """Return when nothing is left to write. RunError where writing failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
-
-    def check(self) -> None:
-        """RunError if something could not be written; does not wait."""
-        if self._error is not None:
-            error, self._error = self._error, None
+        task, self._task = self._task, None
+        if task and (error := task.exception()) is not None:
             reason = getattr(error, "strerror", None) or str(error)
             raise RunError(f"cannot write a checkpoint to {self.folder}: {reason}") from error
 
+    def check(self) -> None:
+        """RunError if something could not be written; does not wait."""
+        if self._task and self._task.done():
+            self.wait()
+
     def _run(self, write: Callable[[], None]) -> None:
         began = time.perf_counter()
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
+        write()
         self.seconds = max(self.seconds, time.perf_counter() - began)
 
     def _write(self, step: int, state: dict[str, Any], tensors: Tensors) -> None:
@@ -194,7 +187,7 @@ def make_ready(run: Path, step: int) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove tensors that no JSON file tells of."""
+    """Remove tensors that no JSON file names."""
     named = set()
     for step in steps(folder):
         try:
@@ -224,18 +217,18 @@ def newest(
     run: Path, recorded: int, epochs: float = math.inf, validated: float = math.inf
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint of a run, if there is one; and a line for each newer one that is
-    passed over: damaged, or of what the record has lost, which ends at step `recorded`, after so
+    passed over: corrupt, or of what the record has lost, which ends at step `recorded`, after so
     many `epochs` and the validation of step `validated`.
 
     UsageError or RunError where one cannot be read but may be whole.
     """
-    damaged: list[str] = []
+    corrupt: list[str] = []
     beyond: list[Checkpoint] = []  # the record
     for step in reversed(steps(run / FOLDER)):
         try:
             found = verify(run, step)
         except CorruptCheckpoint as error:
-            damaged.append(f"{error}: passed over")
+            corrupt.append(f"{error}: passed over")
             continue
         if found.step <= recorded and found.follows(epochs, validated):
             passed = [
@@ -244,14 +237,14 @@ def newest(
                 + f": the checkpoint of {c.step} is passed over"
                 for c in beyond
             ]
-            return found, damaged + passed
+            return found, corrupt + passed
         beyond.append(found)
-    return next(iter(beyond), None), damaged  # better a gap in the record than nothing
+    return next(iter(beyond), None), corrupt  # better a gap in the record than nothing
 
 
 def verify(run: Path, step: int) -> Checkpoint:
-    """One checkpoint of a run, compared with its checksums. CorruptCheckpoint says what is wrong
-    with it; UsageError for a newer format, RunError where it cannot be read.
+    """One checkpoint of a run, compared with its checksums. CorruptCheckpoint with what is
+    wrong; UsageError for a newer format, RunError where it cannot be read.
     """
     described = _json(run / FOLDER, step)
     try:
@@ -261,29 +254,29 @@ def verify(run: Path, step: int) -> Checkpoint:
                 f"{described} has format {known['format']}, this hpctrain knows {FORMAT}: use the"
                 " hpctrain that wrote it"
             )
-        says = from_fields(CheckpointManifest, known)
-        path = described.with_name(says.file)
-        if says.step != step or known.pop("check") != _check(known):
+        manifest = from_fields(CheckpointManifest, known)
+        path = described.with_name(manifest.file)
+        if manifest.step != step or known.pop("check") != _check(known):
             raise CorruptCheckpoint(
-                f"checkpoint {described} is damaged: it does not match its own SHA-256"
+                f"checkpoint {described} is corrupt: it does not match its own SHA-256"
             )
     except OSError as error:
         raise _unreadable(described, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"checkpoint {described} is damaged: {error}") from error
+        raise CorruptCheckpoint(f"checkpoint {described} is corrupt: {error}") from error
     try:
         found = path.stat().st_size
-        if found != says.bytes:
-            raise CorruptCheckpoint(f"checkpoint {path} has {found:,} bytes of {says.bytes:,}")
-        if _sha256(path) != says.sha256:
+        if found != manifest.bytes:
+            raise CorruptCheckpoint(f"checkpoint {path} has {found:,} bytes of {manifest.bytes:,}")
+        if _sha256(path) != manifest.sha256:
             raise CorruptCheckpoint(
-                f"checkpoint {path} is damaged: its SHA-256 is not {says.sha256[:16]}..."
+                f"checkpoint {path} is corrupt: its SHA-256 is not {manifest.sha256[:16]}..."
             )
     except FileNotFoundError as error:
         raise CorruptCheckpoint(f"checkpoint {path} is gone") from error
     except OSError as error:
         raise _unreadable(path, error) from error
-    return Checkpoint(step, says.state, path)
+    return Checkpoint(step, manifest.state, path)
 
 
 def _unreadable(path: Path, error: OSError) -> RunError:
@@ -291,7 +284,7 @@ def _unreadable(path: Path, error: OSError) -> RunError:
 
 
 def _check(described: dict[str, Any]) -> str:
-    """SHA-256 of what a JSON file says."""
+    """SHA-256 of the other fields of a JSON file."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 

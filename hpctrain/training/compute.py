@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,23 +41,17 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hpctrain.config import Config
 from hpctrain.errors import RunError, UsageError, first_line
 from hpctrain.parallel.message import Message
+from hpctrain.plan import Plan
 from hpctrain.streams import GraphRecorder, Snapshot
 
-Pair = tuple[Tensor, Tensor]
-# model, inputs (n, C, H, W), targets -> sum of the rows' losses, number of correct rows
+Pair = tuple[Tensor, Tensor]  # sum of the rows' losses, number of correct rows, on the device
+# model, inputs (n, C, H, W), targets
 Loss = Callable[[nn.Module, Tensor, Tensor], Pair]
+# inputs, targets and rows of the whole mini-batch; adds the gradients to the message
+Backward = Callable[[Tensor, Tensor, int], Pair]
 
 WARM = 3  # batches of a shape before it is recorded: libraries choose their algorithms in these
 MOST_GRAPHS = 8  # shapes; a run has few: whole batches, and those that end an epoch
-
-
-class Backward(Protocol):
-    """Adds the gradients of a batch."""
-
-    def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
-        """From inputs (n, C, H, W) of a mini-batch of `total` rows: sum of the rows' losses and
-        number of correct rows, on the device.
-        """
 
 
 class Eager:
@@ -109,48 +103,33 @@ class Graphs:
     def __init__(self, backward: Backward, record: GraphRecorder) -> None:
         self._backward, self._record = backward, record
         self._seen: Counter[tuple] = Counter()
-        self._graphs: dict[tuple, Graph] = {}
+        # by shape: inputs and targets that the graph reads, what it computes, its launch
+        self._graphs: dict[tuple, tuple[Pair, Pair, Callable[[], None]]] = {}
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
-        """As in Backward; the results are overwritten by the next call."""
-        shape = *_form(inputs), *_form(targets), total
+        """As in Backward; the results are overwritten by the next call. RunError where the work
+        cannot be recorded, for example because it reads a number from the device.
+        """
+        shape = *((t.shape, t.stride(), t.dtype) for t in (inputs, targets)), total
         if shape not in self._graphs:
             self._seen[shape] += 1
             if self._seen[shape] <= WARM or len(self._graphs) == MOST_GRAPHS:
-                work = partial(self._backward, inputs, targets, total)
-                return self._record.warm_up(work)
-            self._graphs[shape] = Graph(self._backward, inputs, targets, total, self._record)
-        return self._graphs[shape](inputs, targets)
-
-
-class Graph:
-    """Forward and backward of one shape."""
-
-    def __init__(
-        self, backward: Backward, inputs: Tensor, targets: Tensor, total: int, record: GraphRecorder
-    ) -> None:
-        """RunError where the work cannot be recorded: it asks the device for a number, say."""
-        self._inputs, self._targets = inputs.clone(), targets.clone()  # strides are kept
-        work = partial(backward, self._inputs, self._targets, total)
-        try:
-            self._found, self._replay = record(work)
-        except RuntimeError as error:
-            # What the end of a recording says of it hides the operation that broke it.
-            words = first_line(error.__context__ or error)
-            raise RunError(
-                f"--graphs: this network's step cannot be recorded: {words}; do without"
-            ) from error
-
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Pair:
-        """As in Backward."""
-        self._inputs.copy_(inputs)
-        self._targets.copy_(targets)
-        self._replay()
-        return self._found
-
-
-def _form(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.dtype
+                return self._record.warm_up(partial(self._backward, inputs, targets, total))
+            own = inputs.clone(), targets.clone()  # strides are kept
+            try:
+                graph = self._record(partial(self._backward, *own, total))
+            except RuntimeError as error:
+                # The error at the end of a recording hides the operation that broke it.
+                words = first_line(error.__context__ or error)
+                raise RunError(
+                    f"--graphs: this network's step cannot be recorded: {words}; do without"
+                ) from error
+            self._graphs[shape] = (own, *graph)
+        own, found, launch = self._graphs[shape]
+        for buffer, tensor in zip(own, (inputs, targets), strict=True):
+            buffer.copy_(tensor)
+        launch()
+        return found
 
 
 def make_backward(
@@ -202,19 +181,19 @@ def _without_compiler(kind: type[Optimizer]) -> type[Any]:
     return type(kind.__name__, (kind,), {"step": step, "add_param_group": add})
 
 
-def learning_rate(config: Config, lr: float, step: int, steps_per_epoch: int, epochs: int) -> float:
-    """The learning rate of global step 0, 1, ... when the schedule starts from `lr`."""
+def learning_rate(config: Config, plan: Plan, step: int) -> float:
+    """The learning rate of global step 0, 1, ...: the plan's, times the schedule's factor, times a
+    warm-up that rises linearly from `warmup_from` to 1.
+    """
+    factor, epoch = 1.0, step // plan.steps_per_epoch
     if config.schedule == "cosine":
-        progress = min(step / (steps_per_epoch * epochs), 1.0)
-        return lr * 0.5 * (1.0 + math.cos(math.pi * progress))
-    if config.schedule == "step":
-        return lr * config.step_factor ** (step // steps_per_epoch // config.step_epochs)
-    return lr
-
-
-def warm_up(step: int, steps: int, first: float) -> float:
-    """The share of the learning rate in global step 0, 1, ...: from `first` to 1 in `steps`."""
-    return 1.0 if step >= steps else first + (1 - first) * step / steps
+        factor = 0.5 * (1.0 + math.cos(math.pi * min(step / plan.steps, 1.0)))
+    elif config.schedule == "step":
+        factor = config.step_factor ** (epoch // config.step_epochs)
+    warm = 1.0
+    if step < plan.warmup_steps:
+        warm = plan.warmup_from + (1 - plan.warmup_from) * step / plan.warmup_steps
+    return plan.learning_rate * factor * warm
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
@@ -251,7 +230,7 @@ class UnusedParameters:
         """`optimizer` updates the weights of `message`."""
         self._message, self._optimizer = message, optimizer
         segments = message.layout.segments
-        self._spans = [slice(s.offset, s.offset + s.shape.numel()) for s in segments]
+        self._spans = [segment.span for segment in segments]
         self.used = torch.zeros(len(segments), dtype=torch.bool, device=message.device)
         self._flags = self.used.unbind()
         self._left = list(range(len(segments)))  # which the host does not know to be used
@@ -265,7 +244,11 @@ class UnusedParameters:
         for i in self._left:
             reached = self._message.gradients[self._spans[i]].any()
             self._flags[i].logical_or_(reached.logical_and_(finite))
-        self._look()
+        if self._left:
+            self._sent = self._sent or Snapshot(self.used)
+        if self._sent and self._sent.arrived:
+            used, self._sent = self._sent.numbers(), None
+            self._left = [i for i in self._left if not used[i]]
         if not self._left:
             yield
             return
@@ -280,14 +263,6 @@ class UnusedParameters:
             weights[span].copy_(torch.where(used, weights[span], old))
             for vector in vectors:
                 vector[span].masked_fill_(~used, 0)
-
-    def _look(self) -> None:
-        if not self._left:
-            return
-        self._sent = self._sent or Snapshot(self.used)
-        if self._sent.arrived:
-            used, self._sent = self._sent.numbers(), None
-            self._left = [i for i in self._left if not used[i]]
 
     def names(self) -> list[str]:
         """The parameters that no gradient has reached (waits for the device)."""

@@ -33,12 +33,12 @@ SPARE = 5.0  # seconds, besides what is measured
 
 
 class StepFlags(NamedTuple):
-    """What a rank tells all others in a step's message."""
+    """What a rank sends to all others in a step's message."""
 
     waited: float = 0.0  # seconds for data
-    stop: bool = False  # a vote for stopping
-    leave: bool = False  # a vote for leaving
-    save: bool = False  # a vote for a checkpoint
+    stop: bool = False
+    preempted: bool = False
+    save: bool = False  # a checkpoint
     digest: torch.Tensor | None = None  # part of the digest of its state, below 2^24
 
 
@@ -71,18 +71,18 @@ class Control:
         self._interrupted = True
 
     def flags(self, waited: float, save: bool, digest: torch.Tensor | None) -> StepFlags:
-        """What this rank tells all others in its next step."""
-        return StepFlags(waited, self.asked(), self.leaving() is not None, save, digest)
+        """What this rank sends to all others in its next step."""
+        return StepFlags(waited, self.asked(), self.preempted_by() is not None, save, digest)
 
     def margin(self, evaluating: bool = False) -> float:
-        """Seconds before the deadline at which to leave: for a step, an evaluation (one that is
+        """Seconds before the deadline at which to end: for a step, an evaluation (one that is
         `evaluating` looks at the clock itself) and a save.
         """
         evaluation = 0.0 if evaluating else self.slowest_evaluation
         return SPARE + 2 * self.slowest_step + evaluation + 2 * self.saving
 
     def asked(self) -> bool:
-        """Whether to vote for stopping. Looks for the file at most twice a second."""
+        """Whether the run is to stop. Looks for the file at most twice a second."""
         now = time.monotonic()
         if self._file and not self._stop_seen and now - self._looked > LOOK_EVERY:
             self._looked = now
@@ -95,8 +95,8 @@ class Control:
             with contextlib.suppress(OSError):
                 self._file.unlink()
 
-    def leaving(self, evaluating: bool = False) -> str | None:
-        """Why to vote for leaving: the notice that came, or the time that is up."""
+    def preempted_by(self, evaluating: bool = False) -> str | None:
+        """The signal or time limit that preempts the run, if there is one."""
         if self._deadline is not None and time.time() > self._deadline - self.margin(evaluating):
             return "the time is up"
         return received_signal()
@@ -104,7 +104,7 @@ class Control:
 
 def deadline(limit: str | None) -> tuple[float | None, str | None]:
     """When the run must have ended, in seconds since 1970: by --time-limit from now, or by the
-    end of the Slurm job; the earlier of the two. And a note where Slurm does not tell its end.
+    end of the Slurm job; the earlier of the two. And a note if Slurm does not give its end.
     """
     ends, note = [time.time() + duration(limit, "--time-limit")] if limit else [], None
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from hpctrain import __version__, heartbeats
-from hpctrain.config import Config, to_toml
+from hpctrain.config import Config, renamed, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.device import hardware_key
@@ -130,7 +130,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "overlap": "auto" if job.config.overlap == "auto" else job.trainer.segments,
         "threads": job.plan.threads,
         "precision": job.plan.precision,
-        "wire": job.plan.wire,
+        "comm_dtype": job.plan.comm_dtype,
         "staged": bool(job.config.stage),
         "deterministic": job.plan.deterministic,
         "batch_size": job.plan.batch_size,
@@ -197,10 +197,10 @@ class PreviousLaunch:
 
     folder: Path
     plan: Plan
-    precision: str  # --precision as it was asked for; the plan says what it came to
+    precision: str  # --precision as it was asked for; the plan has what it resolved to
     finished: bool  # it did all its epochs, or validation ended it
     checkpoint: Checkpoint | None  # the newest whole one; without one the run is to begin again
-    damage: list[str]  # newer ones, passed over
+    problems: list[str]  # of newer ones, which are passed over, and of the record
     crash: Outcome | None = None  # of its last launch, which could not record it
 
 
@@ -227,22 +227,22 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     reader.poll()
     history, wrong = reader.history, reader.problem or reader.history.damage
     check_recorded(plan, folder / "plan.json", history.facts)
-    checkpoint, damage = newest(folder, history.last_step, history.epochs, history.validated)
+    checkpoint, problems = newest(folder, history.last_step, history.epochs, history.validated)
     if wrong:
-        damage.insert(0, f"{wrong}: the record is cut off there")
+        problems.insert(0, f"{wrong}: the record is cut off there")
     if checkpoint and (missing := history.missing_steps(checkpoint.step)):
-        damage.append(f"the record has lost steps that were done: {missing}")
+        problems.append(f"the record has lost steps that were done: {missing}")
     elif checkpoint and not checkpoint.follows(history.epochs, history.validated):
-        damage.append("the record has lost the last epoch or validation that was done")
+        problems.append("the record has lost the last epoch or validation that was done")
     if checkpoint is None and config.resume == "must":
         raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
     outcome = find_outcome(folder, history, is_over=True)
     unrecorded = outcome.status and history.facts and not history.outcome.status
     crash = outcome if unrecorded and not wrong else None
     if crash:
-        damage.insert(0, f"the launch before did not record its end: {crash.reason}")
+        problems.insert(0, f"the launch before did not record its end: {crash.reason}")
     finished = is_done(folder)
-    return PreviousLaunch(folder, plan, before.precision, finished, checkpoint, damage, crash)
+    return PreviousLaunch(folder, plan, before.precision, finished, checkpoint, problems, crash)
 
 
 def read_settings(folder: Path) -> tuple[Config, Plan]:
@@ -250,7 +250,8 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
     path = folder / "config.toml"
     try:
         known = Config.__dataclass_fields__
-        given = {n: v for n, v in parse_toml(path.read_bytes()).items() if n in known}
+        given = renamed(parse_toml(path.read_bytes()))
+        given = {name: value for name, value in given.items() if name in known}
         if type(given.get("overlap")) is int:  # as it was written before there was "auto"
             given["overlap"] = str(given["overlap"])
         config = from_fields(Config, given)
@@ -263,7 +264,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
         ) from error
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{folder} cannot be continued, its {path.name} is damaged ({error}): choose another"
+            f"{folder} cannot be continued, its {path.name} is corrupt ({error}): choose another"
             " name with --run"
         ) from error
 
@@ -277,10 +278,10 @@ def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None
         if field.name not in FREE and old != new:
             flag = "--" + field.name.replace("_", "-")
             raise UsageError(
-                f"the run {folder} was begun with {flag} {_said(old)}, not {_said(new)}: give the"
-                " same settings to continue it, or another name with --run"
+                f"the run {folder} was begun with {flag} {_setting(old)}, not {_setting(new)}: give"
+                " the same settings to continue it, or another name with --run"
             )
 
 
-def _said(value: object) -> str:
+def _setting(value: object) -> str:
     return "not set" if value is None else str(value)

@@ -10,10 +10,11 @@ from hpctrain.parallel.mpi import allgather
 from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.streams import Snapshot
 from hpctrain.text import listed
+from hpctrain.training.compute import learning_rate
 from hpctrain.training.setup import reassign_shards, renew_reduction
 from hpctrain.training.state import Run, gather
-from hpctrain.training.step import Trainer, train_step
-from hpctrain.training.steps import PendingStep, PendingSteps, collect_flags, learning_rate_of
+from hpctrain.training.step import train_step
+from hpctrain.training.steps import PendingStep, PendingSteps, collect_flags
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
 
@@ -33,7 +34,8 @@ def train_epochs(run: Run) -> None:
                 waited = time.perf_counter() - began
                 step = state.epoch * per_epoch + number + 1
                 doing(f"step {step}")
-                rate, rows = learning_rate_of(run, step), job.plan.partition.total(number)
+                rows = job.plan.partition.total(number)
+                rate = learning_rate(job.config, job.plan, step - 1)
                 flags, digest, found = collect_flags(run, step, batches, waited)
                 wait = partial(doing, f"waiting for all in step {step}")
                 report = train_step(job.trainer, batches, rows, flags, wait, rate)
@@ -50,34 +52,31 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
     """Read the totals that are due, then do what follows a step: end an epoch, validate, save a
     checkpoint, or end the run (`Progress.ended`). Collective.
 
-    On GPUs a step is begun before the totals of the one before are read (`Trainer.late`). Where
+    On GPUs a step is begun before the totals of the one before are read (`Trainer.in_flight`). If
     something follows that needs them, they are read first. All ranks read them at the same place,
     so all come to the same end.
     """
     state, plan, step = run.state, run.job.plan, pending.newest
     last = step % plan.steps_per_epoch == 0
-    pending.drain(0 if last or pause_after(run, step) else run.job.trainer.late)
+    measured = run.overlap is not None and run.overlap.follows(step)
+    validates, saves = validation_due(run, step), run.checkpoints.follows(step)
+    needed = last or measured or validates or saves  # as all ranks know beforehand
+    pending.drain(0 if needed else run.job.trainer.in_flight)
     if state.ended or state.save:
         pending.drain()
     if pending:
         return
-    if run.overlap and run.overlap.follows(step):
+    if run.overlap and measured:
         choose_overlap(run, run.overlap)
     if last:
         end_epoch(run)
-    if not state.ended and validation_due(run, step):
+    if not state.ended and validates:
         validate(run)
-    if not state.ended and (state.save or run.checkpoints.follows(step)):
+    if not state.ended and (state.save or saves):
         save_checkpoint(run)
     if last and not state.ended and state.epoch < plan.epochs:
         balance_shards(run)
     pending.restart_clock()
-
-
-def pause_after(run: Run, step: int) -> bool:
-    """Whether this step is followed by what needs its totals, as all ranks know beforehand."""
-    measured = run.overlap is not None and run.overlap.follows(step)
-    return measured or validation_due(run, step) or run.checkpoints.follows(step)
 
 
 def choose_overlap(run: Run, trial: OverlapTrial) -> None:
@@ -100,7 +99,11 @@ def end_epoch(run: Run) -> None:
     if missing := run.job.plan.partition.rows - round(rows):
         run.recorder.note(f"epoch {state.epoch}: {missing:,} rows could not be used")
     if state.epoch == 1 and (unused := run.job.trainer.unused.names()):
-        run.recorder.note(unused_note(unused, run.job.trainer))
+        of = len(run.job.trainer.message.layout.segments)
+        run.recorder.note(
+            f"no gradient reached {len(unused)} of {of} parameters ({listed(unused, 5)}): they are"
+            " left as they were, by --weight-decay too"
+        )
     state.sums = (0.0, 0.0, 0.0, 0.0)
     state.figures.update(loss=loss / rows, accuracy=accuracy)
     run.recorder.epoch(
@@ -109,14 +112,6 @@ def end_epoch(run: Run) -> None:
         accuracy=accuracy,
         images_per_second=rows / seconds,
         seconds=seconds,
-    )
-
-
-def unused_note(names: list[str], trainer: Trainer) -> str:
-    """What is said of parameters that no gradient reached in an epoch."""
-    return (
-        f"no gradient reached {len(names)} of {len(trainer.message.layout.segments)} parameters"
-        f" ({listed(names, 5)}): they are left as they were, by --weight-decay too"
     )
 
 

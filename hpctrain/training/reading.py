@@ -13,14 +13,11 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from hpctrain.config import Config, byte_count
+from hpctrain.config import Config
 from hpctrain.data.augment import check_shift
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks, Sums
 from hpctrain.data.external import read_external
-from hpctrain.data.loader import Loader, Pair, Prepare
 from hpctrain.data.orders import Order, make_order
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.split import Split
@@ -107,7 +104,7 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
 
 
 def verified(config: Config, pack: Pack) -> str:
-    """When the checksums of a pack are compared: --verify, by default as its size says, but never
+    """When the checksums of a pack are compared: --verify, by default by its size, but never
     so that it ends a run that is to leave corrupt rows out.
     """
     if config.verify != "auto":
@@ -119,12 +116,12 @@ def verified(config: Config, pack: Pack) -> str:
 def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
     """What is compared while samples are read, and whether bad ones are skipped. Collective."""
 
-    def tell(text: str) -> None:
+    def warn(text: str) -> None:
         say(f"hpctrain: rank {comm.rank}: {text}", sys.stderr)
 
     wanted = not pack.external and verified(config, pack) == FIRST_TOUCH
     sums = call_on_root(comm, lambda: find_sums(pack)) if wanted else None
-    return Checks(sums, tell if config.skip_bad else None)
+    return Checks(sums, warn if config.skip_bad else None)
 
 
 def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
@@ -141,33 +138,6 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     checks = Checks(None, reading.checks.warn, held)  # every block was compared on its way
     opened = call_on_all(comm, lambda: Split(here, "train", checks=checks))
     return replace(reading, pack=here, checks=checks, source=opened)
-
-
-def make_loader(
-    reading: Reading,
-    plan: Plan,
-    config: Config,
-    shards: range,
-    prepare: Prepare,
-    pair: Pair,
-    least_rows: int,
-    device: torch.device,
-) -> Loader:
-    """The batches of the rank that carries these shards."""
-    return Loader(
-        reading.source,
-        plan.partition,
-        shards,
-        plan.seed,
-        prepare,
-        pair,
-        reading.order,
-        byte_count(config.read_buffer, "--read-buffer"),
-        config.random_crop,
-        least_rows,
-        device,
-        plan.epochs,
-    )
 
 
 def order_of(plan: Plan) -> Order:

@@ -12,7 +12,7 @@ and the third those of another, and all is put back. Alike must be
 by their bits. On GPUs sums may come out in another order each time unless --deterministic: there,
 where the second output is already another than the first, floats are not compared but in buffers.
 
-Before the first step, the first rows of the training split tell the same of a network, and what a
+Before the first step, the first rows of the training split show the same of a network, and what a
 batch-norm layer sees of them.
 """
 
@@ -75,7 +75,7 @@ class Differences:
         self._differs: dict[str, Tensor] = {}  # bools on the device
 
     def note(self, name: str, differs: Tensor | bool) -> None:
-        """Whether what has this name differs."""
+        """Note whether what has this name differs."""
         if differs is not False:
             self._differs[name] = self._differs.get(name, self._nothing) | differs
 
@@ -99,7 +99,7 @@ def changed_error(names: list[str], where: str = "") -> UsageError:
 
 
 class Value(NamedTuple):
-    """What tells two values apart, on the host and, of a tensor, on the device."""
+    """What identifies a value, on the host and, of a tensor, on the device."""
 
     text: str
     words: Tensor | None  # checksum
@@ -129,64 +129,67 @@ def compare(
         found.note(name, differs)
 
 
-def replay(
-    listener: Listener,
-    norms: BatchNorms,
-    task: Task,
-    first: Sample,
-    other: Sample,
-    exact: bool,
-    buffers: Collection[str],
-) -> Differences:
-    """Pass the first rows forward twice and again after the other; what does not stay as it was.
-
-    With `exact`, equal work has equal bits. `buffers` names those that were there before the first
-    step. Leaves network, statistics and generators as they were.
-    """
-    model, device = listener.model, first.inputs.device
-    found, again, before = Differences(device), Differences(device), ModelState(model)
-
-    def held() -> dict[str, Value]:
-        return {n: value_of(v) for n, v in held_values(model) if not norms.owns(v)}
-
-    def forward(sample: Sample) -> dict[str, Value]:
-        seed_torch(sample.key, device)
-        if not model.training:
-            norms.restore()
-        task(listener, sample.inputs, sample.targets)
-        return {OUTPUT: value_of(listener.output), **held()}
-
-    at_first = held()
-    try:
-        with fork_rng(device):
-            one, two, _, three = map(forward, (first, first, other, first))
-    finally:
-        before.restore()
-        norms.restore()
-        listener.output = torch.empty(0)
-    lasting = {f"buffer {name}" for name in buffers}
-    compare(found, {n: v for n, v in at_first.items() if n in lasting}, one)
-    compare(again, {OUTPUT: one[OUTPUT]}, two)
-    for later in (two, three):
-        compare(found, one, later, None if exact else again.any())
-        for name in later.keys() - one.keys():
-            found.note(name, True)
-    return found
-
-
-def is_exact(device: torch.device, deterministic: bool) -> bool:
-    """Whether equal work has equal bits."""
-    return deterministic or device.type == "cpu"
-
-
 class Replay:
+    """Replays of one network."""
+
+    def __init__(
+        self,
+        norms: BatchNorms,
+        task: Task,
+        output: tuple[int, ...],
+        exact: bool,
+        buffers: Collection[str],
+    ) -> None:
+        """`output`: the shape of the network's output for one image. `exact`: equal work has equal
+        bits. `buffers` names those that
+        were there before the first step.
+        """
+        self._listener, self._norms, self._task = Listener(norms.model, output), norms, task
+        self._exact = exact
+        self._buffers = {f"buffer {name}" for name in buffers}
+
+    def __call__(self, first: Sample, other: Sample) -> Differences:
+        """Pass the first rows forward twice and again after the other; what does not stay as it
+        was. Leaves network, statistics and generators as they were.
+        """
+        model, norms, device = self._norms.model, self._norms, first.inputs.device
+        found, again, before = Differences(device), Differences(device), ModelState(model)
+
+        def held() -> dict[str, Value]:
+            return {n: value_of(v) for n, v in held_values(model) if not norms.owns(v)}
+
+        def forward(sample: Sample) -> dict[str, Value]:
+            seed_torch(sample.key, device)
+            if not model.training:
+                norms.restore()
+            self._task(self._listener, sample.inputs, sample.targets)
+            return {OUTPUT: value_of(self._listener.output), **held()}
+
+        at_first = held()
+        try:
+            with fork_rng(device):
+                one, two, _, three = map(forward, (first, first, other, first))
+        finally:
+            before.restore()
+            norms.restore()
+            self._listener.output = torch.empty(0)
+        compare(found, {n: v for n, v in at_first.items() if n in self._buffers}, one)
+        compare(again, {OUTPUT: one[OUTPUT]}, two)
+        for later in (two, three):
+            compare(found, one, later, None if self._exact else again.any())
+            for name in later.keys() - one.keys():
+                found.note(name, True)
+        return found
+
+
+class RunReplay:
     """Replays of one run, with a few rows of the first shards that this rank read."""
 
     def __init__(self, trainer: Trainer, task: Task, plan: Plan) -> None:
-        self._trainer, self._task = trainer, task
-        self._exact = is_exact(trainer.message.device, plan.deterministic)
+        self._trainer = trainer
         output = output_shape(plan.task, plan.image_shape, plan.classes)
-        self._listener = Listener(trainer.model, output)
+        exact = plan.deterministic or trainer.message.device.type == "cpu"
+        self._replay = Replay(trainer.norms, task, output, exact, trainer.buffers)
         self._constants = self._values()
         self._samples: tuple[Sample, Sample] | None = None
 
@@ -209,11 +212,9 @@ class Replay:
 
     def __call__(self) -> Differences:
         """What a replay changes, and what has changed since the launch began and must not."""
-        trainer = self._trainer
-        found = Differences(trainer.message.device)
+        found = Differences(self._trainer.message.device)
         if self._samples is not None:
-            how = (self._listener, trainer.norms, self._task, *self._samples, self._exact)
-            found = replay(*how, trainer.buffers)
+            found = self._replay(*self._samples)
         compare(found, self._constants, self._values())
         return found
 
@@ -236,37 +237,30 @@ def probe_model(
     labels = torch.from_numpy(source.labels[rows]).to(images.device)
     key = random_key(config.seed, "probe")
     inputs, targets = task.pair(images, labels, key)
-    listener = Listener(model, output_shape(config.task, source.image_shape, task.classes))
+    output = output_shape(config.task, source.image_shape, task.classes)
     torch.manual_seed(key)
     before = ModelState(model)
     try:
         with name_refused_operation(UsageError):
-            probe = norms.probe(lambda: task(listener, inputs, targets), len(rows))
+            probe = norms.probe(lambda: task(Listener(model, output), inputs, targets), len(rows))
             check_names(model, names)
-            if config.deterministic:
-                check_backward(norms, task, inputs, targets)
+            if config.deterministic:  # one backward pass meets what torch refuses
+                loss, _ = task(model, inputs, targets)
+                loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+                model.zero_grad()
     finally:
         before.restore()
     if not config.local_buffers:
         first = Sample(inputs[:ROWS], targets[:ROWS], key)
         other = Sample(inputs[-ROWS:], targets[-ROWS:], key + 1)
-        exact = is_exact(inputs.device, config.deterministic)
-        how, changed = (listener, norms, task, first, other), []
         buffers = {name for name, _ in model.named_buffers()}
+        exact = config.deterministic or inputs.device.type == "cpu"
+        replay, changed = Replay(norms, task, output, exact, buffers), []
         for training in (True, False):
             model.train(training)
             with torch.set_grad_enabled(training):
-                changed += replay(*how, exact, buffers).names()
+                changed += replay(first, other).names()
         model.train()
         if changed:
             raise changed_error(changed)
     return probe
-
-
-def check_backward(
-    norms: BatchNorms, task: Task, inputs: torch.Tensor, targets: torch.Tensor
-) -> None:
-    """One backward pass: it meets what torch refuses before training does."""
-    loss, _ = task(norms.model, inputs, targets)
-    loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
-    norms.model.zero_grad()

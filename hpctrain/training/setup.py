@@ -5,7 +5,6 @@ pack, device, network, plan, then the message and what surrounds it.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import Config, segments
+from hpctrain.config import Config, byte_count, segments
 from hpctrain.data.augment import Augmentation, normalization
 from hpctrain.data.cache import sample_bytes
 from hpctrain.data.jpeg import decoder_versions
@@ -23,14 +22,13 @@ from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.inference.network import find_model
 from hpctrain.inference.tasks import Task, make_task, output_shape
-from hpctrain.models import as_bytes, build, check_forward, describe_fresh_layer, load_init
-from hpctrain.parallel.batchnorm import BatchNorms, Probe
-from hpctrain.parallel.choose import choose_reduce, describe_rank, make_transport
+from hpctrain.models import build, check_forward, describe_fresh_layer, load_init
+from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.choose import choose_reduce, open_transport
 from hpctrain.parallel.device import choose_device, hardware_key, keep_memory, place, set_threads
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     Comm,
-    allgather,
     call_on_all,
     call_on_root,
     check_equal_on_all,
@@ -38,7 +36,7 @@ from hpctrain.parallel.mpi import (
     fair_threads,
     local_ranks,
 )
-from hpctrain.parallel.placement import Choice, choose_transport, describe_sharing
+from hpctrain.parallel.placement import Choice
 from hpctrain.parallel.reduce import Reduce, broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
@@ -48,13 +46,12 @@ from hpctrain.training.reading import (
     Reading,
     check_data,
     make_checks,
-    make_loader,
     open_pack,
     order_of,
     staged,
 )
 from hpctrain.training.replay import probe_model
-from hpctrain.training.step import Trainer
+from hpctrain.training.step import Trainer, hash_tensors
 from hpctrain.watchdog import doing
 
 
@@ -85,7 +82,6 @@ def set_up(
     launch where that was an `earlier` one; without `first_weights` a checkpoint will give them, not
     --init. Raises the same error on all ranks. Collective.
     """
-    config = call_on_root(comm, lambda: config)
     pack = open_pack(config, "train", comm)
     doing("setting up")  # no longer the last block of the pack that rank 0 compared
     call_on_all(comm, lambda: check_data(config, pack))
@@ -112,29 +108,33 @@ def set_up(
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
     probe = call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
-    machine = comm.size, device.type, threads
-    facts = facts_of(pack, sample_bytes(source, config.random_crop > 0), machine, probe)
+    held = sample_bytes(source, config.random_crop > 0)
+    facts = facts_of(pack, held, (comm.size, device.type, threads), probe.least_rows)
     plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
     norms.start(probe)
-    places = allgather(comm, call_on_all(comm, lambda: describe_rank(device, config.reduce)))
-    choice = call_on_all(comm, lambda: choose_transport(places, config.reduce))
-    trainer = make_trainer(model, norms, task, config, plan, make_transport(choice, comm, device))
-    own = range(*plan.runs[comm.rank])
+    transport, choice, sharing = open_transport(comm, device, config.reduce)
+    trainer = make_trainer(model, norms, task, config, plan, transport)
+    shards = range(*plan.runs[comm.rank])
     reading = Reading(pack, checks, source, order_of(plan))
     if config.stage and not config.dry_run:
         moving = config.worker_load == "auto"  # any shard may come to any host
-        reading = staged(config.stage, reading, range(plan.shards) if moving else own, comm)
+        reading = staged(config.stage, reading, range(plan.shards) if moving else shards, comm)
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
-    loader = make_loader(reading, plan, config, own, augmented, task.pair, probe.least_rows, device)
-    notes = tuple(
-        filter(None, (describe_sharing(places), describe_fresh_layer(fresh, plan.classes)))
+    loader = Loader(
+        *(reading.source, plan.partition, shards, plan.seed, augmented, task.pair, reading.order),
+        read_buffer=byte_count(config.read_buffer, "--read-buffer"),
+        random_crop=config.random_crop,
+        min_samples=probe.least_rows,
+        device=device,
+        epochs=plan.epochs,
     )
+    notes = tuple(filter(None, (sharing, describe_fresh_layer(fresh, plan.classes))))
     return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, fresh, notes)
 
 
-def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], probe: Probe) -> Facts:
+def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], least_rows: int) -> Facts:
     """What the plan follows from, beside the settings. `held`: bytes of memory of a row that waits;
     `machine`: ranks, kind of device, threads of a rank.
     """
@@ -147,7 +147,7 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], probe: Probe)
         held_bytes=held,
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
-        least_rows=probe.least_rows,
+        least_rows=least_rows,
         run_rows=external.block_rows if external else 0,
         chunk_rows=external.chunk_rows if external else 0,
     )
@@ -180,13 +180,14 @@ def make_trainer(
     """Lay out the message, make all ranks hold rank 0's weights, compare layouts. Collective."""
     comm = transport.comm
     message = call_on_all(comm, lambda: Message(model, norms.channels, comm.rank, comm.size))
+    fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
     check_equal_on_all(
         comm,
         {
             "hpctrain": __version__,
             "torch": torch.__version__,
             "the layout of the parameters": message.layout.digest(),
-            "the model's fixed state": _fixed_state(model),
+            "the model's fixed state": hash_tensors(fixed).hexdigest()[:16],
         },
     )
     if plan.deterministic:
@@ -217,11 +218,11 @@ def reduce_for(
 ) -> Reduce:
     """The reduction where ranks carry these shards."""
     in_order = runs if plan.deterministic else None
-    return choose_reduce(transport.comm, message, in_order, plan.wire, transport, overlap)
+    return choose_reduce(transport.comm, message, in_order, plan.comm_dtype, transport, overlap)
 
 
 def reassign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:
-    """Let every rank carry these shards from the next epoch on."""
+    """Assign these shards to the ranks from the next epoch on."""
     own = runs[comm.rank]
     job.loader.assign_shards(own)
     job.trainer.norms.first_shard = own.start
@@ -229,19 +230,10 @@ def reassign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:
 
 
 def renew_reduction(job: Job, runs: Sequence[range], overlap: int) -> None:
-    """Let ranks that carry these shards sum in so many segments from the next step on, 0 = at once.
-    UsageError where MPI cannot.
+    """Reduce in so many segments from the next step on, 0 = at once, where ranks carry these
+    shards. UsageError where MPI cannot.
     """
     trainer, transport = job.trainer, job.trainer.reduce.transport
     trainer.reduce.close()
     trainer.reduce = reduce_for(job.plan, overlap, trainer.message, runs, transport)
     trainer.segments = overlap
-
-
-def _fixed_state(model: nn.Module) -> str:
-    """Hash of what is neither trained nor broadcast: buffers and frozen parameters."""
-    digest = hashlib.sha256()
-    frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
-    for tensor in (*model.buffers(), *frozen):
-        digest.update(as_bytes(tensor).numpy().data)
-    return digest.hexdigest()[:16]

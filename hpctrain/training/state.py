@@ -24,7 +24,7 @@ from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.recorder import Recorder
 from hpctrain.training.checkpoint import Checkpoint, Writer
 from hpctrain.training.control import Control
-from hpctrain.training.replay import Replay
+from hpctrain.training.replay import RunReplay
 from hpctrain.training.setup import Job
 from hpctrain.training.step import NETWORK, Trainer, chain
 from hpctrain.typed import typed_fields
@@ -156,7 +156,9 @@ class Run:
     writer: Writer | None  # on rank 0
     balance: Balance | None = None  # where shards may move
     overlap: OverlapTrial | None = None  # where it is to be measured
-    replay: Replay | None = None  # where digests are compared and no rank may have its own buffers
+    replay: RunReplay | None = (
+        None  # where digests are compared and no rank may have its own buffers
+    )
     folder: Path = Path()
 
 
@@ -181,7 +183,7 @@ def restore(
     in the record. Collective.
     """
     if earlier is None or (checkpoint := earlier.checkpoint) is None:
-        return [*earlier.damage, "no checkpoint was left: from the first step"] if earlier else []
+        return [*earlier.problems, "no checkpoint was left: from the first step"] if earlier else []
     layout, saved = trainer.message.layout.digest(), checkpoint.state
     if saved.get("layout") != layout:
         raise agreed(
@@ -199,7 +201,7 @@ def restore(
     except ValueError as error:
         text = f"checkpoint {checkpoint.path} cannot be resumed from: {error}"
         raise agreed(UsageError(text)) from error
-    notes = [*earlier.damage, f"going on after step {state.step}"]
+    notes = [*earlier.problems, f"going on after step {state.step}"]
     here = hardware_key(trainer.message.device)
     if earlier.plan.deterministic and saved.get("key") != here:
         notes.append(f"begun on {saved.get('key')}, now on {here}: the bits may differ")

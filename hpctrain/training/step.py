@@ -2,7 +2,7 @@
 
 The README shows a training loop of one's own on the same parts.
 
-Digests say what a run is, bit by bit, in a line of text. Every `--digest-every` steps each rank
+A digest stands for all bits of a run. Every `--digest-every` steps each rank
 sums its weights, optimizer state and running statistics up to 64 bits, on its device, so that
 nothing waits; a 24-bit part of that crosses in its slot of the next step's message, and a rank that
 differs is named. Rank 0 records its digest.
@@ -57,7 +57,7 @@ class Trainer:
     skips_rows: bool = False  # a step may have fewer rows than it was planned with
     local_buffers: bool = False  # ranks may hold other buffers than batch norm's of their own
     segments: int = 0  # in which the reduction overlaps backward
-    late: int = 0  # steps that are begun before the totals of one are read
+    in_flight: int = 0  # steps that are begun before the totals of one are read
     clock: Clock = field(init=False)
     unused: UnusedParameters = field(init=False)
     buffers: frozenset[str] = field(init=False)  # names of those that there are before a step
@@ -128,7 +128,7 @@ def train_step(
         irregular = norms.collect(message.moments, rows, total, batch.shard)
         message.add_counts(loss, correct, rows, irregular)
         trainer.reduce.accumulate(batch.shard)
-    message.set_flags(flags.stop, flags.leave, flags.save)
+    message.set_flags(flags.stop, flags.preempted, flags.save)
     message.set_digest(flags.digest)
     message.set_seconds(clock.computed(), flags.waited)
 
@@ -136,7 +136,7 @@ def train_step(
     trainer.reduce()  # the one communication of a step
     clock.reduced()
 
-    finite = message.finite(lasting=trainer.late > 0)
+    finite = message.finite(lasting=trainer.in_flight > 0)
     counted = message.rescale(total) if trainer.skips_rows else total
     norms.merge(message.moments, counted, finite)
     if trainer.clip_norm is not None:
@@ -154,7 +154,8 @@ FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multipl
 AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a core's cache
 
 
-def _hash(tensors: Iterable[torch.Tensor]) -> Any:
+def hash_tensors(tensors: Iterable[torch.Tensor]) -> Any:
+    """SHA-256 of their bytes, one after another."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(as_bytes(tensor).numpy().data)
@@ -214,7 +215,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def slot_value(digest: torch.Tensor, changed: torch.Tensor | None = None) -> torch.Tensor:
     """The part of a digest that crosses in a slot: 1 ... 2^24 - 1; 0 is "none in this step", and
-    CHANGED says that a rank's replay found what must not change, a bool.
+    CHANGED means that a rank's replay found what must not change, a bool.
     """
     value = digest.remainder(SLOT_VALUES) + 1
     return value if changed is None else torch.where(changed, CHANGED, value)
@@ -253,9 +254,9 @@ def chain(before: str, figures: Mapping[str, Any]) -> str:
 def run_digest(trainer: Trainer, figures: str) -> str:
     """Of a whole run (hex): weights and buffers by name, optimizer state, the chain of figures."""
     memory = (t for name, t in trainer.tensors().items() if name.startswith("optimizer."))
-    found = _hash(memory)
+    found = hash_tensors(memory)
     for name, tensor in sorted(trainer.model.state_dict().items()):
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        found.update(_hash([tensor]).digest())
+        found.update(hash_tensors([tensor]).digest())
     found.update(figures.encode())
     return str(found.hexdigest())

@@ -1,13 +1,11 @@
 """What steps came to: totals are read, checked, recorded and acted upon.
 
-On GPUs the host begins a step before it reads the totals of the one before (`Trainer.late`).
+On GPUs the host begins a step before it reads the totals of the one before (`Trainer.in_flight`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +18,6 @@ from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, call_on_all
 from hpctrain.streams import Snapshot, current_stream, record_event
 from hpctrain.text import listed
-from hpctrain.training.compute import learning_rate, warm_up
 from hpctrain.training.control import StepFlags
 from hpctrain.training.reading import order_of
 from hpctrain.training.replay import Differences, changed_error
@@ -44,36 +41,28 @@ class NonFinite(CannotContinue):
     """Loss or gradient became NaN or infinite; the weights are those of the step before."""
 
 
-def check(
-    totals: Totals,
-    rows: int,
-    step: int,
-    epoch: int,
-    skips_rows: bool = False,
-    bad_image: Callable[[], str | None] = lambda: None,
-) -> None:
+def check(run: Run, totals: Totals, step: int, rows: int) -> None:
     """Look at what `step` of `rows` rows, or fewer where bad ones are left out, reported; all ranks
-    see the same and raise the same. `bad_image` finds the image that a result is due to which is
-    not finite; collective.
+    see the same and raise the same. Collective where something is wrong.
 
     Raises NonFinite, or RunError for what must not happen.
     """
+    where, skips_rows = f"step {step} (epoch {run.state.epoch + 1})", run.job.trainer.skips_rows
     if not totals.finite:
-        what = "the loss" if totals.nonfinite else "the gradient"
-        ranks = ", ".join(map(str, totals.nonfinite))
-        where = f" on rank {ranks}" if totals.nonfinite else ""
+        what, ranks = "the gradient", ""
+        if totals.nonfinite:
+            what, ranks = "the loss", f" on rank {', '.join(map(str, totals.nonfinite))}"
+        advice = find_bad_image(run, step) or "A lower --lr or --clip-norm may help"
         raise agreed(
             NonFinite(
-                f"{what} of step {step} (epoch {epoch}) is not finite{where}; the weights of step"
-                f" {step - 1} are kept. {bad_image() or 'A lower --lr or --clip-norm may help'}"
+                f"{what} of {where} is not finite{ranks}; the weights of step {step - 1} are kept."
+                f" {advice}"
             )
         )
     if totals.irregular:
-        raise agreed(
-            RunError(f"a batch-norm layer did not run exactly once in step {step} (epoch {epoch})")
-        )
+        raise agreed(RunError(f"a batch-norm layer did not run exactly once in {where}"))
     if skips_rows and totals.rows == 0:
-        raise agreed(RunError(f"step {step} (epoch {epoch}): none of its {rows} rows can be used"))
+        raise agreed(RunError(f"{where}: none of its {rows} rows can be used"))
     if totals.rows != rows and not (skips_rows and totals.rows < rows):
         raise agreed(RunError(f"step {step} summed {totals.rows} rows, but the plan has {rows}"))
 
@@ -141,8 +130,7 @@ class PendingSteps:
             step, rows, rate, digest, found, report = self._steps.popleft()
             doing(f"recording step {step}")
             totals = report.totals()
-            skips, bad_image = run.job.trainer.skips_rows, partial(find_bad_image, run, step)
-            check(totals, rows, step, state.epoch + 1, skips, bad_image)
+            check(run, totals, step, rows)
             if digest:
                 check_alike(run, totals.digests, found)
                 run.recorder.digest(state.step, as_hex(digest.numbers()))
@@ -151,7 +139,7 @@ class PendingSteps:
             record_step(run, totals, rate, seconds)
             if totals.stop:  # also where a notice came in the same step
                 state.ended = EndReason.STOP
-            elif totals.leave and not state.ended:
+            elif totals.preempted and not state.ended:
                 state.ended = EndReason.PREEMPTED
             state.save |= totals.save > 0
 
@@ -162,11 +150,13 @@ def collect_flags(
     """What this rank sends to all others in `step`; the digest of its state and what a replay
     found, where they are due.
     """
-    digest, found, slot = digest_due(run, step), None, None
+    every, done = run.job.config.digest_every, step - 1
+    digest = found = slot = None
     if run.replay:
         run.replay.take(batches)
-        found = None if digest is None else run.replay()
-    if digest is not None:
+    if every and done and done % every == 0:
+        digest = rank_digest(run.job.trainer)
+        found = run.replay() if run.replay else None
         slot = slot_value(digest, found.any() if found else None)
     save = run.writer is not None and run.writer.overdue()
     return run.control.flags(waited, save, slot), digest, found
@@ -193,21 +183,6 @@ def find_bad_image(run: Run, step: int) -> str | None:
     except Failure as error:
         return f"Its images cannot be read again: {error}"
     return describe_first(allgather(run.comm, found))
-
-
-def learning_rate_of(run: Run, step: int) -> float:
-    """The learning rate of step 1, 2, ..."""
-    plan, done = run.job.plan, step - 1
-    scheduled = learning_rate(
-        run.job.config, plan.learning_rate, done, plan.steps_per_epoch, plan.epochs
-    )
-    return scheduled * warm_up(done, plan.warmup_steps, plan.warmup_from)
-
-
-def digest_due(run: Run, step: int) -> torch.Tensor | None:
-    """This rank's digest, where the steps done before this one call for a comparison."""
-    every, done = run.job.config.digest_every, step - 1
-    return rank_digest(run.job.trainer) if every and done and done % every == 0 else None
 
 
 def compare_at_end(run: Run) -> None:

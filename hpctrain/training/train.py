@@ -46,15 +46,15 @@ from hpctrain.training.folder import (
     run_facts,
 )
 from hpctrain.training.loop import save_checkpoint, train_epochs
-from hpctrain.training.replay import Replay
+from hpctrain.training.replay import RunReplay
 from hpctrain.training.setup import Job, set_up
 from hpctrain.training.state import EndReason, Progress, Run, restore
-from hpctrain.training.step import Trainer, run_digest
+from hpctrain.training.step import run_digest
 from hpctrain.training.steps import CannotContinue, compare_at_end
 from hpctrain.training.validate import describe_network, show_work, test, validate
 from hpctrain.watchdog import Watchdog, current, doing, keep_in, started, waiting
 
-SLOW_DISK = 100e6  # bytes/s
+SLOW_DISK = 100e6  # bytes/s, before the first checkpoint was timed
 
 
 class TimeLimits(NamedTuple):
@@ -97,7 +97,8 @@ def train(config: Config, comm: Comm | None = None) -> int:
         plan = earlier.plan if earlier else None
         job = set_up(config, comm, plan, earlier is None or earlier.checkpoint is None)
         if config.dry_run:
-            call_on_root(comm, partial(say_plan, job))
+            notes = (f"note           {note}" for note in job.notes)
+            call_on_root(comm, lambda: say("\n".join([*job.plan.lines(), *notes])))
             return 0
         run = stack.enter_context(open_run(job, comm, earlier, lock, times))
         first = run.state.step
@@ -128,11 +129,6 @@ def say_finished(earlier: PreviousLaunch) -> None:
     say(f"{text}: a larger --epochs extends it")
 
 
-def say_plan(job: Job) -> None:
-    """Print the plan (rank 0)."""
-    say("\n".join([*job.plan.lines(), *(f"note           {note}" for note in job.notes)]))
-
-
 @contextmanager
 def open_run(
     job: Job, comm: Comm, earlier: PreviousLaunch | None, lock: RunLock, times: TimeLimits
@@ -159,7 +155,8 @@ def open_run(
         reading = reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks)
         for line in (*notes, *job.notes, *filter(None, (times.note, reading))):
             recorder.note(line)
-        control.saving = saving_seconds(job.trainer)
+        own = job.trainer.tensors().values()
+        control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
         auto = config.worker_load == "auto"
         measured = config.overlap == "auto" and comm.size > 1
         replays = config.digest_every and not config.local_buffers
@@ -173,7 +170,7 @@ def open_run(
             writer,
             Balance([range(*each) for each in job.plan.runs]) if auto else None,
             OverlapTrial(state.step) if measured else None,
-            Replay(job.trainer, job.task, job.plan) if replays else None,
+            RunReplay(job.trainer, job.task, job.plan) if replays else None,
             folder,
         )
         try:
@@ -197,11 +194,6 @@ def together(comm: Comm) -> Iterator[None]:
         comm.Barrier()
     if failure is not None:
         raise failure
-
-
-def saving_seconds(trainer: Trainer) -> float:
-    """What a checkpoint may take, before the first was written."""
-    return sum(tensor.nbytes for tensor in trainer.tensors().values()) / SLOW_DISK
 
 
 def record_failure(run: Run, error: CannotContinue) -> Failure:
@@ -239,7 +231,7 @@ def wait_for_writer(run: Run) -> None:
 
 def end_preempted(run: Run, done: int) -> int:
     """End a launch that was preempted: 75 if it did and saved any step, else 1. Collective."""
-    why = next(filter(None, allgather(run.comm, run.control.leaving())), "a signal")
+    why = next(filter(None, allgather(run.comm, run.control.preempted_by())), "a signal")
     run.recorder.end("preempted", f"{why}; saved", steps=run.state.step)
     if why == signal.SIGTERM.name:  # what scancel sends
         remove_copies(run.job.config.stage)

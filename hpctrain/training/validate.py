@@ -79,7 +79,7 @@ def describe_network(run: Run, name: str) -> dict[str, Any]:
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:
-    """Evaluate one split and record it; None where the run has to leave first. CannotContinue where
+    """Evaluate one split and record it; None where the run is preempted first. CannotContinue where
     rows cannot be read or are not finite. Collective.
     """
     job, state, comm = run.job, run.state, run.comm
@@ -87,7 +87,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
     def go_on(what: str) -> bool:
         doing(f"{what} in the evaluation of {split} after step {state.step}")
-        return run.control.leaving(evaluating=True) is None
+        return run.control.preempted_by(evaluating=True) is None
 
     run.recorder.phase(f"evaluating {split}")
     kept = MISTAKES if job.config.tensorboard else 0

@@ -127,7 +127,7 @@ def settings_of(cell: Cell, folder: Path, device: str) -> Config:
         shift=0 if cell.job in ("denoise", "jpeg") else 2,
         random_crop=0.3 if jpeg else 0.0,
         deterministic=cell.sum == "tree",
-        wire="bf16" if cell.sum == "bf16" else "fp32",
+        comm_dtype="bf16" if cell.sum == "bf16" else "fp32",
         batch_norm=cell.batch_norm,
         overlap={"overlap": str(SEGMENTS), "auto": "auto"}.get(cell.launch, "0") if gpu else "0",
         graphs=gpu and cell.launch == "graphs",

@@ -61,8 +61,8 @@ def test_deterministic_runs_have_one_digest_on_any_number_of_gpus(folder):
 
 
 def test_graphs_train_with_the_same_bits_as_kernel_by_kernel(folder):
-    plain = train(folder, "--wire", "bf16", ranks=2, order="early")
-    graphs = train(folder, "--wire", "bf16", "--graphs", ranks=2, order="late")
+    plain = train(folder, "--comm-dtype", "bf16", ranks=2, order="early")
+    graphs = train(folder, "--comm-dtype", "bf16", "--graphs", ranks=2, order="late")
     assert digests([plain]) == digests([graphs])
 
 

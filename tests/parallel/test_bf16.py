@@ -1,4 +1,4 @@
-"""Gradients in bfloat16 on the wire: two roundings, half the bytes, everything else exact."""
+"""Gradients communicated in bfloat16: two roundings, half the bytes, everything else exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
-from hpctrain.parallel import reduce as narrow_wire
+from hpctrain.parallel import reduce as reduction
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.reduce import Bfloat16Reduce, Plain
@@ -83,14 +83,18 @@ def test_the_sum_is_rounded_twice_and_the_rest_is_exact(comm):
 
 
 def test_not_for_float64(comm):
-    with pytest.raises(UsageError, match="--wire bf16 is for float32 models; this one is .*64"):
+    with pytest.raises(
+        UsageError, match="--comm-dtype bf16 is for float32 models; this one is .*64"
+    ):
         choose_reduce(comm, filled(comm, 0, torch.float64), None, "bf16")
     assert isinstance(choose_reduce(comm, filled(comm, 0)), Plain)
 
 
 def test_not_with_deterministic():
-    with pytest.raises(UsageError, match="--deterministic and --wire bf16 exclude each other"):
-        check_settings(Config(deterministic=True, wire="bf16"))
+    with pytest.raises(
+        UsageError, match="--deterministic and --comm-dtype bf16 exclude each other"
+    ):
+        check_settings(Config(deterministic=True, comm_dtype="bf16"))
 
 
 class Threads:
@@ -120,7 +124,7 @@ def test_slices_are_added_in_float32(monkeypatch, size, gradients, rest):
     """And rounded once more, wherever the borders of slices fall, the same on all ranks; hardly
     more is sent than there is.
     """
-    monkeypatch.setattr(narrow_wire, "AT_ONCE", {"cpu": 100})
+    monkeypatch.setattr(reduction, "AT_ONCE", {"cpu": 100})
     generator = torch.Generator().manual_seed(1)
     vectors = torch.randn(2, size, gradients + rest, generator=generator)
     wide, plain = vectors[..., :gradients].bfloat16().float(), vectors[..., gradients:]
@@ -162,7 +166,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("size", [2, 3, 64, 4096])
 def test_more_ranks_cost_no_more_operations(size, monkeypatch):
-    monkeypatch.setitem(narrow_wire.AT_ONCE, "cpu", narrow_wire.AT_ONCE["cuda"])  # as on a GPU
+    monkeypatch.setitem(reduction.AT_ONCE, "cpu", reduction.AT_ONCE["cuda"])  # as on a GPU
     vector = torch.zeros(64 * 4096 + 5 * 4096 + 1)
     transport = Counting(None, 1, size)
     transport.comm = transport
@@ -186,10 +190,10 @@ def test_a_network_learns_as_well(comm, shared_tmp):
         progress="none",
     )
     ends = []
-    for wire in ("fp32", "bf16"):
-        loop.train(dataclasses.replace(config, wire=wire, run=wire), comm)
+    for dtype in ("fp32", "bf16"):
+        loop.train(dataclasses.replace(config, comm_dtype=dtype, run=dtype), comm)
         if comm.rank == 0:
-            ends.append(list(read_records(Path(shared_tmp) / wire))[-1])
+            ends.append(list(read_records(Path(shared_tmp) / dtype))[-1])
     if comm.rank == 0:
         assert ends[1]["test_accuracy"] > 0.8
         assert abs(ends[0]["test_accuracy"] - ends[1]["test_accuracy"]) < 0.1

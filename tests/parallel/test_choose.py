@@ -66,7 +66,7 @@ def test_ranks_try_what_they_rely_on_with_each_other(comm, call, monkeypatch):
 @pytest.mark.mpi
 def test_sums_that_are_not_made_are_seen(comm):
     if comm.size == 1:
-        pytest.skip("a sum over one rank is what it was")
+        pytest.skip("one rank sums nothing: needs several ranks")
 
     class Idle(DeviceMemory):
         def allreduce(self, vector):

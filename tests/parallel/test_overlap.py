@@ -168,7 +168,7 @@ def test_plain_sums_are_the_same_within_rounding(comm, transport, overlap, dtype
 
 @pytest.mark.parametrize("overlap", [1, 3, MANY])
 def test_the_same_bits_in_bfloat16(comm, transport, overlap):
-    how = {"wire": "bf16", "transport": transport}
+    how = {"comm_dtype": "bf16", "transport": transport}
     whole = sums(comm, Layers, torch.float32, 0, **how)
     assert same(sums(comm, Layers, torch.float32, overlap, **how), whole)
     wide = sums(comm, Layers, torch.float32, overlap, transport=transport)

@@ -54,7 +54,7 @@ def test_what_would_help(case, words):
     assert all(line.startswith(word) for line, word in zip(advice, words, strict=True))
 
 
-LARGE = {"wire": "fp32", "parameters": 25_000_000}
+LARGE = {"comm_dtype": "fp32", "parameters": 25_000_000}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ LARGE = {"wire": "fp32", "parameters": 25_000_000}
     [
         (LARGE, True, True),
         ({**LARGE, "parameters": 30_000}, False, True),
-        ({**LARGE, "wire": "bf16"}, False, True),
+        ({**LARGE, "comm_dtype": "bf16"}, False, True),
         ({**LARGE, "deterministic": True}, False, True),
         ({**LARGE, "staged": True}, True, False),
     ],
@@ -81,7 +81,7 @@ def test_only_what_may_help_and_is_not_done_is_advised(facts, narrow, stage):
     costs.describe(facts)
     costs.add({"data": 0.0, "compute": 0.3, "reduce": 0.7, "total": 1.0}, 0)
     (wire,) = costs.facts()["advice"]
-    assert wire.endswith(" or use --wire bf16") == narrow
+    assert wire.endswith(" or use --comm-dtype bf16") == narrow
 
 
 def test_more_ranks_than_cores_are_said_before_one_bottleneck():

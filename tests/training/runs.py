@@ -26,7 +26,7 @@ def make_run(job, comm, recorder, control=None):
 
 
 @contextlib.contextmanager
-def leave_after(*steps, vote="leave", votes=True):
+def leave_after(*steps, vote="preempted", votes=True):
     """Within this block, vote for leaving (or another `vote` of StepFlags) in these steps, as at a
     notice. Gives a list with an item for each step; cleared, steps count from 1 again. Ranks that
     are not to vote only count.

@@ -121,7 +121,9 @@ def test_a_large_pack_is_verified_as_it_is_read(comm, settings, monkeypatch):
 
 def test_images_that_cannot_be_decoded_are_left_out_of_a_copy_too(comm, settings, shared_tmp):
     config = dataclasses.replace(settings, run="a", stage=str(shared_tmp / "local"))
-    if comm.rank == 0:  # checksums that fit the damage, as of a pack that was made with it
+    if (
+        comm.rank == 0
+    ):  # checksums that fit what was overwritten, as of a pack that was made with it
         reseal(config.data)
     comm.Barrier()
     assert loop.train(config, comm) == 0
@@ -161,7 +163,7 @@ def test_checksums_that_are_not_the_packs_are_refused_whatever_is_compared(comm,
             loop.train(dataclasses.replace(settings, verify=verify), comm)
 
 
-def test_a_small_pack_is_not_refused_where_damaged_rows_are_left_out(comm, shared_tmp):
+def test_a_small_pack_is_not_refused_where_corrupt_rows_are_left_out(comm, shared_tmp):
     if comm.rank == 0:
         path = make_pack(shared_tmp / "pack.h5", {"train": 900}, (32, 32, 3))  # 341 rows a block
         overwrite(path, read_pack(path).splits["train"].images_offset + 400 * 3072)

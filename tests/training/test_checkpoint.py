@@ -103,7 +103,7 @@ def test_the_newest_few_are_kept(run):
     assert step_of(newest(run, 9999)) == (1000, [])
 
 
-def damage(path, how):
+def corrupt(path, how):
     content = path.read_bytes()
     match how:
         case "flipped":
@@ -122,10 +122,10 @@ def damage(path, how):
 
 @pytest.mark.parametrize("how", ["flipped", "short", "empty", "gone", "nonsense", "deep"])
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
-def test_a_damaged_one_is_named_and_passed_over(run, how, suffix):
+def test_a_corrupt_one_is_named_and_passed_over(run, how, suffix):
     save(run, 5)
     save(run, 6)
-    damage(run / "checkpoints" / f"00000006{suffix}", how)
+    corrupt(run / "checkpoints" / f"00000006{suffix}", how)
     step, lines = step_of(newest(run, 9999))
     assert step == 5
     if (how, suffix) == ("gone", ".json"):
@@ -281,7 +281,7 @@ def test_a_failure_is_told_without_waiting_for_the_next_checkpoint(run, monkeypa
     with Writer(run, OFTEN, 2) as writer:
         writer.save(6, TENSORS, {})
         until = time.monotonic() + 10
-        while writer._thread.is_alive() and time.monotonic() < until:
+        while not writer._task.done() and time.monotonic() < until:
             time.sleep(0.01)
         with pytest.raises(RunError, match="cannot write a checkpoint"):
             writer.check()
@@ -291,16 +291,16 @@ def test_a_failure_is_told_without_waiting_for_the_next_checkpoint(run, monkeypa
 def test_lines_tell_what_was_passed_over(run):
     for step in (7, 8, 9):
         save(run, step, keep=3)
-    damage(run / "checkpoints" / "00000008.safetensors", "flipped")
+    corrupt(run / "checkpoints" / "00000008.safetensors", "flipped")
     step, lines = step_of(newest(run, 7))
     assert step == 7
     assert len(lines) == 2
-    assert "00000008.safetensors is damaged" in lines[0]
+    assert "00000008.safetensors is corrupt" in lines[0]
     assert lines[1] == "the record ends at step 7: the checkpoint of 9 is passed over"
     step, lines = step_of(newest(run, 0))
     assert step == 9
     assert len(lines) == 1
-    assert "00000008.safetensors is damaged" in lines[0]
+    assert "00000008.safetensors is corrupt" in lines[0]
 
 
 def test_a_step_that_is_saved_again_is_whole_at_every_moment(run, monkeypatch):

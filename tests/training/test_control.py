@@ -35,7 +35,7 @@ def test_a_notice_only_sets_a_flag(notices, name):
     control = Control(None)
     assert control.flags(0.5, False, 7) == (0.5, False, False, False, 7)
     os.kill(os.getpid(), getattr(signal, name))
-    assert control.leaving() == name
+    assert control.preempted_by() == name
     assert control.flags(0.5, True, 7) == (0.5, False, True, True, 7)
 
 
@@ -120,14 +120,14 @@ def test_an_end_that_slurm_does_not_tell_is_a_note_in_the_record(tmp_path, monke
 
 def test_a_run_leaves_with_time_for_a_step_an_evaluation_and_a_save(tmp_path):
     control = Control(tmp_path, time.time() + 60)
-    assert control.leaving() is None
+    assert control.preempted_by() is None
     control.slowest_step, control.slowest_evaluation, control.saving = 10.0, 5.0, 10.0
     assert control.margin() == 5 + 2 * 10 + 5 + 2 * 10
-    assert control.leaving() is None
+    assert control.preempted_by() is None
     control.slowest_evaluation = 20.0  # 65 s
-    assert control.leaving() == "the time is up"
-    assert control.leaving(evaluating=True) is None, "an evaluation looks at the clock itself"
-    assert Control(None, time.time() + 1).leaving() is None  # rank 0 alone looks at the clock
+    assert control.preempted_by() == "the time is up"
+    assert control.preempted_by(evaluating=True) is None, "an evaluation looks at the clock itself"
+    assert Control(None, time.time() + 1).preempted_by() is None  # rank 0 alone looks at the clock
 
 
 def test_the_first_ctrl_c_after_a_stop_file_is_not_the_second(tmp_path):

@@ -33,7 +33,7 @@ from tests.packs import make_pack
 from tests.streams import Recorder, noted
 from tests.training.runs import short_run
 from tests.training.test_bad_rows import overwrite
-from tests.training.test_late import NoWaiting
+from tests.training.test_in_flight import NoWaiting
 
 pytestmark = pytest.mark.mpi
 ROWS = 101
@@ -381,8 +381,8 @@ def test_files_are_decoded_by_threads_while_the_network_computes(
     assert names == [f"{number:02}.png" for number in range(48)]
 
 
-def test_damaged_rows_are_no_answers(comm, network):
-    """All rows are in one block, so that every rank meets the damage."""
+def test_corrupt_rows_have_no_predictions(comm, network):
+    """All rows are in one block, so that every rank reads it."""
     folder, pack, _ = network
     if comm.rank == 0:
         overwrite(pack.path, pack.splits["test"].images_offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from hpctrain.training.compute import (
     gate_update,
     learning_rate,
     set_learning_rate,
-    warm_up,
 )
 from hpctrain.training.compute import make_optimizer as make_by_name
 
@@ -139,22 +139,29 @@ def test_state_dict_carries_on_with_the_same_bits(name: str) -> None:
     assert not torch.equal(forgetful, expected)
 
 
+def rate(config, lr, step, steps_per_epoch=7, epochs=9, warmup_steps=0):
+    """The learning rate of a step of a plan with these figures."""
+    steps = {"steps_per_epoch": steps_per_epoch, "steps": steps_per_epoch * epochs}
+    warm = {"warmup_steps": warmup_steps, "warmup_from": 0.2}
+    return learning_rate(config, SimpleNamespace(learning_rate=lr, **steps, **warm), step)
+
+
 def test_constant_and_step_schedules() -> None:
-    assert {learning_rate(Config(), 0.3, step, 7, 20) for step in range(140)} == {0.3}
+    assert {rate(Config(), 0.3, step, 7, 20) for step in range(140)} == {0.3}
     config = Config(schedule="step", step_epochs=3, step_factor=0.5)
-    by_epoch = [learning_rate(config, 0.8, step, 7, 9) for step in range(0, 63, 7)]
+    by_epoch = [rate(config, 0.8, step, 7, 9) for step in range(0, 63, 7)]
     assert by_epoch == [0.8] * 3 + [0.4] * 3 + [0.2] * 3
-    edges = [learning_rate(config, 0.8, step, 7, 9) for step in (20, 21)]
+    edges = [rate(config, 0.8, step, 7, 9) for step in (20, 21)]
     assert edges == [0.8, 0.4]
 
 
 def test_cosine_schedule() -> None:
     config = Config(schedule="cosine")
-    rates = [learning_rate(config, 0.8, step, 7, 10) for step in range(71)]
+    rates = [rate(config, 0.8, step, 7, 10) for step in range(71)]
     assert rates[0] == 0.8
     assert rates[35] == pytest.approx(0.4)
     assert rates[69] == pytest.approx(0.4 * (1 - math.cos(math.pi / 70)))
-    assert rates[70] == 0.0 == learning_rate(config, 0.8, 99, 7, 10)
+    assert rates[70] == 0.0 == rate(config, 0.8, 99, 7, 10)
     assert rates == sorted(rates, reverse=True)
 
 
@@ -213,6 +220,7 @@ def test_settings_in_range_are_accepted() -> None:
 
 
 def test_warm_up_rises_in_a_straight_line():
-    shares = [warm_up(step, 4, 0.2) for step in range(6)]
-    assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-    assert warm_up(0, 0, 0.2) == 1.0
+    rates = [rate(Config(), 2.0, step, warmup_steps=4) for step in range(6)]
+    assert rates == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0])
+    step_schedule = Config(schedule="step", step_epochs=1, step_factor=0.5)
+    assert rate(step_schedule, 2.0, 2, 2, warmup_steps=4) == pytest.approx(0.6)

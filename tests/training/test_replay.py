@@ -17,7 +17,7 @@ from hpctrain.models import ModelState, build
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
-from hpctrain.training.replay import Listener, Sample, replay
+from hpctrain.training.replay import Replay, Sample
 from hpctrain.training.setup import set_up
 from hpctrain.training.step import CHANGED, checksum, slot_value
 from tests.training.runs import digest
@@ -146,7 +146,7 @@ def test_a_replay_puts_everything_back(kind):
     before = {name: t.clone() for name, t in model.state_dict().items()}
     generator = torch.get_rng_state()
     samples = Sample(images[:5], labels[:5], 1), Sample(images[5:], labels[5:], 2)
-    found = replay(Listener(model, (3,)), norms, Classification(classes=3), *samples, True, [])
+    found = Replay(norms, Classification(classes=3), (3,), True, [])(*samples)
     assert bool(found.names()) == (kind == "queue")
     assert torch.equal(torch.get_rng_state(), generator)
     after = model.state_dict()
@@ -193,8 +193,8 @@ class Noisy(torch.nn.Module):
 def test_where_sums_come_in_any_order_only_whole_numbers_count(counts):
     model = Noisy(counts).train()
     sample = Sample(torch.rand(5, 1, 5, 7), torch.zeros(5, dtype=torch.int64), 3)
-    how = Listener(model, (3,)), BatchNorms(model), Classification(classes=3), sample, sample
-    found = {exact: replay(*how, exact, []).names() for exact in (False, True)}
+    how = BatchNorms(model), Classification(classes=3), (3,)
+    found = {exact: Replay(*how, exact, [])(sample, sample).names() for exact in (False, True)}
     assert found[False] == (["attribute calls"] if counts else [])
     assert any(name.startswith("output") for name in found[True])
 
@@ -218,7 +218,7 @@ def test_a_checksum_is_of_any_type():
 def test_rows_of_the_first_batches_are_kept(comm, settings):
     """Copies: the loader fills its memory anew."""
     job = set_up(settings, comm)
-    found = loop.Replay(job.trainer, job.task, job.plan)
+    found = loop.RunReplay(job.trainer, job.task, job.plan)
     images = torch.rand(13, 1, 28, 28)
     found.take([])
     found.take([Batch(0, images, torch.zeros(13, dtype=torch.int64), 5)])

@@ -38,7 +38,12 @@ CASES = {
     "local": {"batch_norm": "local"},
     "dropout": {"model": "tests.odd_models:with_dropout"},
     "cosine": {"schedule": "cosine"},
-    "denoise, best": {"task": "denoise", "validate_steps": 3, "output": "best"},
+    "denoise, best": {
+        "task": "denoise",
+        "model": "autoencoder",
+        "validate_steps": 3,
+        "output": "best",
+    },
     "patience": {"validate_steps": 2, "patience": 2, "lr": 0.3},
     "bf16": {"precision": "bf16", "shift": 2},
     "unused": {"model": "tests.odd_models:branches", "weight_decay": 0.1},
@@ -46,9 +51,9 @@ CASES = {
 
 
 @pytest.fixture
-def settings(settings):
+def settings(small_settings):
     own = {"shards": 8, "deterministic": True, "digest_every": 4, "threads": None}
-    return dataclasses.replace(settings, **own)
+    return dataclasses.replace(small_settings, **own)
 
 
 @pytest.fixture
@@ -156,7 +161,7 @@ def test_a_run_that_died_goes_on_after_its_last_checkpoint(comm, settings, monke
         check_record(settings, "whole")
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(comm, settings, leave_after):
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(comm, settings, leave_after):
     config = dataclasses.replace(settings, checkpoint_every="2")
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(7)
@@ -174,7 +179,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(comm, settings
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
     if comm.rank == 0:
         notes = [r["text"] for r in read_records(folder.parent) if r["kind"] == "note"]
-        assert "00000007.safetensors is damaged: its SHA-256 is not" in notes[0]
+        assert "00000007.safetensors is corrupt: its SHA-256 is not" in notes[0]
         assert notes[1] == "going on after step 6"
 
 
@@ -193,8 +198,8 @@ def test_without_a_checkpoint_a_run_begins_again_and_says_so(comm, settings, lea
     assert program.train(settings, comm) == 0
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
     if comm.rank == 0:
-        damage, *notes = [r["text"] for r in read_records(folder) if r["kind"] == "note"]
-        assert "progress.jsonl, line 3 is no line of a record: it is nested too deeply" in damage
+        problem, *notes = [r["text"] for r in read_records(folder) if r["kind"] == "note"]
+        assert "progress.jsonl, line 3 is no line of a record: it is nested too deeply" in problem
         assert notes == ["no checkpoint was left: from the first step"]
         check_record(settings, "whole")
 
@@ -258,7 +263,7 @@ def test_a_run_with_the_older_order_of_rows_does_not_go_on(
     [
         ({"shards": 7}, "was begun with --shards 8, not 7"),
         ({"lr": 0.5}, "was begun with --lr not set, not 0.5"),
-        ({"model": "resnet18"}, "was begun with --model auto, not resnet18"),
+        ({"model": "resnet18"}, "was begun with --model digits, not resnet18"),
         ({"resume": "never"}, "exists: choose another name with --run"),
         ({"data": "other.h5"}, "was begun with pack .*-.*, not .*: it cannot go on"),
     ],
@@ -333,7 +338,7 @@ def test_leaving_in_the_middle_of_a_validation(comm, settings, monkeypatch):
         return "SIGUSR2" if comm.rank == comm.size - 1 and len(asked) > 7 else None
 
     with monkeypatch.context() as patch:  # after 7 steps comes the validation
-        patch.setattr(Control, "leaving", leaving)
+        patch.setattr(Control, "preempted_by", leaving)
         assert program.train(settings, comm) == 75
         assert program.train(settings, comm) == 1, "nothing was gained: nobody is to start it again"
     assert end(settings, comm)["reason"] == "SIGUSR2; saved"
@@ -538,7 +543,9 @@ def test_leaving_in_the_final_test_is_progress(comm, settings, monkeypatch):
             return evaluation(run, split)
 
         patch.setattr(validate, "evaluation", noted)
-        patch.setattr(Control, "leaving", lambda *_, **__: "SIGUSR2" if "test" in testing else None)
+        patch.setattr(
+            Control, "preempted_by", lambda *_, **__: "SIGUSR2" if "test" in testing else None
+        )
         assert program.train(settings, comm) == 75
         testing.clear()
         assert program.train(settings, comm) == 1, "nothing but the test was left to do"
@@ -566,10 +573,10 @@ def test_a_notice_does_not_take_back_a_stop(comm, settings, monkeypatch):
     """It comes while the network is tested: the job must not be started again."""
     with monkeypatch.context() as patch:
         patch.setattr(Control, "asked", lambda self: self.slowest_step > 0)
-        original = Control.leaving
+        original = Control.preempted_by
         patch.setattr(
             Control,
-            "leaving",
+            "preempted_by",
             lambda self, evaluating=False: "SIGUSR2" if evaluating else original(self),
         )
         assert program.train(settings, comm) == 0
@@ -771,16 +778,16 @@ def test_no_rank_ends_before_rank_0_has_written(comm, settings, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("plan.json", "{}", "its plan.json is damaged .*task is missing"),
-        ("plan.json", "[" * 10**5, "its plan.json is damaged .*nested too deeply"),
-        ("plan.json", ('"epochs": 2', '"epochs": "x"'), "damaged .epochs is 'x'"),
-        ("plan.json", ('"rows": 101', '"rows": 103'), "damaged .steps_per_epoch is 7, which"),
-        ("config.toml", ("epochs = 2", 'epochs = "2"'), "damaged .epochs is '2', not int"),
-        ("config.toml", "batch_size = ", "its config.toml is damaged"),
+        ("plan.json", "{}", "its plan.json is corrupt .*task is missing"),
+        ("plan.json", "[" * 10**5, "its plan.json is corrupt .*nested too deeply"),
+        ("plan.json", ('"epochs": 2', '"epochs": "x"'), "corrupt .epochs is 'x'"),
+        ("plan.json", ('"rows": 101', '"rows": 103'), "corrupt .steps_per_epoch is 7, which"),
+        ("config.toml", ("epochs = 2", 'epochs = "2"'), "corrupt .epochs is '2', not int"),
+        ("config.toml", "batch_size = ", "its config.toml is corrupt"),
         ("config.toml", None, "no run to continue, it has no config.toml"),
     ],
 )
-def test_a_damaged_folder_is_told_in_one_line(comm, settings, leave_after, name, text, message):
+def test_a_corrupt_folder_is_reported_in_one_line(comm, settings, leave_after, name, text, message):
     leave_after(2)
     assert program.train(settings, comm) == 75
     leave_after()

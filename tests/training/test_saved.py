@@ -1,4 +1,4 @@
-"""Networks read back: damage is named, answers are never given by what is broken."""
+"""Networks read back: corruption is named, answers are never given by what is broken."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=str)
-def test_damaged_metadata_are_named(run, damage):
+def test_corrupt_metadata_are_named(run, damage):
     assert restore(changed(run)).image_shape == (28, 28, 1)
     with pytest.raises(
-        UsageError, match="metadata are damaged, (image_sh|class|mod|mean|std|pa|pr|ch|t|eval)"
+        UsageError, match="metadata are corrupt, (image_sh|class|mod|mean|std|pa|pr|ch|t|eval)"
     ):
         restore(changed(run, **damage))
 

@@ -147,7 +147,7 @@ def test_a_staged_run_computes_the_same_bits(comm, shared_tmp, shuffle):
     comm.Barrier()
     last = dataclasses.replace(config, run="d", stage=str(local))
     assert loop.train(last, comm) == 0
-    assert os.stat(local / names[0]).st_ino != inode  # damaged: copied anew
+    assert os.stat(local / names[0]).st_ino != inode  # corrupt: copied anew
     comm.Barrier()
     if comm.rank == 0:
         assert digest(shared_tmp / "runs" / "d") == digests[0]
@@ -210,7 +210,7 @@ def test_nothing_stays_where_the_disk_has_no_room_for_a_copy(tmp_path):
 
 
 @pytest.mark.mpi
-def test_a_damaged_pack_is_not_staged(comm, shared_tmp):
+def test_a_corrupt_pack_is_not_staged(comm, shared_tmp):
     if comm.rank == 0:
         path = make_pack(shared_tmp / "a.h5", {"train": 1001}, SHAPE)
         overwrite(path, read_pack(path).splits["train"].images_offset + 900 * 3072)
@@ -241,7 +241,7 @@ def test_ranks_of_a_cancelled_job_remove_its_copies(comm, tmp_path, monkeypatch,
         began.append(os.listdir(local))
         return notice if len(began) > 1 else None
 
-    monkeypatch.setattr("hpctrain.training.control.noticed", noticed)
+    monkeypatch.setattr("hpctrain.training.control.received_signal", noticed)
     config = short_run(tmp_path, "a.h5", model="digits", batch_size=16, stage=str(local))
     assert loop.train(config, comm) == 75
     assert len(began[0]) == 1

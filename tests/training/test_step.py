@@ -263,13 +263,13 @@ def test_stop_votes_and_clocks_arrive(comm):
     told = StepFlags(1.0 + comm.rank, comm.rank == last, True, last == 0, torch.tensor(5))
     train_step(trainer, batches, 7, told)
     totals = trainer.message.totals()
-    assert (totals.stop, totals.leave, totals.save) == (1, comm.size, last == 0)
+    assert (totals.stop, totals.preempted, totals.save) == (1, comm.size, last == 0)
     assert totals.digests == [5] * comm.size
     assert totals.data == [1.0 + r for r in range(comm.size)]
     assert all(seconds > 0 for seconds in totals.compute)
     train_step(trainer, batches, 7)  # nothing stays of what was said before
     totals = trainer.message.totals()
-    assert (totals.stop, totals.leave, totals.save) == (0, 0, 0)
+    assert (totals.stop, totals.preempted, totals.save) == (0, 0, 0)
     assert totals.digests == [0] * comm.size and totals.data == [0.0] * comm.size
 
 

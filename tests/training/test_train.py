@@ -126,7 +126,7 @@ def test_ranks_that_share_a_gpu_are_told_so(comm, settings, monkeypatch, capsys)
     """In the record, and with the plan; for ranks on CPUs nothing is said."""
     assert loop.train(dataclasses.replace(settings, run="cpu", epochs=1), comm) == 0
     shared = RankDevice("n1", "cuda", "the only GPU", 22304)
-    monkeypatch.setattr("hpctrain.training.setup.describe_rank", lambda device, wanted: shared)
+    monkeypatch.setattr("hpctrain.parallel.choose.describe_rank", lambda device, wanted: shared)
     assert loop.train(dataclasses.replace(settings, run="gpu", epochs=1), comm) == 0
     capsys.readouterr()
     assert loop.train(dataclasses.replace(settings, run="dry", dry_run=True), comm) == 0
@@ -277,7 +277,7 @@ def test_validation_comes_at_the_end_where_no_epoch_asks_for_it(comm, settings):
         assert found == [("validation", 14), ("test", 14)]
 
 
-def test_a_damaged_pack_is_refused(comm, settings):
+def test_a_corrupt_pack_is_refused(comm, settings):
     if comm.rank == 0:
         pack = Path(settings.data)
         data = bytearray(pack.read_bytes())

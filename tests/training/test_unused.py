@@ -52,7 +52,7 @@ def data(step):
 
 def ours(comm, config, steps=range(STEPS), late=0):
     trainer = make_trainer(net(), comm, config)
-    trainer.late = late
+    trainer.in_flight = late
     for step in steps:
         trainer.model.step = step
         images, labels = data(step)

@@ -139,17 +139,17 @@ def test_a_validation_that_fails_loses_no_step(comm, settings, monkeypatch, sett
     settings = dataclasses.replace(
         settings, validate_steps=each, evaluate_every=every, deterministic=True, shards=4
     )
-    whole, real = digest(settings, comm, "whole"), evaluate.read_block
+    whole, real = digest(settings, comm, "whole"), evaluate.find_nonfinite
 
-    def read_block(source, number, rows, *others):
-        if source is not None and 11 in rows and len(source.labels) == 13:
+    def find_nonfinite(source, rows, images):
+        if 11 in rows and len(source.labels) == 13:
             if what == "not finite":
-                return real(source, number, rows, *others)._replace(bad={11: "row 11 is NaN"})
+                return {11: "row 11 is NaN"}
             raise RunError("row 11 is NaN")
-        return real(source, number, rows, *others)
+        return real(source, rows, images)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "read_block", read_block)
+        patch.setattr(evaluate, "find_nonfinite", find_nonfinite)
         said = "validation cannot be evaluated: .*row 11 is NaN"
         with pytest.raises(CannotContinue, match=said) as caught:
             loop.train(settings, comm)

@@ -91,7 +91,7 @@ def test_seconds_of_steps_that_are_read_together_are_their_own(
             assert record["images_per_second"] == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize(("vote", "code"), [("leave", 75), ("stop", 0)])
+@pytest.mark.parametrize(("vote", "code"), [("preempted", 75), ("stop", 0)])
 def test_votes_end_a_late_run_one_step_later_on_all_ranks(comm, settings, late, vote, code):
     late(1)
     with leave_after(3, vote=vote, votes=comm.rank == comm.size - 1) as begun:
@@ -172,7 +172,7 @@ def test_a_step_does_not_wait_for_the_device(comm, mode, skips):
     model = build("digits", (28, 28, 1), 10)
     config = Config(lr=0.1, optimizer="adam", batch_norm=mode)
     trainer = make_trainer(model, comm, config)
-    trainer.skips_rows, trainer.clip_norm, trainer.late = skips, 1.0, 1
+    trainer.skips_rows, trainer.clip_norm, trainer.in_flight = skips, 1.0, 1
     labels = torch.arange(6)
     with NoWaiting():
         for key in range(2):
