@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.packs import make_pack
@@ -22,6 +24,17 @@ def settings(comm, shared_tmp):
         batch_size=16,
         threads=1,
     )
+
+
+@pytest.fixture
+def small_settings(comm, shared_tmp, settings):
+    """The same with images of 12x12, which take a fraction of the time."""
+    if comm.rank == 0:
+        make_pack(
+            shared_tmp / "small.h5", {"train": 101, "validation": 13, "test": 23}, (12, 12, 1)
+        )
+    comm.Barrier()
+    return dataclasses.replace(settings, data=str(shared_tmp / "small.h5"), model="digits")
 
 
 @pytest.fixture
