@@ -80,8 +80,8 @@ def test_only_what_may_help_and_is_not_done_is_advised(facts, narrow, stage):
     costs = Costs()
     costs.describe(facts)
     costs.add({"data": 0.0, "compute": 0.3, "reduce": 0.7, "total": 1.0}, 0)
-    (wire,) = costs.facts()["advice"]
-    assert wire.endswith(" or use --comm-dtype bf16") == narrow
+    (advice,) = costs.facts()["advice"]
+    assert advice.endswith(" or use --comm-dtype bf16") == narrow
 
 
 def test_more_ranks_than_cores_are_said_before_one_bottleneck():
