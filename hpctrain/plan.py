@@ -94,9 +94,8 @@ class Plan:
 
     def digest(self) -> str:
         """Hash over what decides the numbers: all fields but those of this launch, the ranks."""
-        fields = dataclasses.asdict(self)
-        del fields["ranks"], fields["runs"]
-        fields["wire"] = fields.pop("comm_dtype")  # its first name: the digest stays the same
+        fields = dataclasses.asdict(self) | {"wire": self.comm_dtype}  # as it was called at first
+        del fields["ranks"], fields["runs"], fields["comm_dtype"]
         if self.version == 1:
             del fields["version"]  # as such plans were hashed
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
