@@ -8,10 +8,16 @@ Exit code 0 = equal, 1 = different.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from rich.table import Table
 from torch import Tensor
 
 from hpctrain.config import CompareConfig, load_toml
@@ -19,24 +25,23 @@ from hpctrain.errors import UsageError
 from hpctrain.inference.network import FILE
 from hpctrain.models import read_model
 from hpctrain.plan_check import read_plan
-from hpctrain.report.differences import (
-    compare_tensors,
-    first_difference,
-    plot_differences,
-    print_differences,
-    values,
-)
-from hpctrain.report.figures import check_name
+from hpctrain.report.fields import Record, deterministic_fields
+from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import find_folder
 from hpctrain.report.history import find_outcome
 from hpctrain.report.record import read_history, read_records
-from hpctrain.text import brief, say
+from hpctrain.report.tables import make_console
+from hpctrain.text import brief, listed, printable, say
 from hpctrain.training.checkpoint import newest
 from hpctrain.typed import parse_json
 
 Tensors = dict[str, Tensor]
 OF_THE_RUN_ALONE = ("run", "runs_dir", "progress", "tensorboard")  # settings that change no number
 RESOLVED = {"lr": "learning_rate"}  # settings that have another name in the plan
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_TENSORS, MOST_PROBLEMS = 30, 6  # that are shown
+MOST_BARS = 1000
+UNSIGNED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)  # no number with a sign bit of its own
 
 
 def main(settings: CompareConfig) -> int:
@@ -48,22 +53,136 @@ def main(settings: CompareConfig) -> int:
     folders = [find_folder(run, settings.runs_dir) for run in (settings.first, settings.second)]
     a, b = (read_model(folder / FILE)[0] for folder in folders)
     if settings.plot:
-        name = _chosen(settings, a, b)
-        _plot(settings, name, a[name], b[name])
-    checkpoints, problems = _add_checkpoints(folders, a, b)
-    problems += _structure(a, b)
-    differences = [
-        compare_tensors(name, a[name], b[name])
-        for name in a
-        if name in b and not _unlike(a[name], b[name])
-    ]
-    records = first_difference(*(read_records(folder) for folder in folders))
-    print_differences(
-        differences, problems, records, [*checkpoints, *_outcomes(folders), *_settings(folders)]
-    )
-    equal = not problems and not records and not any(d.differing for d in differences)
+        _plot(settings, a, b)
+    notes, problems = _add_checkpoints(folders, a, b)
+    problems += [f"{name} is in the first run alone" for name in a if name not in b]
+    problems += [f"{name} is in the second run alone" for name in b if name not in a]
+    both = {name: (_kind(a[name]), _kind(b[name])) for name in a if name in b}
+    problems += [f"{name} is {x} and {y}" for name, (x, y) in both.items() if x != y]
+    differences = [compare_tensors(n, a[n], b[n]) for n, (x, y) in both.items() if x == y]
+    apart = [difference for difference in differences if difference.differing]
+    first = first_difference(*(read_records(folder) for folder in folders))
+    if apart:
+        make_console().print(_difference_table(apart))
+    say(f"tensors: {len(differences) - len(apart)} equal, {len(apart)} different")
+    if problems:
+        say(f"tensors: {listed(problems, MOST_PROBLEMS, '; ')}")
+    say(f"records: {f'differ at step {first[0]}, {first[1]}' if first else 'equal'}")
+    for line in [*notes, *_outcomes(folders), *_settings(folders)]:
+        say(line)
+    equal = not problems and not first and not apart
     say("equal" if equal else "different")
     return 0 if equal else 1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two tensors of one name, bit by bit."""
+
+    name: str
+    values: int  # of each
+    differing: int  # values whose bits differ
+    largest: float  # |a - b|; NaN where one side alone is not finite
+    relative: float  # largest |a - b| / max(|a|, |b|)
+    ulps: int | None  # largest distance in units in the last place; None for other than floats
+
+
+def compare_tensors(name: str, a: Tensor, b: Tensor) -> Difference:
+    """Compare two tensors of one shape and dtype; NaN equals NaN of the same bits."""
+    x, y = _bits(a), _bits(b)
+    differ = (x != y).any(1)
+    if not differ.any():
+        return Difference(name, len(differ), 0, 0.0, 0.0, 0)
+    x, y, one, other = x[differ], y[differ], values(a)[differ], values(b)[differ]
+    distance = (one - other).abs()
+    relative = (distance / torch.maximum(one.abs(), other.abs())).nan_to_num()
+    ulps = None
+    if (a.is_floating_point() or a.is_complex()) and a.dtype not in UNSIGNED:
+        ulps = int(np.abs(_ordered(x.numpy()) - _ordered(y.numpy())).max())
+    largest = float(distance.max()), float(relative.max())
+    return Difference(name, len(differ), len(one), *largest, ulps)
+
+
+def values(tensor: Tensor) -> Tensor:
+    """The values of a tensor of any dtype and shape: (n,) float64, or complex128."""
+    tensor = _flat(tensor)
+    if not tensor.is_complex():
+        return tensor.to(torch.float64)
+    return torch.view_as_complex(torch.view_as_real(tensor).to(torch.float64))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """(n,); of numbers of 4 bits, with which torch does not compute, their bytes."""
+    tensor = tensor.contiguous().reshape(-1)
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bits of each value as whole numbers, (n, 1), of complex ones (n, 2)."""
+    tensor = _flat(tensor)
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor[:, None]
+    return parts.view(INTEGERS[parts.itemsize])
+
+
+def _ordered(values: np.ndarray) -> np.ndarray:
+    """Floats as whole numbers in the same order, neighbours one apart (both zeros at 0).
+
+    An IEEE 754 number without its sign, read as a whole number, grows with its value.
+    """
+    bits = values.astype(object if values.itemsize > 4 else np.int64)
+    lowest = -(1 << 8 * values.itemsize - 1)
+    return np.where(bits < 0, lowest - bits, bits)
+
+
+def first_difference(a: Iterable[Record], b: Iterable[Record]) -> tuple[int, str] | None:
+    """The first step at which two records differ, and in what; None where they do not.
+
+    Looks at the fields that equal runs record alike: losses, accuracies, learning rates, digests of
+    the steps of which both have one (--digest-every may differ), and last the digest with which
+    both ended.
+    """
+    a, b = list(a), list(b)
+    in_a, in_b = ({r["step"] for r in records if r["kind"] == "digest"} for records in (a, b))
+    compared = (_deterministic(records, in_a & in_b) for records in (a, b))
+    for one, other in itertools.zip_longest(*compared):
+        if one == other:
+            continue
+        if one is None or other is None or one[:2] != other[:2]:
+            step = min(item[0] for item in (one, other) if item is not None)
+            named = [f"{item[1]} {item[0]}" if item else "ended" for item in (one, other)]
+            return step, f"one has {named[0]}, the other {named[1]}"
+        step, kind, found = one
+        name = next(name for name, value in found.items() if value != other[2][name])
+        return step, f"{kind}: {name} {found[name]} and {other[2][name]}"
+    # Preempted launches end without a digest.
+    ends = [[r for r in records if r["kind"] == "end" and r.get("digest")] for records in (a, b)]
+    digests = [found[-1]["digest"] for found in ends if found]
+    if len(set(digests)) > 1:
+        return ends[0][-1].get("steps") or 0, f"end: digest {digests[0]} and {digests[1]}"
+    return None
+
+
+def _deterministic(
+    records: Iterable[Record], digests: set[int]
+) -> Iterable[tuple[int, str, dict[str, Any]]]:
+    """Step, kind and deterministic fields of all records; of digests, those of these steps."""
+    for record in records:
+        kind = record["kind"]
+        names = deterministic_fields(kind)
+        if names and (kind != "digest" or record["step"] in digests):
+            yield record["step"], kind, {name: record.get(name) for name in names}
+
+
+def _difference_table(differences: list[Difference]) -> Table:
+    table = Table(title="Tensors that differ")
+    for name in ("tensor", "values", "differing", "largest", "relative", "ulp"):
+        table.add_column(name, justify="left" if name == "tensor" else "right")
+    for d in differences[:MOST_TENSORS]:
+        cells = (f"{d.values:,}", f"{d.differing:,}", f"{d.largest:.3g}", f"{d.relative:.3g}")
+        table.add_row(d.name, *cells, "" if d.ulps is None else f"{d.ulps:,}")
+    if (more := len(differences) - MOST_TENSORS) > 0:
+        table.caption = f"and {more} more tensors"
+    return table
 
 
 def _add_checkpoints(folders: list[Path], a: Tensors, b: Tensors) -> tuple[list[str], list[str]]:
@@ -71,43 +190,26 @@ def _add_checkpoints(folders: list[Path], a: Tensors, b: Tensors) -> tuple[list[
     to print, and what makes the runs different.
     """
     found = [newest(folder, sys.maxsize) for folder in folders]
-    damage = [line for _, damaged in found for line in damaged]
+    corrupt = [line for _, lines in found for line in lines]
     (one, _), (other, _) = found
     if one is None or other is None:
         which = "both runs have" if one is other else f"the {'second' if one else 'first'} run has"
-        return [f"checkpoints: not compared, {which} none"], damage
+        return [f"checkpoints: not compared, {which} none"], corrupt
     if one.step != other.step:
-        return [], [f"the newest checkpoints are of steps {one.step} and {other.step}", *damage]
+        return [], [f"the newest checkpoints are of steps {one.step} and {other.step}", *corrupt]
     for tensors, checkpoint in ((a, one), (b, other)):
         read = checkpoint.tensors()
         tensors |= {f"checkpoint {name}": read[name] for name in sorted(read)}
-    return [f"checkpoints: of step {one.step}"], damage
+    return [f"checkpoints: of step {one.step}"], corrupt
 
 
-def _outcomes(folders: list[Path]) -> list[str]:
+def _outcomes(folders: list[Path]) -> Iterable[str]:
     """A line for each run that is not simply done."""
-    lines = []
     for which, folder in zip(("first", "second"), folders, strict=True):
         outcome = find_outcome(folder, read_history(folder, "none"))
         reason = f" ({outcome.reason})" if outcome.reason else ""
         if outcome.status != "done":
-            lines.append(f"{which} run: {outcome.status or 'not finished'}{reason}")
-    return lines
-
-
-def _unlike(a: Tensor, b: Tensor) -> bool:
-    return a.shape != b.shape or a.dtype != b.dtype
-
-
-def _structure(a: Tensors, b: Tensors) -> list[str]:
-    """Tensors that cannot be compared: of one side alone, or of another shape or type."""
-    alone = [f"{name} is in the first run alone" for name in a if name not in b]
-    alone += [f"{name} is in the second run alone" for name in b if name not in a]
-    return alone + [
-        f"{name} is {_kind(a[name])} and {_kind(b[name])}"
-        for name in a
-        if name in b and _unlike(a[name], b[name])
-    ]
+            yield f"{which} run: {outcome.status or 'not finished'}{reason}"
 
 
 def _kind(tensor: Tensor) -> str:
@@ -123,24 +225,23 @@ def _settings(folders: list[Path]) -> list[str]:
         plans = [_plan(folder / "plan.json") for folder in folders]
     except UsageError as error:
         return [f"settings: {error}"]
+    both = list(zip(configs, plans, strict=True))
     names = [name for name in {**configs[0], **configs[1]} if name not in OF_THE_RUN_ALONE]
-    set_or_planned = {
-        name: [
-            config.get(name, plan.get(RESOLVED.get(name, name), "not set"))
-            for config, plan in zip(configs, plans, strict=True)
-        ]
-        for name in names
+    planned = {RESOLVED.get(name, name): name for name in names}  # by their names in the plan
+    pairs = {
+        "settings that differ": {
+            name: [config.get(name, plan.get(key, "not set")) for config, plan in both]
+            for key, name in planned.items()
+        },
+        "plans differ": {
+            key: [plan.get(key, "not there") for plan in plans]
+            for key in {**plans[0], **plans[1]}
+            if key not in planned
+        },
     }
-    known = {RESOLVED.get(name, name) for name in set_or_planned}
-    planned = {
-        name: [plan.get(name, "not there") for plan in plans]
-        for name in {**plans[0], **plans[1]}
-        if name not in known
-    }
-    shown = {"settings that differ": set_or_planned, "plans differ": planned}
     lines = {
-        what: [f"{n} {brief(x, 40)} and {brief(y, 40)}" for n, (x, y) in pairs.items() if x != y]
-        for what, pairs in shown.items()
+        what: [f"{n} {brief(x, 40)} and {brief(y, 40)}" for n, (x, y) in found.items() if x != y]
+        for what, found in pairs.items()
     }
     return [f"{what}: {'; '.join(found)}" for what, found in lines.items() if found]
 
@@ -152,23 +253,44 @@ def _plan(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from error
+        raise UsageError(f"{path} is corrupt: {error}") from error
 
 
-def _chosen(settings: CompareConfig, a: Tensors, b: Tensors) -> str:
-    """The tensor to draw: by default the weights of the model's first convolution. UsageError."""
+def _plot(settings: CompareConfig, a: Tensors, b: Tensors) -> None:
+    """The bar plot of one tensor, by default the weights of the model's first convolution; of
+    complex numbers the distances. UsageError.
+    """
     convolutions = [name for name, tensor in a.items() if tensor.ndim == 4]
     name = settings.tensor or next(iter(convolutions), next(iter(a), ""))
-    if name not in a or name not in b or _unlike(a[name], b[name]):
+    if name not in a or name not in b or _kind(a[name]) != _kind(b[name]):
         raise UsageError(f"--tensor {name}: no tensor of that name and one shape in both runs")
-    return name
-
-
-def _plot(settings: CompareConfig, name: str, a: Tensor, b: Tensor) -> None:
-    """The bar plot of one tensor; of complex numbers the distances."""
-    found = compare_tensors(name, a, b)
+    found = compare_tensors(name, a[name], b[name])
     title = f"{settings.first} - {settings.second}: {found.differing:,} of {found.values:,} differ"
-    apart = values(a) - values(b)
+    apart = values(a[name]) - values(b[name])
     apart = apart.abs() if apart.is_complex() else apart
     plot_differences(Path(settings.plot or ""), name, apart.nan_to_num().numpy(), title)
     say(f"{settings.plot}: differences of {name}")
+
+
+def largest_of_neighbours(values: np.ndarray, count: int) -> np.ndarray:
+    """Of every `count` neighbours in (n,) the one farthest from zero, with its sign."""
+    padded = np.pad(values, (0, -values.size % count)).reshape(-1, count)
+    return np.take_along_axis(padded, np.abs(padded).argmax(1)[:, None], 1)[:, 0]
+
+
+def plot_differences(path: Path, name: str, differences: np.ndarray, title: str) -> None:
+    """A bar for each value's difference, (n,), in the order in which they lie in the tensor; of
+    a large tensor a bar for the largest of several neighbours.
+    """
+    figure = empty_figure(8, 3.5)
+    axes = figure.subplots()
+    step = -(-differences.size // MOST_BARS)
+    bars = largest_of_neighbours(differences, step)
+    axes.bar((np.arange(bars.size) + 0.5) * step - 0.5, bars, width=step, color=BLUE)
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xlim(-0.5, differences.size - 0.5)
+    label = f"value of {printable(name, newlines=False)} (0 to {differences.size - 1:,})"
+    axes.set_xlabel(label, parse_math=False)
+    axes.set_ylabel("difference" if step == 1 else f"largest difference among {step:,} values")
+    axes.set_title(printable(title, newlines=False), fontsize=10, parse_math=False)
+    save(figure, path)

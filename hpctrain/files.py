@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TextIO, cast
 
+from hpctrain.errors import RunError
+
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 REFUSED = "a symbolic link is in its place"
@@ -99,6 +101,15 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
             raise
     if durable:
         sync(path.parent)
+
+
+@contextmanager
+def writing(what: object) -> Iterator[None]:
+    """Within the block an OSError becomes a RunError: "cannot write WHAT: No space left"."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write {what}: {error.strerror or error}") from error
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = True) -> None:

@@ -54,6 +54,14 @@ def beat_interval(timeout: float, size: int) -> float:
     return min(max(BEAT_EVERY, size / 20), timeout / 6)
 
 
+def phase_of(doing: str) -> str:
+    """The phase that a rank is in: "step", "setting", "block" (of an evaluation), whether it waits
+    for others or not, and whichever part of a step it is.
+    """
+    word = re.sub(f"^{WAITING}\\w+ in ", "", doing).partition(" ")[0]
+    return "step" if word in ("recording", "reading") else word
+
+
 def write_beat(folder: Path, beat: Beat) -> None:
     """Replace this rank's heartbeat, whole. OSError."""
     fields = {name: value for name, value in beat._asdict().items() if name != "written"}
@@ -168,10 +176,11 @@ def find_cause(folder: Path) -> tuple[str, float] | None:
     stacks = {beat.rank: _head(folder / f"{beat.rank}.stack") for beat in beats}
     for beat in beats:
         if crash := CRASH.match(stacks[beat.rank]):
-            text = f"rank {beat.rank} crashed ({crash[1].decode()}), last in: {beat.doing}"
+            text = f"rank {beat.rank} crashed ({crash[1].decode()}), last heartbeat: {beat.doing}"
             return text, last
     silent = [beat for beat in beats if not stacks[beat.rank]]
-    where = "; ".join(f"rank {b.rank} on {b.host}, last in: {b.doing}" for b in silent[:MOST_NAMED])
+    each = (f"rank {b.rank} on {b.host}, last heartbeat: {b.doing}" for b in silent[:MOST_NAMED])
+    where = "; ".join(each)
     if not silent:
         text = f"ended from outside (SIGTERM), rank 0 was in: {beats[0].doing}"
     elif len(silent) < len(beats):

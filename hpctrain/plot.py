@@ -1,35 +1,90 @@
 """``hpctrain plot RUN…|SWEEP``: accuracy and loss of one or many runs by epoch, as a figure.
 
-Reads records only: no MPI, no torch, no display. A run may still be under way.
+Reads records only: no MPI, no torch, no display. A run may still be under way. For every run there
+is a panel of accuracy, below it one of loss, and one for each other field of steps that has a label
+(``report/fields.py``) and was recorded. Training is a line, validation are dots. All runs share
+their axes, so that they compare. Epochs count on from 0, so that the third epoch lies between 2 and
+3. Training is shown by epoch, each mean at the epoch's end; where fewer than two epochs have one,
+by step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from hpctrain.config import PlotConfig
 from hpctrain.errors import UsageError
+from hpctrain.report.fields import LABELS
 from hpctrain.report.figures import (
+    BLUE,
+    VERMILLION,
     check_name,
+    columns_for,
     distinct_names,
+    empty_figure,
     plot_confusion,
     read_confusion,
     save,
+    wrapped,
 )
 from hpctrain.report.find import find_run_or_sweep, find_runs
-from hpctrain.report.plot_training import RunCurves, plot_training, read_curves, summary
-from hpctrain.text import say
+from hpctrain.report.history import Metrics, find_outcome
+from hpctrain.report.record import read_history
+from hpctrain.report.step_stats import Curve
+from hpctrain.text import printable, say
 
 FILE = "training.png"
 CONFUSION = "-confusion"  # what the name of that figure has before its suffix
+LARGE = (6.0, 2.7)  # inches of a panel of one network alone
+SMALL = (2.5, 1.4)
+LEGEND = 0.35
+HEAD = 0.75  # above and below the panels of a network
+DIVERGED = 20  # a loss so many times that of the beginning needs a logarithmic axis
+FEW = 100  # validations whose dots do not crowd
+STEPS = [1, 2, 5, 10]  # between numbers of an axis, times a power of ten
+DOTS: dict[str, Any] = {
+    "linestyle": "none",
+    "marker": "o",
+    "color": VERMILLION,
+    "markeredgecolor": "black",
+    "markeredgewidth": 0.4,
+}
 T = TypeVar("T")
 Found = TypeVar("Found")
 
 
+@dataclass(frozen=True)
+class RunCurves:
+    """The curves of one run by field, each (n, 2) float64: epochs and values; only those with
+    values. Accuracies are in percent.
+    """
+
+    name: str
+    status: str  # done, stopped, preempted, failed, not finished
+    reason: str | None
+    training: dict[str, np.ndarray]
+    validation: dict[str, np.ndarray]
+    test: Metrics
+
+    @property
+    def panels(self) -> list[str]:
+        """The fields with a curve, in the order in which they are drawn."""
+        names = dict.fromkeys(["accuracy", "loss", *LABELS])
+        return [name for name in names if name in self.training or name in self.validation]
+
+    @property
+    def classifies(self) -> bool:
+        """Whether there are accuracies."""
+        return "accuracy" in self.panels
+
+
 def main(settings: PlotConfig) -> int:
-    """Write the figure, say where it is and what it shows."""
+    """Write the figure, print where it is and what it shows."""
     if not settings.targets:
         raise UsageError("plot what? Name runs or a sweep")
     path = output_path(settings)
@@ -49,9 +104,13 @@ def main(settings: PlotConfig) -> int:
         matrices = read_each(
             lambda each: read_confusion(each[0], each[1].name, settings.split), shown
         )
-    say_what_is_not_done([curves for _, curves in found])
+    for _, curves in found:
+        if not curves.panels:
+            say(f"{curves.name}: left out, it has recorded nothing to plot yet")
+        elif curves.status != "done":
+            say(f"{curves.name}: {curves.reason or summary(curves)}")
     save(plot_training([curves for _, curves in shown]), path)
-    accurate = any("accuracy" in curves.panels for _, curves in shown)
+    accurate = any(curves.classifies for _, curves in shown)
     say(f"{path}: {'accuracy and loss' if accurate else 'loss'} by epoch")
     if matrices:
         second = path.with_stem(path.stem + CONFUSION)
@@ -87,10 +146,141 @@ def output_path(settings: PlotConfig) -> Path:
     return Path(settings.runs_dir) / FILE
 
 
-def say_what_is_not_done(networks: Sequence[RunCurves]) -> None:
-    """A line for each network whose run is not simply done."""
-    for network in networks:
-        if not network.panels:
-            say(f"{network.name}: left out, it has recorded nothing to plot yet")
-        elif network.status != "done":
-            say(f"{network.name}: {network.reason or summary(network)}")
+def read_curves(folder: Path, name: str) -> RunCurves:
+    """The curves of the run in `folder`, which is to be called `name`. UsageError."""
+    history = read_history(folder, strict=True)
+    per_epoch = history.steps_per_epoch()
+    training = {
+        field: _values(epochs, field, 1)
+        if len((epochs := history.epoch_curves[field]).points) > 1
+        else _values(history.step_curves[field], field, per_epoch)
+        for field in LABELS
+    }
+    splits = history.split_curves.get("validation", {})
+    validation = {field: _values(curve, field, per_epoch) for field, curve in splits.items()}
+    outcome = find_outcome(folder, history)
+    return RunCurves(
+        name,
+        outcome.status or "not finished",
+        outcome.reason,
+        {field: curve for field, curve in training.items() if len(curve)},
+        {field: curve for field, curve in validation.items() if len(curve)},
+        history.test,
+    )
+
+
+def _values(curve: Curve, field: str, per_epoch: float) -> np.ndarray:
+    """(n, 2): epochs and values."""
+    factor = 100 if field == "accuracy" else 1
+    points = [(point.step / per_epoch, factor * point.mean) for point in curve.points]
+    return np.array(points, np.float64).reshape(-1, 2)
+
+
+def plot_training(networks: Sequence[RunCurves]) -> Any:
+    """A figure with the panels of each network, each of which has something to show."""
+    from matplotlib.lines import Line2D
+
+    columns, is_alone = columns_for(len(networks)), len(networks) == 1
+    across, high = LARGE if is_alone else SMALL
+    panels = max(len(network.panels) for network in networks)
+    rows = -(-len(networks) // columns)
+    figure = empty_figure(0.6 + across * columns, LEGEND + rows * (HEAD + panels * high))
+    cells = figure.add_gridspec(rows * panels, columns)
+    curves = [c for n in networks for c in (*n.training.values(), *n.validation.values())]
+    epochs = max((float(curve[:, 0].max()) for curve in curves), default=1.0)
+    for number, network in enumerate(networks):
+        row, column = divmod(number, columns)
+        first, each = row * panels, panels // len(network.panels)
+        axes = {
+            name: figure.add_subplot(cells[first + i * each : first + (i + 1) * each, column])
+            for i, name in enumerate(network.panels)
+        }
+        alike = [other for other in networks if other.classifies == network.classifies]
+        limits = {name: find_limits(alike, name) for name in axes}
+        outer = column == 0 or networks[number - 1].classifies != network.classifies
+        _draw(axes, network, limits, epochs, outer, is_alone)
+    lines = [Line2D([], [], color=BLUE, linewidth=1.3, label="training")]
+    if any(network.validation for network in networks):
+        lines.append(Line2D([], [], **DOTS, markersize=4, label="validation"))
+    figure.legend(handles=lines, loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+class AxisLimits(NamedTuple):
+    """Of a vertical axis that all networks of a task share."""
+
+    low: float
+    high: float
+    scale: str = "linear"
+
+
+def find_limits(networks: Sequence[RunCurves], name: str) -> AxisLimits:
+    """The limits that show this field of all networks; a loss that diverged is shown by its
+    logarithm.
+    """
+    if name == "accuracy":
+        return AxisLimits(0, 100)
+    sources = [source for network in networks for source in (network.training, network.validation)]
+    curves = [source[name][:, 1] for source in sources if name in source]
+    values = np.concatenate(curves)
+    top = float(values.max(initial=0.0))
+    if name == "loss" and top > DIVERGED * np.median([curve[0] for curve in curves]):
+        return AxisLimits(float(values[values > 0].min()) / 1.5, top * 1.5, "log")
+    return AxisLimits(min(0.0, float(values.min())), 1.05 * top or 1.0)
+
+
+def _draw(
+    panels: Mapping[str, Any],
+    network: RunCurves,
+    limits: Mapping[str, AxisLimits],
+    epochs: float,
+    outer: bool,
+    wide: bool,
+) -> None:
+    """The panels of one network, by field; `outer` ones have the numbers of their vertical axes."""
+    from matplotlib.ticker import MaxNLocator
+
+    first, *_, last = [*panels.values()] * 2
+    kind = "cross-entropy" if network.classifies else "mean squared error"
+    for name, axes in panels.items():
+        if name == "accuracy":
+            axes.set_yticks(range(0, 101, 20 if wide else 25))
+        axes.set_yscale(limits[name].scale)
+        axes.set_ylim(limits[name].low, limits[name].high)
+        _draw_curves(axes, network.training.get(name), network.validation.get(name))
+        if outer:
+            axes.set_ylabel(f"loss ({kind})" if name == "loss" else LABELS[name])
+        axes.tick_params(which="both", labelleft=outer)
+        axes.set_xlim(0, epochs * 1.02)
+        locator = MaxNLocator(10 if wide else 5, steps=STEPS, integer=epochs >= 3)
+        axes.xaxis.set_major_locator(locator)
+        axes.tick_params(labelbottom=axes is last)
+        axes.grid(color="0.88", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    last.set_xlabel("epoch", labelpad=2)
+    lines = [*wrapped(network.name, 80 if wide else 30, 3), summary(network)]
+    first.set_title(printable("\n".join(lines)), parse_math=False)
+
+
+def _draw_curves(axes: Any, training: np.ndarray | None, validation: np.ndarray | None) -> None:
+    """A line and dots, which may reach over the edge of the panel: 100 % is at its edge."""
+    if training is not None:
+        alone = len(training) == 1  # a line of one point would not be seen
+        marker = {"marker": "s", "markersize": 4} if alone else {}
+        axes.plot(*training.T, color=BLUE, linewidth=1.3, clip_on=False, **marker)
+    if validation is not None:
+        size = 4.0 if len(validation) <= FEW else 2.4
+        axes.plot(*validation.T, clip_on=False, zorder=3, **DOTS, markersize=size)
+
+
+def summary(network: RunCurves) -> str:
+    """How the network's training ended, and its test, in a few words."""
+    loss, accuracy = network.test
+    found = ""
+    if accuracy is not None:
+        found = f"test accuracy {100 * accuracy:.2f} %"
+    elif loss is not None:
+        found = f"test loss {loss:.4g}"
+    status = "" if network.status == "done" and found else network.status
+    return ", ".join(filter(None, [status, found]))

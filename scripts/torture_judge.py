@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.report.differences import first_difference
+from hpctrain.compare import first_difference
 from hpctrain.report.record import read_records
 
 INTERVAL = 3  # steps between checkpoints

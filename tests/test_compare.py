@@ -14,14 +14,14 @@ from PIL import Image
 
 from hpctrain import compare
 from hpctrain.cli import main
-from hpctrain.config import Config, Interval
-from hpctrain.models import read_model, save_model
-from hpctrain.plan import Facts, resolve
-from hpctrain.report.differences import (
+from hpctrain.compare import (
     compare_tensors,
     first_difference,
     largest_of_neighbours,
 )
+from hpctrain.config import Config, Interval
+from hpctrain.models import read_model, save_model
+from hpctrain.plan import Facts, resolve
 from hpctrain.training.checkpoint import Writer, make_ready
 from tests.launch import run_cli
 
@@ -279,7 +279,7 @@ def test_a_damaged_plan_is_named(old, new, message, runs, capsys):
     path.write_text(path.read_text().replace(old, new, 1))
     assert main(["compare", "a", "b"]) == 0
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("settings: ")]
-    assert line.startswith(f"settings: {path} is damaged: ") and message in line
+    assert line.startswith(f"settings: {path} is corrupt: ") and message in line
 
 
 def test_the_first_convolution_is_that_of_the_model_in_every_process(tmp_path):
@@ -310,14 +310,14 @@ def test_runs_with_equal_weights_and_other_records_are_different(runs):
 
 def test_runs_of_different_networks(runs, capsys):
     assert main(["compare", runs("a"), runs("b", shape=(5, 3, 3, 3))]) == 1
-    assert "tensors: bias is (4,) float32 and (5,) float32" in capsys.readouterr().out
+    assert "; bias is (4,) float32 and (5,) float32\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["a"], "compare what? Name two runs"),
-        (["a", "none"], "there is no run 'none' in runs"),
+        (["a", "none"], "there is no run or sweep 'none' in runs"),
         (["a", "b", "--plot", "x.bmp"], "a name that ends in .png, .svg or .pdf"),
         (["a", "b", "--plot", "x.png", "--tensor", "w"], "--tensor w: no tensor of that name"),
     ],

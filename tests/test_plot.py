@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from hpctrain.cli import main
+from hpctrain.plot import read_curves
 from hpctrain.report.figures import columns_for, distinct_names, wrapped
-from hpctrain.report.plot_training import read_curves
 from tests.launch import run
 from tests.report.records import write_record
 
@@ -36,7 +36,7 @@ def colours(path):
 
 def panels(*folders):
     """What stands in the panels of a figure: each axes' title, labels, limits and lines."""
-    from hpctrain.report.plot_training import plot_training
+    from hpctrain.plot import plot_training
 
     figure = plot_training([read_curves(folder, folder.name) for folder in folders])
     figure.draw_without_rendering()
@@ -107,7 +107,7 @@ def overlapping(figure):
 
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_nothing_overlaps_and_no_panel_is_empty(runs, count):
-    from hpctrain.report.plot_training import plot_training
+    from hpctrain.plot import plot_training
 
     long = "wide_network,optimizer=adamw,lr=0.0003,batch-size=512"
     made = [

@@ -4,7 +4,7 @@ fields.py            the fields of a record: here a field is added
 recorder.py          writes records during training; progress.py, bar.py show them, tensorboard.py
 record.py            reads records, meets their damage; history.py says what they amount to
 find.py              runs and sweeps by name; the best run of a sweep
-plot_training.py     the figure of plot; figures.py what figures share; differences.py compare
+figures.py           what figures share, and the confusion matrix of plot
 tables.py            what evaluate and predict leave; pictures.py images as PNG
 step_stats.py        curves, and where the time of steps goes
 """

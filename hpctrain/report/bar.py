@@ -120,10 +120,8 @@ class Bar:
         size = min(max(width - len(before) - len(after) - 4, 4), 40)
         filled = int(size * share)
         done, to_do = "━─" if self._console.encoding.startswith("utf") else "#-"
-        first = Text.assemble(
-            f"{before}  ", (done * filled, "bar.complete"), to_do * (size - filled), f"  {after}"
-        )
-        lines = Text("\n").join([first, styled(f"  {below}")])
+        bar = (done * filled, "bar.complete"), to_do * (size - filled)
+        lines = Text.assemble(f"{before}  ", *bar, f"  {after}\n", styled(f"  {below}"))
         lines.no_wrap, lines.overflow = True, "ellipsis"
         self._live.update(lines, refresh=True)
         end = time.monotonic()

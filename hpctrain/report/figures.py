@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.errors import RunError, UsageError
-from hpctrain.files import whole_file
+from hpctrain.errors import UsageError
+from hpctrain.files import whole_file, writing
 from hpctrain.report.find import evaluation_file
 from hpctrain.text import printable, told_apart
 from hpctrain.typed import parse_json
@@ -66,12 +66,9 @@ def save(figure: Any, path: Path) -> None:
     suffix = path.suffix.lower().lstrip(".")
     across = max(figure.get_size_inches())
     dots = min(DOTS_PER_INCH, LARGEST / across)
-    try:
-        with warnings.catch_warnings(), whole_file(path) as file:
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # shown as a box
-            figure.savefig(file, format=suffix, dpi=dots)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+    with writing(path), warnings.catch_warnings(), whole_file(path) as file:
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # shown as a box
+        figure.savefig(file, format=suffix, dpi=dots)
 
 
 def columns_for(count: int, most: int = 4) -> int:

@@ -35,23 +35,20 @@ def find_run_or_sweep(target: str, runs_dir: str) -> Path:
     """The folder of one run that has begun its record, or of one sweep, by its name in `runs_dir`
     or by its path. UsageError.
     """
-    for folder in (Path(runs_dir) / target, Path(target)):
-        if any((folder / name).is_file() for name in (FILE_NAME, SWEEP_FILE)):
-            return folder
-    raise UsageError(
-        f"there is no run or sweep {target!r} in {runs_dir}{propose_run(target, runs_dir)}"
-    )
+    return find_folder(target, runs_dir, (FILE_NAME, SWEEP_FILE))
 
 
-def find_folder(target: str, runs_dir: str) -> Path:
-    """The folder of a run, which may not have begun its record, by its name or its path.
-    UsageError.
+def find_folder(target: str, runs_dir: str, files: Sequence[str] = (".",)) -> Path:
+    """The folder of that name in `runs_dir`, or of that path, that holds one of these files; any
+    folder, such as that of a run that has not begun its record, by default. UsageError.
     """
     for path in (Path(runs_dir) / target, Path(target)):
-        if path.is_dir():
+        if any((path / name).exists() for name in files):
             return path
     proposal = propose_run(target, runs_dir)
-    raise UsageError(f"there is no run {target!r} in {runs_dir} and no such folder{proposal}")
+    raise UsageError(
+        f"there is no run or sweep {target!r} in {runs_dir}, or of that path{proposal}"
+    )
 
 
 def propose_run(target: str, runs_dir: str) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from hpctrain.errors import RunError
-from hpctrain.files import whole_file
+from hpctrain.files import whole_file, writing
 from hpctrain.text import printable
 
 SIDE = 84  # pixels, about, of the shorter side: images are enlarged by a whole number
@@ -25,23 +24,18 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray]) -> None:
 
     RunError if the disk does not take it.
     """
-    some = next(iter(rows.values()))
-    height, width = some.shape[1:3]
-    scale = max(1, SIDE // min(height, width))
-    high, wide = scale * height + GAP, scale * width + GAP
-    rows = {printable(name, newlines=False): images for name, images in rows.items()}
+    tiles = {printable(name, newlines=False): enlarge(images) for name, images in rows.items()}
+    some = next(iter(tiles.values()))
+    wide, high = (side + GAP for side in some[0].size)
     font = ImageFont.load_default(size=16)
-    margin = 2 * GAP + round(max(font.getlength(name) for name in rows))
-    sheet = Image.new("RGB", (margin + GAP + wide * len(some), GAP + high * len(rows)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for number, (name, images) in enumerate(rows.items()):
+    margin = 2 * GAP + round(max(font.getlength(name) for name in tiles))
+    sheet = Image.new("RGB", (margin + GAP + wide * len(some), GAP + high * len(tiles)), "white")
+    for number, (name, images) in enumerate(tiles.items()):
         top = GAP + number * high
-        draw.text((GAP, top + high // 2), name, fill="black", font=font, anchor="lm")
+        middle = GAP, top + high // 2
+        ImageDraw.Draw(sheet).text(middle, name, fill="black", font=font, anchor="lm")
         for place, image in enumerate(images):
-            tile = Image.fromarray(_bytes(image)).resize(
-                (scale * width, scale * height), Image.Resampling.NEAREST
-            )
-            sheet.paste(tile, (margin + GAP + place * wide, top))
+            sheet.paste(image, (margin + GAP + place * wide, top))
     _write(path, sheet)
 
 
@@ -49,25 +43,30 @@ def draw_captioned(images: np.ndarray, captions: Sequence[tuple[str, ...]]) -> n
     """Images (n, H, W, C) in [0, 1] in rows, each with the lines of its caption below: (h, w, 3) of
     bytes. What does not fit below an image is cut.
     """
-    height, width = images.shape[1:3]
-    scale = max(1, SIDE // min(height, width))
+    tiles = enlarge(images)
     font = ImageFont.load_default(size=LETTERS)
-    high = scale * height + (LETTERS + 3) * len(captions[0]) + 3 * GAP
-    wide = max(scale * width, WIDEST) + 2 * GAP
-    columns = min(len(images), IN_A_ROW)
-    rows = -(-len(images) // columns)
+    high = tiles[0].height + (LETTERS + 3) * len(captions[0]) + 3 * GAP
+    wide = max(tiles[0].width, WIDEST) + 2 * GAP
+    columns = min(len(tiles), IN_A_ROW)
+    rows = -(-len(tiles) // columns)
     sheet = Image.new("RGB", (columns * wide, rows * high), "white")
     draw = ImageDraw.Draw(sheet)
-    for number, (image, lines) in enumerate(zip(images, captions, strict=True)):
+    for number, (image, lines) in enumerate(zip(tiles, captions, strict=True)):
         left, top = GAP + number % columns * wide, GAP + number // columns * high
-        size = scale * width, scale * height
-        sheet.paste(
-            Image.fromarray(_bytes(image)).resize(size, Image.Resampling.NEAREST), (left, top)
-        )
+        sheet.paste(image, (left, top))
         for place, line in enumerate(lines):
-            below = top + scale * height + GAP + place * (LETTERS + 3)
+            below = top + image.height + GAP + place * (LETTERS + 3)
             draw.text((left, below), _fitting(line, font, wide - 2 * GAP), fill="black", font=font)
     return np.asarray(sheet)
+
+
+def enlarge(images: np.ndarray) -> list[Image.Image]:
+    """Images (n, H, W, C) in [0, 1], enlarged by a whole number to about `SIDE` pixels."""
+    height, width = images.shape[1:3]
+    scale = max(1, SIDE // min(height, width))
+    size = scale * width, scale * height
+    nearest = Image.Resampling.NEAREST
+    return [Image.fromarray(_bytes(image)).resize(size, nearest) for image in images]
 
 
 def _fitting(line: str, font: Any, room: float) -> str:
@@ -96,11 +95,8 @@ def write_image(path: Path, image: np.ndarray) -> None:
 
 
 def _write(path: Path, image: Image.Image) -> None:
-    try:
-        with whole_file(path) as file:
-            image.save(file, format="PNG")
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+    with writing(path), whole_file(path) as file:
+        image.save(file, format="PNG")
 
 
 def _bytes(image: np.ndarray) -> np.ndarray:

@@ -16,8 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from hpctrain.console import Console, styled
-from hpctrain.errors import RunError
-from hpctrain.files import as_text, whole_file, write_whole
+from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.bar import terminal_columns
 from hpctrain.text import csv_cell, say, told_apart
 
@@ -26,10 +25,8 @@ WIDEST = 12  # classes of a confusion matrix that still fits a terminal
 
 def write_json(path: Path, metrics: dict[str, Any]) -> None:
     """Write metrics as one JSON object, atomically. RunError."""
-    try:
+    with writing(path):
         write_whole(path, json.dumps(metrics, indent=1) + "\n")
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error
 
 
 def make_console() -> Console:
@@ -125,11 +122,8 @@ def write_predictions(
         csv.writer(text, lineterminator="\n").writerows(cells)
         say(text.getvalue().removesuffix("\n"))
         return
-    try:
-        with whole_file(Path(output)) as binary, as_text(binary) as file:
-            csv.writer(file, lineterminator="\n").writerows(cells)
-    except OSError as error:
-        raise RunError(f"cannot write {output}: {error.strerror}") from error
+    with writing(output), whole_file(Path(output)) as binary, as_text(binary) as file:
+        csv.writer(file, lineterminator="\n").writerows(cells)
     say(f"{output}: {len(names):,} images classified")
 
 

@@ -11,7 +11,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import UsageError
+from hpctrain.files import writing
 from hpctrain.report.fields import scalar_fields
 from hpctrain.text import printable
 
@@ -30,12 +31,10 @@ class EventWriter:
             raise UsageError(
                 "--tensorboard needs the package tensorboard: pip install tensorboard"
             ) from error
-        self._folder = folder
-        self._writer: Any = None
-        try:
-            self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
-        except OSError as error:
-            raise self._failed(error) from error
+        self._what = f"TensorBoard events to {folder}"
+        with writing(self._what):
+            purged = done + 1 if done else None
+            self._writer: Any = SummaryWriter(str(folder), purge_step=purged)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add the scalars of a step or an evaluation, the settings of a run, how it ended."""
@@ -55,23 +54,16 @@ class EventWriter:
 
     def close(self) -> None:
         """Write out what is queued."""
-        if self._writer is not None:
-            try:
-                self._writer.close()
-            except OSError as error:
-                raise self._failed(error) from error
+        self._call("close")
+        self._writer = None
 
     def _call(self, method: str, *values: Any) -> None:
-        if self._writer is None:
-            return
-        try:
-            attrgetter(method)(self._writer)(*values)
-        except OSError as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: OSError) -> RunError:
-        self._writer = None
-        return RunError(f"cannot write TensorBoard events to {self._folder}: {error.strerror}")
+        """Call a method of the writer, if no call has failed before."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with writing(self._what):
+                attrgetter(method)(writer)(*values)
+            self._writer = writer
 
 
 def session_start(record: dict[str, Any]) -> Any:

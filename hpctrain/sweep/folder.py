@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.config import Config, SweepConfig, toml_value
-from hpctrain.errors import RunError, UsageError
-from hpctrain.files import as_text, whole_file, write_whole
+from hpctrain.errors import UsageError
+from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
 from hpctrain.report.history import RunHistory, find_outcome
 from hpctrain.report.record import read_history
@@ -106,11 +106,9 @@ def write_csv(folder: Path, sweep: Sweep, results: Iterable[NetworkResult]) -> N
         differing = [getattr(network.config, name) for name in sweep.differing]
         line = [network.name, result.status, result.reason, *differing, *result.metrics()]
         lines.append([*line, history.epochs, round(history.seconds, 1)])
-    try:
-        with whole_file(folder / RESULTS_FILE) as binary, as_text(binary) as file:
-            csv.writer(file).writerows(map(csv_cell, line) for line in lines)
-    except OSError as error:
-        raise RunError(f"cannot write {folder / RESULTS_FILE}: {error.strerror}") from error
+    path = folder / RESULTS_FILE
+    with writing(path), whole_file(path) as binary, as_text(binary) as file:
+        csv.writer(file).writerows(map(csv_cell, line) for line in lines)
 
 
 def find_sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:
@@ -158,7 +156,7 @@ def choose_folder(settings: SweepConfig, file: Path, sweep: Sweep) -> Path:
 
 def make_folder(folder: Path, file: Path, sweep: Sweep, runs_dir: str) -> None:
     """Write what the runs need; sweep.toml comes last, and once. RunError."""
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for network in sweep.networks:
             path = settings_file(folder, network)
@@ -167,8 +165,6 @@ def make_folder(folder: Path, file: Path, sweep: Sweep, runs_dir: str) -> None:
                 write_whole(path, text)
         if not (folder / SWEEP_FILE).exists():
             write_whole(folder / SWEEP_FILE, file.read_bytes())
-    except OSError as error:
-        raise RunError(f"cannot write {folder}: {error.strerror}") from error
 
 
 def settings_file(folder: Path, network: SweepNetwork) -> Path:

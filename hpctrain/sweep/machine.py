@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hpctrain.config import SweepConfig
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import write_whole
+from hpctrain.files import write_whole, writing
 from hpctrain.launch import UNBOUND, mpirun
 from hpctrain.launcher import REQUESTS, tasks_by_node
 from hpctrain.sweep.file import SweepNetwork
@@ -215,8 +215,6 @@ def write_array_script(
         requeues=MOST_REQUEUES,
     )
     path = folder / ARRAY_FILE
-    try:
+    with writing(path):
         write_whole(path, text)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error
     return path

@@ -11,8 +11,8 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.errors import UsageError
+from hpctrain.plot import read_curves
 from hpctrain.report.fields import REQUIRED, parse_record
-from hpctrain.report.plot_training import read_curves
 from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, read_history
 from hpctrain.typed import parse_json
 from hpctrain.watch.drawing import cells, draw, status_line

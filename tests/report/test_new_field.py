@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.report.differences import first_difference
+from hpctrain.compare import first_difference
+from hpctrain.plot import plot_training, read_curves
 from hpctrain.report.fields import FIELDS, LABELS, Field, scalar_fields
-from hpctrain.report.plot_training import plot_training, read_curves
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
 from tests.report.records import record_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.report.plot_training import read_curves
+from hpctrain.plot import read_curves
 from hpctrain.report.recorder import Recorder
 from tests.report.records import write_record
 

@@ -64,7 +64,7 @@ def test_how_a_network_stands_where_nobody_could_record_it(tmp_path):
     beat = {"rank": 0, "host": socket.gethostname(), "pid": 2**22 + 1, "doing": "step 2", "time": 1}
     (run / "ranks" / "0.json").write_text(json.dumps(beat))
     found = read_results(tmp_path, sweep)["01-a"]
-    assert found.status == "unfinished" and "last in: step 2" in found.reason
+    assert found.status == "unfinished" and "last heartbeat: step 2" in found.reason
     write_csv(tmp_path, sweep, [NetworkResult(network, PRUNED, "weak", found.history)])
     assert read_results(tmp_path, sweep)["01-a"].status == "pruned"
     append(run, end_line("done"))

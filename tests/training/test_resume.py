@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from hpctrain import compare, plot
+from hpctrain.compare import first_difference
 from hpctrain.config import CompareConfig, EvaluateConfig, PlotConfig
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate
 from hpctrain.parallel.mpi import agreed
 from hpctrain.plan_check import read_plan
-from hpctrain.report.differences import first_difference
 from hpctrain.report.record import read_records
 from hpctrain.training import checkpoint, validate
 from hpctrain.training import loop as inner

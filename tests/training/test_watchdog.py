@@ -36,7 +36,7 @@ from hpctrain.heartbeats import (
     write_beat,
 )
 from hpctrain.models import build, save_model
-from hpctrain.report.plot_training import read_curves
+from hpctrain.plot import read_curves
 from hpctrain.report.record import read_records
 from hpctrain.training.control import RunLock, is_locked
 from hpctrain.training.folder import find_previous_launch, make_run_folder, open_run_folder
@@ -135,8 +135,12 @@ def test_a_rank_that_loops_is_named(start, tmp_path):
 @pytest.mark.parametrize(
     ("whom", "number", "cause"),
     [
-        ("rank", "SIGKILL", r"killed, reason unknown: rank 1 on \S+, last in: .*\(the others were"),
-        ("rank", "SIGSEGV", r"rank 1 crashed \(Segmentation fault\), last in: "),
+        (
+            "rank",
+            "SIGKILL",
+            r"killed, reason unknown: rank 1 on \S+, last heartb.*\(the others were",
+        ),
+        ("rank", "SIGSEGV", r"rank 1 crashed \(Segmentation fault\), last heartbeat: "),
         ("mpirun", "SIGKILL", "all ranks were killed, reason unknown: rank 0 on .*; rank 1 on .*"),
     ],
 )
@@ -174,10 +178,18 @@ def test_what_kills_ends_everything_soon_and_is_named_afterwards(
 @pytest.mark.parametrize(
     ("failed", "stacks", "cause"),
     [
-        ({}, {}, "all ranks were killed, reason unknown: rank 0 on h, last in: step 3; rank 1"),
+        (
+            {},
+            {},
+            "all ranks were killed, .*: rank 0 on h, last heartbeat: step 3; rank 1",
+        ),
         ({1: "ValueError: x"}, {0: "File"}, "rank 1: ValueError: x"),
         ({}, {0: "File", 2: "Fatal Python error: Bus error\n"}, r"rank 2 crashed \(Bus error\), l"),
-        ({}, {0: "File", 1: "File"}, "killed, reason unknown: rank 2 on h, last in: step 3 "),
+        (
+            {},
+            {0: "File", 1: "File"},
+            "killed, .* unknown: rank 2 on h, last heartbeat: step 3 ",
+        ),
         ({}, {0: "F", 1: "F", 2: "F"}, r"ended from outside \(SIGTERM\), rank 0 was in: step 3"),
     ],
 )
@@ -380,6 +392,26 @@ def test_what_is_done_starts_the_time_anew(tmp_path):
         beat = json.loads((tmp_path / "ranks" / "0.json").read_text())
     assert ended == []
     assert (beat["doing"], beat["pid"]) == ("step 7", os.getpid())
+
+
+def test_another_phase_is_written_at_once(tmp_path):
+    """Else the last heartbeat of a rank that is killed tells of its setup, seconds ago."""
+
+    def written():
+        return read_beat(tmp_path / "0.json").doing
+
+    with Watchdog(0, 1, "h", 2400) as dog:
+        assert dog.interval == 5
+        dog.keep_in(tmp_path)
+        for first in ("waiting for all in setting up", "step 7", "block 3 in the evaluation"):
+            doing(first)
+            time.sleep(1.3)
+            assert written() == first
+        doing("step 8")
+        time.sleep(1.3)
+        doing("recording step 8")  # no phase of its own
+        time.sleep(1.3)
+        assert written() == "step 8"
 
 
 @pytest.mark.parametrize("how", ["clean", "error", "said"])
