@@ -25,12 +25,12 @@ from hpctrain.errors import UsageError
 from hpctrain.inference.network import FILE
 from hpctrain.models import read_model
 from hpctrain.plan_check import read_plan
+from hpctrain.report.bar import make_console
 from hpctrain.report.fields import Record, deterministic_fields
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import find_folder
 from hpctrain.report.history import find_outcome
 from hpctrain.report.record import read_history, read_records
-from hpctrain.report.tables import make_console
 from hpctrain.text import brief, listed, printable, say
 from hpctrain.training.checkpoint import newest
 from hpctrain.typed import parse_json

@@ -230,11 +230,10 @@ class Watchdog:
             write_beat(self._folder, beat)
 
     def _watch(self) -> None:
-        beaten = looked = time.monotonic()
-        phase = ""  # of the last heartbeat: a new one is written at once, for who reads it later
+        beaten, looked, phase = time.monotonic(), 0.0, ""  # phase: of the last heartbeat
         while not self._over.wait(min(1.0, self.interval)):
             now = time.monotonic()
-            if now - beaten >= self.interval or phase_of(self.said) != phase:
+            if now - beaten >= self.interval or phase_of(self.said) != phase:  # it may be the last
                 beaten, phase = now, phase_of(self.said)
                 self.beat()
                 self._arm()

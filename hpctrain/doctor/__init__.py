@@ -7,13 +7,10 @@ belongs to another MPI. Exit code 1 if anything failed.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.config import DoctorConfig
-from hpctrain.console import Console, styled
+from hpctrain.console import styled
 from hpctrain.doctor.findings import (
     KIB,
     MIB,
@@ -37,14 +34,14 @@ from hpctrain.doctor.findings import (
 from hpctrain.doctor.machine import RankFacts, collect, launcher_name
 from hpctrain.errors import UsageError, first_line
 from hpctrain.launcher import launched_rank
-from hpctrain.report.bar import dumb_terminal, terminal_columns
+from hpctrain.report.bar import make_console
 from hpctrain.report.progress import counted
 from hpctrain.text import discard_stdout
 
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
 SLOW_NUMBER, SLOW_BANDWIDTH = 1e-3, 1e8  # an Allreduce of 4 B in seconds, of much in bytes/s
 LOOPS, LOOP_SECONDS = 5, 0.01  # calls are timed in loops of about this length
-WIDTH = 100  # columns, where no terminal tells them
+WIDTH = 100  # columns, where none are known
 STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
 NOUNS = {"note": "note", "warn": "warning", "fail": "failure"}
 
@@ -197,15 +194,8 @@ def _conclude(rows: Sequence[Finding]) -> int:
 
 
 def _print(content: Table | Text) -> None:
-    """On standard output, coloured on a terminal only; silent once nobody reads it any more."""
-    columns, asked = terminal_columns(), os.environ.get("COLUMNS", "")
-    width = int(asked) if asked.isdigit() and int(asked) > 0 else columns or WIDTH
-    colour = columns is not None and not dumb_terminal()
-    drawn = StringIO()
-    Console(file=drawn, width=width, force_terminal=colour).print(content)
-    text = "\n".join(line.rstrip() for line in drawn.getvalue().splitlines())
-    encoding = sys.stdout.encoding or "utf-8"
+    """On standard output; silent once nobody reads it any more."""
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        make_console(WIDTH).print(content)
     except BrokenPipeError:
         discard_stdout()

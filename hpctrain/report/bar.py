@@ -84,11 +84,22 @@ def _process(pid: int) -> tuple[str, int]:
     return before.partition("(")[2], int(after.split()[1])
 
 
-def _width() -> int:
+def output_width(default: int = 120) -> int:
+    """Columns of what shows this process's output: what COLUMNS says, else those of the terminal,
+    else the default.
+    """
     asked = os.environ.get("COLUMNS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    return terminal_columns() or UNKNOWN_WIDTH
+    return terminal_columns() or default
+
+
+def make_console(default: int = 120) -> Console:
+    """A console of the output's width; coloured where a person looks: mpirun gives ranks terminals
+    anyway.
+    """
+    plain = terminal_columns() is None or dumb_terminal()
+    return Console(width=output_width(default), no_color=plain, force_terminal=not plain)
 
 
 class Bar:
@@ -99,7 +110,7 @@ class Bar:
     """
 
     def __init__(self) -> None:
-        self._console = Console(force_terminal=True, width=_width())
+        self._console = Console(force_terminal=True, width=output_width(UNKNOWN_WIDTH))
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
         self._console.show_cursor(True)  # a killed run must not leave a terminal without cursor
@@ -116,7 +127,7 @@ class Bar:
     def draw(self, before: str, share: float, after: str, below: str) -> None:
         """Show text, a bar filled to `share` in [0, 1], text; and text below."""
         start = time.monotonic()
-        width = self._console.width = _width()  # the window may have changed
+        width = self._console.width = output_width(UNKNOWN_WIDTH)  # it may have changed
         size = min(max(width - len(before) - len(after) - 4, 4), 40)
         filled = int(size * share)
         done, to_do = "━─" if self._console.encoding.startswith("utf") else "#-"

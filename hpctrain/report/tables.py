@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from hpctrain.console import Console, styled
+from hpctrain.console import styled
 from hpctrain.files import as_text, whole_file, write_whole, writing
-from hpctrain.report.bar import terminal_columns
+from hpctrain.report.bar import make_console
 from hpctrain.text import csv_cell, say, told_apart
 
 WIDEST = 12  # classes of a confusion matrix that still fits a terminal
@@ -27,13 +27,6 @@ def write_json(path: Path, metrics: dict[str, Any]) -> None:
     """Write metrics as one JSON object, atomically. RunError."""
     with writing(path):
         write_whole(path, json.dumps(metrics, indent=1) + "\n")
-
-
-def make_console() -> Console:
-    """Plain text of a fixed width unless a person looks: mpirun gives ranks terminals anyway."""
-    columns = terminal_columns()
-    plain = columns is None
-    return Console(width=columns or 120, no_color=plain, force_terminal=not plain)
 
 
 def print_evaluation(

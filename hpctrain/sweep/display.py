@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from hpctrain.console import Console
-from hpctrain.report.bar import dumb_terminal, terminal_columns
+from hpctrain.report.bar import dumb_terminal, output_width, terminal_columns
 from hpctrain.report.find import compared_by_accuracy
 from hpctrain.report.history import UNKNOWN, Metrics, RunHistory
 from hpctrain.report.progress import counted
@@ -21,10 +21,10 @@ class SweepDisplay:
     """Prints, and where asked for also draws the slots, while `live` is entered."""
 
     def __init__(self, progress: str) -> None:
-        columns = terminal_columns()
-        live = progress == "live" or (progress == "auto" and columns and not dumb_terminal())
+        at_terminal = terminal_columns() is not None and not dumb_terminal()
+        live = progress == "live" or (progress == "auto" and at_terminal)
         self._quiet = progress == "none"
-        self.console = Console(width=columns or 120, force_terminal=True if live else None)
+        self.console = Console(width=output_width(), force_terminal=live or None)
         # No thread of its own: processes are forked beside it.
         self.live = Live(console=self.console, auto_refresh=False, transient=True) if live else None
 
