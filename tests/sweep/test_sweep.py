@@ -67,6 +67,27 @@ def digest(folder):
     return list(read_records(folder))[-1]["digest"]
 
 
+@pytest.fixture
+def here(place, monkeypatch):
+    """The same folder, for commands within this process, as if no launcher had started it."""
+    monkeypatch.chdir(place)
+    for name in [*os.environ]:
+        if name.startswith(("OMPI_", "PMI", "SLURM_", "HYDI_", "MPI_LOCAL")):
+            monkeypatch.delenv(name)
+    return place
+
+
+@pytest.fixture
+def call(here, capsys):
+    """A function that calls hpctrain in this process: its exit code, what it prints."""
+
+    def call(*words):
+        capsys.readouterr()
+        return main([*words]), *capsys.readouterr()
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def hit(place):
     """A sweep of two networks: a rank of one is killed, the driver gets SIGTERM, and the same
@@ -109,55 +130,54 @@ def test_a_killed_rank_fails_its_network_alone_and_a_notice_saves_the_other(plac
     assert "is at work" in hit["second"].stderr
 
 
-def test_what_was_hit_ends_with_the_bits_of_undisturbed_runs(place, hit):
+def test_what_was_hit_ends_with_the_bits_of_undisturbed_runs(place, hit, call):
     sweep = place / "runs" / "hit"
     assert statuses(sweep) == {"01": "done", "02": "done"}
     assert hit["again"].count("begins in slot") == 2
     digests = []
     for number, name in enumerate(NAMES, start=1):
         settings = ["--config", f"runs/hit/{name}.toml", "--runs-dir", "runs", *OWN]
-        done = run_cli(["train", *settings, "--run", f"whole{number}"], cwd=place)
-        assert done.returncode == 0, done.stderr
-        same = run_cli(["compare", f"whole{number}", f"hit/{name}"], cwd=place)
-        assert same.stdout.endswith("equal\n"), same.stdout
+        code, _, error = call("train", *settings, "--run", f"whole{number}")
+        assert code == 0, error
+        code, printed, _ = call("compare", f"whole{number}", f"hit/{name}")
+        assert printed.endswith("equal\n") and code == 0, printed
         digests.append(digest(sweep / name))
         assert digests[-1] == digest(place / f"runs/whole{number}")
         assert "going on after step" in (sweep / name / "progress.jsonl").read_text()
     assert digests[0] != digests[1]
 
 
-def test_the_best_network_classifies_and_predicts(place, hit):
-    done = run_cli(["evaluate", "hit", "--best"], cwd=place)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_the_best_network_classifies_and_predicts(hit, call):
+    code, printed, error = call("evaluate", "hit", "--best")
+    assert (code, printed) == (2, "")
     line = "python -m hpctrain evaluate hit --best --model tests.odd_models:slow"
-    assert done.stderr.endswith(f"if you trust it, type {line}\n")
-    done = run_cli(line.split()[3:], cwd=place)
-    assert done.returncode == 0, done.stderr
-    assert "best of runs/hit: 0" in done.stderr
-    assert "by validation accuracy" in done.stderr
-    assert "test: 23 images" in done.stdout
-    done = run_cli(["predict", "hit", "--best", "--output", "-", *OWN], cwd=place)
-    assert len(done.stdout.splitlines()) >= 24, done.stderr
-    done = run_cli(["evaluate", "hit"], cwd=place)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "is a sweep: name one of its runs, or give --best" in done.stderr
+    assert error.endswith(f"if you trust it, type {line}\n")
+    code, printed, error = call(*line.split()[3:])
+    assert code == 0, error
+    assert "best of runs/hit: 0" in error
+    assert "by validation accuracy" in error
+    assert "test: 23 images" in printed
+    _, printed, error = call("predict", "hit", "--best", "--output", "-", *OWN)
+    assert len(printed.splitlines()) >= 24, error
+    code, printed, error = call("evaluate", "hit")
+    assert (code, printed) == (2, "")
+    assert "is a sweep: name one of its runs, or give --best" in error
 
 
-def test_the_same_command_repeats_nothing(place, hit):
-    done = run_cli(["sweep", "two.toml", "--name", "hit"], cwd=place)
-    assert (done.returncode, done.stdout) == (0, "runs/hit has ended: 2 done\n")
-    done = run_cli(["sweep", "runs/hit"], cwd=place)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_the_same_command_repeats_nothing(place, hit, call):
+    ended = 0, "runs/hit has ended: 2 done\n", ""
+    assert call("sweep", "two.toml", "--name", "hit") == ended
+    code, printed, error = call("sweep", "runs/hit")
+    assert (code, printed) == (2, "")
     line = f"python -m hpctrain sweep runs/hit {' '.join(OWN)}"
-    assert done.stderr.endswith(f"if you trust it, type {line}\n")
-    done = run_cli(line.split()[3:], cwd=place)
-    assert (done.returncode, done.stdout) == (0, "runs/hit has ended: 2 done\n")
-    other = run_cli(["sweep", "runs/hit", "--model", "a:b"], cwd=place)
-    assert (other.returncode, "--model a:b: " in other.stderr) == (2, True)
+    assert error.endswith(f"if you trust it, type {line}\n")
+    assert call(*line.split()[3:]) == ended
+    code, _, error = call("sweep", "runs/hit", "--model", "a:b")
+    assert (code, "--model a:b: " in error) == (2, True)
     (place / "other.toml").write_text(TWO.replace("[1, 2]", "[1, 3]"))
-    done = run_cli(["sweep", "other.toml", "--name", "hit"], cwd=place)
-    assert done.returncode == 2
-    assert "was begun with another file" in done.stderr
+    code, _, error = call("sweep", "other.toml", "--name", "hit")
+    assert code == 2
+    assert "was begun with another file" in error
 
 
 def test_in_the_background_until_it_is_stopped(place):
@@ -180,16 +200,6 @@ def test_in_the_background_until_it_is_stopped(place):
         assert line in done.stdout  # it would go on
     finally:
         job.end()
-
-
-@pytest.fixture
-def here(place, monkeypatch):
-    """The same folder, for commands within this process, as if no launcher had started it."""
-    monkeypatch.chdir(place)
-    for name in [*os.environ]:
-        if name.startswith(("OMPI_", "PMI", "SLURM_", "HYDI_", "MPI_LOCAL")):
-            monkeypatch.delenv(name)
-    return place
 
 
 @pytest.mark.parametrize(
