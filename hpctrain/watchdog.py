@@ -233,9 +233,7 @@ class Watchdog:
         beaten, looked, phase = time.monotonic(), 0.0, ""  # phase: of the last heartbeat
         while not self._over.wait(min(1.0, self.interval)):
             now = time.monotonic()
-            if (
-                now - beaten >= self.interval or phase_of(self.activity) != phase
-            ):  # it may be the last
+            if now - beaten >= self.interval or phase_of(self.activity) != phase:
                 beaten, phase = now, phase_of(self.activity)
                 self.beat()
                 self._arm()
