@@ -125,7 +125,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for a reader, a line per decision."""
         height, width, channels = self.image_shape
-        sizes = self.partition.sizes()
+        sizes = self.partition.sizes
         return [
             f"task           {self.task}, {width}x{height}x{channels}, {self.classes} classes",
             f"model          {self.model}",

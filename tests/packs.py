@@ -39,4 +39,4 @@ def places(partition, step, shard):
 
 def order_of(partition, seed, epoch, shard):
     """The shard's rows in the order of this epoch, as `--shuffle partition` reads them."""
-    return Order(partition, seed).samples(epoch, shard, 0, partition.sizes()[shard])
+    return Order(partition, seed).samples(epoch, shard, 0, partition.sizes[shard])

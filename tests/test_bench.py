@@ -149,10 +149,10 @@ def test_workloads(monkeypatch, tmp_path):
     digits = bench.make_job(BenchConfig(data=str(pack)), tmp_path)
     assert (digits.data, digits.warm, digits.epochs) == (str(pack), 4, 3)
     resnet = bench.make_job(BenchConfig(case="resnet50", data=str(pack)), tmp_path)
-    assert read_pack(resnet.data).splits["train"].rows == 480
+    assert read_pack(resnet.data).splits["train"].samples == 480
     monkeypatch.setattr(bench, "RESNET_STEPS", 1)
     made = read_pack(bench.make_job(BenchConfig(case="resnet50"), tmp_path).data)
-    assert (made.image_shape, made.splits["train"].rows) == ((100, 100, 3), 32)
+    assert (made.image_shape, made.splits["train"].samples) == ((100, 100, 3), 32)
 
 
 @pytest.mark.slow
@@ -184,8 +184,8 @@ def test_every_reader_reads_every_image(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "BATCH", 16)
     monkeypatch.setattr(peers, "SECONDS", 0.001)
     raw, jpeg = data.make_files(tmp_path, None)
-    assert raw.splits["train"].rows == 40 * data.COPIES
-    assert jpeg.splits["train"].rows == 40
+    assert raw.splits["train"].samples == 40 * data.COPIES
+    assert jpeg.splits["train"].samples == 40
     for name, reader in data.READERS.items():
         epochs = reader(tmp_path / "raw.h5")
         rows = 40 if name == data.PILLOW or "JPEG" in name else 80

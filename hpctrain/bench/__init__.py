@@ -99,7 +99,7 @@ def make_job(config: BenchConfig, folder: Path) -> TrainingJob:
 
     if config.case == "digits":
         path = locate(config.data or "digits", config.data_dir)
-        rows = read_pack(path).splits["train"].rows
+        rows = read_pack(path).splits["train"].samples
         return TrainingJob("digits", str(path), 128, epochs=3, warm=-(-rows // 128))
     path, rows = folder / "resnet50.h5", RESNET_STEPS * RESNET_BATCH
     write_pixels(config.data and str(locate(config.data, config.data_dir)), path, rows)
@@ -121,7 +121,7 @@ def write_pixels(data: str | None, path: Path, rows: int) -> None:
         classes = tuple(f"class {number}" for number in range(CLASSES))
     else:
         pack = read_pack(data)
-        found = pack.splits["train"].rows
+        found = pack.splits["train"].samples
         if found < rows:
             raise UsageError(
                 f"{data} has {found:,} training images, {rows:,} are needed: give a larger pack,"

@@ -149,7 +149,7 @@ def time_steps(
 
 def keep_epoch(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[int], Batches]:
     """This rank's part of the rows as batches in memory; every epoch gives the same ones."""
-    count, batch = pack.splits["train"].rows // size, job.batch_size // size
+    count, batch = pack.splits["train"].samples // size, job.batch_size // size
     batches = []
     with Split(pack, "train") as source:
         for start in range(0, count, batch):

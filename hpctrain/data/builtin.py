@@ -2,19 +2,66 @@
 
 Two processes that make the same set at the same time write equal bytes under names of their own
 and rename them: both end well.
+
+The digits are synthetic: 0-9, white on black, 28 x 28 pixels, 1,000 a class.
+
+Each image is one glyph of ``glyphs.py`` (its strokes in a style), bent, slanted, stretched,
+scaled, turned by up to 45 degrees either way and moved, then drawn with round strokes of random
+width by its distance to the nearest segment, with a little noise.
+
+The bytes are the same on every machine and numpy: random numbers are raw PCG64 output (which
+numpy promises to keep), sines come from a table rounded far above the differences of
+mathematical libraries, and everything after is elementwise +, -, *, /, square root, minimum and
+comparison, which IEEE 754 defines to the last bit; there are no sums whose order is free.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import shlex
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from hpctrain.data import glyphs
+from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
+from hpctrain.watchdog import doing
 
 BUILT_IN = ("digits", "flowers")
 # What is refused here, because `pack` reads it: the reader of packs would only call it foreign.
 SOURCES = (".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip", ".npz", "-ubyte", "-ubyte.gz")
+SOURCE = "hpctrain.data.digits"  # of the digits, in their provenance
+VERSION = 1  # of the generator: raise it when any byte of the set changes
+SIDE = 28  # pixels
+PER_CLASS, TEST_PER_CLASS, UNSEEN_PER_CLASS = 1000, 100, 100
+CLASSES = tuple("0123456789")
+
+MARGIN = 13.0  # pixels from the centre that ink may reach
+BOX = 100.0  # height of a glyph in its own units
+LARGEST_TURN = 45  # degrees
+TURN_STEPS = 1440  # angles over the whole range: 1/16 degree apart
+# Each image draws one uniform number for each of these, between the two bounds.
+RANGES = {
+    "turn": (0.0, 1.0),
+    "height": (16.0, 19.0),  # pixels
+    "aspect": (0.92, 1.08),  # width over height, relative to the glyph's own
+    "slant": (-0.05, 0.05),  # x per y
+    "bow": (-3.0, 3.0),  # glyph units: middle against both ends, sideways
+    "sway": (-3.0, 3.0),  # the same, of the base line
+    "half_width": (1.0, 1.4),  # of the stroke, pixels
+    "right": (-1.0, 1.0),  # which way off the centre, and how far between the shifts below
+    "down": (-1.0, 1.0),
+    "ink": (0.85, 1.0),  # brightness of the stroke
+    "noise": (0.0, 12.0),  # largest change of a pixel, of 255
+    "order": (0.0, 1.0),
+}
+LARGEST_SHIFT = 1.4  # pixels off the centre in x and in y, where there is room,
+SHIFT_VARIES = 0.5  # or up to so much less: never in the middle, where a linear classifier waits
+
+Split = tuple[np.ndarray, np.ndarray]
 
 
 def locate(data: str, data_dir: str) -> Path:
@@ -45,7 +92,6 @@ def locate(data: str, data_dir: str) -> Path:
 
 def _digits(folder: Path) -> Path:
     """digits.h5 of this generator's version; where that name is taken, one with the version."""
-    from hpctrain.data.digits import SOURCE, VERSION
     from hpctrain.data.packed import read_pack
 
     names = ("digits.h5", f"digits-v{VERSION}.h5")
@@ -75,3 +121,156 @@ def _make(name: str, path: Path) -> Path:
     return make_pack(
         PackConfig(source=name, output=str(path), data_dir=str(path.parent), overwrite=True)
     )
+
+
+def generate(seed: int = 0) -> tuple[dict[str, Split], tuple[str, ...], dict[str, Any]]:
+    """The whole set: (splits, classes, provenance).
+
+    splits: "train" (9,000 images), "test" (1,000) and "unseen" (1,000, in styles that the other
+    two never use), each (images (N, 28, 28, 1) uint8, labels (N,) int64), rows shuffled.
+    """
+    images, labels, order = draw_set(tuple(glyphs.STYLES.values()), PER_CLASS, "seen", seed)
+    # Every tenth image in order of digit, style and angle, from another first one in each style.
+    every, number = PER_CLASS // TEST_PER_CLASS, np.arange(len(labels))
+    test = (number + number * len(glyphs.STYLES) // PER_CLASS) % every == 0
+    shuffled = np.argsort(order, kind="stable")
+    train_rows, test_rows = shuffled[~test[shuffled]], shuffled[test[shuffled]]
+    unseen = draw_set(tuple(glyphs.UNSEEN.values()), UNSEEN_PER_CLASS, "unseen", seed)
+    unseen_rows = np.argsort(unseen[2], kind="stable")
+    splits = {
+        "train": (images[train_rows], labels[train_rows]),
+        "test": (images[test_rows], labels[test_rows]),
+        "unseen": (unseen[0][unseen_rows], unseen[1][unseen_rows]),
+    }
+    provenance = {
+        "source": SOURCE,
+        "generator_version": VERSION,
+        "seed": seed,
+        "styles": list(glyphs.STYLES),
+        "unseen_styles": list(glyphs.UNSEEN),
+    }
+    return splits, CLASSES, provenance
+
+
+def draw_set(
+    styles: tuple[tuple[str, ...], ...], per_class: int, name: str, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`per_class` images of each digit, equally many of each style, in order of angle.
+
+    Returns images (N, 28, 28, 1) uint8, labels (N,) int64 and a random number per row to
+    shuffle by.
+    """
+    total = per_class * len(CLASSES)
+    labels = np.repeat(np.arange(len(CLASSES), dtype=np.int64), per_class)
+    edges = [per_class * number // len(styles) for number in range(len(styles) + 1)]
+    draws: dict[str, np.ndarray] = {key: np.empty(total) for key in RANGES}
+    ink = np.empty((total, SIDE, SIDE), dtype=np.float32)
+    for digit in range(len(CLASSES)):
+        for number, glyph_row in enumerate(styles):
+            doing(f"drawing digit {digit} in style {number}")
+            rows = slice(digit * per_class + edges[number], digit * per_class + edges[number + 1])
+            key = random_key("digits", seed, name, digit, number)
+            picked = spread(key, edges[number + 1] - edges[number])
+            lines = place(glyphs.segments(glyph_row[digit]), picked)
+            ink[rows] = coverage(lines, picked["half_width"])
+            for field, values in picked.items():
+                draws[field][rows] = values
+    grains = grain(random_key("digits", seed, name, "noise"), ink.shape)
+    light = ink * (255 * draws["ink"]).astype(np.float32)[:, None, None]
+    light += grains * draws["noise"].astype(np.float32)[:, None, None]
+    pixels = np.clip(np.floor(light + np.float32(0.5)), 0, 255).astype(np.uint8)
+    return pixels[..., None], labels, draws["order"]
+
+
+def place(strokes: np.ndarray, draws: dict[str, np.ndarray]) -> np.ndarray:
+    """Segments (S, 4) of one glyph -> segments in pixels (n, S, 4), one set per row of draws.
+
+    The centre of the image is (0, 0). The glyph is shrunk where its strokes would leave it.
+    """
+    x = strokes[:, 0::2].ravel()  # (2 S,)
+    y = strokes[:, 1::2].ravel()
+    x = (x - (x.min() + x.max()) / 2) / BOX
+    y = (y - (y.min() + y.max()) / 2) / BOX
+    column = {key: values[:, None] for key, values in draws.items()}  # (n, 1)
+    bent_x = x + column["bow"] / BOX * (4 * y * y)  # (n, 2 S)
+    bent_y = y + column["sway"] / BOX * (4 * x * x)
+    wide = (bent_x * column["aspect"] + column["slant"] * bent_y) * column["height"]
+    high = bent_y * column["height"]
+    cosine, sine = turns(column["turn"])
+    turned_x = cosine * wide - sine * high
+    turned_y = sine * wide + cosine * high
+    reach = MARGIN - column["half_width"]
+    for turned in (turned_x, turned_y):
+        turned -= (turned.min(axis=1) + turned.max(axis=1))[:, None] / 2
+    extent_x, extent_y = turned_x.max(axis=1)[:, None], turned_y.max(axis=1)[:, None]
+    shrink = np.minimum(1, reach / np.maximum(extent_x, extent_y))
+    turned_x = turned_x * shrink
+    turned_y = turned_y * shrink
+    for turned, name in ((turned_x, "right"), (turned_y, "down")):
+        room = np.minimum(LARGEST_SHIFT, reach - turned.max(axis=1)[:, None])
+        away = np.maximum(room - (1 - np.abs(column[name])) * SHIFT_VARIES, 0)
+        turned += np.where(column[name] < 0, -away, away)
+    ends = np.stack([turned_x, turned_y], axis=-1)  # (n, 2 S, 2)
+    return ends.reshape(len(ends), ends.shape[1] // 2, 4)
+
+
+def coverage(lines: np.ndarray, half_width: np.ndarray) -> np.ndarray:
+    """How much of each pixel is ink, (n, 28, 28) float32 in [0, 1], for segments (n, S, 4).
+
+    Along a segment of length L from a, a pixel stands at u = (p - a) . direction and beside it
+    at v; its squared distance to the segment is v^2 + (u - clip(u, 0, L))^2. Ink ends in a ramp
+    one pixel wide.
+    """
+    ax, ay, bx, by = (lines[:, :, i, None].astype(np.float32) for i in range(4))  # (n, S, 1)
+    dx, dy = bx - ax, by - ay
+    length = np.sqrt(dx * dx + dy * dy)
+    safe = np.maximum(length, np.float32(1e-6))
+    dx, dy = np.where(length > 0, dx / safe, np.float32(1)), dy / safe  # a point lies along x
+    centres = np.arange(SIDE, dtype=np.float32) - np.float32((SIDE - 1) / 2)
+    along_x, along_y = (centres - ax) * dx, (centres - ay) * dy  # (n, S, 28)
+    beside_x, beside_y = (centres - ax) * dy, (centres - ay) * dx
+    nearest = np.full((len(lines), SIDE, SIDE), np.inf, dtype=np.float32)
+    for s in range(lines.shape[1]):
+        along = along_y[:, s, :, None] + along_x[:, s, None, :]  # (n, 28, 28)
+        beside = beside_y[:, s, :, None] - beside_x[:, s, None, :]
+        along -= np.minimum(np.maximum(along, 0), length[:, s, :, None])
+        along *= along
+        beside *= beside
+        along += beside
+        np.minimum(nearest, along, out=nearest)
+    edge = half_width.astype(np.float32) + np.float32(0.5)
+    return np.clip(edge[:, None, None] - np.sqrt(nearest), 0, 1)
+
+
+def turns(uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of random angles within +-LARGEST_TURN, from a rounded table."""
+    angles = [math.radians(LARGEST_TURN * (2 * i / TURN_STEPS - 1)) for i in range(TURN_STEPS + 1)]
+    fine = 1 << 20
+    cosines = np.array([round(math.cos(angle) * fine) for angle in angles]) / fine
+    sines = np.array([round(math.sin(angle) * fine) for angle in angles]) / fine
+    step = (uniform * (TURN_STEPS + 1)).astype(np.int64)
+    return cosines[step], sines[step]
+
+
+def spread(key: int, rows: int) -> dict[str, np.ndarray]:
+    """For each name of RANGES, (rows,) float64 between its bounds, evenly spread.
+
+    A Latin hypercube: each range is cut into `rows` equal parts, each part gives one number
+    somewhere within it, and the parts come in random order ("turn" in rising order).
+    """
+    raw = np.random.PCG64(key).random_raw((2, len(RANGES), rows))
+    within = (raw[0] >> np.uint64(11)) * 2.0**-53
+    part = np.argsort(raw[1], axis=1, kind="stable")
+    part[list(RANGES).index("turn")] = np.arange(rows)
+    unit = (part + within) / rows
+    return {
+        name: low + (high - low) * unit[i] for i, (name, (low, high)) in enumerate(RANGES.items())
+    }
+
+
+def grain(key: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Noise of `shape`, float32 in [-1, 1): multiples of 1/128 from the bytes of PCG64."""
+    size = math.prod(shape)
+    raw = np.random.PCG64(key).random_raw(-(-size // 8)).astype("<u8")
+    steps = raw.view(np.uint8)[:size].astype(np.float32) - np.float32(128)
+    return (steps * np.float32(1 / 128)).reshape(shape)

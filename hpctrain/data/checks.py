@@ -1,4 +1,9 @@
-"""What is checked while samples are read: checksums of blocks, and samples that cannot be used.
+"""Bytes at offsets of a file, and what is checked while they are read: checksums of blocks, and
+samples that cannot be used.
+
+Bytes are read by preadv(2). It needs no HDF5, holds no lock of the library and no lock of the
+interpreter, costs 1 to 2 microseconds a sample instead of 30, and turns a file that was cut short
+into an error instead of a signal.
 
 A pack too large to be verified before the first step is verified as it is read: the CRC-32 of a
 block is compared before the block is first used. That costs one more read of each block.
@@ -6,6 +11,7 @@ block is compared before the block is first used. That costs one more read of ea
 
 from __future__ import annotations
 
+import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,18 +20,92 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpctrain.data.pack_format import StoredColumn
-from hpctrain.errors import RunError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.watchdog import doing
 
 if TYPE_CHECKING:
     from hpctrain.data.split import Split
 
 NOT_FINITE = "holds NaN or infinite values: write finite ones, or take it out of the file"
+IOV_MAX = 1024  # buffers that one preadv(2) takes
 READ_TOGETHER = 64  # samples, to look for such values
 UNKNOWN, SOUND, CORRUPT = 0, 1, 2
 # by split and column: the CRC-32 (blocks,) of all blocks, and the rows of a block
 Sums = dict[tuple[str, str], tuple[np.ndarray, int]]
 ReadInto = Callable[[list[memoryview], int], None]  # buffers, byte offset in the file
+
+
+def open_file(path: str, size: int | None = None) -> int:
+    """A descriptor to read the file. UsageError where it cannot be opened, or has not the `size`
+    in bytes that is given.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
+    there = os.fstat(descriptor).st_size
+    if size not in (None, there):
+        os.close(descriptor)
+        raise UsageError(
+            f"{path} has {there:,} bytes here, but {size:,} when it was checked: give every rank"
+            " the same finished file"
+        )
+    return descriptor
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The memory of a C-contiguous array, to be filled."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def read_exactly(path: str, descriptor: int, buffers: list[memoryview], offset: int) -> None:
+    """Fill all buffers from consecutive bytes of the file, or raise RunError."""
+    while buffers:
+        try:
+            count = os.preadv(descriptor, buffers[:IOV_MAX], offset)
+        except OSError as error:
+            raise RunError(f"{path}: reading at byte {offset:,} failed: {error.strerror}") from None
+        if count == 0 and any(len(buffer) for buffer in buffers):
+            missing = sum(len(buffer) for buffer in buffers)
+            raise RunError(
+                f"{path} ends at byte {offset:,}, {missing:,} bytes before the end of the samples"
+                " asked for: it was cut short while in use"
+            )
+        offset += count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if buffers:
+            buffers[0] = buffers[0][count:]
+
+
+def gather_rows(
+    path: str, descriptor: int, offset: int, indices: np.ndarray, out: memoryview
+) -> None:
+    """Rows `indices` (n,) of the array that begins at byte `offset`, into n equal parts of `out`.
+
+    In the order of the file, consecutive rows by one preadv, scattered where their places in
+    `out` are apart. Raises RunError.
+    """
+    if len(indices) == 0:
+        return
+    row_bytes = len(out) // len(indices)
+    order = np.argsort(indices, kind="stable")
+    rows = indices[order]
+    places, starts = order.tolist(), (offset + rows * row_bytes).tolist()
+    cuts = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
+    for start, stop in zip([0, *cuts], [*cuts, len(places)], strict=True):
+        first, count, at = places[start], stop - start, starts[start]
+        if count == 1 or places[start:stop] == list(range(first, first + count)):
+            part = out[first * row_bytes : (first + count) * row_bytes]
+            try:
+                if os.preadv(descriptor, (part,), at) == len(part):
+                    continue  # nearly always
+            except OSError:
+                pass  # read_exactly says why
+            buffers = [part]
+        else:
+            buffers = [out[i * row_bytes : (i + 1) * row_bytes] for i in places[start:stop]]
+        read_exactly(path, descriptor, buffers, at)
 
 
 class BadSamples:

@@ -26,7 +26,7 @@ from hpctrain.data.checks import NOT_FINITE
 from hpctrain.data.orders import random_order
 from hpctrain.data.pack_format import EXTERNAL_ARGUMENTS as ARGUMENTS
 from hpctrain.data.pack_format import SPLITS, ExternalFile, Pack, SplitLayout
-from hpctrain.data.packing.split import LEFT_OUT, Shares, assign, cut
+from hpctrain.data.packing.split import Shares, assign, cut, shuffled
 from hpctrain.data.partition import READ_BYTES, random_key
 from hpctrain.data.split import WHOLE_FILE, Split
 from hpctrain.errors import RunError, UsageError
@@ -207,10 +207,8 @@ def draw(source: ExternalFile, labels: np.ndarray) -> dict[str, np.ndarray]:
     """
     if source.split in SPLITS:  # given by the file
         samples = np.arange(source.rows)
-        if not source.block_rows:
-            key = random_key(source.seed, "pack order", source.split)
-            samples = random_order(source.rows, key)
-        return {source.split: samples}
+        in_order = source.block_rows > 0
+        return {source.split: samples if in_order else shuffled(samples, source.seed, source.split)}
     shares = split_shares(source.split)
     drawn = (_draw_blocks if source.block_rows else _draw_samples)(source, labels, shares)
     how = "class by class"
@@ -237,12 +235,10 @@ def _draw_samples(
     source: ExternalFile, labels: np.ndarray, shares: Shares
 ) -> dict[str, np.ndarray]:
     """Each class by the shares; every split in random order."""
-    nothing_given = np.full(len(labels), LEFT_OUT, np.int8)
-    splits = assign(labels, nothing_given, np.arange(len(labels)), shares, source.seed)
-    drawn = {name: np.flatnonzero(splits == position) for position, name in enumerate(SPLITS)}
+    splits = assign(labels, shares, source.seed)
     return {
-        name: rows[random_order(len(rows), random_key(source.seed, "pack order", name))]
-        for name, rows in drawn.items()
+        name: shuffled(np.flatnonzero(splits == position), source.seed, name)
+        for position, name in enumerate(SPLITS)
     }
 
 

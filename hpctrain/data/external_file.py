@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from hpctrain.data.hdf5 import (
     open_unchecked,
     usage_errors,
 )
-from hpctrain.data.hdf5_chunks import Chunks, read_chunks
+from hpctrain.data.hdf5_chunks import Chunks, StoredChunks
 from hpctrain.data.pack_format import LAYOUTS, SPLITS, ExternalFile
 from hpctrain.errors import UsageError
 
@@ -136,13 +136,11 @@ def check_unchanged(source: ExternalFile) -> None:
 
 def open_chunks(source: ExternalFile) -> Chunks:
     """The chunks of the file. UsageError where it is not the one that was checked."""
-    with usage_errors(source.path):
-        file = open_unchecked(source.path)
-        try:
-            return Chunks(source, file, check_same(file, source))
-        except BaseException:
-            file.close()
-            raise
+    with usage_errors(source.path), ExitStack() as stack:
+        file = stack.enter_context(open_unchecked(source.path))
+        chunks = Chunks(source, file, check_same(file, source))
+        stack.pop_all()  # left open
+        return chunks
 
 
 def _crc32(values: np.ndarray) -> int:
@@ -230,7 +228,8 @@ def _read_labels(file: h5py.File, data: h5py.Dataset, found: ExternalFile) -> np
     if (needed := 8 * math.prod(shape)) > MAX_LABEL_BYTES:
         limit = f"the limit is {MAX_LABEL_BYTES:,}"
         raise Unusable(f"labels of shape {shape} take {needed:,} bytes; {limit}")
-    values = read_chunks(data, 0, shape[0], size) if check_storage(data, size) else data[...]
+    in_chunks = check_storage(data, size) > 0
+    values = StoredChunks(data).read(0, shape[0], size) if in_chunks else data[...]
     if not flat:
         hot = (values == 1).sum(axis=1)
         if not ((hot == 1) & ((values == 0).sum(axis=1) == shape[1] - 1)).all():

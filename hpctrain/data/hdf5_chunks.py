@@ -16,12 +16,13 @@ are undone here, from the last to the first, none of them to more bytes than a c
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import h5py
@@ -29,7 +30,6 @@ import numpy as np
 
 from hpctrain.data.hdf5 import CorruptChunk, explain, file_size
 from hpctrain.data.pack_format import ExternalFile
-from hpctrain.data.partition import READ_BYTES
 from hpctrain.errors import RunError
 
 CACHE_BYTES = 64 << 20  # of slabs kept, besides the last
@@ -45,52 +45,49 @@ class Filters(NamedTuple):
     size: int  # bytes of a chunk, decoded
 
 
-def filters_of(data: h5py.Dataset) -> Filters:
-    """The filters of a data set in chunks."""
-    properties = data.id.get_create_plist()
-    codes = tuple(properties.get_filter(i)[0] for i in range(properties.get_nfilters()))
-    size = int(np.prod(data.chunks, dtype=object)) * data.dtype.itemsize
-    return Filters(codes, data.dtype.itemsize, size)
+class StoredChunks:
+    """A dataset in chunks, with what HDF5 says of it, asked once."""
 
-
-def read_chunks(data: h5py.Dataset, start: int, stop: int, file_size: int) -> np.ndarray:
-    """Rows `start` (where a chunk begins) to `stop` of a data set in chunks. Raises CorruptChunk,
-    and what h5py raises.
-    """
-    filters = filters_of(data)
-    shape, chunk = (stop, *data.shape[1:]), data.chunks
-    out = np.empty((stop - start, *data.shape[1:]), data.dtype)
-    firsts = (start, *(0 for _ in shape[1:]))
-    corners = (range(*limits) for limits in zip(firsts, shape, chunk, strict=True))
-    for corner in product(*corners):
-        raw, skipped = _stored(data, corner, filters, file_size)
-        try:
-            values = decode(raw, filters, skipped)
-        except CorruptChunk as error:
-            raise CorruptChunk(f"the chunk at {corner}: {error}") from None
-        sizes = [min(n - at, c) for n, at, c in zip(shape, corner, chunk, strict=True)]
-        there = tuple(slice(at, at + n) for at, n in zip(corner, sizes, strict=True))
-        within = (slice(corner[0] - start, corner[0] - start + sizes[0]), *there[1:])
-        decoded = np.frombuffer(values, data.dtype).reshape(chunk)
-        out[within] = decoded[tuple(slice(n) for n in sizes)]
-    return out
-
-
-def _stored(
-    data: h5py.Dataset, corner: tuple[int, ...], filters: Filters, file_size: int
-) -> tuple[bytes, int]:
-    """The stored bytes of a chunk, and a bit for each filter that it was stored without."""
-    found = data.id.get_chunk_info_by_coord(corner)
-    checksums = 4 * filters.codes.count(h5py.h5z.FILTER_FLETCHER32)
-    limit = 2 * filters.size + 1024  # what does not shrink grows little
-    if found.byte_offset is None or found.byte_offset + found.size > file_size:
-        raise CorruptChunk(f"the chunk at {corner} is not within the file")
-    if not checksums < found.size <= limit:
-        raise CorruptChunk(
-            f"the chunk at {corner} is stored as {found.size:,} bytes and holds {filters.size:,}"
+    def __init__(self, data: h5py.Dataset) -> None:
+        self._id, self.shape, self.chunk, self.dtype = data.id, data.shape, data.chunks, data.dtype
+        properties = data.id.get_create_plist()
+        codes = tuple(properties.get_filter(i)[0] for i in range(properties.get_nfilters()))
+        self.filters = Filters(
+            codes, self.dtype.itemsize, math.prod(self.chunk) * self.dtype.itemsize
         )
-    skipped, raw = data.id.read_direct_chunk(corner)
-    return raw, skipped
+
+    def read(self, start: int, stop: int, file_size: int) -> np.ndarray:
+        """Rows `start` (where a chunk begins) to `stop`. CorruptChunk, and what h5py raises."""
+        shape = (stop, *self.shape[1:])
+        out = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        firsts = (start, *(0 for _ in shape[1:]))
+        corners = (range(*limits) for limits in zip(firsts, shape, self.chunk, strict=True))
+        for corner in product(*corners):
+            raw, skipped = self._read_stored(corner, file_size)
+            try:
+                values = decode(raw, self.filters, skipped)
+            except CorruptChunk as error:
+                raise CorruptChunk(f"the chunk at {corner}: {error}") from None
+            sizes = [min(n - at, c) for n, at, c in zip(shape, corner, self.chunk, strict=True)]
+            there = tuple(slice(at, at + n) for at, n in zip(corner, sizes, strict=True))
+            within = (slice(corner[0] - start, corner[0] - start + sizes[0]), *there[1:])
+            decoded = np.frombuffer(values, self.dtype).reshape(self.chunk)
+            out[within] = decoded[tuple(slice(n) for n in sizes)]
+        return out
+
+    def _read_stored(self, corner: tuple[int, ...], file_size: int) -> tuple[bytes, int]:
+        """The stored bytes of a chunk, and a bit for each filter that it was stored without."""
+        found, size = self._id.get_chunk_info_by_coord(corner), self.filters.size
+        checksums = 4 * self.filters.codes.count(h5py.h5z.FILTER_FLETCHER32)
+        limit = 2 * size + 1024  # what does not shrink grows little
+        if found.byte_offset is None or found.byte_offset + found.size > file_size:
+            raise CorruptChunk(f"the chunk at {corner} is not within the file")
+        if not checksums < found.size <= limit:
+            raise CorruptChunk(
+                f"the chunk at {corner} is stored as {found.size:,} bytes and holds {size:,}"
+            )
+        skipped, raw = self._id.read_direct_chunk(corner)
+        return raw, skipped
 
 
 def decode(raw: bytes, filters: Filters, skipped: int = 0) -> bytes:
@@ -208,34 +205,30 @@ def expand_lzf_here(content: bytes, limit: int) -> bytes:
 class Chunks:
     """The images of an external file, stored in chunks.
 
-    A slab is all chunks that hold the same images. Every slab that a call needs is read once,
-    neighbours together; the last slabs are kept, so that the next call may go on within one. HDF5
-    fills what it misses at the end of a file with zeros, so the file's size is compared after
-    every read.
+    A slab is all chunks that hold the same images. Every slab that a call needs is read once, and
+    the last slabs are kept, so that the next call may go on within one. HDF5 fills what it misses
+    at the end of a file with zeros, so the file's size is compared after every read.
     """
 
     def __init__(self, source: ExternalFile, file: h5py.File, data: h5py.Dataset) -> None:
         """Of `data` in the open `file`, both checked."""
-        self.source, self._file, self._data = source, file, data
-        slab_bytes = source.chunk_rows * source.image_bytes
-        self._together = max(1, READ_BYTES // slab_bytes)  # slabs that are read by one call
-        self._count = max(1, CACHE_BYTES // slab_bytes)
+        self.source, self._file, self._data = source, file, StoredChunks(data)
+        self._count = max(1, CACHE_BYTES // (source.chunk_rows * source.image_bytes))
         self._kept: OrderedDict[int, np.ndarray] = OrderedDict()  # by number, newest last
         self._lock = threading.Lock()
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
         """The images `rows` (n,), in that order, into `out` (n, H, W, C). Raises RunError."""
+        step = self.source.chunk_rows
         order = np.argsort(rows, kind="stable")  # of the file
-        slabs = rows[order] // self.source.chunk_rows
-        starts = np.flatnonzero(np.diff(slabs, prepend=-1))  # where another slab begins
+        slabs = rows[order] // step
+        cuts = [0, *(np.flatnonzero(np.diff(slabs)) + 1).tolist(), len(rows)]
         with self._lock:
-            for group in self._groups(slabs[starts]):
-                first, last = (int(number) for number in slabs[starts[group[[0, -1]]]])
-                images = self._read_slabs(first, last)  # (m, H, W, C)
-                stop = starts[group[-1] + 1] if group[-1] + 1 < len(starts) else len(rows)
-                places = order[starts[group[0]] : stop]
-                found = images[rows[places] - first * self.source.chunk_rows]
-                out[places] = self.source.scaled(found)
+            for first, stop in pairwise(cuts if len(rows) else ()):
+                places, slab = order[first:stop], int(slabs[first])
+                images = self._read_slab(slab)  # (m, H, W, C)
+                out[places] = self.source.scaled(images[rows[places] - slab * step])
+            self._check_size()
 
     def close(self) -> None:
         """Close the file."""
@@ -243,44 +236,25 @@ class Chunks:
             self._kept.clear()
             self._file.close()
 
-    def _groups(self, slabs: np.ndarray) -> list[np.ndarray]:
-        """Places of slabs (k,), ascending, that are read together: neighbours, at most so many;
-        one that is kept stands alone.
-        """
-        groups: list[list[int]] = []
-        for place, slab in enumerate(slabs.tolist()):
-            previous = int(slabs[place - 1]) if place else -2
-            apart = slab != previous + 1 or slab in self._kept or previous in self._kept
-            if apart or len(groups[-1]) >= self._together:
-                groups.append([])
-            groups[-1].append(place)
-        return [np.array(group) for group in groups]
-
-    def _read_slabs(self, first: int, last: int) -> np.ndarray:
-        """The images of these slabs, (m, H, W, C); the last slab is kept."""
-        if first == last and first in self._kept:
-            self._kept.move_to_end(first)
-            return self._kept[first]
-        images = self._load(first, last)
-        step = self.source.chunk_rows
-        self._kept[last] = images if first == last else images[(last - first) * step :].copy()
-        while len(self._kept) > self._count:
-            self._kept.popitem(last=False)
-        return images
-
-    def _load(self, first: int, last: int) -> np.ndarray:
+    def _read_slab(self, slab: int) -> np.ndarray:
+        """The images of a slab, (m, H, W, C)."""
+        if slab in self._kept:
+            self._kept.move_to_end(slab)
+            return self._kept[slab]
         source, step = self.source, self.source.chunk_rows
-        start, stop = first * step, min(source.rows, (last + 1) * step)
+        start, stop = slab * step, min(source.rows, (slab + 1) * step)
         try:
-            images = read_chunks(self._data, start, stop, source.file_size)
+            images = self._data.read(start, stop, source.file_size)
         except Exception as error:  # HDF5 and h5py raise many kinds
             self._check_size()
             raise RunError(
                 f"{source.path}: images {start:,} to {stop - 1:,} of {source.images} cannot be"
                 f" read, the file {explain(error)}"
             ) from None
-        self._check_size()
-        return source.to_images(images)
+        self._kept[slab] = source.to_images(images)
+        if len(self._kept) > self._count:
+            self._kept.popitem(last=False)
+        return self._kept[slab]
 
     def _check_size(self) -> None:
         there = file_size(self._file)

@@ -18,14 +18,14 @@ What happens to a file, in this order:
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
+import numpy as np
 from PIL import ExifTags, Image
 
 from hpctrain.errors import first_line
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 
@@ -75,17 +75,26 @@ class Header(NamedTuple):
     colour: bool
 
 
+@contextmanager
+def bad_images() -> Iterator[None]:
+    """What Pillow raises of a corrupt file, which is of any kind -> BadImage."""
+    try:
+        yield
+    except (BadImage, WrongSize):
+        raise
+    except Image.UnidentifiedImageError as error:  # its text has a memory address
+        raise BadImage("not an image of a known format") from error
+    except Exception as error:
+        raise BadImage(first_line(error)) from error
+
+
 def decode(data: bytes, fit: Fit) -> bytes:
     """The pixels of an image file as `fit` asks, height x width x channels bytes.
 
     Raises BadImage, or WrongSize under ``fit.exact``.
     """
-    try:
+    with bad_images():
         return _decode(_open(data), fit)
-    except WrongSize:
-        raise
-    except Exception as error:  # corrupt files make Pillow's readers raise any kind
-        raise BadImage(reason(error)) from error
 
 
 def fit_pixels(pixels: bytes, shape: tuple[int, int, int], fit: Fit) -> bytes:
@@ -103,7 +112,7 @@ def as_jpeg(data: bytes) -> bytes:
     """A JPEG file, gray or YCbCr and upright, of an image file at its own size: these very bytes
     where it is one, else made by step 2 and 4 of the module's list. Raises BadImage.
     """
-    try:
+    with bad_images():
         image = _open(data)
         sound = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")  # MPO: several JPEG
         if sound and _orientation(image) == 1:
@@ -115,13 +124,11 @@ def as_jpeg(data: bytes) -> bytes:
         upright = image if turn is None else image.transpose(turn)
         upright.save(file, "JPEG", quality=QUALITY, subsampling="4:4:4")
         return file.getvalue()
-    except Exception as error:
-        raise BadImage(reason(error)) from error
 
 
 def probe(data: bytes) -> Header:
     """Size and colour of an image file from its header; palettes are looked at. BadImage."""
-    try:
+    with bad_images():
         image = _open(data)
         if image.format == "TIFF":
             _load(image)  # Pillow turns a TIFF upright there
@@ -129,8 +136,6 @@ def probe(data: bytes) -> Header:
         if _orientation(image) in SIDEWAYS:
             width, height = height, width
         return Header(width, height, _has_colour(image))
-    except Exception as error:
-        raise BadImage(reason(error)) from error
 
 
 def read_image(path: str, shape: tuple[int, int, int], crop: bool = False) -> np.ndarray:
@@ -138,8 +143,6 @@ def read_image(path: str, shape: tuple[int, int, int], crop: bool = False) -> np
 
     Raises BadImage, and OSError where the file cannot be read at all.
     """
-    import numpy as np  # the workers of `pack` start without it
-
     height, width, channels = shape
     with open(path, "rb") as file:
         data = file.read(FILE_LIMIT + 1)
@@ -221,8 +224,6 @@ def _gray_or_rgb(image: Image.Image) -> Image.Image:
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
     """Gray of 16 bits -> 8 bits: value / 257, rounded, so that 65535 becomes 255."""
-    import numpy as np
-
     values = np.asarray(image)
     if values.size and (values.min() < 0 or values.max() > 65535):
         raise BadImage("gray values beyond 16 bits: convert them to 8 or 16 bits")
@@ -244,10 +245,3 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # corrupt metadata makes Pillow raise any kind; the pixels may be sound
         return 1
     return value if value in TURNS else 1
-
-
-def reason(error: Exception) -> str:
-    """What to say of a file that Pillow could not read, in one line."""
-    if isinstance(error, Image.UnidentifiedImageError):
-        return "not an image of a known format"  # Pillow names a memory address here
-    return first_line(error)

@@ -25,7 +25,7 @@ import numpy as np
 import PIL
 from PIL import Image, features
 
-from hpctrain.data.images import BadImage, Fit, reason, resized
+from hpctrain.data.images import BadImage, Fit, bad_images, resized
 
 MODES = ("L", "RGB")  # as Pillow names gray and YCbCr
 TRIES = 10
@@ -78,17 +78,13 @@ def decode_file(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) ->
     """The pixels of a JPEG file as `fit` asks, or of a crop of it stretched to that size; height x
     width x channels bytes. Raises BadImage.
     """
-    try:
+    with bad_images():
         image = Image.open(io.BytesIO(data), formats=("JPEG",))
         if image.mode not in MODES:
             raise BadImage(f"a JPEG file of mode {image.mode}")
         if crop is None:
             return _whole(image, fit)
         return _crop(image, fit, crop.box(*image.size))
-    except BadImage:
-        raise
-    except Exception as error:  # corrupt files make Pillow's readers raise any kind
-        raise BadImage(reason(error)) from error
 
 
 def _whole(image: Image.Image, fit: Fit) -> bytes:

@@ -43,7 +43,7 @@ class Order:
     def __init__(self, partition: Partition, seed: int, scattered: bool = False) -> None:
         self.partition, self.seed = partition, seed
         self.everywhere = scattered  # whether a shard may read any sample of the split
-        self._scatter = self._make_scatter(partition.rows) if scattered else None
+        self._scatter = self._make_scatter(partition.samples) if scattered else None
         self._newest: dict[object, tuple[object, Any]] = {}
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
@@ -55,12 +55,12 @@ class Order:
     def reach(self, shards: range) -> range:
         """Samples that these shards may read, in whatever epoch."""
         if self.everywhere:
-            return range(self.partition.rows)
+            return range(self.partition.samples)
         return range(self.partition.start(shards.start), self.partition.start(shards.stop))
 
     def _permutation(self, epoch: int, *shard: int) -> Permutation:
         """That of an epoch, of a shard's samples or of all."""
-        n = self.partition.sizes()[shard[0]] if shard else self.partition.rows
+        n = self.partition.sizes[shard[0]] if shard else self.partition.samples
         return self._keep_newest(
             shard, epoch, lambda: Permutation(n, random_key(self.seed, "order", epoch, *shard))
         )
@@ -120,7 +120,7 @@ class BlockOrder(Order):
         """A block has `block_rows` samples, or fewer at the ends of a partition."""
         super().__init__(partition, seed)
         self.block_rows, self.window_blocks = block_rows, window_blocks
-        whole = partition.rows // block_rows
+        whole = partition.samples // block_rows
         self.everywhere = scattered and whole > 0
         self._scatter = self._make_scatter(whole) if self.everywhere else None
 

@@ -3,9 +3,9 @@
 In memory that is bounded by a few blocks of pixels and a few hundred bytes an image:
 
 1. list the source (``packing/sources.py``, ``arrays.py``, ``manifest.py``);
-2. divide the images into splits and shuffle them, from the seed (``choose.py``, ``split.py``);
+2. divide the images into splits and shuffle them, from the seed (``split.py``);
 3. decode every image into its row of the new file, under a temporary name (``make.py``,
-   ``steps.py``, ``decode.py``), with a digest of its pixels;
+   ``decode.py``), with a digest of its pixels;
 4. add checksums and attributes, and give the file its name (``write.py``).
 
 One process decodes with a pool of worker processes; the ranks of an MPI job each do a part of every
@@ -21,18 +21,17 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.config import PackConfig, split_shares
+from hpctrain.data.builtin import BUILT_IN, generate
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packed import read_pack, verify
 from hpctrain.data.packing import report
 from hpctrain.data.packing.make import pack_images
-from hpctrain.data.packing.split import LEFT_OUT, assign, rows_by_split
+from hpctrain.data.packing.split import assign, rows_by_split
 from hpctrain.data.packing.workers import ONE_PROCESS, Processes
 from hpctrain.data.packing.write import write_pack, writing
 from hpctrain.errors import UsageError
 from hpctrain.files import left_behind
 from hpctrain.text import say
-
-BUILT_IN = ("flowers", "digits")
 
 __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
 
@@ -68,7 +67,7 @@ def create_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
     seconds = time.perf_counter() - start
     pack = read_pack(path)
     report.print_table(pack, processes.columns)
-    images = sum(split.rows for split in pack.splits.values())
+    images = sum(split.samples for split in pack.splits.values())
     report.say(f"{images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
     return path
 
@@ -124,8 +123,6 @@ def _pack_digits(config: PackConfig, output: Path) -> None:
         if getattr(config, name) != getattr(PackConfig, name):
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} does not apply to digits: they are made as they are")
-    from hpctrain.data.digits import generate
-
     report.say(f"drawing the digits for {output} ...")
     splits, classes, provenance = generate(config.seed)
     if config.split != PackConfig.split:
@@ -141,8 +138,7 @@ def _cut_again(
     shares = split_shares(config.split)
     made = splits["train"], splits["test"]
     images, labels = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
-    nothing_given = np.full(len(labels), LEFT_OUT, np.int8)
-    drawn = assign(labels, nothing_given, np.arange(len(labels)), shares, config.seed)
+    drawn = assign(labels, shares, config.seed)
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
     rows = rows_by_split(drawn, labels, classes, wanted, config.seed)
     return {name: (images[of], labels[of]) for name, of in rows.items()}

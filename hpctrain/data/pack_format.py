@@ -57,11 +57,11 @@ class SplitLayout:
     """Where one split's samples lie: absolute byte offsets in the file."""
 
     name: str
-    rows: int
+    samples: int
     images_offset: int  # of the pixels, or of the files' bytes
     labels_offset: int
     files_bytes: int = 0  # of all JPEG files together
-    offsets_offset: int = -1  # of the (rows + 1,) int64 that say where each file begins
+    offsets_offset: int = -1  # of the (samples + 1,) int64 that say where each file begins
 
 
 LAYOUTS = {  # of the images of an external file -> where (N, H, W, C) or (N, H, W) are stored
@@ -192,13 +192,13 @@ class Pack:
     def columns(self, split_name: str) -> dict[str, StoredColumn]:
         """The datasets of a split by their names, in the order in which the uuid takes them."""
         split = self.splits[split_name]
-        labels = StoredColumn(split.labels_offset, split.rows, LABEL_BYTES)
+        labels = StoredColumn(split.labels_offset, split.samples, LABEL_BYTES)
         if not self.encoded:
-            images = StoredColumn(split.images_offset, split.rows, self.image_bytes)
+            images = StoredColumn(split.images_offset, split.samples, self.image_bytes)
             return {"images": images, "labels": labels}
         return {
             "bytes": StoredColumn(split.images_offset, split.files_bytes, 1),
-            "offsets": StoredColumn(split.offsets_offset, split.rows + 1, OFFSET_BYTES),
+            "offsets": StoredColumn(split.offsets_offset, split.samples + 1, OFFSET_BYTES),
             "labels": labels,
         }
 

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from hpctrain.config.option import MAX_SIDE
-from hpctrain.data.checks import BlockChecksums, Sums
+from hpctrain.data.checks import BlockChecksums, Sums, open_file, read_exactly
 from hpctrain.data.external import read_external
 from hpctrain.data.hdf5 import Unusable, check_storage, find_dataset, open_hdf5
 from hpctrain.data.pack_format import (
@@ -32,7 +32,6 @@ from hpctrain.data.pack_format import (
     facts_sha256,
     ordered,
 )
-from hpctrain.data.pread import open_file, read_exactly
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.typed import parse_json
@@ -263,7 +262,7 @@ def _numbers(file: h5py.File, name: str, count: int) -> tuple[float, ...]:
 def _find_altered(pack: Pack, sums: Sums) -> str | None:
     """What of a pack's shape, classes, checksums and other attributes is not as it was written."""
     stored = {
-        name: (split.rows, [sums[name, kind][0] for kind in pack.columns(name)])
+        name: (split.samples, [sums[name, kind][0] for kind in pack.columns(name)])
         for name, split in pack.splits.items()
     }
     if content_uuid(pack.image_shape, pack.classes, stored, pack.fit) != pack.uuid:

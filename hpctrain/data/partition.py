@@ -21,9 +21,7 @@ from itertools import accumulate
 
 from hpctrain.errors import UsageError
 
-READ_BYTES = (
-    4 << 20
-)  # of consecutive rows that are read in one go, where order leaves them together
+READ_BYTES = 4 << 20  # of consecutive samples that are read in one go, where order allows it
 
 
 def even_shares(total: int, parts: int) -> tuple[int, ...]:
@@ -41,7 +39,9 @@ def proportional_cut(total: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(cut)
 
 
-def cut_last_step(rows: int, shares: tuple[int, ...], min_samples: int) -> tuple[int, ...] | None:
+def cut_last_step(
+    samples: int, shares: tuple[int, ...], min_samples: int
+) -> tuple[int, ...] | None:
     """The samples of the last step by shard, of even `shares`; none has fewer than `min_samples`,
     except zero.
 
@@ -49,19 +49,19 @@ def cut_last_step(rows: int, shares: tuple[int, ...], min_samples: int) -> tuple
     one) as few shards as can hold the samples are filled evenly instead: more would have fewer
     each. None where even that fails.
     """
-    cut = proportional_cut(rows, shares)
+    cut = proportional_cut(samples, shares)
     if all(r == 0 or r >= min_samples for r in cut):
         return cut
-    filled = next(n for n, room in enumerate(accumulate(shares), start=1) if room >= rows)
-    cut = even_shares(rows, filled)
+    filled = next(n for n, room in enumerate(accumulate(shares), start=1) if room >= samples)
+    cut = even_shares(samples, filled)
     return cut + (0,) * (len(shares) - filled) if cut[-1] >= min_samples else None
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How one epoch over `rows` samples is cut into steps and shards."""
+    """How one epoch over N samples is cut into steps and shards."""
 
-    rows: int  # N, samples of the training split
+    samples: int  # N, samples of the training split
     shares: tuple[int, ...]  # b_j, samples of shard j in a full step
     last: tuple[int, ...]  # r_j, samples of shard j in the last step
 
@@ -72,19 +72,16 @@ class Partition:
     @cached_property
     def steps(self) -> int:
         """Steps an epoch, T."""
-        return -(-self.rows // self.batch_size)
+        return -(-self.samples // self.batch_size)
 
     @cached_property
-    def _sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of every shard's partition, n_j."""
         return tuple((self.steps - 1) * b + r for b, r in zip(self.shares, self.last, strict=True))
 
     @cached_property
     def _starts(self) -> Sequence[int]:
-        return tuple(accumulate(self._sizes, initial=0))
-
-    def sizes(self) -> tuple[int, ...]:
-        """Samples of every shard's partition, n_j."""
-        return self._sizes
+        return tuple(accumulate(self.sizes, initial=0))
 
     def start(self, shard: int) -> int:
         """First sample of the shard's partition; for shard S, the number of samples."""
@@ -99,40 +96,40 @@ class Partition:
         return sum(self.last) if step == self.steps - 1 else self.batch_size
 
 
-def cut_epoch(rows: int, batch_size: int, shards: int, min_samples: int = 1) -> Partition:
-    """Cut an epoch over `rows` samples into steps of `batch_size` and shards.
+def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) -> Partition:
+    """Cut an epoch over `samples` samples into steps of `batch_size` and shards.
 
     `min_samples` is the smallest number of samples a shard may have in a step, zero excepted.
     Raises UsageError where a full share or the last step cannot hold to it, with the nearest larger
     global batch that can, if there is one.
     """
-    partition = _cut(rows, min(batch_size, rows), shards, min_samples)
+    partition = _cut(samples, min(batch_size, samples), shards, min_samples)
     if partition is None:
-        raise UsageError(_refusal(rows, min(batch_size, rows), shards, min_samples))
+        raise UsageError(_refusal(samples, min(batch_size, samples), shards, min_samples))
     return partition
 
 
-def _cut(rows: int, batch_size: int, shards: int, floor: int) -> Partition | None:
+def _cut(samples: int, batch_size: int, shards: int, floor: int) -> Partition | None:
     shares = even_shares(batch_size, shards)
     if shares[-1] < max(floor, 1):
         return None
-    last = cut_last_step(_last_rows(rows, batch_size), shares, floor)
-    return None if last is None else Partition(rows, shares, last)
+    last = cut_last_step(_last_samples(samples, batch_size), shares, floor)
+    return None if last is None else Partition(samples, shares, last)
 
 
-def _last_rows(rows: int, batch_size: int) -> int:
-    return rows - (-(-rows // batch_size) - 1) * batch_size
+def _last_samples(samples: int, batch_size: int) -> int:
+    return samples - (-(-samples // batch_size) - 1) * batch_size
 
 
-def _refusal(rows: int, batch_size: int, shards: int, floor: int) -> str:
+def _refusal(samples: int, batch_size: int, shards: int, floor: int) -> str:
     """Why the global batch, at most all samples, cannot be cut; what to type."""
     needs = (
         f"the model normalises one value per image and channel somewhere, so a shard needs {floor}"
         " images a step"
     )
-    if rows < floor * shards:
-        why = f"{rows:,} training images cannot be cut into {shards:,} shards"
-        way = f"use at most {rows // floor} shards or ranks" if rows >= floor else "add some"
+    if samples < floor * shards:
+        why = f"{samples:,} training images cannot be cut into {shards:,} shards"
+        way = f"use at most {samples // floor} shards or ranks" if samples >= floor else "add some"
         return f"{needs}: {why}: {way}" if floor > 1 else f"{why}: {way}"
     if batch_size < shards:
         why = f"a mini-batch of {batch_size:,} rows cannot be cut into {shards:,} shards"
@@ -140,12 +137,13 @@ def _refusal(rows: int, batch_size: int, shards: int, floor: int) -> str:
         share = batch_size // shards
         why = f"{needs}; {batch_size:,} images over {shards:,} shards leave {share}"
     else:
+        last = _last_samples(samples, batch_size)
         why = (
-            f"{needs}, but the last step of an epoch would hold {_last_rows(rows, batch_size):,}"
-            f" ({rows:,} images in mini-batches of {batch_size:,})"
+            f"{needs}, but the last step of an epoch would hold {last:,}"
+            f" ({samples:,} images in mini-batches of {batch_size:,})"
         )
-    larger = range(max(batch_size + 1, floor * shards), rows + 1)  # the last of them is one step
-    fits = next(size for size in larger if _cut(rows, size, shards, floor))
+    larger = range(max(batch_size + 1, floor * shards), samples + 1)  # the last of them is one step
+    fits = next(size for size in larger if _cut(samples, size, shards, floor))
     return f"{why}: use --batch-size {fits}"
 
 

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.data.checks import Checks
+from hpctrain.data.checks import Checks, as_bytes, gather_rows, open_file, read_exactly
 from hpctrain.data.images import BadImage, Fit
 from hpctrain.data.jpeg import Crop, decode_file, decode_threads, map_parts
 from hpctrain.data.pack_format import Pack, SplitLayout
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.data.pread import as_bytes, gather_rows, open_file, read_exactly
 from hpctrain.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class Split:
     def file_bytes(self) -> int:
         """Bytes of a JPEG file of the split, on average."""
         layout = self.pack.splits[self.name]
-        return -(-layout.files_bytes // layout.rows)
+        return -(-layout.files_bytes // layout.samples)
 
     def byte_range(self, samples: range) -> tuple[int, int]:
         """Where these samples lie among the bytes of the images of a pack's split."""
@@ -152,7 +151,7 @@ class Split:
                     f"{pack.path} is not the file that was checked (uuid {pack.uuid}): it was"
                     " replaced or overwritten meanwhile"
                 )
-        self.labels = self._read_numbers("labels", layout.labels_offset, layout.rows)  # (N,)
+        self.labels = self._read_numbers("labels", layout.labels_offset, layout.samples)  # (N,)
         low, high = self.labels.min(), self.labels.max()
         if not 0 <= low <= high < len(pack.classes):
             raise UsageError(
@@ -177,12 +176,12 @@ class Split:
             self.labels = self.labels[self._index]
 
     def _open_files(self, layout: SplitLayout, threads: int | None) -> None:
-        offsets = self._read_numbers("offsets", layout.offsets_offset, layout.rows + 1)
+        offsets = self._read_numbers("offsets", layout.offsets_offset, layout.samples + 1)
         in_order = offsets[0] == 0 and (offsets[1:] > offsets[:-1]).all()
         if not in_order or offsets[-1] != layout.files_bytes:
             raise UsageError(
                 f"{self.pack.path}: offsets of split {self.name!r} do not cut its"
-                f" {layout.files_bytes:,} bytes into {layout.rows:,} files: the file is corrupt,"
+                f" {layout.files_bytes:,} bytes into {layout.samples:,} files: the file is corrupt,"
                 " pack it again"
             )
         warnings.filterwarnings("ignore", module=r"PIL\.")  # remarks on odd metadata

@@ -18,9 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.data.checks import Sums
+from hpctrain.data.checks import Sums, open_file, read_exactly
 from hpctrain.data.pack_format import Pack
-from hpctrain.data.pread import open_file, read_exactly
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.files import left_behind, open_itself, temporary_name, write_at
 from hpctrain.watchdog import doing

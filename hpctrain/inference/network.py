@@ -274,7 +274,7 @@ def require_split(pack: Pack, split: str) -> None:
     """Raise UsageError unless the pack has rows in this split."""
     if split not in pack.splits:
         raise UsageError(f"{pack.path} has no split {split!r}, only {', '.join(pack.splits)}")
-    if pack.splits[split].rows == 0:
+    if pack.splits[split].samples == 0:
         raise UsageError(f"the split {split!r} of {pack.path} holds no image")
 
 

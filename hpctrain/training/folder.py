@@ -138,7 +138,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "epochs": job.plan.epochs,
         "steps_per_epoch": job.plan.steps_per_epoch,
         "learning_rate": job.plan.learning_rate,
-        "rows": {name: split.rows for name, split in job.pack.splits.items()},
+        "rows": {name: split.samples for name, split in job.pack.splits.items()},
         "settings": chosen(job),
         "pack": job.pack.path,
         "pack_uuid": job.pack.uuid,

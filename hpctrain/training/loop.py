@@ -96,7 +96,7 @@ def end_epoch(run: Run) -> None:
     loss, correct, rows, seconds = state.sums
     accuracy = correct / rows if run.job.task.classes else None
     state.epoch += 1
-    if missing := run.job.plan.partition.rows - round(rows):
+    if missing := run.job.plan.partition.samples - round(rows):
         run.recorder.note(f"epoch {state.epoch}: {missing:,} rows could not be used")
     if state.epoch == 1 and (unused := run.job.trainer.unused.names()):
         of = len(run.job.trainer.message.layout.segments)

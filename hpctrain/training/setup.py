@@ -141,7 +141,7 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], least_rows: i
     external = pack.external
     return Facts(
         *machine,
-        rows=pack.splits["train"].rows,
+        rows=pack.splits["train"].samples,
         image_shape=pack.image_shape,
         value_bytes=pack.dtype.itemsize,
         held_bytes=held,

@@ -156,7 +156,7 @@ def test(run: Run) -> dict[str, float | None]:
     splits = [name for name in run.job.pack.splits if name not in ("train", "validation")]
     found: dict[str, float | None] = {}
     for split in splits:
-        if not run.job.pack.splits[split].rows or (result := evaluation(run, split)) is None:
+        if not run.job.pack.splits[split].samples or (result := evaluation(run, split)) is None:
             continue
         figures = as_json(result, run.job.pack, run.folder / MODEL_FILE, split)
         path = evaluation_file(run.folder, split)
@@ -173,7 +173,7 @@ def show_work(run: Run) -> None:
     """A denoising run leaves a picture: noisy, restored and clean images of a split (rank 0)."""
     job = run.job
     splits = [s for s in ("test", "validation", "train") if s in job.pack.splits]
-    split = next((s for s in splits if job.pack.splits[s].rows), None)
+    split = next((s for s in splits if job.pack.splits[s].samples), None)
     if not isinstance(job.task, Denoising) or split is None:
         return
     with job.reading.split(split) as source:

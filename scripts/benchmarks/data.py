@@ -50,7 +50,7 @@ def measure_data(config: BenchConfig, folder: Path, show: Show) -> list[str]:
     """Run all rounds, print the table; the goals."""
     raw, jpeg = make_files(folder, config.data)
     show(
-        f"{raw.splits['train'].rows:,} images: {raw.file_size / 2**20:,.1f} MiB of pixels,"
+        f"{raw.splits['train'].samples:,} images: {raw.file_size / 2**20:,.1f} MiB of pixels,"
         f" {jpeg.file_size / 2**20:,.1f} MiB as JPEG files"
     )
 

@@ -147,7 +147,7 @@ class Archives(Surface):
         words = ["--jobs", "1", "--output", str(output), "--overwrite"]
         code, _ = run_command("pack", str(source), *words, "--size", "9x7", "--split", "0.7,0.3")
         pack = read_pack(output)
-        rows = sum(split.rows for split in pack.splits.values())
+        rows = sum(split.samples for split in pack.splits.values())
         if code or verify(pack) or rows < 2:
             raise AssertionError(f"exit code {code}, {rows} rows, {verify(pack)}")
         return rows
@@ -205,7 +205,7 @@ class ImageFiles(Surface):
         output = self.folder / "out.h5"
         words = ["--jobs", "1", "--size", "9x7", "--output", str(output), "--overwrite"]
         code, _ = run_command("pack", str(self.folder / "images"), *words)
-        return code, sum(split.rows for split in read_pack(output).splits.values())
+        return code, sum(split.samples for split in read_pack(output).splits.values())
 
     def predict(self, but: str) -> list[str]:
         """The lines of predictions for all files but one."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gzip
 import io
+import pickle
 import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import numpy as np
 from PIL import Image
 
@@ -99,3 +104,26 @@ def all_rows(packed: Pack) -> set[tuple[int, bytes]]:
         images, labels = contents(packed, name)
         pairs |= {(int(n), image.tobytes()) for n, image in zip(labels, images, strict=True)}
     return pairs
+
+
+def replaced(name: str, make: Callable[[h5py.File], object]) -> Callable[[h5py.File], None]:
+    """A change of an HDF5 file: what `make` does takes the place of `name`."""
+
+    def change(file: h5py.File) -> None:
+        del file[name]
+        make(file)
+
+    return change
+
+
+def needs_h5py(packed: Pack) -> bool:
+    """Whether a process that got this pack imports h5py to read it."""
+    code = (
+        "import pickle, sys; from hpctrain.data.split import Split; import numpy as np;"
+        f"rows = Split(pickle.loads({pickle.dumps(packed)!r}), 'train');"
+        "rows.gather(np.array([1]), np.empty((1, *rows.image_shape), np.uint8));"
+        "print('h5py' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout != "False\n"

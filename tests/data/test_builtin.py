@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hpctrain.config import PackConfig
-from hpctrain.data import digits, flowers, pack
+from hpctrain.data import builtin as digits
+from hpctrain.data import flowers, pack
 from hpctrain.data.builtin import locate
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
@@ -30,7 +31,7 @@ def test_digits_are_made_once(small, tmp_path, monkeypatch, capsys):
     made = read_pack(path)
     assert made.image_shape == (28, 28, 1)
     assert made.classes == tuple("0123456789")
-    assert {name: split.rows for name, split in made.splits.items()} == {
+    assert {name: split.samples for name, split in made.splits.items()} == {
         "train": 180,
         "test": 20,
         "unseen": 30,
@@ -62,7 +63,7 @@ def test_another_generator_version_gets_another_name(small, tmp_path, monkeypatc
 
 def test_two_processes_at_once(tmp_path):
     code = f"from hpctrain.data.builtin import locate; locate('digits', {str(tmp_path)!r})"
-    shrink = "from hpctrain.data import digits as d; d.PER_CLASS, d.TEST_PER_CLASS = 20, 2;"
+    shrink = "from hpctrain.data import builtin as d; d.PER_CLASS, d.TEST_PER_CLASS = 20, 2;"
     running = [
         subprocess.Popen([sys.executable, "-c", shrink + code], stderr=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -70,7 +71,7 @@ def test_two_processes_at_once(tmp_path):
     said = [process.communicate(timeout=100)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], said
     assert [path.name for path in tmp_path.iterdir()] == ["digits.h5"]
-    assert read_pack(tmp_path / "digits.h5").splits["train"].rows == 180
+    assert read_pack(tmp_path / "digits.h5").splits["train"].samples == 180
 
 
 def test_flowers_are_packed_once(tmp_path, monkeypatch):

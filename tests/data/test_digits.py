@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data import digits, glyphs
+from hpctrain.data import builtin as digits
+from hpctrain.data import glyphs
 
 # Of the images and labels of generator version 1, seed 0, each split. Every operation of the
 # generator is exact by IEEE 754: equal bytes came from numpy 1.26, 2.0 and 2.4, with and without

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.data import external, split
 from hpctrain.data.external import read_external, reading_note
-from hpctrain.data.external_file import Chunks
+from hpctrain.data.hdf5_chunks import Chunks, StoredChunks
 from hpctrain.data.orders import make_order
 from hpctrain.data.packed import read_again
 from hpctrain.data.partition import cut_epoch
@@ -76,7 +76,7 @@ def test_every_row_is_in_one_split_with_its_label(tmp_path, case, dtype):
     assert (found.image_shape, found.classes) == (wanted.shape[1:], ("0", "1", "2", "3"))
     parts = everything(found)
     assert {name: len(labels) for name, (_, labels) in parts.items()} == {
-        name: split.rows for name, split in found.splits.items()
+        name: split.samples for name, split in found.splits.items()
     }
     got = [np.concatenate(part) for part in zip(*parts.values(), strict=True)]
     assert got[0].dtype == np.dtype(dtype)
@@ -87,7 +87,6 @@ def test_every_row_is_in_one_split_with_its_label(tmp_path, case, dtype):
 @pytest.mark.parametrize("case", ["one piece", "NCHW", "chunks", "cut chunks", "chunks, NCHW"])
 def test_any_rows_in_any_order_by_many_threads(tmp_path, case, monkeypatch):
     monkeypatch.setattr(split, "READ_BYTES", 1000)
-    monkeypatch.setattr("hpctrain.data.hdf5_chunks.READ_BYTES", 1000)
     monkeypatch.setattr("hpctrain.data.hdf5_chunks.CACHE_BYTES", 2000)
     images, storage, layout = STORED[case]
     found = read_external(write(tmp_path / "a.h5", images, LABELS, **storage), "x", "y", layout)
@@ -119,14 +118,13 @@ def test_any_rows_in_any_order_by_many_threads(tmp_path, case, monkeypatch):
 def test_a_chunk_is_read_once_a_call_and_the_last_ones_are_kept(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3), compression="gzip")
     loads = []
-    original = Chunks._load
+    original = StoredChunks.read
 
-    def counted(self, first, last):
-        loads.append((first, last))
-        return original(self, first, last)
+    def counted(self, start, stop, file_size):
+        loads.append(start // 6)
+        return original(self, start, stop, file_size)
 
-    monkeypatch.setattr(Chunks, "_load", counted)
-    monkeypatch.setattr("hpctrain.data.hdf5_chunks.READ_BYTES", 4 * 6 * 105)
+    monkeypatch.setattr(StoredChunks, "read", counted)
     monkeypatch.setattr("hpctrain.data.hdf5_chunks.CACHE_BYTES", 2 * 6 * 105)
     found = read_external(path, "x", "y", split="1")
 
@@ -137,29 +135,29 @@ def test_a_chunk_is_read_once_a_call_and_the_last_ones_are_kept(tmp_path, monkey
         return list(loads)
 
     with Split(found, "train") as source:
-        assert asked(*range(12)) == [(0, 1)]
+        assert asked(*range(12)) == [0, 1]
         assert asked(8, 11, 6) == []  # kept
-        assert asked(8, 12, 5, 60) == [(0, 0), (2, 2), (10, 10)]
+        assert asked(8, 12, 5, 60) == [2, 10]
         assert asked(13, 61) == []
-        assert asked(1) == [(0, 0)]  # no longer kept
+        assert asked(1) == [0]  # no longer kept
         assert asked(61) == []  # used again, so the other one goes
-        assert (asked(30), asked(61), asked(1)) == ([(5, 5)], [], [(0, 0)])
-        assert asked(*np.random.default_rng(0).permutation(48)) == [(1, 4), (5, 7)]
-        assert asked(*range(ROWS - 30, ROWS)) == [(30, 33), (34, 35)]
+        assert (asked(30), asked(61), asked(1)) == ([5], [], [0])
+        assert asked(*np.random.default_rng(0).permutation(48)) == [1, 2, 3, 4, 5, 6, 7]
+        assert asked(*range(ROWS - 30, ROWS)) == [30, 31, 32, 33, 34, 35]
 
 
 def test_chunks_are_read_by_one_thread_at_a_time(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3))
-    inside, most, original = [], [], Chunks._read_slabs
+    inside, most, original = [], [], Chunks._read_slab
 
-    def watched(self, first, last):
-        inside.append(first)
+    def watched(self, slab):
+        inside.append(slab)
         most.append(len(inside))
         time.sleep(0.002)
         inside.pop()
-        return original(self, first, last)
+        return original(self, slab)
 
-    monkeypatch.setattr(Chunks, "_read_slabs", watched)
+    monkeypatch.setattr(Chunks, "_read_slab", watched)
     with Split(read_external(path, "x", "y"), "train") as rows:
         out = np.empty((4, 20, *SHAPE), np.uint8)
         asked = [threading.Thread(target=rows.gather, args=(np.arange(20), o)) for o in out]
@@ -182,7 +180,7 @@ def test_splits_are_dealt_class_by_class_or_in_runs(tmp_path):
     with Split(read_external(path, "x", "y", None, "0.7,0.1,0.2", 1, 0), "test") as rows:
         assert not np.array_equal(first, rows._index)
     in_runs = read_external(path, "x", "y", None, "0.7,0.1,0.2", block_rows=10)
-    assert {name: split.rows for name, split in in_runs.splits.items()} in (
+    assert {name: split.samples for name, split in in_runs.splits.items()} in (
         {"train": 151, "validation": 20, "test": 40},
         {"train": 160, "validation": 11, "test": 40},
         {"train": 160, "validation": 20, "test": 31},
@@ -200,7 +198,7 @@ def test_runs_of_an_ordered_file_are_dealt_evenly_over_its_classes(tmp_path):
     assert found.external.block_rows == 20_011 // (20 * 97)
     with Split(found, "test") as rows:
         shares = np.bincount(rows.labels, minlength=97) / np.bincount(labels)
-    assert 0.9 * 2001 < found.splits["test"].rows < 1.1 * 2001
+    assert 0.9 * 2001 < found.splits["test"].samples < 1.1 * 2001
     assert 0.02 < shares.min() < shares.max() < 0.2
     mixed_up = np.random.default_rng(1).permutation(labels)
     with Split(read_external(write(path, images, mixed_up), "x", "y"), "test") as rows:
@@ -255,7 +253,7 @@ def test_a_file_ordered_by_class_gives_mixed_batches(tmp_path, name, storage):
         runs = found.external.block_rows
         order = make_order(name, partition, 0, runs or 1, 5000, scattered=runs > 0)
         assert 1e-3 < mixed(order, source.labels, 64) < 0.999
-        assert mixed(make_order("blocks", partition, 0, 1, 1), np.sort(source.labels), 64) < 1e-9
+        assert mixed(make_order("partition", partition, 0), np.sort(source.labels), 64) < 1e-9
         if runs and name != "global":
             plain = make_order(name, partition, 0, runs, 5000)
             assert mixed(plain, source.labels, 64) < 1e-9
@@ -264,7 +262,7 @@ def test_a_file_ordered_by_class_gives_mixed_batches(tmp_path, name, storage):
 def test_an_epoch_of_runs_reads_every_chunk_about_once(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3))
     found = read_external(path, "x", "y")
-    rows = found.splits["train"].rows
+    rows = found.splits["train"].samples
     order = make_order("blocks", cut_epoch(rows, 16, 2), 0, found.external.block_rows, 4, True)
     with Split(found, "train") as source:
         chunks = [

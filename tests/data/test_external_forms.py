@@ -148,7 +148,7 @@ def test_splits_that_the_file_has(tmp_path, names):
         assert sorted(i.tobytes() for i in images) == sorted(i.tobytes() for i in IMAGES[rows])
         for image, label in zip(images, labels, strict=True):
             assert LABELS[(image == IMAGES).all((1, 2, 3))][0] == label
-        assert pack.splits[name].rows == len(rows) == len(labels)
+        assert pack.splits[name].samples == len(rows) == len(labels)
         with Split(pack, name) as split:
             group = names[list(pack.splits).index(name)]
             assert f"row {split._index[3]} of /{group}/x" in split.describe(3)
@@ -180,7 +180,7 @@ def test_images_and_labels_in_files_of_their_own(tmp_path):
             file.create_dataset("y", data=labels.reshape(-1, 1, 1, 1), compression="gzip")
     names = "p_{split}_x.h5:x", "p_{split}_y.h5:y"
     pack = read_external(tmp_path / "p_train_x.h5", *names)
-    assert {n: s.rows for n, s in pack.splits.items()} == {
+    assert {n: s.samples for n, s in pack.splits.items()} == {
         "train": 150,
         "validation": 30,
         "test": 31,

@@ -47,7 +47,7 @@ def test_values_are_those_that_hdf5_reads(tmp_path, monkeypatch, storage, dtype,
         with stored(tmp_path / "a", values, chunks, **STORED[storage]) as file:
             size = (tmp_path / "a").stat().st_size
             for start, stop in ((0, 53), (chunks[0], min(53, 4 * chunks[0])), (0, 1)):
-                found = hdf5_chunks.read_chunks(file["x"], start, stop, size)
+                found = hdf5_chunks.StoredChunks(file["x"]).read(start, stop, size)
                 assert found.dtype == values.dtype
                 assert np.array_equal(found, values[start:stop])
 
@@ -59,8 +59,8 @@ def test_a_filter_that_a_chunk_was_stored_without_is_left_out(tmp_path):
     with h5py.File(tmp_path / "a", "r+") as file:
         file["x"].id.write_direct_chunk((11,), values.tobytes(), 0b111)
         size = 10**6
-        assert (hdf5_chunks.read_chunks(file["x"], 11, 22, size) == values).all()
-        assert not hdf5_chunks.read_chunks(file["x"], 0, 11, size).any()
+        assert (hdf5_chunks.StoredChunks(file["x"]).read(11, 22, size) == values).all()
+        assert not hdf5_chunks.StoredChunks(file["x"]).read(0, 11, size).any()
 
 
 @pytest.mark.parametrize("name", ["x", "y"])

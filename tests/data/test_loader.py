@@ -139,7 +139,7 @@ def test_resident_and_streaming_give_the_same_bits_but_read_differently():
 
 
 def test_read_buffer_is_counted_in_the_bytes_of_this_ranks_rows():
-    needed = sum(PARTITION.sizes()[j] for j in MINE) * 5 * 7 * 3
+    needed = sum(PARTITION.sizes[j] for j in MINE) * 5 * 7 * 3
     for read_buffer, reads in ((needed, 1), (needed - 1, 14)):
         source = Source()
         list(Loader(source, PARTITION, MINE, SEED, read_buffer=read_buffer).epoch(0))
@@ -371,7 +371,7 @@ def test_what_fits_is_read_once_in_whatever_order():
         loader = Loader(source, PARTITION, MINE, SEED, order=order, read_buffer=RESIDENT)
         assert len(list(loader.epoch(0))) == len(list(loader.epoch(1))) == PARTITION.steps
         assert len(source.asked) == 1
-        assert len(source.asked[0]) == (ROWS if name == "global" else sum(PARTITION.sizes()[1:]))
+        assert len(source.asked[0]) == (ROWS if name == "global" else sum(PARTITION.sizes[1:]))
 
 
 def test_a_torn_file_is_an_error_with_windows_too():

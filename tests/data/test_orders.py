@@ -40,7 +40,7 @@ def order_named(case, seed=0):
 
 def epoch_of(order, epoch):
     """The rows that each shard reads."""
-    sizes = order.partition.sizes()
+    sizes = order.partition.sizes
     return [order.samples(epoch, j, 0, size) for j, size in enumerate(sizes)]
 
 
@@ -96,7 +96,7 @@ def test_every_row_is_read_exactly_once_an_epoch(case):
     order = order_named(case)
     for epoch in (0, 1):
         parts = epoch_of(order, epoch)
-        assert [len(part) for part in parts] == list(PARTITION.sizes())
+        assert [len(part) for part in parts] == list(PARTITION.sizes)
         assert sorted(np.concatenate(parts).tolist()) == list(range(ROWS))
         for shard, rows in enumerate(parts):
             reach = order.reach(range(shard, shard + 1))
@@ -134,7 +134,7 @@ def test_who_reads_what():
         case: [set(epoch_of(order_named(case), epoch)[0].tolist()) for epoch in (0, 1)]
         for case in ORDERS
     }
-    own = set(range(PARTITION.sizes()[0]))
+    own = set(range(PARTITION.sizes[0]))
     for case in ("partition", "blocks", "blocks, of one row"):
         assert sets[case] == [own, own]
     for case in ("partition, scattered", "blocks, scattered"):

@@ -145,7 +145,7 @@ def test_sizes(folder, tmp_path):
     class_folders(mixed / "b", {"x": 2}, width=17)
     text = refusal(mixed, tmp_path / "4.h5", jobs=1)
     assert "a/000.png has 13x11 pixels and b/x/000.png 17x11: give one with --size 13x11" in text
-    assert pack(mixed, tmp_path / "4.h5", size="13x11", split="1").splits["train"].rows == 5
+    assert pack(mixed, tmp_path / "4.h5", size="13x11", split="1").splits["train"].samples == 5
 
 
 def test_wrong_settings_are_refused_before_any_work(folder, tmp_path):
@@ -175,7 +175,7 @@ def test_an_existing_pack_is_only_replaced_when_asked(folder, tmp_path):
     with pytest.raises(UsageError, match="there is no|does not exist"):
         pack(tmp_path / "none", output, overwrite=True)
     assert output.read_text() == "precious"
-    assert pack(folder, output, overwrite=True).splits["test"].rows == 10
+    assert pack(folder, output, overwrite=True).splits["test"].samples == 10
     with pytest.raises(UsageError, match="is a folder"):
         pack(folder, tmp_path)
 
@@ -218,7 +218,7 @@ def test_unreadable_files_are_listed_and_refused_unless_skipped(tmp_path, capfd,
     for name in ("a/half.jpg", "a/notes.txt: not an image", "b/empty.png", r"b/[red]\x1b[2J.png"):
         assert f"unreadable: {name}" in said
     made = pack(root, tmp_path / "a.h5", jobs=jobs, skip_bad=True)
-    assert sum(split.rows for split in made.splits.values()) == 46
+    assert sum(split.samples for split in made.splits.values()) == 46
     assert made.provenance["skipped"]["files"] == 4
     assert made.provenance["skipped"]["names"][0] == "a/half.jpg"
     assert "4 of 50 files left out" in capfd.readouterr().err
@@ -278,10 +278,12 @@ def test_built_in_sets_by_name(folder, tmp_path, monkeypatch):
     """What is packed by name; how digits and flowers come about is tested with them."""
     images = np.stack([picture(i, 28, 28, 1) for i in range(20)])
     splits = {"train": (images, np.arange(20) % 2), "unseen": (images[:3], np.zeros(3, int))}
-    digits, flowers = types.ModuleType("digits"), types.ModuleType("flowers")
-    digits.generate = lambda seed: (splits, ("0", "1"), {"source": "digits", "seed": seed})
+    made_of = splits, ("0", "1"), {"source": "digits"}
+    flowers = types.ModuleType("flowers")
     flowers.fetch_archive = lambda data_dir: tar(tmp_path / "flower_photos.tgz", folder, "top")
-    monkeypatch.setitem(sys.modules, "hpctrain.data.digits", digits)
+    monkeypatch.setattr(
+        "hpctrain.data.pack.generate", lambda seed: (*made_of[:2], made_of[2] | {"seed": seed})
+    )
     monkeypatch.setitem(sys.modules, "hpctrain.data.flowers", flowers)
     data_dir = str(tmp_path / "data")
     path = create_pack(PackConfig(source="digits", data_dir=data_dir, seed=7))

@@ -17,7 +17,7 @@ from hpctrain.data import packed
 from hpctrain.data.pack import check_pack, write_pack
 from hpctrain.data.packed import read_pack, read_sums, verify
 from hpctrain.errors import UsageError
-from tests.data.pictures import picture
+from tests.data.pictures import picture, replaced
 
 H, W, C = 11, 13, 3
 ROWS = 101
@@ -77,8 +77,8 @@ def test_any_flipped_byte_of_the_metadata_is_noticed(path):
     """Never a crash, never another exception; what stays unnoticed does no harm."""
     whole = path.read_bytes()
     pack = read_pack(path)
-    data = [(s.images_offset, s.rows * H * W * C) for s in pack.splits.values()]
-    data += [(s.labels_offset, s.rows * 8) for s in pack.splits.values()]
+    data = [(s.images_offset, s.samples * H * W * C) for s in pack.splits.values()]
+    data += [(s.labels_offset, s.samples * 8) for s in pack.splits.values()]
     metadata = [i for i in range(len(whole)) if not any(a <= i < a + n for a, n in data)]
     used = [i for i in metadata if whole[i]]
     noticed = 0
@@ -142,14 +142,6 @@ def spoiled(path, change):
     with h5py.File(path, "r+", locking=False) as file:
         change(file)
     return refusal(path)
-
-
-def replaced(name, make):
-    def change(file):
-        del file[name]
-        make(file)
-
-    return change
 
 
 def test_packs_that_read_other_files_are_refused(path, tmp_path):

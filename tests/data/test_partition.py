@@ -52,13 +52,13 @@ def test_every_row_is_read_exactly_once_an_epoch(rows, shards):
         if t < partition.steps - 1:
             assert counts == list(partition.shares), "a step before the last is full"
     starts = [partition.start(j) for j in range(shards + 1)]
-    assert starts == [sum(partition.sizes()[:j]) for j in range(shards + 1)]
+    assert starts == [sum(partition.sizes[:j]) for j in range(shards + 1)]
 
 
 def test_all_shards_of_an_uneven_mini_batch_finish_together():
     partition = cut_epoch(10_007, 128, 48)
     assert set(partition.shares) == {2, 3}
-    steps = [-(-n // b) for n, b in zip(partition.sizes(), partition.shares, strict=True)]
+    steps = [-(-n // b) for n, b in zip(partition.sizes, partition.shares, strict=True)]
     assert max(steps) == partition.steps
     assert min(steps) >= partition.steps - 1
 
@@ -92,7 +92,7 @@ def test_single_rows_are_planned_away_where_a_layer_needs_two(rows, shards):
     partition = cut_epoch(rows, 128, shards, min_samples=2)
     assert all(r == 0 or r >= 2 for r in partition.last)
     assert sum(partition.last) == sum(single)
-    assert sum(partition.sizes()) == rows
+    assert sum(partition.sizes) == rows
 
 
 def test_what_cannot_be_planned_away_is_refused_with_a_size_that_works():
@@ -113,7 +113,7 @@ def test_uneven_shares_are_cut_or_refused_at_once(rows, batch, shards):
             return
         proposal = int(str(error).rsplit("--batch-size ", 1)[1])
         partition = cut_epoch(rows, proposal, shards, min_samples=2)
-    assert sum(partition.sizes()) == rows
+    assert sum(partition.sizes) == rows
     assert all(r == 0 or r >= 2 for r in (*partition.last, *partition.shares))
 
 
@@ -156,7 +156,7 @@ class Counted(tuple):
 def test_a_shard_more_costs_no_look_at_all_others(order):
     """A step of all 4,096 shards on one rank; 67 million looks there were before."""
     shards, plain = 4096, cut_epoch(100_003, 9001, 4096)
-    partition = Partition(plain.rows, Counted(plain.shares), Counted(plain.last))
+    partition = Partition(plain.samples, Counted(plain.shares), Counted(plain.last))
     dealt = make_order(order, partition, 0, block_rows=3, window_blocks=2)
     Counted.read = 0
     for step in (0, 1, partition.steps - 1):

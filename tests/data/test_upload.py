@@ -93,7 +93,7 @@ def test_bad_rows_are_left_out_before_the_copy(stream):
     watched(loader._upload, stream)
     batches = [b for step in loader.epoch(0) for b in step]
     plain = [b for step in Loader(source, PARTITION, [0], SEED).epoch(0) for b in step]
-    assert 0 < sum(len(b.targets) for b in batches) < sum(PARTITION.sizes()[:1])
+    assert 0 < sum(len(b.targets) for b in batches) < sum(PARTITION.sizes[:1])
     for batch, other in zip(batches, plain, strict=True):
         assert torch.equal(batch.images, other.images)
     assert sum(what == "+copy" for what, _ in stream.log) == len(batches)

@@ -223,7 +223,7 @@ def test_no_flowers_is_no_failure(case):
 
 def test_made_packs_hold_what_was_asked(case):
     pack = read_pack(made_pack(case, 11, (6, 5, 3), smooth=True, test=4))
-    assert {name: split.rows for name, split in pack.splits.items()} == {"train": 11, "test": 4}
+    assert {name: split.samples for name, split in pack.splits.items()} == {"train": 11, "test": 4}
     assert pack.image_shape == (6, 5, 3)
 
 

@@ -81,7 +81,7 @@ def test_images_that_cannot_be_decoded_have_no_weight_on_any_number_of_ranks(
         for one, other in zip(found, expected, strict=True):
             for key in ("digest", "loss", "accuracy", "rows", "text", "status"):
                 assert one.get(key) == other.get(key)
-        rows = read_pack(config.data).splits["validation"].rows
+        rows = read_pack(config.data).splits["validation"].samples
         assert {r["rows"] for r in found if r["kind"] == "evaluation"} == {rows - 1}
         notes = [r["text"] for r in found if r["kind"] == "note"]
         assert [f"epoch {n}: 1 rows could not be used" for n in (1, 2)] == [
@@ -146,7 +146,7 @@ def reseal(path):
                     stored.seek(column.offset + block * step * column.row_bytes)
                     crc32[block] = zlib.crc32(stored.read(rows * column.row_bytes))
                 sums.append(crc32[:])
-            splits[name] = split.rows, sums
+            splits[name] = split.samples, sums
         uuid = content_uuid(packed.image_shape, packed.classes, splits, packed.fit)
         file.attrs.modify("uuid", np.bytes_(uuid))
         facts = packed.mean, packed.std, packed.provenance

@@ -133,7 +133,7 @@ def test_every_training_row_once_and_every_batch_mixed(comm, settings, case, shu
     parts = comm.allgather(mine)
     labels = [np.concatenate(ranks) for ranks in zip(*parts, strict=True)]
     assert np.array_equal(np.sort(np.concatenate(labels)), np.sort(job.loader.split.labels))
-    assert len(np.concatenate(labels)) == job.plan.rows == 211 - job.pack.splits["test"].rows
+    assert len(np.concatenate(labels)) == job.plan.rows == 211 - job.pack.splits["test"].samples
     full = [np.bincount(one, minlength=10) for one in labels[:-1]]
     assert all((counts > 0).sum() >= 8 and counts.max() < 20 for counts in full)
 

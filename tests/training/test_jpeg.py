@@ -109,7 +109,7 @@ def test_ranks_that_decode_otherwise_are_refused(comm, jpegs, monkeypatch):
 @pytest.mark.mpi
 def test_windows_of_files_fill_the_read_buffer_by_their_size_not_that_of_pixels(comm, jpegs):
     mean = read_pack(jpegs.data).splits["train"]
-    size = -(-mean.files_bytes // mean.rows)
+    size = -(-mean.files_bytes // mean.samples)
     assert size != 17 * 13 * 3
     for crop, row_bytes in ((0.0, 17 * 13 * 3), (0.1, size)):
         config = dataclasses.replace(jpegs, random_crop=crop, shards=4, run="a")

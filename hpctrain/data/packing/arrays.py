@@ -82,7 +82,7 @@ def find_idx(folder: Path) -> list[IdxPair]:
         name = path.name.lower()
         if "images" in name and "idx" in name and path.is_file() and is_idx(path):
             found[path.name.removesuffix(".gz")] = path
-    pairs = [pair for path in found.values() for pair in idx_pair(path)]
+    pairs = [find_labels(path) for path in found.values()]
     pairs.sort(key=lambda pair: pair.split == "test")  # train first
     splits = [pair.split for pair in pairs]
     if len(set(splits)) < len(splits):
@@ -93,15 +93,15 @@ def find_idx(folder: Path) -> list[IdxPair]:
     return pairs
 
 
-def idx_pair(images: Path) -> list[IdxPair]:
-    """The pair of an images file, as a list of one. UsageError where its labels are missing."""
+def find_labels(images: Path) -> IdxPair:
+    """The pair of an images file. UsageError where its labels are missing."""
     stem = images.name.removesuffix(".gz").replace("images", "labels")
     stem = stem.replace("idx3", "idx1").replace("idx4", "idx1")
     for name in (stem, f"{stem}.gz"):
         labels = images.with_name(name)
         if labels != images and labels.is_file():
             test = "t10k" in stem or "test" in stem
-            return [IdxPair(images, labels, "test" if test else "train")]
+            return IdxPair(images, labels, "test" if test else "train")
     raise UsageError(f"source {images} has no labels beside it: expected {stem} or {stem}.gz")
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from PIL import Image
 
+from hpctrain.data.checks import read_exactly
 from hpctrain.data.images import (
     FILE_LIMIT,
     BadImage,
@@ -166,10 +167,7 @@ def copy_rows(path: str, offsets: np.ndarray, row_bytes: int, span: Span) -> Wri
         descriptor = _open(stack, path)
         for number, offset in enumerate(offsets.tolist()):
             row = data[number * row_bytes : (number + 1) * row_bytes]
-            while row:
-                if not (count := os.preadv(descriptor, [row], offset)):
-                    raise RunError(f"{path} was cut short while in use")
-                row, offset = row[count:], offset + count
+            read_exactly(path, descriptor, [row], offset)
     return write_span(data, span)
 
 

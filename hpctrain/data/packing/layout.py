@@ -69,6 +69,11 @@ class ImageSource:
         start, stop = self.images["start"][row], self.images["stop"][row]
         return self.names[start:stop].decode("utf-8", "surrogateescape")
 
+    def leave_out(self, reasons: Mapping[int, str]) -> None:
+        """Images that cannot be used, by row."""
+        self.bad += [(self.name_of(row), why) for row, why in reasons.items()]
+        self.images = np.delete(self.images, list(reasons)) if reasons else self.images
+
     def take(self, rows: np.ndarray) -> ImageSource:
         """The source with these images only, in this order."""
         images = self.images[rows]

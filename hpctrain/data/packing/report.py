@@ -173,7 +173,7 @@ def print_table(pack: Pack, columns: int | None = None) -> None:
         for what, smallest in (("smallest", np.min), ("largest", np.max)):
             table.add_row(f"{what} class", *(f"{smallest(column):,}" for column in sums))
     table.add_section()
-    totals = [split.rows for split in pack.splits.values()]
+    totals = [split.samples for split in pack.splits.values()]
     classes = f"{len(pack.classes):,} classes" if len(pack.classes) > 1 else "1 class"
     table.add_row(classes, *(f"{total:,}" for total in (*totals, sum(totals))))
     console.print(table)
@@ -189,7 +189,7 @@ def _class_counts(pack: Pack, split: str) -> np.ndarray:
 def _files(pack: Pack) -> str:
     """What there is to say of a pack's files."""
     splits = pack.splits.values()
-    mean = sum(split.files_bytes for split in splits) / sum(split.rows for split in splits)
+    mean = sum(split.files_bytes for split in splits) / sum(split.samples for split in splits)
     how = "stretched" if pack.fit == "stretch" else "cut"
     return f"{how} from JPEG files of {mean / 2**10:,.1f} KiB on average"
 

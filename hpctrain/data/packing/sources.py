@@ -24,7 +24,7 @@ import numpy as np
 from hpctrain.data.images import FILE_LIMIT
 from hpctrain.data.packing import arrays
 from hpctrain.data.packing.layout import ImageSource, hidden, image_table, read_class_folders
-from hpctrain.data.packing.manifest import Manifest, find_images, read_manifest
+from hpctrain.data.packing.manifest import find_images, read_manifest
 from hpctrain.data.packing.scratch import (
     RATIO,
     ZIP_ERRORS,
@@ -74,10 +74,9 @@ def open_source(
             limits = np.minimum(limits, SMALL + RATIO * source.images["compressed"])
         sizes = source.images["size"]
         large = np.flatnonzero(sizes > limits).tolist()
-        for row in large:
-            why = f"{sizes[row]:,} bytes; the limit is {limits[row]:,}"
-            source.bad.append((source.name_of(row), why))
-        source.images = np.delete(source.images, large) if large else source.images
+        source.leave_out(
+            {row: f"{sizes[row]:,} bytes; the limit is {limits[row]:,}" for row in large}
+        )
         yield source
 
 
@@ -106,7 +105,7 @@ def _listed(path: Path, new_file: NewFile, labels: Labels) -> ImageSource:
     if start.startswith(HDF5):
         raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")
     if is_arrays:
-        return arrays.idx_source(path.name, arrays.idx_pair(path), new_file)
+        return arrays.idx_source(path.name, [arrays.find_labels(path)], new_file)
     if start.startswith(GZIP):
         unzipped = new_file()
         unzip(path, unzipped)
@@ -118,54 +117,38 @@ def _listed(path: Path, new_file: NewFile, labels: Labels) -> ImageSource:
 
 
 def _source(
-    name: str,
+    path: Path,
     kind: str,
     root: str,
     files: Sequence[str],
     folders: Sequence[str],
     labels: Labels,
-    where: str,
 ) -> tuple[ImageSource, np.ndarray]:
     """The source of these image files, and their positions (N,) in `files`."""
+    notes: list[str] = []
     if labels.manifest:
-        return _of_manifest(name, kind, root, files, read_manifest(Path(labels.manifest)))
-    found = read_class_folders(files, folders, where, labels.any_subfolders)
-    images, names = image_table(
-        (files[row] for row in found.order.tolist()),
-        len(found.order),
-        label=found.labels,
-        split=found.splits,
-    )
-    text = f"{found.ignored} image files outside the class folders were ignored"
-    notes = [text] if found.ignored else []
-    source = ImageSource(
-        name, kind, root, found.classes, images, names, notes=notes, split_by="folders"
-    )
-    return source, found.order
-
-
-def _of_manifest(
-    name: str, kind: str, root: str, files: Sequence[str], manifest: Manifest
-) -> tuple[ImageSource, np.ndarray]:
-    """The same where a manifest names the images."""
-    order = np.arange(len(manifest.paths)) if kind == "folder" else find_images(manifest, files)
-    images, names = image_table(
-        manifest.paths if kind == "folder" else (files[row] for row in order.tolist()),
-        len(manifest.paths),
-        label=manifest.labels,
-        split=manifest.splits,
-        group=manifest.groups,
-    )
-    source = ImageSource(name, kind, root, manifest.classes, images, names, split_by="manifest")
+        table = read_manifest(Path(labels.manifest))
+        order = np.arange(len(table.paths)) if kind == "folder" else find_images(table, files)
+        names, classes, by = table.paths, table.classes, "manifest"
+        columns = dict(label=table.labels, split=table.splits, group=table.groups)
+    else:
+        found = read_class_folders(files, folders, str(path), labels.any_subfolders)
+        order, names = found.order, [files[row] for row in found.order.tolist()]
+        classes, by = found.classes, "folders"
+        columns = dict(label=found.labels, split=found.splits)
+        if found.ignored:
+            notes.append(f"{found.ignored} image files outside the class folders were ignored")
+    images, encoded = image_table(names, len(names), **columns)
+    name = path.resolve().name if kind == "folder" else path.name
+    source = ImageSource(name, kind, root, classes, images, encoded, notes=notes, split_by=by)
     return source, order
 
 
 def _folder(root: Path, labels: Labels) -> ImageSource:
     """The image files of a folder. Those that a manifest names are not looked for: one that is
     missing is found when it is read."""
-    listed = _walk(str(root)) if not labels.manifest else ([], [], [])
-    files, folders, bad = listed
-    source, _ = _source(root.resolve().name, "folder", str(root), files, folders, labels, str(root))
+    files, folders, bad = _walk(str(root)) if not labels.manifest else ([], [], [])
+    source, _ = _source(root, "folder", str(root), files, folders, labels)
     source.bad = [(name, why) for name, why in bad if not hidden(name.split("/"))]
     return source
 
@@ -226,18 +209,15 @@ def _tar(path: Path, file: IO[bytes], opened: str, labels: Labels) -> ImageSourc
     kinds, offsets, sizes = (np.array(column) for column in columns)
     files = [name for name, number in numbers.items() if kinds[number] != FOLDER]
     folders = [name for name, number in numbers.items() if kinds[number] == FOLDER]
-    source, order = _source(path.name, "slices", "", files, folders, labels, str(path))
+    source, order = _source(path, "slices", "", files, folders, labels)
     targets = np.array([numbers[files[row]] for row in order], np.int64)
     for row in np.flatnonzero(np.isin(kinds[targets], (SOFT_LINK, HARD_LINK))).tolist():
         targets[row] = _follow(files[order[row]], numbers, kinds, links)
-    sound = targets >= 0
-    sound[sound] = kinds[targets[sound]] == REGULAR
-    for row in np.flatnonzero(~sound).tolist():
-        why = "no regular file" if targets[row] >= 0 else "a link out of the archive"
-        source.bad.append((source.name_of(row), why))
-    source.images, targets = source.images[sound], targets[sound]
     source.images["offset"], source.images["size"] = offsets[targets], sizes[targets]
-    cut = np.flatnonzero(offsets[targets] + sizes[targets] > length)
+    bad = np.flatnonzero((targets < 0) | (kinds[targets] != REGULAR)).tolist()
+    link, other = "a link out of the archive", "no regular file"
+    source.leave_out({row: link if targets[row] < 0 else other for row in bad})
+    cut = np.flatnonzero(source.images["offset"] + source.images["size"] > length)
     if len(cut):
         name = source.name_of(int(cut[0]))
         raise UsageError(f"source {path} is cut short within {name}: fetch it again")
@@ -273,19 +253,17 @@ def _zip(path: Path, labels: Labels) -> ImageSource:
     members.pop("", None)
     files = [name for name, member in members.items() if not member.is_dir()]
     folders = [name for name, member in members.items() if member.is_dir()]
-    root = str(path.resolve())
-    source, order = _source(path.name, "zip", root, files, folders, labels, str(path))
-    sound = np.ones(len(order), bool)
+    source, order = _source(path, "zip", str(path.resolve()), files, folders, labels)
+    bad: dict[int, str] = {}
     facts = ("offset", "size", "method", "flags", "compressed", "crc32")
     for row, number in enumerate(order):
         m = members.pop(files[number])
-        sound[row] = stat.S_IFMT(m.external_attr >> 16) in (0, stat.S_IFREG)
+        if stat.S_IFMT(m.external_attr >> 16) not in (0, stat.S_IFREG):
+            bad[row] = "no regular file"
         values = m.header_offset, m.file_size, m.compress_type, m.flag_bits, m.compress_size, m.CRC
         for name, value in zip(facts, values, strict=True):
             source.images[name][row] = min(value, HUGE)
-    for row in np.flatnonzero(~sound).tolist():
-        source.bad.append((source.name_of(row), "no regular file"))
-    source.images = source.images[sound]
+    source.leave_out(bad)
     return source
 
 

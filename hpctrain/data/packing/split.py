@@ -41,10 +41,10 @@ def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
 
 def assign(
     labels: np.ndarray,
-    given: np.ndarray,
-    groups: np.ndarray,
     shares: Shares,
     seed: int,
+    given: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
     balanced: bool = False,
 ) -> np.ndarray:
     """The split of every image: (N,) int8 positions in SPLITS, or LEFT_OUT.
@@ -54,6 +54,8 @@ def assign(
     of a manifest. Where the source gives test, only a third share is used: validation is drawn out
     of the given train.
     """
+    given = np.full(len(labels), LEFT_OUT, np.int8) if given is None else given
+    groups = np.arange(len(labels)) if groups is None else groups
     labels, splits = np.asarray(labels), given.copy()
     if not (given > TRAIN).any():  # a source with nothing but train gives no split
         splits[:] = LEFT_OUT
@@ -159,6 +161,11 @@ def equal_pixels(digests: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
     return groups, sorted(equal, key=lambda group: int(group[0]))
 
 
+def shuffled(rows: np.ndarray, seed: int, split: str) -> np.ndarray:
+    """Rows (n,) of a split in their final order."""
+    return rows[random_order(len(rows), random_key(seed, "pack order", split))]
+
+
 def rows_by_split(
     splits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], wanted: list[str], seed: int
 ) -> dict[str, np.ndarray]:
@@ -168,8 +175,7 @@ def rows_by_split(
     for position, name in enumerate(SPLITS):
         rows = np.flatnonzero(splits == position)
         if len(rows):
-            key = random_key(seed, "pack order", name)
-            result[name] = rows[random_order(len(rows), key)]
+            result[name] = shuffled(rows, seed, name)
         elif name in wanted:
             raise UsageError(
                 f"--split leaves no image for {name}: there are {len(labels)} images in"
@@ -197,7 +203,7 @@ def assign_rows(
         groups = merged(pixels, images["group"])
     if config.fold:
         given = fold_as_given(labels, given, groups, fold_number(config.fold), config.seed)
-    splits = assign(labels, given, groups, shares, config.seed, by_manifest)
+    splits = assign(labels, shares, config.seed, given, groups, by_manifest)
     wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
     wanted = [] if (given > TRAIN).any() else wanted
     rows = rows_by_split(splits, labels, source.classes, wanted, config.seed)

@@ -60,10 +60,10 @@ class Processes(NamedTuple):
 
 
 class TaskRunner:
-    """Runs tasks with an executor, or in this thread without one. Results come in the order of the
-    tasks, of which a few are begun ahead."""
+    """Runs tasks with an executor. Results come in the order of the tasks, of which a few are begun
+    ahead."""
 
-    def __init__(self, jobs: int, executor: Executor | None = None) -> None:
+    def __init__(self, jobs: int, executor: Executor) -> None:
         self._jobs, self._executor = jobs, executor
 
     def run(
@@ -82,11 +82,7 @@ class TaskRunner:
             yield self._result(*waiting.popleft(), advance)
 
     def _submit(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[T]:
-        if self._executor:
-            return self._executor.submit(function, *arguments)
-        done: Future[T] = Future()
-        done.set_result(function(*arguments))
-        return done
+        return self._executor.submit(function, *arguments)
 
     def _result(self, future: Future[T], images: int, advance: Callable[[int], None]) -> T:
         result = future.result()
@@ -147,7 +143,6 @@ class ProcessRunner(TaskRunner):
 
     def close(self) -> None:
         """End the worker processes: the results are in, or no longer wanted."""
-        assert self._executor
         self._executor.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.kill()
@@ -155,11 +150,11 @@ class ProcessRunner(TaskRunner):
 
 @contextmanager
 def start_threads(jobs: int) -> Iterator[TaskRunner]:
-    """Tasks run in `jobs` threads, in this one if it is 1."""
+    """Tasks run in `jobs` threads."""
     with warnings.catch_warnings(), ThreadPoolExecutor(jobs) as threads:
         warnings.simplefilter("ignore")  # Pillow remarks on odd metadata
         try:
-            yield TaskRunner(jobs, threads if jobs > 1 else None)
+            yield TaskRunner(jobs, threads)
         finally:
             threads.shutdown(cancel_futures=True)
 

@@ -149,8 +149,7 @@ def test_a_fold_of_a_given_train_is_validation(tmp_path, capfd):
 def test_large_groups_go_to_all_splits():
     """Not to train alone because they are placed first."""
     groups = np.concatenate([np.repeat(np.arange(20), 10), 20 + np.repeat(np.arange(100), 2)])
-    labels, nothing = np.zeros(400, int), np.full(400, -1, np.int8)
-    splits = assign(labels, nothing, groups, split_shares("0.5,0.5"), 0, balanced=True)
+    splits = assign(np.zeros(400, int), split_shares("0.5,0.5"), 0, None, groups, balanced=True)
     assert [(splits == split).sum() for split in (0, 2)] == [200, 200]
     assert {len(set(splits[groups == group])) for group in range(120)} == {1}
     assert (splits[:200] == 0).sum() == 100

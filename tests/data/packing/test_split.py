@@ -25,7 +25,7 @@ def assigned(labels, groups=None, given=None, shares=THREE, seed=0):
     labels = np.asarray(labels)
     groups = np.arange(len(labels)) if groups is None else np.asarray(groups)
     given = np.full(len(labels), LEFT_OUT, np.int8) if given is None else np.asarray(given, np.int8)
-    return assign(labels, given, groups, shares, seed)
+    return assign(labels, shares, seed, given, groups)
 
 
 def counts(labels, splits):
