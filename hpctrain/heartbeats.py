@@ -17,12 +17,12 @@ import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from hpctrain.files import open_itself, write_whole
 from hpctrain.text import printable, ranges
-from hpctrain.typed import parse_json
+from hpctrain.typed import from_fields, parse_json
 
 FOLDER = "ranks"  # of a run
 LAUNCH_FOLDER = ".hpctrain-ranks-"  # and the name of the launch, until there is a run
@@ -34,7 +34,8 @@ MOST_NAMED = 8  # ranks, in a message
 CRASH = re.compile(rb"Fatal Python error: ([ -~]{1,80})")  # as faulthandler begins
 
 
-class Beat(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Beat:
     """One heartbeat."""
 
     rank: int
@@ -64,7 +65,8 @@ def phase_of(doing: str) -> str:
 
 def write_beat(folder: Path, beat: Beat) -> None:
     """Replace this rank's heartbeat, whole. OSError."""
-    fields = {name: value for name, value in beat._asdict().items() if name != "written"}
+    fields = asdict(beat)
+    del fields["written"]
     write_whole(folder / f"{beat.rank}.json", json.dumps(fields) + "\n", durable=False)
 
 
@@ -72,18 +74,15 @@ def read_beat(path: Path) -> Beat | None:
     """The heartbeat in a file; None where it holds none."""
     try:
         with open(path, "rb", opener=open_itself) as file:
-            written, text = os.fstat(file.fileno()).st_mtime, file.read(LONGEST)
-        found = parse_json(text)
-        numbers = [float(found.get(name, 0.0)) for name in ("seconds", "time", "limit", "imports")]
-        texts = [str(found.get(name, ""))[:LONGEST_TEXT] for name in ("host", "doing", "failed")]
-        rank, pid = int(found["rank"]), int(found["pid"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            written, content = os.fstat(file.fileno()).st_mtime, file.read(LONGEST)
+        beat = from_fields(Beat, parse_json(content))
+    except (OSError, ValueError):
         return None
-    if path.name != f"{rank}.json":
+    if path.name != f"{beat.rank}.json":
         return None
-    host, activity, failed = (printable(text, newlines=False) for text in texts)
-    seconds, moment, limit, imports = numbers
-    return Beat(rank, host, pid, activity, seconds, moment, limit, imports, failed, written)
+    texts = (beat.host, beat.doing, beat.failed)
+    host, doing, failed = (printable(text[:LONGEST_TEXT], newlines=False) for text in texts)
+    return replace(beat, host=host, doing=doing, failed=failed, written=written)
 
 
 def read_beats(folder: Path) -> list[Beat]:

@@ -33,6 +33,7 @@ from hpctrain.data.builtin import locate
 from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.report.record import read_records
 from scripts.benchmarks import data
+from scripts.benchmarks.data import goal_line
 
 FORMATS = ("fp32 NCHW", "fp32 NHWC", "bf16 NHWC")
 WRITTEN = f"{LOADER}, fp32 NCHW"
@@ -69,14 +70,6 @@ device = "cpu"
 [grid]
 seed = {seeds}
 """
-
-
-def goal_line(found: float, bound: float, what: str, at_most: bool = False) -> str:
-    """Whether a goal is met."""
-    met = found <= bound if at_most else found >= bound
-    return (
-        f"{'met   ' if met else 'MISSED'} {found:.3f}  {what} {'<=' if at_most else '>='} {bound}"
-    )
 
 
 def training(config: BenchConfig, folder: Path, show: Show) -> list[str]:

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from hpctrain.bench import Show, peers
-from hpctrain.bench.harness import measure, number_text, python, ratio, run_job, table
+from hpctrain.bench.harness import measure, python, ratio, run_job, table
 from hpctrain.bench.peers import COPY, GATHER, H5PY, KEPT, LOADER, LOADER_2, Reader, loaded
 from hpctrain.config import BenchConfig, PackConfig
 from hpctrain.data.external import read_external
@@ -64,13 +64,19 @@ def measure_data(config: BenchConfig, folder: Path, show: Show) -> list[str]:
     rates = measure([*READERS, PACK], config.rounds, run, show)
     compared = {**peers.COMPARED, PACK: {"/ Pillow": PILLOW}}
     show(table("Images of 100x100x3 on one core", rates, compared))
-    lines = []
-    for name, least, other in GOALS:
-        found = ratio(rates, name, other) if other else median(rates[name])
-        verdict = "met   " if found >= least else "MISSED"
-        wanted = f"{number_text(least)} x {other}" if other else f"{least:,} images/s"
-        lines.append(f"{verdict} {number_text(found)}  {name} >= {wanted}")
-    return lines
+    return [
+        goal_line(ratio(rates, name, other), least, f"{name} / {other}")
+        if other
+        else goal_line(median(rates[name]), least, f"{name}, images/s")
+        for name, least, other in GOALS
+    ]
+
+
+def goal_line(found: float, bound: float, what: str, at_most: bool = False) -> str:
+    """Whether a goal is met."""
+    met = found <= bound if at_most else found >= bound
+    sign = "<=" if at_most else ">="
+    return f"{'met   ' if met else 'MISSED'} {found:,.3f}  {what} {sign} {bound:,}"
 
 
 def make_files(folder: Path, source: str | None) -> tuple[Pack, Pack]:

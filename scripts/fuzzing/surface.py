@@ -53,7 +53,8 @@ class Surface(abc.ABC):
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        self.cases: Sequence[Case] = self.make_cases()
+        with contextlib.redirect_stderr(io.StringIO()):
+            self.cases: Sequence[Case] = self.make_cases()
 
     @abc.abstractmethod
     def make_cases(self) -> Sequence[Case]:
