@@ -6,9 +6,9 @@
   64 elements (256 bytes), with the parameter's own strides. After a backward one operation adds
   all to it, as torch makes them: adding each one where it lies would be a kernel per parameter.
 * moments: two numbers per batch-norm channel (batchnorm.py).
-* scalars: loss sum, correct, rows, irregular batch-norm layers, flags; sums over ranks. The last
-  one is afterwards whether the step was left out.
-* slots: a few numbers per rank, each written by its rank only, so the sum keeps them apart.
+* scalars: one number each (SCALARS), summed over ranks; or computed from the sum and written after
+  it, as `skipped` is.
+* slots: a few numbers per rank (SLOTS), each written by its rank only, so the sum keeps them apart.
 
 Float32 holds integers exactly to 2^24, so counts and flags survive the sum.
 """
@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,17 @@ from hpctrain.parallel.memory import plain_zeros
 from hpctrain.streams import Event, Snapshot, record_event
 
 ALIGNMENT = 64  # elements
-SCALARS = ("loss", "correct", "rows", "irregular", "stop", "preempted", "save", "skipped")
+# Scalars by name, and what they are read as: counts of ranks that asked for something are integers.
+SCALARS: dict[str, type[int] | type[float]] = {
+    "loss": float,
+    "correct": int,
+    "rows": int,
+    "irregular": int,
+    "stop": int,
+    "preempted": int,
+    "save": int,
+    "skipped": int,
+}
 SLOTS = ("compute", "data", "loss", "digest")
 
 
@@ -101,20 +111,25 @@ def flatten_parameters(model: nn.Module, layout: Layout) -> nn.Parameter:
 
 
 class Totals(NamedTuple):
-    """The scalars and slots of a reduced message, as Python numbers."""
+    """The scalars of a reduced message by name, and what its slots say, as Python numbers."""
 
     loss: float  # sum over rows
     correct: int
     rows: int
-    finite: bool  # of the whole sum; else the update was left out
     irregular: int  # batch-norm layers that did not run exactly once
-    stop: int  # votes
-    preempted: int  # votes
-    save: int  # votes
+    stop: int  # ranks that asked for it; so the next two
+    preempted: int
+    save: int
+    skipped: int  # 1 = the sum held NaN or infinity, and no weight was updated
     nonfinite: list[int]  # ranks that met a loss that is not finite
     compute: list[float]  # seconds, by rank
     data: list[float]  # seconds waiting for data, by rank
     digests: list[int]  # part of each rank's digest; 0 where it sent none
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step counts: no sum was NaN or infinite."""
+        return not self.skipped
 
 
 class Message:
@@ -133,13 +148,13 @@ class Message:
         self.gradients, moments, self.scalars, slots = self.tensor.split(parts)
         self.moments = moments.view(2, channels)
         self.slots = slots.view(size, len(SLOTS))
-        self._ends = self.tensor[-len(SCALARS) - size * len(SLOTS) :]
-        loss, self._correct, self._rows, self._irregular, *votes = self.scalars.unbind()
-        self._stop, self._preempted, self._save, self.skipped = votes
-        self._own = self.slots[rank].unbind()
+        self._reported = self.tensor[-len(SCALARS) - size * len(SLOTS) :]  # scalars and slots
+        self.scalar = dict(zip(SCALARS, self.scalars.unbind(), strict=True))
+        self.skipped = self.scalar["skipped"]
+        self._slot = dict(zip(SLOTS, self.slots[rank].unbind(), strict=True))  # of this rank
         # the loss of all rows, and in this rank's slot: one operation adds to both
-        start = loss.storage_offset()
-        apart = self._own[2].storage_offset() - start
+        start = self.scalar["loss"].storage_offset()
+        apart = self._slot["loss"].storage_offset() - start
         self._losses = self.tensor.as_strided((2,), (apart,), start)
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
@@ -192,30 +207,29 @@ class Message:
     ) -> None:
         """Add a shard's loss sum, correct answers, rows and irregular layers, on the device."""
         self._losses.add_(loss.detach() if loss.requires_grad else loss)
-        self._correct.add_(correct)
-        self._rows.add_(rows)
-        self._irregular.add_(irregular)
+        for name, number in (("correct", correct), ("rows", rows), ("irregular", irregular)):
+            self.scalar[name].add_(number)
 
     def set_flags(self, stop: bool, preempted: bool = False, save: bool = False) -> None:
         """Ask all ranks to stop, to end preempted, or to save a checkpoint, after this step."""
-        for place, asked in ((self._stop, stop), (self._preempted, preempted), (self._save, save)):
+        for name, asked in (("stop", stop), ("preempted", preempted), ("save", save)):
             if asked:  # else nothing is launched: it is zero
-                place.fill_(1)
+                self.scalar[name].fill_(1)
 
     def set_seconds(self, compute: float, data: float) -> None:
         """Set this rank's seconds of computation and of waiting for data."""
-        torch._foreach_add_(self._own[:2], [compute, data])
+        torch._foreach_add_([self._slot["compute"], self._slot["data"]], [compute, data])
 
     def set_digest(self, digest: torch.Tensor | None) -> None:
         """Set this rank's part of its digest, below 2^24, if there is one."""
         if digest is not None:
-            self._own[3].copy_(digest)
+            self._slot["digest"].copy_(digest)
 
     def rescale(self, planned: int) -> torch.Tensor:
         """Make the reduced sums, weighted by 1 / `planned` rows, those of the rows that were
         counted; their number, float64 on the device.
         """
-        counted = self._rows.to(torch.float64)
+        counted = self.scalar["rows"].to(torch.float64)
         counted = torch.where(counted > 0, counted, planned)
         factor = (planned / counted).to(self.tensor.dtype)
         self.gradients.mul_(factor)
@@ -242,7 +256,7 @@ class Message:
     def report(self) -> Report:
         """Copy scalars and slots of the reduced message to the host. Nothing waits."""
         ended = record_event(self.device, timing=True)  # done when the copy has arrived
-        return Report(ended, Snapshot(self._ends))
+        return Report(ended, Snapshot(self._reported))
 
     def totals(self) -> Totals:
         """Read scalars and slots of the reduced message (waits for the device)."""
@@ -257,16 +271,18 @@ class Report:
 
     def totals(self) -> Totals:
         """Wait until they are there, and read them."""
-        loss, *numbers = self._snapshot.numbers()
-        votes = len(SCALARS) - 1
-        correct, rows, irregular, stop, preempted, save, skipped = map(_whole, numbers[:votes])
-        compute, data, losses, digests = (
-            numbers[slot :: len(SLOTS)] for slot in range(votes, votes + len(SLOTS))
-        )
+        numbers, count = self._snapshot.numbers(), len(SCALARS)
+        scalars: dict[str, Any] = {
+            name: _whole(number) if kind is int else number
+            for (name, kind), number in zip(SCALARS.items(), numbers, strict=False)
+        }
+        slots = {name: numbers[count + i :: len(SLOTS)] for i, name in enumerate(SLOTS)}
         return Totals(
-            *(loss, correct, rows, not skipped, irregular, stop, preempted, save),
-            [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)],
-            *(compute, data, [_whole(digest) for digest in digests]),
+            **scalars,
+            nonfinite=[rank for rank, n in enumerate(slots["loss"]) if not math.isfinite(n)],
+            compute=slots["compute"],
+            data=slots["data"],
+            digests=[_whole(digest) for digest in slots["digest"]],
         )
 
 
