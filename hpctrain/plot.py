@@ -25,14 +25,13 @@ from hpctrain.report.figures import (
     VERMILLION,
     check_name,
     columns_for,
-    distinct_names,
     empty_figure,
     plot_confusion,
     read_confusion,
     save,
     wrapped,
 )
-from hpctrain.report.find import find_run_or_sweep, find_runs
+from hpctrain.report.find import distinct_names, find_run_or_sweep, find_runs
 from hpctrain.report.history import Metrics, find_outcome
 from hpctrain.report.record import read_history
 from hpctrain.report.step_stats import Curve

@@ -12,7 +12,8 @@ from PIL import Image
 
 from hpctrain.cli import main
 from hpctrain.plot import read_curves
-from hpctrain.report.figures import columns_for, distinct_names, wrapped
+from hpctrain.report.figures import columns_for, wrapped
+from hpctrain.report.find import distinct_names
 from tests.launch import run
 from tests.report.records import write_record
 

@@ -2,7 +2,7 @@
 
 fields.py            the fields of a record: here a field is added
 recorder.py          writes records during training; progress.py, bar.py show them, tensorboard.py
-record.py            reads records, meets their damage; history.py says what they amount to
+record.py            reads records, corrupt ones too; history.py what they amount to
 find.py              runs and sweeps by name; the best run of a sweep
 figures.py           what figures share, and the confusion matrix of plot
 tables.py            what evaluate and predict leave; pictures.py images as PNG

@@ -101,15 +101,6 @@ def wrapped(text: str, width: int, lines: int) -> list[str]:
     return [text[:width]]
 
 
-def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """What to call these folders: by their names, where those are alike with the folder above."""
-    names = [folder.resolve().name for folder in folders]
-    return [
-        name if names.count(name) == 1 else f"{folder.resolve().parent.name}/{name}"
-        for name, folder in zip(names, folders, strict=True)
-    ]
-
-
 @dataclass(frozen=True)
 class ConfusionMatrix:
     """The predictions of one network over one split."""

@@ -4,6 +4,7 @@ best run of a sweep.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -63,6 +64,13 @@ def propose_run(target: str, runs_dir: str) -> str:
 def sweep_runs(folder: Path) -> list[Path]:
     """The runs of a sweep that have begun, by their names."""
     return sorted(path.parent for path in folder.glob(f"*/{FILE_NAME}"))
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """What to call these folders: by their names, where those are alike with the folder above."""
+    resolved = [folder.resolve() for folder in folders]
+    counts = Counter(folder.name for folder in resolved)
+    return [f"{f.parent.name}/{f.name}" if counts[f.name] > 1 else f.name for f in resolved]
 
 
 def evaluation_file(folder: Path, split: str) -> Path:

@@ -89,8 +89,8 @@ class RunHistory:
         self.step_curves = {name: Curve() for name in LABELS}
         self.epoch_curves = {name: Curve() for name in LABELS}  # by epoch, not by step
         self.split_curves: dict[str, dict[str, Curve]] = {}  # of evaluations, by split
-        self.damage: str | None = None  # what is wrong with the first line that cannot be read
-        self.damaged_lines = 0
+        self.corruption: str | None = None  # what is wrong with the first line that cannot be read
+        self.corrupt_lines = 0
         self._recent: deque[Record] = deque(maxlen=RECENT)
 
     @property

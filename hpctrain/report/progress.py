@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,19 +49,15 @@ class Display:
         if self._silent:
             return
         self._phase = ""
-        try:
+        with self._silent_where_unread():
             self._show(record)
-        except OSError:
-            self._fall_silent()
 
     def phase(self, text: str) -> None:
         """Say on the bar what is done now, until the next record."""
         self._phase = text
         if self._bar is not None and not self._silent:
-            try:
+            with self._silent_where_unread():
                 self._draw(self._bar)
-            except OSError:
-                self._fall_silent()
 
     def close(self) -> None:
         """Remove the bar."""
@@ -155,11 +151,17 @@ class Display:
         elapsed = time.monotonic() - self._start
         return max(total - self._latest["step"], 0) * elapsed / done
 
-    def _fall_silent(self) -> None:
-        """Stop showing: training continues, and what others still print must not fail."""
-        self._silent = True
-        discard_stdout()
-        self.close()
+    @contextmanager
+    def _silent_where_unread(self) -> Iterator[None]:
+        """Stop showing where nobody reads it any more: training continues, and what others still
+        print must not fail.
+        """
+        try:
+            yield
+        except OSError:
+            self._silent = True
+            discard_stdout()
+            self.close()
 
 
 def _wants_bar(progress: str) -> bool:

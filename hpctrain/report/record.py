@@ -1,9 +1,9 @@
 """Reading the record of a run: its lines, its history, and taking out what came after a checkpoint.
 
-Whoever reads or shortens ``progress.jsonl`` does it here, so damage is met in one place: a line
-that was cut off by a kill or a full disk, foreign bytes, values that a field cannot hold (checked
-by ``fields.parse_record``), a line longer than `LONGEST_LINE`. Each becomes one UsageError that
-names the file and the line. Memory is bounded by the longest line.
+Whoever reads or shortens ``progress.jsonl`` does it here, so corrupt lines are met in one place:
+one cut off by a kill or a full disk, foreign bytes, values that a field cannot hold (checked by
+``fields.parse_record``), a line longer than `LONGEST_LINE`. Each becomes one UsageError that names
+the file and the line. Memory is bounded by the longest line.
 
 Writers append whole lines (``recorder.RecordFile``), so a killed one can only leave its last line
 without an end. Readers skip that line, and the next writer cuts it off.
@@ -37,7 +37,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a run, in order; `path` is its folder or its ``progress.jsonl``.
 
     A last line without an end (its writer was killed, or is at work) is skipped. UsageError, while
-    iterating, for a file that is missing or is not such a record, and for a damaged line.
+    iterating, for a file that is missing or is not such a record, and for a corrupt line.
     """
     path = path / FILE_NAME if path.is_dir() else path
     try:
@@ -55,11 +55,11 @@ def read_lines(file: BinaryIO, path: Path, number: int = 0) -> Iterator[bytes]:
     for line in iter(partial(file.readline, LONGEST_LINE + 1), b""):
         number += 1
         if len(line) > LONGEST_LINE:
-            raise damage_error(path, number, f"it is longer than {LONGEST_LINE:,} bytes")
+            raise corrupt_error(path, number, f"it is longer than {LONGEST_LINE:,} bytes")
         if line.endswith(b"\n"):
             yield line
         elif number == 1 and not line.startswith(BEGINNING[: len(line)]):
-            raise damage_error(path, number, "no JSON object with a kind")
+            raise corrupt_error(path, number, "no JSON object with a kind")
 
 
 def decode(line: bytes, number: int, path: Path) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def decode(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
         return parse_record(line)
     except ValueError as error:
-        raise damage_error(path, number, str(error)) from error
+        raise corrupt_error(path, number, str(error)) from error
 
 
-def damage_error(path: Path, number: int, why: str) -> UsageError:
+def corrupt_error(path: Path, number: int, why: str) -> UsageError:
     """What to raise for a line that cannot be read."""
     if number > 1:
         return UsageError(f"{path}, line {number} is no line of a record: {why}")
@@ -133,7 +133,7 @@ class HistoryReader:
         size, start = os.fstat(file.fileno()).st_size, self._position - len(self._tail)
         if os.pread(file.fileno(), len(self._tail), start) != self._tail:
             self._restart()
-        elif size == self._size or (self._strict and self.history.damage):
+        elif size == self._size or (self._strict and self.history.corruption):
             return  # nothing new, or the same line without an end
         self.problem = None
         self._size = size
@@ -149,7 +149,7 @@ class HistoryReader:
                     if self._is_skipped(line, 1 if near_end else every):
                         continue
                 self._add(line)
-                if self._strict and self.history.damage:
+                if self._strict and self.history.corruption:
                     return
         finally:
             self.version += bool(line)
@@ -163,23 +163,23 @@ class HistoryReader:
 
     def _add(self, line: bytes) -> None:
         if not self._is_record and not line.startswith(BEGINNING):
-            raise damage_error(self.path, self._lines, "no JSON object with a kind")
+            raise corrupt_error(self.path, self._lines, "no JSON object with a kind")
         self._is_record = True
         self.decoded += 1
         try:
             self.history.add(decode(line, self._lines, self.path))
         except UsageError as error:  # lost in a power failure
-            self.history.damaged_lines += 1
-            self.history.damage = self.history.damage or str(error)
+            self.history.corrupt_lines += 1
+            self.history.corruption = self.history.corruption or str(error)
 
 
 def read_history(folder: Path, steps: str = "all", strict: bool = False) -> RunHistory:
     """The history of the run in a folder, as far as its record can be read; nothing where it has
-    not begun. With `strict` UsageError for a record that is missing or damaged.
+    not begun. With `strict` UsageError for a record that is missing or corrupt.
     """
     reader = HistoryReader(folder, steps, strict)
     reader.poll()
-    problem = reader.problem or reader.history.damage
+    problem = reader.problem or reader.history.corruption
     if strict and (problem or not reader.path.exists()):
         raise UsageError(problem or f"cannot read {reader.path}: No such file or directory")
     return reader.history
@@ -194,7 +194,7 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
     """Take out of a run's record what came after `step` steps and `epoch` epochs were done, the
     last validation after step `validated`: the resumed launch records it again. So it does the
     digest of that step, the test, and that the run was done. The rest stays, byte for byte, up to
-    the first damaged line.
+    the first corrupt line.
     """
     path = folder / FILE_NAME
     if not path.exists():

@@ -225,7 +225,7 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     lock.take(folder)
     reader = HistoryReader(folder, strict=True)
     reader.poll()
-    history, wrong = reader.history, reader.problem or reader.history.damage
+    history, wrong = reader.history, reader.problem or reader.history.corruption
     check_recorded(plan, folder / "plan.json", history.facts)
     checkpoint, problems = newest(folder, history.last_step, history.epochs, history.validated)
     if wrong:

@@ -147,7 +147,7 @@ def _legend(title: str, names: Sequence[str] | dict[str, Any], width: int) -> Te
 
 def status_line(run: Summary) -> str:
     """The whole run in one line, for pipes."""
-    parts = run["name"], run["text"], progress(run), facts_line(run), run["damage"]
+    parts = run["name"], run["text"], progress(run), facts_line(run), run["corrupt"]
     return "  ".join(filter(None, parts))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any, NamedTuple
 
 from hpctrain.errors import UsageError
 from hpctrain.heartbeats import BEAT_EVERY, FOLDER, is_gone, read_beat
-from hpctrain.report.find import SETTINGS_FILE, find_runs, propose_run
+from hpctrain.report.find import SETTINGS_FILE, distinct_names, find_runs, propose_run
 from hpctrain.report.history import Outcome, RunHistory, find_outcome, number, time_of
-from hpctrain.report.progress import duration
+from hpctrain.report.progress import counted, duration
 from hpctrain.report.record import HistoryReader
 from hpctrain.report.step_stats import whole_percents
 from hpctrain.stop import ask
@@ -167,7 +166,8 @@ class WatchedRun:
         history, facts, step = self.history, self.history.facts, self.history.step
         done, steps, end = step.get("step", 0), history.total_steps, history.launch.end
         costs = end if "shares" in end else history.costs()
-        damage = self._damage()
+        corrupt = counted(history.corrupt_lines, "line") if history.corruption else ""
+        corrupt += clean(f" of the record cannot be read: {history.corruption}") if corrupt else ""
         return {
             "key": self.key,
             "name": self.name,
@@ -193,8 +193,8 @@ class WatchedRun:
             "percents": whole_percents(_shares(costs.get("shares"))),
             "slowest_rank": number(costs.get("slowest_rank")),
             "slowest_share": number(costs.get("slowest_share")),
-            "damage": damage,
-            "notes": [clean(note) for note in history.notes] + ([damage] if damage else []),
+            "corrupt": corrupt,
+            "notes": [*map(clean, history.notes), *filter(None, [corrupt])],
         }
 
     def _seconds_left(self) -> float | None:
@@ -202,11 +202,6 @@ class WatchedRun:
         if left is None or came is None or self.status.kind not in ("running", "stopping"):
             return None
         return max(left - max(time.time() - came, 0.0), 0.0)
-
-    def _damage(self) -> str:
-        count, damage = self.history.damaged_lines, self.history.damage
-        lines = "line" if count == 1 else "lines"
-        return clean(f"{count} {lines} of the record cannot be read: {damage}") if count else ""
 
 
 class WatchedRuns:
@@ -244,10 +239,8 @@ class WatchedRuns:
             if folder not in self._known:
                 proposal = "" if folder.is_dir() else propose_run(folder.name, str(folder.parent))
                 self._known[folder] = WatchedRun(len(self._known), folder, proposal)
-        names = Counter(folder.name for folder in self._order)
-        for run in self.all():
-            twice = names[run.folder.name] > 1
-            run.name = clean(f"{run.folder.parent.name}/" * twice + run.folder.name)
+        for run, name in zip(self.all(), distinct_names(self._order), strict=True):
+            run.name = clean(name)
 
     def _folders(self, target: str) -> list[Path]:
         """Of one target; a run that has not begun its record is known by its settings, and one that

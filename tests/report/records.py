@@ -8,73 +8,27 @@ from typing import Any
 
 from hpctrain.report.recorder import Recorder
 
+STEP = {"learning_rate": 0.01, "images_per_second": 101.0, "slowest_rank": 0, "rows": 101}
+EPOCH = ("epoch", "loss", "accuracy", "images_per_second", "seconds")
+EVALUATION = ("epoch", "step", "split", "loss", "accuracy", "rows", "seconds")
+
 
 def record_step(
-    recorder: Recorder,
-    epoch: int,
-    step: int,
-    loss: float,
-    accuracy: float | None,
-    learning_rate: float = 0.01,
-    images_per_second: float = 101.0,
-    seconds: dict[str, float] | None = None,
-    slowest_rank: int | None = 0,
-    rows: int = 101,
-    **others: Any,
+    recorder: Recorder, epoch: int, step: int, loss: float, accuracy: float | None, **others: Any
 ) -> None:
     """Record a step."""
-    recorder.step(
-        epoch=epoch,
-        step=step,
-        loss=loss,
-        accuracy=accuracy,
-        learning_rate=learning_rate,
-        images_per_second=images_per_second,
-        seconds={"total": 1.0} if seconds is None else seconds,
-        slowest_rank=slowest_rank,
-        rows=rows,
-        **others,
-    )
+    own = {"epoch": epoch, "step": step, "loss": loss, "accuracy": accuracy}
+    recorder.step(**own, **{**STEP, "seconds": {"total": 1.0}, **others})
 
 
-def record_epoch(
-    recorder: Recorder,
-    epoch: int,
-    loss: float,
-    accuracy: float | None,
-    images_per_second: float,
-    seconds: float,
-) -> None:
-    """Record an epoch."""
-    recorder.epoch(
-        epoch=epoch,
-        loss=loss,
-        accuracy=accuracy,
-        images_per_second=images_per_second,
-        seconds=seconds,
-    )
+def record_epoch(recorder: Recorder, *values: float | None) -> None:
+    """Record an epoch of these values, in the order of `EPOCH`."""
+    recorder.epoch(**dict(zip(EPOCH, values, strict=True)))
 
 
-def record_evaluation(
-    recorder: Recorder,
-    epoch: int,
-    step: int,
-    split: str,
-    loss: float,
-    accuracy: float | None,
-    rows: int,
-    seconds: float,
-) -> None:
-    """Record an evaluation."""
-    recorder.evaluation(
-        epoch=epoch,
-        step=step,
-        split=split,
-        loss=loss,
-        accuracy=accuracy,
-        rows=rows,
-        seconds=seconds,
-    )
+def record_evaluation(recorder: Recorder, *values: float | str | None) -> None:
+    """Record an evaluation of these values, in the order of `EVALUATION`."""
+    recorder.evaluation(**dict(zip(EVALUATION, values, strict=True)))
 
 
 def write_record(
@@ -97,7 +51,7 @@ def write_record(
         for epoch in range(1, epochs + 1):
             for step in range((epoch - 1) * per_epoch + 1, epoch * per_epoch + 1):
                 value = math.nan if step >= nan_from else loss * factor ** (step / per_epoch)
-                record_step(recorder, epoch, step, value, accuracy, 0.1, 9.0, {"total": 1.0}, 0, 8)
+                record_step(recorder, epoch, step, value, accuracy, images_per_second=9.0, rows=8)
             record_epoch(recorder, epoch, value, accuracy, 9.0, 4.0)
             if validation:
                 half = epoch * per_epoch - per_epoch // 2

@@ -44,7 +44,7 @@ def scan(folder: Path) -> str:
     """What a resumed launch finds wrong with a record."""
     reader = HistoryReader(folder, strict=True)
     reader.poll()
-    return reader.problem or reader.history.damage or ""
+    return reader.problem or reader.history.corruption or ""
 
 
 def look_at_all(folder: Path) -> list[dict]:

@@ -120,7 +120,7 @@ def test_lines_lost_in_a_power_failure_are_counted(tmp_path):
     )
     reader = HistoryReader(run, "sampled")
     reader.poll()
-    assert (steps(reader), reader.history.damaged_lines, reader.problem) == ([1], 2, None)
+    assert (steps(reader), reader.history.corrupt_lines, reader.problem) == ([1], 2, None)
     append(run, b"\0" * 90)
     assert not reader.poll() and reader.problem is None
 
@@ -234,4 +234,7 @@ def test_what_follows_damage_counts_for_a_display_and_not_for_a_resumed_launch(t
     append(run, step_line(3))
     assert not strict.poll() and lenient.poll()
     assert (strict.history.last_step, lenient.history.last_step) == (1, 3)
-    assert strict.history.damage == lenient.history.damage and "line 3" in strict.history.damage
+    assert (
+        strict.history.corruption == lenient.history.corruption
+        and "line 3" in strict.history.corruption
+    )

@@ -73,7 +73,8 @@ def follow(recorder: Recorder, tick: Callable[[], None], look: Callable[[], None
         epoch = (number + 2) // 3
         slowest = 1 if number % 3 == 1 else 2
         tick()
-        record_step(recorder, epoch, number, 1.5, 0.25, 0.01, 4812.3, seconds, slowest, 101)
+        own = {"images_per_second": 4812.3, "seconds": seconds, "slowest_rank": slowest}
+        record_step(recorder, epoch, number, 1.5, 0.25, **own)
         if number == 4:
             look()
         if number % 3 == 0:
@@ -194,7 +195,7 @@ def test_the_bar_ends_at_100_per_cent_and_tells_the_test(
         recorder.run({"epochs": 1, "steps_per_epoch": 97, "ranks": 2})
         monkeypatch.setattr(Bar, "due", lambda self: False)
         for number in range(1, 98):
-            record_step(recorder, 1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+            record_step(recorder, 1, number, 0.1, 0.5)
             if number == 96:
                 assert "step 0 of 97" in first_line()
         assert re.search(r"━ +100 %  step 97 of 97  0:00 left  2 ranks", first_line())
@@ -229,7 +230,7 @@ def test_drawing_takes_little_of_the_time(
         recorder.run({"epochs": 1, "steps_per_epoch": 10**6})
         for number in range(1, 1001):
             now[0] += 0.01
-            record_step(recorder, 1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+            record_step(recorder, 1, number, 0.1, 0.5)
     gaps = [later - earlier for earlier, later in itertools.pairwise(drawn)]
     assert len(gaps) >= 4
     assert wait - 1e-6 <= min(gaps) and max(gaps) <= wait + cost + 0.01 + 1e-6
@@ -270,7 +271,7 @@ def test_a_run_that_is_taken_up_again_counts_its_own_pace(
         recorder.run(FACTS)
         for number in (25, 26, 27):
             tick()
-            record_step(recorder, 9, number, 1.0, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+            record_step(recorder, 9, number, 1.0, 0.5)
         record_epoch(recorder, 9, 1.0, 0.5, 101.0, 3.0)
     assert capsys.readouterr().out.splitlines()[-1].endswith(" 0:03 left")
 
@@ -281,7 +282,8 @@ def test_failures_and_unknown_figures_are_shown(
     with Recorder(tmp_path, "plain") as recorder:
         recorder.run({"model": "digits"})
         tick()
-        record_step(recorder, 1, 1, math.nan, None, 0.01, math.inf, {}, None, 101)
+        own = {"images_per_second": math.inf, "seconds": {}, "slowest_rank": None}
+        record_step(recorder, 1, 1, math.nan, None, **own)
         record_epoch(recorder, 1, math.nan, None, 0.5, 3.0)
         recorder.end("failed", "loss is NaN in step 1\nsecond line", seconds=7.4)
     assert capsys.readouterr().out.splitlines() == [
@@ -314,7 +316,7 @@ from tests.report.records import record_step
 with Recorder(Path(sys.argv[1]), sys.argv[2]) as recorder:
     recorder.run({"name": "short", "epochs": 2, "steps_per_epoch": 500})
     for number in range(1, 1001):
-        record_step(recorder, 1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+        record_step(recorder, 1, number, 0.1, 0.5)
         if number % 100 == 0:
             recorder.note("x" * 9973)
     recorder.end("done")

@@ -205,7 +205,7 @@ recorder = Recorder(Path(sys.argv[1]), "none")
 recorder.run({"name": "killed"})
 print("started", flush=True)
 for number in itertools.count(1):
-    record_step(recorder, 1, number, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+    record_step(recorder, 1, number, 0.1, 0.5)
     if number % 997 == 0:
         recorder.note("x" * 9973)
 """
@@ -241,7 +241,7 @@ from hpctrain.report.recorder import Recorder
 from tests.report.records import record_epoch, record_evaluation, record_step
 with Recorder(None, "bar", tensorboard=True) as recorder:
     recorder.run({"name": "nothing"})
-    record_step(recorder, 1, 1, 0.1, 0.5, 0.01, 101.0, {"total": 1.0}, 0, 101)
+    record_step(recorder, 1, 1, 0.1, 0.5)
     record_epoch(recorder, 1, 0.1, 0.5, 101.0, 1.0)
     record_evaluation(recorder, 1, 1, "test", 0.1, 0.5, 101, 1.0)
     recorder.note("nothing")

@@ -26,7 +26,8 @@ def test_events_read_back(tmp_path: Path) -> None:
         for number in range(1, 12):
             accuracy = None if number == 7 else number / 16
             seconds = {"total": 1.0}
-            record_step(recorder, 1, number, 1 / number, accuracy, 0.5, 101.0, seconds, 0, 101)
+            own = {"learning_rate": 0.5, "seconds": seconds}
+            record_step(recorder, 1, number, 1 / number, accuracy, **own)
         record_evaluation(recorder, 1, 11, "test", 0.25, 0.75, 101, 1.0)
         recorder.end("done")
     events = EventAccumulator(str(tmp_path))
@@ -68,7 +69,7 @@ def test_steps_that_are_told_again_count_once(tmp_path: Path) -> None:
         with Recorder(tmp_path, "none", tensorboard=True, done=done) as recorder:
             recorder.run({"name": "first"})
             for number in range(first, first + 9):
-                record_step(recorder, 1, number, value, 0.5, 0.5, 101.0, {"total": 1.0}, 0, 101)
+                record_step(recorder, 1, number, value, 0.5, learning_rate=0.5)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     loss = [(event.step, event.value) for event in events.Scalars("training/loss")]
