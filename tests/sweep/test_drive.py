@@ -10,11 +10,19 @@ import time
 
 import pytest
 
+from hpctrain.sweep import driver as driver_module
 from tests.launch import Job
 from tests.sweep.sweeps import begun, events, make_driver, statuses
 
 THREE = "[base]\nepochs = 2\nlr = 0.5\n[grid]\nseed = [1, 2, 3]\n"
 SLOW = THREE.replace("epochs = 2", "epochs = 40")
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    """The driver looks often, so that networks may be short."""
+    monkeypatch.setattr(driver_module, "POLL_PROCESSES_EVERY", 0.02)
+    monkeypatch.setattr(driver_module, "POLL_FILES_EVERY", 0.05)
 
 
 def at_once(folder):
@@ -28,7 +36,7 @@ def at_once(folder):
 
 @pytest.mark.parametrize(("slots", "most"), [(1, 1), (2, 2), (5, 3)])
 def test_more_and_fewer_networks_than_slots(tmp_path, slots, most, capsys, monkeypatch):
-    monkeypatch.setenv("FAKE_PACE", "0.7")
+    monkeypatch.setenv("FAKE_PACE", "0.4")
     folder = tmp_path / "s"
     assert make_driver(folder, THREE, slots).run() == 0
     assert at_once(folder) == most
@@ -161,7 +169,7 @@ def test_a_network_in_whose_folder_another_job_works_waits(tmp_path):
 
 def test_weak_networks_are_pruned_and_stay_so(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
-    monkeypatch.setenv("FAKE_PACE", "0.6")
+    monkeypatch.setenv("FAKE_PACE", "0.2")
     folder = tmp_path / "s"
     text = "[base]\nepochs = 8\n[grid]\nlr = [0.9, 0.1, 0.2, 0.95]\n"  # lr is what they reach
     assert make_driver(folder, text, slots=2, prune=True).run() == 0
