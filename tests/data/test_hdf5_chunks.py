@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import struct
 import sys
 import tracemalloc
 import zlib
@@ -83,6 +84,22 @@ def test_a_chunk_shorter_than_its_checksum_is_refused_where_hdf5_crashes(tmp_pat
     with pytest.raises(UsageError, match=r"a\.h5.* is corrupt: the chunk at .* is stored as 2 b"):
         pack = read_external(path, "x", "y", seed=1)
         Split(pack, "train").gather(np.arange(50), np.empty((50, 7, 5, 3), np.uint8))
+
+
+def test_a_chunk_without_filters_of_another_size_is_refused_where_hdf5_overflows(tmp_path):
+    """HDF5 reserves the bytes of a whole chunk and reads as many as the index says."""
+    with stored(tmp_path / "a", np.ones((8, 8, 8, 1), "u1"), (4, 8, 8, 1)) as file:
+        file.close()
+    content = (tmp_path / "a").read_bytes()
+    key = struct.pack("<II", 256, 0)  # in the B-tree: bytes, skipped filters; then 5 offsets
+    place = content.index(key + bytes(40))
+    for size in (255, 257, 400):
+        odd = content[:place] + struct.pack("<I", size) + content[place + 4 :]
+        (tmp_path / "b").write_bytes(odd)
+        with h5py.File(tmp_path / "b", "r") as file:
+            chunks = hdf5_chunks.StoredChunks(file["x"])
+            with pytest.raises(CorruptChunk, match=f"is stored as {size:,} bytes and holds 256"):
+                chunks.read(0, 4, len(content))
 
 
 def test_a_chunk_that_changes_while_in_use_is_an_error_of_the_run(tmp_path):
