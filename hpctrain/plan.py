@@ -35,8 +35,8 @@ class Facts:
     value_bytes: int  # of one value of an image
     classes: int
     pack_uuid: str
-    least_rows: int  # rows a shard needs in a step: 2 where a layer has one value per row
-    held_bytes: int = 0  # memory of a row that waits to be used; 0 = that of its values
+    min_samples: int  # rows a shard needs in a step: 2 where a layer has one value per row
+    buffered_bytes: int = 0  # memory of a row that waits to be used; 0 = that of its values
     run_rows: int = 0  # rows of the runs in which the file was dealt to splits; 0 = it was not
     chunk_rows: int = 0  # rows of a chunk of the file; 0 = it has none
 
@@ -172,7 +172,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     shards = config.shards or (round(sum(loads)) if loads else usual)
     runs = assign_shards(shards, facts.ranks, loads)
     partition = _cut(config, facts, shards)
-    row_bytes = facts.held_bytes or math.prod(facts.image_shape) * facts.value_bytes
+    row_bytes = facts.buffered_bytes or math.prod(facts.image_shape) * facts.value_bytes
     block_rows = facts.run_rows or -(-READ_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
     denoise = config.task == "denoise"
@@ -279,7 +279,7 @@ def rate_growth(config: Config, batch_size: int) -> float:
 def _cut(config: Config, facts: Facts, shards: int) -> Partition:
     batch_size = _batch_size(config, facts, shards)
     try:
-        return cut_epoch(facts.rows, batch_size, shards, facts.least_rows)
+        return cut_epoch(facts.rows, batch_size, shards, facts.min_samples)
     except UsageError as error:
         if config.batch_per_rank is None or "--batch-size" not in str(error):
             raise

@@ -25,7 +25,7 @@ from hpctrain.plan import Facts, resolve
 from hpctrain.training.checkpoint import Writer, make_ready
 from tests.launch import run_cli
 
-FACTS = Facts(1, "cpu", 1, 101, (8, 8, 3), 1, 4, pack_uuid="u", least_rows=1)
+FACTS = Facts(1, "cpu", 1, 101, (8, 8, 3), 1, 4, pack_uuid="u", min_samples=1)
 
 F32 = np.float32
 

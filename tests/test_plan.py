@@ -22,7 +22,7 @@ FACTS = Facts(
     value_bytes=1,
     classes=5,
     pack_uuid="u",
-    least_rows=1,
+    min_samples=1,
 )
 
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(config, message):
 
 @pytest.mark.parametrize("given", [{"batch_size": 5}, {"batch_per_rank": 1}])
 def test_the_mini_batch_that_is_proposed_is_accepted(given):
-    facts = dataclasses.replace(FACTS, least_rows=2)
+    facts = dataclasses.replace(FACTS, min_samples=2)
     words = "--batch-size 13" + " in place of --batch-per-rank" * ("batch_per_rank" in given)
     with pytest.raises(UsageError, match=f"5 images over 5 shards leave 1: use {words}$"):
         resolve(Config(shards=5, **given), facts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
+from functools import partial
 from typing import Any
 
 import h5py
@@ -87,17 +88,11 @@ def verify(pack: Pack) -> list[str]:
     """Recompute all checksums: one line per corrupt block. None: all is as it was written."""
     sums = _stored_sums(pack)
     found: list[str] = []
-    descriptor = open_file(pack.path)
-
-    def read(buffers: list[memoryview], offset: int) -> None:
-        read_exactly(pack.path, descriptor, buffers, offset)
-
-    try:
+    with open(open_file(pack.path), "rb", buffering=0) as file:
+        read = partial(read_exactly, pack.path, file.fileno())
         for (name, kind), of in sums.items():
             checksums = BlockChecksums(f"{name}/{kind}", pack.columns(name)[kind], *of)
             found += [checksums.describe(block) for block in checksums.corrupt_blocks(read)]
-    finally:
-        os.close(descriptor)
     if not found and (altered := _find_altered(pack, sums)):
         found.append(altered)
     return found

@@ -137,36 +137,29 @@ def copy(pack: Pack, target: Path, part: Sequence[Piece]) -> None:
     """Copy pieces into the file `target`, compared on the way. RunError for a corrupt block, a pack
     that was cut short and a full disk.
     """
-    source = open_file(pack.path)
-    try:
-        into = open_itself(target, os.O_WRONLY)
+    with open(open_file(pack.path), "rb", buffering=0) as source:
         try:
-            for piece in part:
-                doing(f"staging byte {piece.start:,}")
-                write_at(into, read_piece(pack.path, source, piece), piece.start)
-            os.fsync(into)
-        finally:
-            os.close(into)
-    except OSError as error:
-        raise _failed(target, error) from None
-    finally:
-        os.close(source)
+            with open(target, "r+b", buffering=0, opener=open_itself) as into:
+                for piece in part:
+                    doing(f"staging byte {piece.start:,}")
+                    data = read_piece(pack.path, source.fileno(), piece)
+                    write_at(into.fileno(), data, piece.start)
+                os.fsync(into.fileno())
+        except OSError as error:
+            raise _failed(target, error) from None
 
 
 def compare(pack: Pack, copied: Path, part: Sequence[Piece]) -> bool:
     """Whether these pieces of an earlier copy are what they should be."""
     try:
-        there = open_file(str(copied))
-        try:
-            found = os.fstat(there)
+        with open(open_file(str(copied)), "rb", buffering=0) as there:
+            found = os.fstat(there.fileno())
             if (found.st_size, found.st_uid) != (pack.file_size, os.geteuid()):
                 return False
             for piece in part:
                 doing(f"comparing staged byte {piece.start:,}")
                 if piece.checksum is not None:
-                    read_piece(str(copied), there, piece)
-        finally:
-            os.close(there)
+                    read_piece(str(copied), there.fileno(), piece)
     except Failure:
         return False
     return True

@@ -58,7 +58,7 @@ class Probe(NamedTuple):
 
     means: torch.Tensor  # (C,) batch means of all tracked layers: the first shift
     elements: list[int]  # values per row and channel, by layer
-    least_rows: int  # that a forward takes: 2 where a layer has one value per row and channel
+    min_samples: int  # that a forward takes: 2 where a layer has one value per row and channel
 
 
 class BatchNorms:

@@ -109,7 +109,7 @@ def set_up(
     probe = call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
     held = sample_bytes(source, config.random_crop > 0)
-    facts = facts_of(pack, held, (comm.size, device.type, threads), probe.least_rows)
+    facts = facts_of(pack, held, (comm.size, device.type, threads), probe.min_samples)
     plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
@@ -126,7 +126,7 @@ def set_up(
         *(reading.source, plan.partition, shards, plan.seed, augmented, task.pair, reading.order),
         read_buffer=byte_count(config.read_buffer, "--read-buffer"),
         random_crop=config.random_crop,
-        min_samples=probe.least_rows,
+        min_samples=probe.min_samples,
         device=device,
         epochs=plan.epochs,
     )
@@ -134,7 +134,7 @@ def set_up(
     return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, fresh, notes)
 
 
-def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], least_rows: int) -> Facts:
+def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], min_samples: int) -> Facts:
     """What the plan follows from, beside the settings. `held`: bytes of memory of a row that waits;
     `machine`: ranks, kind of device, threads of a rank.
     """
@@ -144,10 +144,10 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], least_rows: i
         rows=pack.splits["train"].samples,
         image_shape=pack.image_shape,
         value_bytes=pack.dtype.itemsize,
-        held_bytes=held,
+        buffered_bytes=held,
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
-        least_rows=least_rows,
+        min_samples=min_samples,
         run_rows=external.block_rows if external else 0,
         chunk_rows=external.chunk_rows if external else 0,
     )

@@ -139,20 +139,23 @@ def read_class_folders(
     shown.sort(key=lambda row: files[row].replace("/", "\0"))  # folder by folder
     above = {files[row].rpartition("/")[0] for row in shown}
     above.update(name for name in folders if not hidden(name.split("/")))
-    parents = [tuple(name.split("/")) for name in above if name]
-    tree = {path[:depth] for path in parents for depth in range(1, len(path) + 1)}
-    top: tuple[str, ...] = ()
-    while len(heads := _below(tree, top)) == 1 and _below(tree, (*top, heads[0])):
-        top = (*top, heads[0])
-    if not heads:
+    tree: dict[str, Any] = {}  # of folders
+    for name in filter(None, above):
+        node = tree
+        for part in name.split("/"):
+            node = node.setdefault(part, {})
+    top = 0  # folders that hold one folder each
+    while len(tree) == 1 and (only := next(iter(tree.values()))):
+        tree, top = only, top + 1
+    if not tree:
         raise UsageError(
             f"{where} holds {len(shown)} files but no class folders: expected one folder per"
             f" class, as in {where}/CLASS/IMAGE, or a table of labels (--manifest)"
         )
-    below = {head: _below(tree, (*top, head)) for head in heads}
+    below = {head: sorted(tree[head]) for head in sorted(tree)}
     splits = {} if any_subfolders else _split_folders(below, where)
-    classes = tuple(sorted({name for head in splits for name in below[head]} or heads))
-    depth = len(top) + bool(splits)  # of the part that names the class
+    classes = tuple(sorted({name for head in splits for name in below[head]} or tree))
+    depth = top + bool(splits)  # of the part that names the class
     labels = {name: label for label, name in enumerate(classes)}
     order, found, given, ignored = [], [], [], 0
     for row in shown:
@@ -160,18 +163,12 @@ def read_class_folders(
         if len(parts) > depth + 1:
             order.append(row)
             found.append(labels[parts[depth]])
-            given.append(splits[parts[len(top)]] if splits else NO_SPLIT)
+            given.append(splits[parts[top]] if splits else NO_SPLIT)
         else:
             ignored += parts[-1].lower().endswith(IMAGE_SUFFIXES)
     columns = [np.array(values, np.int64) for values in (order, found, given)]
     _check_classes(classes, columns[1][columns[2] <= 0], where)
     return ClassFolders(classes, columns[0], columns[1], columns[2], ignored)
-
-
-def _below(tree: set[tuple[str, ...]], top: tuple[str, ...]) -> list[str]:
-    """Names of the folders directly in `top`."""
-    depth = len(top)
-    return sorted({path[depth] for path in tree if len(path) > depth and path[:depth] == top})
 
 
 def _split_folders(below: Mapping[str, list[str]], where: str) -> dict[str, int]:
