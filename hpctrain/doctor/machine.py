@@ -149,7 +149,7 @@ def library_path(maps: str) -> str:
     """The MPI library among the files that a process has mapped, from the text of /proc/PID/maps;
     the C library, where those of Fortran or C++ are mapped too.
     """
-    return min(re.findall(r"/\S.*/libmpi\w*\.so.*", maps), key=len, default="")
+    return min(re.findall(r"/\S.*/libmpi\w*\.so.*", maps), default="")
 
 
 def _cpu_facts() -> dict[str, Any]:

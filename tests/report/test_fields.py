@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,25 @@ def test_what_a_kind_needs_is_there():
         for name in names:
             with pytest.raises(ValueError, match=f"{kind} without {name}"):
                 parse_record(json.dumps({**record, name: None}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"step": -1}, "step is -1, out of range"),
+        ({"step": 2**53}, "step is 9.007e+15, out of range"),
+        ({"step": True}, "step is True, not int"),
+        ({"seconds": {"total": -0.5}}, "seconds is -0.5, out of range"),
+        ({"seconds": {"total": "1"}}, "seconds is '1', not float"),
+        ({"seconds": {f"p{n}": 1.0 for n in range(33)}}, "seconds has 33 parts, more than 32"),
+        ({"seconds": 1.0}, "seconds is 1.0, not dict"),
+    ],
+)
+def test_a_value_beyond_what_its_field_holds_is_named(fields, message):
+    record = {"kind": "step", "step": 1, "loss": 2, "seconds": {"total": 1.0}}
+    assert parse_record(json.dumps(record)) == record
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_record(json.dumps({**record, **fields}))
 
 
 def test_plot_leaves_out_the_run_that_cannot_be_read(tmp_path, capsys, monkeypatch):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
 from tests.report.records import record_evaluation, record_step
@@ -51,6 +55,25 @@ def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         Recorder(tmp_path, "none", tensorboard=True)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_events_that_cannot_be_written_are_one_error(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from hpctrain.report.tensorboard import EventWriter
+
+    events, calls = EventWriter(tmp_path), []
+
+    def fails(*values: Any) -> None:
+        calls.append(values)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    events._writer.close()
+    events._writer = SimpleNamespace(add_image=fails, close=fails)
+    with pytest.raises(RunError, match=r"^cannot write TensorBoard events to .*: No space left"):
+        events.picture("a", 1, np.zeros((2, 2, 3), np.uint8))
+    events.picture("b", 2, np.zeros((2, 2, 3), np.uint8))
+    events.close()
+    assert len(calls) == 1, "later events are dropped"
 
 
 def test_no_events_unless_asked_for(tmp_path: Path) -> None:
