@@ -8,7 +8,6 @@ used again; until it is whole it has another name.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from hpctrain.config import Config
 from hpctrain.data.augment import check_shift
 from hpctrain.data.builtin import locate
-from hpctrain.data.checks import Checks, Sums
+from hpctrain.data.checks import Checks
 from hpctrain.data.external import read_external
 from hpctrain.data.orders import Order, make_order
 from hpctrain.data.pack_format import Pack
@@ -125,16 +124,28 @@ def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
 
 
 def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
-    """The same from a copy on this host's disk of what its ranks read: all `shards` that this rank
-    may ever carry. Collective.
+    """The same from a copy in `folder`, on this host's disk: the training images that its ranks
+    need together, if this rank may ever carry `shards`. Raises the same on all ranks. Collective.
     """
     pack, source = reading.pack, reading.source
     if pack.external:
         raise UsageError(f"--stage copies packs, and {pack.path} is none: copy the file yourself")
     sums = reading.checks.sums or call_on_root(comm, lambda: find_sums(pack))
-    extent = source.byte_range(reading.order.reach(shards))
-    here, held = stage(folder, pack, sums, extent, comm)
+    host = comm_of_host(comm)
+    try:
+        call_on_all(comm, lambda: make_folder(Path(folder)))
+        extents = allgather(host, source.byte_range(reading.order.reach(shards)))
+        held = min(start for start, _ in extents), max(stop for _, stop in extents)
+        final = Path(folder).absolute() / staged_name(pack, held)
+        whole = pieces(pack, sums, held)
+        part = whole[host.rank :: host.size]  # of this rank
+        sound = final.exists() and compare(pack, final, part)
+        needed = 0 if all(allgather(host, sound)) else sum(piece.length for piece in whole)
+        _copy(pack, final, part, needed, host, comm)
+    finally:
+        host.Free()
     source.close()
+    here = replace(pack, path=str(final))
     checks = Checks(None, reading.checks.warn, held)  # every block was compared on its way
     opened = call_on_all(comm, lambda: Split(here, "train", checks=checks))
     return replace(reading, pack=here, checks=checks, source=opened)
@@ -144,33 +155,6 @@ def order_of(plan: Plan) -> Order:
     """In which order the shards read the training rows."""
     runs = plan.block_rows, plan.window_blocks, plan.scattered
     return make_order(plan.shuffle, plan.partition, plan.seed, *runs)
-
-
-def stage(
-    folder: str,
-    pack: Pack,
-    sums: Sums,
-    extent: tuple[int, int],
-    comm: Comm,
-) -> tuple[Pack, tuple[int, int]]:
-    """The pack as it is read on this host: copied into `folder`, bytes `extent` of the training
-    images; and the bytes that are there, what the ranks of the host need together. Raises the same
-    on all ranks. Collective.
-    """
-    host = comm_of_host(comm)
-    try:
-        call_on_all(comm, lambda: make_folder(Path(folder)))
-        extents = allgather(host, extent)
-        low, high = min(start for start, _ in extents), max(stop for _, stop in extents)
-        final = Path(folder).absolute() / staged_name(pack, (low, high))
-        whole = pieces(pack, sums, (low, high))
-        part = whole[host.rank :: host.size]  # of this rank
-        sound = final.exists() and compare(pack, final, part)
-        needed = 0 if all(allgather(host, sound)) else sum(piece.length for piece in whole)
-        _copy(pack, final, part, needed, host, comm)
-        return dataclasses.replace(pack, path=str(final)), (low, high)
-    finally:
-        host.Free()
 
 
 def _copy(pack: Pack, final: Path, part: list[Piece], needed: int, host: Comm, comm: Comm) -> None:
