@@ -36,8 +36,9 @@ from hpctrain.data.pack_format import Pack, earlier_external_arguments, valid_ex
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
-from hpctrain.parallel.device import choose_device, keep_memory, place, set_threads
-from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root, fair_threads, local_ranks
+from hpctrain.parallel.choose import open_device
+from hpctrain.parallel.device import place
+from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root
 from hpctrain.plan import Plan
 from hpctrain.report.find import SWEEP_FILE, best_run, propose_run
 from hpctrain.text import listed, say
@@ -200,11 +201,8 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     """Read the network that the settings name and put it on this rank's device. Collective."""
     call_on_root(comm, lambda: check_settings(settings))
     path = call_on_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
-    local_rank, _ = local_ranks(comm)
-    device = call_on_all(comm, lambda: choose_device(settings.device, local_rank))
-    threads = fair_threads(comm)
-    set_threads(settings.threads or threads)
-    keep_memory()
+    threads = settings.threads
+    device, _ = open_device(comm, settings.device, lambda share: threads or share)
     command = "predict" if isinstance(settings, PredictConfig) else "evaluate"
     words = command, *as_words(settings, without=("model",))
     saved = call_on_all(comm, lambda: restore(path, settings.model, words))

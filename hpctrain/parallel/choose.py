@@ -20,7 +20,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,10 +28,19 @@ import torch
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import LAUNCHER_PREFIXES
-from hpctrain.parallel.device import choose_device, gpu_uuid
+from hpctrain.parallel.device import choose_device, gpu_uuid, keep_memory
 from hpctrain.parallel.memory import EXCLUSIVE, is_exclusive, plain_zeros
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.mpi import MPI, Comm, allgather, call_on_all, host_name, start_mpi
+from hpctrain.parallel.mpi import (
+    MPI,
+    Comm,
+    allgather,
+    call_on_all,
+    fair_threads,
+    host_name,
+    local_ranks,
+    start_mpi,
+)
 from hpctrain.parallel.nccl import Nccl, nccl_version
 from hpctrain.parallel.overlap import Overlapped, cut
 from hpctrain.parallel.placement import Choice, RankDevice, choose_transport, describe_sharing
@@ -49,6 +58,20 @@ from hpctrain.watchdog import stack_file
 
 TRIAL_SECONDS = 120.0
 PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds hpctrain
+
+
+def open_device(
+    comm: Comm, requested: str, threads: Callable[[int], int]
+) -> tuple[torch.device, int]:
+    """This rank's device, and its fair share of CPU threads, of which `threads` makes the number
+    that torch uses. Collective. UsageError on all ranks as from `choose_device`.
+    """
+    local_rank, _ = local_ranks(comm)
+    device = call_on_all(comm, lambda: choose_device(requested, local_rank))
+    share = fair_threads(comm)
+    torch.set_num_threads(threads(share))  # launchers leave 1 or all cores
+    keep_memory()
+    return device, share
 
 
 def open_transport(comm: Comm, device: torch.device, wanted: str) -> tuple[Transport, Choice, str]:

@@ -109,11 +109,6 @@ def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
-def set_threads(threads: int) -> None:
-    """CPU threads of this process. Launchers leave 1 or all cores; the plan decides instead."""
-    torch.set_num_threads(threads)
-
-
 def keep_memory() -> None:
     """Let glibc keep freed memory for the next step instead of giving it back after each.
 

@@ -263,15 +263,15 @@ class Message:
         return self.report().totals()
 
 
-class Report:
+class Report(NamedTuple):
     """Scalars and slots of a reduced message, on their way to the host."""
 
-    def __init__(self, ended: Event, snapshot: Snapshot) -> None:
-        self.ended, self._snapshot = ended, snapshot
+    ended: Event
+    snapshot: Snapshot
 
     def totals(self) -> Totals:
         """Wait until they are there, and read them."""
-        numbers, count = self._snapshot.numbers(), len(SCALARS)
+        numbers, count = self.snapshot.numbers(), len(SCALARS)
         scalars: dict[str, Any] = {
             name: _whole(number) if kind is int else number
             for (name, kind), number in zip(SCALARS.items(), numbers, strict=False)

@@ -24,8 +24,8 @@ from hpctrain.inference.network import find_model
 from hpctrain.inference.tasks import Task, make_task, output_shape
 from hpctrain.models import build, check_forward, describe_fresh_layer, load_init
 from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.choose import choose_reduce, open_transport
-from hpctrain.parallel.device import choose_device, hardware_key, keep_memory, place, set_threads
+from hpctrain.parallel.choose import choose_reduce, open_device, open_transport
+from hpctrain.parallel.device import hardware_key, place
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
     Comm,
@@ -33,8 +33,6 @@ from hpctrain.parallel.mpi import (
     call_on_root,
     check_equal_on_all,
     check_threads,
-    fair_threads,
-    local_ranks,
 )
 from hpctrain.parallel.placement import Choice
 from hpctrain.parallel.reduce import Reduce, broadcast
@@ -85,13 +83,11 @@ def set_up(
     pack = open_pack(config, "train", comm)
     doing("setting up")  # no longer the last block of the pack that rank 0 compared
     call_on_all(comm, lambda: check_data(config, pack))
-    local_rank, _ = local_ranks(comm)
-    device = call_on_all(comm, lambda: choose_device(config.device, local_rank))
+    device, threads = open_device(
+        comm, config.device, lambda share: cpu_threads(config, share, earlier)
+    )
     if config.overlap == "auto" and comm.size > 1:
         call_on_all(comm, lambda: check_threads("--overlap"))
-    threads = fair_threads(comm)
-    set_threads(cpu_threads(config, threads, earlier))
-    keep_memory()
 
     model, fresh = call_on_all(comm, lambda: make_model(config, pack, first_weights))
     dtype = next(model.parameters()).dtype
