@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hpctrain.config.data import DATA_DIR
 from hpctrain.config.option import (
     AT_LEAST_1,
     Bounds,
@@ -17,7 +18,7 @@ from hpctrain.config.option import (
     option,
     split_shares,
 )
-from hpctrain.config.train import DATA_DIR, PRECISIONS, RUNS_DIR, TIMEOUT
+from hpctrain.config.train import PRECISIONS, RUNS_DIR, TIMEOUT
 
 EVALUATION_ROWS = 64  # of a block, on CPUs
 GPU_EVALUATION_ROWS = 256  # at most: with more of them, fewer ranks have a block

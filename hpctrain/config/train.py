@@ -4,106 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpctrain.config.data import COMMON, DataSettings
 from hpctrain.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
     POSITIVE,
     Bounds,
     Interval,
-    byte_count,
     check_folder_name,
     duration,
     option,
     segments,
-    split_shares,
     worker_loads,
 )
 
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
 PRECISIONS = ("default", "fp32", "tf32", "bf16")
-COMMON, DATA, NETWORK, BATCH = "Common options", "Data", "Network", "Batches"
+NETWORK, BATCH = "Network", "Batches"
 OPTIMIZER, MACHINE, RECORD = "Optimizer", "Machine", "Run, checkpoints and records"
-DATA_DIR = ("data", "keep built-in sets in this folder")
 RUNS_DIR = ("runs", "keep all runs in this folder")
 TIMEOUT = ("30m", "abort all ranks after so long without progress")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(DataSettings):
     """All settings of one training run."""
-
-    data: str = option(
-        "digits",
-        "train on this pack, on a built-in set (digits, flowers), or with --images and --labels on"
-        " any HDF5 file",
-        COMMON,
-    )
-    data_dir: str = option(*DATA_DIR, DATA)
-    normalize: str = option(
-        "unit",
-        "scale inputs: unit = to [0, 1]; pack = by the pack's mean and std; imagenet = by those of"
-        " ImageNet",
-        DATA,
-        choices=("unit", "pack", "imagenet"),
-    )
-    flip: bool = option(False, "augment by random horizontal flips", DATA)
-    shift: int = option(0, "augment by random shifts of up to this many pixels in x and y", DATA)
-    random_crop: float = option(
-        0.0,
-        "augment by random resized crops of at least this share of the area, such as 0.08, at"
-        " aspect ratios from 3/4 to 4/3; for packs of JPEG files; 0 = whole images",
-        DATA,
-        Bounds(0, 1, "[]"),
-    )
-    images: str | None = option(
-        None, "read images from this dataset, such as x, {split}/x or FILE:x, of an HDF5 file", DATA
-    )
-    labels: str | None = option(
-        None, "read labels, integers 0 ... K-1 or one-hot, from this dataset", DATA
-    )
-    layout: str | None = option(
-        None,
-        "axes of --images; default: NHWC for 4 dimensions, NHW for 3, for MATLAB NCWH and NWH",
-        DATA,
-        choices=("NHWC", "NCHW", "NHW", "NCWH", "NWH"),
-    )
-    scale: float | None = option(
-        None, "divide values of --images by this; default: 65535 for uint16", DATA, POSITIVE
-    )
-    label_gaps: str | None = option(
-        None,
-        "map labels that are not 0 ... K-1 to these, or keep empty classes; default: refuse",
-        DATA,
-        choices=("map", "keep"),
-    )
-    split: str | None = option(
-        None,
-        "split --images at random into these shares of train,test or train,validation,test;"
-        " default: 0.9,0.1",
-        DATA,
-        split_shares,
-    )
-    shuffle: str | None = option(
-        None,
-        "shuffle samples: partition = in each shard; global = over all; blocks = 4 MiB blocks in"
-        " a window, for slow disks; default: partition, for chunked datasets blocks",
-        DATA,
-        choices=("partition", "global", "blocks"),
-    )
-    read_buffer: str = option(
-        "256M", "buffer at most this much data per rank; what fits is read once", DATA, byte_count
-    )
-    stage: str | None = option(
-        None, "copy this host's part of the pack to a folder on its own disk first", DATA
-    )
-    verify: str = option(
-        "auto",
-        "compare the pack's checksums: start = before the first step; first-touch = when a block is"
-        " first read; never; auto = start up to 1 GiB, else (and with --skip-bad) first-touch",
-        DATA,
-        choices=("auto", "start", "first-touch", "never"),
-    )
-    skip_bad: bool = option(False, "skip corrupt samples of a pack instead of failing", DATA)
 
     task: str = option(
         "classify",
@@ -115,7 +40,10 @@ class Config:
         "salt-pepper", "noise of --task denoise", NETWORK, choices=("salt-pepper", "gaussian")
     )
     noise_level: float = option(
-        0.1, "share of values with --noise, or its std", NETWORK, Bounds(0, 1, "(]")
+        0.1,
+        "share of values with salt-pepper noise, or std of gaussian noise",
+        NETWORK,
+        Bounds(0, 1, "(]"),
     )
     model: str = option(
         "auto",
@@ -147,24 +75,28 @@ class Config:
     )
     batch_size: int | None = option(
         None,
-        "global batch size, in images; default: 128 (denoise 500), on GPUs as many per rank or"
-        " shard",
+        "global batch size, in images; default: 128 (denoise 500), on GPUs times the number of"
+        " ranks or --shards",
         COMMON,
         AT_LEAST_1,
     )
     batch_per_rank: int | None = option(
-        None, "batch size per rank (with --shards per shard), not --batch-size", BATCH, AT_LEAST_1
+        None,
+        "batch size per rank, or with --shards per shard; instead of --batch-size",
+        BATCH,
+        AT_LEAST_1,
     )
     shards: int | None = option(
         None,
-        "cut each batch into this many shards; default: one per rank, more accumulate gradients",
+        "cut each batch into this many shards; default: one per rank; a rank with several"
+        " accumulates their gradients",
         BATCH,
         AT_LEAST_1,
     )
     worker_load: str | None = option(
         None,
-        "share out the shards to ranks in these proportions, such as 3,1 (4 shards without"
-        " --shards); auto = as measured, moved between epochs (4 shards a rank without --shards)",
+        "assign shards to ranks in these proportions, such as 3,1 (default of --shards: their sum);"
+        " auto = as measured, anew between epochs (default of --shards: 4 per rank)",
         BATCH,
         worker_loads,
     )
@@ -181,8 +113,8 @@ class Config:
     )
     lr_scaling: str = option(
         "none",
-        "scale the learning rate with the global batch size over that of one rank"
-        " (--batch-per-rank, or the default): linear for sgdm, sqrt for adam",
+        "scale the learning rate with the global batch size / --batch-per-rank (or the default"
+        " batch size): linear for sgdm, sqrt for adam",
         OPTIMIZER,
         choices=("none", "linear", "sqrt"),
     )
@@ -233,7 +165,7 @@ class Config:
     overlap: str = option(
         "0",
         "sum gradients during backward, in at most this many segments; 0 = one Allreduce after it;"
-        " auto = by the times of the first steps",
+        " auto = as many as the times of the first steps recommend",
         MACHINE,
         segments,
     )
@@ -281,7 +213,8 @@ class Config:
     keep: int = option(2, "keep this many checkpoints", RECORD, AT_LEAST_1)
     resume: str = option(
         "auto",
-        "resume a run of this name: auto = if there is one; never = refuse to; must = or fail",
+        "resume a run of this name: auto = if there is one; never = fail if there is one; must ="
+        " fail if there is none",
         RECORD,
         choices=("auto", "never", "must"),
     )
