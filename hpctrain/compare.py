@@ -26,7 +26,7 @@ from hpctrain.inference.network import FILE
 from hpctrain.models import read_model
 from hpctrain.plan_check import read_plan
 from hpctrain.report.bar import make_console
-from hpctrain.report.fields import Record, deterministic_fields
+from hpctrain.report.fields import Record, fields_marked
 from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import find_folder
 from hpctrain.report.history import find_outcome
@@ -168,7 +168,7 @@ def _deterministic(
     """Step, kind and deterministic fields of all records; of digests, those of these steps."""
     for record in records:
         kind = record["kind"]
-        names = deterministic_fields(kind)
+        names = fields_marked(kind, "deterministic")
         if names and (kind != "digest" or record["step"] in digests):
             yield record["step"], kind, {name: record.get(name) for name in names}
 

@@ -158,15 +158,16 @@ def blame(beats: Sequence[Beat], size: int, now: float, silence: float) -> list[
     return [*lines[:MOST_NAMED], f"and {more} ranks more"] if more > 0 else lines
 
 
-def find_cause(folder: Path) -> tuple[str, float] | None:
+def find_cause(folder: Path, is_over: bool) -> tuple[str, float] | None:
     """Why the launch that left these heartbeats ended, where it did not record it, and when it gave
-    the last sign (seconds since 1970); None where there is none.
+    the last sign (seconds since 1970); None where there is none. Unless it `is_over`, a rank must
+    say that it failed, or a process of this machine be gone.
 
     A rank's own words come first. Then a crash, which faulthandler has noted. Launchers send
     SIGTERM to the ranks that are left, which then leave their stacks: who left none was first.
     """
     beats = read_beats(folder)
-    if not beats:
+    if not beats or not (is_over or any(beat.failed or is_gone(beat) for beat in beats)):
         return None
     last = max(beat.time for beat in beats)
     if failed := [beat for beat in beats if beat.failed]:
@@ -187,15 +188,6 @@ def find_cause(folder: Path) -> tuple[str, float] | None:
     else:
         text = f"all ranks were killed, reason unknown: {where}"
     return text, last
-
-
-def cause_if_ended(folder: Path) -> str | None:
-    """The same as a line, where the launch is sure to have ended: a rank says so, or a process of
-    this machine is gone.
-    """
-    ended = any(beat.failed or is_gone(beat) for beat in read_beats(folder))
-    cause = find_cause(folder) if ended else None
-    return cause[0] if cause else None
 
 
 class Turn:

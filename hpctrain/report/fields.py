@@ -125,14 +125,11 @@ REQUIRED = {
 LABELS = {name: field.label for name, field in FIELDS["step"].items() if field.label}  # of curves
 
 
-def deterministic_fields(kind: str) -> list[str]:
-    """The fields that equal runs record alike."""
-    return [name for name, field in FIELDS.get(kind, {}).items() if field.deterministic]
-
-
-def scalar_fields(kind: str) -> list[str]:
-    """The fields that TensorBoard shows."""
-    return [name for name, field in FIELDS.get(kind, {}).items() if field.scalar]
+def fields_marked(kind: str, mark: str) -> list[str]:
+    """The fields of a kind with a mark of `Field`: "deterministic", which equal runs record alike,
+    or "scalar", which TensorBoard shows.
+    """
+    return [name for name, field in FIELDS.get(kind, {}).items() if getattr(field, mark)]
 
 
 def parse_record(line: bytes | str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
-from hpctrain.heartbeats import cause_if_ended, find_cause
+from hpctrain.heartbeats import find_cause
 from hpctrain.report.fields import LABELS, Record
 from hpctrain.report.step_stats import Costs, Curve
 from hpctrain.text import listed
@@ -233,10 +233,7 @@ def find_outcome(folder: Path, history: RunHistory, is_over: bool = False) -> Ou
     """
     if history.outcome.status:
         return history.outcome
-    if not is_over:
-        cause = cause_if_ended(folder / HEARTBEATS)
-        return Outcome("failed", cause) if cause else Outcome()
-    found = find_cause(folder / HEARTBEATS)
+    found = find_cause(folder / HEARTBEATS, is_over)
     return Outcome("failed", *found) if found else Outcome()
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import UsageError
 from hpctrain.files import writing
-from hpctrain.report.fields import scalar_fields
+from hpctrain.report.fields import fields_marked
 from hpctrain.text import printable
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class EventWriter:
         elif kind == "end" and record["status"] != "preempted":
             self._call("file_writer.add_summary", session_end(record), 0)
         group = printable("training" if kind == "step" else record.get("split", ""))
-        for name in scalar_fields(kind):
+        for name in fields_marked(kind, "scalar"):
             if record.get(name) is not None:
                 self._call("add_scalar", f"{group}/{name}", record[name], record["step"])
 

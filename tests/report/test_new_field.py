@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.compare import first_difference
 from hpctrain.plot import plot_training, read_curves
-from hpctrain.report.fields import FIELDS, LABELS, Field, scalar_fields
+from hpctrain.report.fields import FIELDS, LABELS, Field, fields_marked
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
 from tests.report.records import record_step
@@ -35,7 +35,7 @@ def test_a_field_is_checked_compared_drawn_and_shown_by_its_line(tmp_path, monke
     one, other = record(tmp_path / "a", [1.0, 2.0]), record(tmp_path / "b", [1.0, 3.0])
     found = first_difference(read_records(one), read_records(other))
     assert found == (2, "step: gradient_norm 2.0 and 3.0")
-    assert "gradient_norm" in scalar_fields("step")
+    assert "gradient_norm" in fields_marked("step", "scalar")
     curves = read_curves(one, "a")
     assert curves.panels == ["accuracy", "loss", "gradient_norm"]
     assert curves.training["gradient_norm"].tolist() == [[0.5, 1.0], [1.0, 2.0]]

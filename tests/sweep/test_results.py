@@ -61,7 +61,8 @@ def test_how_a_network_stands_where_nobody_could_record_it(tmp_path):
     sweep = Sweep((network,), ())
     assert read_results(tmp_path, sweep)["01-a"].status == "unfinished"
     (run / "ranks").mkdir()
-    beat = {"rank": 0, "host": socket.gethostname(), "pid": 2**22 + 1, "doing": "step 2", "time": 1}
+    beat = {"rank": 0, "host": socket.gethostname(), "pid": 2**22 + 1, "doing": "step 2"}
+    beat |= {"seconds": 1, "time": 1}
     (run / "ranks" / "0.json").write_text(json.dumps(beat))
     found = read_results(tmp_path, sweep)["01-a"]
     assert found.status == "unfinished" and "last heartbeat: step 2" in found.reason

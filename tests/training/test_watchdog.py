@@ -27,7 +27,6 @@ from hpctrain.heartbeats import (
     Beat,
     Turn,
     blame,
-    cause_if_ended,
     find_cause,
     make_private_folder,
     name_ranks,
@@ -199,10 +198,10 @@ def test_what_a_launch_left_tells_why_it_ended(tmp_path, failed, stacks, cause):
         write_beat(tmp_path, beat)
     for rank, text in stacks.items():
         (tmp_path / f"{rank}.stack").write_text(text)
-    text, when = find_cause(tmp_path)
+    text, when = find_cause(tmp_path, True)
     assert re.match(cause, text) and when == 101.0
-    assert (cause_if_ended(tmp_path) is not None) == bool(failed), "h is another machine"
-    assert find_cause(tmp_path / "nothing") is None
+    assert bool(find_cause(tmp_path, False)) == bool(failed), "h is another machine"
+    assert find_cause(tmp_path / "nothing", True) is None
 
 
 def test_a_notice_to_one_rank_saves_and_exits_75(start, tmp_path):
@@ -419,12 +418,12 @@ def test_a_clean_end_leaves_no_sign_of_a_crash(tmp_path, how):
     """Else a record that was cut afterwards would be told to have lost its ranks."""
     with suppress(ValueError), Watchdog(0, 1, "h", 60) as dog:
         dog.keep_in(tmp_path)
-        assert find_cause(tmp_path)
+        assert find_cause(tmp_path, True)
         if how == "error":
             raise ValueError
         if how == "said":
             dog.fail("no memory")
-    cause = find_cause(tmp_path)
+    cause = find_cause(tmp_path, True)
     assert cause is None if how == "clean" else cause
     assert how != "said" or cause[0] == "rank 0: no memory"
 
