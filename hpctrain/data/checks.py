@@ -183,7 +183,7 @@ class BlockChecksums:
                 yield block
 
     def describe(self, block: int) -> str:
-        """What to say of a corrupt block."""
+        """A corrupt block, for a message."""
         rows, unit = self._rows(block), "bytes" if self.name.endswith("/bytes") else "rows"
         return f"{self.name}: {unit} {rows[0]} to {rows[-1]} (block {block}) are corrupt"
 
@@ -236,7 +236,7 @@ def find_nonfinite(
     split: Split, indices: np.ndarray, images: np.ndarray | None = None
 ) -> dict[int, str]:
     """Those of the samples `indices` (n,) that hold NaN or infinite values, as an external file
-    may, each with what to say of it. Their `images` (n, H, W, C) are read where they are not given.
+    may, each with a message. Their `images` (n, H, W, C) are read where they are not given.
     """
     found: dict[int, str] = {}
     for first in range(0, len(indices) if split.dtype.kind == "f" else 0, READ_TOGETHER):

@@ -231,7 +231,7 @@ def _disk_error(error: OSError, path: Path) -> Exception:
 
 @contextmanager
 def _progress(archive: Archive, path: Path, have: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, one line elsewhere; gives a function that is told the bytes so far."""
+    """A bar on a terminal, one line elsewhere; gives a function to call with the bytes so far."""
     console = Console(stderr=True)
     columns = (
         TextColumn("downloading"),

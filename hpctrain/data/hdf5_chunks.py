@@ -169,7 +169,7 @@ def expand_lzf(content: bytes, limit: int) -> bytes:
 
 @lru_cache(maxsize=1)
 def _lzf_of_h5py() -> Callable[[bytes, int, object, int], int] | None:
-    """LibLZF's function, which writes no more than it is told, where h5py exports it."""
+    """LibLZF's function, which writes at most the bytes given, where h5py exports it."""
     try:
         function = ctypes.CDLL(h5py.h5z.__file__).lzf_decompress
     except (OSError, AttributeError):

@@ -140,7 +140,7 @@ EXTERNAL_ARGUMENTS = {  # of read_external, with which the same samples are foun
 
 
 def earlier_external_arguments(earlier: dict[str, Any]) -> dict[str, Any]:
-    """The same, as networks say them whose metadata calls them `foreign`."""
+    """The same, from the metadata of earlier networks, which call them `foreign`."""
     renamed = {("block_rows" if n == "run_rows" else n): value for n, value in earlier.items()}
     return {**renamed, "scale": 1.0, "label_gaps": "keep"}
 

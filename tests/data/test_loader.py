@@ -434,6 +434,20 @@ def test_one_thing_is_made_while_the_one_before_is_used():
         next(made)
 
 
+def test_what_was_not_begun_is_not_made_after_closing():
+    begun = []
+
+    def make(n):
+        begun.append(n)
+        time.sleep(0.2 * n)
+        return n
+
+    made = ahead(make, range(9), 3)
+    assert next(made) == 0
+    made.close()
+    assert begun in ([0], [0, 1])
+
+
 def test_parts_of_images_are_other_ones_in_every_step_and_epoch(tmp_path, monkeypatch):
     source = class_folders(tmp_path / "images", {"a": 9, "b": 9}, ".jpg", width=41, height=37)
     packed = pack(source, tmp_path / "b.h5", size="8x8", encoding="jpeg", split="1")

@@ -251,8 +251,8 @@ class ImageReader:
 
 
 def read_member(descriptor: int, offset: int, size: int, facts: Sequence[int]) -> bytes:
-    """A member of a .zip, whose local header begins at `offset`; never more bytes than it said it
-    has. The directory of the archive, which may be long, is not read again. Raises BadImage.
+    """A member of a .zip, whose local header begins at `offset`; never more bytes than it is
+    listed with. The directory of the archive, which may be long, is not read again. BadImage.
     """
     info = zipfile.ZipInfo()
     info.file_size = size

@@ -93,7 +93,9 @@ def decoded_dtype(channels: int) -> np.dtype:
 
 
 class ClassFolders(NamedTuple):
-    """What names say of files: `order` are positions of the images in the names given, sorted."""
+    """Classes and splits by the names of files: `order` are positions of the images among these
+    names, sorted.
+    """
 
     classes: tuple[str, ...]
     order: np.ndarray  # (N,) int64

@@ -212,7 +212,7 @@ class PackMaker:
         parts = self._run("reading", read_fingerprints, tasks, len(everything))
         found = np.concatenate([np.zeros(0, np.int64), *parts])
         for groups in (np.unique(found, return_inverse=True)[1], everything):
-            with suppress(UsageError):  # the same is said, if it is true, when all is known
+            with suppress(UsageError):  # raised again, if it is true, when all is known
                 rows = assign_rows(self._source, everything, groups, self._config, self._shares)
                 if sum(map(len, rows.values())) == len(everything):
                     return rows

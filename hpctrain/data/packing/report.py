@@ -187,7 +187,7 @@ def _class_counts(pack: Pack, split: str) -> np.ndarray:
 
 
 def _files(pack: Pack) -> str:
-    """What there is to say of a pack's files."""
+    """How large a pack's files are, and how they are fitted."""
     splits = pack.splits.values()
     mean = sum(split.files_bytes for split in splits) / sum(split.samples for split in splits)
     how = "stretched" if pack.fit == "stretch" else "cut"

@@ -72,7 +72,7 @@ class TaskRunner:
         tasks: Iterable[PackTask],
         advance: Callable[[int], None],
     ) -> Iterator[T]:
-        """The results; `advance` is told the images of each. Raises what the function raises."""
+        """The results; `advance` gets the images of each. Raises what the function raises."""
         waiting: deque[tuple[Future[T], int]] = deque()
         for task in tasks:
             waiting.append((self._submit(function, task.arguments), task.images))
@@ -123,7 +123,7 @@ class ProcessRunner(TaskRunner):
             raise RunError(self._cause()) from None
 
     def _cause(self) -> str:
-        """What to say of the worker process that died."""
+        """A message about the worker process that died."""
         deadline = time.monotonic() + JOIN  # the executor waits for them in another thread
         while any(w.exitcode is None for w in self._workers) and time.monotonic() < deadline:
             time.sleep(0.01)
