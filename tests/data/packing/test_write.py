@@ -34,7 +34,7 @@ def test_whole_pages_are_written_and_the_rest_is_given_back(tmp_path, offset, le
 def test_sums_are_exact():
     pixels = np.random.default_rng(0).integers(0, 256, (301, 3), np.uint8)
     wide = pixels.astype(object)
-    for channels in (1, 3):
+    for channels in (1, 3, 7):
         expected = [(wide.reshape(-1, channels) ** power).sum(axis=0).tolist() for power in (1, 2)]
         assert channel_sums(pixels.tobytes(), channels).tolist() == expected
 
