@@ -1,13 +1,13 @@
-"""Atomic checkpoints: all that a run needs to resume.
+"""Atomic checkpoints: everything that a run needs to resume.
 
     checkpoints/00000123.safetensors    tensors
     checkpoints/00000123.json           everything else, with name, size and SHA-256 of the tensors
 
-A pair counts once the JSON is there, which is written last; each file gets its name by rename(2)
-after fsync(2). A step that is saved again writes its tensors under another name, so that the JSON
-that is there stays true until it is replaced. A pair that does not match its checksum is
-skipped, and the one before is used; one that cannot be read for another reason (a file system that
-is not mounted, a newer format) ends the launch, because it may be intact. Reading executes nothing
+A pair is complete once its JSON file exists, which is written last. Each file is renamed into place
+(rename(2)) after fsync(2). If a step is saved again, its tensors get another name, so that the
+existing JSON file stays valid until it is replaced. A pair that does not match its checksum is
+skipped, and the previous one is used; one that cannot be read for another reason (an unmounted file
+system, a newer format) ends the launch, because it may be intact. Reading executes no code
 (safetensors and JSON, no pickle).
 """
 
@@ -37,7 +37,7 @@ from hpctrain.typed import from_fields
 
 FOLDER = "checkpoints"
 FORMAT = 1
-LIBRARY_TEMPORARY = ".tmp" + 6 * "[0-9A-Za-z]"  # of safetensors' writer, which was used before
+LIBRARY_TEMPORARY = ".tmp" + 6 * "[0-9A-Za-z]"  # by safetensors' writer, used by earlier versions
 Tensors = dict[str, torch.Tensor]
 
 
@@ -51,27 +51,27 @@ class CheckpointManifest:
     bytes: int
     sha256: str
     state: dict[str, Any]
-    check: str  # SHA-256 of all the others
+    check: str  # SHA-256 of all other fields
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint that matches its checksums."""
 
     step: int
     state: dict[str, Any]
     path: Path
 
     def follows(self, epochs: float, validated: float) -> bool:
-        """Whether it holds no more epochs, and no later validation, than these."""
+        """Whether its epoch and last validation are at most `epochs` and `validated`."""
         pairs = (self.state.get("epoch"), epochs), (self.state.get("validated"), validated)
         return all(not isinstance(value, int) or value <= most for value, most in pairs)
 
     def tensors(self) -> Tensors:
-        """Read the tensors, onto the CPU. UsageError."""
+        """Read the tensors into host memory. Raises UsageError if they cannot be read."""
         try:
             with safe_open(self.path, "pt") as file:
-                # Copies: what it gives is the mapped file, which cleaning up could not free.
+                # Cloned: views of the mapped file would keep its space in use after its removal.
                 names = file.keys()
                 found = {name: file.get_tensor(name).clone() for name in names}
                 return restore_complex(found, file.metadata() or {})
@@ -85,33 +85,33 @@ class Writer:
     def __init__(self, folder: Path, interval: Interval, keep: int) -> None:
         self.folder, self.interval, self.keep = folder / FOLDER, interval, keep
         self._record = folder / FILE_NAME
-        self._saved = time.monotonic()  # when the last one was taken
+        self._saved = time.monotonic()  # time of the last checkpoint
         self._last: tuple[int, dict[str, Any]] | None = None  # its step and state
-        self.stall = 0.0  # seconds for which a checkpoint held up training, at most
-        self.seconds = 0.0  # that writing took, at most
+        self.stall = 0.0  # longest time that a checkpoint blocked training, in seconds
+        self.seconds = 0.0  # longest time that writing took
         self._host: Tensors = {}
         self._pool = ThreadPoolExecutor(1, "writer")
-        self._task: Future[None] | None = None  # whose end was not looked at yet
+        self._task: Future[None] | None = None  # not yet checked for an error
 
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        """What is being written is written to its end, whatever happened."""
+        """Wait until pending writes are complete, also after an error."""
         self._pool.shutdown()
 
     def overdue(self) -> bool:
-        """Whether it is time to save. RunError where something could not be written."""
+        """Whether it is time to save. Raises RunError if an earlier write failed."""
         self.check()
         return time.monotonic() - self._saved >= self.interval.seconds
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]
     ) -> None:
-        """Copy the tensors to host memory and write them behind training's back.
+        """Copy the tensors to host memory and write them in the background.
 
-        Waits for the checkpoint before this one to be written. RunError where that failed. Does
-        nothing where the last one was the same.
+        Waits for the previous checkpoint first; raises RunError if writing it failed. Does nothing
+        if the last checkpoint had the same step and state.
         """
         began = time.perf_counter()
         self.wait()  # the host copies are in use until then
@@ -131,19 +131,19 @@ class Writer:
         self.stall = max(self.stall, time.perf_counter() - began)
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Run `write` in the background, once nothing else is being written. RunError as `wait`."""
+        """Run `write` in the background after earlier writes. Raises RunError as `wait` does."""
         self.wait()
         self._task = self._pool.submit(self._run, write)
 
     def wait(self) -> None:
-        """Return when nothing is left to write. RunError where writing failed."""
+        """Wait until everything is written. Raises RunError if writing failed."""
         task, self._task = self._task, None
         if task and (error := task.exception()) is not None:
             reason = getattr(error, "strerror", None) or str(error)
             raise RunError(f"cannot write a checkpoint to {self.folder}: {reason}") from error
 
     def check(self) -> None:
-        """RunError if something could not be written; does not wait."""
+        """Raise RunError if a finished write failed; does not wait."""
         if self._task and self._task.done():
             self.wait()
 
@@ -161,7 +161,7 @@ class Writer:
             for part in content(tensors, {}):
                 size += file.write(part)
                 sha256.update(part)
-        sync(self._record)  # a step that is in the checkpoint is in the record too
+        sync(self._record)  # a step in the checkpoint must be in the record too
         with whole_file(_json(self.folder, step)) as file:
             known = {"file": path.name, "bytes": size, "sha256": sha256.hexdigest()}
             described = {"format": FORMAT, "step": step, **known, "state": state}
@@ -173,8 +173,9 @@ class Writer:
 
 
 def make_ready(run: Path, step: int) -> None:
-    """Make a run's folder for checkpoints, without what killed writers left and without those of
-    later steps than `step`: they were passed over. OSError.
+    """Prepare a run's folder for checkpoints. Raises OSError.
+
+    Removes temporary files of killed writers, and checkpoints after `step`, which were skipped.
     """
     (run / FOLDER).mkdir(exist_ok=True)
     hidden = ((run, ".*.tmp"), (run / FOLDER, ".*.tmp"), (run / FOLDER, LIBRARY_TEMPORARY))
@@ -187,7 +188,7 @@ def make_ready(run: Path, step: int) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove tensors that no JSON file names."""
+    """Remove tensor files that no JSON file names."""
     named = set()
     for step in steps(folder):
         try:
@@ -204,26 +205,26 @@ def _json(folder: Path, step: int) -> Path:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of which there are checkpoints, whole or not, in order."""
+    """Return the steps that have a checkpoint, intact or not, in ascending order."""
     names = [path.name for path in folder.glob("*.json")] if folder.is_dir() else []
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d+)\.json", name)))
 
 
 class CorruptCheckpoint(UsageError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint whose files are damaged or missing."""
 
 
 def newest(
     run: Path, recorded: int, epochs: float = math.inf, validated: float = math.inf
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, if there is one; and a line for each newer one that is
-    passed over: corrupt, or of what the record has lost, which ends at step `recorded`, after so
-    many `epochs` and the validation of step `validated`.
+    """Return the newest intact checkpoint of a run, if any, and a line for each newer one skipped.
 
-    UsageError or RunError where one cannot be read but may be whole.
+    A checkpoint is skipped if it is corrupt, or if it is ahead of the record, which ends at step
+    `recorded`, after `epochs` epochs and the validation of step `validated`. Raises UsageError or
+    RunError if one cannot be read but may be intact.
     """
     corrupt: list[str] = []
-    beyond: list[Checkpoint] = []  # the record
+    beyond: list[Checkpoint] = []  # ahead of the record
     for step in reversed(steps(run / FOLDER)):
         try:
             found = verify(run, step)
@@ -243,8 +244,10 @@ def newest(
 
 
 def verify(run: Path, step: int) -> Checkpoint:
-    """One checkpoint of a run, compared with its checksums. CorruptCheckpoint with what is
-    wrong; UsageError for a newer format, RunError where it cannot be read.
+    """Read one checkpoint of a run and compare it with its checksums.
+
+    Raises CorruptCheckpoint with the reason, UsageError for a newer format, and RunError if it
+    cannot be read.
     """
     described = _json(run / FOLDER, step)
     try:
@@ -284,7 +287,7 @@ def _unreadable(path: Path, error: OSError) -> RunError:
 
 
 def _check(described: dict[str, Any]) -> str:
-    """SHA-256 of the other fields of a JSON file."""
+    """Return the SHA-256 of the other fields of a JSON file."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 

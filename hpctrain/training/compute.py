@@ -1,25 +1,26 @@
-"""What a step computes: gradients by forward and backward, and the update of the weights.
+"""The computation of a step: gradients by forward and backward, and the update of the weights.
 
-    Eager     kernel by kernel, or as torch.compile made them (--compile)
-    Graphs    the kernels of both recorded once for every shape and then launched together
-              (--graphs): where a batch is small, a GPU otherwise waits for the host
+    Eager     kernels launched one by one
+    Compiled  the same with the kernels of torch.compile (--compile)
+    Graphs    the kernels of either recorded once per shape and then launched together (--graphs):
+              with small batches, a GPU otherwise waits for the host
 
-All ways add the gradients of loss / total to the message.
+Each of them adds the gradients of loss / total to the message.
 
-The optimizers are torch's fused ones: one kernel for the whole vector, and an update that is gated
-on the device. Where ``optimizer.found_inf``, a float32 tensor of no dimensions, is 1, ``step``
-leaves weights, momenta and step counters as they were, and nothing waits for the host. Only the
-value 1 closes the gate.
+The optimizers are torch's fused ones: one kernel for the whole vector, and an update that can be
+skipped on the device. If ``optimizer.found_inf``, a zero-dimensional float32 tensor, is 1, ``step``
+leaves weights, momenta and step counters unchanged, without synchronizing with the host. Only the
+value 1 skips the update.
 
-Parameters that no gradient has reached yet are left alone. torch skips a parameter whose `.grad` is
-None. Here all parameters are one vector with one gradient, in which weight decay would shrink what
-no loss depends on. So a parameter counts as used from the first step on whose gradient, summed over
-all ranks, is not zero; then it is for good, since layers that are left out of some steps
-(stochastic depth) shall not stand still in these. Until then the weights are put back after each
-step and the optimizer's state of them is zero.
+Parameters that have not received a gradient yet are not updated. torch skips a parameter whose
+`.grad` is None. Here all parameters are one vector with one gradient, in which weight decay would
+shrink parameters that no loss depends on. A parameter therefore counts as used from the first step
+in which its gradient, summed over all ranks, is not zero. It then stays used, so that layers which
+are left out of some steps (stochastic depth) are updated in those steps too. Until then its weights
+are restored after each step and its optimizer state is zero.
 
-Which are used is found on the device. The host learns it late and without waiting: from then on
-nothing is done for these any more, which after the first steps of most networks are all.
+Usage is determined on the device and copied to the host asynchronously. Parameters that the host
+knows to be used cost nothing any more; after the first steps of most networks these are all.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from hpctrain.parallel.message import Message
 from hpctrain.plan import Plan
 from hpctrain.streams import GraphRecorder, Snapshot
 
-Pair = tuple[Tensor, Tensor]  # sum of the rows' losses, number of correct rows, on the device
+Pair = tuple[Tensor, Tensor]  # sum of the samples' losses, number of correct ones, on the device
 # model, inputs (n, C, H, W), targets
 Loss = Callable[[nn.Module, Tensor, Tensor], Pair]
-# inputs, targets and rows of the whole mini-batch; adds the gradients to the message
+# inputs, targets and number of samples in the global batch; adds the gradients to the message
 Backward = Callable[[Tensor, Tensor, int], Pair]
 
-WARM = 3  # batches of a shape before it is recorded: libraries choose their algorithms in these
-MOST_GRAPHS = 8  # shapes; a run has few: whole batches, and those that end an epoch
+WARM = 3  # batches of a shape before it is recorded, in which libraries choose their algorithms
+MOST_GRAPHS = 8  # shapes; a run has few: full batches, and the last ones of an epoch
 
 
 class Eager:
@@ -59,15 +60,15 @@ class Eager:
 
     def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
         self._model, self._loss, self._message = model, loss, message
-        self._shares: dict[int, Tensor] = {}  # 1 / total: a run has two totals
+        self._shares: dict[int, Tensor] = {}  # 1 / total, for the two totals that a run has
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
-        """As in Backward."""
+        """Compute the gradients; see `Backward`."""
         loss, correct = self._loss(self._model, inputs, targets)
         if total not in self._shares:
             self._shares[total] = torch.full_like(loss, 1 / total, requires_grad=False)
-        # As of loss / total, which would be two operations. As an argument of backward it would
-        # import the compiler's symbolic shapes.
+        # Same as the gradient of loss / total, which would take two operations. Passing it to
+        # backward() would import the compiler's symbolic shapes.
         share = self._shares[total]
         loss.register_hook(lambda ones: share)
         loss.backward()
@@ -76,19 +77,20 @@ class Eager:
 
 
 class Compiled(Eager):
-    """The same with what torch.compile makes of the model, for every shape on its own: what runs
-    shall not depend on which shape came first.
+    """Runs the model compiled by torch.compile, separately for every shape.
+
+    The code that runs thus does not depend on which shape came first.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
-        # The compiler has a switch of its own, which torch_settings does not import it to set.
+        # This also sets the compiler's own switch; torch_settings does not, as it would import it.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
-        # Graphs of its own would take --graphs' place, whatever the environment says.
+        # No CUDA graphs of the compiler, even if the environment asks for them: --graphs decides.
         made = torch.compile(model, dynamic=False, options={"triton.cudagraphs": False})
         super().__init__(cast(nn.Module, made), loss, message)
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
-        """As in Backward. RunError where torch cannot compile the model."""
+        """Compute the gradients; see `Backward`. Raises RunError if compiling the model fails."""
         try:
             return super().__call__(inputs, targets, total)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -98,17 +100,19 @@ class Compiled(Eager):
 
 
 class Graphs:
-    """Records forward and backward of every shape that comes often, and replays them."""
+    """Records forward and backward as a graph for every frequent shape, and replays it."""
 
     def __init__(self, backward: Backward, record: GraphRecorder) -> None:
         self._backward, self._record = backward, record
         self._seen: Counter[tuple] = Counter()
-        # by shape: inputs and targets that the graph reads, what it computes, its launch
+        # by shape: the inputs and targets that the graph reads, its results, its launch function
         self._graphs: dict[tuple, tuple[Pair, Pair, Callable[[], None]]] = {}
 
     def __call__(self, inputs: Tensor, targets: Tensor, total: int) -> Pair:
-        """As in Backward; the results are overwritten by the next call. RunError where the work
-        cannot be recorded, for example because it reads a number from the device.
+        """Compute the gradients; see `Backward`. The next call overwrites the results.
+
+        Raises RunError if a step cannot be recorded, for example because it reads a number from
+        the device.
         """
         shape = *((t.shape, t.stride(), t.dtype) for t in (inputs, targets)), total
         if shape not in self._graphs:
@@ -119,7 +123,7 @@ class Graphs:
             try:
                 graph = self._record(partial(self._backward, *own, total))
             except RuntimeError as error:
-                # The error at the end of a recording hides the operation that broke it.
+                # The error at the end of a recording hides that of the operation which failed.
                 words = first_line(error.__context__ or error)
                 raise RunError(
                     f"--graphs: this network's step cannot be recorded: {words}; do without"
@@ -135,8 +139,9 @@ class Graphs:
 def make_backward(
     model: nn.Module, loss: Loss, message: Message, compiled: bool, graphs: bool
 ) -> Backward:
-    """How a run computes gradients. UsageError for graphs without a GPU, and on CPUs for compiling
-    without a compiler.
+    """Make the function with which a run computes gradients.
+
+    Raises UsageError for graphs without a GPU, and for compiling on CPUs without a C++ compiler.
     """
     device = message.device
     if graphs and device.type != "cuda":
@@ -154,10 +159,10 @@ def make_backward(
 def make_optimizer(
     name: str, lr: float, config: Config, parameters: list[nn.Parameter]
 ) -> Optimizer:
-    """The optimizer `name` at learning rate `lr`, the rest by `config`; see `set_learning_rate`.
+    """Make the optimizer `name` with learning rate `lr` and the other settings of `config`.
 
     sgdm: v <- momentum v + g + weight_decay w, w <- w - lr v. adam and adamw: torch's defaults
-    for the two decays (0.9, 0.999) and epsilon (1e-8).
+    for betas (0.9, 0.999) and eps (1e-8). `set_learning_rate` changes the learning rate.
     """
     common = {"lr": lr, "weight_decay": config.weight_decay, "fused": True}
     if name == "adam":
@@ -166,7 +171,7 @@ def make_optimizer(
         return _without_compiler(AdamW)(parameters, **common)
     optimizer = _without_compiler(SGD)(parameters, momentum=config.momentum, **common)
     if config.momentum:
-        # Without this, a gated first step leaves torch's new momentum buffer uninitialised, and
+        # Without this, a skipped first step leaves torch's new momentum buffer uninitialised, and
         # the second step adds it to the weights.
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -174,16 +179,20 @@ def make_optimizer(
 
 
 def _without_compiler(kind: type[Optimizer]) -> type[Any]:
-    """The optimizer without torch's decorators, which import the compiler in each rank, also where
-    nothing is compiled: that takes longer than to import torch itself.
+    """Return the optimizer class without torch's decorators.
+
+    They import the compiler on each rank even if nothing is compiled, which takes longer than
+    importing torch itself.
     """
     step, add = torch.no_grad()(inspect.unwrap(kind.step)), inspect.unwrap(kind.add_param_group)
     return type(kind.__name__, (kind,), {"step": step, "add_param_group": add})
 
 
 def learning_rate(config: Config, plan: Plan, step: int) -> float:
-    """The learning rate of global step 0, 1, ...: the plan's, times the schedule's factor, times a
-    warm-up that rises linearly from `warmup_from` to 1.
+    """Return the learning rate of global step 0, 1, ...
+
+    It is the plan's rate times the schedule's factor times a warm-up factor, which rises linearly
+    from `warmup_from` to 1.
     """
     factor, epoch = 1.0, step // plan.steps_per_epoch
     if config.schedule == "cosine":
@@ -203,16 +212,16 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def gate_update(optimizer: Optimizer, skipped: Tensor) -> None:
-    """Let the next `step` change nothing where `skipped`, a number on the device, is 1."""
-    # torch's own GradScaler sets this attribute; its type stubs do not know it.
+    """Make the next `step` change nothing if `skipped`, a scalar tensor on the device, is 1."""
+    # torch's own GradScaler sets this attribute; its type stubs do not declare it.
     optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
 
 
 def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:
-    """Scale the gradient in place to at most `max_norm` (L2) and return the norm it had.
+    """Scale the gradient in place to at most `max_norm` (L2) and return its norm before that.
 
-    Both stay on the device. Partial norms of 4096 values are summed in float64: one float32 sum
-    over the 25 million gradients of a ResNet-50 is off by 1e-3.
+    Nothing is copied to the host. Partial norms of 4096 values are summed in float64: one float32
+    sum over the 25 million gradients of a ResNet-50 is off by 1e-3.
     """
     even = flat_gradient.numel() // 4096 * 4096
     parts = torch.linalg.vector_norm(flat_gradient[:even].view(-1, 4096), dim=1)
@@ -224,7 +233,7 @@ def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:
 
 
 class UnusedParameters:
-    """Keeps the parameters of one message as they are until a gradient reaches them."""
+    """Keeps each parameter of one message unchanged until it receives a gradient."""
 
     def __init__(self, message: Message, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` updates the weights of `message`."""
@@ -233,13 +242,15 @@ class UnusedParameters:
         self._spans = [segment.span for segment in segments]
         self.used = torch.zeros(len(segments), dtype=torch.bool, device=message.device)
         self._flags = self.used.unbind()
-        self._left = list(range(len(segments)))  # which the host does not know to be used
-        self._sent: Snapshot | None = None  # of `used`
+        self._left = list(range(len(segments)))  # those that the host does not know to be used
+        self._sent: Snapshot | None = None  # asynchronous copy of `used` to the host
 
     @contextmanager
     def untouched(self, finite: torch.Tensor) -> Iterator[None]:
-        """Undo what an update in the block does to parameters that no gradient reached so far. The
-        message holds the sum of this step; `finite`, a bool on the device: whether it counts.
+        """Undo what an update in the block does to parameters without a gradient so far.
+
+        The message holds the gradient of this step, summed over all ranks; `finite`, a bool on the
+        device, is whether this step counts.
         """
         for i in self._left:
             reached = self._message.gradients[self._spans[i]].any()
@@ -265,6 +276,6 @@ class UnusedParameters:
                 vector[span].masked_fill_(~used, 0)
 
     def names(self) -> list[str]:
-        """The parameters that no gradient has reached (waits for the device)."""
+        """Names of the parameters without a gradient so far (synchronizes with the device)."""
         segments = zip(self._message.layout.segments, self.used.tolist(), strict=True)
         return [segment.name for segment, used in segments if not used]

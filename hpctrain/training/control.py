@@ -1,10 +1,11 @@
-"""Requests to stop (a STOP file in the run's folder, Ctrl-C without a launcher) and preemption (a
-signal of the scheduler, a time limit).
+"""Requests to stop, and preemption.
 
-A request sets a flag in the message of this rank's next step, so all ranks end after the same step.
-After a stop the exit code is 0, after preemption 75: the same command resumes the run.
+A stop is requested by a STOP file in the run's folder, or by Ctrl-C without a launcher; a run is
+preempted by a signal of the scheduler or a time limit. Either sets a flag in the message of this
+rank's next step, so all ranks end after the same step. The exit code is 0 after a stop and 75 after
+preemption; the same command then resumes the run.
 
-A lock lets only one job at a time work in a run's folder, also while an earlier one still ends.
+A lock allows only one job at a time in a run's folder, even while an earlier one is still ending.
 """
 
 from __future__ import annotations
@@ -24,31 +25,32 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
 from hpctrain.launcher import job_end, received_signal
 
-if TYPE_CHECKING:  # watching and sweeping stop runs without it
+if TYPE_CHECKING:  # commands that only stop runs (watch, sweep) do without it
     import torch
 
 STOP_FILE = "STOP"
-LOOK_EVERY = 0.5  # seconds between looks at the file system
-SPARE = 5.0  # seconds, besides what is measured
+LOOK_EVERY = 0.5  # seconds between checks of the file system
+SPARE = 5.0  # seconds added to the measured times
 
 
 class StepFlags(NamedTuple):
-    """What a rank sends to all others in a step's message."""
+    """Values that a rank sends to all others in a step's message."""
 
-    waited: float = 0.0  # seconds for data
+    waited: float = 0.0  # seconds spent waiting for data
     stop: bool = False
     preempted: bool = False
-    save: bool = False  # a checkpoint
-    digest: torch.Tensor | None = None  # part of the digest of its state, below 2^24
+    save: bool = False  # a checkpoint is due
+    digest: torch.Tensor | None = None  # `slot_value` of the digest of its state
 
 
 class Control:
-    """What this rank has been asked to do. Only the rank given a folder looks there, and at the
-    clock.
+    """Stop requests and preemption as this rank sees them.
+
+    Only the rank that is given a folder checks for the STOP file there, and the deadline.
     """
 
     def __init__(self, folder: Path | None, ends: float | None = None) -> None:
-        """`ends` is when the run must have ended, in seconds since 1970."""
+        """`ends` is the deadline of the run, in seconds since 1970."""
         self._file = folder / STOP_FILE if folder else None
         self._interrupted = self._stop_seen = False
         self._looked = 0.0
@@ -66,23 +68,25 @@ class Control:
         signal.signal(signal.SIGINT, self._before)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupted:  # a second Ctrl-C means it
+        if self._interrupted:  # a second Ctrl-C ends the run at once
             raise KeyboardInterrupt
         self._interrupted = True
 
     def flags(self, waited: float, save: bool, digest: torch.Tensor | None) -> StepFlags:
-        """What this rank sends to all others in its next step."""
+        """Return the values that this rank sends to all others in its next step."""
         return StepFlags(waited, self.asked(), self.preempted_by() is not None, save, digest)
 
     def margin(self, evaluating: bool = False) -> float:
-        """Seconds before the deadline at which to end: for a step, an evaluation (one that is
-        `evaluating` looks at the clock itself) and a save.
+        """Return how many seconds before the deadline to end.
+
+        They allow for steps, an evaluation and saves at their slowest so far; with `evaluating`
+        for no evaluation, since the one in progress checks the deadline itself.
         """
         evaluation = 0.0 if evaluating else self.slowest_evaluation
         return SPARE + 2 * self.slowest_step + evaluation + 2 * self.saving
 
     def asked(self) -> bool:
-        """Whether the run is to stop. Looks for the file at most twice a second."""
+        """Whether the run is to stop. Checks for the STOP file at most twice a second."""
         now = time.monotonic()
         if self._file and not self._stop_seen and now - self._looked > LOOK_EVERY:
             self._looked = now
@@ -90,21 +94,23 @@ class Control:
         return self._stop_seen or self._interrupted
 
     def ended(self) -> None:
-        """The run has ended: take away the STOP file, what it asked for is done."""
+        """Remove the STOP file after the end of the run, when the request is fulfilled."""
         if self._file:
             with contextlib.suppress(OSError):
                 self._file.unlink()
 
     def preempted_by(self, evaluating: bool = False) -> str | None:
-        """The signal or time limit that preempts the run, if there is one."""
+        """Return the signal or time limit that preempts the run, if any."""
         if self._deadline is not None and time.time() > self._deadline - self.margin(evaluating):
             return "the time is up"
         return received_signal()
 
 
 def deadline(limit: str | None) -> tuple[float | None, str | None]:
-    """When the run must have ended, in seconds since 1970: by --time-limit from now, or by the
-    end of the Slurm job; the earlier of the two. And a note if Slurm does not give its end.
+    """Return the deadline of the run in seconds since 1970, and a note if it may be incomplete.
+
+    The deadline is the earlier of --time-limit from now and the end of the Slurm job; the note is
+    returned if Slurm does not report that end.
     """
     ends, note = [time.time() + duration(limit, "--time-limit")] if limit else [], None
     try:
@@ -119,7 +125,10 @@ def deadline(limit: str | None) -> tuple[float | None, str | None]:
 
 
 def request_stop(folder: Path) -> None:
-    """Ask the run in this folder to stop after its next step. RunError where that cannot be."""
+    """Ask the run in this folder to stop after its next step.
+
+    Raises RunError if the STOP file cannot be written.
+    """
     try:
         os.close(open_itself(folder / STOP_FILE, os.O_WRONLY | os.O_CREAT))
     except OSError as error:
@@ -131,17 +140,18 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunLock:
-    """A lock of the kernel on a file in the folder; gone with the process that holds it (rank 0).
+    """A kernel lock on a file in the folder, released when its process ends (rank 0).
 
-    Where the file system has no locks, nothing is locked.
+    On a file system without locks, nothing is locked.
     """
 
     def __init__(self) -> None:
         self._descriptor = -1
 
     def take(self, folder: Path) -> None:
-        """Lock the folder. UsageError where another process holds it, RunError where nothing can
-        be written there.
+        """Lock the folder.
+
+        Raises UsageError if another process holds the lock, RunError if the folder is not writable.
         """
         try:
             self._descriptor = open_itself(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
@@ -159,14 +169,14 @@ class RunLock:
                 raise RunError(f"cannot lock {folder / LOCK_FILE}: {error.strerror}") from error
 
     def release(self) -> None:
-        """Give the folder free."""
+        """Release the lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process works in the folder. RunError where nothing can be written there."""
+    """Whether another process has locked the folder. Raises RunError if it is not writable."""
     lock = RunLock()
     try:
         lock.take(folder)

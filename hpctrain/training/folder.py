@@ -1,9 +1,8 @@
-"""The folder of a run: its name, its configuration and plan, the facts that open its record; and
-whether this launch may resume what an earlier one left there.
+"""The folder of a run: name, configuration and plan, the first line of its record, and resuming.
 
-A run is resumed by the same command. Its plan is read, never resolved anew, so partitions, batches
-and random numbers are those of its first launch; only the ranks, and what they carry, are this
-launch's.
+A run is resumed by the same command, if its settings allow it. Its plan is read from the folder and
+never resolved again, so partitions, batches and random numbers are those of its first launch. Only
+the number of ranks, and the shards that each carries, may differ.
 """
 
 from __future__ import annotations
@@ -41,22 +40,23 @@ from hpctrain.typed import from_fields, parse_json, parse_toml
 
 
 def make_run_folder(job: Job, lock: RunLock) -> Path:
-    """Create the run's folder with its configuration and plan, locked, whole or not at all. A name
-    is used once.
+    """Create the run's folder with its configuration and plan, and lock it.
+
+    The folder is created atomically; an existing one is never reused.
     """
     runs = Path(job.config.runs_dir)
     for name in [job.config.run] if job.config.run else names(job):
         folder = runs / name
         temporary = temporary_name(folder)
         try:
-            with suppress(FileExistsError):  # if as a file, the next call says so
+            with suppress(FileExistsError):  # if it is a file, the next calls fail
                 runs.mkdir(parents=True)
             for left in left_behind(folder):
                 shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()
             write_settings(job, temporary)
             make_ready(temporary, 0)
-            lock.take(temporary)  # another launch must not come between
+            lock.take(temporary)  # before the rename: another launch must not lock it first
             os.rename(temporary, folder)
             sync(runs)
             return folder
@@ -72,14 +72,15 @@ def make_run_folder(job: Job, lock: RunLock) -> Path:
 
 
 def write_settings(job: Job, folder: Path) -> None:
-    """Write the configuration and the plan. OSError."""
+    """Write the configuration and the plan. Raises OSError."""
     for name, text in (("config.toml", to_toml(job.config)), ("plan.json", job.plan.to_json())):
         write_whole(folder / name, text.rstrip() + "\n")
 
 
 def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
-    """Make an earlier launch's folder ready to go on after the steps that `state` has done; a crash
-    becomes the end of its record.
+    """Prepare the folder of an earlier launch to resume after step `state.step`.
+
+    If that launch crashed, the crash is recorded as its end.
     """
     folder = earlier.folder
     try:
@@ -90,7 +91,7 @@ def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
             record.close()
         write_settings(job, folder)
         heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now
-        for file in folder.glob(evaluation_file(folder, "*").name):  # of a network that goes on
+        for file in folder.glob(evaluation_file(folder, "*").name):  # training goes on
             file.unlink()
         make_ready(folder, state.step)
     except OSError as error:
@@ -100,7 +101,7 @@ def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
 
 
 def names(job: Job) -> Iterator[str]:
-    """Time and model, then with numbers, for runs that began in the same second."""
+    """Yield time and model as a name, then numbered ones for runs begun in the same second."""
     model = Path(job.plan.model).name.replace(":", ".")
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
     yield base
@@ -108,7 +109,7 @@ def names(job: Job) -> Iterator[str]:
 
 
 def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
-    """The first line of the record. Collective."""
+    """Return the first line of the record. Collective."""
     places = allgather(comm, (host_name(), sorted(os.sched_getaffinity(0))))
     host_ranks, host_cores = most_crowded(places)
     memory = memory_of(job.trainer.message.device)
@@ -152,8 +153,9 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
 
 
 def most_crowded(places: Sequence[tuple[str, list[int]]]) -> tuple[int, int]:
-    """Of hosts and cores that ranks may use, by rank: how many ranks and cores the host has that
-    has the fewest cores for each rank.
+    """Return the number of ranks and of cores of the host with the fewest cores per rank.
+
+    `places` holds, by rank, the name of its host and the cores that it may use.
     """
     masks: dict[str, list[list[int]]] = {}
     for host, cores in places:
@@ -163,8 +165,9 @@ def most_crowded(places: Sequence[tuple[str, list[int]]]) -> tuple[int, int]:
 
 
 def chosen(job: Job) -> dict[str, object]:
-    """The hyper-parameters: those that always count, and all settings that change what is computed
-    and are not at their defaults.
+    """Return the hyperparameters for the record.
+
+    These are a fixed set, and all settings that affect the results and are not at their defaults.
     """
     plan, default = job.plan, Config()
     always = {
@@ -182,7 +185,7 @@ def chosen(job: Job) -> dict[str, object]:
     return {**given, **always}
 
 
-# Settings that may change from launch to launch: they do not change what is computed.
+# Settings that may change from launch to launch: they do not affect what is computed.
 FREE = {
     *("run", "runs_dir", "data", "data_dir", "read_buffer", "epochs", "worker_load"),
     *("stage", "verify", "skip_bad", "reduce", "overlap"),
@@ -193,20 +196,21 @@ FREE = {
 
 @dataclass(frozen=True)
 class PreviousLaunch:
-    """What an earlier launch of this run left."""
+    """The state in which an earlier launch left this run."""
 
     folder: Path
     plan: Plan
-    precision: str  # --precision as it was asked for; the plan has what it resolved to
-    finished: bool  # it did all its epochs, or validation ended it
-    checkpoint: Checkpoint | None  # the newest whole one; without one the run is to begin again
-    problems: list[str]  # of newer ones, which are passed over, and of the record
-    crash: Outcome | None = None  # of its last launch, which could not record it
+    precision: str  # --precision as given; the plan has the resolved value
+    finished: bool  # all epochs are done, or validation ended the run
+    checkpoint: Checkpoint | None  # the newest intact one; None: the run starts over
+    problems: list[str]  # with newer checkpoints, which are skipped, and with the record
+    crash: Outcome | None = None  # of the last launch, which could not record it
 
 
 def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None:
-    """The run of this name, if there is one, locked (rank 0). UsageError where --resume forbids
-    it, its settings are others, or another job works in it.
+    """Return the earlier launch of the run of this name, if any, and lock its folder (rank 0).
+
+    Raises UsageError if --resume forbids it, its settings differ, or another job works in it.
     """
     folder = Path(config.runs_dir) / (config.run or "")
     if config.run is None or not folder.exists():
@@ -246,13 +250,16 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
 
 
 def read_settings(folder: Path) -> tuple[Config, Plan]:
-    """The configuration and the plan of a run. UsageError where this is no run's folder."""
+    """Read the configuration and the plan of a run.
+
+    Raises UsageError if one is missing or corrupt.
+    """
     path = folder / "config.toml"
     try:
         known = Config.__dataclass_fields__
         given = renamed(parse_toml(path.read_bytes()))
         given = {name: value for name, value in given.items() if name in known}
-        if type(given.get("overlap")) is int:  # as it was written before there was "auto"
+        if type(given.get("overlap")) is int:  # as written before "auto" existed
             given["overlap"] = str(given["overlap"])
         config = from_fields(Config, given)
         path = folder / "plan.json"
@@ -270,7 +277,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
 
 
 def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None:
-    """UsageError that names the first setting with which the run was not begun."""
+    """Raise UsageError if a setting differs from that with which the run was begun."""
     for field in dataclasses.fields(Config):
         old, new = getattr(before, field.name), getattr(config, field.name)
         if field.name == "precision":

@@ -1,4 +1,4 @@
-"""The loop: epochs of steps, and what happens between two steps."""
+"""The training loop: epochs of steps, and the work between two steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hpctrain.watchdog import doing
 
 
 def train_epochs(run: Run) -> None:
-    """Train from where the run stands to the last epoch, or until something ends it. Collective."""
+    """Train from the current step to the last epoch, or until the run ends early. Collective."""
     job, state, per_epoch = run.job, run.state, run.job.plan.steps_per_epoch
     pending = PendingSteps(run)
     if state.step and validation_due(run, state.step) and state.validated < state.step:
-        validate(run)  # the launch before was preempted during it
+        validate(run)  # the previous launch was preempted during it
     with closing(job.loader) as loader:
         while state.epoch < job.plan.epochs and not state.ended:
             first = state.step - state.epoch * per_epoch
@@ -49,18 +49,18 @@ def train_epochs(run: Run) -> None:
 
 
 def finish_step(run: Run, pending: PendingSteps) -> None:
-    """Read the totals that are due, then do what follows a step: end an epoch, validate, save a
-    checkpoint, or end the run (`Progress.ended`). Collective.
+    """Read the totals that are due, then do the work that follows a step. Collective.
 
-    On GPUs a step is begun before the totals of the one before are read (`Trainer.in_flight`). If
-    something follows that needs them, they are read first. All ranks read them at the same place,
-    so all come to the same end.
+    That may be to end the epoch, validate, save a checkpoint, or end the run (`Progress.ended`). On
+    GPUs a step is started before the totals of the previous one are read (`Trainer.in_flight`);
+    they are read first if the work needs them. All ranks read them at the same point, so all
+    decide alike.
     """
     state, plan, step = run.state, run.job.plan, pending.newest
     last = step % plan.steps_per_epoch == 0
     measured = run.overlap is not None and run.overlap.follows(step)
     validates, saves = validation_due(run, step), run.checkpoints.follows(step)
-    needed = last or measured or validates or saves  # as all ranks know beforehand
+    needed = last or measured or validates or saves  # known to all ranks in advance
     pending.drain(0 if needed else run.job.trainer.in_flight)
     if state.ended or state.save:
         pending.drain()
@@ -80,7 +80,7 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
 
 
 def choose_overlap(run: Run, trial: OverlapTrial) -> None:
-    """Sum gradients in as many segments as the steps so far speak for. Collective."""
+    """Choose the number of gradient segments by the steps measured so far. Collective."""
     doing("choosing --overlap")
     text = trial.decide(allgather(run.comm, trial.times()))
     runs = run.balance.runs if run.balance else [range(*each) for each in run.job.plan.runs]
@@ -116,7 +116,7 @@ def end_epoch(run: Run) -> None:
 
 
 def balance_shards(run: Run) -> None:
-    """Assign more shards to fast ranks, where that is asked for and saves time."""
+    """Assign more shards to fast ranks, if --worker-load asks for it and it saves time."""
     if run.balance and (runs := run.balance.better()):
         reassign_shards(run.job, runs, run.comm)
         counts = ", ".join(str(len(each)) for each in runs)

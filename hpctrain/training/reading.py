@@ -1,9 +1,8 @@
-"""What a run reads and how: the pack, what is compared on the way, in which order.
+"""The input of a run: its pack, the comparison of checksums, and the order of samples.
 
-``--stage DIR``: before the first step every host copies what its ranks read to its own disk.
-
-The ranks of a host share the copying. A whole copy that an earlier launch left is compared and
-used again; until it is whole it has another name.
+With ``--stage DIR`` every host copies the data that its ranks read to its own disk before the first
+step. The ranks of a host share the copying. A complete copy that an earlier launch left is verified
+and reused; an incomplete one has another name.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ START, FIRST_TOUCH, NEVER = "start", "first-touch", "never"
 
 @dataclass(frozen=True)
 class Reading:
-    """Where the rows come from."""
+    """The source of a run's samples, on one rank."""
 
-    pack: Pack  # as it is read here: itself or its copy on this host
+    pack: Pack  # the one that is read: the original or its copy on this host
     checks: Checks
     source: Split  # the training split
     order: Order
 
     def split(self, name: str) -> Split:
-        """Another split, to be closed by leaving a ``with`` block."""
+        """Open another split, for use in a ``with`` block."""
         return Split(self.pack, name, checks=self.checks)
 
 
 def check_data(config: Config, pack: Pack) -> None:
-    """Refuse settings that do not fit the pack."""
+    """Raise UsageError for settings that do not fit the pack."""
     check_shift(config.shift, pack.image_shape)
     if config.random_crop and not pack.encoded:
         raise UsageError(
@@ -77,12 +76,13 @@ def check_data(config: Config, pack: Pack) -> None:
 
 
 def open_pack(config: Config, split: str, comm: Comm) -> Pack:
-    """The pack, found (or made) and validated by rank 0, seen by all ranks; or the file that
-    --images is about. Collective.
+    """Open the pack, or the file of --images, on rank 0 for all ranks. Collective.
+
+    Rank 0 finds (or makes) and validates it.
     """
 
     def find() -> Pack:
-        from hpctrain.data.packed import read_pack, read_sums, verify  # brings h5py
+        from hpctrain.data.packed import read_pack, read_sums, verify  # imports h5py
 
         path = locate(config.data, config.data_dir)
         if config.images is not None and config.labels is not None:
@@ -96,15 +96,17 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
         if when == START and (found := verify(pack)):
             raise UsageError(f"{pack.path} is corrupt: {found[0]} ({len(found)} corrupt blocks)")
         if when == NEVER:
-            read_sums(pack)  # they must be those of the pack even where nothing is compared
+            read_sums(pack)  # they must belong to the pack even if none is compared
         return pack
 
     return call_on_root(comm, find)
 
 
 def verified(config: Config, pack: Pack) -> str:
-    """When the checksums of a pack are compared: --verify, by default by its size, but never
-    so that it ends a run that is to leave corrupt rows out.
+    """Return when the checksums of a pack are compared: `START`, `FIRST_TOUCH` or `NEVER`.
+
+    The default depends on the size of the pack; with --skip-bad it is never `START`, since a
+    corrupt block would end the run there.
     """
     if config.verify != "auto":
         return config.verify
@@ -113,7 +115,7 @@ def verified(config: Config, pack: Pack) -> str:
 
 
 def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
-    """What is compared while samples are read, and whether bad ones are skipped. Collective."""
+    """Make the checks of samples as they are read; --skip-bad skips bad ones. Collective."""
 
     def warn(text: str) -> None:
         say(f"hpctrain: rank {comm.rank}: {text}", sys.stderr)
@@ -124,8 +126,10 @@ def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
 
 
 def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
-    """The same from a copy in `folder`, on this host's disk: the training images that its ranks
-    need together, if this rank may ever carry `shards`. Raises the same on all ranks. Collective.
+    """Copy training images to `folder` on this host's disk, to be read from there. Collective.
+
+    The copy holds the images that the ranks of the host need together; `shards` are those that
+    this rank may carry during the run. Raises the same error on all ranks.
     """
     pack, source = reading.pack, reading.source
     if pack.external:
@@ -138,7 +142,7 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
         held = min(start for start, _ in extents), max(stop for _, stop in extents)
         final = Path(folder).absolute() / staged_name(pack, held)
         whole = pieces(pack, sums, held)
-        part = whole[host.rank :: host.size]  # of this rank
+        part = whole[host.rank :: host.size]  # this rank's share
         sound = final.exists() and compare(pack, final, part)
         needed = 0 if all(allgather(host, sound)) else sum(piece.length for piece in whole)
         _copy(pack, final, part, needed, host, comm)
@@ -146,20 +150,21 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
         host.Free()
     source.close()
     here = replace(pack, path=str(final))
-    checks = Checks(None, reading.checks.warn, held)  # every block was compared on its way
+    checks = Checks(None, reading.checks.warn, held)  # every block was verified when copied
     opened = call_on_all(comm, lambda: Split(here, "train", checks=checks))
     return replace(reading, pack=here, checks=checks, source=opened)
 
 
 def order_of(plan: Plan) -> Order:
-    """In which order the shards read the training rows."""
+    """Return the order in which the shards read the training samples."""
     runs = plan.block_rows, plan.window_blocks, plan.scattered
     return make_order(plan.shuffle, plan.partition, plan.seed, *runs)
 
 
 def _copy(pack: Pack, final: Path, part: list[Piece], needed: int, host: Comm, comm: Comm) -> None:
-    """Copy `needed` bytes, this rank its `part` of them; nothing where none are. Collective, also
-    for hosts that need nothing."""
+    """Copy this rank's `part` of the `needed` bytes; nothing if that is 0. Collective.
+
+    Hosts that need no copy take part too."""
 
     def make() -> Path | None:
         if not needed or host.rank:

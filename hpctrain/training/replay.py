@@ -1,19 +1,22 @@
-"""Whether a network gives the same answer again: what it holds beside weights and running
-statistics must not change from call to call, or results would depend on how often a rank calls it.
+"""Test that repeated forward passes of a network give equal results.
 
-A few rows of one shard pass forward three times with the same random numbers, between the second
-and the third those of another, and all is put back. Alike must be
+State besides weights and running statistics must not change from call to call: results would
+depend on how often a rank calls the network.
 
-    buffers                 before and after each of the three
-    numbers, tensors, ...   that modules hold as attributes, after each of the three: what a forward
-                            leaves behind may depend on its rows, not on the calls before
-    the output              of the three
+A few samples of one shard pass forward three times with the same random numbers. Between the second
+and the third pass, samples of another shard pass once. Then all state is restored. The following
+must be bitwise equal:
 
-by their bits. On GPUs sums may come out in another order each time unless --deterministic: there,
-where the second output is already another than the first, floats are not compared but in buffers.
+    buffers                 before and after each of the three passes
+    numbers, tensors, ...   held by modules as attributes, after each of the three: they may depend
+                            on the samples of the last pass, but not on earlier calls
+    the output              of each of the three
 
-Before the first step, the first rows of the training split show the same of a network, and what a
-batch-norm layer sees of them.
+On GPUs, the order of sums may vary from call to call without --deterministic. If the first two
+outputs differ there, floating-point values are compared only in buffers, around the first pass.
+
+Before the first step, the same test runs with the first samples of the training split, which also
+show what each batch-norm layer sees of them.
 """
 
 from __future__ import annotations
@@ -40,12 +43,12 @@ from hpctrain.text import listed
 from hpctrain.training.step import Trainer, checksum
 
 Tensor = torch.Tensor
-ROWS = 8  # of a shard, at most: whether something changes does not depend on their number
+ROWS = 8  # samples of a shard, at most: whether something changes does not depend on their number
 OUTPUT = "output (does it count its calls, or draw random numbers from elsewhere than torch?)"
 
 
 class Sample(NamedTuple):
-    """Rows to be passed forward, and the key of the random numbers drawn on the way."""
+    """Samples for a forward pass, and the key of the random numbers that it draws."""
 
     inputs: Tensor  # (n, C, H, W)
     targets: Tensor
@@ -53,7 +56,7 @@ class Sample(NamedTuple):
 
 
 class Listener(nn.Module):
-    """A network, and what it gave last, which is checked to be of shape (n, *output)."""
+    """A network that keeps its last output, which must have the shape (n, *output)."""
 
     def __init__(self, model: nn.Module, output: tuple[int, ...]) -> None:
         super().__init__()
@@ -61,35 +64,35 @@ class Listener(nn.Module):
         self.output = torch.empty(0)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the network gives. UsageError where that cannot be learnt from."""
+        """Return the network's output. Raises UsageError if training is impossible with it."""
         mode = "training" if self.model.training else "evaluation"
         self.output = checked_output(self.model(inputs), len(inputs), self._shape, mode)
         return self.output
 
 
 class Differences:
-    """What did not stay as it was, by name. On a GPU nobody waits until names are asked for."""
+    """Names of values that changed. Nothing synchronizes with a GPU before `names` is called."""
 
     def __init__(self, device: torch.device) -> None:
         self._nothing = torch.zeros((), dtype=torch.bool, device=device)
         self._differs: dict[str, Tensor] = {}  # bools on the device
 
     def note(self, name: str, differs: Tensor | bool) -> None:
-        """Note whether what has this name differs."""
+        """Note whether the value of this name differs."""
         if differs is not False:
             self._differs[name] = self._differs.get(name, self._nothing) | differs
 
     def any(self) -> Tensor:
-        """Whether anything does: a bool on the device."""
+        """Whether any value differs: a bool on the device."""
         return torch.stack([self._nothing, *self._differs.values()]).any()
 
     def names(self) -> list[str]:
-        """What does."""
+        """Names of the values that differ (synchronizes with the device)."""
         return [name for name, differs in self._differs.items() if differs]
 
 
 def changed_error(names: list[str], where: str = "") -> UsageError:
-    """The refusal of a network of which this changes."""
+    """Return the error for a network in which these values changed."""
     names = list(dict.fromkeys(names))
     return UsageError(
         f"the network's {listed(names, 3)} changed from one forward pass to the next"
@@ -99,15 +102,15 @@ def changed_error(names: list[str], where: str = "") -> UsageError:
 
 
 class Value(NamedTuple):
-    """What identifies a value, on the host and, of a tensor, on the device."""
+    """Identity of a value: a text on the host and, for a tensor, a checksum on the device."""
 
     text: str
     words: Tensor | None  # checksum
-    whole: bool  # no float: the order of a sum does not matter
+    whole: bool  # not floating-point: the order of sums does not matter
 
 
 def value_of(held: Any) -> Value:
-    """Of what a module holds."""
+    """Return the identity of a value that a module holds."""
     if not isinstance(held, Tensor):
         return Value(repr(held), None, not isinstance(held, float | complex))
     whole = not (held.is_floating_point() or held.is_complex())
@@ -118,7 +121,7 @@ def value_of(held: Any) -> Value:
 def compare(
     found: Differences, old: dict[str, Value], new: dict[str, Value], noisy: Tensor | None = None
 ) -> None:
-    """Note what of the old is another among the new; of floats nothing where they are `noisy`."""
+    """Note the `old` values that differ from the `new`; if `noisy`, no floating-point ones."""
     for name, value in old.items():
         other = new.get(name)
         differs: Tensor | bool = other is None or value.text != other.text
@@ -130,7 +133,7 @@ def compare(
 
 
 class Replay:
-    """Replays of one network."""
+    """Repeats forward passes of one network."""
 
     def __init__(
         self,
@@ -140,17 +143,18 @@ class Replay:
         exact: bool,
         buffers: Collection[str],
     ) -> None:
-        """`output`: the shape of the network's output for one image. `exact`: equal work has equal
-        bits. `buffers` names those that
-        were there before the first step.
+        """`output`: the shape of the network's output for one image. `exact`: equal computations
+        give bitwise equal results. `buffers`: names of the buffers that existed before the first
+        step.
         """
         self._listener, self._norms, self._task = Listener(norms.model, output), norms, task
         self._exact = exact
         self._buffers = {f"buffer {name}" for name in buffers}
 
     def __call__(self, first: Sample, other: Sample) -> Differences:
-        """Pass the first rows forward twice and again after the other; what does not stay as it
-        was. Leaves network, statistics and generators as they were.
+        """Pass `first` forward twice, `other` once and `first` again; return what changed.
+
+        Network, statistics and random generators are restored afterwards.
         """
         model, norms, device = self._norms.model, self._norms, first.inputs.device
         found, again, before = Differences(device), Differences(device), ModelState(model)
@@ -183,7 +187,7 @@ class Replay:
 
 
 class RunReplay:
-    """Replays of one run, with a few rows of the first shards that this rank read."""
+    """Replays during a run, with a few samples of the first batches that this rank read."""
 
     def __init__(self, trainer: Trainer, task: Task, plan: Plan) -> None:
         self._trainer = trainer
@@ -202,7 +206,7 @@ class RunReplay:
         }
 
     def take(self, batches: list[Batch]) -> None:
-        """Copy rows of the first batches that there are."""
+        """Copy samples of the first batches that this rank reads; later calls do nothing."""
         if batches and self._samples is None:
             first, other = batches[0], batches[-1]
             self._samples = (
@@ -211,7 +215,7 @@ class RunReplay:
             )
 
     def __call__(self) -> Differences:
-        """What a replay changes, and what has changed since the launch began and must not."""
+        """Return what a replay changes, and which constants changed since the launch began."""
         found = Differences(self._trainer.message.device)
         if self._samples is not None:
             found = self._replay(*self._samples)
@@ -225,9 +229,11 @@ PROBE_ROWS = 32  # for the first shift of the batch-norm moments
 def probe_model(
     norms: BatchNorms, task: Task, source: Split, prepare: Prepare, config: Config
 ) -> Probe:
-    """Look at one training forward of the first rows, and at replays in both modes. UsageError for
-    an output or buffers that cannot be combined, for what changes from call to call and, under
-    --deterministic, for operations that have no deterministic form.
+    """Run one training forward of the first samples, and replays in training and evaluation mode.
+
+    Raises UsageError for samples that are not finite, for outputs, layers or buffers that cannot be
+    combined over shards, for values that change from call to call and, with --deterministic, for
+    operations without a deterministic form.
     """
     model, names = norms.model, set(norms.model.state_dict())
     rows = np.arange(min(PROBE_ROWS, len(source.labels)))
@@ -244,9 +250,9 @@ def probe_model(
         with name_refused_operation(UsageError):
             probe = norms.probe(lambda: task(Listener(model, output), inputs, targets), len(rows))
             check_names(model, names)
-            if config.deterministic:  # one backward pass meets what torch refuses
+            if config.deterministic:  # torch refuses some operations only in backward
                 loss, _ = task(model, inputs, targets)
-                loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+                loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
                 model.zero_grad()
     finally:
         before.restore()

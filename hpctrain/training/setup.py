@@ -1,5 +1,6 @@
-"""Everything that a run needs before its first step, in the order in which it is found out:
-pack, device, network, plan, then the message and what surrounds it.
+"""Setup of a run before its first step.
+
+The order is: pack, device, network, plan, then the message and the objects that work on it.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Job:
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
-    kept_fresh: dict[str, int]  # parameters that --init did not fill, and the file's classes
-    notes: tuple[str, ...]  # on the above, for the user
+    kept_fresh: dict[str, int]  # parameters that --init did not fill, and the classes in its file
+    notes: tuple[str, ...]  # on these choices, for the user
 
 
 def set_up(
@@ -76,12 +77,14 @@ def set_up(
     earlier: Plan | None = None,
     first_weights: bool = True,
 ) -> Job:
-    """Build a job from a configuration that passed `check_settings`, and from the plan of its first
-    launch where that was an `earlier` one; without `first_weights` a checkpoint will give them, not
-    --init. Raises the same error on all ranks. Collective.
+    """Build a job from a configuration that passed `check_settings`. Collective.
+
+    `earlier` is the plan of the run's first launch, if this launch resumes it. Without
+    `first_weights`, --init is ignored because a checkpoint provides the weights. Raises the same
+    error on all ranks.
     """
     pack = open_pack(config, "train", comm)
-    doing("setting up")  # no longer the last block of the pack that rank 0 compared
+    doing("setting up")  # replaces the last block of the pack that rank 0 compared
     call_on_all(comm, lambda: check_data(config, pack))
     device, threads = open_device(
         comm, config.device, lambda share: cpu_threads(config, share, earlier)
@@ -115,7 +118,7 @@ def set_up(
     shards = range(*plan.runs[comm.rank])
     reading = Reading(pack, checks, source, order_of(plan))
     if config.stage and not config.dry_run:
-        moving = config.worker_load == "auto"  # any shard may come to any host
+        moving = config.worker_load == "auto"  # any shard may move to any host
         reading = staged(config.stage, reading, range(plan.shards) if moving else shards, comm)
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     loader = Loader(
@@ -131,8 +134,10 @@ def set_up(
 
 
 def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], min_samples: int) -> Facts:
-    """What the plan follows from, beside the settings. `held`: bytes of memory of a row that waits;
-    `machine`: ranks, kind of device, threads of a rank.
+    """Return the facts that the plan depends on besides the settings.
+
+    `held`: host memory of a buffered sample, in bytes; `machine`: number of ranks, type of device,
+    threads per rank.
     """
     external = pack.external
     return Facts(
@@ -152,7 +157,10 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], min_samples: 
 def make_model(
     config: Config, pack: Pack, first_weights: bool = True
 ) -> tuple[nn.Module, dict[str, int]]:
-    """The network with its first weights, equal on all ranks, and what `load_init` left fresh."""
+    """Make the network with equal initial weights on all ranks.
+
+    Also returns the parameters that `load_init` did not fill.
+    """
     torch.manual_seed(random_key(config.seed, "weights"))
     classes = len(pack.classes)
     name = model_name(config, pack.image_shape)
@@ -173,7 +181,7 @@ def make_trainer(
     plan: Plan,
     transport: Transport,
 ) -> Trainer:
-    """Lay out the message, make all ranks hold rank 0's weights, compare layouts. Collective."""
+    """Lay out the message, compare layouts, and broadcast rank 0's weights. Collective."""
     comm = transport.comm
     message = call_on_all(comm, lambda: Message(model, norms.channels, comm.rank, comm.size))
     fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
@@ -212,13 +220,13 @@ def make_trainer(
 def reduce_for(
     plan: Plan, overlap: int, message: Message, runs: Sequence[range], transport: Transport
 ) -> Reduce:
-    """The reduction where ranks carry these shards."""
+    """Make the reduction for ranks that carry the shards `runs`."""
     in_order = runs if plan.deterministic else None
     return choose_reduce(transport.comm, message, in_order, plan.comm_dtype, transport, overlap)
 
 
 def reassign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:
-    """Assign these shards to the ranks from the next epoch on."""
+    """Assign the shards `runs` to the ranks from the next epoch on."""
     own = runs[comm.rank]
     job.loader.assign_shards(own)
     job.trainer.norms.first_shard = own.start
@@ -226,8 +234,9 @@ def reassign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:
 
 
 def renew_reduction(job: Job, runs: Sequence[range], overlap: int) -> None:
-    """Reduce in so many segments from the next step on, 0 = at once, where ranks carry these
-    shards. UsageError where MPI cannot.
+    """Replace the reduction from the next step on, for ranks that carry the shards `runs`.
+
+    `overlap` is the number of segments, 0 = one sum. Raises UsageError if MPI does not allow it.
     """
     trainer, transport = job.trainer, job.trainer.reduce.transport
     trainer.reduce.close()
