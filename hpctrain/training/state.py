@@ -1,5 +1,6 @@
-"""The state of a run: how far it has come, the figures it reached, the best network it had; and the
-same as tensors and JSON of a checkpoint. Nothing in it depends on ranks.
+"""The state of a run: its progress, figures and best network, in memory and in a checkpoint.
+
+Nothing in it depends on ranks.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ RESUMED = ("planned", "step", "epoch", "best_loss", "sums")  # every checkpoint 
 
 
 class EndReason(StrEnum):
-    """Why no further step is to be done, before the last epoch."""
+    """Why a run ends before its last epoch."""
 
-    STOP = "asked to stop"  # a wish: save, test, exit code 0
+    STOP = "asked to stop"  # on request: save, test, exit code 0
     PREEMPTED = "preempted"  # forced from outside: save, exit code 75
-    PATIENCE = "no better validation"  # the run's own end
+    PATIENCE = "no better validation"  # the run ends by itself
 
 
 class Reached(NamedTuple):
-    """A place in a run, and the figures known there."""
+    """A point in a run, and the figures known there."""
 
     step: int
     epoch: int
@@ -53,42 +54,43 @@ class Reached(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """Progress of a run."""
 
     planned: int = 0  # epochs
     step: int = 0  # steps done
     epoch: int = 0  # epochs done
     validated: int = 0  # step of the last validation
     ended: EndReason | None = None
-    save: bool = False  # a checkpoint was asked for
-    reason: str | None = None  # of that end, for the reader
+    save: bool = False  # a checkpoint was requested
+    reason: str | None = None  # for `ended`, as text
     figures: dict[str, float | None] = field(default_factory=dict)
     chain: str = ""  # hash over the figures of all steps and evaluations
-    best_loss: float = float("inf")  # of all validations
+    best_loss: float = float("inf")  # smallest of all validations
     best_step: int = 0
     best_epoch: int = 0
     best_figures: dict[str, float | None] = field(default_factory=dict)
-    waited: int = 0  # validations since then
-    best: list[torch.Tensor] | None = None  # the network of that step, where it is wanted
-    went_back: bool = False  # to the best network
-    chosen: bool = False  # the network to keep: no checkpoint is written any more
-    sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the epoch under way: loss,
-    # correct, rows, seconds
+    waited: int = 0  # validations since the best one
+    best: list[torch.Tensor] | None = None  # network of `best_step`, if it is to be kept
+    went_back: bool = False  # the model holds the best network again
+    chosen: bool = False  # the final network is chosen: no more checkpoints are written
+    sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the current epoch: loss,
+    # correct, samples, seconds
 
     def is_preempted(self) -> bool:
-        """Whether the run has to end before its time."""
+        """Whether the run has been preempted."""
         return self.ended is EndReason.PREEMPTED
 
     @property
     def network(self) -> Reached:
-        """Where the network that the model holds comes from."""
+        """Step, epoch and figures of the network that the model holds."""
         if self.went_back:
             return Reached(self.best_step, self.best_epoch, self.best_figures)
         return Reached(self.step, self.epoch, self.figures)
 
     def to_json(self) -> dict[str, Any]:
-        """What the next launch needs, but for the tensors. It goes on after any end but the run's
-        own.
+        """Return what the next launch needs besides the tensors.
+
+        `ended` is saved only if the run ended by itself; otherwise the next launch resumes it.
         """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["best"], fields["went_back"], fields["chosen"], fields["save"]
@@ -97,8 +99,9 @@ class Progress:
         return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
 
     def from_json(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `to_json` gave. More epochs than were planned then go on after the end.
-        ValueError that names a field which is missing or of another type.
+        """Restore what `to_json` returned. If more epochs are planned now, the run continues.
+
+        Raises ValueError that names a field which is missing or of another type.
         """
         planned, types = self.planned, {**typing.get_type_hints(Progress), "best_loss": str}
         known = {name: saved[name] for name in self.to_json() if name in saved}
@@ -112,11 +115,14 @@ class Progress:
         self.planned = planned
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """Make figures a link of the chain."""
+        """Add figures to the hash chain."""
         self.chain = chain(self.chain, figures)
 
     def keep_best(self, loss: float, trainer: Trainer, copy: bool) -> bool:
-        """Note a validation's loss; whether it is the smallest. With `copy` keep that network."""
+        """Note a validation's loss and return whether it is the smallest so far.
+
+        With `copy`, keep a copy of that network.
+        """
         if not loss < self.best_loss:
             self.waited += 1
             return False
@@ -127,7 +133,7 @@ class Progress:
         return True
 
     def restore_best(self, trainer: Trainer) -> None:
-        """Choose the network of the run: the best one where it was kept, else the last."""
+        """Choose the final network of the run: the best one if it was kept, else the last."""
         self.chosen = True
         if self.best is not None:
             with torch.no_grad():
@@ -138,7 +144,7 @@ class Progress:
 
 
 def _network(trainer: Trainer) -> list[torch.Tensor]:
-    """What makes the network of a step: weights and running statistics."""
+    """Return the tensors that define a network: weights and running statistics."""
     tensors = trainer.tensors()
     return [tensors[name] for name in NETWORK]
 
@@ -153,12 +159,10 @@ class Run:
     control: Control
     state: Progress
     checkpoints: Interval
-    writer: Writer | None  # on rank 0
-    balance: Balance | None = None  # where shards may move
-    overlap: OverlapTrial | None = None  # where it is to be measured
-    replay: RunReplay | None = (
-        None  # where digests are compared and no rank may have its own buffers
-    )
+    writer: Writer | None  # on rank 0 only
+    balance: Balance | None = None  # if shards may move
+    overlap: OverlapTrial | None = None  # if overlap is to be measured
+    replay: RunReplay | None = None  # if digests are compared, unless --local-buffers
     folder: Path = Path()
 
 
@@ -166,7 +170,7 @@ Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The state of a run: tensors, and what JSON can hold."""
+    """Return the state of a run: its tensors, and the other values for JSON."""
     tensors = trainer.state()
     tensors |= {f"best.{number}": tensor for number, tensor in enumerate(state.best or ())}
     known = {
@@ -179,8 +183,9 @@ def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], 
 def restore(
     earlier: PreviousLaunch | None, trainer: Trainer, state: Progress, comm: Comm
 ) -> list[str]:
-    """Put a run into the state that an earlier launch saved; rank 0 reads it. Lines worth a note
-    in the record. Collective.
+    """Restore the state that an earlier launch saved, which rank 0 reads. Collective.
+
+    Returns notes for the record.
     """
     if earlier is None or (checkpoint := earlier.checkpoint) is None:
         return [*earlier.problems, "no checkpoint was left: from the first step"] if earlier else []
@@ -209,7 +214,7 @@ def restore(
 
 
 def _on_all(comm: Comm, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, read by rank 0, on all ranks. Collective."""
+    """Read the tensors of a checkpoint on rank 0 and broadcast them. Collective."""
     mine: dict[str, torch.Tensor] = {}
 
     def shapes() -> Shapes:
@@ -223,16 +228,17 @@ def _on_all(comm: Comm, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) -> None:
-    """Give the tensors that `gather` took to their places, which stay as they lie in memory.
-    ValueError where one is missing, has no place or another shape.
+    """Copy the tensors of `gather` into those of the run, in place.
+
+    Raises ValueError if one is missing, unknown, or of another shape or type.
     """
     weights, own = trainer.message.weights, trainer.state()
     places = {name: own[name] for name in own if not name.startswith("optimizer.")}
-    tensors = {"used": torch.ones_like(own["used"]), **tensors}  # all were, before it was kept
+    tensors = {"used": torch.ones_like(own["used"]), **tensors}  # absent in old files: all were
     kept = {f"best.{number}": own[name] for number, name in enumerate(NETWORK)}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
-        if kind == "optimizer":  # some make their memory in the first step
+        if kind == "optimizer":  # some create their state in the first step
             expected: torch.Tensor | None = weights if tensor.ndim else tensor
         else:
             expected = places.get(name, kept.get(name))
@@ -253,8 +259,9 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
 
 
 def _replace_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> bool:
-    """Give a buffer that forward makes, or replaces by one of another shape, its value; whether the
-    model has one of this name.
+    """Set a buffer that forward creates, or replaces by one of another shape, to `value`.
+
+    Returns whether the model has a buffer of this name.
     """
     owner, _, own = name.rpartition(".")
     module = dict(model.named_modules()).get(owner)

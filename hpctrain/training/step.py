@@ -1,14 +1,14 @@
 """train_step: one update of the weights, with the one communication of a step in it.
 
-The README shows a training loop of one's own on the same parts.
+The README shows a custom training loop built from the same parts.
 
-A digest stands for all bits of a run. Every `--digest-every` steps each rank
-sums its weights, optimizer state and running statistics up to 64 bits, on its device, so that
-nothing waits; a 24-bit part of that crosses in its slot of the next step's message, and a rank that
-differs is named. Rank 0 records its digest.
+A digest identifies all bits of a run's state. Every `--digest-every` steps each rank reduces its
+weights, optimizer state and running statistics to a 64-bit checksum on its device, without
+synchronizing. A 24-bit part of it is sent in the rank's slot of the next step's message, and a rank
+that differs is reported. Rank 0 records its digest.
 
 The figures of all steps and evaluations are chained into a hash; together with the saved network
-that is the digest at the end of a run. These are SHA-256 (FIPS 180-4).
+they give the digest at the end of a run. These hashes are SHA-256 (FIPS 180-4).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from hpctrain.training.compute import (
 )
 from hpctrain.training.control import StepFlags
 
-NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that make a network
+NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that define a network
 
 
 @dataclass
 class Trainer:
-    """What a step works on: the model and everything that is allocated once for it."""
+    """The model, and everything that is allocated once for its training steps."""
 
     model: nn.Module
     message: Message
@@ -54,13 +54,13 @@ class Trainer:
     reduce: Reduce
     backward: Backward
     clip_norm: float | None = None
-    skips_rows: bool = False  # a step may have fewer rows than it was planned with
-    local_buffers: bool = False  # ranks may hold other buffers than batch norm's of their own
-    segments: int = 0  # in which the reduction overlaps backward
-    in_flight: int = 0  # steps that are begun before the totals of one are read
+    skips_rows: bool = False  # a step may have fewer samples than planned
+    local_buffers: bool = False  # buffers other than batch norm's may differ between ranks
+    segments: int = 0  # number of segments in which the reduction overlaps backward
+    in_flight: int = 0  # number of steps that are started before the totals of one are read
     clock: Clock = field(init=False)
     unused: UnusedParameters = field(init=False)
-    buffers: frozenset[str] = field(init=False)  # names of those that there are before a step
+    buffers: frozenset[str] = field(init=False)  # names of those that exist before the first step
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.message.device)
@@ -68,8 +68,9 @@ class Trainer:
         self.buffers = frozenset(name for name, _ in self.model.named_buffers())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that steps change: weights, what the optimizer remembers, running statistics,
-        which parameters are used. By name, where they lie.
+        """Return everything that steps change, by name, without copying.
+
+        These are weights, optimizer state, running statistics, and which parameters are used.
         """
         found = {"weights": self.message.weights.data}
         memory = self.optimizer.state[self.message.weights]
@@ -81,19 +82,20 @@ class Trainer:
         return found | {"used": self.unused.used}
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """What no step changes unless --local-buffers lets it: frozen parameters, and buffers that
-        are not batch norm's running statistics. By name, where they lie.
+        """Return what no step changes unless --local-buffers allows it, by name, without copying.
+
+        These are frozen parameters, and buffers other than batch norm's running statistics.
         """
         found = {n: b for n, b in self.model.named_buffers() if not self.norms.owns(b)}
         return found | {n: p.data for n, p in self.model.named_parameters() if not p.requires_grad}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Both: what a run goes on from. Names from the model have "model." before them."""
+        """Return all tensors that a run resumes from; `constants` are prefixed with "model."."""
         constants = {f"model.{name}": tensor for name, tensor in self.constants().items()}
         return self.tensors() | constants
 
     def close(self) -> None:
-        """After the last step: let the reduction's hooks and thread go."""
+        """Release the hooks and the thread of the reduction, after the last step."""
         self.reduce.close()
 
 
@@ -105,15 +107,16 @@ def train_step(
     before_waiting: Callable[[], None] = lambda: None,
     rate: float | None = None,
 ) -> Report:
-    """Update the weights from this rank's shards of a mini-batch of `total` rows, at the learning
-    `rate` (None = the optimizer's). Collective.
+    """Update the weights from this rank's shards of a global batch. Collective.
 
-    `flags` travel in the message; the report gives its totals, when they are asked for.
-    `before_waiting` is called when this rank has done its part. Where bad rows were left out, the
-    sum is scaled to the rows that there were.
-    A step with a loss or gradient that is not finite leaves weights and statistics as they were;
-    so do those that follow before its totals are read. So do all steps with a parameter until one
-    gives it a gradient (`UnusedParameters`).
+    `total`: number of samples in the global batch. `rate`: learning rate (None = the optimizer's).
+    `flags` are sent in the message, and the report reads its totals on request. `before_waiting` is
+    called when this rank has finished its part. If bad samples were skipped, the sum is rescaled to
+    the number of samples that remain.
+
+    A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do the
+    steps that follow before its totals are read. A parameter stays unchanged until the first step
+    that gives it a gradient (`UnusedParameters`).
     """
     message, norms, clock = trainer.message, trainer.norms, trainer.clock
     if rate is not None:
@@ -122,7 +125,7 @@ def train_step(
     message.zero()
     trainer.reduce.begin([batch.shard for batch in batches])
     for batch in batches:
-        seed_torch(batch.key, message.device)  # dropout belongs to the shard, not to the rank
+        seed_torch(batch.key, message.device)  # dropout depends on the shard, not on the rank
         loss, correct = trainer.backward(batch.images, batch.targets, total)
         rows = len(batch.targets)
         irregular = norms.collect(message.moments, rows, total, batch.shard)
@@ -147,15 +150,15 @@ def train_step(
     return message.report()
 
 
-SLOT_VALUES = 2**24 - 1  # whole numbers above zero that a float32 slot holds exactly
+SLOT_VALUES = 2**24 - 1  # a float32 slot holds the integers from 1 to this one exactly
 CHANGED = 2**24
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multiples look random
 AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a core's cache
 
 
 def hash_tensors(tensors: Iterable[torch.Tensor]) -> Any:
-    """SHA-256 of their bytes, one after another."""
+    """Return the SHA-256 of the tensors' bytes, one tensor after another."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(as_bytes(tensor).numpy().data)
@@ -163,8 +166,9 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> Any:
 
 
 def rank_digest(trainer: Trainer) -> torch.Tensor:
-    """Of what all ranks must hold alike, weights, optimizer, running statistics, buffers and frozen
-    parameters: an int64 on the device.
+    """Return the digest of all state that must be equal on all ranks: an int64 on the device.
+
+    That is weights, optimizer state, running statistics, buffers and frozen parameters.
     """
     own = own_tensors(trainer)
     found = torch.zeros((), dtype=torch.int64, device=trainer.message.device)
@@ -175,7 +179,7 @@ def rank_digest(trainer: Trainer) -> torch.Tensor:
 
 
 def own_tensors(trainer: Trainer) -> set[str]:
-    """Names of what a rank may hold of its own, in `Trainer.state` and among all buffers."""
+    """Return the names, in `Trainer.state` and of buffers, that may differ between ranks."""
     norms, own = trainer.norms, set()
     if norms.mode == "local":
         own = {"norms.running", "norms.shift", "norms.updates"}
@@ -187,7 +191,7 @@ def own_tensors(trainer: Trainer) -> set[str]:
 
 
 def tensor_digests(trainer: Trainer) -> dict[str, int]:
-    """The same tensor by tensor, weights by their parameters; waits for the device."""
+    """Return the digest of each tensor, weights by parameter (synchronizes with the device)."""
     model, tensors = trainer.model, trainer.tensors()
     tensors = {name: tensor for name, tensor in tensors.items() if name not in NETWORK}
     named = (*model.named_parameters(), *model.named_buffers())
@@ -197,9 +201,11 @@ def tensor_digests(trainer: Trainer) -> dict[str, int]:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over i of word i x ((i x FACTOR) | 1), modulo 2^64, of the tensor's words as they lie: an
-    int64 on its device. Integers, so the order of addition does not matter; the factors are odd, so
-    a single word that differs always shows, and several cancel by a chance of about 2^-64.
+    """Return the sum over i of word i x ((i x FACTOR) | 1), modulo 2^64, as an int64 on the device.
+
+    The words are the bits of the elements, in the order of `flatten`. The order of additions does
+    not matter, since they are integers. The factors are odd, so a single word that differs always
+    changes the sum; several cancel with a probability of about 2^-64.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().flatten()
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
@@ -214,20 +220,21 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def slot_value(digest: torch.Tensor, changed: torch.Tensor | None = None) -> torch.Tensor:
-    """The part of a digest that crosses in a slot: 1 ... 2^24 - 1; 0 is "none in this step", and
-    CHANGED means that a rank's replay found what must not change, a bool.
+    """Return the part of a digest that is sent in a slot: 1 ... 2^24 - 1 (0: none in this step).
+
+    It is CHANGED instead if `changed`, a bool on the device: the replay found changed values.
     """
     value = digest.remainder(SLOT_VALUES) + 1
     return value if changed is None else torch.where(changed, CHANGED, value)
 
 
 def as_hex(digest: int) -> str:
-    """A digest as it is recorded: 16 digits."""
+    """Return a digest as it is recorded: 16 hexadecimal digits."""
     return f"{digest % 2**64:016x}"
 
 
 def check_digests(values: list[int], step: int) -> None:
-    """RunError that names the ranks whose digest after `step` is not that of most ranks."""
+    """Raise RunError with the ranks whose digest after `step` is not that of most ranks."""
     (usual, count), *others = Counter(values).most_common()
     if not others:
         return
@@ -247,12 +254,12 @@ def check_digests(values: list[int], step: int) -> None:
 
 
 def chain(before: str, figures: Mapping[str, Any]) -> str:
-    """The next link of the chain over a run's figures: hash of the last link and of `figures`."""
+    """Return the next link of the hash chain: the hash of the last link and of `figures`."""
     return hashlib.sha256(f"{before}{json.dumps(figures, sort_keys=True)}".encode()).hexdigest()
 
 
 def run_digest(trainer: Trainer, figures: str) -> str:
-    """Of a whole run (hex): weights and buffers by name, optimizer state, the chain of figures."""
+    """Return the digest of a run (hex): model state by name, optimizer state, chain of figures."""
     memory = (t for name, t in trainer.tensors().items() if name.startswith("optimizer."))
     found = hash_tensors(memory)
     for name, tensor in sorted(trainer.model.state_dict().items()):

@@ -1,6 +1,6 @@
-"""What steps came to: totals are read, checked, recorded and acted upon.
+"""The totals of steps: they are read, checked, recorded and acted upon.
 
-On GPUs the host begins a step before it reads the totals of the one before (`Trainer.in_flight`).
+On GPUs the host starts a step before it reads the totals of the previous one (`Trainer.in_flight`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from hpctrain.watchdog import doing
 
 
 class CannotContinue(RunError):
-    """Training cannot go on; all ranks hold the sound state of the last step that was recorded."""
+    """Training cannot continue; all ranks hold the valid state of the last recorded step."""
 
 
 class NonFinite(CannotContinue):
-    """Loss or gradient became NaN or infinite; the weights are those of the step before."""
+    """Loss or gradient became NaN or infinite; the weights are those of the previous step."""
 
 
 def check(run: Run, totals: Totals, step: int, rows: int) -> None:
-    """Look at what `step` of `rows` rows, or fewer where bad ones are left out, reported; all ranks
-    see the same and raise the same. Collective where something is wrong.
+    """Check the totals of `step`, planned with `rows` samples. Collective if one is wrong.
 
-    Raises NonFinite, or RunError for what must not happen.
+    Fewer samples are allowed if bad ones are skipped. Raises NonFinite, or RunError for totals that
+    must not occur; all ranks see the same totals and raise the same error.
     """
     where, skips_rows = f"step {step} (epoch {run.state.epoch + 1})", run.job.trainer.skips_rows
     if not totals.finite:
@@ -68,9 +68,10 @@ def check(run: Run, totals: Totals, step: int, rows: int) -> None:
 
 
 def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
-    """Where the seconds of a step went on its slowest rank, and which rank that was.
+    """Split the seconds of a step by what its slowest rank did, and return that rank too.
 
-    What rank 0 spent in the reduction waiting for the slowest rank is that rank's computation.
+    The time for which rank 0 waited in the reduction for the slowest rank counts as that rank's
+    computation.
     """
     busy = [data + compute for data, compute in zip(totals.data, totals.compute, strict=True)]
     slowest = busy.index(max(busy))
@@ -83,7 +84,7 @@ def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]
 
 
 class PendingStep(NamedTuple):
-    """A step that was begun, and whose totals are still to be read."""
+    """A step that was started and whose totals have not been read yet."""
 
     step: int
     rows: int
@@ -94,10 +95,10 @@ class PendingStep(NamedTuple):
 
 
 class PendingSteps:
-    """The steps that were begun and whose totals are still to be read, oldest first.
+    """The steps that were started and whose totals have not been read yet, oldest first.
 
-    A step takes from the end of the one before to its own end, by the device, whenever the host
-    reads its totals.
+    A step's time is measured on the device, from the end of the previous step to its own end; it
+    does not depend on when the host reads the totals.
     """
 
     def __init__(self, run: Run) -> None:
@@ -110,20 +111,21 @@ class PendingSteps:
 
     @property
     def newest(self) -> int:
-        """The step that was begun last."""
+        """The step that was started last."""
         return self._run.state.step + len(self._steps)
 
     def restart_clock(self) -> None:
-        """The next step is timed from now on."""
+        """Measure the time of the next step from now."""
         self._since = record_event(self._run.job.trainer.message.device, timing=True)
 
     def append(self, step: PendingStep) -> None:
-        """Add the step that was begun last."""
+        """Add the step that was started last."""
         self._steps.append(step)
 
     def drain(self, left: int = 0) -> None:
-        """Read the totals of the oldest steps until `left` of them are pending: check, record and
-        act upon them. Raises as `check` and `check_alike`.
+        """Read, check and record the totals of the oldest steps until `left` steps are pending.
+
+        Raises as `check` and `check_alike` do.
         """
         run, state = self._run, self._run.state
         while len(self._steps) > left:
@@ -137,7 +139,7 @@ class PendingSteps:
             state.step = step
             seconds, self._since = self._since.elapsed_time(report.ended) / 1000, report.ended
             record_step(run, totals, rate, seconds)
-            if totals.stop:  # also where a notice came in the same step
+            if totals.stop:  # even if also preempted in the same step
                 state.ended = EndReason.STOP
             elif totals.preempted and not state.ended:
                 state.ended = EndReason.PREEMPTED
@@ -147,8 +149,9 @@ class PendingSteps:
 def collect_flags(
     run: Run, step: int, batches: list[Batch], waited: float
 ) -> tuple[StepFlags, torch.Tensor | None, Differences | None]:
-    """What this rank sends to all others in `step`; the digest of its state and what a replay
-    found, where they are due.
+    """Return what this rank sends to all others in `step`.
+
+    Also returns the digest of its state and what a replay found, each None unless due.
     """
     every, done = run.job.config.digest_every, step - 1
     digest = found = slot = None
@@ -163,12 +166,14 @@ def collect_flags(
 
 
 def find_bad_image(run: Run, step: int) -> str | None:
-    """The first image of a step of this epoch that holds NaN or infinite values, as the file has
-    it, or why they cannot be read; None where all are finite. Collective.
+    """Describe the first image of a step of this epoch with NaN or infinite values. Collective.
+
+    The images are checked as they are in the file. Returns the reason if they cannot be read, and
+    None if all are finite.
     """
     job, partition, epoch = run.job, run.job.plan.partition, run.state.epoch
     doing(f"reading the images of step {step} again")
-    current_stream(job.trainer.message.device).synchronize()  # no other communication is under way
+    current_stream(job.trainer.message.device).synchronize()  # ends all communication in progress
     order = order_of(job.plan)  # the loader's own is in use
     number = step - 1 - epoch * partition.steps
     indices = [
@@ -186,8 +191,9 @@ def find_bad_image(run: Run, step: int) -> str | None:
 
 
 def compare_at_end(run: Run) -> None:
-    """Compare digests, and replay, after the last step of a launch, which no message follows.
-    Collective.
+    """Compare digests, and replay, after the last step of a launch. Collective.
+
+    No message of a further step would carry them.
     """
     if run.job.config.digest_every:
         found = run.replay() if run.replay else None
@@ -196,8 +202,9 @@ def compare_at_end(run: Run) -> None:
 
 
 def check_alike(run: Run, digests: list[int], found: Differences | None) -> None:
-    """Raise the same on all ranks where the digest of one differs, or its replay `found` something.
-    Collective where they do.
+    """Raise the same error on all ranks if a digest differs or a replay found changed values.
+
+    `found` is what the replay on this rank found. Collective if there is an error.
     """
     step = run.state.step
     if CHANGED in digests:

@@ -54,24 +54,24 @@ from hpctrain.training.steps import CannotContinue, compare_at_end
 from hpctrain.training.validate import describe_network, show_work, test, validate
 from hpctrain.watchdog import Watchdog, current, doing, keep_in, started, waiting
 
-SLOW_DISK = 100e6  # bytes/s, before the first checkpoint was timed
+SLOW_DISK = 100e6  # bytes/s, assumed until the first checkpoint is timed
 
 
 class TimeLimits(NamedTuple):
-    """The settings of a run that are about time."""
+    """The time limits of a run, and the interval of its checkpoints."""
 
-    timeout: float  # seconds without anything new after which a rank counts as hung
-    ends: float | None  # when the run must have ended, in seconds since 1970
+    timeout: float  # seconds without progress after which a rank counts as hung
+    ends: float | None  # deadline of the run, in seconds since 1970
     checkpoints: Interval
-    note: str | None = None  # what is not known of them
+    note: str | None = None  # why the deadline may be incomplete
 
 
 def train(config: Config, comm: Comm | None = None) -> int:
-    """``hpctrain train``: train until the end or a request to stop (0), or until the run is
-    preempted (75), from where an earlier launch of the same run ended; torch's settings are put
-    back. Starts MPI where there is no `comm`. Collective.
+    """``hpctrain train``: train a run, from where its last launch ended, if any. Collective.
 
-    Raises UsageError or RunError, the same on all ranks unless one rank alone fails.
+    Returns the exit code: 0 at the end or on a request to stop, 75 if the run is preempted. torch's
+    settings are restored. Starts MPI if `comm` is None. Raises UsageError or RunError, the same on
+    all ranks unless a single rank fails.
     """
     comm = start_mpi() if comm is None else comm
     config = call_on_root(comm, lambda: config)
@@ -82,7 +82,7 @@ def train(config: Config, comm: Comm | None = None) -> int:
     with ExitStack() as stack:
         stack.callback(lock.release)
         stack.enter_context(name_refused_operation(RunError))
-        if not current():  # called by a program of the user's own
+        if not current():  # called by a user's own program
             watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
             stack.enter_context(watchdog)
         started("setting up")
@@ -110,15 +110,16 @@ main = train
 
 
 def read_times(config: Config) -> TimeLimits:
-    """The settings that are about time. UsageError for those that are none."""
+    """Parse the settings about time. Raises UsageError if one is invalid."""
     timeout = duration(config.timeout, "--timeout")
     ends, note = deadline(config.time_limit)
     return TimeLimits(timeout, ends, Interval.parse(config.checkpoint_every), note)
 
 
 def say_finished(earlier: PreviousLaunch) -> None:
-    """Say that nothing is left to do (rank 0). RunError where the network of the finished run is
-    not what was written.
+    """Print that nothing is left to do (rank 0).
+
+    Raises RunError if the network of the finished run is missing or corrupt.
     """
     text = f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs"
     try:
@@ -133,8 +134,10 @@ def say_finished(earlier: PreviousLaunch) -> None:
 def open_run(
     job: Job, comm: Comm, earlier: PreviousLaunch | None, lock: RunLock, times: TimeLimits
 ) -> Iterator[Run]:
-    """The run in its folder, restored from the checkpoint of an `earlier` launch. At the end all
-    that it opened is closed, and why training cannot go on is recorded. Collective.
+    """Open a run in its folder, restored from the checkpoint of an `earlier` launch. Collective.
+
+    At the end everything that was opened is closed; if training cannot continue, the reason is
+    recorded.
     """
     config, state = job.config, Progress(planned=job.plan.epochs)
     notes = restore(earlier, job.trainer, state, comm)
@@ -181,7 +184,7 @@ def open_run(
 
 @contextmanager
 def together(comm: Comm) -> Iterator[None]:
-    """Let all ranks end when the last has: rank 0 may still be writing. Collective."""
+    """Wait for all ranks at the end: rank 0 may still be writing. Collective."""
     failure = None
     try:
         yield
@@ -197,8 +200,9 @@ def together(comm: Comm) -> Iterator[None]:
 
 
 def record_failure(run: Run, error: CannotContinue) -> Failure:
-    """Save where the run stands, unless all is saved, and record why it cannot go on; the error
-    that says so. Collective.
+    """Save the state of the run, unless it is final, and record why it cannot continue. Collective.
+
+    Returns the error to be raised.
     """
     if not run.state.chosen:
         doing("saving")
@@ -211,7 +215,7 @@ def record_failure(run: Run, error: CannotContinue) -> Failure:
 
 
 def save_all(run: Run) -> None:
-    """Save a checkpoint and the network, and wait until both are written (rank 0). RunError."""
+    """Save a checkpoint and the network, and wait for both (rank 0). Raises RunError."""
     save_checkpoint(run)
     save_network(run)
     wait_for_writer(run)
@@ -224,13 +228,13 @@ def save_network(run: Run) -> None:
 
 
 def wait_for_writer(run: Run) -> None:
-    """Wait until all checkpoints are written (rank 0). RunError where that failed."""
+    """Wait until all checkpoints are written (rank 0). Raises RunError if writing failed."""
     if run.writer:
         run.writer.wait()
 
 
 def end_preempted(run: Run, done: int) -> int:
-    """End a launch that was preempted: 75 if it did and saved any step, else 1. Collective."""
+    """Record a preemption; return 75 if the launch did and saved any step, else 1. Collective."""
     why = next(filter(None, allgather(run.comm, run.control.preempted_by())), "a signal")
     run.recorder.end("preempted", f"{why}; saved", steps=run.state.step)
     if why == signal.SIGTERM.name:  # what scancel sends
@@ -239,8 +243,10 @@ def end_preempted(run: Run, done: int) -> int:
 
 
 def finish(run: Run, first: int) -> int:
-    """After the last step of a launch that began after step `first`: save, validate, choose the
-    network, save it, test it, close the record; the exit code. Collective.
+    """Finish a launch that began after step `first`, and return the exit code. Collective.
+
+    Saves a checkpoint, validates, chooses the final network, saves and tests it, and closes the
+    record.
     """
     state, trainer, comm = run.state, run.job.trainer, run.comm
     doing("comparing digests")
@@ -256,7 +262,7 @@ def finish(run: Run, first: int) -> int:
     if state.is_preempted():
         return end_preempted(run, state.step - first)
     state.restore_best(trainer)
-    call_on_root(comm, partial(save_network, run))  # before anything else may fail
+    call_on_root(comm, partial(save_network, run))  # before anything else can fail
     tests = test(run) if run.job.config.test else {}
     if state.is_preempted():
         return end_preempted(run, state.step - first)

@@ -1,4 +1,4 @@
-"""Validation while a run trains, the test at its end, and what they decide."""
+"""Validation during training, the test at the end of a run, and what follows from them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from hpctrain.training.steps import CannotContinue
 from hpctrain.watchdog import doing
 
 MISTAKES = 16  # shown in TensorBoard after an evaluation
-SHOWN = 10  # images of the picture that a denoising run leaves
+SHOWN = 10  # images in the picture of a denoising run
 
 
 def validation_due(run: Run, step: int) -> bool:
-    """Whether a validation follows this step, or the end of its epoch."""
+    """Whether a validation follows this step."""
     config, per_epoch = run.job.config, run.job.plan.steps_per_epoch
     if "validation" not in run.job.pack.splits:
         return False
@@ -44,7 +44,7 @@ def validation_due(run: Run, step: int) -> bool:
 
 
 def validate(run: Run) -> None:
-    """Evaluate the split validation; keep the best network, lose patience. Collective."""
+    """Evaluate the validation split, keep the best network, check --patience. Collective."""
     state, patience = run.state, run.job.plan.patience
     result = evaluation(run, "validation")
     if result is None:
@@ -63,7 +63,7 @@ def validate(run: Run) -> None:
 
 
 def save_best(run: Run) -> None:
-    """Write the network of the smallest validation loss so far, behind training's back (rank 0)."""
+    """Write the network with the smallest validation loss so far in the background (rank 0)."""
     if run.writer is not None:
         tensors = snapshot(run.job.trainer.model)
         folder = run.writer.folder.parent
@@ -72,15 +72,16 @@ def save_best(run: Run) -> None:
 
 
 def describe_network(run: Run, name: str) -> dict[str, Any]:
-    """The metadata of the network that the model holds."""
+    """Return the metadata of the network that the model holds."""
     job, reached = run.job, run.state.network
     figures = {"run": name, "step": reached.step, "epoch": reached.epoch, **reached.figures}
     return describe(job.config, job.plan, job.pack, figures)
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:
-    """Evaluate one split and record it; None where the run is preempted first. CannotContinue where
-    rows cannot be read or are not finite. Collective.
+    """Evaluate one split and record the result; None if the run is preempted first. Collective.
+
+    Raises CannotContinue if samples cannot be read or are not finite.
     """
     job, state, comm = run.job, run.state, run.comm
     began = time.perf_counter()
@@ -118,8 +119,9 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
 
 
 def show_mistakes(run: Run, split: str, mistakes: np.ndarray) -> None:
-    """Hand a picture of wrongly answered rows to TensorBoard (rank 0): `mistakes` (n, 2) holds row
-    and answer.
+    """Pass a picture of misclassified samples to TensorBoard (rank 0).
+
+    `mistakes` (n, 2) holds the index of a sample and the predicted class.
     """
     with run.job.reading.split(split) as source:
         rows, answers = mistakes[:, 0], mistakes[:, 1]
@@ -134,7 +136,7 @@ def show_mistakes(run: Run, split: str, mistakes: np.ndarray) -> None:
 
 @contextmanager
 def statistics_of_rank_0(run: Run) -> Iterator[None]:
-    """Under --batch-norm local all ranks evaluate with what rank 0 would save. Collective."""
+    """With --batch-norm local, use the statistics that rank 0 would save. Collective."""
     norms = run.job.trainer.norms
     if norms.mode != "local":
         yield
@@ -150,8 +152,10 @@ def statistics_of_rank_0(run: Run) -> Iterator[None]:
 
 
 def test(run: Run) -> dict[str, float | None]:
-    """Evaluate every split that was not used in training, and leave the figures in the run's
-    folder, confusion matrix too; the accuracies. Collective.
+    """Evaluate every split that was not used in training. Collective.
+
+    Writes the figures, with the confusion matrix, to the run's folder, and returns the accuracies
+    or losses.
     """
     splits = [name for name in run.job.pack.splits if name not in ("train", "validation")]
     found: dict[str, float | None] = {}
@@ -170,7 +174,7 @@ def test(run: Run) -> dict[str, float | None]:
 
 @torch.no_grad()
 def show_work(run: Run) -> None:
-    """A denoising run leaves a picture: noisy, restored and clean images of a split (rank 0)."""
+    """Write a picture of noisy, restored and clean images of a denoising run (rank 0)."""
     job = run.job
     splits = [s for s in ("test", "validation", "train") if s in job.pack.splits]
     split = next((s for s in splits if job.pack.splits[s].samples), None)
