@@ -1,10 +1,10 @@
-"""What a run leaves to read.
+"""Records of a run: writing, reading, displaying and summarizing them.
 
-fields.py            the fields of a record: here a field is added
-recorder.py          writes records during training; progress.py, bar.py show them, tensorboard.py
-record.py            reads records, corrupt ones too; history.py what they amount to
-find.py              runs and sweeps by name; the best run of a sweep
-figures.py           what figures share, and the confusion matrix of plot
-tables.py            what evaluate and predict leave; pictures.py images as PNG
-step_stats.py        curves, and where the time of steps goes
+fields.py            the fields of a record; new fields are added here
+recorder.py          writes records during training; progress.py, bar.py, tensorboard.py show them
+record.py            reads records, also corrupt ones; history.py summarizes them
+find.py              finds runs and sweeps by name, and the best run of a sweep
+figures.py           common functions of figures, and the confusion matrix of plot
+tables.py            the output of evaluate and predict; pictures.py writes images as PNG
+step_stats.py        curves, and how the time of steps is spent
 """

@@ -1,9 +1,9 @@
-"""The live bar: where the terminal is, how wide it is, and the two lines drawn on it.
+"""The live bar: find the terminal and its width, and draw two lines on it.
 
-Launchers stand between rank 0 and the terminal. Open MPI gives a rank a pty of its own, so that
-``isatty`` is true even where mpirun's output goes to a file (that pty has width 0, as older
-versions have at a terminal, too); Hydra (MPICH, Intel MPI) gives it a pipe even at a terminal. So
-on Linux the launcher itself is asked where its output goes (``/proc/PID/fd/1``, proc(5)).
+A launcher stands between rank 0 and the terminal. Open MPI gives each rank a pty of its own, so
+that ``isatty`` is true even if mpirun's output goes to a file. That pty has width 0; with older
+versions, also at a terminal. Hydra (MPICH, Intel MPI) gives each rank a pipe, even at a terminal.
+Therefore, on Linux, the launcher's own standard output is examined (``/proc/PID/fd/1``, proc(5)).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from rich.text import Text
 
 from hpctrain.console import Console, styled
 
-LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "hydra")  # how their names begin
-UNKNOWN_WIDTH = 100  # columns, where a bar is asked for and no width is known
-SHORTEST_WAIT, LONGEST_WAIT = 0.2, 2.0  # seconds between two drawings
-COST_RATIO = 1000  # the same, at least, in units of what the last one took
+LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "hydra")  # beginnings of their names
+UNKNOWN_WIDTH = 100  # columns of a bar if the width of the output is unknown
+SHORTEST_WAIT, LONGEST_WAIT = 0.2, 2.0  # seconds from one drawing to the next
+COST_RATIO = 1000  # between these bounds, that wait in units of the last drawing's duration
 
 
 def dumb_terminal() -> bool:
-    """True where TERM says that the cursor cannot be moved."""
+    """Whether TERM names a terminal on which the cursor cannot be moved."""
     return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 def terminal_columns() -> int | None:
-    """The width of the terminal that shows what this process prints; None where none does."""
+    """Return the width of the terminal that shows this process's output; None if none does."""
     try:
         output = sys.stdout.fileno()
         mode = os.fstat(output).st_mode
@@ -47,10 +47,10 @@ def terminal_columns() -> int | None:
 
 
 def _columns_of(pid: int | None) -> int | None:
-    """The width of the terminal that is a process's standard output."""
+    """Return the width of the terminal that is a process's standard output; None if it is none."""
     path = f"/proc/{pid}/fd/1"
     try:
-        if not stat.S_ISCHR(os.stat(path).st_mode):  # opening a pipe would keep it alive
+        if not stat.S_ISCHR(os.stat(path).st_mode):  # opening a pipe would keep it open
             return None
         terminal = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
         try:
@@ -62,7 +62,7 @@ def _columns_of(pid: int | None) -> int | None:
 
 
 def _launcher(pid: int) -> int | None:
-    """The outermost of the launcher's processes above this one (mpiexec above its proxy)."""
+    """Return the launcher's outermost process among the ancestors (mpiexec above its proxy)."""
     found = None
     while pid > 1:
         name, parent = _process(pid)
@@ -75,7 +75,7 @@ def _launcher(pid: int) -> int | None:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """Name and parent of a process; ("", 0) where that cannot be known."""
+    """Return the name and the parent of a process; ("", 0) if unknown."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             before, _, after = file.read().rpartition(")")
@@ -85,9 +85,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def output_width(default: int = 120) -> int:
-    """Columns of what shows this process's output: what COLUMNS says, else those of the terminal,
-    else the default.
-    """
+    """Return the columns of the output: those of COLUMNS, else of the terminal, else `default`."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
@@ -95,37 +93,38 @@ def output_width(default: int = 120) -> int:
 
 
 def make_console(default: int = 120) -> Console:
-    """A console of the output's width; coloured where a person looks: mpirun gives ranks terminals
-    anyway.
+    """Make a console as wide as the output, in colour only if a terminal shows the output.
+
+    ``isatty`` does not decide this: mpirun gives ranks a pty in any case.
     """
     plain = terminal_columns() is None or dumb_terminal()
     return Console(width=output_width(default), no_color=plain, force_terminal=not plain)
 
 
 class Bar:
-    """Two lines kept below all that is printed, until closed.
+    """Two lines kept below all printed lines, until closed.
 
-    No thread redraws them: what a drawing costs falls on the training loop, and `COST_RATIO` bounds
-    it (a slow terminal is drawn on less often).
+    No thread redraws them. Drawing takes time from the training loop, and `COST_RATIO` limits its
+    share: a slow terminal is redrawn less often.
     """
 
     def __init__(self) -> None:
         self._console = Console(force_terminal=True, width=output_width(UNKNOWN_WIDTH))
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
-        self._console.show_cursor(True)  # a killed run must not leave a terminal without cursor
+        self._console.show_cursor(True)  # a killed run must not leave the cursor hidden
         self._due = 0.0
 
     def line(self, text: str, style: str = "") -> None:
-        """Print above the bar."""
+        """Print a line above the bar."""
         self._console.print(styled(text, style, self._console.encoding))
 
     def due(self) -> bool:
-        """True when it is time to draw again."""
+        """Whether it is time to redraw."""
         return time.monotonic() >= self._due
 
     def draw(self, before: str, share: float, after: str, below: str) -> None:
-        """Show text, a bar filled to `share` in [0, 1], text; and text below."""
+        """Draw a bar filled to `share` in [0, 1] between `before` and `after`, above `below`."""
         start = time.monotonic()
         width = self._console.width = output_width(UNKNOWN_WIDTH)  # it may have changed
         size = min(max(width - len(before) - len(after) - 4, 4), 40)

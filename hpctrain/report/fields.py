@@ -1,13 +1,13 @@
-"""The fields of a run's record, ``progress.jsonl``: one JSON object a line (jsonlines.org).
+"""The fields of a run's record, ``progress.jsonl``: one JSON object per line (jsonlines.org).
 
 Every line has ``kind`` and ``time`` (UTC, ISO 8601, milliseconds); `FIELDS` lists the others by
-kind. Epochs and steps count from 1, steps over the whole run. A resumed run appends another line of
-kind "run"; what came after its checkpoint is taken out first. JSON has no NaN and no infinity
-(RFC 8259): such a number is null, and ``nonfinite`` lists the fields concerned.
+kind. Epochs and steps count from 1, steps over the whole run. A resumed run first removes the lines
+after its checkpoint, then appends another line of kind "run". JSON has no NaN and no infinity (RFC
+8259): such a number is recorded as null, and ``nonfinite`` lists the names of these fields.
 
 **To add a field**, add a line to `FIELDS` and pass the value where the record is made (for steps
 ``Recorder.step`` in training/steps.py). `scalar` makes TensorBoard show it, `label` makes ``plot``
-draw a panel of it, `deterministic` makes ``compare`` look at it. Nothing else has to know of it.
+draw a panel of it, `deterministic` makes ``compare`` compare it. No other change is needed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from typing import Any, NamedTuple
 from hpctrain.typed import parse_json, typed
 
 Record = Mapping[str, Any]
-MOST = 1 << 53  # a float64 holds all smaller whole numbers
-MOST_PARTS = 32  # of a field that is an object
+MOST = 1 << 53  # a float64 represents all smaller integers exactly
+MOST_PARTS = 32  # values of a field that is an object
 
 
 class Field(NamedTuple):
-    """What a field of a record may hold (null is always allowed unless it is required), and who
-    takes it besides the record.
+    """The values that a field of a record may hold, and the commands that use them.
+
+    null is allowed, unless the field is required.
     """
 
     type: type  # int, float or str
-    least: float = -math.inf  # number
-    is_object: bool = False  # of such values by name: seconds by phase, rows by split
+    least: float = -math.inf  # smallest number allowed
+    is_object: bool = False  # an object of such values by name: seconds by phase, rows by split
     required: bool = False
-    deterministic: bool = False  # equal runs record equal values: ``compare`` looks at it
+    deterministic: bool = False  # equal runs record equal values: ``compare`` compares them
     scalar: bool = False  # shown by TensorBoard
-    label: str = ""  # of the panel that ``plot`` draws of it
+    label: str = ""  # axis label of its panel in ``plot``; empty: no panel
 
     def check(self, value: Any, name: str) -> None:
-        """Raise ValueError for a value that the field cannot hold."""
+        """Raise ValueError if the field cannot hold `value`."""
         values = (value,)
         if self.is_object:
             values = typed(value, dict[str, Any], name).values()
@@ -63,7 +64,7 @@ ACCURACY = Field(float, deterministic=True, scalar=True, label="accuracy (%)")
 EXACT_COUNT = Field(int, 0, deterministic=True)
 
 FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
-    "run": {  # a launch; whatever else describes it is written as well
+    "run": {  # a launch; other facts that describe it are recorded, too
         **dict.fromkeys(("format", "epochs", "steps_per_epoch", "batch_size", "ranks"), COUNT),
         **dict.fromkeys(("shards", "threads", "parameters", "host_ranks", "host_cores"), COUNT),
         **dict.fromkeys(("name", "folder", "model", "device", "precision", "mpi"), TEXT),
@@ -80,8 +81,8 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "images_per_second": Field(float, scalar=True),
         "slowest_rank": COUNT,
         "rows": EXACT_COUNT,  # images of the mini-batch
-        "seconds": PHASES,  # data, compute, reduce, total; idle: a rank's
-        # mean time of waiting for the slowest
+        "seconds": PHASES,  # data, compute, reduce, total; idle: the mean time
+        # that a rank waits for the slowest
     },
     "epoch": {  # means over all its images
         "epoch": Field(int, 0, required=True),
@@ -105,7 +106,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "step": Field(int, 0, required=True),
         "digest": Field(str, required=True, deterministic=True),
     },
-    "end": {  # of a launch; figures of the test may follow
+    "end": {  # of a launch; metrics of the test may follow
         "status": Field(str, required=True),  # done, stopped, preempted, failed
         "reason": TEXT,
         "seconds": SECONDS,  # since the line of kind "run"
@@ -126,15 +127,18 @@ LABELS = {name: field.label for name, field in FIELDS["step"].items() if field.l
 
 
 def fields_marked(kind: str, mark: str) -> list[str]:
-    """The fields of a kind with a mark of `Field`: "deterministic", which equal runs record alike,
-    or "scalar", which TensorBoard shows.
+    """Return the fields of a kind for which `mark`, a flag of `Field`, is set.
+
+    `mark` is "deterministic" (equal runs record equal values) or "scalar" (shown by TensorBoard).
     """
     return [name for name, field in FIELDS.get(kind, {}).items() if getattr(field, mark)]
 
 
 def parse_record(line: bytes | str) -> dict[str, Any]:
-    """The record in one line. ValueError says what is wrong with it: no JSON object with a kind, a
-    required field that is missing, a value that its field cannot hold.
+    """Parse the record in one line.
+
+    Raises ValueError if the line is not a JSON object with a kind, if a required field is missing,
+    or if a field cannot hold its value.
     """
     record = parse_json(line)
     if not isinstance(record, dict) or not isinstance(kind := record.get("kind"), str):
@@ -150,8 +154,9 @@ def parse_record(line: bytes | str) -> dict[str, Any]:
 
 
 def encode_record(record: Record) -> bytes:
-    """One record, its time in seconds since 1970, as a line of strict JSON in ASCII, newline
-    included.
+    """Encode one record as a line of strict JSON in ASCII, newline included.
+
+    ``record["time"]`` is in seconds since 1970.
     """
     moment = datetime.fromtimestamp(record["time"], UTC).isoformat(timespec="milliseconds")
     record = {**record, "time": moment.replace("+00:00", "Z")}
@@ -164,7 +169,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def _replace_nonfinite(value: Any, name: str, found: list[str]) -> Any:
-    """Copy `value` with None for NaN and infinity, whose dotted names are added to `found`."""
+    """Copy `value` with None for NaN and infinity; their dotted names are appended to `found`."""
     if isinstance(value, Mapping):
         items = value.items()
         return {key: _replace_nonfinite(item, f"{name}.{key}", found) for key, item in items}
@@ -179,7 +184,7 @@ def _replace_nonfinite(value: Any, name: str, found: list[str]) -> Any:
 
 
 def _to_json_type(value: Any) -> Any:
-    """Numbers of NumPy and torch as Python's; paths, devices and the like as text."""
+    """Convert numbers of NumPy and torch to Python's; paths, devices and the like to str."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

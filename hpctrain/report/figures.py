@@ -1,5 +1,6 @@
-"""Figures by matplotlib, an extra: pip install 'hpctrain[plot]'. No display is needed. What all
-figures share, and the confusion matrix of ``plot --confusion``.
+"""Common functions of all figures, and the confusion matrix of ``plot --confusion``.
+
+Figures need matplotlib, an extra: pip install 'hpctrain[plot]'. No display is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hpctrain.typed import parse_json
 BLUE, VERMILLION = "#0072b2", "#d55e00"  # of the colour-blind-safe palette of Okabe and Ito
 SUFFIXES = (".png", ".svg", ".pdf")
 DOTS_PER_INCH = 150
-LARGEST = 65_000  # pixels of a side of a PNG, by matplotlib
+LARGEST = 65_000  # pixels per side of a PNG, limited by matplotlib
 FONTS = {  # points
     "font.size": 9,
     "axes.titlesize": 9,
@@ -34,15 +35,15 @@ FONTS = {  # points
     "legend.fontsize": 9,
 }
 
-NUMBERED = 16  # classes whose counts still fit their cells
-CELL = 0.34  # inches of one of these
-NAMED = 40  # classes whose names still fit an axis
+NUMBERED = 16  # with at most this many classes, cells show their counts
+CELL = 0.34  # inches of such a cell
+NAMED = 40  # with at most this many classes, axes show their names
 
 
 def empty_figure(width: float, height: float) -> Any:
-    """A figure of this size in inches."""
+    """Return an empty figure of `width` by `height` inches."""
     import matplotlib
-    from matplotlib.figure import Figure  # without pyplot, so no window system is asked for
+    from matplotlib.figure import Figure  # not pyplot, which may need a window system
 
     settings: Any = matplotlib.rcParams
     settings.update(FONTS)
@@ -52,7 +53,7 @@ def empty_figure(width: float, height: float) -> Any:
 
 
 def check_name(path: Path, flag: str) -> None:
-    """Refuse a name that no figure can be written to, and any without matplotlib. UsageError."""
+    """Raise UsageError if no figure can be written to `path`, or if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib: pip install 'hpctrain[plot]'")
     if path.suffix.lower() not in SUFFIXES:
@@ -62,17 +63,17 @@ def check_name(path: Path, flag: str) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure, in the format that its name says, whole or not at all. RunError."""
+    """Write a figure atomically, in the format of the path's suffix. Raises RunError."""
     suffix = path.suffix.lower().lstrip(".")
     across = max(figure.get_size_inches())
     dots = min(DOTS_PER_INCH, LARGEST / across)
     with writing(path), warnings.catch_warnings(), whole_file(path) as file:
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # shown as a box
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
         figure.savefig(file, format=suffix, dpi=dots)
 
 
 def columns_for(count: int, most: int = 4) -> int:
-    """Columns of a grid of `count` panels, at most `most`, so that the last row is full or nearly.
+    """Return the columns, at most `most`, of a grid of `count` panels with a nearly full last row.
 
     >>> [columns_for(n) for n in (1, 3, 4, 5, 9, 12)]
     [1, 3, 4, 3, 3, 4]
@@ -82,10 +83,10 @@ def columns_for(count: int, most: int = 4) -> int:
 
 
 def wrapped(text: str, width: int, lines: int) -> list[str]:
-    """`text` in at most `lines` of `width` characters, ended where it has a comma or the like.
+    """Wrap `text` into at most `lines` of `width` characters, preferably after punctuation.
 
-    What does not fit gives way to an ellipsis in its middle: names that belong together often
-    begin alike.
+    Text that does not fit is shortened by an ellipsis in its middle, because names of related
+    runs often begin with the same words.
 
     >>> wrapped("03-digits,lr=0.1,batch-size=256", 20, 2)
     ['03-digits,lr=0.1,', 'batch-size=256']
@@ -112,9 +113,9 @@ class ConfusionMatrix:
 
 
 def read_confusion(folder: Path, name: str, split: str) -> ConfusionMatrix:
-    """The confusion matrix that a run, or ``evaluate --output``, left in the run's folder.
+    """Read the confusion matrix that a run or ``evaluate --output`` wrote into the run's folder.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there is none, or if the file is corrupt.
     """
     path = evaluation_file(folder, split)
     try:
@@ -140,8 +141,9 @@ def read_confusion(folder: Path, name: str, split: str) -> ConfusionMatrix:
 
 
 def plot_confusion(networks: Sequence[ConfusionMatrix]) -> Any:
-    """A figure with the matrix of each network: shades are shares of the true class, numbers are
-    images.
+    """Draw the confusion matrix of each network in one figure.
+
+    Shades are shares of the true class, numbers are images.
     """
     columns = columns_for(len(networks), 3)
     rows = -(-len(networks) // columns)
@@ -162,7 +164,7 @@ def _draw_matrix(axes: Any, network: ConfusionMatrix) -> Any:
     shares = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
     from matplotlib.colors import PowerNorm
 
-    shade = PowerNorm(0.5, 0, 100)  # rare confusions are seen too
+    shade = PowerNorm(0.5, 0, 100)  # makes rare confusions visible
     image = axes.imshow(shares, cmap="Blues", norm=shade)
     if many <= NUMBERED:
         size = 7 if counts.max() < 10_000 else 6

@@ -1,6 +1,4 @@
-"""Which runs a command is about: given by name or folder, each on its own or a whole sweep; and the
-best run of a sweep.
-"""
+"""Find runs and sweeps by name or path, and the best run of a sweep."""
 
 from __future__ import annotations
 
@@ -15,15 +13,15 @@ from hpctrain.report.history import UNKNOWN, Metrics
 from hpctrain.report.record import FILE_NAME, read_history
 from hpctrain.typed import parse_toml
 
-SETTINGS_FILE = "config.toml"  # of a run
-SWEEP_FILE = "sweep.toml"  # a folder with this file is that of a sweep
+SETTINGS_FILE = "config.toml"  # the settings of a run
+SWEEP_FILE = "sweep.toml"  # marks a folder as that of a sweep
 NETWORK_FILE = "model.safetensors"
 
 
 def find_runs(targets: Sequence[str], runs_dir: str) -> list[Path]:
-    """The folders of all runs that `targets` name, in that order; those of a sweep by their names.
+    """Return the folders of all runs in `targets`, in this order; runs of a sweep sorted by name.
 
-    Raises UsageError for what is neither a run nor a sweep.
+    Raises UsageError if a target is neither a run nor a sweep.
     """
     found: list[Path] = []
     for target in targets:
@@ -33,15 +31,18 @@ def find_runs(targets: Sequence[str], runs_dir: str) -> list[Path]:
 
 
 def find_run_or_sweep(target: str, runs_dir: str) -> Path:
-    """The folder of one run that has begun its record, or of one sweep, by its name in `runs_dir`
-    or by its path. UsageError.
+    """Return the folder of a run that has a record, or of a sweep.
+
+    `target` is a name in `runs_dir` or a path. Raises UsageError if there is no such folder.
     """
     return find_folder(target, runs_dir, (FILE_NAME, SWEEP_FILE))
 
 
 def find_folder(target: str, runs_dir: str, files: Sequence[str] = (".",)) -> Path:
-    """The folder of that name in `runs_dir`, or of that path, that holds one of these files; any
-    folder, such as that of a run that has not begun its record, by default. UsageError.
+    """Return the folder named `target` in `runs_dir`, or else at this path, with one of `files`.
+
+    By default any existing folder is found, also that of a run without a record. Raises UsageError
+    if there is no such folder.
     """
     for path in (Path(runs_dir) / target, Path(target)):
         if any((path / name).exists() for name in files):
@@ -53,7 +54,7 @@ def find_folder(target: str, runs_dir: str, files: Sequence[str] = (".",)) -> Pa
 
 
 def propose_run(target: str, runs_dir: str) -> str:
-    """', did you mean X?' for the run or sweep with the nearest name, or nothing."""
+    """Return ', did you mean X?' for the run or sweep with the most similar name, or ''."""
     markers = (SETTINGS_FILE, FILE_NAME, SWEEP_FILE)
     runs = Path(runs_dir)
     folders = runs.iterdir() if runs.is_dir() else ()
@@ -62,33 +63,34 @@ def propose_run(target: str, runs_dir: str) -> str:
 
 
 def sweep_runs(folder: Path) -> list[Path]:
-    """The runs of a sweep that have begun, by their names."""
+    """Return the folders of a sweep's runs that have a record, sorted by name."""
     return sorted(path.parent for path in folder.glob(f"*/{FILE_NAME}"))
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """What to call these folders: by their names, where those are alike with the folder above."""
+    """Return a distinct name per folder: its own, with its parent's if several have the same."""
     resolved = [folder.resolve() for folder in folders]
     counts = Counter(folder.name for folder in resolved)
     return [f"{f.parent.name}/{f.name}" if counts[f.name] > 1 else f.name for f in resolved]
 
 
 def evaluation_file(folder: Path, split: str) -> Path:
-    """Where a run's folder keeps the metrics of its network over a split, confusion matrix too."""
+    """Return the file in a run's folder for the metrics and confusion matrix over a split."""
     return folder / f"evaluation-{split}.json"
 
 
 def compared_by_accuracy(tasks: Sequence[str]) -> bool:
-    """Whether networks of these tasks are compared by accuracy, and not by loss."""
+    """Whether networks of these tasks are compared by accuracy; otherwise by loss."""
     return all(task == "classify" for task in tasks)
 
 
 def best_run(sweep: Path) -> tuple[Path, str]:
-    """The best network of a sweep that has been saved, and by what: by validation, or where no
-    network has been validated, by the last epoch of training; never by the test. UsageError.
+    """Return the run with the best saved network of a sweep, and the metric that decided.
 
-    Compared are the metrics of the networks that were saved: of the last validation, or with
-    --output best of the one with the smallest loss.
+    Networks are compared by validation, or by the last epoch of training if none has been
+    validated; never by the test. The metrics are those of the saved weights: of the last
+    validation, or with --output best of the one with the smallest loss. Raises UsageError if no
+    network has been saved.
     """
     validation: dict[Path, Metrics] = {}
     training: dict[Path, Metrics] = {}

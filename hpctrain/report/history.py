@@ -1,9 +1,9 @@
-"""The history of a run, from its record: its launches and how each ended, its epochs and steps, its
-metrics and curves. Bounded in memory, whatever the record holds.
+"""The history of a run, built from its record: launches and outcomes, epochs, steps, metrics.
 
-``record.read_history`` makes it from all of a record, ``record.HistoryReader`` as the record grows.
-How a run ended is decided here (`RunHistory.outcome`, `find_outcome`), for the next launch of
-train, watch, sweep, compare, plot and stop alike.
+Curves, notes, splits and launches are bounded in size, however long the record is.
+``record.read_history`` builds the history from a whole record, ``record.HistoryReader`` while the
+record grows. How a run ended is decided here alone (`RunHistory.outcome`, `find_outcome`), for the
+next launch of train, and for watch, sweep, compare, plot and stop.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hpctrain.report.fields import LABELS, Record
 from hpctrain.report.step_stats import Costs, Curve
 from hpctrain.text import listed
 
-RECENT = 50  # steps over which speeds and shares are taken
-MOST_NOTES, MOST_SPLITS, MOST_LAUNCHES = 5, 8, 1000  # that are kept
+RECENT = 50  # steps over which speeds and shares are computed
+MOST_NOTES, MOST_SPLITS, MOST_LAUNCHES = 5, 8, 1000  # kept in a history
 LARGEST = 1e200
 STATUSES = {"left": "preempted"} | {s: s for s in ("done", "stopped", "preempted", "failed")}
 
@@ -31,19 +31,19 @@ STATUSES = {"left": "preempted"} | {s: s for s in ("done", "stopped", "preempted
 class Outcome(NamedTuple):
     """How a launch ended."""
 
-    status: str = ""  # done, stopped, preempted, failed; empty where no end is known
+    status: str = ""  # done, stopped, preempted, failed; empty if unknown
     reason: str | None = None
     time: float = 0.0  # in seconds since 1970
 
 
 class Metrics(NamedTuple):
-    """Means over a split; None for what is not known, or no number."""
+    """Means over a split; None if unknown or not finite."""
 
     loss: float | None = None
     accuracy: float | None = None
 
     def score(self, by_accuracy: bool) -> float:
-        """The larger the better; minus infinity for what is not known."""
+        """Return a score, larger is better; minus infinity if the metric is unknown."""
         if by_accuracy:
             return -math.inf if self.accuracy is None else self.accuracy
         return -math.inf if self.loss is None else -self.loss
@@ -54,7 +54,7 @@ UNKNOWN = Metrics()
 
 @dataclass
 class Launch:
-    """One launch of a run, which may have been resumed often."""
+    """One launch of a run; a run that was resumed has several."""
 
     facts: Record = field(default_factory=dict)  # its line of kind "run"
     began: float | None = None  # in seconds since 1970
@@ -64,7 +64,7 @@ class Launch:
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended by its own account."""
+        """How the launch ended, according to its end record."""
         if not self.end:
             return Outcome()
         status = STATUSES.get(self.end["status"], "failed")
@@ -72,50 +72,50 @@ class Launch:
 
 
 class RunHistory:
-    """What the records of a run say, taken in order. Everything may be missing."""
+    """The state of a run, accumulated from its records in order. Any record may be missing."""
 
     def __init__(self) -> None:
         self.launches: deque[Launch] = deque([Launch()], MOST_LAUNCHES)
-        self.last: Record = {}  # of any kind
-        self.step: Record = {}  # the last
+        self.last: Record = {}  # the last record, of any kind
+        self.step: Record = {}  # the last record of kind "step"
         self.last_step = 0  # the largest number of a step; 0 for none
-        self.gaps: list[range] = []  # steps that are missing before the last one, if all are read
-        self.epochs = 0  # done
+        self.gaps: list[range] = []  # steps missing before the last one, if all steps are read
+        self.epochs = 0  # completed
         self.training = UNKNOWN  # means over the last epoch
         self.validated = 0  # step of the last validation
         self.validations: list[Metrics] = []
-        self.evaluations: dict[str, Record] = {}  # the last of each split
+        self.evaluations: dict[str, Record] = {}  # the last one of each split
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
         self.step_curves = {name: Curve() for name in LABELS}
         self.epoch_curves = {name: Curve() for name in LABELS}  # by epoch, not by step
         self.split_curves: dict[str, dict[str, Curve]] = {}  # of evaluations, by split
-        self.corruption: str | None = None  # what is wrong with the first line that cannot be read
+        self.corruption: str | None = None  # the error of the first line that cannot be read
         self.corrupt_lines = 0
         self._recent: deque[Record] = deque(maxlen=RECENT)
 
     @property
     def launch(self) -> Launch:
-        """The last one."""
+        """The last launch."""
         return self.launches[-1]
 
     @property
     def facts(self) -> Record:
-        """The description of the run by its last launch."""
+        """The description of the run, as recorded by its last launch."""
         return self.launch.facts
 
     @property
     def outcome(self) -> Outcome:
-        """How the last launch ended, by its own account; see `find_outcome`."""
+        """How the last launch ended, according to its end record; see `find_outcome`."""
         return self.launch.outcome
 
     @property
     def planned_epochs(self) -> int:
-        """Of the whole run; 0 where it is not known."""
+        """Epochs of the whole run; 0 if unknown."""
         return int(number(self.facts.get("epochs")) or 0)
 
     @property
     def total_steps(self) -> int | None:
-        """Of the whole run."""
+        """Steps of the whole run; None if unknown."""
         steps = number(self.facts.get("steps_per_epoch"))
         return int(self.planned_epochs * steps) or None if steps else None
 
@@ -126,25 +126,25 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """Of all launches together."""
+        """Seconds of all launches together."""
         times = [(launch.began, launch.latest) for launch in self.launches]
         return sum(latest - began for began, latest in times if began and latest)
 
     def best(self, by_accuracy: bool) -> Metrics:
-        """The best validation so far."""
+        """Return the best validation so far."""
         return max(self.validations, key=lambda each: each.score(by_accuracy), default=UNKNOWN)
 
     def best_validation(self) -> Metrics:
-        """The smallest loss and the largest accuracy of all validations."""
+        """Return the smallest loss and the largest accuracy of all validations."""
         return Metrics(self.best(False).loss, self.best(True).accuracy)
 
     def add(self, record: Record) -> None:
-        """Take one record."""
+        """Add one record."""
         self.last, now = record, time_of(record)
         match record["kind"]:
             case "run":
                 self._recent.clear()
-                self.launch.facts = {}  # bounded: only how it ended is kept of an earlier launch
+                self.launch.facts = {}  # to bound memory: earlier launches keep no description
                 if self.launch.began is None and not self.launch.end:
                     self.launches.pop()
                 self.launches.append(Launch(record))
@@ -182,26 +182,29 @@ class RunHistory:
             add_point(curves, record["step"], record)
 
     def missing_steps(self, done: int) -> str:
-        """The steps up to `done` that the record lacks: "5, 7 to 9"; empty where it has all."""
+        """List the steps up to `done` that are not recorded, as "5, 7 to 9"; empty if none."""
         gaps = [*self.gaps, range(self.last_step + 1, done + 1)]
         found = [range(gap.start, min(gap.stop, done + 1)) for gap in gaps]
         texts = [f"{g[0]:,} to {g[-1]:,}" if len(g) > 1 else f"{g[0]:,}" for g in found if g]
         return listed(texts, 3)
 
     def steps_per_epoch(self) -> float:
-        """As the run was described, else as many as it was seen to have."""
+        """Return the steps per epoch of the run's description, else an estimate from its steps."""
         described = number(self.facts.get("steps_per_epoch"))
         epochs = max(self.epochs, number(self.step.get("epoch")) or 1, 1)
         return described if described and described >= 1 else max(self.last_step / epochs, 1)
 
     def longest_interval(self) -> float:
-        """Seconds of the longest recent step or evaluation: so long nothing new may come."""
+        """Return the seconds of the longest recent step or evaluation.
+
+        A run may record nothing for this long.
+        """
         evaluations = [number(record.get("seconds")) for record in self.evaluations.values()]
         steps = [step_seconds(record) for record in self._recent]
         return max(filter(None, [*evaluations, *steps]), default=0.0)
 
     def costs(self) -> dict[str, Any]:
-        """Where the time of the recent steps goes, as ``Costs.facts`` says it."""
+        """Return how the time of the recent steps is spent; see ``Costs.facts``."""
         costs = Costs()
         for record in self._recent:
             if step_seconds(record):
@@ -210,13 +213,13 @@ class RunHistory:
         return costs.facts()
 
     def images_per_second(self) -> float | None:
-        """In the recent steps."""
+        """Return the speed of the recent steps; None if unknown."""
         rows = sum(number(record.get("rows")) or 0 for record in self._recent)
         seconds = sum(step_seconds(record) for record in self._recent)
         return number(rows / seconds) if seconds else None
 
     def seconds_left(self) -> float | None:
-        """To the end of the run when its last step was recorded, at this launch's pace."""
+        """Estimate the seconds from the last recorded step to the end, at this launch's pace."""
         first, last = self.launch.first_step, self.step
         began, came = time_of(first), time_of(last)
         if not self.total_steps or self.launch.end or began is None or came is None:
@@ -227,9 +230,11 @@ class RunHistory:
 
 
 def find_outcome(folder: Path, history: RunHistory, is_over: bool = False) -> Outcome:
-    """How the last launch of the run in `folder` ended: by its own account, else, where a rank says
-    that it failed, or a process of this machine is gone, by its heartbeats. `is_over` says that it
-    has certainly ended (its lock is free).
+    """Find how the last launch of the run in `folder` ended.
+
+    Its end record comes first. Without one, its heartbeats decide, if a rank has reported a failure
+    or a process of this machine is gone, or if `is_over`: the launch has certainly ended (its lock
+    is free).
     """
     if history.outcome.status:
         return history.outcome
@@ -238,31 +243,31 @@ def find_outcome(folder: Path, history: RunHistory, is_over: bool = False) -> Ou
 
 
 def metrics_of(record: Record) -> Metrics:
-    """The means in a record."""
+    """Return the loss and the accuracy of a record."""
     return Metrics(number(record.get("loss")), number(record.get("accuracy")))
 
 
 def add_point(curves: Mapping[str, Curve], step: int, record: Record) -> None:
-    """Add a record's values to the curves of their names."""
+    """Add the values of a record to the curves of the same names."""
     for name, curve in curves.items():
         if (value := number(record.get(name))) is not None:
             curve.add(step, value)
 
 
 def number(value: Any) -> float | None:
-    """A number that can be drawn and added to others, or None."""
+    """Return `value` if it is a number that can be drawn and summed, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and abs(value) < LARGEST else None
 
 
 def step_seconds(step: Record) -> float:
-    """Of one step; 0 where it does not say."""
+    """Return the seconds of one step; 0 if not recorded."""
     seconds = step.get("seconds")
     return (number(seconds.get("total")) or 0.0) if isinstance(seconds, Mapping) else 0.0
 
 
 def time_of(record: Record) -> float | None:
-    """When a record was made, in seconds since 1970."""
+    """Return when a record was made, in seconds since 1970; None if not recorded."""
     try:
         return datetime.fromisoformat(record["time"]).astimezone(UTC).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):

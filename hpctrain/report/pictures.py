@@ -1,4 +1,4 @@
-"""Pictures of images, as PNG or as bytes."""
+"""Sheets of images, written as PNG or returned as arrays."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from PIL import Image, ImageDraw, ImageFont
 from hpctrain.files import whole_file, writing
 from hpctrain.text import printable
 
-SIDE = 84  # pixels, about, of the shorter side: images are enlarged by a whole number
+SIDE = 84  # approximate pixels of the shorter side: images are enlarged by an integer factor
 GAP = 4
-LETTERS = 13  # pixels of a caption
-WIDEST = 120  # of a caption below an image that is less wide
+LETTERS = 13  # font size of captions, in pixels
+WIDEST = 120  # pixels of a caption below a narrower image
 IN_A_ROW = 8
 
 
 def write_rows(path: Path, rows: Mapping[str, np.ndarray]) -> None:
-    """One row of images for each name, (n, H, W, C) in [0, 1]; the name stands before it.
+    """Write a PNG with one row of images (n, H, W, C) in [0, 1] per name, labelled with the name.
 
-    RunError if the disk does not take it.
+    Raises RunError if the file cannot be written.
     """
     tiles = {printable(name, newlines=False): enlarge(images) for name, images in rows.items()}
     some = next(iter(tiles.values()))
@@ -40,8 +40,9 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray]) -> None:
 
 
 def draw_captioned(images: np.ndarray, captions: Sequence[tuple[str, ...]]) -> np.ndarray:
-    """Images (n, H, W, C) in [0, 1] in rows, each with the lines of its caption below: (h, w, 3) of
-    bytes. What does not fit below an image is cut.
+    """Draw images (n, H, W, C) in [0, 1] in rows, each above the lines of its caption.
+
+    Returns an array (h, w, 3) of uint8. Lines that are wider than their image's cell are cut.
     """
     tiles = enlarge(images)
     font = ImageFont.load_default(size=LETTERS)
@@ -61,7 +62,7 @@ def draw_captioned(images: np.ndarray, captions: Sequence[tuple[str, ...]]) -> n
 
 
 def enlarge(images: np.ndarray) -> list[Image.Image]:
-    """Images (n, H, W, C) in [0, 1], enlarged by a whole number to about `SIDE` pixels."""
+    """Enlarge images (n, H, W, C) in [0, 1] by an integer factor to about `SIDE` pixels."""
     height, width = images.shape[1:3]
     scale = max(1, SIDE // min(height, width))
     size = scale * width, scale * height
@@ -79,8 +80,9 @@ def _fitting(line: str, font: Any, room: float) -> str:
 
 
 def shown_values(images: np.ndarray) -> np.ndarray:
-    """Images (n, H, W, C) as they are stored, in [0, 1]: bytes by their range, floats that leave
-    it by their own.
+    """Scale stored images (n, H, W, C) to [0, 1].
+
+    uint8 is divided by 255. Floats outside of [0, 1] are scaled by the range of their values.
     """
     if images.dtype == np.uint8:
         return images / np.float32(255)
@@ -90,7 +92,7 @@ def shown_values(images: np.ndarray) -> np.ndarray:
 
 
 def write_image(path: Path, image: np.ndarray) -> None:
-    """One image (H, W, C) in [0, 1]. RunError if the disk does not take it."""
+    """Write one image (H, W, C) in [0, 1] as PNG. Raises RunError if it cannot be written."""
     _write(path, Image.fromarray(_bytes(image)))
 
 
@@ -100,6 +102,6 @@ def _write(path: Path, image: Image.Image) -> None:
 
 
 def _bytes(image: np.ndarray) -> np.ndarray:
-    """(H, W, C) in [0, 1] -> (H, W, 3) or (H, W) of bytes, rounded."""
+    """Round (H, W, C) in [0, 1] to uint8, (H, W, 3) or (H, W)."""
     values = (image.clip(0, 1) * 255).round().astype(np.uint8)
     return values if values.shape[2] == 3 else values[:, :, 0]

@@ -1,7 +1,7 @@
-"""What a run shows on standard output: a header, a line per epoch and evaluation, a summary.
+"""The output of a run on standard output: a header, a line per epoch and evaluation, a summary.
 
-The same lines appear in both modes; "bar" keeps a live bar below them (``bar.py``), "plain" is
-for batch logs. All is made from the records alone.
+Both modes print the same lines. "bar" also keeps a live bar below them (``bar.py``); "plain" is for
+batch logs. Everything is derived from the records.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SMOOTHING = 0.1  # weight of the newest step in the bar's images/s
 
 
 class Display:
-    """Shows the records of one run as they come; never the reason why a run fails.
+    """Prints the records of one run as they are made. Its failures never fail the run.
 
-    Where standard output is gone (its reader has ended, its disk is full), the display falls
-    silent and training continues.
+    If standard output can no longer be written (its reader has ended, its disk is full), the
+    display goes silent and training continues.
     """
 
     def __init__(self, folder: Path, progress: str) -> None:
@@ -39,13 +39,13 @@ class Display:
         self._facts: Record = {}
         self._start = time.monotonic()
         self._before = 0  # steps done when this launch began
-        self._latest: Record = {}  # the last step
+        self._latest: Record = {}  # of the last step
         self._speed = 0.0  # images/s, smoothed
-        self._phase = ""  # what is done between steps
-        self._evaluations: dict[str, Record] = {}  # the last of each split
+        self._phase = ""  # current work other than steps
+        self._evaluations: dict[str, Record] = {}  # the last one of each split
 
     def write(self, record: Record) -> None:
-        """Show one record, where its kind is shown."""
+        """Print one record, if its kind is printed."""
         if self._silent:
             return
         self._phase = ""
@@ -53,7 +53,7 @@ class Display:
             self._show(record)
 
     def phase(self, text: str) -> None:
-        """Say on the bar what is done now, until the next record."""
+        """Show `text` as the current phase on the bar, until the next record."""
         self._phase = text
         if self._bar is not None and not self._silent:
             with self._silent_where_unread():
@@ -139,11 +139,11 @@ class Display:
         bar.draw(before, share, "  ".join(filter(None, parts)), below)
 
     def _total(self) -> int:
-        """Steps of the whole run; 0 = not known."""
+        """Return the steps of the whole run; 0 if unknown."""
         return (self._facts.get("epochs") or 0) * (self._facts.get("steps_per_epoch") or 0)
 
     def _left(self) -> float | None:
-        """Seconds to the end of the run at the pace so far, evaluations included."""
+        """Estimate the seconds to the end of the run at the pace so far, evaluations included."""
         total = self._total()
         if not self._latest or not total:
             return None
@@ -153,8 +153,9 @@ class Display:
 
     @contextmanager
     def _silent_where_unread(self) -> Iterator[None]:
-        """Stop showing where nobody reads it any more: training continues, and what others still
-        print must not fail.
+        """Go silent if standard output cannot be written within the block.
+
+        Training continues, and later prints by other code must not fail either.
         """
         try:
             yield
@@ -175,7 +176,7 @@ def _wants_bar(progress: str) -> bool:
 
 
 def header_lines(facts: Record) -> list[str]:
-    """What is going to be trained, on what, where: up to four lines from the facts given."""
+    """Return up to four lines on the network, the data and the hardware of a run."""
     hosts = len(facts.get("hosts") or ())
     ranks, shards, rows = facts.get("ranks"), facts.get("shards"), facts.get("rows")
     network = [
@@ -206,13 +207,13 @@ def header_lines(facts: Record) -> list[str]:
 
 
 def epoch_line(record: Record, epochs: int | None, left: float | None) -> str:
-    """The plain line of one epoch."""
+    """Return the line of one epoch."""
     line = f"{epoch_name(record['epoch'], epochs)}  {figures(record)}"
     return line if left is None else f"{line}  {duration(left):>5} left"
 
 
 def evaluation_line(record: Record, epochs: int | None) -> str:
-    """The figures of one evaluation, under those of its epoch."""
+    """Return the line of one evaluation, in the columns of `epoch_line`."""
     width = len(epoch_name(record["epoch"], epochs))
     seconds = record["seconds"]
     speed = record["rows"] / seconds if seconds else None
@@ -221,7 +222,7 @@ def evaluation_line(record: Record, epochs: int | None) -> str:
 
 
 def summary_lines(record: Record, evaluations: dict[str, Record]) -> list[str]:
-    """How a run ended, after how long, and the last evaluation of each split."""
+    """Return lines on how a run ended, after how long, and the last evaluation of each split."""
     began = BEGAN.get(record["status"], "Failed after")
     reason = (record.get("reason") or "").partition("\n")[0]
     results = {}
@@ -236,7 +237,7 @@ def summary_lines(record: Record, evaluations: dict[str, Record]) -> list[str]:
 
 
 def cost_lines(record: Record) -> list[str]:
-    """The mean time of a step, its parts, the rank most often waited for, and what would help."""
+    """Return lines on the mean time of a step, its phases, the slowest rank, and advice."""
     if "shares" not in record:
         return []
     percents = whole_percents(record["shares"])
@@ -249,12 +250,12 @@ def cost_lines(record: Record) -> list[str]:
 
 
 def epoch_name(epoch: int, epochs: int | None) -> str:
-    """ "Epoch  3 of 20", as wide for every epoch of a run."""
+    """Return "Epoch  3 of 20", with the same width for every epoch of a run."""
     return f"Epoch {epoch:>{len(str(epochs))}} of {epochs}" if epochs else f"Epoch {epoch:>3}"
 
 
 def figures(record: Record) -> str:
-    """Loss, accuracy and speed in columns; what is None is left out."""
+    """Return loss, accuracy and speed in columns, without those that are None."""
     loss, accuracy, speed = record["loss"], record["accuracy"], record["images_per_second"]
     columns = [
         "" if loss is None else f"loss {short_number(loss):>8}",
@@ -265,12 +266,12 @@ def figures(record: Record) -> str:
 
 
 def counted(number: int | None, noun: str) -> str:
-    """ "1 rank", "4 ranks"; nothing for no number."""
+    """Return a number with its noun: "1 rank", "4 ranks"; empty for None."""
     return "" if number is None else f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float | None) -> str:
-    """ "0:34", "1:02:03"; "?" for no number."""
+    """Format seconds as "0:34" or "1:02:03"; "?" for None."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -283,7 +284,7 @@ def _joined(parts: Sequence[Any], separator: str = ", ") -> str:
 
 
 def short_number(number: float | None, missing: str = "?") -> str:
-    """Four decimals, or three digits and an exponent for what is too small or large for that."""
+    """Format with four decimals; very small or large numbers as "1.23e-05", None as `missing`."""
     if number is None:
         return missing
     small_or_large = number != 0 and not 1e-3 <= abs(number) < 1e5
@@ -291,5 +292,5 @@ def short_number(number: float | None, missing: str = "?") -> str:
 
 
 def rate(number: float) -> str:
-    """Images a second."""
+    """Format a number of images per second, with one decimal below 100."""
     return f"{number:,.{0 if number >= 100 else 1}f}"

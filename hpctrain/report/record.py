@@ -1,12 +1,12 @@
-"""Reading the record of a run: its lines, its history, and taking out what came after a checkpoint.
+"""Read the record of a run, build its history, and truncate it to the state of a checkpoint.
 
-Whoever reads or shortens ``progress.jsonl`` does it here, so corrupt lines are met in one place:
-one cut off by a kill or a full disk, foreign bytes, values that a field cannot hold (checked by
+``progress.jsonl`` is read and truncated only here, so that corrupt lines are handled in one place:
+a line cut off by a kill or a full disk, foreign bytes, values that a field cannot hold (checked by
 ``fields.parse_record``), a line longer than `LONGEST_LINE`. Each becomes one UsageError that names
 the file and the line. Memory is bounded by the longest line.
 
-Writers append whole lines (``recorder.RecordFile``), so a killed one can only leave its last line
-without an end. Readers skip that line, and the next writer cuts it off.
+Writers append whole lines (``recorder.RecordFile``), so a killed writer can leave only its last
+line incomplete. Readers skip that line, and the next writer truncates it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from hpctrain.report.history import RunHistory
 
 FILE_NAME = "progress.jsonl"
 BEGINNING = b'{"kind": '  # of every line
-LONGEST_LINE = 1 << 20  # bytes; writers keep to it, readers refuse longer ones
-BLOCK = 1 << 16  # bytes read at a time when looking for the last whole line
-SAMPLE = 8000  # steps that are decoded in one reading of a long record, about
-NEAR_END = 1 << 16  # bytes at the end of which every step is decoded
-STEP_BYTES = 350  # of a step's line, about
-KNOWN_BYTES = 64  # of the last line that must still be there
+LONGEST_LINE = 1 << 20  # bytes; writers and readers refuse longer lines
+BLOCK = 1 << 16  # bytes read at a time when searching for the last whole line
+SAMPLE = 8000  # steps decoded in one pass over a long record, approximately
+NEAR_END = 1 << 16  # bytes at the end of the record in which every step is decoded
+STEP_BYTES = 350  # approximate length of a step's line
+KNOWN_BYTES = 64  # end of the last line read; if it has changed, the record was replaced
 STEP, DIGEST = BEGINNING + b'"step"', BEGINNING + b'"digest"'
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a run, in order; `path` is its folder or its ``progress.jsonl``.
 
-    A last line without an end (its writer was killed, or is at work) is skipped. UsageError, while
-    iterating, for a file that is missing or is not such a record, and for a corrupt line.
+    An incomplete last line is skipped: its writer was killed, or is still writing. While iterating,
+    raises UsageError if the file is missing or is not a record, or if a line is corrupt.
     """
     path = path / FILE_NAME if path.is_dir() else path
     try:
@@ -49,8 +49,10 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(file: BinaryIO, path: Path, number: int = 0) -> Iterator[bytes]:
-    """Yield whole lines, newline included, of which `number` came before. UsageError for one that
-    is longer than `LONGEST_LINE`, and for a first one that cannot become a record's.
+    """Yield whole lines, newline included; `number` lines came before them.
+
+    Raises UsageError if a line is longer than `LONGEST_LINE`, or if the first line of the file is
+    incomplete and does not begin like a record.
     """
     for line in iter(partial(file.readline, LONGEST_LINE + 1), b""):
         number += 1
@@ -63,9 +65,7 @@ def read_lines(file: BinaryIO, path: Path, number: int = 0) -> Iterator[bytes]:
 
 
 def decode(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    """The record in line `number` of `path`. UsageError, which names the line and what is wrong
-    with it.
-    """
+    """Decode the record in line `number` of `path`. Raises UsageError if the line is corrupt."""
     try:
         return parse_record(line)
     except ValueError as error:
@@ -73,7 +73,7 @@ def decode(line: bytes, number: int, path: Path) -> dict[str, Any]:
 
 
 def corrupt_error(path: Path, number: int, why: str) -> UsageError:
-    """What to raise for a line that cannot be read."""
+    """Return the error to raise for a line that cannot be read."""
     if number > 1:
         return UsageError(f"{path}, line {number} is no line of a record: {why}")
     return UsageError(
@@ -83,29 +83,30 @@ def corrupt_error(path: Path, number: int, why: str) -> UsageError:
 
 
 class HistoryReader:
-    """Keeps the history of the run in a folder; `poll` reads what was added to its record.
+    """Keeps the history of the run in a folder up to date; `poll` reads new lines of its record.
 
-    `steps` is "all", "sampled" (of very many steps at once only every n-th is decoded, and those
-    near the end) or "none". Damaged lines are counted and skipped, or with `strict` nothing is
-    read after the first.
+    `steps` is "all", "sampled" (if there are very many new steps, only every n-th is decoded, and
+    those near the end) or "none". Corrupt lines are counted and skipped; with `strict`, nothing is
+    read after the first one.
 
-    Works on files of other machines too: nothing is asked of the file system but open, fstat and
-    read. A resumed launch replaces the record by a shorter one (`truncate_record`): the bytes
-    before the position are then others (times are in them), and the record is read anew.
+    Also works on files that other machines write: it only uses open, fstat and read. A resumed
+    launch replaces the record by a shorter one (`truncate_record`). The bytes before the current
+    position then differ, because every line holds a time, and the record is read from its start.
     """
 
     def __init__(self, folder: Path, steps: str = "all", strict: bool = False) -> None:
         self.path, self._steps, self._strict = folder / FILE_NAME, steps, strict
-        self.problem: str | None = None  # why the record cannot be read, as it stands
-        self.version = 0  # grows with every change
-        self.decoded = 0  # lines, in all
+        self.problem: str | None = None  # why the record cannot be read at present
+        self.version = 0  # incremented with every change
+        self.decoded = 0  # lines in total
         self._rewind()
 
     def poll(self) -> bool:
-        """Read what was added; whether anything changed."""
+        """Read new lines. Return True if anything changed."""
         before = (self.version, self.problem)
         try:
-            with open(self.path, "rb", opener=open_regular) as file:  # anew: NFS asks its server
+            # Opened every time, so that an NFS client asks its server for changes.
+            with open(self.path, "rb", opener=open_regular) as file:
                 self._read(file)
         except FileNotFoundError:
             if self._size:
@@ -119,11 +120,11 @@ class HistoryReader:
 
     def _rewind(self) -> None:
         self.history = RunHistory()
-        self._size = 0  # of the file, when it was read last
-        self._position = 0  # behind the last whole line that was read
+        self._size = 0  # bytes of the file when it was last read
+        self._position = 0  # offset after the last whole line that was read
         self._tail = b""  # the last bytes of that line
         self._lines = self._step_lines = 0
-        self._is_record = False  # by its first line
+        self._is_record = False  # judged by its first line
 
     def _restart(self) -> None:
         self._rewind()
@@ -134,7 +135,7 @@ class HistoryReader:
         if os.pread(file.fileno(), len(self._tail), start) != self._tail:
             self._restart()
         elif size == self._size or (self._strict and self.history.corruption):
-            return  # nothing new, or the same line without an end
+            return  # nothing new but the same incomplete line, or strict and corrupt
         self.problem = None
         self._size = size
         file.seek(self._position)
@@ -156,7 +157,7 @@ class HistoryReader:
             self._tail = line[-KNOWN_BYTES:] or self._tail
 
     def _is_skipped(self, line: bytes, every: int) -> bool:
-        """Whether the line of a step, or of its digest, need not be decoded."""
+        """Whether the line of a step or of a digest is skipped."""
         self._step_lines += 1
         is_between = self._step_lines % every and self.history.launch.first_step
         return bool(is_between or self._steps == "none" or line.startswith(DIGEST))
@@ -168,14 +169,16 @@ class HistoryReader:
         self.decoded += 1
         try:
             self.history.add(decode(line, self._lines, self.path))
-        except UsageError as error:  # lost in a power failure
+        except UsageError as error:  # such as lines lost in a power failure
             self.history.corrupt_lines += 1
             self.history.corruption = self.history.corruption or str(error)
 
 
 def read_history(folder: Path, steps: str = "all", strict: bool = False) -> RunHistory:
-    """The history of the run in a folder, as far as its record can be read; nothing where it has
-    not begun. With `strict` UsageError for a record that is missing or corrupt.
+    """Read the history of the run in a folder, as far as its record can be read.
+
+    The history is empty if the record does not exist. With `strict`, raises UsageError if the
+    record is missing or corrupt.
     """
     reader = HistoryReader(folder, steps, strict)
     reader.poll()
@@ -186,15 +189,16 @@ def read_history(folder: Path, steps: str = "all", strict: bool = False) -> RunH
 
 
 def is_done(folder: Path) -> bool:
-    """Whether the last launch of a run did all its epochs."""
+    """Whether the last launch of a run completed all epochs."""
     return read_history(folder, "none").outcome.status == "done"
 
 
 def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None:
-    """Take out of a run's record what came after `step` steps and `epoch` epochs were done, the
-    last validation after step `validated`: the resumed launch records it again. So it does the
-    digest of that step, the test, and that the run was done. The rest stays, byte for byte, up to
-    the first corrupt line.
+    """Remove from a run's record the lines that a resumed launch will record again.
+
+    These are the steps after `step`, the epochs after `epoch`, the validations after step
+    `validated`, the digests from `step` on, all other evaluations, and an end with status "done".
+    All other lines are kept byte for byte, up to the first corrupt line.
     """
     path = folder / FILE_NAME
     if not path.exists():
@@ -206,7 +210,7 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
                 if not _is_recorded_again(decode(line, number, path), step, epoch, validated):
                     kept.append(line)
         except UsageError:
-            pass  # cut off, or lost in a power failure: what follows cannot be trusted
+            pass  # cut off, or lost in a power failure: the lines after it cannot be trusted
     write_whole(path, b"".join(kept))
 
 
@@ -226,7 +230,7 @@ def _is_recorded_again(record: Record, step: int, epoch: int, validated: int) ->
 
 
 def cut_torn_line(descriptor: int) -> None:
-    """Shorten a file to its last newline."""
+    """Truncate a file after its last newline."""
     size = end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - BLOCK)

@@ -1,6 +1,6 @@
-"""The recorder of a run: one object that writes and shows what happens, on rank 0 alone.
+"""The recorder of a run: one object that writes and displays its records, on rank 0 only.
 
-It makes each record once, of the fields that stand in ``fields.py``, and hands it to the file, the
+It makes each record once, from the fields listed in ``fields.py``, and passes it to the file, the
 display (``progress.py``) and, on request, TensorBoard (``tensorboard.py``).
 """
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from hpctrain.report.tensorboard import EventWriter
 
 FORMAT = 1
-RESERVED = {"kind", "time", "format", "nonfinite"}  # fields a caller's facts must not replace
-LONGEST_WAIT = 1.0  # seconds a step may wait to be written
-COST_RATIO = 2000  # time between two writes, at least, in units of what the last one took
+RESERVED = {"kind", "time", "format", "nonfinite"}  # fields that facts must not replace
+LONGEST_WAIT = 1.0  # seconds that a step is buffered, at most
+COST_RATIO = 2000  # up to that limit, the time between writes in units of the last one's duration
 LONGEST_TEXT = 10_000  # characters of a note or a reason
 
 
 class RecordFile:
-    """Appends records to a JSON Lines file, whole lines in one write each.
+    """Appends records to a JSON Lines file, in writes of whole lines.
 
-    Steps are buffered for a moment, so that encoding and writing take at most one part in
-    `COST_RATIO` of the time even where an append is slow (NFS asks its server each time), but for
-    `LONGEST_WAIT` at most. All other kinds are written at once, with the steps before them.
+    Steps are buffered, so that encoding and writing take at most one part in `COST_RATIO` of the
+    time even if appending is slow (NFS asks its server every time), but no longer than
+    `LONGEST_WAIT`. Records of other kinds are written immediately, with the steps before them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class RecordFile:
             raise RunError(f"cannot open {path}: {error.strerror}") from error
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add one line. RunError where it cannot be written; later ones are dropped then."""
+        """Add one line. Raises RunError if it cannot be written; later lines are then dropped."""
         if self._descriptor < 0:
             return
         self._buffered.append(record)
@@ -59,14 +59,14 @@ class RecordFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered records."""
         if self._descriptor < 0:
             return
         start = time.monotonic()
         data = b"".join([self._encode(record) for record in self._buffered])
         self._buffered.clear()
         try:
-            while data:  # one write, unless the disk fills up: then the next one says so
+            while data:  # one write, unless the disk fills up: then the next write raises
                 data = data[os.write(self._descriptor, data) :]
         except OSError as error:
             raise self._failed(error) from error
@@ -74,7 +74,7 @@ class RecordFile:
         self._due = end + min(COST_RATIO * (end - start), LONGEST_WAIT)
 
     def close(self) -> None:
-        """Write, force to disk and close; harmless when repeated."""
+        """Flush, fsync and close the file. May be called again."""
         if self._descriptor < 0:
             return
         self.flush()
@@ -96,7 +96,7 @@ class RecordFile:
         return line
 
     def _failed(self, error: OSError) -> RunError:
-        """Leave whole lines only, stop writing, and say why."""
+        """Truncate the file to whole lines, close it, and return the error to raise."""
         with suppress(OSError):
             cut_torn_line(self._descriptor)
             os.close(self._descriptor)
@@ -105,16 +105,16 @@ class RecordFile:
 
 
 class Recorder:
-    """Writes what happens in a run to its folder and shows it on standard output.
+    """Writes the records of a run to its folder and displays them on standard output.
 
-    Rank 0 passes the folder of the run. All other ranks pass None, and then nothing is written or
-    shown, so that a training loop calls the same methods on every rank.
+    Rank 0 passes the folder of the run. All other ranks pass None, and nothing is written or
+    displayed, so that a training loop can call the same methods on every rank.
 
-    `progress` is "bar" (a live bar, even where output is piped), "plain" (a line per epoch),
-    "none", or "auto" (the bar where the output reaches a terminal, else plain); `tensorboard` adds
-    an event file, in which steps after `done` are replaced. Methods raise RunError when a line
-    cannot be written (disk full); that happens once, later lines are dropped. Leaving a ``with``
-    block by an exception records end: failed.
+    `progress` is "bar" (a live bar, even if output is piped), "plain" (a line per epoch), "none",
+    or "auto" (the bar if a terminal shows the output, else plain). `tensorboard` adds an event
+    file, in which steps after `done` are replaced. Methods raise RunError if a line cannot be
+    written (disk full); this happens once, and later lines are dropped. Leaving a ``with`` block
+    by an exception records an end with status "failed".
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Recorder:
         done: int = 0,
     ) -> None:
         self._sinks: list[RecordFile | Display | EventWriter] = []
-        self._started = 0.0  # when the run line was written; 0 = not yet
+        self._started = 0.0  # when the record of kind "run" was written; 0: not yet
         self._ended = False
         self._costs = Costs()
         self._file: RecordFile | None = None
@@ -147,57 +147,59 @@ class Recorder:
             self._sinks.append(self._display)
 
     def run(self, facts: Mapping[str, Any]) -> None:
-        """Describe the run: the first line. `facts` is written as it is; a header is shown.
+        """Record the description of the run as the first line, and display a header.
 
-        The display knows name, model, parameters, ranks, shards, batch_size, epochs,
-        steps_per_epoch, rows {split: number}, pack, device, precision, threads, mpi, hosts [...];
-        all may be missing.
+        All of `facts` is recorded. The display uses name, model, parameters, ranks, shards,
+        batch_size, epochs, steps_per_epoch, rows {split: number}, pack, device, precision, threads,
+        mpi, rank_shares, hosts [...]; all may be missing.
         """
         self._started = time.monotonic()
         self._costs.describe(facts)
         self._write("run", {"format": FORMAT, **_checked(facts)})
 
     def step(self, **fields: Any) -> None:
-        """Record one update, with the fields of "step": means over the global mini-batch, seconds
-        by phase.
+        """Record one update, with the fields of kind "step".
+
+        Metrics are means over the global mini-batch; seconds are by phase.
         """
         self._costs.add(fields["seconds"], fields["slowest_rank"])
         self._write("step", fields)
 
     def epoch(self, **fields: Any) -> None:
-        """Record the means over an epoch, weighted by rows (the caller computes them)."""
+        """Record the means over the images of an epoch, which the caller computes."""
         self._write("epoch", fields)
 
     def evaluation(self, **fields: Any) -> None:
-        """Record the means over all rows of a split, computed with the weights after a step."""
+        """Record the means over all images of a split, with the weights after a step."""
         self._write("evaluation", fields)
 
     def picture(self, name: str, step: int, image: np.ndarray) -> None:
-        """Show an image (H, W, 3) of bytes after `step` in TensorBoard; the record has none."""
+        """Write an image (H, W, 3) of uint8 for `step` to TensorBoard only."""
         if self._events is not None:
             self._events.picture(name, step, image)
 
     def phase(self, text: str) -> None:
-        """Say on the live bar what is done now, besides steps; the record has none."""
+        """Show current work other than steps on the live bar only."""
         if self._display is not None:
             self._display.phase(text)
 
     def digest(self, step: int, digest: str) -> None:
-        """Record the digest of weights and optimizer after `step`, which all ranks share."""
+        """Record the digest of weights and optimizer state after `step`, equal on all ranks."""
         self._write("digest", {"step": step, "digest": digest})
 
     def flush(self) -> None:
-        """Write what is buffered to the file."""
+        """Write the buffered records to the file."""
         if self._file is not None:
             self._file.flush()
 
     def note(self, text: str) -> None:
-        """Record a line for the reader of the log."""
+        """Record a message for the user."""
         self._write("note", {"text": text[:LONGEST_TEXT]})
 
     def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
-        """Record how the run ended ("done", "stopped", "preempted", "failed"), where the time of
-        its steps went, and show a short summary.
+        """Record how the run ended and how the time of its steps was spent; display a summary.
+
+        `status` is "done", "stopped", "preempted" or "failed".
         """
         self._ended = True
         seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
@@ -206,8 +208,8 @@ class Recorder:
         self._write("end", {**fields, **_checked(facts)})
 
     def close(self) -> None:
-        """Write what is buffered and close the file; harmless when repeated."""
-        with ExitStack() as stack:  # closes all, whichever fails
+        """Flush and close the file, the display and TensorBoard. May be called again."""
+        with ExitStack() as stack:  # closes all of them, even if one fails
             for sink in self._sinks:
                 stack.callback(sink.close)
             self._sinks, self._events, self._file = [], None, None
@@ -222,14 +224,14 @@ class Recorder:
             self.close()
             return
         name = "" if isinstance(error, Failure) else type(error).__name__
-        with suppress(RunError):  # the error under way matters more than its record
+        with suppress(RunError):  # the exception being handled matters more than its record
             if self._started and not self._ended:
                 self.end("failed", ": ".join(filter(None, [name, str(error)])))
         with suppress(RunError):
             self.close()
 
     def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Hand a record to all sinks, its time still a number (seconds since 1970)."""
+        """Pass a record to all sinks, with its time as a number (seconds since 1970)."""
         if kind not in ("run", "end") and not fields.keys() <= FIELDS[kind].keys():
             unknown = ", ".join(sorted(fields.keys() - FIELDS[kind].keys()))
             raise ValueError(f"a {kind} has no field {unknown}: add it to report/fields.py")

@@ -1,6 +1,4 @@
-"""What is aggregated over steps: curves of bounded size; where the time of a run's steps went, and
-what would help.
-"""
+"""Aggregates over steps: curves of bounded size, the time of each phase, and advice on speed."""
 
 from __future__ import annotations
 
@@ -9,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Shares of a step from which on something is reported.
+# Thresholds for advice: shares of a step's time; OFTEN is a share of the steps.
 DATA, REDUCE, IDLE, OFTEN = 0.1, 0.2, 0.1, 0.5
-WORTH_NARROWING = 1_000_000  # parameters: fewer are sent faster than they are rounded
-MOST_POINTS = 800  # of a curve; where there are more, two neighbours become one
+WORTH_NARROWING = 1_000_000  # parameters; fewer take longer to round than to send
+MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """Some neighbouring steps: the mean of their numbers and values, and the values' range."""
+    """One or more neighbouring steps: the means of their steps and values, and their range."""
 
     step: float
     mean: float
@@ -26,7 +24,7 @@ class CurvePoint:
     count: int  # of values
 
     def merged(self, other: CurvePoint) -> CurvePoint:
-        """Both in one."""
+        """Return one point for the steps of both."""
         count = self.count + other.count
         return CurvePoint(
             (self.step * self.count + other.step * other.count) / count,
@@ -38,14 +36,14 @@ class CurvePoint:
 
 
 class Curve:
-    """Values by step, added in any number and kept as at most `MOST_POINTS` points, in order."""
+    """A curve of values by step, downsampled to at most `MOST_POINTS` points."""
 
     def __init__(self) -> None:
         self.points: list[CurvePoint] = []  # in order of steps
-        self._width = 1  # steps that share a point
+        self._width = 1  # steps per point
 
     def add(self, step: int, value: float) -> None:
-        """Add one value. Later steps are dropped: a run that went back records them again."""
+        """Add one value. Points of later steps are removed: a resumed run records them again."""
         while self.points and self.points[-1].step > step:
             self.points.pop()
         _append(self.points, CurvePoint(step, value, value, value, 1), self._width)
@@ -58,7 +56,7 @@ class Curve:
 
 
 def _append(points: list[CurvePoint], new: CurvePoint, width: int) -> None:
-    """Add a point behind others, or merge it into the last where both share their interval."""
+    """Append a point, or merge it into the last one if both are in the same interval of steps."""
     if points and points[-1].step // width == new.step // width:
         points[-1] = points[-1].merged(new)
     else:
@@ -66,17 +64,17 @@ def _append(points: list[CurvePoint], new: CurvePoint, width: int) -> None:
 
 
 class Costs:
-    """Sums over the steps of one launch."""
+    """Sums of times over the steps of one launch."""
 
     def __init__(self) -> None:
-        self.may_narrow = self.may_stage = True  # whether these are left to be tried
+        self.may_narrow = self.may_stage = True  # whether to advise --comm-dtype bf16, --stage
         self.crowd = (1, 1)  # ranks and cores of the host with the fewest cores for its ranks
         self._steps = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._slowest: Counter[int] = Counter()
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Take what the advice depends on from the description of a run."""
+        """Store the facts from the description of a run that the advice depends on."""
         large = facts.get("parameters", 0) >= WORTH_NARROWING
         self.may_narrow = (
             large
@@ -87,8 +85,10 @@ class Costs:
         self.crowd = facts.get("host_ranks", 1), facts.get("host_cores", 1)
 
     def add(self, seconds: Mapping[str, float], slowest: int | None) -> None:
-        """One step: seconds of the slowest rank by phase, of the whole step as "total", and as
-        "idle" those that ranks waited for the slowest, in the mean.
+        """Add one step.
+
+        `seconds` are those of the slowest rank by phase, of the whole step as "total", and as
+        "idle" the mean time that a rank waited for the slowest. `slowest` is that rank.
         """
         self._steps += 1
         for phase, value in seconds.items():
@@ -97,15 +97,17 @@ class Costs:
             self._slowest[slowest] += 1
 
     def facts(self) -> dict[str, Any]:
-        """For the end of the record: mean seconds of a step, shares by phase, the rank that was
-        slowest most often and how often, lines of advice. Empty without steps.
+        """Return the facts for the record's end; empty if there were no steps.
+
+        These are the mean seconds of a step, the shares of its phases, the rank that was slowest
+        most often and in what share of the steps, and lines of advice.
         """
         total = self._seconds["total"]
         if not self._steps or not total > 0:
             return {}
         idle = self._seconds["idle"] / total
         parts = {n: value for n, value in self._seconds.items() if n not in ("idle", "total")}
-        whole = max(total, sum(parts.values()))  # clocks of several ranks: they may exceed it
+        whole = max(total, sum(parts.values()))  # times of several ranks may add up to more
         shares = {phase: value / whole for phase, value in parts.items()}
         shares["other"] = max(1 - sum(shares.values()), 0.0)
         found: dict[str, Any] = {"step_seconds": total / self._steps}
@@ -118,8 +120,9 @@ class Costs:
 
 
 def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
-    """Shares of one whole in per cent: whole numbers that add up to 100 (the largest remainders
-    are rounded up).
+    """Round shares of one whole to integer percentages that add up to 100.
+
+    The largest remainders are rounded up.
 
     >>> whole_percents({"data": 1 / 3, "compute": 1 / 3, "other": 1 / 3})
     {'data': 34, 'compute': 33, 'other': 33}
@@ -134,13 +137,13 @@ def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
 
 
 def crowding(ranks: int, cores: int) -> list[str]:
-    """What to say of more ranks than cores: then all other times tell little."""
+    """Return advice for a host with more ranks than cores, on which other times mean little."""
     text = f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''} of a host: start"
     return [f"{text} at most {cores} there"] if ranks > cores else []
 
 
 def bottleneck(facts: Mapping[str, Any], may_narrow: bool, may_stage: bool) -> list[str]:
-    """What holds up the steps most, and what to do about it; nothing where that is computing."""
+    """Return advice on the worst bottleneck of the steps; empty if none exceeds its threshold."""
     shares, idle = facts["shares"], facts["idle"]
     often = facts.get("slowest_share", 0.0) >= OFTEN
     found = [

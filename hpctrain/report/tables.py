@@ -1,6 +1,4 @@
-"""What evaluate and predict leave: tables by class on the terminal, metrics as JSON, predictions as
-CSV.
-"""
+"""Output of evaluate and predict: tables on the terminal, metrics as JSON, predictions as CSV."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.bar import make_console
 from hpctrain.text import csv_cell, say, told_apart
 
-WIDEST = 12  # classes of a confusion matrix that still fits a terminal
+WIDEST = 12  # classes of the largest confusion matrix that fits a terminal
 
 
 def write_json(path: Path, metrics: dict[str, Any]) -> None:
-    """Write metrics as one JSON object, atomically. RunError."""
+    """Write metrics as one JSON object, atomically. Raises RunError."""
     with writing(path):
         write_whole(path, json.dumps(metrics, indent=1) + "\n")
 
@@ -32,7 +30,7 @@ def write_json(path: Path, metrics: dict[str, Any]) -> None:
 def print_evaluation(
     metrics: dict[str, Any], confusion: np.ndarray | None, classes: tuple[str, ...], split: str
 ) -> None:
-    """Print the metrics of a split; with a confusion matrix (K, K) that and the per-class table."""
+    """Print the metrics of a split; with a confusion matrix (K, K), also the tables by class."""
     console, classes = make_console(), told_apart(classes)
     if confusion is None:
         errors = [metrics["loss"], metrics["noisy"]]
@@ -47,12 +45,15 @@ def print_evaluation(
 
 
 def psnr(error: float) -> float:
-    """Peak signal-to-noise ratio in dB of a mean squared error on [0, 1]: -10 log10(error)."""
+    """Return the peak signal-to-noise ratio in dB of a mean squared error on [0, 1].
+
+    PSNR = -10 log10(error); infinity for 0.
+    """
     return -10 * math.log10(error) if error else math.inf
 
 
 def _class_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
-    """Images, recall (right / true), precision (right / predicted) and F1 by class."""
+    """Return images, recall (right / true), precision (right / predicted) and F1 by class."""
     table = Table(title="By class")
     for name in ("class", "images", "recall", "precision", "F1"):
         table.add_column(name, justify="left" if name == "class" else "right")
@@ -83,7 +84,7 @@ def _confusion_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
 
 
 def _mistakes_table(confusion: np.ndarray, classes: tuple[str, ...], most: int = 10) -> Table:
-    """The most frequent mistakes, where a whole matrix would not fit."""
+    """Return the most frequent mistakes, for more classes than a printed matrix can have."""
     table = Table(title="Most frequent mistakes (the whole matrix: --output FILE.json)")
     for name in ("true class", "predicted", "images"):
         table.add_column(name, justify="right" if name == "images" else "left")
@@ -103,8 +104,10 @@ def write_predictions(
     probabilities: np.ndarray,
     classes: tuple[str, ...],
 ) -> None:
-    """Write a CSV file, or standard output for "-": for each of `rows` (n) its name, the true class
-    where there are labels, the predicted class, its probability, and all `probabilities` (n, K).
+    """Write the predictions for `rows` (n) to a CSV file, or to standard output for "-".
+
+    The columns are the name, the true class if there are labels, the predicted class, its
+    probability, and all `probabilities` (n, K). Raises RunError if the file cannot be written.
     """
     names = [names[row] for row in rows]
     labels = None if labels is None else labels[rows]
@@ -126,7 +129,7 @@ def _prediction_lines(
     probabilities: np.ndarray,
     classes: tuple[str, ...],
 ) -> Iterator[list[str]]:
-    """The header, then one line after the other: together they may not fit the memory."""
+    """Yield the header and the lines one by one: all together they may not fit into memory."""
     first = ["file"] if labels is None else ["row", "class"]
     yield [*first, "prediction", "probability", *classes]
     for number, (name, found) in enumerate(zip(names, probabilities, strict=True)):

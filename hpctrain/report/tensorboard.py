@@ -1,8 +1,8 @@
 """TensorBoard events of a run, on request: ``tensorboard --logdir runs`` shows all runs.
 
-By step and by evaluation: the fields with `scalar` in ``fields.py``, as training/loss or
-validation/loss, and the picture <split>/mistakes. The page HParams compares the settings of all
-runs. The event file lies in the run's folder.
+The events hold, by step and by evaluation, the fields with `scalar` in ``fields.py``, named
+training/loss or validation/loss, and the image <split>/mistakes. The page HParams compares the
+settings of all runs. The event file is in the run's folder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class EventWriter:
-    """Writes a run's metrics to an event file, with its settings and pictures."""
+    """Writes a run's metrics, settings and images to an event file."""
 
     def __init__(self, folder: Path, done: int = 0) -> None:
-        """Steps after `done` are replaced."""
+        """Open an event file in `folder`. Events of steps after `done` will be replaced."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -37,7 +37,7 @@ class EventWriter:
             self._writer: Any = SummaryWriter(str(folder), purge_step=purged)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add the scalars of a step or an evaluation, the settings of a run, how it ended."""
+        """Write the scalars of a step or an evaluation, the settings of a run, or its outcome."""
         kind = record["kind"]
         if kind == "run":
             self._call("file_writer.add_summary", session_start(record), 0)
@@ -49,16 +49,16 @@ class EventWriter:
                 self._call("add_scalar", f"{group}/{name}", record[name], record["step"])
 
     def picture(self, name: str, step: int, image: np.ndarray) -> None:
-        """Add an image (H, W, 3) of bytes."""
+        """Write an image (H, W, 3) of uint8."""
         self._call("add_image", printable(name), image, step, None, "HWC")
 
     def close(self) -> None:
-        """Write out what is queued."""
+        """Flush queued events and close the file."""
         self._call("close")
         self._writer = None
 
     def _call(self, method: str, *values: Any) -> None:
-        """Call a method of the writer, if no call has failed before."""
+        """Call a method of the writer, unless an earlier call has failed."""
         writer, self._writer = self._writer, None
         if writer is not None:
             with writing(self._what):
@@ -67,7 +67,7 @@ class EventWriter:
 
 
 def session_start(record: dict[str, Any]) -> Any:
-    """The settings of a run as HParams takes them; a run is one trial, however often it went on."""
+    """Return the settings of a run for HParams; all launches of a run are one trial."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
     settings = {
@@ -80,7 +80,7 @@ def session_start(record: dict[str, Any]) -> Any:
 
 
 def session_end(record: dict[str, Any]) -> Any:
-    """How a run ended, as HParams takes it."""
+    """Return how a run ended, for HParams."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
