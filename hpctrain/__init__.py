@@ -1,9 +1,9 @@
-"""Train image networks data-parallel on HPC machines: one command, one Allreduce a step.
+"""Train image networks data-parallel on HPC machines: one command, one Allreduce per step.
 
-Importing hpctrain starts nothing: no MPI, no torch, no CUDA. The parts for a training loop of
-one's own are named here and imported when first used (PEP 562); everything else stands in
-``hpctrain.data`` (image files -> pack -> batches), ``hpctrain.parallel`` (everything that crosses
-ranks), ``hpctrain.models``, ``hpctrain.training`` and ``hpctrain.report``.
+Importing hpctrain imports neither MPI nor torch and does not initialize CUDA. The building blocks
+of a custom training loop are exported here and imported on first use (PEP 562). Everything else is
+in ``hpctrain.data`` (image files -> pack -> batches), ``hpctrain.parallel`` (all communication
+between ranks), ``hpctrain.models``, ``hpctrain.training`` and ``hpctrain.report``.
 """
 
 from importlib import import_module

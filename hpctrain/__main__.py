@@ -1,4 +1,4 @@
-"""``python -m hpctrain``, and the command ``hpctrain``: how the process begins and ends."""
+"""Entry point of ``python -m hpctrain`` and of the command ``hpctrain``."""
 
 import sys
 
@@ -7,12 +7,14 @@ from hpctrain.text import discard_stdout
 
 
 def program() -> int:
-    """Catch the scheduler's notices, run the subcommand, end MPI if it began; the exit code, also
-    where nobody reads the output any longer.
+    """Run the subcommand, finalize MPI if it was initialized, and return the exit code.
+
+    For training, the signals of the scheduler are caught first. The exit code is 1 if the reader
+    of standard output has closed it.
     """
     words = sys.argv[1:]
     trains = not words or words[0] == "train" or words[0].startswith("-")
-    if trains:  # before anything slow is imported: it may come at any moment
+    if trains:  # before any slow import: a signal may arrive at any time
         catch_signals()
         end_with_launcher()
     from hpctrain.cli import main

@@ -1,9 +1,9 @@
-"""The command line: ``python -m hpctrain [SUBCOMMAND] ...``, from its words to a module's `main`.
+"""The command line: parse ``python -m hpctrain [SUBCOMMAND] ...`` and run the subcommand.
 
 ``config/parse.py`` parses the settings; nothing heavy (torch, MPI, HDF5) is imported before they
-are accepted. A subcommand of all ranks is started under a watchdog. Before MPI runs, the ranks of a
-launch find each other's heartbeats in a folder named after the launch, so that a rank which is
-missing in MPI_Init can be named.
+have been accepted. A subcommand that runs on all ranks is started under a watchdog. Until MPI is
+initialized, the ranks of a launch share their heartbeats through a folder named after the launch,
+so that a rank that is missing in MPI_Init can be named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpctrain.launcher import (
 from hpctrain.text import say
 from hpctrain.watchdog import Watchdog
 
-# What a subcommand does with the processes of a launcher.
+# How a subcommand uses the processes that a launcher started.
 RANKS = "all are ranks"
 RANKS_OR_ALONE = "all are ranks, but one process needs no MPI"
 ONE_PROCESS = "refused: several would do the same thing several times"
@@ -40,7 +40,7 @@ ANY = "each decides for itself"
 
 
 class Command(NamedTuple):
-    """One subcommand: the module whose `main` does it, its settings, what it is for."""
+    """One subcommand: its processes, the module whose `main` runs it, its settings, a summary."""
 
     processes: str
     module: str
@@ -76,7 +76,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; give its exit code (0 done, 1 failed, 2 wrong usage)."""
+    """Run the command line; return the exit code: 0 done, 1 failed, 2 wrong usage, 75 to resume."""
     ranks = launched_size() or 1
     try:
         try:
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         except Failure as error:
             if ranks == 1:
                 raise
-            return start("", "", failure=error)  # the ranks agree on it, and say it once
+            return start("", "", failure=error)  # all ranks agree on the error and print it once
         processes, module = COMMANDS[name].processes, f"hpctrain.{COMMANDS[name].module}"
         if processes == RANKS or (processes == RANKS_OR_ALONE and ranks > 1):
             return start(name, module, settings)
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> tuple[str, Any]:
-    """The subcommand's name and its settings. UsageError; exits for --help."""
+    """Return the subcommand's name and settings. Raises UsageError; exits for --help, --version."""
     if argv and argv[0] in ("-h", "--help"):
         print(_overview())
         raise SystemExit(0)
@@ -123,10 +123,11 @@ def _overview() -> str:
 
 
 def _say_once(text: str) -> None:
-    """Print a mistake that mostly all processes of a launcher meet alike: the first one prints.
+    """Print an error once, if all processes of a launcher raise the same one, as they mostly do.
 
-    The others wait a second, in which the launcher ends them; one that is still there met a
-    mistake of its own (a file missing on its host) and says so.
+    The first process prints it. The others wait for a second, in which the launcher terminates
+    them. One that is still running then has an error of its own (such as a file missing on its
+    host) and prints it.
     """
     if rank := launched_rank():
         time.sleep(1.0)
@@ -135,8 +136,10 @@ def _say_once(text: str) -> None:
 
 
 def start(name: str, module: str, settings: Any = None, failure: Failure | None = None) -> int:
-    """Run a module's `main` on all ranks; the exit code. An error on one rank, in its imports too,
-    ends all. Where the command line was wrong, `failure` says how: the ranks agree on it.
+    """Run a module's `main` on all ranks and return the exit code.
+
+    An error on one rank, also during its imports, aborts all ranks. `failure` is an error of the
+    command line: the ranks agree on it and raise it instead.
     """
     rank, size = launched_rank(), launched_size() or 1
     timeout = config.duration(getattr(settings, "timeout", config.Config.timeout), "--timeout")
@@ -149,7 +152,7 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
         watchdog.doing("importing MPI")
         if size > 1 and failure is None:
             keep_heartbeats(watchdog, settings)
-        if name == "pack":  # importing h5py starts a process, which must be before MPI runs
+        if name == "pack":  # importing h5py starts a process, which must happen before MPI_Init
             importlib.import_module(module)
         elif rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
             ranks = f"{size} ranks" if size > 1 else "1 rank"
@@ -170,8 +173,9 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
 
 
 def keep_heartbeats(watchdog: Watchdog, settings: Any) -> None:
-    """Keep heartbeats where all ranks of this launch find them, as long as there is no run folder.
-    Where no place can be written, ranks that hang have no name.
+    """Write heartbeats where all ranks of this launch find them, until there is a run folder.
+
+    If no such folder is writable, ranks that hang cannot be named.
     """
     launch = re.sub(r"[^A-Za-z0-9.-]", "-", launch_name() or "")
     for base in shared_folders(settings) if launch else ():
@@ -185,8 +189,10 @@ def keep_heartbeats(watchdog: Watchdog, settings: Any) -> None:
 
 
 def shared_folders(settings: Any) -> tuple[Path, ...]:
-    """Folders that all ranks should see: where there are several hosts, of the pack that is
-    written, of the runs, of the start.
+    """Return folders that all ranks should see, in order of preference.
+
+    On one host that is the temporary directory. On several hosts it is the folder of the pack to
+    be written or the folder of the runs, then the working directory.
     """
     if launched_size() == local_size():
         return (Path(tempfile.gettempdir()),)

@@ -1,7 +1,7 @@
-"""``hpctrain compare RUN_A RUN_B``: equal bit by bit or not, where, and since which step.
+"""``hpctrain compare RUN_A RUN_B``: compare two runs bit by bit, and find the first difference.
 
-Reads the two folders only: no MPI. Compared are the networks, the newest checkpoints (weights,
-what the optimizer remembers) where both have some, and the records with the digests at their ends.
+Only the two run folders are read, without MPI. The networks, the newest checkpoints (weights and
+optimizer state) if both runs have one, and the records with their final digests are compared.
 Exit code 0 = equal, 1 = different.
 """
 
@@ -36,16 +36,16 @@ from hpctrain.training.checkpoint import newest
 from hpctrain.typed import parse_json
 
 Tensors = dict[str, Tensor]
-OF_THE_RUN_ALONE = ("run", "runs_dir", "progress", "tensorboard")  # settings that change no number
+OF_THE_RUN_ALONE = ("run", "runs_dir", "progress", "tensorboard")  # do not affect the results
 RESOLVED = {"lr": "learning_rate"}  # settings that have another name in the plan
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MOST_TENSORS, MOST_PROBLEMS = 30, 6  # that are shown
+MOST_TENSORS, MOST_PROBLEMS = 30, 6  # shown at most
 MOST_BARS = 1000
-UNSIGNED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)  # no number with a sign bit of its own
+UNSIGNED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)  # not one sign bit per element
 
 
 def main(settings: CompareConfig) -> int:
-    """Print how two runs differ; give 0 where they do not, else 1."""
+    """Print how two runs differ; return 0 if they are equal, else 1."""
     if settings.first is None or settings.second is None:
         raise UsageError("compare what? Name two runs")
     if settings.plot:
@@ -77,18 +77,18 @@ def main(settings: CompareConfig) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two tensors of one name, bit by bit."""
+    """The differences between two tensors of the same name, bit by bit."""
 
     name: str
-    values: int  # of each
+    values: int  # in each tensor
     differing: int  # values whose bits differ
-    largest: float  # |a - b|; NaN where one side alone is not finite
-    relative: float  # largest |a - b| / max(|a|, |b|)
-    ulps: int | None  # largest distance in units in the last place; None for other than floats
+    largest: float  # |a - b|; infinite or NaN if a differing value is not finite
+    relative: float  # largest |a - b| / max(|a|, |b|); NaN counts as 0
+    ulps: int | None  # largest difference in units in the last place; None if not floating point
 
 
 def compare_tensors(name: str, a: Tensor, b: Tensor) -> Difference:
-    """Compare two tensors of one shape and dtype; NaN equals NaN of the same bits."""
+    """Compare two tensors of the same shape and dtype; NaNs with the same bits are equal."""
     x, y = _bits(a), _bits(b)
     differ = (x != y).any(1)
     if not differ.any():
@@ -104,7 +104,7 @@ def compare_tensors(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def values(tensor: Tensor) -> Tensor:
-    """The values of a tensor of any dtype and shape: (n,) float64, or complex128."""
+    """Return the values of a tensor of any dtype and shape as (n,) float64 or complex128."""
     tensor = _flat(tensor)
     if not tensor.is_complex():
         return tensor.to(torch.float64)
@@ -112,22 +112,22 @@ def values(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """(n,); of numbers of 4 bits, with which torch does not compute, their bytes."""
+    """Return the tensor as (n,); of 4-bit floats, on which torch cannot compute, the bytes."""
     tensor = tensor.contiguous().reshape(-1)
     return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bits of each value as whole numbers, (n, 1), of complex ones (n, 2)."""
+    """Return the bits of each value as integers, (n, 1), or (n, 2) for complex values."""
     tensor = _flat(tensor)
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor[:, None]
     return parts.view(INTEGERS[parts.itemsize])
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:
-    """Floats as whole numbers in the same order, neighbours one apart (both zeros at 0).
+    """Map floats to integers in the same order: adjacent floats are one apart, both zeros are 0.
 
-    An IEEE 754 number without its sign, read as a whole number, grows with its value.
+    The bits of an IEEE 754 number without its sign, read as an integer, increase with its value.
     """
     bits = values.astype(object if values.itemsize > 4 else np.int64)
     lowest = -(1 << 8 * values.itemsize - 1)
@@ -135,11 +135,11 @@ def _ordered(values: np.ndarray) -> np.ndarray:
 
 
 def first_difference(a: Iterable[Record], b: Iterable[Record]) -> tuple[int, str] | None:
-    """The first step at which two records differ, and in what; None where they do not.
+    """Return the first step at which two records differ, and the difference; None if there is none.
 
-    Looks at the fields that equal runs record alike: losses, accuracies, learning rates, digests of
-    the steps of which both have one (--digest-every may differ), and last the digest with which
-    both ended.
+    The fields that equal runs record identically are compared: losses, accuracies, learning rates,
+    digests of the steps for which both runs have one (--digest-every may differ), and finally the
+    digest at the end of both runs.
     """
     a, b = list(a), list(b)
     in_a, in_b = ({r["step"] for r in records if r["kind"] == "digest"} for records in (a, b))
@@ -165,7 +165,7 @@ def first_difference(a: Iterable[Record], b: Iterable[Record]) -> tuple[int, str
 def _deterministic(
     records: Iterable[Record], digests: set[int]
 ) -> Iterable[tuple[int, str, dict[str, Any]]]:
-    """Step, kind and deterministic fields of all records; of digests, those of these steps."""
+    """Yield step, kind and deterministic fields of each record; digests only at `digests`."""
     for record in records:
         kind = record["kind"]
         names = fields_marked(kind, "deterministic")
@@ -186,8 +186,9 @@ def _difference_table(differences: list[Difference]) -> Table:
 
 
 def _add_checkpoints(folders: list[Path], a: Tensors, b: Tensors) -> tuple[list[str], list[str]]:
-    """Add the tensors of the newest checkpoints, where both runs have one, of the same step; lines
-    to print, and what makes the runs different.
+    """Add the tensors of the newest checkpoints, if both runs have one, of the same step.
+
+    Returns lines to print, and the reasons why the runs are different.
     """
     found = [newest(folder, sys.maxsize) for folder in folders]
     corrupt = [line for _, lines in found for line in lines]
@@ -204,7 +205,7 @@ def _add_checkpoints(folders: list[Path], a: Tensors, b: Tensors) -> tuple[list[
 
 
 def _outcomes(folders: list[Path]) -> Iterable[str]:
-    """A line for each run that is not simply done."""
+    """Yield a line for each run that is not done."""
     for which, folder in zip(("first", "second"), folders, strict=True):
         outcome = find_outcome(folder, read_history(folder, "none"))
         reason = f" ({outcome.reason})" if outcome.reason else ""
@@ -217,8 +218,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _settings(folders: list[Path]) -> list[str]:
-    """The settings that differ, those that were not set as the plan resolved them; and what else
-    differs in the plans.
+    """Return lines with the settings that differ and with other differences between the plans.
+
+    A setting that was not set has the value to which the plan resolved it.
     """
     try:
         configs = [load_toml(str(folder / "config.toml")) for folder in folders]
@@ -247,7 +249,7 @@ def _settings(folders: list[Path]) -> list[str]:
 
 
 def _plan(path: Path) -> dict[str, Any]:
-    """What the settings came to; nothing where there is no such file. UsageError."""
+    """Return the fields of a plan, or {} if there is no such file. Raises UsageError."""
     try:
         return dataclasses.asdict(read_plan(parse_json(path.read_bytes())))
     except FileNotFoundError:
@@ -257,8 +259,9 @@ def _plan(path: Path) -> dict[str, Any]:
 
 
 def _plot(settings: CompareConfig, a: Tensors, b: Tensors) -> None:
-    """The bar plot of one tensor, by default the weights of the model's first convolution; of
-    complex numbers the distances. UsageError.
+    """Plot the differences of one tensor, by default the weights of the first convolution.
+
+    For complex values these are absolute differences. Raises UsageError.
     """
     convolutions = [name for name, tensor in a.items() if tensor.ndim == 4]
     name = settings.tensor or next(iter(convolutions), next(iter(a), ""))
@@ -273,14 +276,15 @@ def _plot(settings: CompareConfig, a: Tensors, b: Tensors) -> None:
 
 
 def largest_of_neighbours(values: np.ndarray, count: int) -> np.ndarray:
-    """Of every `count` neighbours in (n,) the one farthest from zero, with its sign."""
+    """Return, for every `count` neighbours in (n,), the one farthest from zero with its sign."""
     padded = np.pad(values, (0, -values.size % count)).reshape(-1, count)
     return np.take_along_axis(padded, np.abs(padded).argmax(1)[:, None], 1)[:, 0]
 
 
 def plot_differences(path: Path, name: str, differences: np.ndarray, title: str) -> None:
-    """A bar for each value's difference, (n,), in the order in which they lie in the tensor; of
-    a large tensor a bar for the largest of several neighbours.
+    """Draw a bar for each difference, (n,), in the order of the tensor's elements.
+
+    For a large tensor, each bar is the largest difference among several neighbours.
     """
     figure = empty_figure(8, 3.5)
     axes = figure.subplots()

@@ -1,6 +1,6 @@
-"""The two kinds of failure that a user meets, each with its exit code.
+"""The two kinds of failure that are reported to the user, each with its exit code.
 
-Anything else that escapes is a bug and is shown with its traceback.
+Any other exception that is not caught is a bug and is printed with its traceback.
 """
 
 import difflib
@@ -10,17 +10,17 @@ from hpctrain.text import printable
 
 
 class Failure(Exception):
-    """A failure that is printed in one line, whatever the names in it hold."""
+    """A failure that is printed without a traceback, control characters in names as escapes."""
 
     exit_code = 1
-    agreed = False  # whether all ranks raise it alike: rank 0 prints it then, and nobody aborts
+    agreed = False  # whether all ranks raise it: then rank 0 prints it and no rank aborts
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class UsageError(Failure):
-    """The command line, a file or the data cannot be used as asked: say what, with the numbers."""
+    """The command line, a file or the data cannot be used; the message gives the values."""
 
     exit_code = 2
 
@@ -30,15 +30,16 @@ class RunError(Failure):
 
 
 def first_line(error: object) -> str:
-    """The first line of an error's text, without the bars that CuPy draws around it; its class's
-    name where there is none.
+    """Return the first line of an error's text, or the name of its class if it has no text.
+
+    The bars that CuPy prints around its messages are removed.
     """
     lines = (line.strip(" =") for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """', did you mean X?' for the nearest known name, or nothing; "-" and "_" are one."""
+    """Return ", did you mean 'X'?" for the closest known name, or ""; "-" and "_" are equal."""
     names = {_bare(name): name for name in known if name != word}
     match = difflib.get_close_matches(_bare(word), names, n=1, cutoff=0.6)
     return f", did you mean {names[match[0]]!r}?" if match else ""

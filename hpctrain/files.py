@@ -1,10 +1,11 @@
-"""Atomic writes: temporary name, fsync, rename, fsync of the folder.
+"""Atomic writes: temporary file, fsync, rename, fsync of the folder.
 
-rename(2) replaces atomically on POSIX file systems; fsync(2) of the file does not cover its
-directory entry, so the folder is synced too.
+rename(2) replaces a file atomically on POSIX file systems. fsync(2) of a file does not cover its
+directory entry, so the folder is synced as well.
 
-Other users may write to these folders (/tmp, a project's). So nothing is opened through a symbolic
-link, and temporary files are new (O_EXCL) and have unpredictable names.
+Other users may be able to write to these folders (/tmp, a project's folder). Therefore no file is
+opened through a symbolic link, and temporary files are created exclusively (O_EXCL) under
+unpredictable names.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ REFUSED = "a symbolic link is in its place"
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside `path` that says which process of which host writes there."""
+    """Return a hidden name beside `path` that contains the host and process ID of its writer."""
     own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
     return path.with_name(f".{path.name}.{own}.tmp")
 
 
 def left_behind(path: Path) -> Iterator[Path]:
-    """Temporary files for `path` whose processes, of this host, are gone."""
+    """Yield the temporary files for `path` whose writers ran on this host and no longer exist."""
     stem = f".{path.name}.{socket.gethostname()}-"
     for found in path.parent.glob(f"{glob.escape(stem)}*.tmp"):
         process = found.name[len(stem) : -len(".tmp")].partition("-")[0]
@@ -43,10 +44,11 @@ def left_behind(path: Path) -> Iterator[Path]:
 
 
 def open_regular(path: str | Path, flags: int) -> int:
-    """A descriptor of the file `path`, never of a device or a pipe; an `opener` of open().
-    OSError.
+    """Open a regular file and return its descriptor; can be the `opener` of open().
+
+    Raises OSError, also for a device or a pipe.
     """
-    more = os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its other end
+    more = os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its other end
     descriptor = os.open(path, flags | more, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -56,7 +58,7 @@ def open_regular(path: str | Path, flags: int) -> int:
 
 
 def open_itself(path: str | Path, flags: int) -> int:
-    """The same, but never what a symbolic link in its place leads to."""
+    """Open a regular file as `open_regular` does, but do not follow a symbolic link at `path`."""
     try:
         return open_regular(path, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -66,7 +68,7 @@ def open_itself(path: str | Path, flags: int) -> int:
 
 
 def sync(path: Path) -> None:
-    """Ask the system to put a file or a folder on disk before going on."""
+    """Flush a file or a folder to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,7 +77,7 @@ def sync(path: Path) -> None:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` from byte `offset` of an open file on. OSError."""
+    """Write all of `data` to an open file, from byte `offset` on. Raises OSError."""
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count
@@ -83,8 +85,9 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 @contextmanager
 def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """Give a new file to write; on success it becomes `path`, on any error it is removed. What is
-    not `durable` may be lost in a power failure.
+    """Open a new file for writing; rename it to `path` on success, remove it on any error.
+
+    A file that is not `durable` may be lost in a power failure.
     """
     temporary = temporary_name(path)
     with cast(BinaryIO, open(temporary, "x+b", opener=open_itself)) as file:
@@ -105,7 +108,7 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def writing(what: object) -> Iterator[None]:
-    """Within the block an OSError becomes a RunError: "cannot write WHAT: No space left"."""
+    """Convert an OSError in the block to a RunError: "cannot write WHAT: No space left"."""
     try:
         yield
     except OSError as error:
@@ -113,12 +116,12 @@ def writing(what: object) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = True) -> None:
-    """Write a file, whole or not at all. OSError."""
+    """Write a file atomically. Raises OSError."""
     with whole_file(path, durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def as_text(file: BinaryIO) -> TextIO:
-    """The same new file for writing text, lines as they are given; `file` itself stays open."""
+    """Return the same file for writing text, without newline translation; `file` stays open."""
     number = file.fileno()
     return open(number, "w", newline="", encoding="utf-8", errors="surrogateescape", closefd=False)

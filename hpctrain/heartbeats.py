@@ -1,9 +1,10 @@
-"""The last report of each rank: ``N.json`` in a folder that all ranks see.
+"""Heartbeats: the latest report of each rank, ``N.json`` in a folder that all ranks see.
 
-One JSON object a file: rank, host, pid, doing, seconds (since that began), time (since 1970), limit
-and imports (seconds) and, of a rank that ended before the others, failed (why). ``N.stack`` beside
-it holds the stacks of a rank that hung, crashed or was ended by its launcher. Ages are differences
-of modification times, which one server gives: the clocks of the hosts do not matter.
+Each file holds one JSON object: rank, host, pid, doing, seconds (since that activity began), time
+(since 1970), limit and imports (seconds) and, for a rank that ended before the others, failed (the
+reason). ``N.stack`` beside it holds the stacks of a rank that hung, crashed or was terminated by
+its launcher. Ages are differences of modification times, which one file server sets, so the clocks
+of the hosts do not matter.
 """
 
 from __future__ import annotations
@@ -24,54 +25,55 @@ from hpctrain.files import open_itself, write_whole
 from hpctrain.text import printable, ranges
 from hpctrain.typed import from_fields, parse_json
 
-FOLDER = "ranks"  # of a run
-LAUNCH_FOLDER = ".hpctrain-ranks-"  # and the name of the launch, until there is a run
-OLD = 3600.0  # seconds without a heartbeat after which such a folder was left behind
+FOLDER = "ranks"  # in the folder of a run
+LAUNCH_FOLDER = ".hpctrain-ranks-"  # followed by the name of the launch, until there is a run
+OLD = 3600.0  # seconds without a heartbeat after which such a folder counts as abandoned
 BEAT_EVERY = 5.0  # seconds
-WAITING = "waiting for "  # how a rank says that others are to blame
-LONGEST, LONGEST_TEXT = 2**16, 500  # bytes of a heartbeat that are read, letters of a text in it
-MOST_NAMED = 8  # ranks, in a message
-CRASH = re.compile(rb"Fatal Python error: ([ -~]{1,80})")  # as faulthandler begins
+WAITING = "waiting for "  # prefix of the activity of a rank that waits for others
+LONGEST, LONGEST_TEXT = 2**16, 500  # bytes read of a heartbeat, characters kept of a text in it
+MOST_NAMED = 8  # ranks in a message
+CRASH = re.compile(rb"Fatal Python error: ([ -~]{1,80})")  # first line written by faulthandler
 
 
 @dataclass(frozen=True, order=True)
 class Beat:
-    """One heartbeat."""
+    """One heartbeat of a rank."""
 
     rank: int
     host: str
     pid: int
     doing: str
-    seconds: float  # since it began that, when the heartbeat was written
-    time: float  # when that was, by the clock of its host, in seconds since 1970
-    limit: float = 0.0  # seconds that it may take
-    imports: float = 0.0  # seconds that its imports have taken
-    failed: str = ""  # why it ended, where it could say so
-    written: float = 0.0  # when, by the file's modification time
+    seconds: float  # since `doing` began, when the heartbeat was written
+    time: float  # when it was written, by the clock of its host, in seconds since 1970
+    limit: float = 0.0  # seconds that `doing` may take
+    imports: float = 0.0  # seconds that the rank's imports have taken
+    failed: str = ""  # why the rank ended, if it could record the reason
+    written: float = 0.0  # modification time of the file
 
 
 def beat_interval(timeout: float, size: int) -> float:
-    """Seconds between two heartbeats; many ranks write more rarely, for the file system's sake."""
+    """Return the seconds between heartbeats; longer for many ranks, to spare the file system."""
     return min(max(BEAT_EVERY, size / 20), timeout / 6)
 
 
 def phase_of(doing: str) -> str:
-    """The phase that a rank is in: "step", "setting", "block" (of an evaluation), whether it waits
-    for others or not, and whichever part of a step it is.
+    """Return the phase of an activity: "step", "setting", "block" (of an evaluation).
+
+    It is the same while the rank waits for others, and for all parts of a step.
     """
     word = re.sub(f"^{WAITING}\\w+ in ", "", doing).partition(" ")[0]
     return "step" if word in ("recording", "reading") else word
 
 
 def write_beat(folder: Path, beat: Beat) -> None:
-    """Replace this rank's heartbeat, whole. OSError."""
+    """Replace this rank's heartbeat file atomically. Raises OSError."""
     fields = asdict(beat)
     del fields["written"]
     write_whole(folder / f"{beat.rank}.json", json.dumps(fields) + "\n", durable=False)
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The heartbeat in a file; None where it holds none."""
+    """Read a heartbeat file; return None if it holds no valid heartbeat."""
     try:
         with open(path, "rb", opener=open_itself) as file:
             written, content = os.fstat(file.fileno()).st_mtime, file.read(LONGEST)
@@ -86,7 +88,7 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """The heartbeats of all ranks that have one, in their order."""
+    """Return the heartbeats of all ranks that have one, in the order of ranks."""
     with suppress(OSError):
         beats = [read_beat(path) for path in folder.glob("[0-9]*.json")]
         return sorted(beat for beat in beats if beat)
@@ -94,23 +96,23 @@ def read_beats(folder: Path) -> list[Beat]:
 
 
 def is_gone(beat: Beat) -> bool:
-    """Whether the process of a heartbeat was one of this machine, and is no more."""
+    """Whether the process of a heartbeat ran on this host and no longer exists."""
     if beat.host != socket.gethostname() or not os.path.isdir("/proc/self"):
         return False
     with suppress(OSError), open(f"/proc/{beat.pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] == b"Z"  # only its parent knows of it
+        return file.read().rpartition(b")")[2].split()[0] == b"Z"  # ended, its parent did not wait
     return True
 
 
 def remove_all(folder: Path) -> None:
-    """Take away what an earlier launch left. OSError."""
+    """Remove the heartbeats and stacks that an earlier launch left. Raises OSError."""
     for pattern in ("[0-9]*.json", "[0-9]*.stack", ".*.tmp", Turn.FILE):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
 
 
 def make_private_folder(folder: Path) -> bool:
-    """Make the folder; whether it is there, this user's, and nobody else may write into it."""
+    """Create the folder; return whether it exists, is this user's, and no other can write to it."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -123,8 +125,9 @@ def make_private_folder(folder: Path) -> bool:
 
 
 def remove_old_launches(base: Path, current: Path) -> None:
-    """Take away the folders of launches that were killed, those of a hang after an hour: somebody
-    may want to read its stacks.
+    """Remove the folders of launches that were killed.
+
+    The folder of a launch that hung is kept for an hour, because its stacks may be wanted.
     """
     with suppress(OSError):
         now = current.stat().st_mtime
@@ -137,13 +140,15 @@ def remove_old_launches(base: Path, current: Path) -> None:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 1, 3-7"; `ranks` in their order."""
+    """Return "rank 3" or "ranks 1, 3-7"; `ranks` must be sorted."""
     return f"rank{'s' if len(ranks) != 1 else ''} {ranges(ranks)}"
 
 
 def blame(beats: Sequence[Beat], size: int, now: float, silence: float) -> list[str]:
-    """What to say of the ranks for which others wait: those without any heartbeat, those that gave
-    no sign for `silence` seconds before `now`, and those that do not wait themselves.
+    """Return a line for each rank for which others wait.
+
+    These are the ranks without any heartbeat, those without a new one for `silence` seconds
+    before `now`, and those that are not waiting themselves.
     """
     missing = sorted(set(range(size)) - {beat.rank for beat in beats})
     lines = [f"{name_ranks(missing)} gave no sign at all"] if missing else []
@@ -159,12 +164,14 @@ def blame(beats: Sequence[Beat], size: int, now: float, silence: float) -> list[
 
 
 def find_cause(folder: Path, is_over: bool) -> tuple[str, float] | None:
-    """Why the launch that left these heartbeats ended, where it did not record it, and when it gave
-    the last sign (seconds since 1970); None where there is none. Unless it `is_over`, a rank must
-    say that it failed, or a process of this machine be gone.
+    """Return why a launch ended, if it did not record it, and the time of its last heartbeat.
 
-    A rank's own words come first. Then a crash, which faulthandler has noted. Launchers send
-    SIGTERM to the ranks that are left, which then leave their stacks: who left none was first.
+    The time is in seconds since 1970. Returns None if there are no heartbeats, and, unless the
+    launch `is_over`, if no rank recorded a failure and all processes on this host still exist.
+
+    A reason that a rank recorded comes first, then a crash noted by faulthandler. Otherwise the
+    ranks without a stack ended first: launchers send SIGTERM to the remaining ranks, which then
+    write their stacks.
     """
     beats = read_beats(folder)
     if not beats or not (is_over or any(beat.failed or is_gone(beat) for beat in beats)):
@@ -191,19 +198,20 @@ def find_cause(folder: Path, is_over: bool) -> tuple[str, float] | None:
 
 
 class Turn:
-    """Which rank reads the heartbeats of all: the one that could make a file, until it gives the
-    turn back or does not touch the file any longer.
+    """Decides which rank reads the heartbeats of all ranks: the one that could create a file.
+
+    It keeps the turn until it removes the file or no longer touches it.
     """
 
     FILE = "reading"
 
     def __init__(self, folder: Path, patience: float) -> None:
         self._path, self._patience = folder / self.FILE, patience
-        self.mine = self.over = False  # over: a hang was found, all end
-        self._seen, self._since = 0, 0.0  # the file as another rank touched it last, since when
+        self.mine = self.over = False  # over: a hang was found and all ranks exit
+        self._seen, self._since = 0, 0.0  # last touch by another rank, and when it was first seen
 
     def take(self) -> bool:
-        """Whether it is this rank's turn; to be called again and again."""
+        """Take or keep the turn; return whether this rank has it. To be called repeatedly."""
         try:
             if self.mine:
                 os.utime(self._path)
@@ -213,7 +221,7 @@ class Turn:
         except FileExistsError:
             self._look()
         except OSError:
-            self.mine = True  # no room, or the folder is gone: each for itself
+            self.mine = True  # no space, or the folder is gone: every rank acts alone
         return self.mine
 
     def _look(self) -> None:
@@ -226,18 +234,18 @@ class Turn:
                 self._path.unlink()
 
     def now(self) -> float:
-        """The time by the clock that dates the heartbeats."""
+        """Return the time by the clock that stamps the heartbeat files."""
         with suppress(OSError):
             return os.lstat(self._path).st_mtime
         return time.time()
 
     def announce(self) -> None:
-        """Let the others know that all end."""
+        """Signal to the other ranks that all ranks exit."""
         with suppress(OSError), open(self._path, "w", opener=open_itself) as file:
             file.write("hang\n")
 
     def give_back(self) -> None:
-        """Let another rank read."""
+        """Release the turn, so that another rank can take it."""
         if self.mine:
             self.mine = False
             self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Ranks that a program starts: the launcher, its environment, a process that dies with us."""
+"""Start ranks from a program: the launcher, its environment, a process that dies with this one."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hpctrain.files import open_itself
 from hpctrain.launcher import PR_SET_PDEATHSIG
 
 ROOT = Path(__file__).resolve().parents[1]
-#: As root, and with more ranks than cores. Open MPI 4 and 5 read different names.
+#: Allow root, and more ranks than cores. Open MPI 4 and 5 read different names.
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 OVERSUBSCRIBE = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-#: Ranks stay on the cores that the launcher itself has been given.
+#: Do not bind ranks: they use the cores that the launcher itself has been given.
 UNBOUND = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "HYDRA_BINDING": "none",
 }
-MOST_READ = 1 << 16  # bytes of a log that are searched for a reason
+MOST_READ = 1 << 16  # bytes of a log that are searched for the cause of a failure
 ERROR = re.compile(r"hpctrain: |\b\w*Error\b|\w+Exception\b", re.ASCII)
 SIGNAL = re.compile(r"signal \d+|Killed|out of memory", re.IGNORECASE)
 
 
 def mpirun() -> str:
-    """The mpirun that belongs to this Python, else the one on the PATH. UsageError for none."""
+    """Return the mpirun beside this Python, else the one on the PATH. Raises UsageError if none."""
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
@@ -44,8 +44,10 @@ def mpirun() -> str:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What a job inherits: this very hpctrain, leave to run as root and with more ranks than cores;
-    what the user has set stays, what `extra` says wins.
+    """Return the environment of a job, with this hpctrain first on PYTHONPATH.
+
+    Root and more ranks than cores are allowed. Variables that the user has set are kept, and those
+    in `extra` take precedence.
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     root = dict.fromkeys(AS_ROOT, "1") if os.geteuid() == 0 else {}
@@ -53,8 +55,10 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def own_sessions(folder: str) -> dict[str, str]:
-    """Keep the sockets of an mpirun in `folder`: one that was killed leaves them, and the next
-    one of its process number would trip over them.
+    """Return variables that make an mpirun keep its sockets in `folder`.
+
+    An mpirun that is killed leaves them behind, and the next one with the same process ID would
+    conflict with them.
     """
     return {"OMPI_MCA_orte_tmpdir_base": folder, "PRTE_MCA_prte_tmpdir_base": folder}
 
@@ -66,18 +70,18 @@ def start(
     cores: Collection[int] = (),
     outlives_us: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a launcher on these cores (all, where none are given), its output appended to `log`.
+    """Start a launcher on these cores (all if none are given) and append its output to `log`.
 
-    It has a session of its own, so that Ctrl-C reaches us alone, and unless it `outlives_us` the
-    kernel kills it when we die, even by SIGKILL; mpirun and srun take their ranks along. OSError
-    where it cannot start.
+    It runs in a session of its own, so that Ctrl-C reaches only this process. Unless it
+    `outlives_us`, the kernel kills it when this process dies, even by SIGKILL; the ranks of mpirun
+    and srun die with their launcher. Raises OSError if it cannot start.
     """
     parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
 
     def prepare() -> None:
         if prctl is not None and not outlives_us:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # we died before the kernel knew
+            if os.getppid() != parent:  # the parent died before prctl was called
                 os._exit(1)
         if cores:
             os.sched_setaffinity(0, cores)
@@ -95,15 +99,16 @@ def start(
 
 
 def log_tail(log: Path, start: int) -> str:
-    """What was appended to a log after its first `start` bytes, its last 64 KiB at most."""
+    """Return what was appended to a log after its first `start` bytes, at most the last 64 KiB."""
     with open(log, "rb") as file:
         file.seek(max(start, log.stat().st_size - MOST_READ))
         return file.read().decode(errors="replace")
 
 
 def last_error_line(text: str) -> str:
-    """The line of a failed job's output with the last error, else with the signal that ended it,
-    else the last line.
+    """Return the line of a failed job's output that shows why it failed.
+
+    It is the last line with an error, else the last one with a signal, else the last line.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip(" -*=\t")]
     for pattern in (ERROR, SIGNAL):

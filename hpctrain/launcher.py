@@ -1,12 +1,12 @@
-"""What a process learns from mpirun, srun and Slurm: variables, signals, the end of the job.
+"""Information from mpirun, srun and Slurm: environment variables, signals, the end of the job.
 
-Nothing here starts MPI. The variables of Slurm are those of sbatch(1) and srun(1). A job's requests
-for GPUs are variables too, which every srun within it reads as its own. squeue gives the job's end.
+Nothing here initializes MPI. The variables of Slurm are documented in sbatch(1) and srun(1). A
+job's requests for GPUs are variables too, which every srun in the job reads as its own options.
 
-SIGUSR2 and SIGUSR1 are what a batch script asks Slurm to send before the end; their handler only
-sets a flag. SIGTERM is such a notice where its sender then waits: Slurm at preemption (to the tasks
-of srun), or a person at a single process. Under mpirun it is none: the ranks are killed a quarter
-of a second later.
+SIGUSR2 and SIGUSR1 are notices that a batch script asks Slurm to send before the end of the job;
+their handler only records them. SIGTERM is a notice if its sender then waits: Slurm at preemption
+(to the tasks of srun), or a user who signals a single process. Under mpirun it is not a notice:
+the ranks are killed a quarter of a second later.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from types import FrameType
 from hpctrain.errors import RunError
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: saved; the same command resumes
-#: How the variables begin that Open MPI, MPICH and Slurm set for the ranks they start.
+LEFT = 75  # exit code EX_TEMPFAIL of sysexits.h: the state is saved, the same command resumes
+#: Prefixes of the variables that Open MPI, MPICH and Slurm set for the ranks they start.
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
 SQUEUE_TIMEOUT = 10.0  # seconds for squeue
-#: Requests of a job that a step with a shape of its own must not inherit (srun(1), INPUT
-#: ENVIRONMENT): a step that asks for all GPUs waits until no other runs.
+#: Requests of a job that a step with requests of its own must not inherit (srun(1), INPUT
+#: ENVIRONMENT): a step that requests all GPUs waits until no other step runs.
 REQUESTS = (
     "SLURM_GPUS",
     "SLURM_GPUS_PER_NODE",
@@ -42,7 +42,7 @@ REQUESTS = (
     "SLURM_TRES_PER_TASK",
 )
 
-_received: list[int] = []  # signals that came
+_received: list[int] = []  # signals received so far
 
 
 def _first_number(*names: str) -> int | None:
@@ -51,39 +51,39 @@ def _first_number(*names: str) -> int | None:
 
 
 def under_mpirun() -> bool:
-    """Whether an mpirun, and not srun, started this process."""
+    """Whether mpirun, rather than srun, started this process."""
     return any(name in os.environ for name in UNDER_MPIRUN)
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this process when the mpirun that started it dies (Linux)."""
+    """Make the kernel kill this process when the mpirun that started it dies (Linux)."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None and under_mpirun():
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def notice_signals() -> tuple[signal.Signals, ...]:
-    """The signals that are a notice here."""
+    """Return the signals that are notices for this process."""
     always = (signal.SIGUSR2, signal.SIGUSR1)
     return always if under_mpirun() else (*always, signal.SIGTERM)
 
 
 def catch_signals() -> None:
-    """Catch the notices from now on; harmless when repeated. In the main thread only."""
+    """Install the handler of the notices. May be called repeatedly, in the main thread only."""
     for number in notice_signals():
         signal.signal(number, _on_signal)
 
 
 def received_signal() -> str | None:
-    """The name of the first notice that came, if one did."""
+    """Return the name of the first notice that was received, if any."""
     return signal.Signals(_received[0]).name if _received else None
 
 
 def ignore_signals() -> None:
-    """From now on nothing is left to save: this process ends by itself, with its own exit code.
+    """Ignore all notices: nothing is left to save, and the process exits with its own code.
 
-    Launchers send SIGTERM to all other ranks once the first has ended with an exit code that is
-    not 0, and `srun` would then give 143 (128 + SIGTERM) in place of our 75.
+    Launchers send SIGTERM to all other ranks once the first has exited with a nonzero code, and
+    `srun` would then return 143 (128 + SIGTERM) instead of our 75.
     """
     for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -94,17 +94,17 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def launched_size() -> int | None:
-    """How many processes the launcher says it started, None without a launcher."""
+    """Return the number of processes that the launcher started, or None without a launcher."""
     return _first_number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def launched_rank() -> int:
-    """Which of its processes the launcher says this is; 0 without a launcher."""
+    """Return the rank that the launcher gave this process; 0 without a launcher."""
     return _first_number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0
 
 
 def launch_name() -> str | None:
-    """A name that all processes of this launch share, and no others; None where there is none."""
+    """Return a name that only the processes of this launch share, or None if there is none."""
     if name := os.environ.get("PMIX_NAMESPACE"):
         return name
     names = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
@@ -116,26 +116,27 @@ def launch_name() -> str | None:
 
 
 def local_size() -> int:
-    """How many of its processes run on this host; 1 without a launcher."""
+    """Return the number of the launch's processes on this host; 1 without a launcher."""
     return _first_number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or tasks_here() or 1
 
 
 def tasks_by_node(text: str) -> list[int]:
-    """Of SLURM_TASKS_PER_NODE or SLURM_STEP_TASKS_PER_NODE: "2(x3),1" is [2, 2, 2, 1]."""
+    """Parse SLURM_TASKS_PER_NODE or SLURM_STEP_TASKS_PER_NODE: "2(x3),1" is [2, 2, 2, 1]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
 def tasks_here(env: Mapping[str, str] = os.environ) -> int | None:
-    """Tasks of this step on this node; None where srun did not start this process."""
+    """Return the tasks of this step on this node; None if srun did not start this process."""
     tasks = tasks_by_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = env.get("SLURM_NODEID", "")
     return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else None
 
 
 def place_in_step(rank: int, size: int, env: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Node of this step, and task of that node, on which `rank` of `size` runs; (-1, -1) where
-    srun started other processes than these: under mpirun its variables are those of a daemon.
+    """Return the node of this step, and the task of that node, on which `rank` of `size` runs.
+
+    (-1, -1) if srun did not start these ranks: under mpirun its variables describe a daemon.
     """
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID")
     procid, tasks, node, local = (env.get(name, "") for name in names)
@@ -145,17 +146,17 @@ def place_in_step(rank: int, size: int, env: Mapping[str, str] = os.environ) -> 
 
 
 def job_end() -> float | None:
-    """When the Slurm job of this process ends, in seconds since 1970; None without a job, or for
-    one without a limit. Slurm 22.05 sets no variable: then squeue is asked.
+    """Return the time at which this process's Slurm job ends, in seconds since 1970.
 
-    Raises RunError where it cannot be found out.
+    None without a job, or for a job without a time limit. Slurm 22.05 does not set the variable;
+    then squeue is run. Raises RunError if the time cannot be determined.
     """
     job, end = (os.environ.get(f"SLURM_JOB_{name}", "") for name in ("ID", "END_TIME"))
     if end.isdigit():
         return float(end)
     if not job:
         return None
-    # %A tells the tasks of an array apart, whose last has the number of the whole array.
+    # %A distinguishes the tasks of an array; the last one has the ID of the whole array.
     command = ["squeue", "--noheader", f"--jobs={job}", "--states=running", "--format=%A %e"]
     env = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
     try:

@@ -1,8 +1,8 @@
-"""``hpctrain pack``: in one process, or shared by all ranks that a launcher started.
+"""``hpctrain pack``: in one process, or on all ranks that a launcher started.
 
-One process starts no MPI. Of several ranks, rank 0 makes the pack (``data/packing/make.py``) and
-cuts the tasks of every step; each rank runs its share in threads. A step is one scatter and one
-gather.
+A single process does not initialize MPI. Of several ranks, rank 0 makes the pack
+(``data/packing/make.py``) and divides the tasks of every step; each rank runs its share in
+threads. A step is one scatter and one gather.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.config import PackConfig
-from hpctrain.data import pack  # before MPI runs: importing h5py starts a process (uname)
+from hpctrain.data import pack  # before MPI_Init: importing h5py starts a process (uname)
 from hpctrain.data.packing import report
 from hpctrain.data.packing.decode import Span
 from hpctrain.data.packing.workers import PackTask, Processes, RunTasks, start_threads
@@ -28,8 +28,9 @@ from hpctrain.watchdog import started, waiting
 
 
 class RankTasks(NamedTuple):
-    """What a rank is to do in a step, with `jobs` threads. It must see `files` with the sizes
-    given, None of folders."""
+    """The tasks of a rank in one step, which it runs in `jobs` threads.
+
+    The rank must see `files` with the given sizes in bytes (None for folders)."""
 
     what: str
     function: Callable[..., Any]
@@ -40,7 +41,7 @@ class RankTasks(NamedTuple):
 
 
 def main(config: PackConfig) -> int:
-    """Pack, or check a pack; the exit code. Collective."""
+    """Make or check a pack; return the exit code. Collective."""
     if (launched_size() or 1) == 1:
         return pack.main(config)
     from hpctrain.parallel.mpi import call_on_root, fair_threads, start_mpi
@@ -57,7 +58,7 @@ def main(config: PackConfig) -> int:
 
 
 def _lead(comm: Any, config: PackConfig, ranks: Processes) -> int:
-    """What rank 0 does."""
+    """Make or check the pack, then end the loops of the other ranks (rank 0)."""
     try:
         return pack.main(config, ranks)
     finally:
@@ -65,7 +66,7 @@ def _lead(comm: Any, config: PackConfig, ranks: Processes) -> int:
 
 
 def _serve(comm: Any) -> None:
-    """What other ranks do: their tasks of all steps, until rank 0 needs no more."""
+    """Run this rank's tasks of every step until rank 0 sends None (all ranks but 0)."""
     while True:
         with waiting("rank 0"):
             given: RankTasks | None = comm.scatter(None)
@@ -80,7 +81,7 @@ def _serve(comm: Any) -> None:
 def _start_ranks(
     comm: Any, columns: int, jobs: int, output: Path, files: list[str]
 ) -> Iterator[RunTasks]:
-    """Tasks run in all ranks, each with `jobs` threads."""
+    """Yield a function that runs tasks on all ranks, each with `jobs` threads (rank 0)."""
 
     def run_tasks(
         what: str, function: Callable[..., Any], tasks: Iterable[PackTask], images: int
@@ -110,7 +111,7 @@ def _start_ranks(
 def _attempt(
     given: RankTasks, columns: int, total: int | None = None
 ) -> tuple[list[Any], Failure | None]:
-    """The results of this rank's tasks, or why there are none."""
+    """Run this rank's tasks; return their results, or none and the failure."""
     own = sum(task.images for task in given.tasks)
     try:
         with (
@@ -126,20 +127,20 @@ def _attempt(
                     )
             results = list(runner.run(given.function, given.tasks, advance))
             for path in _written(given.tasks):
-                sync(Path(path))  # rank 0 syncs what its own host has written, no more
+                sync(Path(path))  # rank 0 can sync only what its own host has written
             return results, None
     except Failure as error:
         return [], error
 
 
 def _written(tasks: list[PackTask]) -> set[str]:
-    """The files that tasks write."""
+    """Return the files that tasks write."""
     given = (argument for task in tasks for argument in task.arguments)
     return {argument.path for argument in given if isinstance(argument, Span)}
 
 
 def _size(path: str) -> int | None:
-    """Bytes of a file, None of a folder, -1 of what is not there."""
+    """Return the size of a file in bytes, None for a folder, -1 if the path does not exist."""
     try:
         return None if os.path.isdir(path) else os.path.getsize(path)
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""What will be done: everything that follows from the configuration together with the ranks,
-the machine, the model and the pack. Resolved once, on rank 0, and pure: the same facts give the
-same plan. `--dry-run` prints it; every run keeps it beside its configuration.
+"""The plan of a run: all that follows from configuration, ranks, machine, model and pack.
+
+Rank 0 resolves it once, with a pure function: the same facts give the same plan. `--dry-run`
+prints it; every run stores it beside its configuration.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
 
-VERSION = 2  # of what a plan's numbers mean. 1, not written: rows in the order of NumPy's shuffle
-MOST_SHARES = 16  # that are listed one by one
-SHARDS_TO_MOVE = 4  # of a rank, where they follow its speed
+VERSION = 2  # meaning of a plan's numbers. 1, not stored: samples in the order of NumPy's shuffle
+MOST_SHARES = 16  # listed one by one
+SHARDS_TO_MOVE = 4  # shards per rank, if they move between ranks with their speed
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the plan depends on besides the configuration."""
+    """Everything besides the configuration that a plan depends on."""
 
     ranks: int
     device: str  # "cpu" or "cuda"
     threads: int  # CPU threads a rank may use
-    rows: int  # of the training split
+    rows: int  # samples of the training split
     image_shape: tuple[int, int, int]  # (H, W, C)
-    value_bytes: int  # of one value of an image
+    value_bytes: int  # bytes of one value of an image
     classes: int
     pack_uuid: str
-    min_samples: int  # rows a shard needs in a step: 2 where a layer has one value per row
-    buffered_bytes: int = 0  # memory of a row that waits to be used; 0 = that of its values
-    run_rows: int = 0  # rows of the runs in which the file was dealt to splits; 0 = it was not
-    chunk_rows: int = 0  # rows of a chunk of the file; 0 = it has none
+    min_samples: int  # a shard needs per step: 2 if a layer has one value per image and channel
+    buffered_bytes: int = 0  # memory of a buffered sample; 0 = that of its values
+    run_rows: int = 0  # samples of the blocks in which a file was assigned to splits; 0 = none
+    chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
 
 
 @dataclass(frozen=True)
@@ -52,24 +53,24 @@ class Plan:
     pack_uuid: str
     ranks: int  # at first launch
     shards: int
-    runs: tuple[tuple[int, int], ...]  # first and end of the shards that each rank carries
-    batch_size: int  # rows of a full step over all shards
-    shares: tuple[int, ...]  # of the mini-batch, by shard
-    last: tuple[int, ...]  # of the last step of an epoch, by shard
-    rows: int  # of the training split
+    runs: tuple[tuple[int, int], ...]  # shards of each rank: first and end
+    batch_size: int  # global batch size: samples of a full step over all shards
+    shares: tuple[int, ...]  # samples of a full step, by shard
+    last: tuple[int, ...]  # samples of the last step of an epoch, by shard
+    rows: int  # samples of the training split
     shuffle: str
-    block_rows: int  # of a run, for shuffle "blocks"
-    window_blocks: int  # runs whose rows are shuffled among themselves
+    block_rows: int  # samples of a block, for shuffle "blocks"
+    window_blocks: int  # blocks whose samples are shuffled among themselves
     epochs: int
     steps_per_epoch: int
     optimizer: str
-    learning_rate: float  # once warm
+    learning_rate: float  # after the warm-up
     warmup_steps: int
-    warmup_from: float  # share of the learning rate in the first step
+    warmup_from: float  # fraction of the learning rate in the first step
     label_smoothing: float
     noise: str
     noise_level: float
-    patience: int  # validations; 0 = never
+    patience: int  # validations without a smaller loss before training stops; 0 = never
     batch_norm: str
     precision: str
     channels_last: bool
@@ -79,8 +80,8 @@ class Plan:
     comm_dtype: str
     evaluation_rows: int
     seed: int
-    scattered: bool = False  # runs are dealt to the shards at random
-    chunk_rows: int = 0  # of the file; 0 = it has no chunks
+    scattered: bool = False  # blocks or samples are assigned to the shards at random
+    chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
     version: int = VERSION
 
     @cached_property
@@ -93,11 +94,11 @@ class Plan:
         return self.epochs * self.steps_per_epoch
 
     def digest(self) -> str:
-        """Hash over what decides the numbers: all fields but those of this launch, the ranks."""
-        fields = dataclasses.asdict(self) | {"wire": self.comm_dtype}  # as it was called at first
+        """Return a hash of all fields that determine the results: all but the ranks of a launch."""
+        fields = dataclasses.asdict(self) | {"wire": self.comm_dtype}  # its first name
         del fields["ranks"], fields["runs"], fields["comm_dtype"]
         if self.version == 1:
-            del fields["version"]  # as such plans were hashed
+            del fields["version"]  # such plans were hashed without it
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -116,14 +117,14 @@ class Plan:
         return "Allreduce" if self.comm_dtype == "fp32" else f"gradients in {self.comm_dtype}"
 
     def rank_shares(self) -> str:
-        """Images of a full mini-batch on every rank; their range where the ranks are many."""
+        """Return the images of a full global batch per rank; only their range for many ranks."""
         shares = tuple(sum(self.shares[first:end]) for first, end in self.runs)
         if len(shares) > MOST_SHARES:
             return f"{_range(shares)} a rank"
         return f"{', '.join(map(str, shares))} by rank"
 
     def lines(self) -> list[str]:
-        """The plan for a reader, a line per decision."""
+        """Return the plan as text, one line per decision."""
         height, width, channels = self.image_shape
         sizes = self.partition.sizes
         return [
@@ -154,9 +155,7 @@ def _range(numbers: tuple[int, ...]) -> str:
 
 
 def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
-    """The network: as asked for, or the autoencoder to denoise; to classify, the digits network
-    for its image shape, else ResNet-50.
-    """
+    """Resolve --model auto: the autoencoder to denoise, digits for 28x28x1, else ResNet-50."""
     if config.model != "auto":
         return config.model
     if config.task == "denoise":
@@ -165,7 +164,7 @@ def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
-    """The plan of a first launch. Raises UsageError where the numbers do not fit together."""
+    """Resolve the plan of a first launch. Raises UsageError if the numbers are inconsistent."""
     model = model_name(config, facts.image_shape)
     loads = worker_loads(config.worker_load)
     usual = SHARDS_TO_MOVE * facts.ranks if config.worker_load == "auto" else facts.ranks
@@ -222,9 +221,10 @@ def resolve(config: Config, facts: Facts) -> Plan:
 
 
 def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
-    """The plan of a run's first launch for this launch's ranks, and its --epochs where they are
-    more. Raises UsageError, with the difference, where the data, the machine or the meaning of a
-    plan is another.
+    """Return the plan of a run's first launch with this launch's ranks, threads and more epochs.
+
+    Raises UsageError, with the difference, if the data, the device, the model or the version of
+    the plan has changed.
     """
     if plan.version != VERSION:
         raise UsageError(
@@ -253,8 +253,8 @@ def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
 
 
 def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> int:
-    """CPU threads of a rank: as asked for, or `allowed`. Deterministic bits depend on them, so
-    there an `earlier` launch's stay.
+    """Return the CPU threads per rank: --threads, else 1 if deterministic, else `allowed`. Bits of
+    a deterministic run depend on them, so it keeps those of an `earlier` launch.
     """
     if earlier is not None and earlier.deterministic:
         return earlier.threads
@@ -262,14 +262,14 @@ def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> in
 
 
 def usual_batch(config: Config) -> int:
-    """The mini-batch of a single worker where none is asked for."""
+    """Return the default batch size of a single worker."""
     return 500 if config.task == "denoise" else 128
 
 
 def rate_growth(config: Config, batch_size: int) -> float:
-    """By what the learning rate is multiplied because the mini-batch is that of many workers.
+    """Return the factor by which the learning rate is scaled with the global batch size.
 
-    In proportion (Goyal et al. 2017, arXiv:1706.02677), or to the square root (Krizhevsky 2014,
+    It is linear (Goyal et al. 2017, arXiv:1706.02677) or the square root (Krizhevsky 2014,
     arXiv:1404.5997; usual for adam).
     """
     times = batch_size / (config.batch_per_rank or usual_batch(config))

@@ -1,4 +1,4 @@
-"""A plan that was written to a file, read back and checked: what steps and memory rest on."""
+"""Read a plan back from its file and check it, because steps and memory depend on its numbers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from hpctrain.errors import UsageError
 from hpctrain.plan import Plan
 from hpctrain.typed import from_fields
 
-MOST_CORES = 1 << 16  # that a machine has
+MOST_CORES = 1 << 16  # of any machine
 POSITIVE = ("epochs", "rows", "classes", "block_rows", "window_blocks", "evaluation_rows")
 
 
 def read_plan(fields: Any) -> Plan:
-    """The plan of the fields that `Plan.to_json` wrote. ValueError that names the field which is
-    missing, unknown, of another type or does not agree with the others, or says that its digest is
-    another.
+    """Return the plan with the fields that `Plan.to_json` wrote.
+
+    Raises ValueError that names the field if one is missing, unknown, of another type or
+    inconsistent with the others, and ValueError if the digest is not that of the fields.
     """
-    digest = None  # earlier plans did not say it
+    digest = None  # not stored in earlier plans
     if isinstance(fields, dict):
-        fields = {"version": 1, **renamed(fields)}  # nor the first ones this
+        fields = {"version": 1, **renamed(fields)}  # not stored in the first plans
         digest = fields.pop("digest", None)
     plan = from_fields(Plan, fields)
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(Config)}
@@ -49,9 +50,9 @@ def read_plan(fields: Any) -> Plan:
 
 
 def check_recorded(plan: Plan, path: Path, launch: Mapping[str, Any]) -> None:
-    """UsageError where the plan in the file `path` is not that of a run whose last `launch` its
-    record describes. A launch with more epochs or other threads may have died before it was
-    recorded.
+    """Raise UsageError if the plan in the file `path` is not that of the last recorded `launch`.
+
+    A launch with more epochs or other threads may have died before it was recorded.
     """
     own = {name: launch[name] for name in ("epochs", "threads") if launch.get(name)}
     recorded = launch.get("plan")

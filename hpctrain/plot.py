@@ -1,11 +1,11 @@
-"""``hpctrain plot RUN…|SWEEP``: accuracy and loss of one or many runs by epoch, as a figure.
+"""``hpctrain plot RUN…|SWEEP``: plot accuracy and loss of one or more runs by epoch.
 
-Reads records only: no MPI, no torch, no display. A run may still be under way. For every run there
-is a panel of accuracy, below it one of loss, and one for each other field of steps that has a label
-(``report/fields.py``) and was recorded. Training is a line, validation are dots. All runs share
-their axes, so that they compare. Epochs count on from 0, so that the third epoch lies between 2 and
-3. Training is shown by epoch, each mean at the epoch's end; where fewer than two epochs have one,
-by step.
+Only records are read, without MPI, torch or a display. A run may still be training. For every run
+there is a panel of accuracy, below it one of loss, and one for each other recorded field of steps
+that has a label (``report/fields.py``). Training is drawn as a line, validation as dots. All runs
+share their axes, so that they can be compared. Epochs are counted from 0: the third epoch lies
+between 2 and 3. Training is shown by epoch, with each mean at the end of its epoch; by step if
+fewer than two epochs have a mean.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from hpctrain.report.step_stats import Curve
 from hpctrain.text import printable, say
 
 FILE = "training.png"
-CONFUSION = "-confusion"  # what the name of that figure has before its suffix
-LARGE = (6.0, 2.7)  # inches of a panel of one network alone
+CONFUSION = "-confusion"  # appended to the stem of the confusion matrix's file name
+LARGE = (6.0, 2.7)  # inches of a panel of a single network
 SMALL = (2.5, 1.4)
 LEGEND = 0.35
 HEAD = 0.75  # above and below the panels of a network
-DIVERGED = 20  # a loss so many times that of the beginning needs a logarithmic axis
-FEW = 100  # validations whose dots do not crowd
-STEPS = [1, 2, 5, 10]  # between numbers of an axis, times a power of ten
+DIVERGED = 20  # a loss this many times larger than at the start needs a logarithmic axis
+FEW = 100  # validations; more get smaller dots
+STEPS = [1, 2, 5, 10]  # between ticks of an axis, times a power of ten
 DOTS: dict[str, Any] = {
     "linestyle": "none",
     "marker": "o",
@@ -59,8 +59,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The curves of one run by field, each (n, 2) float64: epochs and values; only those with
-    values. Accuracies are in percent.
+    """The curves of one run by field, each (n, 2) float64: epochs and values.
+
+    Fields without values are absent. Accuracies are in percent.
     """
 
     name: str
@@ -72,7 +73,7 @@ class RunCurves:
 
     @property
     def panels(self) -> list[str]:
-        """The fields with a curve, in the order in which they are drawn."""
+        """The fields with a curve, in drawing order."""
         names = dict.fromkeys(["accuracy", "loss", *LABELS])
         return [name for name in names if name in self.training or name in self.validation]
 
@@ -83,7 +84,7 @@ class RunCurves:
 
 
 def main(settings: PlotConfig) -> int:
-    """Write the figure, print where it is and what it shows."""
+    """Write the figure; print its path and what it shows."""
     if not settings.targets:
         raise UsageError("plot what? Name runs or a sweep")
     path = output_path(settings)
@@ -119,8 +120,9 @@ def main(settings: PlotConfig) -> int:
 
 
 def read_each(read: Callable[[T], Found], items: Iterable[T]) -> list[Found]:
-    """What `read` makes of each item; a line for each that it cannot read. UsageError where it can
-    read none.
+    """Return the result of `read` for each item; print a line for each that cannot be read.
+
+    Raises UsageError if none can be read.
     """
     found: list[Found] = []
     unreadable: list[UsageError] = []
@@ -137,7 +139,7 @@ def read_each(read: Callable[[T], Found], items: Iterable[T]) -> list[Found]:
 
 
 def output_path(settings: PlotConfig) -> Path:
-    """Where the figure goes: beside the record of one run, or into the folder of all."""
+    """Return the path of the figure, by default in the folder of the only target or of all runs."""
     if settings.output:
         return Path(settings.output)
     if len(settings.targets) == 1:
@@ -146,7 +148,7 @@ def output_path(settings: PlotConfig) -> Path:
 
 
 def read_curves(folder: Path, name: str) -> RunCurves:
-    """The curves of the run in `folder`, which is to be called `name`. UsageError."""
+    """Read the curves of the run in `folder` and label them `name`. Raises UsageError."""
     history = read_history(folder, strict=True)
     per_epoch = history.steps_per_epoch()
     training = {
@@ -169,14 +171,14 @@ def read_curves(folder: Path, name: str) -> RunCurves:
 
 
 def _values(curve: Curve, field: str, per_epoch: float) -> np.ndarray:
-    """(n, 2): epochs and values."""
+    """Return the epochs and values of a curve, (n, 2)."""
     factor = 100 if field == "accuracy" else 1
     points = [(point.step / per_epoch, factor * point.mean) for point in curve.points]
     return np.array(points, np.float64).reshape(-1, 2)
 
 
 def plot_training(networks: Sequence[RunCurves]) -> Any:
-    """A figure with the panels of each network, each of which has something to show."""
+    """Return a figure with the panels of each network; every network has at least one curve."""
     from matplotlib.lines import Line2D
 
     columns, is_alone = columns_for(len(networks)), len(networks) == 1
@@ -206,7 +208,7 @@ def plot_training(networks: Sequence[RunCurves]) -> Any:
 
 
 class AxisLimits(NamedTuple):
-    """Of a vertical axis that all networks of a task share."""
+    """The limits of a vertical axis that all networks of a task share."""
 
     low: float
     high: float
@@ -214,9 +216,7 @@ class AxisLimits(NamedTuple):
 
 
 def find_limits(networks: Sequence[RunCurves], name: str) -> AxisLimits:
-    """The limits that show this field of all networks; a loss that diverged is shown by its
-    logarithm.
-    """
+    """Return limits for this field of all networks; a loss that diverged has a logarithmic axis."""
     if name == "accuracy":
         return AxisLimits(0, 100)
     sources = [source for network in networks for source in (network.training, network.validation)]
@@ -236,7 +236,7 @@ def _draw(
     outer: bool,
     wide: bool,
 ) -> None:
-    """The panels of one network, by field; `outer` ones have the numbers of their vertical axes."""
+    """Draw the panels of one network, by field; only `outer` ones label their vertical axes."""
     from matplotlib.ticker import MaxNLocator
 
     first, *_, last = [*panels.values()] * 2
@@ -263,9 +263,9 @@ def _draw(
 
 
 def _draw_curves(axes: Any, training: np.ndarray | None, validation: np.ndarray | None) -> None:
-    """A line and dots, which may reach over the edge of the panel: 100 % is at its edge."""
+    """Draw a line and dots, not clipped at the edge of the panel, where 100 % is."""
     if training is not None:
-        alone = len(training) == 1  # a line of one point would not be seen
+        alone = len(training) == 1  # a line of one point would be invisible
         marker = {"marker": "s", "markersize": 4} if alone else {}
         axes.plot(*training.T, color=BLUE, linewidth=1.3, clip_on=False, **marker)
     if validation is not None:
@@ -274,7 +274,7 @@ def _draw_curves(axes: Any, training: np.ndarray | None, validation: np.ndarray 
 
 
 def summary(network: RunCurves) -> str:
-    """How the network's training ended, and its test, in a few words."""
+    """Return how the network's training ended, and its test result, in a few words."""
     loss, accuracy = network.test
     found = ""
     if accuracy is not None:

@@ -1,7 +1,7 @@
-"""``hpctrain stop RUN``: a STOP file, which the run's rank 0 sees within half a second.
+"""``hpctrain stop RUN``: write a STOP file, which the run's rank 0 sees within half a second.
 
-In a sweep's folder its driver sees it, stops all networks and begins no other; where there is no
-driver (a job array) all networks at work are stopped.
+In the folder of a sweep, the driver sees it, stops all networks and starts no other. Without a
+driver (a job array), all networks that are training are stopped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.training.control import is_locked, request_stop
 
 
 def main(settings: StopConfig) -> int:
-    """Ask the run, or the sweep, to stop; say so where it has ended by itself."""
+    """Request that the run or the sweep stop; print the request, or that it has already ended."""
     if settings.target is None:
         raise UsageError("stop what? Name a run")
     folder = find_folder(settings.target, settings.runs_dir)
@@ -29,8 +29,9 @@ def main(settings: StopConfig) -> int:
 
 
 def ask(folder: Path) -> str:
-    """Ask the run in this folder to stop, unless it has ended; the line to print. UsageError,
-    RunError.
+    """Request that the run in this folder stop, unless it has ended; return the line to print.
+
+    Raises UsageError, RunError.
     """
     if not (folder / "config.toml").is_file():
         raise UsageError(f"{folder} is not the folder of a run: it has no config.toml")
@@ -41,8 +42,9 @@ def ask(folder: Path) -> str:
 
 
 def ask_sweep(folder: Path) -> str:
-    """Ask a sweep's driver, or without one all its runs and the tasks of its job array; the line to
-    print.
+    """Request that a sweep's driver stop, or without one all its runs and its job array's tasks.
+
+    Returns the line to print.
     """
     driven = is_locked(folder)
     working = [] if driven else [run for run in sweep_runs(folder) if is_locked(run)]

@@ -1,18 +1,18 @@
-"""Streams and events of a device, and what is built on them.
+"""Streams and events of a device, and the utilities built on them.
 
-    Event, Stream                   in which order the device works, and where the host waits for it
-    Upload, copy_to_device          to the device, beside the kernels that train
-    Snapshot, copy_to_host          from the device, without a wait for the step that is under way
-    Clock                           seconds by the device
+    Event, Stream                   the order of work on the device, and synchronization with it
+    Upload, copy_to_device          copies to the device, concurrent with the training kernels
+    Snapshot, copy_to_host          copies from the device, without waiting for the current step
+    Clock                           seconds measured on the device
     GraphRecorder                   CUDA graphs
 
-A stream of a GPU is a queue of copies and kernels, an event a place in one:
-https://docs.pytorch.org/docs/stable/notes/cuda.html. All waits of the package for a GPU are here.
-The host queues work and runs ahead of it. On the CPU everything is done when the call returns, and
-the same calls find nothing to wait for.
+A stream of a GPU is a queue of copies and kernels; an event marks a position in one:
+https://docs.pytorch.org/docs/stable/notes/cuda.html. All synchronization of the package with a GPU
+is in this file. The host queues work and runs ahead of the device. On the CPU all work is done
+when the call returns, and the same methods return immediately.
 
 A thread that waits for an event sleeps (cudaEventBlockingSync). CUDA's default is to spin, which
-takes the core from the threads that read and decode, where a launcher binds a rank to one.
+takes the core from the threads that read and decode if a launcher binds a rank to one core.
 """
 
 from __future__ import annotations
@@ -30,54 +30,55 @@ from torch import Tensor
 Name = TypeVar("Name")
 Made = TypeVar("Made")
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
-IN_FLIGHT = {"cpu": 0, "cuda": 1}  # steps or blocks that are queued before results are read
+IN_FLIGHT = {"cpu": 0, "cuda": 1}  # steps or blocks queued before results are read
 
 
 class Event:
-    """A place in a stream: done once all that was queued before it is done."""
+    """A marker in a stream, complete once all work that was queued before it is complete."""
 
     def __init__(self, stream: torch.cuda.Stream | None, timing: bool = False) -> None:
-        """Recorded here and now on `stream`, None for the CPU."""
+        """Record the event on `stream` now; None for the CPU."""
         self._time, self._event = time.perf_counter(), None
         if stream is not None:
             self._event = torch.cuda.Event(enable_timing=timing, blocking=True)
             self._event.record(stream)
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Whether the event is complete."""
         return self._event is None or self._event.query()
 
     def synchronize(self) -> None:
-        """Let this thread wait for it."""
+        """Block this thread until the event is complete."""
         if self._event is not None:
             self._event.synchronize()
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream of a GPU wait for it, and no thread."""
+        """Make a GPU stream wait for the event, without blocking this thread."""
         if self._event is not None:
             stream.wait_event(self._event)
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds to `end`. Both are done, of one device, and recorded with `timing`."""
+        """Return milliseconds to `end`. Both are complete, of one device, recorded with `timing`."""
         if self._event is None or end._event is None:
             return 1000 * (end._time - self._time)
         return self._event.elapsed_time(end._event)
 
 
 class Stream:
-    """A queue of copies and kernels of `device`, beside its current stream."""
+    """A queue of copies and kernels of `device`."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """A new one, or torch's `stream`."""
+        """Create a stream beside the current one, or wrap torch's `stream`."""
         self.device, self._stream = device, stream
         if stream is None and device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def select(self) -> Iterator[None]:
-        """What this thread queues in the block goes to this stream. Its GPU becomes this thread's
-        for good: a new thread's is the first, whatever the rank's, and torch would go back to it
-        and start a context there.
+        """Make this the current stream of this thread within the block.
+
+        Its GPU remains the thread's current device afterwards: a new thread has the first GPU,
+        whichever the rank uses, and torch would switch back to it and create a context there.
         """
         if self._stream is None:
             yield
@@ -87,12 +88,14 @@ class Stream:
             yield
 
     def record_event(self, timing: bool = False) -> Event:
-        """When all is done that was queued here until now."""
+        """Record an event that completes when all work queued here so far is complete."""
         return Event(self._stream, timing)
 
     def wait_event(self, event: Event, tensors: Iterable[Tensor] = ()) -> None:
-        """What is queued here from now on comes after `event`, and may use `tensors` of another
-        stream: their memory is not used again before this stream is done with them.
+        """Make all work queued here from now on wait for `event`.
+
+        It may use `tensors` of another stream: their memory is not reused before this stream has
+        finished with them.
         """
         if self._stream is None:
             return
@@ -101,33 +104,34 @@ class Stream:
             tensor.record_stream(self._stream)
 
     def wait_stream(self, other: Stream) -> None:
-        """What is queued here from now on comes after all that is queued on `other` now."""
+        """Make all work queued here from now on wait for all work queued on `other` so far."""
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        """Let this thread wait for all that was queued here."""
+        """Block this thread until all work queued here is complete."""
         self.record_event().synchronize()
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The stream of `device` to which this thread queues now."""
+    """Return this thread's current stream of `device`."""
     return Stream(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
 def record_event(device: torch.device, timing: bool = False) -> Event:
-    """When all is done that was queued on the current stream of `device` until now."""
+    """Record an event on this thread's current stream of `device`."""
     return current_stream(device).record_event(timing)
 
 
 class Upload:
-    """One thread's way to a device: a buffer for rows, and a stream that takes them there. Another
-    thread may take what was made.
+    """A host buffer for samples of one thread, and a stream that copies them to a device.
+
+    Another thread may use the results, after `take`.
     """
 
     def __init__(
         self, shape: tuple[int, ...], dtype: np.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        """A buffer of `shape`, (most rows, H, W, C)."""
+        """Allocate a buffer of `shape`, (largest count, H, W, C); pinned for a GPU."""
         self.device = torch.device(device)
         self._stream = Stream(self.device)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
@@ -135,14 +139,15 @@ class Upload:
         self._copied = self._stream.record_event()  # nothing was queued yet
 
     def buffer(self, count: int) -> np.ndarray:
-        """Memory for rows, (count, H, W, C), to be filled; waits until what lay there is copied."""
+        """Return the buffer to fill, (count, H, W, C), after waiting for its previous copy."""
         self._copied.synchronize()
         return self._buffer[:count].numpy()
 
     def make(self, count: int, work: Callable[[Tensor], Made]) -> Made:
-        """What `work` makes of the first `count` rows, on the device, to be used by `take`.
+        """Copy the first `count` samples to the device and return the result of `work` on them.
 
-        Nothing of it may share memory with the rows: on the CPU they are those of the buffer.
+        The result must not share memory with the samples, which on the CPU are in the buffer.
+        Other streams may use it after `take`.
         """
         with self._stream.select():
             rows = self._buffer[:count].to(self.device, non_blocking=True)
@@ -150,17 +155,18 @@ class Upload:
             return work(rows)
 
     def record_event(self) -> Event:
-        """When all is done that was made until now."""
+        """Record an event that completes when all results so far are complete."""
         return self._stream.record_event()
 
     def take(self, made: Event, tensors: Iterable[Tensor]) -> None:
-        """Let this thread's current stream use tensors that were made before the event `made`."""
+        """Make this thread's current stream wait for `made` before it uses these tensors."""
         current_stream(self.device).wait_event(made, tensors)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the CPU on `device`, without waiting: on its way to a GPU it lies in pinned
-    memory, which torch keeps until it is copied.
+    """Copy a small CPU tensor to `device` without waiting.
+
+    It is copied to a GPU from pinned memory, which torch keeps until the copy is complete.
     """
     if device.type == "cpu":
         return tensor
@@ -168,7 +174,7 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Snapshot:
-    """A copy of a small tensor, on its way to the host."""
+    """An asynchronous copy of a small tensor to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -177,24 +183,25 @@ class Snapshot:
 
     @property
     def arrived(self) -> bool:
-        """Whether they are there."""
+        """Whether the copy is complete."""
         return self._copied.query()
 
     def array(self) -> np.ndarray:
-        """The numbers, of the tensor's shape; waits until they are there."""
+        """Wait for the copy; return it as an array of the tensor's shape."""
         self._copied.synchronize()
         return self._host.numpy()
 
     def numbers(self) -> Any:
-        """A number of Python, or a list of them; waits until they are there."""
+        """Wait for the copy; return it as a Python number or a list of numbers."""
         return self.array().tolist()
 
 
 def copy_to_host(
     queued: Iterator[tuple[Name, Tensor]], device: torch.device
 ) -> Iterator[tuple[Name, np.ndarray]]:
-    """Copy tensors to the host in the order in which they are `queued` on the device. Each is read
-    when IN_FLIGHT more have been queued, so that the device always has work.
+    """Copy tensors to the host in the order in which they are `queued` on the device.
+
+    Each is read after IN_FLIGHT more have been queued, so that the device always has work.
     """
     waiting: deque[tuple[Name, Snapshot]] = deque()
     for name, tensor in queued:
@@ -207,27 +214,29 @@ def copy_to_host(
 
 
 class Clock:
-    """Seconds of a step's computation and of its reduction, by the device: those of the newest
-    step that it has done. On the CPU that is this one; nothing waits for a GPU.
+    """Measures the seconds of a step's computation and of its reduction on the device.
+
+    They are those of the newest completed step: on the CPU the current one. Nothing waits for a
+    GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._laps: deque[list[Event]] = deque()  # begun, computed, reduced
+        self._laps: deque[list[Event]] = deque()  # events of a step: begun, computed, reduced
         self.compute = self.reduce = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Mark the beginning of a step."""
         self._laps.append([record_event(self._device, timing=True)])
 
     def computed(self) -> float:
-        """Here its computation ends; seconds of a computation."""
+        """Mark the end of the step's computation; return the newest seconds of a computation."""
         self._laps[-1].append(record_event(self._device, timing=True))
         self._look()
         return self.compute
 
     def reduced(self) -> None:
-        """Here its reduction ends."""
+        """Mark the end of the step's reduction."""
         self._laps[-1].append(record_event(self._device, timing=True))
         self._look()
 
@@ -243,12 +252,11 @@ class Clock:
 
 
 class GraphRecorder:
-    """Records work as CUDA graphs, which share one pool of memory: they run one after another.
+    """Captures work as CUDA graphs that share one memory pool: they run one after another.
 
-    Warm-up and recording use one stream beside the current one, as
-    torch.cuda.make_graphed_callables does. Autograd's AccumulateGrad nodes keep the stream on which
-    they were created, so nodes of a warm-up on the default stream would queue work there during the
-    capture, which invalidates it.
+    Warm-up and capture use one side stream, as in torch.cuda.make_graphed_callables. Autograd's
+    AccumulateGrad nodes keep the stream on which they were created, so nodes created by a warm-up
+    on the default stream would queue work there during the capture, which invalidates it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -256,8 +264,9 @@ class GraphRecorder:
         self._stream = Stream(device)
 
     def warm_up(self, work: Callable[[], Tensors]) -> Tensors:
-        """Run `work` on the stream on which it will be recorded, in order with the current one:
-        as that one waits for it, tensors that `work` only reads need no record_stream.
+        """Run `work` on the stream on which it will be captured, in order with the current one.
+
+        The current stream waits for it, so tensors that `work` only reads need no record_stream.
         """
         current = current_stream(self._stream.device)
         self._stream.wait_stream(current)
@@ -267,9 +276,10 @@ class GraphRecorder:
         return found
 
     def __call__(self, work: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        """Record `work`, which was warmed up and does not run now: its results, which lie where
-        every replay puts them, and the replay, queued on the current stream. Other threads may use
-        the GPU meanwhile.
+        """Capture `work`, which must be warmed up, without running it; return results and replay.
+
+        Every replay writes to the memory of these results and is queued on the current stream.
+        Other threads may use the GPU during the capture.
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

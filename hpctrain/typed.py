@@ -1,7 +1,7 @@
-"""JSON (RFC 8259, with bounds) and TOML, checked against the types that the reader relies on.
+"""JSON (RFC 8259, with limits) and TOML, checked against the types that the reader expects.
 
-Files may be corrupt, truncated or made by others: whatever they hold becomes values of these types
-or one ValueError that names the field.
+Files may be corrupt, truncated or written by others. Their content becomes values of these types,
+or a ValueError that names the field is raised.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1  # int64
-MOST_DIGITS = 300  # of an integer of JSON: a float64 can hold about as large ones
+MOST_DIGITS = 300  # of an integer in JSON: about the range of float64
 _hints = functools.cache(typing.get_type_hints)
 _short = reprlib.Repr()
 _short.maxother = _short.maxstring = _short.maxlong = 50
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value that `content` holds. ValueError for what is no JSON, for NaN and infinity, for
-    numbers beyond float64, and for nesting deeper than the parser goes.
+    """Parse a JSON text.
+
+    Raises ValueError if it is not JSON, holds NaN, infinity or a number beyond float64, or is
+    nested too deeply for the parser.
     """
     try:
         return _DECODER.decode(content if isinstance(content, str) else content.decode())
@@ -39,8 +41,9 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    """The top table of a TOML text. ValueError where it is none, nests too deeply or holds a whole
-    number beyond int64.
+    """Parse a TOML text and return its top-level table.
+
+    Raises ValueError if it is not TOML, is nested too deeply or holds an integer beyond int64.
     """
     try:
         found = tomllib.loads(text if isinstance(text, str) else text.decode())
@@ -51,8 +54,9 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
 
 
 def from_fields(kind: type[T], fields: Any) -> T:
-    """The dataclass `kind` from the fields of a JSON object. ValueError that names the field which
-    is missing, unknown or of another type.
+    """Return the dataclass `kind` with the fields of a JSON object.
+
+    Raises ValueError that names the field if one is missing, unknown or of another type.
     """
     known: Any = kind
     absent = (dataclasses.MISSING, dataclasses.MISSING)
@@ -61,7 +65,7 @@ def from_fields(kind: type[T], fields: Any) -> T:
 
 
 def typed_fields(fields: Any, types: dict[str, Any], needed: Collection[str]) -> dict[str, Any]:
-    """The fields of a JSON object, each of its type. ValueError as `from_fields`."""
+    """Return the fields of a JSON object, converted. Raises ValueError as `from_fields` does."""
     if not isinstance(fields, dict):
         raise ValueError(f"{_short.repr(fields)} is no object")
     if missing := [name for name in needed if name not in fields]:
@@ -72,8 +76,9 @@ def typed_fields(fields: Any, types: dict[str, Any], needed: Collection[str]) ->
 
 
 def typed(value: Any, wanted: Any, name: str) -> Any:
-    """`value` as the type `wanted`: bool, int, float, str, StrEnum, Any, X | None, tuple or dict
-    of these. ValueError that names the field.
+    """Return `value` as the type `wanted`. Raises ValueError that names the field.
+
+    `wanted` is bool, int, float, str, StrEnum, Any, X | None, or a tuple or dict of these.
     """
     kind, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted is Any:

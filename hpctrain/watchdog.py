@@ -1,10 +1,10 @@
-"""A watch over each rank: nothing hangs for ever, and the log says who hung in what.
+"""A watchdog for each rank: no run hangs forever, and the log names the ranks that hung.
 
-Every rank says what it is about to do; a thread writes that to the rank's heartbeat file every few
-seconds (``heartbeats.py``). Where a rank has reported nothing new for the timeout, one rank reads
-all heartbeats, and where none is newer, it names the ranks that did not arrive and ends all. Stacks
-go to files. A rank that cannot run its thread either (stopped, or stuck in native code) is ended by
-faulthandler's own timer, or by the others. The kernel ends ranks whose mpirun died.
+Every rank reports its activity; a thread writes it to the rank's heartbeat file every few seconds
+(``heartbeats.py``). If a rank has reported nothing new for the timeout, one rank reads all
+heartbeats; if none is newer, it names the ranks that did not arrive and aborts all. Stacks are
+written to files. A rank that cannot run its thread either (stopped, or stuck in native code) is
+ended by faulthandler's own timer or by the others. The kernel kills ranks whose mpirun died.
 """
 
 from __future__ import annotations
@@ -39,49 +39,48 @@ from hpctrain.launcher import end_with_launcher, under_mpirun
 from hpctrain.text import say
 
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
-IMPORTS = 30.0  # seconds that starting may take besides --timeout
+IMPORTS = 30.0  # seconds that the start may take in addition to --timeout
 STDERR = 2  # file descriptor
 BEGAN = time.monotonic()
 
-_current: list[Watchdog] = []  # that of this process last
+_current: list[Watchdog] = []  # the last one is that of this process
 
 
 def current() -> Watchdog | None:
-    """The watchdog of this process, if it has one."""
+    """Return the watchdog of this process, if it has one."""
     return _current[-1] if _current else None
 
 
 def doing(what: str) -> None:
-    """Report to the watchdog of this process, if it has one, what comes now."""
+    """Report the next activity to the watchdog of this process, if it has one."""
     if _current:
         _current[-1].doing(what)
 
 
 def started(what: str) -> None:
-    """Say what comes now that everything is imported: from now on --timeout alone counts."""
+    """Report the next activity after all imports: from now on --timeout alone applies."""
     if _current:
         _current[-1].starting = False
     doing(what)
 
 
 def keep_in(folder: Path) -> None:
-    """Let the watchdog of this process write heartbeats into this folder from now on. UsageError
-    where that cannot be.
+    """Write the heartbeats of this process to `folder` from now on.
+
+    Raises UsageError if that is not possible.
     """
     if _current:
         _current[-1].keep_in(folder)
 
 
 def stack_file() -> int:
-    """The file descriptor to which a crash of this process writes its stacks: that of its watchdog
-    if it has one, else stderr.
-    """
+    """Return the descriptor to which a crash writes its stacks: the watchdog's, else stderr."""
     return _current[-1].stack_file if _current else STDERR
 
 
 @contextmanager
 def waiting(whom: str = "all") -> Iterator[None]:
-    """Say that the block waits for other ranks."""
+    """Report that the block waits for other ranks."""
     before = _current[-1].activity if _current else ""
     if not before.startswith(WAITING):
         doing(f"{WAITING}{whom} in {before}")
@@ -90,10 +89,10 @@ def waiting(whom: str = "all") -> Iterator[None]:
 
 
 class Watchdog:
-    """Watches one rank from when it is entered until it is left.
+    """Watches one rank within a ``with`` block.
 
-    Where it watches a `whole` process, crashes and the SIGTERM of mpirun leave stacks, too.
-    `abort` ends all ranks with an exit code; None = MPI does not run yet.
+    If it watches a `whole` process, crashes and the SIGTERM of mpirun write stacks too. `abort`
+    ends all ranks with an exit code; None = MPI is not initialized yet.
     """
 
     def __init__(
@@ -111,8 +110,8 @@ class Watchdog:
         self._whole = whole
         self._folder: Path | None = None
         self._failed = False
-        self._own = False  # whether the folder is there for the heartbeats alone
-        self._stack: int | None = None  # its open file
+        self._own = False  # whether the folder is for heartbeats and stacks alone
+        self._stack: int | None = None  # descriptor of the open stack file
         self._turn: Turn | None = None
         self.activity, self._since = "start", time.monotonic()
         self._over = threading.Event()
@@ -120,7 +119,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """Seconds without anything new after which this rank counts as hung."""
+        """Seconds without a new report after which this rank counts as hung."""
         return self.timeout + IMPORTS if self.starting else self.timeout
 
     @property
@@ -146,19 +145,19 @@ class Watchdog:
         self._failed = self._failed or error is not None
         self._over.set()
         self._thread.join(LAST_WORDS)  # it may be stuck on a file system
-        faulthandler.cancel_dump_traceback_later()  # the thread arms it
+        faulthandler.cancel_dump_traceback_later()  # after the join: the thread arms it
         _current.remove(self)
         self._leave_folder()
 
     def _arm(self) -> None:
-        """The second line: a C timer that needs no interpreter. Later than the thread, which sets
-        it anew with each heartbeat."""
+        """Start faulthandler's timer, which needs no interpreter, as a second line of defence. Its
+        limit is longer than the thread's, which restarts it with each heartbeat."""
         limit = 2 * self.limit + LAST_WORDS
         faulthandler.dump_traceback_later(limit, exit=True, file=self.stack_file)
 
     def keep_in(self, folder: Path, own: bool = False) -> None:
-        """Write heartbeats and stacks into this folder from now on; it is taken away at the end if
-        it is there for them alone (its `own`). UsageError where that cannot be.
+        """Write heartbeats and stacks to `folder` from now on; remove it at the end if it is its
+        `own`, for them alone. Raises UsageError if that is not possible.
         """
         self._leave_folder()
         try:
@@ -178,12 +177,12 @@ class Watchdog:
         self._stack = open_itself(folder / f"{self.rank}.stack", flags)
         if self._whole:
             faulthandler.enable(self._stack)
-            if under_mpirun():  # elsewhere it is a notice
+            if under_mpirun():  # elsewhere SIGTERM is a notice
                 faulthandler.register(signal.SIGTERM, self._stack, all_threads=False, chain=True)
         self._arm()
 
     def _leave_folder(self) -> None:
-        """Take away what is of no use to anybody."""
+        """Close the files in the folder and remove those that are not needed any more."""
         folder, stack, turn = self._folder, self._stack, self._turn
         self._folder = self._stack = self._turn = None
         if folder is None or stack is None or turn is None:
@@ -198,23 +197,23 @@ class Watchdog:
             path = folder / f"{self.rank}.stack"
             if not path.stat().st_size:
                 path.unlink()
-            if self._own or not self._failed:  # a heartbeat that is left shows a crash
+            if self._own or not self._failed:  # a heartbeat that remains indicates a crash
                 (folder / f"{self.rank}.json").unlink(missing_ok=True)
             if self._own:
-                folder.rmdir()  # the last rank can
+                folder.rmdir()  # succeeds on the last rank
 
     def doing(self, what: str) -> None:
-        """Say what comes now; the time starts anew."""
+        """Report the next activity, and restart the time."""
         self.activity, self._since = what, time.monotonic()
 
     def imported(self, what: str) -> None:
-        """Say what comes now that imports are done, at once: others may wait for this rank."""
+        """Report the next activity after imports, at once: others may be waiting for this rank."""
         self.imports += time.monotonic() - self._since
         self.doing(what)
         self.beat()
 
     def fail(self, why: str) -> None:
-        """Leave word of why this rank is about to end all."""
+        """Record why this rank is about to abort all ranks."""
         self._failed = True
         self.beat(why)
 
@@ -226,7 +225,7 @@ class Watchdog:
         now, limit, imports = (round(n, 1) for n in (time.time(), self.limit, self.imports))
         who = self.rank, self.host, os.getpid()
         beat = Beat(*who, self.activity, since, now, limit, imports, failed)
-        with suppress(OSError):  # no room, or the folder is gone: the loop says so itself
+        with suppress(OSError):  # no space, or the folder is gone: the training loop reports it
             write_beat(self._folder, beat)
 
     def _watch(self) -> None:
@@ -246,7 +245,7 @@ class Watchdog:
                 self._time_is_up()
 
     def _time_is_up(self) -> None:
-        """End all, unless it is another rank's turn to look or a rank has done something since."""
+        """End all ranks, unless another rank has the turn or some rank has made progress since."""
         turn, folder = self._turn, self._folder
         if turn is None or folder is None:
             self._end([], [])
@@ -262,7 +261,7 @@ class Watchdog:
             os._exit(1)
 
     def _end(self, lines: list[str], beats: list[Beat]) -> None:
-        """Say who hung, leave the stacks, end all ranks."""
+        """Report which ranks hung, write the stacks and end all ranks."""
         where = f"[rank {self.rank} of {self.size} @{self.host}]"
         lines = [f"nothing new for {self.limit:.0f} s while in: {self.activity}", *lines]
         if self.starting:
@@ -270,7 +269,7 @@ class Watchdog:
         lines.append(f"stacks are in {self._dump()}")
         say("\n".join(f"{where} {line}" for line in lines), sys.stderr)
         self.fail("; ".join(lines))
-        time.sleep(min(BEAT_EVERY, self.timeout / 5))  # the others leave their stacks too
+        time.sleep(min(BEAT_EVERY, self.timeout / 5))  # the others write their stacks too
         if self.abort:
             threading.Thread(target=self.abort, args=(1,), daemon=True).start()
             time.sleep(LAST_WORDS)
@@ -288,7 +287,7 @@ class Watchdog:
         )
 
     def _dump(self) -> str:
-        """Leave the stacks of all threads in a file; its folder, or its name where it has none."""
+        """Write the stacks of all threads to a file; return its folder, or its name if none."""
         try:
             if self._stack is None:
                 descriptor, name = tempfile.mkstemp(".stack", "hpctrain-")
