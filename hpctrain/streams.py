@@ -58,7 +58,7 @@ class Event:
             stream.wait_event(self._event)
 
     def elapsed_time(self, end: Event) -> float:
-        """Return milliseconds to `end`. Both are complete, of one device, recorded with `timing`."""
+        """Return milliseconds to `end`. Both are of one device, complete, and have `timing`."""
         if self._event is None or end._event is None:
             return 1000 * (end._time - self._time)
         return self._event.elapsed_time(end._event)
