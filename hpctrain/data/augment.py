@@ -1,10 +1,10 @@
-"""From a batch's bytes to the network's input: random flips and shifts, scaling, noise.
+"""Turn a batch of bytes into the network's input: random flips and shifts, scaling, noise.
 
-Images are augmented as bytes (n, H, W, C), before scaling: a quarter of the memory traffic, and
-what a shift brings in is black whatever the scaling. All images of a batch are treated at once.
-What is drawn depends on the batch's key alone, so that any number of ranks sees the same images.
-Flips and shifts are drawn on the CPU, and every device sees the same; noise, a number for each
-value, is drawn where the images are.
+Images are augmented as bytes (n, H, W, C), before scaling. This takes a quarter of the memory
+traffic, and the border that a shift exposes is black whatever the scaling. All images of a batch
+are processed at once. Random numbers depend on the key of the batch alone, so the images do not
+depend on the number of ranks. Flips and shifts are drawn on the CPU, so they are equal on every
+device; noise, one number per value, is drawn on the device of the images.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from hpctrain.config import Config
 from hpctrain.errors import UsageError
 from hpctrain.streams import copy_to_device
 
-# Of the training images in [0, 1], red, green, blue: what published ResNet weights expect.
+# Of the ImageNet training images in [0, 1], red, green, blue; published ResNet weights expect them.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-CACHED_VALUES = 1 << 17  # that a CPU core scales at a time: 512 KiB of float32 stay in its cache
+CACHED_VALUES = 1 << 17  # scaled at a time on the CPU: 512 KiB of float32 stay in a core's cache
 
 
 class Augmentation(NamedTuple):
-    """How training images are augmented: one field for each setting, of its name."""
+    """How training images are augmented; each field has the name of its setting."""
 
     flip: bool = False
     shift: int = 0  # pixels
 
     @classmethod
     def of(cls, config: Config) -> Augmentation:
-        """What the settings of a run ask for."""
+        """Return the augmentation that the settings of a run ask for."""
         return cls(*(getattr(config, name) for name in cls._fields))
 
 
 def check_shift(shift: int, image_shape: tuple[int, int, int]) -> None:
-    """UsageError unless a shift of up to `shift` pixels leaves some of an image (H, W, C)."""
+    """Raise UsageError if a shift by `shift` pixels could leave nothing of an image (H, W, C)."""
     height, width, _ = image_shape
     if not 0 <= shift < min(height, width):
         raise UsageError(
@@ -49,10 +49,10 @@ def check_shift(shift: int, image_shape: tuple[int, int, int]) -> None:
 def normalization(
     name: str, pack_mean: Sequence[float], pack_std: Sequence[float]
 ) -> tuple[Tensor, Tensor] | None:
-    """Mean and standard deviation per channel, (C,) each, of images in [0, 1]; None for "unit".
+    """Return the mean and standard deviation per channel, (C,) each, or None for "unit".
 
-    "pack" takes the pack's own; UsageError if a channel of it is constant, or for "imagenet" if
-    there are not three channels.
+    They are those of images in [0, 1]; "pack" takes those of the pack. Raises UsageError for "pack"
+    if a channel is constant, and for "imagenet" if there are not three channels.
     """
     channels = len(pack_mean)
     if name == "unit":
@@ -73,15 +73,16 @@ def normalization(
 
 
 def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
-    """Flip each image left to right with probability 1/2, then shift it by -shift to +shift pixels
-    in x and in y, both uniform: (n, H, W, C) uint8 -> the same shape, on the same device.
+    """Flip and shift images (n, H, W, C) uint8 at random.
 
-    With neither, the images themselves come back and nothing is drawn.
+    Each image is flipped left to right with probability 1/2, then shifted by -shift to +shift
+    pixels, uniform and independent in x and y. The result has the same shape and device. Without
+    flip and shift, the images themselves are returned and no number is drawn.
     """
     rows, (flip, shift) = len(images), augmentation
     if rows == 0 or not (flip or shift):
         return images
-    # Both are drawn in any case, so that one does not change what the other draws.
+    # Always draw both, so that turning one off does not change the numbers of the other.
     generator = torch.Generator().manual_seed(key)
     flips = torch.randint(0, 2, (rows,), generator=generator)
     down, right = torch.randint(-shift, shift + 1, (2, rows), generator=generator)
@@ -93,17 +94,18 @@ def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
 
 
 def _flip(images: Tensor, chosen: Tensor) -> Tensor:
-    """A copy with the images at the places `chosen` (k,) mirrored."""
+    """Return a copy in which the images with indices `chosen` (k,) are mirrored."""
     chosen = copy_to_device(chosen, images.device)
     mirrored = images.index_select(0, chosen).flip(2)  # (k, H, W, C)
     return images.index_copy(0, chosen, mirrored)
 
 
 def _shift(images: Tensor, down: Tensor, right: Tensor, shift: int) -> Tensor:
-    """A copy with image i moved by down[i] and right[i], at most `shift`; black comes in.
+    """Return a copy with image i shifted by down[i] and right[i], at most `shift`, over black.
 
-    Each image gets a black border. A row of a shifted image is then a run of W * C bytes of the
-    bordered one, so all are rows of one overlapping view, picked by the pixel where they start.
+    Each image is padded with a black border. A row of a shifted image is then a run of W * C bytes
+    of the padded one. All such runs are the rows of one overlapping view, indexed by the pixel at
+    which they start.
     """
     n, height, width, channels = images.shape
     tall, wide = height + 2 * shift, width + 2 * shift
@@ -123,15 +125,15 @@ def to_input(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
 ) -> Tensor:
-    """Bytes (n, H, W, C) -> (n, C, H, W) in [0, 1], then (x - mean) / std per channel if given.
-    Floats are taken as they are instead of being divided by 255.
+    """Scale bytes (n, H, W, C) to the network's input, (n, C, H, W) of `dtype`.
 
-    A copy, in memory as NHWC or NCHW. Computed in float32 (float64 for that `dtype`). `mean` and
-    `std` (C,) lie on the device of the images.
+    Bytes are divided by 255, floats are not. Then (x - mean) / std is computed per channel, if both
+    are given: (C,), on the device of the images. The result is a copy, in memory as NHWC
+    (`channels_last`) or NCHW, computed in float32 (float64 for that `dtype`).
     """
     n, height, width, channels = images.shape
     memory = torch.channels_last if channels_last else torch.contiguous_format
-    # An empty tensor with the strides wanted: for one channel .contiguous() would leave them.
+    # An empty tensor with the desired strides: .contiguous() would not set them for one channel.
     values = torch.empty(
         (n, channels, height, width),
         dtype=torch.float64 if dtype == torch.float64 else torch.float32,
@@ -150,15 +152,15 @@ def to_input(
 def _scaling(
     images: Tensor, values: Tensor, mean: Tensor | None, std: Tensor | None, channels_last: bool
 ) -> Callable[[Tensor], object]:
-    """What scales some of the `values` of `images` in place."""
+    """Return a function that scales a part of the `values` of `images` in place."""
     height, width = values.shape[2:]
     whole = 1.0 if images.is_floating_point() else 255.0
     if mean is None or std is None:
-        # Not divided: a GPU divides by a number by multiplying, so CPU and GPU give the same bits.
+        # Multiply: a GPU divides by a scalar by multiplying, so CPU and GPU give the same bits.
         return lambda part: part.mul_(1 / whole) if whole > 1 else part
     scale = (1 / (whole * std.double())).to(values.dtype)  # (C,)
     offset = (-mean.double() / std.double()).to(values.dtype)
-    # Per image as one row, as it lies in memory: loops over C values would cost five times as much.
+    # One row per image, in memory order: loops over C values would take five times as long.
     if channels_last:
         scale, offset = scale.repeat(height * width), offset.repeat(height * width)
         return lambda part: part.permute(0, 2, 3, 1).view(len(part), -1).mul_(scale).add_(offset)
@@ -168,18 +170,20 @@ def _scaling(
 
 
 def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
-    """A copy of images (n, C, H, W) in [0, 1] with noise that depends on `key`, shape and device
-    alone. A GPU draws other numbers than the CPU, and one of another model may draw others again:
-    torch spreads the counter of its generator over the threads that a GPU has.
+    """Return a copy of images (n, C, H, W) in [0, 1] with noise.
 
     "salt-pepper": every value becomes 0 or 1, each with probability level / 2. "gaussian": a
-    normal deviate of standard deviation `level` is added, the sum cut to [0, 1].
+    normal deviate of standard deviation `level` is added and the sum clamped to [0, 1].
+
+    The noise depends on `key`, shape and device alone. A GPU draws other numbers than the CPU, and
+    GPUs of different models may differ, too: torch spreads the counter of its generator over the
+    threads that a GPU has.
     """
     generator = torch.Generator(images.device).manual_seed(key)
     draw = torch.randn if kind == "gaussian" else torch.rand
     drawn = draw(images.shape, generator=generator, device=images.device).to(images.dtype)
     noisy = images.clone()  # with the same strides
     if kind == "gaussian":
-        # Not add_(drawn, alpha=level), of which some devices round only the sum.
+        # Not add_(drawn, alpha=level): some devices round its sum only, not its product.
         return noisy.add_(drawn.mul_(level)).clamp_(0, 1)
     return noisy.masked_fill_(drawn < level / 2, 0).masked_fill_(drawn >= 1 - level / 2, 1)

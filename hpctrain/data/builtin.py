@@ -1,18 +1,18 @@
-"""What ``--data`` names -> the pack to open; built-in sets are made when first asked for.
+"""Find the pack that ``--data`` names; built-in sets are made when first used.
 
-Two processes that make the same set at the same time write equal bytes under names of their own
-and rename them: both end well.
+Two processes may make the same set at the same time: each writes equal bytes to a temporary file
+and renames it, so both succeed.
 
-The digits are synthetic: 0-9, white on black, 28 x 28 pixels, 1,000 a class.
+The digits are synthetic: 0-9, white on black, 28 x 28 pixels, 1,000 images per class.
 
 Each image is one glyph of ``glyphs.py`` (its strokes in a style), bent, slanted, stretched,
-scaled, turned by up to 45 degrees either way and moved, then drawn with round strokes of random
-width by its distance to the nearest segment, with a little noise.
+scaled, rotated by up to 45 degrees either way and shifted. It is drawn with round strokes of
+random width, from the distance of each pixel to the nearest segment, with a little noise.
 
-The bytes are the same on every machine and numpy: random numbers are raw PCG64 output (which
-numpy promises to keep), sines come from a table rounded far above the differences of
-mathematical libraries, and everything after is elementwise +, -, *, /, square root, minimum and
-comparison, which IEEE 754 defines to the last bit; there are no sums whose order is free.
+The bytes are equal on every machine and with every NumPy: random numbers are raw PCG64 output
+(which NumPy guarantees to be stable), sines come from a table rounded far more coarsely than
+mathematical libraries differ, and everything after that is elementwise +, -, *, /, square root,
+minimum and comparison, which IEEE 754 defines to the last bit; no sum has an unspecified order.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ from hpctrain.errors import UsageError
 from hpctrain.watchdog import doing
 
 BUILT_IN = ("digits", "flowers")
-# What is refused here, because `pack` reads it: the reader of packs would only call it foreign.
+# Names of sources for `pack`, refused here: the reader of packs would only report "no HDF5 file".
 SOURCES = (".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip", ".npz", "-ubyte", "-ubyte.gz")
-SOURCE = "hpctrain.data.digits"  # of the digits, in their provenance
-VERSION = 1  # of the generator: raise it when any byte of the set changes
+SOURCE = "hpctrain.data.digits"  # in the provenance of the digits
+VERSION = 1  # of the generator: increase it when any byte of the set changes
 SIDE = 28  # pixels
 PER_CLASS, TEST_PER_CLASS, UNSEEN_PER_CLASS = 1000, 100, 100
 CLASSES = tuple("0123456789")
 
-MARGIN = 13.0  # pixels from the centre that ink may reach
+MARGIN = 13.0  # largest distance of ink from the centre, pixels
 BOX = 100.0  # height of a glyph in its own units
 LARGEST_TURN = 45  # degrees
-TURN_STEPS = 1440  # angles over the whole range: 1/16 degree apart
-# Each image draws one uniform number for each of these, between the two bounds.
+TURN_STEPS = 1440  # of the whole range: angles are 1/16 degree apart
+# For each image, one uniform number between the two bounds is drawn for each of these.
 RANGES = {
     "turn": (0.0, 1.0),
     "height": (16.0, 19.0),  # pixels
     "aspect": (0.92, 1.08),  # width over height, relative to the glyph's own
     "slant": (-0.05, 0.05),  # x per y
-    "bow": (-3.0, 3.0),  # glyph units: middle against both ends, sideways
-    "sway": (-3.0, 3.0),  # the same, of the base line
+    "bow": (-3.0, 3.0),  # glyph units: offset in x of top and bottom against the middle
+    "sway": (-3.0, 3.0),  # glyph units: offset in y of both sides against the middle
     "half_width": (1.0, 1.4),  # of the stroke, pixels
-    "right": (-1.0, 1.0),  # which way off the centre, and how far between the shifts below
+    "right": (-1.0, 1.0),  # sign: direction of the shift; magnitude: its size between the limits
     "down": (-1.0, 1.0),
     "ink": (0.85, 1.0),  # brightness of the stroke
-    "noise": (0.0, 12.0),  # largest change of a pixel, of 255
+    "noise": (0.0, 12.0),  # largest change of a pixel, out of 255
     "order": (0.0, 1.0),
 }
-LARGEST_SHIFT = 1.4  # pixels off the centre in x and in y, where there is room,
-SHIFT_VARIES = 0.5  # or up to so much less: never in the middle, where a linear classifier waits
+LARGEST_SHIFT = 1.4  # pixels off the centre in x and in y, if there is room
+SHIFT_VARIES = 0.5  # how much smaller it may be; never zero, which suits a linear classifier
 
 Split = tuple[np.ndarray, np.ndarray]
 
 
 def locate(data: str, data_dir: str) -> Path:
-    """The pack that `data` means: a built-in set in `data_dir`, made if missing, or a file.
+    """Return the path of the pack `data`: a file, or a built-in set in `data_dir`, made if missing.
 
-    A built-in name comes first: a file of that name is ./digits. Raises UsageError, one line, for
-    anything that is no file or still has to be packed; making a set raises what `pack` raises.
+    Built-in names take precedence: write ./digits for a file of that name. Raises UsageError (one
+    line) if `data` is no file or has to be packed first. Making a set raises what `pack` raises.
     """
     path = Path(data)
     if data == "digits":
@@ -91,7 +91,7 @@ def locate(data: str, data_dir: str) -> Path:
 
 
 def _digits(folder: Path) -> Path:
-    """digits.h5 of this generator's version; where that name is taken, one with the version."""
+    """Return digits.h5 of this generator's version; if the name is taken, digits-v<version>.h5."""
     from hpctrain.data.packed import read_pack
 
     names = ("digits.h5", f"digits-v{VERSION}.h5")
@@ -117,20 +117,20 @@ def _make(name: str, path: Path) -> Path:
         raise UsageError(
             f"--data-dir {path.parent} cannot be made: {error.strerror}; choose another"
         ) from None
-    # Another process may have finished by now: replacing its file by an equal one harms nobody.
+    # Another process may have finished by now: replacing its file with an equal one is harmless.
     return make_pack(
         PackConfig(source=name, output=str(path), data_dir=str(path.parent), overwrite=True)
     )
 
 
 def generate(seed: int = 0) -> tuple[dict[str, Split], tuple[str, ...], dict[str, Any]]:
-    """The whole set: (splits, classes, provenance).
+    """Generate the whole set: (splits, classes, provenance).
 
     splits: "train" (9,000 images), "test" (1,000) and "unseen" (1,000, in styles that the other
-    two never use), each (images (N, 28, 28, 1) uint8, labels (N,) int64), rows shuffled.
+    two never use), each (images (N, 28, 28, 1) uint8, labels (N,) int64), shuffled.
     """
     images, labels, order = draw_set(tuple(glyphs.STYLES.values()), PER_CLASS, "seen", seed)
-    # Every tenth image in order of digit, style and angle, from another first one in each style.
+    # Every tenth image in order of digit, style and angle; the first one differs between styles.
     every, number = PER_CLASS // TEST_PER_CLASS, np.arange(len(labels))
     test = (number + number * len(glyphs.STYLES) // PER_CLASS) % every == 0
     shuffled = np.argsort(order, kind="stable")
@@ -155,10 +155,10 @@ def generate(seed: int = 0) -> tuple[dict[str, Split], tuple[str, ...], dict[str
 def draw_set(
     styles: tuple[tuple[str, ...], ...], per_class: int, name: str, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`per_class` images of each digit, equally many of each style, in order of angle.
+    """Draw `per_class` images of each digit, equally many in each style, in order of angle.
 
-    Returns images (N, 28, 28, 1) uint8, labels (N,) int64 and a random number per row to
-    shuffle by.
+    Returns images (N, 28, 28, 1) uint8, labels (N,) int64 and a random number (N,) per image to
+    sort by when shuffling.
     """
     total = per_class * len(CLASSES)
     labels = np.repeat(np.arange(len(CLASSES), dtype=np.int64), per_class)
@@ -183,9 +183,9 @@ def draw_set(
 
 
 def place(strokes: np.ndarray, draws: dict[str, np.ndarray]) -> np.ndarray:
-    """Segments (S, 4) of one glyph -> segments in pixels (n, S, 4), one set per row of draws.
+    """Transform the segments (S, 4) of a glyph to pixels, (n, S, 4): one set per row of `draws`.
 
-    The centre of the image is (0, 0). The glyph is shrunk where its strokes would leave it.
+    The centre of the image is (0, 0). The glyph is shrunk if its strokes would leave the image.
     """
     x = strokes[:, 0::2].ravel()  # (2 S,)
     y = strokes[:, 1::2].ravel()
@@ -215,17 +215,17 @@ def place(strokes: np.ndarray, draws: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def coverage(lines: np.ndarray, half_width: np.ndarray) -> np.ndarray:
-    """How much of each pixel is ink, (n, 28, 28) float32 in [0, 1], for segments (n, S, 4).
+    """Return the ink of each pixel, (n, 28, 28) float32 in [0, 1], for segments (n, S, 4).
 
-    Along a segment of length L from a, a pixel stands at u = (p - a) . direction and beside it
-    at v; its squared distance to the segment is v^2 + (u - clip(u, 0, L))^2. Ink ends in a ramp
-    one pixel wide.
+    Relative to a segment of length L from a, pixel p has the coordinate u = (p - a) . direction
+    along it and v across it. Its squared distance to the segment is v^2 + (u - clip(u, 0, L))^2.
+    The edge of the ink is a ramp one pixel wide.
     """
     ax, ay, bx, by = (lines[:, :, i, None].astype(np.float32) for i in range(4))  # (n, S, 1)
     dx, dy = bx - ax, by - ay
     length = np.sqrt(dx * dx + dy * dy)
     safe = np.maximum(length, np.float32(1e-6))
-    dx, dy = np.where(length > 0, dx / safe, np.float32(1)), dy / safe  # a point lies along x
+    dx, dy = np.where(length > 0, dx / safe, np.float32(1)), dy / safe  # a point: along x
     centres = np.arange(SIDE, dtype=np.float32) - np.float32((SIDE - 1) / 2)
     along_x, along_y = (centres - ax) * dx, (centres - ay) * dy  # (n, S, 28)
     beside_x, beside_y = (centres - ax) * dy, (centres - ay) * dx
@@ -243,7 +243,7 @@ def coverage(lines: np.ndarray, half_width: np.ndarray) -> np.ndarray:
 
 
 def turns(uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of random angles within +-LARGEST_TURN, from a rounded table."""
+    """Return cosine and sine of random angles within +-LARGEST_TURN, from a rounded table."""
     angles = [math.radians(LARGEST_TURN * (2 * i / TURN_STEPS - 1)) for i in range(TURN_STEPS + 1)]
     fine = 1 << 20
     cosines = np.array([round(math.cos(angle) * fine) for angle in angles]) / fine
@@ -253,10 +253,10 @@ def turns(uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def spread(key: int, rows: int) -> dict[str, np.ndarray]:
-    """For each name of RANGES, (rows,) float64 between its bounds, evenly spread.
+    """Draw (rows,) float64 for each name of RANGES, evenly distributed between its bounds.
 
-    A Latin hypercube: each range is cut into `rows` equal parts, each part gives one number
-    somewhere within it, and the parts come in random order ("turn" in rising order).
+    This is a Latin hypercube: each range is divided into `rows` equal parts, one number is drawn
+    from each part, and the parts are in random order (of "turn", in ascending order).
     """
     raw = np.random.PCG64(key).random_raw((2, len(RANGES), rows))
     within = (raw[0] >> np.uint64(11)) * 2.0**-53
@@ -269,7 +269,7 @@ def spread(key: int, rows: int) -> dict[str, np.ndarray]:
 
 
 def grain(key: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Noise of `shape`, float32 in [-1, 1): multiples of 1/128 from the bytes of PCG64."""
+    """Return noise of `shape`, float32 in [-1, 1): multiples of 1/128 from the bytes of PCG64."""
     size = math.prod(shape)
     raw = np.random.PCG64(key).random_raw(-(-size // 8)).astype("<u8")
     steps = raw.view(np.uint8)[:size].astype(np.float32) - np.float32(128)

@@ -1,9 +1,9 @@
-"""Samples in memory, between a split and the batches: what is read once, and what is read ahead.
+"""A cache of samples between a split and its batches.
 
-Samples that fit are read once and kept. Else ``--shuffle blocks`` reads windows, the next one of
-every shard while this one is used, on over the border of epochs; other orders read each sample when
-it is needed. Images are kept as they are. Of random crops, which differ in every epoch, the JPEG
-files are kept.
+If all samples that the rank may read fit into memory, they are read once and kept. Otherwise
+``--shuffle blocks`` reads windows: the next window of every shard is read while the current one is
+used, also across the end of an epoch. Other orders read each sample when it is needed. Images are
+kept decoded; for random crops, which differ in every epoch, the JPEG files are kept instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WindowKey = tuple[int, int, int]  # epoch, shard, number of the window
 
 
 def sample_bytes(split: Split, files: bool) -> int:
-    """Memory of a sample that is kept: of its image, or the mean of the JPEG files."""
+    """Return the bytes that a cached sample takes: its image, or a JPEG file on average."""
     return split.file_bytes() if files else math.prod(split.image_shape) * split.dtype.itemsize
 
 
 class SampleCache:
-    """Reads samples of consecutive shards, in their order, through memory of `max_bytes`."""
+    """Reads the samples of consecutive shards in a given order, with a cache of `max_bytes`."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SampleCache:
         files: bool = False,
         epochs: int = 0,
     ) -> None:
-        """`files`: keep undecoded files. No window of epoch `epochs` or later is read ahead."""
+        """With `files`, keep undecoded files. Windows of epochs >= `epochs` are not prefetched."""
         self._split, self._order, self._files, self._epochs = split, order, files, epochs
         self._first, self._kept = 0, None
         reach = order.reach(shards)
@@ -51,8 +51,9 @@ class SampleCache:
     def gather(
         self, epoch: int, shard: int, first: int, out: np.ndarray, crops: Sequence[Crop] | None
     ) -> np.ndarray:
-        """The samples at the places first ... of the shard's epoch into `out` (n, H, W, C), a crop
-        of each where `crops` (n,) are given; their indices in the split, (n,) int64.
+        """Read a shard's samples from position `first` of its epoch on into `out` (n, H, W, C).
+
+        With `crops` (n,), a crop of each is read. Returns their indices in the split, (n,) int64.
         """
         if self._kept is None and isinstance(self._order, BlockOrder):
             return self._gather_windows(self._order, epoch, shard, first, out, crops)
@@ -64,7 +65,7 @@ class SampleCache:
         return indices
 
     def close(self) -> None:
-        """End the thread that reads ahead."""
+        """End the prefetching thread."""
         self._thread.shutdown(cancel_futures=True)
         self._windows.clear()
 
@@ -76,7 +77,7 @@ class SampleCache:
         out: np.ndarray,
         crops: Sequence[Crop] | None,
     ) -> None:
-        """The samples `indices` (n,), which were kept at `places` (n,), into `out`."""
+        """Copy or decode the samples `indices` (n,), cached at `places` (n,), into `out`."""
         if self._files:
             self._split.gather(indices, out, crops, kept[places])
         else:
@@ -91,7 +92,7 @@ class SampleCache:
         out: np.ndarray,
         crops: Sequence[Crop] | None,
     ) -> np.ndarray:
-        """The same through windows, of which a shard has two in memory at most."""
+        """Implement `gather` with windows, of which a shard has at most two in memory."""
         done, found = 0, []
         for window, places in order.windows(epoch, shard, first, len(out)):
             chosen, part = window.order(places), slice(done, done + len(places))
@@ -99,7 +100,7 @@ class SampleCache:
             self._take(
                 self._read_window(
                     order, epoch, shard, window.number
-                ),  # has no name: it could live too long
+                ),  # not assigned to a name, which would keep it alive too long
                 chosen,
                 found[-1],
                 out[part],
@@ -109,7 +110,7 @@ class SampleCache:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def _read_window(self, order: BlockOrder, epoch: int, shard: int, number: int) -> np.ndarray:
-        """The samples of a window, in the order of reading; those before it are forgotten."""
+        """Return the samples of a window in reading order, and free the windows before it."""
         following = (epoch, shard, number + 1)
         if number + 1 == order.count(shard):
             following = (epoch + 1, shard, 0)

@@ -1,12 +1,11 @@
-"""Bytes at offsets of a file, and what is checked while they are read: checksums of blocks, and
-samples that cannot be used.
+"""Read bytes at offsets of a file, verify checksums of blocks, and record unusable samples.
 
-Bytes are read by preadv(2). It needs no HDF5, holds no lock of the library and no lock of the
-interpreter, costs 1 to 2 microseconds a sample instead of 30, and turns a file that was cut short
-into an error instead of a signal.
+Bytes are read with preadv(2). It needs no HDF5, holds neither the library's lock nor the
+interpreter's, takes 1 to 2 microseconds per sample instead of 30, and reports a truncated file as
+an error instead of a signal.
 
-A pack too large to be verified before the first step is verified as it is read: the CRC-32 of a
-block is compared before the block is first used. That costs one more read of each block.
+A pack too large to be verified before the first step is verified while it is read: the CRC-32 of a
+block is compared before the block is first used. This costs one more read of each block.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ if TYPE_CHECKING:
     from hpctrain.data.split import Split
 
 NOT_FINITE = "holds NaN or infinite values: write finite ones, or take it out of the file"
-IOV_MAX = 1024  # buffers that one preadv(2) takes
-READ_TOGETHER = 64  # samples, to look for such values
+IOV_MAX = 1024  # most buffers of one preadv(2)
+READ_TOGETHER = 64  # samples read at a time when looking for NaN and infinite values
 UNKNOWN, SOUND, CORRUPT = 0, 1, 2
-# by split and column: the CRC-32 (blocks,) of all blocks, and the rows of a block
+# by split and column: the CRC-32 of all blocks, (blocks,), and the number of rows per block
 Sums = dict[tuple[str, str], tuple[np.ndarray, int]]
 ReadInto = Callable[[list[memoryview], int], None]  # buffers, byte offset in the file
 
 
 def open_file(path: str, size: int | None = None) -> int:
-    """A descriptor to read the file. UsageError where it cannot be opened, or has not the `size`
-    in bytes that is given.
+    """Open the file for reading and return its descriptor.
+
+    Raises UsageError if it cannot be opened, or if its size is not `size` bytes.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -54,12 +54,12 @@ def open_file(path: str, size: int | None = None) -> int:
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """The memory of a C-contiguous array, to be filled."""
+    """Return a writable view of the memory of a C-contiguous array."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def read_exactly(path: str, descriptor: int, buffers: list[memoryview], offset: int) -> None:
-    """Fill all buffers from consecutive bytes of the file, or raise RunError."""
+    """Fill all buffers with consecutive bytes of the file from `offset` on. Raises RunError."""
     while buffers:
         try:
             count = os.preadv(descriptor, buffers[:IOV_MAX], offset)
@@ -81,10 +81,10 @@ def read_exactly(path: str, descriptor: int, buffers: list[memoryview], offset: 
 def gather_rows(
     path: str, descriptor: int, offset: int, indices: np.ndarray, out: memoryview
 ) -> None:
-    """Rows `indices` (n,) of the array that begins at byte `offset`, into n equal parts of `out`.
+    """Read rows `indices` (n,) of the array at byte `offset` into n equal parts of `out`.
 
-    In the order of the file, consecutive rows by one preadv, scattered where their places in
-    `out` are apart. Raises RunError.
+    Rows are read in file order. Consecutive rows are read by one preadv, as a scatter read if
+    their positions in `out` are not consecutive. Raises RunError.
     """
     if len(indices) == 0:
         return
@@ -101,7 +101,7 @@ def gather_rows(
                 if os.preadv(descriptor, (part,), at) == len(part):
                     continue  # nearly always
             except OSError:
-                pass  # read_exactly says why
+                pass  # read_exactly reports the reason
             buffers = [part]
         else:
             buffers = [out[i * row_bytes : (i + 1) * row_bytes] for i in places[start:stop]]
@@ -109,21 +109,22 @@ def gather_rows(
 
 
 class BadSamples:
-    """Samples of a split that cannot be used: an error, or skipped. Thread-safe.
+    """The unusable samples of a split, which raise an error or are skipped. Thread-safe.
 
-    A sample is bad by what the file holds, whoever reads it and when: skipping it keeps results
-    independent of the number of ranks.
+    Whether a sample is bad depends on the content of the file alone, not on which rank reads it or
+    when. So skipping bad samples keeps results independent of the number of ranks.
     """
 
     def __init__(self, warn: Callable[[str], None] | None = None) -> None:
-        """`warn` is called for what is skipped; None: a bad sample is an error."""
+        """`warn` is called with a message about skipped samples; if None, they raise an error."""
         self._warn, self._lock = warn, threading.Lock()
         self._indices: set[int] = set()
         self._warned: set[str] = set()
 
     def add(self, indices: Iterable[int], text: str, cause: str = "") -> None:
-        """Skip these samples, for the reason in `text`. RunError where none may be skipped. A
-        `cause` that many samples share is warned of once.
+        """Skip these samples, for the reason in `text`; warn once about a `cause` that many share.
+
+        Raises RunError if samples may not be skipped.
         """
         if self._warn is None:
             raise RunError(
@@ -139,7 +140,7 @@ class BadSamples:
             self._warn(f"{cause or text}: skipped")
 
     def usable(self, indices: np.ndarray) -> np.ndarray | None:
-        """Which of the samples `indices` (n,) can be used, (n,) bool; None = all."""
+        """Return a mask (n,) of the samples `indices` (n,) that can be used; None if all can."""
         if not self._indices:
             return None
         with self._lock:
@@ -148,10 +149,10 @@ class BadSamples:
 
 
 class BlockChecksums:
-    """The checksums of one column, and which blocks were compared already. Thread-safe."""
+    """The checksums of one column, and the blocks already verified. Thread-safe."""
 
     def __init__(self, name: str, column: StoredColumn, sums: np.ndarray, block_rows: int) -> None:
-        """`name` is that of the column and its split, such as "train/images"."""
+        """`name` consists of split and column, such as "train/images"."""
         self.name, self.column = name, column
         self.block_bytes = block_rows * column.row_bytes
         self._sums, self._block_rows = sums, block_rows
@@ -159,8 +160,9 @@ class BlockChecksums:
         self._buffers = threading.local()
 
     def find_corrupt(self, starts: np.ndarray, stops: np.ndarray, read: ReadInto) -> np.ndarray:
-        """The corrupt block that each of the byte ranges `starts` to `stops` (n,) of the column
-        touches, -1 for none: (n,). Blocks are compared, read by `read`, when first touched.
+        """Return the first corrupt block, (n,), in each byte range `starts` to `stops` (n,), or -1.
+
+        Ranges are relative to the column. A block is read with `read` and compared when first used.
         """
         first, last = starts // self.block_bytes, (stops - 1) // self.block_bytes
         touched = np.unique(np.concatenate([first, last]))
@@ -170,11 +172,11 @@ class BlockChecksums:
         for block in touched[self._state[touched] == UNKNOWN].tolist():
             self._compare(block, read)
         corrupt = np.append(np.flatnonzero(self._state == CORRUPT), len(self._state))
-        found = corrupt[np.searchsorted(corrupt, first)]  # the first corrupt one from there on
+        found = corrupt[np.searchsorted(corrupt, first)]  # the first corrupt block from `first` on
         return np.where(found <= last, found, -1)
 
     def corrupt_blocks(self, read: ReadInto) -> Iterator[int]:
-        """Compare all blocks that were not compared before: those that are corrupt."""
+        """Verify all blocks not verified before, and yield those that are corrupt."""
         for block in range(len(self._state)):
             if self._state[block] == UNKNOWN:
                 doing(f"checking block {block:,}")
@@ -183,7 +185,7 @@ class BlockChecksums:
                 yield block
 
     def describe(self, block: int) -> str:
-        """A corrupt block, for a message."""
+        """Return a description of a corrupt block for a message."""
         rows, unit = self._rows(block), "bytes" if self.name.endswith("/bytes") else "rows"
         return f"{self.name}: {unit} {rows[0]} to {rows[-1]} (block {block}) are corrupt"
 
@@ -202,7 +204,7 @@ class BlockChecksums:
 
 
 class Checks:
-    """What all readers of a pack compare, and what becomes of bad samples."""
+    """The checks that all readers of a pack share: checksums, and the treatment of bad samples."""
 
     def __init__(
         self,
@@ -210,20 +212,20 @@ class Checks:
         warn: Callable[[str], None] | None = None,
         staged: tuple[int, int] | None = None,
     ) -> None:
-        """With `sums` blocks are compared when first read. With `warn` bad samples are skipped, and
-        it is called for them; without, they are errors. `staged`: which bytes of the training
-        images the file has, where it is an incomplete copy.
+        """With `sums`, blocks are verified when first read. With `warn`, bad samples are skipped
+        and it is called with a message; otherwise they raise an error. `staged` is the range of
+        bytes of the training images that the file has, if it is an incomplete copy.
         """
         self.sums, self.warn, self.staged = sums, warn, staged
         self._bad: dict[str, BadSamples] = {}
         self._checksums: dict[str, BlockChecksums] = {}
 
     def bad_samples(self, split: str) -> BadSamples:
-        """The bad samples of a split that were met so far, whoever met them."""
+        """Return the bad samples of a split that any reader has found so far."""
         return self._bad.setdefault(split, BadSamples(self.warn))
 
     def checksums(self, split: str, kind: str, column: StoredColumn) -> BlockChecksums | None:
-        """The checksums of a column; None where they are not compared."""
+        """Return the checksums of a column, or None if they are not verified."""
         name = f"{split}/{kind}"
         if self.sums is None:
             return None
@@ -235,8 +237,9 @@ class Checks:
 def find_nonfinite(
     split: Split, indices: np.ndarray, images: np.ndarray | None = None
 ) -> dict[int, str]:
-    """Those of the samples `indices` (n,) that hold NaN or infinite values, as an external file
-    may, each with a message. Their `images` (n, H, W, C) are read where they are not given.
+    """Find NaN or infinite values, which an external file may hold, in the samples `indices` (n,).
+
+    Returns a message for each such sample. `images` (n, H, W, C) are read if they are not given.
     """
     found: dict[int, str] = {}
     for first in range(0, len(indices) if split.dtype.kind == "f" else 0, READ_TOGETHER):
@@ -251,7 +254,7 @@ def find_nonfinite(
 
 
 def describe_first(found: Iterable[Mapping[int, str]]) -> str | None:
-    """One sentence of what all ranks found with `find_nonfinite`; None where that is nothing."""
+    """Describe in one sentence what all ranks found with `find_nonfinite`, or return None."""
     texts = {index: text for each in found for index, text in each.items()}
     if not texts:
         return None

@@ -1,12 +1,12 @@
-"""An HDF5 file that is no pack, read where it lies: images and labels as others keep them.
+"""Train on an HDF5 file that is not a pack, in place: split it and identify it.
 
-Such a file has samples and no splits: they are drawn from a seed, and a split is a list of indices;
-nothing is copied. Where samples can be read one by one, each class is cut by the shares and every
-split is put into random order, so that a file ordered by class does no harm. Where samples should
-be read in long blocks (chunks, or --shuffle blocks), whole blocks are drawn, and a split keeps the
-file's order: ``orders.BlockOrder`` then assigns the blocks to the shards at random.
+Such a file has samples but no splits. Splits are drawn from a seed; a split is a list of indices,
+and nothing is copied. If samples can be read one by one, each class is divided by the shares and
+every split is shuffled, so the file may be ordered by class. If samples should be read in long
+blocks (chunks, or --shuffle blocks), whole blocks are drawn and a split keeps the order of the
+file: ``orders.BlockOrder`` then assigns the blocks to the shards at random.
 
-What the file must be is checked in ``external_file.py``; ``split.py`` reads the samples.
+``external_file.py`` checks the file, ``split.py`` reads the samples.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hpctrain.errors import RunError, UsageError
 
 DEFAULT_SPLIT = "0.9,0.1"
 UINT16_MAX = 65535.0
-PROBED = 64  # images that tell one file from another
-FEW_BLOCKS = 32  # in a window: too few to mix the classes of an ordered file
-# Blocks that a file, and each class of it, has before they grow: shares and classes stay even.
+PROBED = 64  # images whose checksum identifies the file
+FEW_BLOCKS = 32  # fewer blocks per window do not mix the classes of an ordered file
+# Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS, MIN_BLOCKS_OF_CLASS = 1000, 20
 
 
@@ -50,14 +50,15 @@ def read_external(
     scale: float | None = None,
     label_gaps: str | None = None,
 ) -> Pack:
-    """The file as a pack: checked, identified and split.
+    """Check, split and identify an external file and return it as a `Pack`.
 
-    `images` and `labels` are paths of datasets within the file, or FILE:DATASET of a file beside
-    it; where they hold "{split}", each split has its own. Else `split` are the shares as for the
-    packer, and samples are drawn in blocks of `block_rows`: 0 = one by one, class by class; None =
-    in blocks that suit the file. Chunks are never cut. Images are divided by `scale`; None = by
-    65,535 for uint16, else not. Labels that are not 0 ... K-1 are refused, mapped to that
-    (`label_gaps` "map"), or leave classes without images ("keep"). Raises UsageError.
+    `images` and `labels` are paths of datasets within the file, or FILE:DATASET of a file in the
+    same folder; if they contain "{split}", each split has its own datasets. Otherwise `split` gives
+    the shares as for the packer, and samples are drawn in blocks of `block_rows`; 0 = one by one,
+    stratified by class; None = in blocks that suit the file. Chunks are never divided. Images are
+    divided by `scale`; None = by 65,535 for uint16, else not at all. Labels other than 0 ... K-1
+    are an error, unless `label_gaps` is "map" (they are mapped to 0 ... K-1) or "keep" (some
+    classes have no images). Raises UsageError.
     """
     from hpctrain.data import external_file  # brings h5py
 
@@ -101,7 +102,7 @@ def read_external(
 
 
 def _identified(pack: Pack, sources: dict[str, ExternalFile], scale: float | None) -> Pack:
-    """The pack with its uuid, and the splits of its `sources`. Raises UsageError."""
+    """Return the pack with its uuid and the splits of its `sources`. Raises UsageError."""
     layouts: dict[str, SplitLayout] = {}
     known, first = [], next(iter(sources.values()))
     for name, source in sources.items():
@@ -121,8 +122,9 @@ def _identified(pack: Pack, sources: dict[str, ExternalFile], scale: float | Non
 def _class_names(
     path: str, labels: list[np.ndarray], gaps: str | None
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The names of all classes, and the labels that are mapped to 0 ... K-1, () for none. Raises
-    UsageError.
+    """Return the names of all classes, and the labels that are mapped to 0 ... K-1, () for none.
+
+    Raises UsageError.
     """
     values = sorted(set().union(*(np.unique(some).tolist() for some in labels)))
     count, rows = len(values), sum(map(len, labels))
@@ -141,7 +143,7 @@ def _class_names(
 
 
 def _divisor(source: ExternalFile, scale: float | None) -> float:
-    """By what the values of the images are divided; 0 where they are taken as they are."""
+    """Return the divisor of the values of the images; 0 if they are used unchanged."""
     if scale is None:
         return UINT16_MAX if source.dtype == "uint16" else 0.0
     return 0.0 if scale == 1 and source.dtype != "uint16" else scale
@@ -149,8 +151,9 @@ def _divisor(source: ExternalFile, scale: float | None) -> float:
 
 @lru_cache(maxsize=len(SPLITS))
 def split_labels(source: ExternalFile) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The classes (N,) of all samples, and the samples of every split, kept for the next split that
-    is opened.
+    """Return the classes (N,) of all samples and the samples of every split.
+
+    The result is cached for the next split that is opened.
     """
     from hpctrain.data import external_file
 
@@ -159,7 +162,7 @@ def split_labels(source: ExternalFile) -> tuple[np.ndarray, dict[str, np.ndarray
 
 
 def _describe_content(pack: Pack, source: ExternalFile, scale: float | None) -> str:
-    """What the file holds: the same wherever it lies. Raises UsageError."""
+    """Describe the file's content as JSON, independent of its path. Raises UsageError."""
     count = min(PROBED, source.rows)
     rows = np.unique(np.arange(count) * (source.rows - 1) // max(1, count - 1))
     images = np.empty((len(rows), *source.image_shape), source.image_dtype)
@@ -185,13 +188,13 @@ def _describe_content(pack: Pack, source: ExternalFile, scale: float | None) -> 
     shape = [source.rows, *source.stored_shape]
     known: list[Any] = [source.dtype, shape, source.layout, source.images, source.labels]
     known += [source.labels_crc32, probe]
-    if source.scale or source.label_values:  # as the files without were always known
+    if source.scale or source.label_values:  # files without either keep the uuid they always had
         known += [source.scale, source.label_values]
     return json.dumps(known)
 
 
 def choose_block_rows(source: ExternalFile, classes: int, wanted: int | None) -> int:
-    """Samples that are drawn together: whole chunks of about READ_BYTES, fewer in a small file."""
+    """Return the samples per block: whole chunks of about READ_BYTES, less in a small file."""
     unit = source.chunk_rows or 1
     if wanted == 0 and not source.chunk_rows:
         return 0
@@ -202,8 +205,9 @@ def choose_block_rows(source: ExternalFile, classes: int, wanted: int | None) ->
 
 
 def draw(source: ExternalFile, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """The samples of every split, from labels (N,). Raises UsageError where a split that has a
-    share gets none, or a class has no sample in train.
+    """Draw the samples of every split, given the labels (N,).
+
+    Raises UsageError if a split with a share gets no sample, or a class has no sample in train.
     """
     if source.split in SPLITS:  # given by the file
         samples = np.arange(source.rows)
@@ -234,7 +238,7 @@ def draw(source: ExternalFile, labels: np.ndarray) -> dict[str, np.ndarray]:
 def _draw_samples(
     source: ExternalFile, labels: np.ndarray, shares: Shares
 ) -> dict[str, np.ndarray]:
-    """Each class by the shares; every split in random order."""
+    """Divide each class by the shares; every split is in random order."""
     splits = assign(labels, shares, source.seed)
     return {
         name: shuffled(np.flatnonzero(splits == position), source.seed, name)
@@ -243,10 +247,11 @@ def _draw_samples(
 
 
 def _draw_blocks(source: ExternalFile, labels: np.ndarray, shares: Shares) -> dict[str, np.ndarray]:
-    """Whole blocks by the shares; every split in the order of the file.
+    """Divide whole blocks by the shares; every split is in file order.
 
-    Blocks are sorted by the class of their middle sample, at random within a class, and the splits
-    take turns, so that in a file ordered by class each split gets its share of every class.
+    Blocks are sorted by the class of their middle sample, in random order within a class. The
+    splits take blocks in turn, in proportion to their shares, so each split gets its share of every
+    class even if the file is ordered by class.
     """
     firsts = np.arange(0, source.rows, source.block_rows)
     order = random_order(len(firsts), random_key(source.seed, "pack split"))
@@ -264,8 +269,9 @@ def _draw_blocks(source: ExternalFile, labels: np.ndarray, shares: Shares) -> di
 
 
 def reading_note(pack: Pack, shuffle: str, window_blocks: int) -> str | None:
-    """What is worth a note in the record where such a file is read in an order that does not suit
-    it: chunks sample by sample, or windows of few blocks.
+    """Return a note for the record if the file is read in an order that does not suit it, or None.
+
+    Such orders are chunks read sample by sample, and windows of few blocks.
     """
     source = pack.external
     if source is None:

@@ -1,6 +1,6 @@
-"""An external HDF5 file, such as others make: what its images and labels are.
+"""Inspect an external HDF5 file, made by other programs: find and check its images and labels.
 
-Everything is checked as ``hdf5.py`` says, before a value is read.
+Everything is checked as described in ``hdf5.py`` before a value is read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TYPES = {
     "float64": (h5py.h5t.IEEE_F64LE,),
 }
 MAX_LABEL_BYTES = 1 << 31  # all labels are held in memory
-MATLAB = b"MATLAB 7.3 MAT-file"  # how files of version 7.3 begin: HDF5 follows
-# What `_describe` does not find out.
+MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
+# Fields that `_describe` does not set.
 NOT_OF_IMAGES = (
     *("labels_path", "labels", "labels_crc32", "label_values"),
     *("scale", "block_rows", "split", "seed"),
@@ -54,10 +54,10 @@ SPLIT_NAMES = {
 
 
 def inspect(path: str, images: str, labels: str, layout: str | None) -> tuple[ExternalFile, Any]:
-    """What an absolute path holds, and all labels (N,) int64 as they are stored there. `images`
-    and `labels` are datasets of it, or FILE:DATASET of a file in the same folder.
+    """Inspect the file at an absolute path; return its description and all labels (N,) int64.
 
-    Raises UsageError, one line naming the file and the cause.
+    `images` and `labels` are datasets of it, or FILE:DATASET of a file in the same folder. Labels
+    are returned as stored. Raises UsageError (one line that names the file and the cause).
     """
     (path, images), (labels_path, labels) = locate(path, images), locate(path, labels)
     with open_hdf5(path) as file:
@@ -71,8 +71,10 @@ def inspect(path: str, images: str, labels: str, layout: str | None) -> tuple[Ex
 
 
 def locate(path: str, name: str) -> tuple[str, str]:
-    """The file and the dataset that `name` means: one in the file `path`, or FILE:DATASET where
-    FILE is in the same folder; no other is read, because a saved network may say its name.
+    """Return the file and the dataset of `name`: in the file `path`, or FILE:DATASET.
+
+    FILE must be in the same folder. No other file is read, because a saved network, which may come
+    from anywhere, may contain the name.
     """
     file, colon, dataset = name.partition(":")
     if not colon or "/" in file:
@@ -81,8 +83,9 @@ def locate(path: str, name: str) -> tuple[str, str]:
 
 
 def find_splits(path: str, images: str, labels: str) -> dict[str, tuple[str, str]]:
-    """The images and labels of each split that is there, where "{split}" stands for its name.
-    Raises UsageError where there are none of train.
+    """Return the images and labels of each split in the file, where "{split}" is its name.
+
+    Raises UsageError if there are no images of train.
     """
     found: dict[str, tuple[str, str]] = {}
     for alias in sorted(SPLIT_NAMES):
@@ -101,8 +104,9 @@ def find_splits(path: str, images: str, labels: str) -> dict[str, tuple[str, str
 
 
 def read_labels(source: ExternalFile) -> np.ndarray:
-    """The classes of all samples, (N,) int64. Raises UsageError where the file is not the one that
-    was checked.
+    """Read the classes of all samples, (N,) int64.
+
+    Raises UsageError if the file is not the one that was checked.
     """
     with open_hdf5(source.labels_path) as file:
         values = _read_labels(file, find_dataset(file, source.labels), source)
@@ -114,7 +118,7 @@ def read_labels(source: ExternalFile) -> np.ndarray:
 
 
 def check_same(file: h5py.File, source: ExternalFile) -> h5py.Dataset:
-    """The images, if the file is still what was found when it was checked. Raises Unusable."""
+    """Return the dataset of the images; raise Unusable if the file changed since it was checked."""
     size = file_size(file)
     if size != source.file_size:
         raise Unusable(
@@ -129,13 +133,13 @@ def check_same(file: h5py.File, source: ExternalFile) -> h5py.Dataset:
 
 
 def check_unchanged(source: ExternalFile) -> None:
-    """UsageError where the file is not the one that was checked."""
+    """Raise UsageError if the file is not the one that was checked."""
     with open_hdf5(source.path) as file:
         check_same(file, source)
 
 
 def open_chunks(source: ExternalFile) -> Chunks:
-    """The chunks of the file. UsageError where it is not the one that was checked."""
+    """Open the chunks of the file. Raises UsageError if it is not the one that was checked."""
     with usage_errors(source.path), ExitStack() as stack:
         file = stack.enter_context(open_unchecked(source.path))
         chunks = Chunks(source, file, check_same(file, source))
@@ -148,7 +152,7 @@ def _crc32(values: np.ndarray) -> int:
 
 
 def _describe(file: h5py.File, path: str, data: h5py.Dataset, layout: str | None) -> ExternalFile:
-    """What the images are. Raises Unusable."""
+    """Describe the images. Raises Unusable."""
     size, dtype = file_size(file), _type(data)
     layout, shape = _shape(data, layout, _is_matlab(path))
     chunk_rows = check_storage(data, size)
@@ -187,14 +191,14 @@ def _type_name(data: h5py.Dataset) -> str:
     try:
         big = " big endian" if data.dtype.str.startswith(">") else ""
         return f"{data.dtype.name}{big}"
-    except TypeError:  # one that numpy does not have
+    except TypeError:  # a type that NumPy does not have
         return "of another type"
 
 
 def _shape(
     data: h5py.Dataset, layout: str | None, matlab: bool
 ) -> tuple[str, tuple[int, int, int]]:
-    """The layout, and (H, W, C). Raises Unusable."""
+    """Return the layout and the shape (H, W, C). Raises Unusable."""
     shape: tuple[int, ...] = data.shape or ()
     usual = {3: "NWH", 4: "NCWH"} if matlab else {3: "NHW", 4: "NHWC"}
     given, layout = layout, layout or usual.get(len(shape), "NHWC")
@@ -214,7 +218,7 @@ def _shape(
 
 
 def _read_labels(file: h5py.File, data: h5py.Dataset, found: ExternalFile) -> np.ndarray:
-    """All labels, (N,) int64. Raises Unusable."""
+    """Read all labels, (N,) int64. Raises Unusable."""
     shape: tuple[int, ...] = data.shape or ()
     name, size = data.name, file_size(file)
     if not isinstance(data.id.get_type(), h5py.h5t.TypeIntegerID | h5py.h5t.TypeFloatID):

@@ -1,8 +1,9 @@
-"""The Flowers set: fetch flower_photos.tgz (3,670 JPEG photographs in five classes) once.
+"""The Flowers set: download flower_photos.tgz (3,670 JPEG photographs in five classes) once.
 
 Size and SHA-256 are those that TensorFlow Datasets publishes for it (tf_flowers, checksums.tsv).
-What has arrived stands in a file .part beside the archive and is gone on with after a cut
-connection or the next day; it takes the archive's name only when size and checksum are right.
+Data are downloaded to a .part file beside the archive. After a lost connection, or in a later
+call, the download is resumed there. The file is renamed to the archive's name only after size and
+checksum have been verified.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from hpctrain.files import open_itself, sync, temporary_name
 from hpctrain.watchdog import doing
 
 TIMEOUT = 30  # seconds without a byte
-DELAYS = (1, 2, 4)  # seconds before each further attempt; after the last we give up
+DELAYS = (1, 2, 4)  # seconds before each further attempt; the last failure raises an error
 BLOCK = 1 << 18  # bytes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DISK_ERRORS = (*NO_ROOM, errno.EIO)  # what writing raises and a socket does not
-PASSING = (408, 425, 429)  # of the HTTP errors 4xx, those worth another attempt
+DISK_ERRORS = (*NO_ROOM, errno.EIO)  # raised by writing but not by a socket
+PASSING = (408, 425, 429)  # temporary HTTP errors among 4xx: try again
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A file to download, and how to know that it is the right one."""
+    """A file to download, with the size and checksum by which it is verified."""
 
     url: str
     name: str
@@ -63,11 +64,11 @@ FLOWER_PHOTOS = Archive(
 
 
 def fetch_archive(data_dir: str | os.PathLike[str], archive: Archive = FLOWER_PHOTOS) -> Path:
-    """The checked archive in `data_dir`, downloaded if it is not there yet.
+    """Return the path of the verified archive in `data_dir`; download it if it does not exist yet.
 
-    A process that finds another one downloading waits for it. Raises RunError, one line, where
-    there is no network, the server fails or the file is not the published one; UsageError where
-    `data_dir` cannot be written.
+    If another process is downloading, wait for it. Raises RunError (one line) if there is no
+    network, the server fails or the file is not the published one, and UsageError if `data_dir`
+    cannot be written.
     """
     path = Path(data_dir) / archive.name
     try:
@@ -85,7 +86,7 @@ def fetch_archive(data_dir: str | os.PathLike[str], archive: Archive = FLOWER_PH
 
 
 def _complete(archive: Archive, part: BinaryIO, path: Path) -> None:
-    """Download what is missing of `part`, check it and give it its name."""
+    """Download the rest of `part`, verify it and rename it to `path`."""
     if part.seek(0, os.SEEK_END) > archive.size:
         part.truncate(0)
     _download(archive, part, path)
@@ -101,16 +102,16 @@ def _complete(archive: Archive, part: BinaryIO, path: Path) -> None:
 
 @contextmanager
 def _sole_part(path: Path) -> Iterator[BinaryIO | None]:
-    """The open file to download into, ours alone; None where another process made `path`.
+    """Open and lock the file to download into; give None if another process has made `path`.
 
-    The lock lies on the .part file itself, which is renamed when done: so whoever gets the lock
-    looks whether that name still means the file that it has locked.
+    The lock is on the .part file itself, which is renamed when it is complete. So a process that
+    has got the lock checks that the name still refers to the file that it has locked.
     """
     part = path.with_name(path.name + ".part")
     while True:
         with open(part, "a+b", opener=open_itself) as file:
             if not _lock(file, path):
-                # No locks on this file system: a part of our own, not to be gone on with.
+                # This file system has no locks: use a private part, which is never resumed.
                 private = temporary_name(part)
                 with open(private, "x+b", opener=open_itself) as alone:
                     try:
@@ -127,7 +128,7 @@ def _sole_part(path: Path) -> Iterator[BinaryIO | None]:
 
 
 def _lock(file: BinaryIO, path: Path) -> bool:
-    """Lock `file`, waiting for other processes. False where the file system has no locks."""
+    """Lock `file`, waiting for other processes. Return False if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -139,7 +140,7 @@ def _lock(file: BinaryIO, path: Path) -> bool:
 
 
 def _download(archive: Archive, part: BinaryIO, path: Path) -> None:
-    """Append what is missing, in as many attempts as bring something new and then len(DELAYS)."""
+    """Append the missing bytes; give up after len(DELAYS) retries in a row without new bytes."""
     furthest, failures = part.seek(0, os.SEEK_END), 0
     with _progress(archive, path, furthest) as show:
         while part.seek(0, os.SEEK_END) < archive.size:
@@ -159,7 +160,7 @@ def _download(archive: Archive, part: BinaryIO, path: Path) -> None:
 
 
 def _attempt(archive: Archive, part: BinaryIO, show: Callable[[int], None]) -> str:
-    """One request for the bytes after those in `part`. The reason why it did not bring all."""
+    """Request the bytes after those in `part` once; return the reason why the rest is missing."""
     try:
         _receive(archive, part, show)
     except urllib.error.HTTPError as error:
@@ -191,7 +192,7 @@ def _receive(archive: Archive, part: BinaryIO, show: Callable[[int], None]) -> N
             if range_ is None or int(range_[1]) != have:
                 raise http.client.HTTPException("the server sent another part than asked for")
             offered = range_[2]
-        elif have:  # the whole file again
+        elif have:  # the server sends the whole file again
             part.truncate(0)
             have = 0
         if offered.isdigit() and int(offered) != archive.size:
@@ -208,7 +209,7 @@ def _receive(archive: Archive, part: BinaryIO, show: Callable[[int], None]) -> N
 
 
 def _check(archive: Archive, file: BinaryIO, path: Path) -> None:
-    """Raises RunError where the file is not the published one."""
+    """Raise RunError if the file is not the published one."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     hashed = hashlib.sha256()
@@ -231,7 +232,7 @@ def _disk_error(error: OSError, path: Path) -> Exception:
 
 @contextmanager
 def _progress(archive: Archive, path: Path, have: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, one line elsewhere; gives a function to call with the bytes so far."""
+    """Show a bar on a terminal, one line elsewhere; give a function to set the bytes received."""
     console = Console(stderr=True)
     columns = (
         TextColumn("downloading"),

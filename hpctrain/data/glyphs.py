@@ -1,15 +1,16 @@
 """The skeletons of the built-in digits: fifteen hand-drawn styles of 0-9 as strokes.
 
-A glyph is a text of pieces, divided by semicolons, in a box of 60 x 100 (x to the right, y down):
+A glyph is a string of pieces, separated by semicolons, in a box of 60 x 100 (x to the right, y
+down):
 
     - x,y x,y ...              straight lines from point to point
-    = x,y x,y ...              the same, closed
+    = x,y x,y ...              straight lines, closed
     ~ x,y x,y ...              smooth curve through the points (Catmull-Rom spline)
-    o x,y x,y ...              the same, closed
+    o x,y x,y ...              smooth curve, closed
     @ cx,cy rx,ry from,to      part of an ellipse; degrees clockwise, 0 at the right
 
-Ten styles are for training and testing; five stand apart, to measure how well a
-network reads hands that it has never seen.
+Ten styles are used for training and testing. Five others are kept apart, to measure how well a
+network reads handwriting that it has never seen.
 """
 
 from __future__ import annotations
@@ -209,11 +210,11 @@ UNSEEN = {
 
 ARC_STEP = 24  # degrees between the points of an arc: at most 2 % of the radius off the circle
 SPAN_POINTS = 4  # straight pieces per span of a smooth curve
-GRID = 64  # coordinates are rounded to 1/64, far above what mathematical libraries differ by
+GRID = 64  # coordinates are rounded to 1/64, far more coarsely than mathematical libraries differ
 
 
 def segments(glyph: str) -> np.ndarray:
-    """The strokes of a glyph as straight segments, float64 (n, 4): x and y of both ends."""
+    """Return the strokes of a glyph as straight segments, float64 (n, 4): x and y of both ends."""
     rows: list[tuple[float, float, float, float]] = []
     for piece in glyph.split(";"):
         line = polyline(piece.strip())
@@ -222,7 +223,7 @@ def segments(glyph: str) -> np.ndarray:
 
 
 def polyline(piece: str) -> list[tuple[float, float]]:
-    """The points of one piece, joined by straight lines; exact multiples of 1/64."""
+    """Return the points of one piece, joined by straight lines; exact multiples of 1/64."""
     kind, *words = piece.split()
     points = [(float(x), float(y)) for x, y in (word.split(",") for word in words)]
     if kind == "@":
@@ -237,7 +238,7 @@ def polyline(piece: str) -> list[tuple[float, float]]:
 def arc(
     centre: tuple[float, float], radii: tuple[float, float], degrees: tuple[float, float]
 ) -> list[tuple[float, float]]:
-    """Points along an ellipse from degrees[0] to degrees[1]."""
+    """Return points along an ellipse from degrees[0] to degrees[1]."""
     first, last = degrees
     count = math.ceil((last - first) / ARC_STEP)
     angles = [math.radians(first + (last - first) * i / count) for i in range(count + 1)]
@@ -247,7 +248,7 @@ def arc(
 
 
 def spline(points: list[tuple[float, float]], closed: bool) -> list[tuple[float, float]]:
-    """Points along the uniform Catmull-Rom spline through `points`."""
+    """Return points along the uniform Catmull-Rom spline through `points`."""
     if closed:
         knots = [points[-1], *points, *points[:2]]
     else:
@@ -262,5 +263,5 @@ def spline(points: list[tuple[float, float]], closed: bool) -> list[tuple[float,
 
 
 def cubic(a: float, b: float, c: float, d: float, t: float) -> float:
-    """Catmull-Rom between b (t = 0) and c (t = 1), with neighbours a and d."""
+    """Interpolate between b (t = 0) and c (t = 1), with neighbours a and d (Catmull-Rom)."""
     return b + t / 2 * (c - a + t * (2 * a - 5 * b + 4 * c - d + t * (3 * (b - c) + d - a)))

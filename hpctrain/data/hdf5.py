@@ -1,9 +1,9 @@
-"""HDF5 files that come from anywhere: opened, searched and checked before a value is read.
+"""Open HDF5 files from untrusted sources, and find and check datasets before a value is read.
 
-HDF5 can make its reader open other files. So every component of a path must be a hard link, no
-dataset may be virtual or stored externally, and no filter plug-in is loaded (``__init__.py``). What
-is declared must be there: a contiguous dataset lies within the file, a chunked one has all its
-chunks. Nothing is allocated for more than the file holds.
+An HDF5 file can make its reader open other files. So every component of a path must be a hard link,
+no dataset may be virtual or stored externally, and no filter plug-in is loaded (``__init__.py``).
+Declared data must exist: a contiguous dataset lies within the file, a chunked one has all its
+chunks. No memory is allocated for more data than the file holds.
 """
 
 from __future__ import annotations
@@ -20,42 +20,43 @@ import h5py
 
 from hpctrain.errors import UsageError
 
-FILTERS = {  # that hdf5_chunks.py undoes
+FILTERS = {  # that hdf5_chunks.py can reverse
     h5py.h5z.FILTER_DEFLATE: "gzip",
     h5py.h5z.FILTER_LZF: "lzf",
     h5py.h5z.FILTER_SHUFFLE: "shuffle",
     h5py.h5z.FILTER_FLETCHER32: "fletcher32",
 }
 MAX_FILTERS = 8
-MAX_CHUNK_BYTES = 1 << 30  # a whole row of chunks is held in memory
-NAMED = 8  # members of a group that are listed where a name is not found
+MAX_CHUNK_BYTES = 1 << 30  # of all chunks that hold the same rows, which are in memory together
+NAMED = 8  # members of a group that an error message lists
 
 
 class Unusable(Exception):
-    """The file was opened but what it holds cannot be used; the text says why."""
+    """The file was opened but its content cannot be used; the text gives the reason."""
 
 
 class CorruptChunk(Exception):
-    """A chunk is not what its filters make; the text says which one and why."""
+    """A chunk cannot be decoded by its filters; the text gives the chunk and the reason."""
 
 
 @contextmanager
 def open_hdf5(path: str) -> Iterator[h5py.File]:
-    """The file, to be read in a ``with`` block. Any failure there to make sense of it becomes one
-    UsageError that names the file.
+    """Open the file for reading in a ``with`` block.
+
+    Any error in the block is raised as one UsageError that names the file.
     """
     with usage_errors(path), open_unchecked(path) as file:
         yield file
 
 
 def open_unchecked(path: str) -> h5py.File:
-    """The file, read-only, unlocked (it never changes), without HDF5's own cache of chunks."""
+    """Open the file read-only, without a lock (it never changes) and without a chunk cache."""
     return h5py.File(path, "r", locking=False, rdcc_nbytes=0)
 
 
 @contextmanager
 def usage_errors(path: str) -> Iterator[None]:
-    """Any failure to make sense of the file -> one UsageError."""
+    """Raise any error of the block as one UsageError that names the file."""
     if os.path.isdir(path):
         raise UsageError(f"{path} is a folder: make a pack of it with 'hpctrain pack {path}'")
     try:
@@ -71,7 +72,7 @@ def usage_errors(path: str) -> Iterator[None]:
 
 
 def explain(error: Exception) -> str:
-    """What happened to a file, from what HDF5 says of it: "is cut short: ..."."""
+    """Translate an error of HDF5 into the state of the file, such as "is cut short: ..."."""
     text = str(error)
     if isinstance(error, CorruptChunk):
         return f"is corrupt: {error}; copy or make it again"
@@ -89,12 +90,12 @@ def explain(error: Exception) -> str:
 
 
 def file_size(file: h5py.File) -> int:
-    """Bytes that the file has now."""
+    """Return the current size of the file in bytes."""
     return os.fstat(file.id.get_vfd_handle()).st_size
 
 
 def find_dataset(file: h5py.File, name: str) -> h5py.Dataset:
-    """The dataset of this path, every component of which is a hard link. Raises Unusable."""
+    """Return the dataset of this path, which must consist of hard links only. Raises Unusable."""
     node: Any = file
     for part in [p for p in name.split("/") if p not in ("", ".")]:
         where = f"{node.name.rstrip('/')}/{part}"
@@ -120,8 +121,10 @@ def _members(node: h5py.HLObject) -> str:
 
 
 def check_storage(data: h5py.Dataset, size: int) -> int:
-    """The rows that a chunk spans, 0 for a contiguous dataset of a file of `size` bytes. Raises
-    Unusable for what is stored in other ways, or not all there.
+    """Check how a dataset of a file of `size` bytes is stored; return the rows per chunk.
+
+    Returns 0 for a contiguous dataset. Raises Unusable for other kinds of storage, and if data are
+    missing.
     """
     properties, name = data.id.get_create_plist(), data.name
     storage = properties.get_layout()
@@ -171,5 +174,5 @@ def _check_chunks(data: h5py.Dataset, stored: int, size: int) -> None:
 
 
 def library_versions() -> str:
-    """Versions of h5py and of the HDF5 that it brings."""
+    """Return the versions of h5py and of the HDF5 library that it uses."""
     return f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}"

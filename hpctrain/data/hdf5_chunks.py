@@ -1,16 +1,16 @@
-"""Chunks of an HDF5 dataset that comes from anywhere, read raw and decoded here.
+"""Read the chunks of an untrusted HDF5 dataset raw, and decode them here.
 
-HDF5 trusts what a file says of its chunks: its Fletcher-32 filter ends the process with SIGSEGV
-where a chunk is shorter than its checksum. So HDF5 gives the stored bytes alone, and the filters
-are undone here, from the last to the first, none of them to more bytes than a chunk may have:
+HDF5 trusts the metadata of chunks: its Fletcher-32 filter ends the process with SIGSEGV if a chunk
+is shorter than its checksum. So HDF5 only returns the stored bytes, and the filters are reversed
+here, from the last to the first. No filter may produce more bytes than a chunk may have:
 
-* fletcher32 (H5Zfletcher32.c): the data, then a checksum of four bytes, little endian, of their
-  16-bit words, big endian; an old HDF5 wrote both halves with their bytes exchanged;
-* shuffle (H5Zshuffle.c): first all first bytes of the numbers, then all second ones, ...;
+* fletcher32 (H5Zfletcher32.c): the data, followed by a checksum of four bytes, little endian, over
+  their 16-bit words, big endian; an old HDF5 wrote both halves of the checksum byte-swapped;
+* shuffle (H5Zshuffle.c): the first bytes of all numbers, then all second bytes, ...;
 * deflate: a zlib stream (RFC 1950);
-* lzf (filter 32000, by h5py): LibLZF's format. A byte below 32 says that so many bytes and one more
-  follow as they are; else its upper three bits, with a byte more if all are set, say how many bytes
-  less two to repeat, and its lower five with the last byte how far back they begin less one.
+* lzf (filter 32000, by h5py): LibLZF's format. A control byte c < 32 is followed by c + 1 literal
+  bytes. Any other is a back reference: its upper three bits are the length - 2 (if all are set, the
+  next byte is added), its lower five bits and the following byte are the distance - 1.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from hpctrain.data.hdf5 import CorruptChunk, explain, file_size
 from hpctrain.data.pack_format import ExternalFile
 from hpctrain.errors import RunError
 
-CACHE_BYTES = 64 << 20  # of slabs kept, besides the last
-WORDS = 1 << 14  # of a checksum that are summed at a time
+CACHE_BYTES = 64 << 20  # of cached slabs; the last one is kept whatever its size
+WORDS = 1 << 14  # summed at a time for a checksum
 FALLING = np.arange(WORDS, 0, -1)
 
 
 class Filters(NamedTuple):
-    """How the chunks of a data set are stored."""
+    """How the chunks of a dataset are stored."""
 
     codes: tuple[int, ...]  # in the order in which they were applied
     itemsize: int
@@ -46,7 +46,7 @@ class Filters(NamedTuple):
 
 
 class StoredChunks:
-    """A dataset in chunks, with what HDF5 says of it, asked once."""
+    """A chunked dataset; its properties are read from HDF5 once."""
 
     def __init__(self, data: h5py.Dataset) -> None:
         self._id, self.shape, self.chunk, self.dtype = data.id, data.shape, data.chunks, data.dtype
@@ -57,7 +57,10 @@ class StoredChunks:
         )
 
     def read(self, start: int, stop: int, file_size: int) -> np.ndarray:
-        """Rows `start` (where a chunk begins) to `stop`. CorruptChunk, and what h5py raises."""
+        """Read rows `start` (the first of a chunk) to `stop`.
+
+        Raises CorruptChunk, or any error of h5py.
+        """
         shape = (stop, *self.shape[1:])
         out = np.empty((stop - start, *self.shape[1:]), self.dtype)
         firsts = (start, *(0 for _ in shape[1:]))
@@ -76,11 +79,11 @@ class StoredChunks:
         return out
 
     def _read_stored(self, corner: tuple[int, ...], file_size: int) -> tuple[bytes, int]:
-        """The stored bytes of a chunk, and a bit for each filter that it was stored without."""
+        """Read the stored bytes of a chunk, and its filter mask: a set bit is a skipped filter."""
         found, size = self._id.get_chunk_info_by_coord(corner), self.filters.size
         checksums = 4 * self.filters.codes.count(h5py.h5z.FILTER_FLETCHER32)
-        least, most = checksums + 1, 2 * size + 1024  # what does not shrink grows little
-        if not self.filters.codes:  # HDF5 reserves `size` bytes, whatever the index says
+        least, most = checksums + 1, 2 * size + 1024  # incompressible data grow only a little
+        if not self.filters.codes:  # HDF5 allocates `size` bytes, whatever the index says
             least = most = size
         if found.byte_offset is None or found.byte_offset + found.size > file_size:
             raise CorruptChunk(f"the chunk at {corner} is not within the file")
@@ -93,7 +96,7 @@ class StoredChunks:
 
 
 def decode(raw: bytes, filters: Filters, skipped: int = 0) -> bytes:
-    """The values of a stored chunk; bit i of `skipped` leaves filter i out. CorruptChunk."""
+    """Decode a stored chunk; a set bit i of `skipped` skips filter i. Raises CorruptChunk."""
     limit = filters.size + 4 * filters.codes.count(h5py.h5z.FILTER_FLETCHER32)
     content = raw
     for number, code in reversed(list(enumerate(filters.codes))):
@@ -113,7 +116,7 @@ def decode(raw: bytes, filters: Filters, skipped: int = 0) -> bytes:
 
 
 def check_fletcher32(content: bytes) -> bytes:
-    """The bytes without their checksum, which must be theirs."""
+    """Verify the checksum at the end and return the bytes before it. Raises CorruptChunk."""
     if len(content) < 4:
         raise CorruptChunk(f"{len(content)} bytes are too few for a Fletcher-32 checksum")
     values, stored = content[:-4], int.from_bytes(content[-4:], "little")
@@ -125,7 +128,10 @@ def check_fletcher32(content: bytes) -> bytes:
 
 
 def fletcher32(content: bytes) -> tuple[int, int]:
-    """Both sums of Fletcher's checksum, modulo 65,535, which stands in place of 0 but for zeros."""
+    """Return both sums of Fletcher's checksum modulo 65,535.
+
+    A positive multiple of 65,535 gives 65,535; only a sum of 0 gives 0.
+    """
     words = np.frombuffer(content + bytes(len(content) % 2), ">u2")
     plain = weighted = 0
     for first in range(0, len(words), WORDS):
@@ -138,7 +144,7 @@ def fletcher32(content: bytes) -> tuple[int, int]:
 
 
 def inflate(content: bytes, limit: int) -> bytes:
-    """The bytes of a zlib stream, at most `limit`."""
+    """Decompress a zlib stream to at most `limit` bytes. Raises CorruptChunk."""
     stream = zlib.decompressobj()
     try:
         values = stream.decompress(content, limit + 1)
@@ -150,14 +156,14 @@ def inflate(content: bytes, limit: int) -> bytes:
 
 
 def unshuffle(content: bytes, itemsize: int) -> bytes:
-    """The bytes in the order of the numbers; what is left over stands at the end."""
+    """Reverse the shuffle filter; an incomplete number at the end is left in place."""
     whole = len(content) - len(content) % itemsize
     planes = np.frombuffer(content, np.uint8, whole).reshape(itemsize, -1)
     return planes.T.tobytes() + content[whole:]
 
 
 def expand_lzf(content: bytes, limit: int) -> bytes:
-    """The bytes of an LZF stream, at most `limit`."""
+    """Decompress an LZF stream to at most `limit` bytes. Raises CorruptChunk."""
     if (expand := _lzf_of_h5py()) is None:
         return expand_lzf_here(content, limit)
     buffer = ctypes.create_string_buffer(limit)
@@ -169,7 +175,7 @@ def expand_lzf(content: bytes, limit: int) -> bytes:
 
 @lru_cache(maxsize=1)
 def _lzf_of_h5py() -> Callable[[bytes, int, object, int], int] | None:
-    """LibLZF's function, which writes at most the bytes given, where h5py exports it."""
+    """Return LibLZF's bounded decompression function, or None if h5py does not export it."""
     try:
         function = ctypes.CDLL(h5py.h5z.__file__).lzf_decompress
     except (OSError, AttributeError):
@@ -180,7 +186,7 @@ def _lzf_of_h5py() -> Callable[[bytes, int, object, int], int] | None:
 
 
 def expand_lzf_here(content: bytes, limit: int) -> bytes:
-    """The same without help, much slower."""
+    """Decompress as `expand_lzf` does, in pure Python, which is much slower."""
     out, at = bytearray(), 0
     try:
         while at < len(content) and len(out) <= limit:
@@ -207,22 +213,23 @@ def expand_lzf_here(content: bytes, limit: int) -> bytes:
 class Chunks:
     """The images of an external file, stored in chunks.
 
-    A slab is all chunks that hold the same images. Every slab that a call needs is read once, and
-    the last slabs are kept, so that the next call may go on within one. HDF5 fills what it misses
-    at the end of a file with zeros, so the file's size is compared after every read.
+    A slab consists of all chunks that hold the same images. Every slab that a call needs is read
+    once, and the most recent slabs are cached, because the next call often continues within one.
+    HDF5 returns zeros for bytes missing at the end of a file, so the file's size is checked after
+    every read.
     """
 
     def __init__(self, source: ExternalFile, file: h5py.File, data: h5py.Dataset) -> None:
-        """Of `data` in the open `file`, both checked."""
+        """Read from `data` in the open `file`; both have been checked."""
         self.source, self._file, self._data = source, file, StoredChunks(data)
         self._count = max(1, CACHE_BYTES // (source.chunk_rows * source.image_bytes))
         self._kept: OrderedDict[int, np.ndarray] = OrderedDict()  # by number, newest last
         self._lock = threading.Lock()
 
     def read(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """The images `rows` (n,), in that order, into `out` (n, H, W, C). Raises RunError."""
+        """Read the images `rows` (n,), in that order, into `out` (n, H, W, C). Raises RunError."""
         step = self.source.chunk_rows
-        order = np.argsort(rows, kind="stable")  # of the file
+        order = np.argsort(rows, kind="stable")  # file order
         slabs = rows[order] // step
         cuts = [0, *(np.flatnonzero(np.diff(slabs)) + 1).tolist(), len(rows)]
         with self._lock:
@@ -239,7 +246,7 @@ class Chunks:
             self._file.close()
 
     def _read_slab(self, slab: int) -> np.ndarray:
-        """The images of a slab, (m, H, W, C)."""
+        """Return the images of a slab, (m, H, W, C), from the cache or the file."""
         if slab in self._kept:
             self._kept.move_to_end(slab)
             return self._kept[slab]

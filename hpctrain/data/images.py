@@ -1,18 +1,18 @@
-"""One image file -> one sample of a pack: (H, W, C) uint8, C = 1 gray or 3 colour.
+"""Decode one image file to a sample of a pack: (H, W, C) uint8, C = 1 (gray) or 3 (colour).
 
-What happens to a file, in this order:
+A file is processed in these steps:
 
-1. decoding by Pillow; only formats decoded in this process (no EPS, which starts a program), the
-   first frame of several, at most MAX_PIXELS, counted before memory is taken. A JPEG much larger
-   than asked is decoded at 1/2, 1/4 or 1/8 scale, never below twice the size asked: three times
-   faster on pictures of 12 megapixels, 0.4 gray levels from the full decoding on average, 4 at
-   most;
-2. one of two modes, gray or RGB: palettes and CMYK become RGB (a palette of grays stays gray),
-   16-bit gray is scaled by 1/257, and transparency is laid over black, so "nothing" is 0;
-3. resizing with a bilinear filter that is widened when shrinking (no aliasing): stretched to the
-   size, or its largest centred part of the right proportions (``crop``);
-4. the EXIF orientation, so that up is up;
-5. the channels asked: gray -> RGB by repetition, RGB -> gray by ITU-R 601 luma.
+1. Decode with Pillow: only formats that are decoded in this process (not EPS, which starts a
+   program), only the first of several frames, and at most MAX_PIXELS, checked before memory is
+   allocated. A JPEG much larger than requested is decoded at 1/2, 1/4 or 1/8 scale, but never below
+   twice the requested size: on pictures of 12 megapixels this is three times as fast, and differs
+   from full decoding by 0.4 gray levels on average, by 4 at most.
+2. Convert to gray or RGB: palettes and CMYK become RGB (a palette of grays becomes gray), 16-bit
+   gray is scaled by 1/257, and transparent pixels are blended over black, so transparent is 0.
+3. Resize with a bilinear filter that is widened when shrinking (no aliasing): stretch the whole
+   image, or crop it first to its largest centred part of the right proportions (``crop``).
+4. Apply the EXIF orientation.
+5. Convert to the requested channels: gray -> RGB by repetition, RGB -> gray by ITU-R 601 luma.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hpctrain.errors import first_line
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 
 FILE_LIMIT = 2**28  # bytes of one image file
-MAX_PIXELS = 2**26  # that are decoded of an image; with a palette or transparency they take 1 GB
-QUALITY = 95  # of images that become JPEG
+MAX_PIXELS = 2**26  # of a decoded image; with a palette or transparency, decoding takes 1 GB
+QUALITY = 95  # of images converted to JPEG
 GRAY_MODES = ("1", "L", "LA", "La", "I", "F")  # and every mode that begins with "I;16"
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 TURNS = {
@@ -46,11 +46,11 @@ TURNS = {
 
 
 class BadImage(Exception):
-    """This file is no image that can be read; the text says why."""
+    """The file is not a readable image; the text gives the reason."""
 
 
 class WrongSize(Exception):
-    """The image is not of the size that all must have; `size` is (width, height)."""
+    """The image does not have the required size; `size` is its (width, height)."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         super().__init__(f"{size[0]}x{size[1]}")
@@ -58,7 +58,7 @@ class WrongSize(Exception):
 
 
 class Fit(NamedTuple):
-    """What every image becomes. `exact`: it must have this size already, else WrongSize."""
+    """Size and channels of every decoded image. With `exact`, other sizes raise WrongSize."""
 
     width: int
     height: int
@@ -68,7 +68,7 @@ class Fit(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What is known before the pixels are decoded; the size is as seen, EXIF applied."""
+    """Properties known before the pixels are decoded; the size is that after EXIF orientation."""
 
     width: int
     height: int
@@ -77,28 +77,28 @@ class Header(NamedTuple):
 
 @contextmanager
 def bad_images() -> Iterator[None]:
-    """What Pillow raises of a corrupt file, which is of any kind -> BadImage."""
+    """Raise any error of the block as BadImage: for corrupt files, Pillow raises many types."""
     try:
         yield
     except (BadImage, WrongSize):
         raise
-    except Image.UnidentifiedImageError as error:  # its text has a memory address
+    except Image.UnidentifiedImageError as error:  # its text contains a memory address
         raise BadImage("not an image of a known format") from error
     except Exception as error:
         raise BadImage(first_line(error)) from error
 
 
 def decode(data: bytes, fit: Fit) -> bytes:
-    """The pixels of an image file as `fit` asks, height x width x channels bytes.
+    """Decode an image file to the size and channels of `fit`: height x width x channels bytes.
 
-    Raises BadImage, or WrongSize under ``fit.exact``.
+    Raises BadImage, or with ``fit.exact`` WrongSize.
     """
     with bad_images():
         return _decode(_open(data), fit)
 
 
 def fit_pixels(pixels: bytes, shape: tuple[int, int, int], fit: Fit) -> bytes:
-    """Raw pixels of `shape` (H, W, C) as `fit` asks: the same as `decode` from its step 3 on."""
+    """Convert raw pixels of `shape` (H, W, C) to `fit`, as `decode` does from step 3 on."""
     height, width, channels = shape
     if shape == (fit.height, fit.width, fit.channels):
         return pixels
@@ -109,12 +109,14 @@ def fit_pixels(pixels: bytes, shape: tuple[int, int, int], fit: Fit) -> bytes:
 
 
 def as_jpeg(data: bytes) -> bytes:
-    """A JPEG file, gray or YCbCr and upright, of an image file at its own size: these very bytes
-    where it is one, else made by step 2 and 4 of the module's list. Raises BadImage.
+    """Convert an image file to an upright JPEG file, gray or YCbCr, of the same size.
+
+    If it already is one, its bytes are returned unchanged. Otherwise steps 2 and 4 of the module's
+    docstring are applied to the decoded image, and it is encoded. Raises BadImage.
     """
     with bad_images():
         image = _open(data)
-        sound = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")  # MPO: several JPEG
+        sound = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")  # MPO: several JPEGs
         if sound and _orientation(image) == 1:
             return data
         _load(image)
@@ -127,7 +129,7 @@ def as_jpeg(data: bytes) -> bytes:
 
 
 def probe(data: bytes) -> Header:
-    """Size and colour of an image file from its header; palettes are looked at. BadImage."""
+    """Read size and colour of an image file from its header and palette. Raises BadImage."""
     with bad_images():
         image = _open(data)
         if image.format == "TIFF":
@@ -139,9 +141,9 @@ def probe(data: bytes) -> Header:
 
 
 def read_image(path: str, shape: tuple[int, int, int], crop: bool = False) -> np.ndarray:
-    """An image file as the (H, W, C) uint8 array that a pack of this shape would hold.
+    """Read an image file as the (H, W, C) uint8 array that a pack of this shape would hold.
 
-    Raises BadImage, and OSError where the file cannot be read at all.
+    Raises BadImage, and OSError if the file cannot be read at all.
     """
     height, width, channels = shape
     with open(path, "rb") as file:
@@ -157,7 +159,7 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _load(image: Image.Image) -> None:
-    """Decode the pixels. BadImage where there are too many."""
+    """Decode the pixels. Raises BadImage if there are too many."""
     width, height = image.size  # of a JPEG at the scale at which it is decoded
     if width * height > MAX_PIXELS:
         raise BadImage(f"{width:,} x {height:,} pixels; the limit is {MAX_PIXELS:,}")
@@ -167,7 +169,7 @@ def _load(image: Image.Image) -> None:
 def _decode(image: Image.Image, fit: Fit) -> bytes:
     box: tuple[float, float, float, float] | None = None
     if not fit.exact:
-        reach = 2 * max(fit.width, fit.height)  # one number: it may yet be turned sideways
+        reach = 2 * max(fit.width, fit.height)  # for both sides: EXIF may exchange them
         drafted = image.draft(None, (reach, reach))  # JPEG only, None elsewhere
         box = drafted[1] if drafted else None
     _load(image)
@@ -182,7 +184,7 @@ def _decode(image: Image.Image, fit: Fit) -> bytes:
 def resized(
     image: Image.Image, box: tuple[float, float, float, float], fit: Fit, orientation: int
 ) -> Image.Image:
-    """`box` of a gray or RGB image at the size, orientation and mode asked."""
+    """Resize the part `box` of a gray or RGB image to `fit`, and apply the EXIF orientation."""
     size = (fit.width, fit.height)
     if orientation in SIDEWAYS:
         size = (fit.height, fit.width)
@@ -192,13 +194,13 @@ def resized(
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
     mode = "L" if fit.channels == 1 else "RGB"
-    return image if image.mode == mode else image.convert(mode)  # it would copy
+    return image if image.mode == mode else image.convert(mode)  # convert() always copies
 
 
 def _centre(
     box: tuple[float, float, float, float], size: tuple[int, int]
 ) -> tuple[float, float, float, float]:
-    """The largest centred part of `box` with the proportions of `size`."""
+    """Return the largest centred part of `box` with the proportions of `size`."""
     left, top, right, bottom = box
     scale = min((right - left) / size[0], (bottom - top) / size[1])
     width, height = min(scale * size[0], right - left), min(scale * size[1], bottom - top)
@@ -207,7 +209,7 @@ def _centre(
 
 
 def _gray_or_rgb(image: Image.Image) -> Image.Image:
-    """Step 2 of the module's list."""
+    """Convert to gray or RGB, step 2 of the module's docstring."""
     transparent = image.has_transparency_data
     if image.mode in ("L", "RGB") and not transparent:
         return image
@@ -223,7 +225,7 @@ def _gray_or_rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
-    """Gray of 16 bits -> 8 bits: value / 257, rounded, so that 65535 becomes 255."""
+    """Convert 16-bit gray to 8 bits: value / 257, rounded, so that 65535 becomes 255."""
     values = np.asarray(image)
     if values.size and (values.min() < 0 or values.max() > 65535):
         raise BadImage("gray values beyond 16 bits: convert them to 8 or 16 bits")
@@ -239,9 +241,9 @@ def _has_colour(image: Image.Image) -> bool:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1-8; 1 (upright) where the metadata is missing or corrupt."""
+    """Return the EXIF orientation 1-8; 1 (upright) if the metadata is missing or corrupt."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # corrupt metadata makes Pillow raise any kind; the pixels may be sound
+    except Exception:  # of any type, for corrupt metadata; the pixels may be sound
         return 1
     return value if value in TURNS else 1

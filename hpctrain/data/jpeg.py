@@ -1,15 +1,16 @@
-"""One JPEG file of a pack -> (H, W, C) uint8, the whole image or a random crop of it.
+"""Decode a JPEG file of a pack to (H, W, C) uint8: the whole image or a random crop of it.
 
-The whole image is decoded as ``images.decode`` does it, so a pack of JPEG files gives the very
-pixels that a pack of pixels would hold. A crop is decoded at 1/2, 1/4 or 1/8 scale where it then
-still has twice the size asked: no detail that the crop can show is lost.
+The whole image is decoded as in ``images.decode``, so a pack of JPEG files gives exactly the pixels
+that a pack of pixels would hold. A crop is decoded at 1/2, 1/4 or 1/8 scale if it then still has
+twice the requested size, so that no visible detail is lost.
 
-Random crops are those of Szegedy et al. 2015 (arXiv:1409.4842), as torchvision's RandomResizedCrop
-draws them: an area uniform from the smallest to the whole, a ratio of width to height log-uniform
-from 3/4 to 4/3; after ten that do not fit, the largest centred crop within these ratios.
+Random crops are those of Szegedy et al. 2015 (arXiv:1409.4842), drawn as by torchvision's
+RandomResizedCrop: the area is uniform between the smallest and the whole, the ratio of width to
+height log-uniform between 3/4 and 4/3. If ten such crops do not fit into the image, the largest
+centred crop within these ratios is used.
 
-Several threads share the work because Pillow decodes and resizes without the interpreter's lock. An
-image is decoded by one thread, so their number changes no bit.
+Several threads share the work, because Pillow releases the interpreter's lock when it decodes and
+resizes. An image is decoded by one thread, so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from hpctrain.data.images import BadImage, Fit, bad_images, resized
 
 MODES = ("L", "RGB")  # as Pillow names gray and YCbCr
 TRIES = 10
-NUMBERS = 2 * TRIES + 2  # share and ratio of each try, and the place
+NUMBERS = 2 * TRIES + 2  # area and ratio of each try, and the position
 MIN_RATIO, MAX_RATIO = 3 / 4, 4 / 3
-REACH = 2  # times the size asked that scaled decoding leaves at least
+REACH = 2  # scaled decoding keeps at least this many times the requested size
 MAX_THREADS = 8
-TASK_FILES = 8  # that a thread takes at a time
+TASK_FILES = 8  # files per task of a thread
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 class Crop(NamedTuple):
-    """A random crop of an image: its smallest share of the area, and what decides the rest."""
+    """A random crop of an image: its smallest share of the area, and its random numbers."""
 
     min_area: float
     numbers: Sequence[float]  # NUMBERS of them, in [0, 1)
 
     def box(self, width: int, height: int) -> Box:
-        """The crop of an image of this size."""
+        """Return the crop of an image of this size."""
         for i in range(TRIES):
             share = self.min_area + self.numbers[2 * i] * (1 - self.min_area)
             low, high = math.log(MIN_RATIO), math.log(MAX_RATIO)
@@ -63,20 +64,21 @@ class Crop(NamedTuple):
 
 
 def decoder_versions() -> str:
-    """Versions of what decodes, such as "Pillow 12.0.0, libjpeg 6.2": bits depend on them."""
+    """Return the decoder's versions, on which pixels depend: "Pillow 12.0.0, libjpeg 6.2"."""
     return f"Pillow {PIL.__version__}, libjpeg {features.version('jpg')}"
 
 
 def draw_crops(min_area: float, count: int, key: int) -> list[Crop]:
-    """The crops of `count` images, by `key`: that of an image depends on its place alone."""
+    """Draw the crops of `count` images from `key`; each depends on the image's position alone."""
     raw = np.random.Philox(key=key).random_raw(count * NUMBERS)  # fixed for all versions of NumPy
     numbers = (raw >> 11) * 2.0**-53
     return [Crop(min_area, part) for part in numbers.reshape(count, NUMBERS).tolist()]
 
 
 def decode_file(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) -> bytes:
-    """The pixels of a JPEG file as `fit` asks, or of a crop of it stretched to that size; height x
-    width x channels bytes. Raises BadImage.
+    """Decode a JPEG file, or a crop of it stretched to size, to height x width x channels bytes.
+
+    Size and channels are those of `fit`. Raises BadImage.
     """
     with bad_images():
         image = Image.open(io.BytesIO(data), formats=("JPEG",))
@@ -108,13 +110,14 @@ def _crop(image: Image.Image, fit: Fit, box: Box) -> bytes:
 
 
 def decode_threads(threads: int | None = None) -> ThreadPoolExecutor:
-    """So many threads; by default as many as cores may be used, at most 8."""
+    """Return a pool of `threads` threads; by default one per usable core, at most 8."""
     return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))), "decode")
 
 
 def map_parts(threads: ThreadPoolExecutor, work: Callable[[slice], None], count: int) -> None:
-    """Call `work` for parts of `count` images, side by side. Of several errors the first part's is
-    raised, when no thread works any longer.
+    """Call `work` in parallel for parts of `count` images.
+
+    Returns when all parts are done. If several parts fail, the error of the first part is raised.
     """
     tasks = [
         threads.submit(work, slice(start, min(count, start + TASK_FILES)))

@@ -1,9 +1,9 @@
-"""One rank's batches, read and augmented in the background.
+"""Load the batches of one rank: they are read and augmented in the background.
 
-A thread (never a forked process: MPI is running) gathers the samples of the next steps into reused
-buffers and turns them into what the network takes, so that a batch is ready before it is needed,
-on a GPU beside the kernels that train (streams.py). It reads on over the border of epochs: what a
-batch holds is a pure function of (seed, epoch, step, shard).
+A thread (never a forked process: MPI is running) gathers the samples of the next steps into a
+reused buffer and makes the network's input of them, so that a batch is ready before it is needed.
+On a GPU this overlaps with the kernels of training (streams.py). The thread continues across the
+end of an epoch: the content of a batch is a pure function of (seed, epoch, step, shard).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.streams import Event, Upload, copy_to_device
 
-AHEAD = 3  # steps that are read before they are needed
+AHEAD = 3  # steps that are prefetched
 HEAD_START = 0.002  # seconds
 READ_BUFFER = 256 << 20  # bytes
 
@@ -37,18 +37,18 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Batch:
-    """What one shard learns from in one step."""
+    """The samples of one shard in one step."""
 
     shard: int
     images: torch.Tensor  # (m_j, C, H, W)
-    targets: torch.Tensor  # labels (m_j,) int64, or what `pair` makes of them
-    key: int  # of this step's and shard's random numbers
+    targets: torch.Tensor  # labels (m_j,) int64, or the targets that `pair` returns
+    key: int  # for the random numbers of this step and shard
 
 
-Part = tuple[np.ndarray, int]  # samples of a split (n,), and the key of their random numbers
-Ready = tuple[list[Batch], Event]  # the batches of a step, and when they are
-# images (m_j, H, W, C) and the key of their random numbers -> network input (m_j, C, H, W),
-# a copy: the images' memory is used again for the next batch
+Part = tuple[np.ndarray, int]  # samples of a split (n,), and the key for their random numbers
+Ready = tuple[list[Batch], Event]  # the batches of a step, and the event after which they are ready
+# images (m_j, H, W, C) and the key for their random numbers -> network input (m_j, C, H, W),
+# a copy: the memory of the images is reused for the next batch
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
 # network input, labels (m_j,) and the key -> input and target
 Pair = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -61,9 +61,9 @@ def make_prepare(
     scaling: tuple[torch.Tensor, torch.Tensor] | None = None,
     augmentation: Augmentation = Augmentation(),  # noqa: B008
 ) -> Prepare:
-    """How images become the network's input on `device`: augmented, scaled, laid out.
+    """Return a function that augments images and scales them to the network's input on `device`.
 
-    `scaling` is mean and standard deviation by channel, (C,) each; None leaves [0, 1].
+    `scaling` is the mean and standard deviation per channel, (C,) each; None = values in [0, 1].
     """
     mean, std = (values.to(device) for values in scaling) if scaling else (None, None)
 
@@ -77,9 +77,9 @@ def make_prepare(
 def read_samples(
     split: Split, indices: Sequence[int] | np.ndarray, prepare: Prepare | None = None
 ) -> torch.Tensor:
-    """The network's input for these samples of a split, (n, C, H, W), without augmentation.
+    """Read these samples of a split as the network's input, (n, C, H, W), without augmentation.
 
-    `prepare` makes it from images; None stands for float32 in [0, 1] on the CPU.
+    `prepare` converts the images; None = to float32 in [0, 1] on the CPU.
     """
     images = np.empty((len(indices), *split.image_shape), split.dtype)  # (n, H, W, C)
     split.gather(np.asarray(indices), images)
@@ -87,8 +87,9 @@ def read_samples(
 
 
 def keep_usable(split: Split, indices: np.ndarray, images: np.ndarray) -> np.ndarray:
-    """Those of the samples `indices` (n,) that can be used; their images come first in `images`
-    (n, H, W, C).
+    """Return those of the samples `indices` (n,) that can be used.
+
+    Their images are moved to the front of `images` (n, H, W, C).
     """
     usable = split.bad.usable(indices)
     if usable is None:
@@ -101,8 +102,10 @@ def keep_usable(split: Split, indices: np.ndarray, images: np.ndarray) -> np.nda
 def make_pairs(
     upload: Upload, split: Split, parts: Sequence[Part], prepare: Prepare, pair: Pair
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Input and target of each part on the device. The images of all parts lie in the buffer of
-    `upload`, one part after the other: they go there by one copy, and their labels by one.
+    """Make the input and target of each part on the device.
+
+    The images of all parts are in the buffer of `upload`, one part after the other. They are
+    uploaded in one copy, and their labels in another.
     """
     sizes = [len(indices) for indices, _ in parts]
     labels = torch.from_numpy(split.labels[np.concatenate([indices for indices, _ in parts])])
@@ -118,11 +121,12 @@ def make_pairs(
 def ahead(
     make: Callable[[Item], Made], items: Iterable[Item], count: int = 1, head_start: float = 0.0
 ) -> Generator[Made, None, None]:
-    """What `make` gives for each item, made in order by a thread, `count` before they are needed.
+    """Yield `make(item)` for each item, computed in order by a thread, `count` items ahead.
 
-    While the next one is ready, the thread leaves the interpreter to its user for `head_start`
-    seconds: what it makes for a later step should not delay the kernels of this one. An error is
-    raised for its own item. When this generator is closed the thread has ended.
+    If the next result is ready, the thread first leaves the interpreter to the consumer for
+    `head_start` seconds, so that work for a later step does not delay the kernels of the current
+    one. An error is raised in place of the result of its item. Closing the generator ends the
+    thread.
     """
     waiting: deque[Future[Made]] = deque()
     wanted = threading.Event()
@@ -135,7 +139,7 @@ def ahead(
         if not waiting[0].done():
             wanted.set()
         try:
-            return waiting[0].result()  # has no name here: its memory would be missing for the next
+            return waiting[0].result()  # unnamed: a reference would keep its memory too long
         finally:
             waiting.popleft()
             wanted.clear()
@@ -154,7 +158,7 @@ def ahead(
 
 
 class Loader:
-    """The batches of the shards that are assigned to this rank."""
+    """Loads the batches of the shards that are assigned to this rank."""
 
     def __init__(
         self,
@@ -173,14 +177,14 @@ class Loader:
     ) -> None:
         """Read consecutive `shards` of `partition` from `split`.
 
-        `prepare` makes the network's input from images; None stands for float32 in [0, 1] on the
-        CPU. `pair` makes the target; None stands for the labels. `order` says which samples come
-        when; None stands for a new order of each shard's own samples in every epoch. Memory for
-        samples is bounded by `read_buffer` bytes; what fits into it is read once and kept. With
-        `random_crop` every image is a random crop of its file, of at least that share of the area:
-        UsageError unless the samples are JPEG files. Where bad samples are skipped, a shard that
-        keeps fewer than `min_samples` of a step has no batch. What `prepare` gets lies on `device`.
-        `epochs`: how many there will be; the steps of the next one are read ahead before one ends.
+        `prepare` converts images, on `device`, to the network's input; None = to float32 in [0, 1]
+        on the CPU. `pair` turns that and the labels into input and target; None = unchanged.
+        `order` is the order of the samples; None = a new order of each shard's own samples in every
+        epoch. The cache of samples takes at most `read_buffer` bytes; if all fit, they are read
+        once. With `random_crop`, every image is a random crop of its file with at least that share
+        of the area; raises UsageError unless the samples are JPEG files. If bad samples are skipped
+        and fewer than `min_samples` of a shard are left in a step, the shard has no batch. `epochs`
+        is the number of epochs; the first steps of the next epoch are prefetched before one ends.
         """
         if random_crop and not split.pack.encoded:
             raise UsageError(
@@ -193,8 +197,8 @@ class Loader:
         self.order = order or Order(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
         self._min_samples, self._device = min_samples, device
-        self._prefetch: Generator[Ready, None, None] | None = None  # between epochs
-        self._following = (0, 0)  # epoch and step that it gives next
+        self._prefetch: Generator[Ready, None, None] | None = None  # kept between epochs
+        self._following = (0, 0)  # epoch and step that it yields next
         self._cache: SampleCache | None = None
         self.assign_shards(shards)
 
@@ -207,17 +211,18 @@ class Loader:
         self._upload = Upload(shape, self.split.dtype, self._device)
 
     def close(self) -> None:
-        """End the reading thread, and forget what it has read. A new epoch begins it again."""
+        """End the reading thread and free all that it has read. The next epoch starts a new one."""
         self._end_prefetch()
         if self._cache:
             self._cache.close()
             self._cache = None
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
-        """The steps of an epoch from `first_step` on: for each, a batch per shard with samples.
+        """Yield the steps of an epoch from `first_step` on: each is a batch per shard with samples.
 
-        An error of the reading thread (a file cut short) is raised here. Where the epoch ends, the
-        thread reads on; where it is left early, the thread ends.
+        Errors of the reading thread (such as a truncated file) are raised here. At the end of an
+        epoch the thread continues with the next one, if any; if the iterator is closed early, the
+        thread ends.
         """
         steps = self.partition.steps
         if self._prefetch is None or self._following != (epoch, first_step):
@@ -242,7 +247,7 @@ class Loader:
             self._prefetch = None
 
     def _steps_from(self, epoch: int, first_step: int) -> Iterator[tuple[int, int]]:
-        """The steps that the thread reads, each with its epoch."""
+        """Yield (epoch, step) of the steps that the thread reads."""
         for number in range(epoch, max(self.epochs, epoch + 1)):
             first = first_step if number == epoch else 0
             yield from ((number, step) for step in range(first, self.partition.steps))

@@ -1,21 +1,21 @@
-"""In which order the shards read the samples of a split: pure functions of (seed, epoch, shard).
+"""The orders in which shards read the samples of a split: pure functions of (seed, epoch, shard).
 
     partition   every shard reads its own samples, in a new order every epoch
-    global      every epoch assigns all samples anew to the shards
-    blocks      every shard reads blocks of consecutive samples of its partition in a new order
-                every epoch, and shuffles the samples of a few blocks, a window, among themselves:
-                what a disk or a parallel file system reads fast
+    global      all samples are reassigned to the shards every epoch
+    blocks      every shard reads blocks of consecutive samples of its partition, in a new order
+                every epoch, and shuffles the samples within a window of a few blocks; disks and
+                parallel file systems read blocks fast
 
 The samples of a pack were shuffled when it was made, so a partition holds all classes. An external
-file may be sorted: there the samples (for "blocks", the blocks) are assigned to the partitions at
-random, by one more permutation that never changes, `scattered`.
+file may be sorted. Its samples (for "blocks", its blocks) are therefore assigned to the partitions
+at random, by one more permutation, which is the same in all epochs (`scattered`).
 
-Permutations are made so that any part can be had without the rest. Small ones are drawn and kept.
-Larger ones are computed where they are asked for, in no memory: a Feistel network (Luby and Rackoff
-1988) is a bijection of the numbers of an even count of bits, and walking along its cycles until a
-number is below n (Black and Rogaway 2002) makes one of 0 ... n-1. Both are made of raw bits alone,
-so equal keys give equal orders with every NumPy: it promises to keep the raw output of PCG64 for a
-seed, but not `Generator.permutation` (NEP 19).
+Any part of a permutation can be computed without the rest. Small permutations are drawn and kept.
+Larger ones are computed on demand, without storing them: a Feistel network (Luby and Rackoff 1988)
+is a bijection on the numbers with an even count of bits, and cycle walking, which applies it until
+the result is below n (Black and Rogaway 2002), makes it a permutation of 0 ... n-1. Both kinds use
+raw bits alone, so equal keys give equal orders with every NumPy: NumPy guarantees a stable raw
+output of PCG64 for a seed, but not of `Generator.permutation` (NEP 19).
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ import numpy as np
 from hpctrain.data.partition import Partition, random_key
 
 ORDERS = ("partition", "global", "blocks")
-KEPT = 1 << 22  # numbers, 32 MiB
+KEPT = 1 << 22  # largest permutation that is drawn and kept: 32 MiB
 ROUNDS = 6
 
 Made = TypeVar("Made")
 
 
 class Order:
-    """Which sample of the split a shard reads at which place of an epoch: here its own samples, in
-    a new order every epoch.
-    """
+    """The order in which shards read samples; in this class, their own, reshuffled every epoch."""
 
     def __init__(self, partition: Partition, seed: int, scattered: bool = False) -> None:
         self.partition, self.seed = partition, seed
@@ -47,19 +45,19 @@ class Order:
         self._newest: dict[object, tuple[object, Any]] = {}
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """The samples at the shard's places first ... first + count - 1, (count,) int64."""
+        """Return `count` of the shard's samples in an epoch, from position `first` on: int64."""
         own = self._permutation(epoch, shard)(np.arange(first, first + count))
         samples = self.partition.start(shard) + own
         return samples if self._scatter is None else self._scatter(samples)
 
     def reach(self, shards: range) -> range:
-        """Samples that these shards may read, in whatever epoch."""
+        """Return the samples that these shards may read in any epoch."""
         if self.everywhere:
             return range(self.partition.samples)
         return range(self.partition.start(shards.start), self.partition.start(shards.stop))
 
     def _permutation(self, epoch: int, *shard: int) -> Permutation:
-        """That of an epoch, of a shard's samples or of all."""
+        """Return the permutation of an epoch: of a shard's samples, or of all samples."""
         n = self.partition.sizes[shard[0]] if shard else self.partition.samples
         return self._keep_newest(
             shard, epoch, lambda: Permutation(n, random_key(self.seed, "order", epoch, *shard))
@@ -69,7 +67,7 @@ class Order:
         return Permutation(n, random_key(self.seed, "deal"))
 
     def _keep_newest(self, place: object, version: object, make: Callable[[], Made]) -> Made:
-        """What `make` gives, kept at `place` until another version is asked for there."""
+        """Return `make()`, cached under `place` until another version is requested there."""
         if place not in self._newest or self._newest[place][0] != version:
             self._newest[place] = version, make()
         made: Made = self._newest[place][1]
@@ -77,37 +75,37 @@ class Order:
 
 
 class GlobalOrder(Order):
-    """Every epoch assigns all samples anew."""
+    """An order that reassigns all samples to the shards every epoch."""
 
     def __init__(self, partition: Partition, seed: int) -> None:
         super().__init__(partition, seed)
         self.everywhere = True
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """The samples at the shard's places first ... first + count - 1, (count,) int64."""
+        """Return `count` of the shard's samples in an epoch, from position `first` on: int64."""
         start = self.partition.start(shard) + first
         return self._permutation(epoch)(np.arange(start, start + count))
 
 
 class Window(NamedTuple):
-    """Samples that are read together, block by block, and then used in another order."""
+    """Samples that are read together, block by block, and then used in random order."""
 
     number: int  # in the shard's epoch
-    start: int  # place of its first sample in the shard's epoch
-    samples: np.ndarray  # (n,) int64, in the order of reading
+    start: int  # position of its first sample in the shard's epoch
+    samples: np.ndarray  # (n,) int64, in reading order
     order: Permutation  # in which they are used
 
 
 class _Blocks(NamedTuple):
     """The blocks of a shard's partition in one epoch."""
 
-    bounds: np.ndarray  # where each begins, and the last ends
+    bounds: np.ndarray  # first sample of each block, and the end of the last
     order: np.ndarray  # in which they are read
-    ends: np.ndarray  # place after each, in that order
+    ends: np.ndarray  # position after each block, in that order
 
 
 class BlockOrder(Order):
-    """Blocks of samples in a new order every epoch, shuffled within windows."""
+    """An order of blocks, reshuffled every epoch, with samples shuffled within windows."""
 
     def __init__(
         self,
@@ -125,7 +123,7 @@ class BlockOrder(Order):
         self._scatter = self._make_scatter(whole) if self.everywhere else None
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """The samples at the shard's places first ... first + count - 1, (count,) int64."""
+        """Return `count` of the shard's samples in an epoch, from position `first` on: int64."""
         windows = self.windows(epoch, shard, first, count)
         parts = [window.samples[window.order(places)] for window, places in windows]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -133,7 +131,7 @@ class BlockOrder(Order):
     def windows(
         self, epoch: int, shard: int, first: int, count: int
     ) -> Iterator[tuple[Window, np.ndarray]]:
-        """The windows in which these places lie, each with the places within it."""
+        """Yield the windows of these positions, each with the positions within the window."""
         ends = self._order_blocks(epoch, shard).ends
         place, end = first, first + count
         while place < end:
@@ -144,7 +142,7 @@ class BlockOrder(Order):
             place = stop
 
     def window(self, epoch: int, shard: int, number: int) -> Window:
-        """Window 0, 1, ... of a shard's epoch."""
+        """Return window `number` (from 0) of a shard's epoch."""
         blocks = self._order_blocks(epoch, shard)
         first = number * self.window_blocks
         chosen = blocks.order[first : first + self.window_blocks]
@@ -155,11 +153,11 @@ class BlockOrder(Order):
         return Window(number, start, samples, Permutation(len(samples), key))
 
     def count(self, shard: int) -> int:
-        """Windows of a shard's epoch."""
+        """Return the number of windows in a shard's epoch."""
         return -(-(len(self._bounds(shard)) - 1) // self.window_blocks)
 
     def _bounds(self, shard: int) -> np.ndarray:
-        """Where the blocks of the shard's partition begin, and the last ends."""
+        """Return the first sample of each block of a shard's partition, and the end of the last."""
         start, stop = self.partition.start(shard), self.partition.start(shard + 1)
         inner = np.arange(-(-start // self.block_rows), -(-stop // self.block_rows))
         between = inner * self.block_rows
@@ -176,7 +174,7 @@ class BlockOrder(Order):
         return self._keep_newest(("blocks", shard), epoch, make)
 
     def _assigned(self, samples: np.ndarray) -> np.ndarray:
-        """Samples of blocks that are assigned at random; those after the last whole one stay."""
+        """Map samples by the random assignment of blocks; those after the last whole block stay."""
         if self._scatter is None:
             return samples
         block, within = np.divmod(samples, self.block_rows)
@@ -192,7 +190,7 @@ def make_order(
     window_blocks: int = 1,
     scattered: bool = False,
 ) -> Order:
-    """The order of that name; blocks and windows are for "blocks"."""
+    """Return the order of that name; `block_rows` and `window_blocks` are for "blocks"."""
     if name == "global":
         return GlobalOrder(partition, seed)
     if name == "blocks":
@@ -211,7 +209,7 @@ class Permutation:
         self._keys = [np.uint64(random_key(key, "round", r)) for r in range(ROUNDS)]
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """The numbers at these places, of the same shape, int64."""
+        """Return the numbers at these positions: an int64 array of the same shape."""
         if self._drawn is not None:
             return self._drawn[places]
         numbers = self._network(places.astype(np.uint64))
@@ -227,9 +225,11 @@ class Permutation:
 
 
 def random_order(n: int, key: int) -> np.ndarray:
-    """0 ... n-1 in random order, (n,) int64: sorted by words of PCG64, without as many of their low
-    bits as n-1 has. There the number itself is put, so words can be sorted in place of an index,
-    which is ten times as fast; where the high bits are equal the smaller number comes first.
+    """Return 0 ... n-1 in random order, (n,) int64: sorted by random words of PCG64.
+
+    The low bits of each word, as many as n-1 has, are replaced by the number itself. So the words
+    are sorted directly, which is ten times as fast as an argsort. If the high bits of two words are
+    equal, the smaller number comes first.
     """
     bits = np.uint64(max(n - 1, 0).bit_length())
     words = np.random.PCG64(key).random_raw(n)
@@ -242,7 +242,7 @@ def random_order(n: int, key: int) -> np.ndarray:
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): every bit depends on all."""
+    """Apply SplitMix64's finalizer (Steele, Lea and Flood 2014): every bit depends on all of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
