@@ -1,4 +1,4 @@
-"""How scripts/torture corrupts runs, and what must hold of them when they are done."""
+"""How scripts/torture corrupts runs, and the checks of completed runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STEPS = 28  # of a run
 
 
 class Seconds(NamedTuple):
-    """What a fault cost, as far as it is known."""
+    """The cost of a fault; None if unknown."""
 
     to_end: float | None  # from the fault to the end of the job
     to_step: float | None  # from the next launch to its first step
 
 
 def corrupt(run: Path, fault: str, draw: random.Random) -> bytes:
-    """What the fault does to the folder after the kill; plan.json as it was, where that is it."""
+    """Corrupt the folder after the kill; return the original plan.json if that was changed."""
     plan = run / "plan.json"
     if fault.endswith("flipped bit"):
         files = sorted((run / "checkpoints").glob("*.safetensors"))
@@ -51,8 +51,9 @@ def flip(path: Path, draw: random.Random) -> None:
 
 
 def cut_record(run: Path, draw: random.Random, lines: int) -> None:
-    """Take so many lines off the end of the record, as after a power failure, but not the first; or
-    with 0 cut into the last one, as a killed writer may leave it.
+    """Remove `lines` lines from the end of the record, as after a power failure, but not the first.
+
+    With 0, cut within the last line, as a killed writer may leave it.
     """
     path = run / "progress.jsonl"
     found = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -63,13 +64,13 @@ def cut_record(run: Path, draw: random.Random, lines: int) -> None:
 
 
 def left_over(folder: Path, name: str) -> list[str]:
-    """Temporary files that were left by killed writers, in the run and beside it."""
+    """Return a line for each temporary file that killed writers left in the run or beside it."""
     found = [*(folder / name).rglob(".*"), *folder.glob(".*")]
     return [f"left over: {path.relative_to(folder)}" for path in found]
 
 
 def judge(run: Path, before: int, whole: str, fault: str) -> list[str]:
-    """What is wrong with a run that was broken and is done."""
+    """Return the problems of a run that was broken, resumed and completed."""
     problems = []
     records = list(read_records(run))
     if records[-1].get("digest") != whole:
@@ -78,7 +79,7 @@ def judge(run: Path, before: int, whole: str, fault: str) -> list[str]:
     notes = [r["text"] for r in records if r["kind"] == "note"]
     missing = [step for step in range(1, STEPS + 1) if step not in numbers]
     lost = fault.endswith("cut record") or (fault.endswith("torn record") and len(missing) == 1)
-    if missing and lost:  # a checkpoint is newer than the record: then they are named
+    if missing and lost:  # a checkpoint is newer than the record: a note must name the steps
         ends = {str(missing[0]), str(missing[-1])}
         if not any(ends <= set(re.findall(r"\d+", text)) for text in notes):
             problems.append(f"missing steps {missing} are not named in {notes}")
@@ -89,8 +90,8 @@ def judge(run: Path, before: int, whole: str, fault: str) -> list[str]:
     ) is not None:
         problems.append(f"record differs from the unbroken one: {apart}")
     resumed = [int(text.split()[-1]) for text in notes if text.startswith("going on after step")]
-    # While one checkpoint is written, training goes on until the next is due; where that write
-    # failed the one before counts, and where we corrupted that one, the one before it.
+    # While a checkpoint is written, training continues until the next one is due. If that write
+    # failed, the previous checkpoint is used; if that one is corrupt, the one before it.
     most = INTERVAL * (3 if fault.endswith("flipped bit") else 2)
     first = resumed[0] if resumed else 0
     if before - first > most and not fault.endswith("cut record"):
@@ -99,7 +100,7 @@ def judge(run: Path, before: int, whole: str, fault: str) -> list[str]:
 
 
 def print_table(cells: Counter, faults: Sequence[str], phases: Sequence[str]) -> None:
-    """Trials by fault and phase."""
+    """Print the number of trials by fault and phase."""
     width = max(map(len, faults))
     print(f"{'':{width}}  " + "  ".join(f"{phase:>10}" for phase in phases))
     for fault in faults:
@@ -108,7 +109,7 @@ def print_table(cells: Counter, faults: Sequence[str], phases: Sequence[str]) ->
 
 
 def print_seconds(spent: dict[str, list[Seconds]]) -> None:
-    """What faults cost, median and most, by fault."""
+    """Print the cost of faults, median and maximum, by fault."""
     print("\nseconds, median (most) of n: from the fault to the end of the job, and from the next")
     print("launch to its first step")
     width = max(map(len, spent))

@@ -1,8 +1,8 @@
-"""One rank of scripts/torture: hpctrain, with one fault at one moment.
+"""One rank of scripts/torture: hpctrain, with one fault injected at one moment.
 
-From the environment: TORTURE_PHASE, TORTURE_COUNT (which time the phase begins), TORTURE_RANK,
-TORTURE_FAULT and TORTURE_STRUCK (a file that is written when it happens). Without TORTURE_PHASE it
-is hpctrain alone.
+Environment variables: TORTURE_PHASE, TORTURE_COUNT (the occurrence of the phase at which the fault
+happens), TORTURE_RANK, TORTURE_FAULT and TORTURE_STRUCK (a file that is written when it happens).
+Without TORTURE_PHASE, hpctrain runs unchanged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 from hpctrain.launcher import launched_rank
 
-POINTS = {  # phase -> the function before each call of which the fault may happen
+POINTS = {  # phase -> function; the fault may happen before each call of it
     "start": "hpctrain.training.train:set_up",
     "load": "hpctrain.data.loader:Loader._read_step",
     "step": "hpctrain.parallel.batchnorm:BatchNorms.merge",
     "evaluation": "hpctrain.inference.tasks:Classification.evaluate",
     "evaluate": "hpctrain.inference.tasks:Classification.evaluate",
-    "writing": "hpctrain.training.checkpoint:content",  # when it has given the header
+    "writing": "hpctrain.training.checkpoint:content",  # after it has yielded the header
     "rename": "os:replace",  # of a checkpoint
     "pack": "hpctrain.data.packing.decode:show_image",
     "finalize": "hpctrain.parallel.mpi:MPI.Finalize",
@@ -35,7 +35,7 @@ left = int(os.environ.get("TORTURE_COUNT", "1"))
 
 
 def strike() -> None:
-    """The fault, once, when its time has come."""
+    """Count the occurrences of the phase, and cause the fault once, at the chosen one."""
     global left
     left -= 1
     if left:
@@ -48,7 +48,7 @@ def strike() -> None:
                 file.flush()
         return
     name, _, target = FAULT.partition(" ")
-    if FAULT == "STOP mpirun":  # stopped, and continued a second later by someone else
+    if FAULT == "STOP mpirun":  # stopped, and continued a second later by another process
         os.system(f"(kill -STOP {os.getppid()}; sleep 1; kill -CONT {os.getppid()}) &")
         return
     pid = os.getppid() if target == "mpirun" else os.getpid()
@@ -56,7 +56,7 @@ def strike() -> None:
 
 
 def arm(phase: str) -> None:
-    """Put the fault into its phase."""
+    """Inject the fault into the function of its phase."""
     path, _, name = POINTS[phase].replace(":", ".").rpartition(".")
     owner: Any = pkgutil.resolve_name(path)
     original: Callable = getattr(owner, name)
@@ -72,14 +72,14 @@ def arm(phase: str) -> None:
                 strike()
             yield part
 
-    if phase == "finalize":  # MPI of mpi4py takes no other functions
+    if phase == "finalize":  # functions of mpi4py's MPI cannot be replaced
         mpi, owner = pkgutil.resolve_name("hpctrain.parallel.mpi"), _Copy(owner)
         mpi.MPI = owner
     setattr(owner, name, struck_within if phase == "writing" else struck)
 
 
 class _Copy:
-    """A module whose functions can be replaced."""
+    """A proxy of a module whose functions can be replaced."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

@@ -1,8 +1,8 @@
-"""What the user asks for: one flat frozen dataclass per subcommand.
+"""Settings: one flat frozen dataclass per subcommand.
 
 A dataclass here is the only source of a subcommand's flags, TOML keys, defaults, help and checks
-(``parse.py`` builds the parser from it). Nothing here depends on ranks, the machine or the data:
-``plan.py`` resolves that. A default of None means "decided by the plan"; the help says how.
+(``parse.py`` builds the parser from it). Settings do not depend on the ranks, the machine or the
+data; ``plan.py`` resolves them. A default of None means "decided by the plan"; the help says how.
 """
 
 from hpctrain.config.option import (

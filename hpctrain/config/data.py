@@ -1,4 +1,4 @@
-"""The settings of ``hpctrain train`` that say what it reads, and how."""
+"""Settings of ``hpctrain train`` for its data: what to read, and how."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from hpctrain.config.option import POSITIVE, Bounds, byte_count, option, split_shares
 
-COMMON, DATA = "Common options", "Data"  # headings of --help
+COMMON, DATA = "Common options", "Data"  # headings in --help
 DATA_DIR = ("data", "keep built-in sets in this folder")
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What a training run reads, and how: the first fields of Config."""
+    """Settings of a training run for its data: the first fields of Config."""
 
     data: str = option(
         "digits",

@@ -1,7 +1,7 @@
-"""An option: a field of a frozen dataclass, which is a flag and a TOML key at once.
+"""An option: a field of a frozen dataclass that is both a flag and a TOML key.
 
-The field holds all that is known of it: default, help, group, choices and the check of its value.
-``parse.py`` makes the parser from it and runs the checks.
+The field holds everything about the option: default, help, group, choices and the check of its
+value. ``parse.py`` builds the parser from it and runs the checks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hpctrain.errors import UsageError
 from hpctrain.text import brief
 
 LONGEST_NAME = 200  # bytes
-LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that a timer takes
+LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that timers accept
 MOST_SEGMENTS = 64
 MOST_DIGITS = 15  # of a number of steps
-MAX_SIDE = 2**14  # pixels of an image that files are decoded to
+MAX_SIDE = 2**14  # pixels, of a decoded image
 RENAMED = {"wire": "comm_dtype"}  # settings whose earlier names are still read from files
 
 
 def renamed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of settings with their present names."""
+    """Return a table of settings with earlier names replaced by the current ones."""
     return {RENAMED.get(name, name): value for name, value in table.items()}
 
 
@@ -39,21 +39,23 @@ def option(
     choices: tuple[str, ...] = (),
     positional: bool = False,
 ) -> Any:
-    """A dataclass field that is also an option. `check` gets the value, unless it is None, and the
-    flag; it raises UsageError for a value that cannot be.
+    """Return a dataclass field that is also an option.
+
+    `check` is called with the value, unless it is None, and the flag. It raises UsageError for an
+    invalid value.
     """
     metadata = dict(help=help, group=group, check=check, choices=choices, positional=positional)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Check of a number: from `least` to `most`, which `ends` include or not, as in "[0, 1)"."""
+    """Check that a number is in an interval; `ends` are its brackets, "[)" as in "[0, 1)"."""
 
     least: float
     most: float = math.inf
@@ -77,7 +79,7 @@ AT_LEAST_0, AT_LEAST_1, POSITIVE = Bounds(0), Bounds(1), Bounds(0, ends="()")
 
 
 def check_folder_name(name: str, flag: str) -> None:
-    """UsageError for what cannot name a folder in --runs-dir."""
+    """Raise UsageError if `name` cannot be the name of a folder in --runs-dir."""
     if (
         name in ("", ".", "..")
         or "/" in name
@@ -91,13 +93,13 @@ def check_folder_name(name: str, flag: str) -> None:
 
 
 def check_file_name(name: str, flag: str) -> None:
-    """UsageError for an empty name."""
+    """Raise UsageError if the name is empty."""
     if not name:
         raise UsageError(f"{flag} '': name a file")
 
 
 def duration(text: str, flag: str) -> float:
-    """Seconds of "90s", "10m", "2h", "H:MM:SS", or minutes where there is no unit. UsageError."""
+    """Parse "90s", "10m", "2h", "H:MM:SS" or minutes without unit to seconds. Raises UsageError."""
     unit = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
     clock = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
     if unit:
@@ -112,7 +114,10 @@ def duration(text: str, flag: str) -> float:
 
 
 def byte_count(text: str, flag: str) -> int:
-    """Bytes of "256M", "1.5G", "64KiB" or "4096": K, M and G stand for 2^10, 2^20 and 2^30."""
+    """Parse "256M", "1.5G", "64KiB" or "4096" to bytes. K, M, G and T are 2^10 to 2^40.
+
+    Raises UsageError.
+    """
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
     size = int(float(found[1]) * 1024 ** " KMGT".find(found[2].upper() or " ")) if found else 0
     if size < 1:
@@ -121,7 +126,10 @@ def byte_count(text: str, flag: str) -> int:
 
 
 def segments(text: str, flag: str = "--overlap") -> int | None:
-    """Gradient segments of --overlap, at most; None for "auto". UsageError."""
+    """Parse --overlap: the maximum number of gradient segments, None for "auto".
+
+    Raises UsageError.
+    """
     if text == "auto":
         return None
     if not re.fullmatch(r"[0-9]{1,9}", str(text)):
@@ -132,7 +140,10 @@ def segments(text: str, flag: str = "--overlap") -> int | None:
 
 
 def worker_loads(text: str | None, flag: str = "--worker-load") -> tuple[float, ...]:
-    """The positive numbers of --worker-load, one per rank; none where they are not given."""
+    """Parse --worker-load: positive numbers, one per rank; () for None and "auto".
+
+    Raises UsageError.
+    """
     if text is None or text == "auto":
         return ()
     try:
@@ -145,13 +156,13 @@ def worker_loads(text: str | None, flag: str = "--worker-load") -> tuple[float, 
 
 
 def check_channels(channels: int, flag: str) -> None:
-    """UsageError for images that are neither gray nor colour."""
+    """Raise UsageError unless images have 1 channel (gray) or 3 (colour)."""
     if channels not in (1, 3):
         raise UsageError(f"{flag} {channels}: 1 is gray, 3 is colour")
 
 
 def image_size(text: str, flag: str = "--size") -> tuple[int, int]:
-    """Width and height of "100x80". UsageError."""
+    """Parse "100x80" to width and height. Raises UsageError."""
     numbers = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
     size = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if not 1 <= min(size) <= max(size) <= MAX_SIDE:
@@ -162,7 +173,10 @@ def image_size(text: str, flag: str = "--size") -> tuple[int, int]:
 
 
 def split_shares(text: str, flag: str = "--split") -> tuple[Fraction, Fraction, Fraction]:
-    """Shares of train, validation, test of "0.9,0.1" or "0.8,0.1,0.1", exactly. UsageError."""
+    """Parse "0.9,0.1" or "0.8,0.1,0.1" to exact shares of train, validation and test.
+
+    Raises UsageError.
+    """
     try:
         shares = [Fraction(part.strip()) for part in text.split(",")]
     except (ValueError, ZeroDivisionError):
@@ -178,7 +192,7 @@ def split_shares(text: str, flag: str = "--split") -> tuple[Fraction, Fraction, 
 
 
 def fold_number(text: str, flag: str = "--fold") -> tuple[int, int]:
-    """2 of 5 folds of "2/5". UsageError."""
+    """Parse "2/5" to the number of a fold, from 1, and the number of folds. Raises UsageError."""
     numbers = [int(part) if part.isdecimal() else 0 for part in text.split("/")]
     if len(numbers) != 2 or numbers[1] < 2 or not 1 <= numbers[0] <= numbers[1]:
         raise UsageError(f"{flag} {text}: give K/N, fold K = 1 ... N of N >= 2 folds, as in 1/5")
@@ -186,18 +200,18 @@ def fold_number(text: str, flag: str = "--fold") -> tuple[int, int]:
 
 
 class Interval(NamedTuple):
-    """What lies between two checkpoints: a number of steps, or seconds."""
+    """The interval between two checkpoints: a number of steps, or seconds."""
 
     steps: int = 0
     seconds: float = math.inf
 
     def follows(self, step: int) -> bool:
-        """Whether a checkpoint follows this step, whatever the time."""
+        """Whether a checkpoint is due after this step, regardless of the time."""
         return bool(self.steps) and step % self.steps == 0
 
     @staticmethod
     def parse(text: str, flag: str = "--checkpoint-every") -> Interval:
-        """Of "500" steps or "10m". UsageError."""
+        """Parse "500" (steps) or a time such as "10m". Raises UsageError."""
         if not text.isdecimal():
             return Interval(seconds=duration(text, flag))
         if len(text) > MOST_DIGITS or int(text) < 1:
@@ -206,7 +220,7 @@ class Interval(NamedTuple):
 
 
 def to_toml(config: Any) -> str:
-    """All settings as TOML; one that is left to the plan stands as a comment."""
+    """Return all settings as TOML; those left to the plan are comments."""
     lines = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -218,8 +232,9 @@ def to_toml(config: Any) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A bool, a number, a text or a list of these, as TOML has it: text as in JSON, but for
-    surrogates and DEL.
+    """Return a bool, a number, a string or a list of these as TOML.
+
+    Strings are written as in JSON, except for surrogates and DEL.
     """
     if isinstance(value, float):
         return repr(value)  # inf and nan too
@@ -227,7 +242,7 @@ def toml_value(value: Any) -> str:
 
 
 def as_words(settings: Any, without: Sequence[str] = ()) -> list[str]:
-    """The words of a command line that give `settings`, but for the fields named in `without`."""
+    """Return command-line arguments for `settings`, except for the fields named in `without`."""
     words: list[str] = []
     flags: list[str] = []
     for field in dataclasses.fields(settings):
@@ -244,5 +259,5 @@ def as_words(settings: Any, without: Sequence[str] = ()) -> list[str]:
 
 
 def command_line(*words: str) -> str:
-    """What to type for hpctrain to get these words."""
+    """Return the command line that runs hpctrain with these arguments."""
     return shlex.join(["python", "-m", "hpctrain", *words])

@@ -1,4 +1,4 @@
-"""The settings of all subcommands but train."""
+"""Settings of all subcommands except train."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from hpctrain.config.option import (
 )
 from hpctrain.config.train import PRECISIONS, RUNS_DIR, TIMEOUT
 
-EVALUATION_ROWS = 64  # of a block, on CPUs
-GPU_EVALUATION_ROWS = 256  # at most: with more of them, fewer ranks have a block
-GPU_EVALUATION_VALUES = 1 << 26  # of a block: 256 MiB of float32
+EVALUATION_ROWS = 64  # samples of a block, on CPUs
+GPU_EVALUATION_ROWS = 256  # at most: with larger blocks, fewer ranks have one
+GPU_EVALUATION_VALUES = 1 << 26  # values of a block: 256 MiB of float32
 
 
 def evaluation_rows(device: str, image_shape: tuple[int, int, int]) -> int:
-    """Rows of a block of an evaluation. Its random numbers, and the order in which it adds, belong
-    to blocks: they depend on device and image, (H, W, C), and never on the ranks.
+    """Return the number of samples in a block of an evaluation.
+
+    Random numbers and the order of summation belong to blocks, so that they depend on the device
+    and the image shape, (H, W, C), but never on the ranks.
     """
     most = GPU_EVALUATION_VALUES // math.prod(image_shape)
     return (
@@ -103,7 +105,7 @@ class PackConfig:
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Settings of everything that uses a trained network."""
+    """Settings of all subcommands that use a trained network."""
 
     run: str | None = option(
         None, "run, by name or folder, or .safetensors file", "What", positional=True
@@ -217,7 +219,7 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class StopConfig:
-    """Settings of ``hpctrain stop``: all ranks stop after the same step, saved."""
+    """Settings of ``hpctrain stop``: all ranks save and stop after the same step."""
 
     target: str | None = option(None, "run or sweep, by name or folder", "What", positional=True)
     runs_dir: str = option(*RUNS_DIR, "What")
@@ -258,7 +260,7 @@ class PlotConfig:
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Settings of ``hpctrain doctor``: what was found on this machine, each with a verdict."""
+    """Settings of ``hpctrain doctor``: facts about this machine, each with a verdict."""
 
     mib: int = option(64, "largest message of the bandwidth test, in MiB", "Test", AT_LEAST_1)
 
@@ -286,7 +288,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class WatchConfig:
-    """Settings of ``hpctrain watch``: runs as they train."""
+    """Settings of ``hpctrain watch``: show runs as they train."""
 
     targets: tuple[str, ...] = option(
         (), "runs or sweeps, by name or folder", "What", positional=True

@@ -1,8 +1,8 @@
-"""Settings from the words of a command line and from TOML files: one parser for both, and checks.
+"""Parse settings from the command line and from TOML files, and check them.
 
-The parser is made from the dataclass of a subcommand. Flags win over the files that --config names,
-files over defaults. Then each option is checked by its own row of the table, and those that exclude
-or need each other. Nothing heavy is imported, so that --help answers at once.
+The parser is built from the dataclass of a subcommand. Flags take precedence over the files named
+by --config, and files over defaults. Each option is checked by the check of its field; then options
+that exclude or require each other are checked. Nothing heavy is imported, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from hpctrain.typed import LARGEST, parse_toml
 KINDS = {int: "an integer", float: "a number", str: "a string"}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 SUPPRESS = argparse.SUPPRESS
-MOST_THREADS = 64  # that a run may ask for on a small machine, to repeat one of a larger
+MOST_THREADS = 64  # that a run may use on a small machine, to repeat a run of a larger one
 
 
 class Formatter(argparse.HelpFormatter):
-    """Room for the flags, and the same width everywhere."""
+    """Help formatter with room for the flags and a fixed width."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=100)
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes become one line."""
+    """Argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """UsageError in place of usage and exit."""
+        """Raise UsageError instead of printing the usage and exiting."""
         raise UsageError(message.removeprefix("argument "))
 
 
 def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]) -> Any:
-    """The settings of a subcommand, checked. UsageError; exits for --help."""
+    """Parse and check the settings of a subcommand. Raises UsageError; exits for --help."""
     known = [field.name for field in dataclasses.fields(settings)]
     found, rest = make_parser(name, summary, settings).parse_known_args(words)
     flags = {
@@ -71,7 +71,7 @@ def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]
 
 
 def make_parser(name: str, summary: str, settings: type) -> Parser:
-    """The parser of one subcommand; what is not given is not in its result."""
+    """Build the parser of one subcommand; options that are not given are not in its result."""
     fields, hints = dataclasses.fields(settings), typing.get_type_hints(settings)
     positional = [f"[{f.name.upper()}] " for f in fields if f.metadata["positional"]]
     parser = Parser(
@@ -119,12 +119,12 @@ def _add_option(group: Any, field: dataclasses.Field, hint: Any) -> None:
 
 
 def _kind(hint: Any) -> type:
-    """bool, int, float or str: of X, X | None and tuple[X, ...]."""
+    """Return X of the hints X, X | None and tuple[X, ...]: bool, int, float or str."""
     return next((a for a in typing.get_args(hint) if a not in (type(None), ...)), hint)
 
 
 def convert(text: str, kind: type, flag: str) -> Any:
-    """The value that a text stands for. UsageError."""
+    """Convert a text to a value. Raises UsageError."""
     try:
         return kind(text)
     except ValueError:
@@ -132,8 +132,9 @@ def convert(text: str, kind: type, flag: str) -> Any:
 
 
 def read_table(table: dict[str, Any], settings: type, place: str) -> dict[str, Any]:
-    """The values of a TOML table of settings, each of its type. UsageError that names the
-    `place`.
+    """Return the values of a TOML table of settings, each of its type.
+
+    Raises UsageError that names the `place`.
     """
     fields = {field.name: field for field in dataclasses.fields(settings)}
     hints, found = typing.get_type_hints(settings), {}
@@ -162,8 +163,9 @@ def read_table(table: dict[str, Any], settings: type, place: str) -> dict[str, A
 
 
 def check_imports(who: str, named: Collection[str], allowed: Collection[str], retry: str) -> None:
-    """UsageError where a file that others may have written names networks of the user's own, as
-    module:function, that --model does not name too: no module is imported because a file says so.
+    """Raise UsageError if a file names custom networks, module:function, that are not allowed.
+
+    The file may have been written by others. A module is imported only if --model names it too.
     """
     if any(":" in name and name not in allowed for name in named):
         plural = "s" if len(named) > 1 else ""
@@ -174,7 +176,7 @@ def check_imports(who: str, named: Collection[str], allowed: Collection[str], re
 
 
 def load_toml(path: str, flag: str = "") -> dict[str, Any]:
-    """What a TOML file holds. UsageError, which names the `flag` that named the file."""
+    """Read a TOML file. Raises UsageError that names the `flag` by which the file was given."""
     if os.path.isdir(path):
         raise UsageError(f"{flag}{path} is a folder: name a TOML file")
     try:
@@ -189,7 +191,7 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
 
 
 def check_settings(settings: Any) -> None:
-    """UsageError in one line for an option of any subcommand that cannot be."""
+    """Raise UsageError if an option of a subcommand is invalid."""
     for field in dataclasses.fields(settings):
         value, flag = getattr(settings, field.name), flag_of(field.name)
         choices, check = field.metadata["choices"], field.metadata["check"]
@@ -208,7 +210,7 @@ def check_settings(settings: Any) -> None:
 
 
 def _conflicts(config: Config) -> Iterator[str]:
-    """What is wrong with training's options together, or on this machine, one line each."""
+    """Yield one line for each conflict between options of training, or with this machine."""
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
             # config.toml could not hold it: the run could not be resumed

@@ -1,4 +1,4 @@
-"""All settings of ``hpctrain train``."""
+"""Settings of ``hpctrain train``."""
 
 from __future__ import annotations
 

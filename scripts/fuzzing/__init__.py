@@ -1,1 +1,1 @@
-"""The surfaces of scripts/fuzz: what hpctrain reads, mutated in one way or another."""
+"""The surfaces of scripts/fuzz: kinds of input of hpctrain, and their mutations."""

@@ -1,4 +1,4 @@
-"""Surfaces of data: packs, external HDF5 files, and what `pack` and `predict` take."""
+"""Surfaces of data: packs, external HDF5 files, and the sources of `pack` and `predict`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SUFFIXES = (".jpg", ".png", ".gif", ".bmp", ".tif", ".webp", ".ppm")
 
 
 class Packs(Surface):
-    """Packs of pixels and of JPEG files: one step of training and the test, for each --verify."""
+    """Packs of pixels and of JPEG files: one training step and the test, for each --verify."""
 
     name, weight = "packs", 2.0
 
@@ -77,12 +77,12 @@ class Packs(Surface):
             return super().mutate(case, draw)
         case.target.write_bytes(case.sound.read_bytes())
         what = mutate_structure(case.target, draw)
-        # A file that h5py wrote may say other things and hold the checksums of them.
+        # A file rewritten by h5py may hold other values with checksums that match them.
         return case.target.read_bytes(), what, True
 
 
 def mutate_structure(path: Path, draw: random.Random) -> str:
-    """Change an attribute or a dataset by h5py; what was done."""
+    """Change or delete an attribute or a dataset with h5py; return what was done."""
     with h5py.File(path, "r+") as file:
         places: list[h5py.HLObject] = [file]
         file.visititems(lambda name, item: places.append(item))
@@ -100,8 +100,9 @@ def mutate_structure(path: Path, draw: random.Random) -> str:
 
 
 class External(Surface):
-    """HDF5 files that are no packs: one step of training and the test with --images and --labels.
-    Nothing but fletcher32 tells whether pixels are as they were, so most may come out as others.
+    """HDF5 files that are not packs: one training step and the test with --images and --labels.
+
+    Only the fletcher32 filter detects changed pixels, so most results may differ.
     """
 
     name, weight = "external", 1.5
@@ -126,8 +127,9 @@ class External(Surface):
 
 
 class Archives(Surface):
-    """What `pack` takes besides folders: .tgz, .tar, .zip, .npz and idx files. Packed, or refused:
-    pixels may be others where the file has no checksum.
+    """Sources of `pack` other than folders: .tgz, .tar, .zip, .npz and idx files.
+
+    They are packed or refused; pixels may differ if the file has no checksum.
     """
 
     name, weight, head = "archives", 1.5, 256
@@ -142,7 +144,7 @@ class Archives(Surface):
         return cases
 
     def pack(self, source: Path) -> int:
-        """Pack a source; the rows of the pack."""
+        """Pack a source; return the number of samples in the pack."""
         output = self.folder / "out.h5"
         words = ["--jobs", "1", "--output", str(output), "--overwrite"]
         code, _ = run_command("pack", str(source), *words, "--size", "9x7", "--split", "0.7,0.3")
@@ -154,7 +156,7 @@ class Archives(Surface):
 
 
 def make_archives(folder: Path) -> list[Path]:
-    """The same images in all kinds of files."""
+    """Write image files to archives, and images of noise to .npz and idx files."""
     made = make_image_files(folder / "images", 12, (".jpg", ".png"))
     for name, mode in (("a.tgz", "w:gz"), ("a.tar", "w")):
         with tarfile.open(folder / name, mode) as tar:
@@ -177,7 +179,7 @@ def make_archives(folder: Path) -> list[Path]:
 
 
 class ImageFiles(Surface):
-    """`pack` and `predict` of a folder with image files of all kinds, of which one is corrupt."""
+    """`pack` and `predict` of a folder with image files of all kinds, one of them corrupt."""
 
     name, head = "images", 64
 
@@ -188,7 +190,7 @@ class ImageFiles(Surface):
         rows, lines = self.pack(), self.predict("")
         cases = []
         for path in files:
-            # Pixels may be others; images may not be fewer, nor may other files' answers differ.
+            # Pixels may change, but not the number of images or the predictions of other files.
             others = [line for line in lines if path.name not in line]
             for name, use, sound in (
                 ("pack", self.pack, rows),
@@ -201,14 +203,14 @@ class ImageFiles(Surface):
         return self.cases[:2]
 
     def pack(self) -> tuple[int, int]:
-        """The exit code of packing, and the rows of the pack."""
+        """Return the exit code of packing and the number of samples in the pack."""
         output = self.folder / "out.h5"
         words = ["--jobs", "1", "--size", "9x7", "--output", str(output), "--overwrite"]
         code, _ = run_command("pack", str(self.folder / "images"), *words)
         return code, sum(split.samples for split in read_pack(output).splits.values())
 
     def predict(self, but: str) -> list[str]:
-        """The lines of predictions for all files but one."""
+        """Return the lines of predictions for all files except `but`."""
         output = self.folder / "out.csv"
         output.unlink(missing_ok=True)
         words = ["--runs-dir", str(self.folder), "--output", str(output)]

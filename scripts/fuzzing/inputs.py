@@ -1,4 +1,4 @@
-"""Small data and runs for the surfaces, and what a step over data gives."""
+"""Small data sets and runs for the surfaces, and the result of a training step on them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hpctrain.report.record import read_records
 
 
 def make_images(rows: int, shape: tuple[int, int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noise and labels 0, 1, 2."""
+    """Return images of noise and labels 0, 1, 2."""
     draw = np.random.default_rng(seed)
     return draw.integers(256, size=(rows, *shape), dtype=np.uint8), np.arange(rows) % 3
 
 
 def make_image_files(folder: Path, count: int, suffixes: tuple[str, ...]) -> list[Path]:
-    """Smooth colour images of 20x16 pixels in three folders, of these kinds in turn."""
+    """Write smooth colour images of 20x16 pixels to three folders, with the suffixes in turn."""
     draw = np.random.default_rng(0)
     made = []
     for number in range(count):
@@ -35,7 +35,7 @@ def make_image_files(folder: Path, count: int, suffixes: tuple[str, ...]) -> lis
 
 
 def make_pack(path: Path) -> Path:
-    """Gray images of 7x6 pixels: few steps, small networks."""
+    """Write a pack of gray images of 7x6 pixels, for few steps and small networks."""
     splits = {
         name: make_images(rows, (6, 7, 1), rows)
         for name, rows in (("train", 37), ("validation", 13), ("test", 11))
@@ -45,7 +45,7 @@ def make_pack(path: Path) -> Path:
 
 
 def one_step(**settings: Any) -> str:
-    """The digest after a step on this rank and an evaluation of the test split."""
+    """Return the digest after a step on this rank and the figures of the test split."""
     from mpi4py import MPI
 
     from hpctrain.inference.evaluate import evaluate
@@ -66,7 +66,7 @@ def one_step(**settings: Any) -> str:
 
 
 def run_settings(folder: Path, **more: Any) -> Config:
-    """A run of two epochs of five steps, with a checkpoint after every second."""
+    """Return settings of a run of two epochs of five steps, with a checkpoint every two steps."""
     settings = {
         "data": str(folder / "pack.h5"),
         "runs_dir": str(folder),
@@ -86,7 +86,7 @@ def run_settings(folder: Path, **more: Any) -> Config:
 
 
 def train(config: Config) -> int:
-    """The exit code of training on this rank."""
+    """Train on this rank and return the exit code."""
     from mpi4py import MPI
 
     from hpctrain.training.train import train as run
@@ -95,11 +95,11 @@ def train(config: Config) -> int:
 
 
 def last_digest(run: Path) -> str:
-    """The digest at the end of a run's record."""
+    """Return the digest at the end of a run's record."""
     return str(list(read_records(run))[-1].get("digest"))
 
 
 def leave_heartbeat(run: Path) -> None:
-    """Put a heartbeat into the folder of a run, as a rank leaves one that is killed."""
+    """Write a heartbeat to the folder of a run, as a rank that is killed leaves one behind."""
     (run / "ranks").mkdir(exist_ok=True)
     write_beat(run / "ranks", Beat(0, "x", 1, "start", 1.0, 1.0))

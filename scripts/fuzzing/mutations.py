@@ -1,4 +1,4 @@
-"""Ways to corrupt a file: its bytes, or what stands in JSON, TOML and safetensors."""
+"""Ways to corrupt a file: its bytes, or values in JSON, TOML and safetensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-DEEP = "\0deep"  # stands for a value that nests too deeply to be built in Python
+DEEP = "\0deep"  # placeholder of a value nested too deeply to be built in Python
 VALUES = (
     None,
     True,
@@ -62,7 +62,10 @@ ODD_TOML = (
 
 
 def mutate_bytes(data: bytearray, draw: random.Random, head: int = 4096) -> str:
-    """Change `data`; what was done. Half of all places lie in the first `head` bytes."""
+    """Change `data` in place; return what was done.
+
+    At least half of all positions are in the first `head` bytes.
+    """
     size = len(data)
     if not size:
         data[:] = draw.randbytes(9)
@@ -105,7 +108,7 @@ def mutate_bytes(data: bytearray, draw: random.Random, head: int = 4096) -> str:
 
 
 def mutate_value(value: Any, draw: random.Random) -> tuple[Any, str]:
-    """Another value for JSON, with one place in it changed; what was done."""
+    """Return a copy of a JSON value with one place changed, and what was done."""
     value = copy.deepcopy(value)
     holders = list(_holders(value, ""))
     if not holders:
@@ -135,12 +138,12 @@ def mutate_value(value: Any, draw: random.Random) -> tuple[Any, str]:
 
 
 def dumps(value: Any) -> str:
-    """JSON text, with nesting too deep for Python in the places of DEEP."""
+    """Return JSON text, with arrays nested too deeply for Python in place of DEEP."""
     return json.dumps(value).replace(json.dumps(DEEP), "[" * 5_000 + "]" * 5_000)
 
 
 def mutate_json(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """A JSON text with a value changed, or with corrupt bytes; what was done."""
+    """Change a value of a JSON text or corrupt its bytes; return the text and what was done."""
     if draw.random() < 0.6:
         value, what = mutate_value(json.loads(data), draw)
         return dumps(value).encode(), what
@@ -149,7 +152,7 @@ def mutate_json(data: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_lines(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """JSON lines with one changed, lost, doubled or moved, or with corrupt bytes."""
+    """Change, delete or swap JSON lines, or corrupt bytes; return the text and what was done."""
     lines = data.splitlines(keepends=True)
     number = draw.randrange(len(lines))
     match draw.randrange(6):
@@ -170,7 +173,7 @@ def mutate_lines(data: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_toml(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """TOML with an odd line, another value in a line, or corrupt bytes."""
+    """Insert, change or delete a line of TOML, or corrupt bytes; return the text and what was done."""
     lines = data.decode().splitlines()
     number = draw.randrange(len(lines))
     match draw.randrange(4):
@@ -190,7 +193,7 @@ def mutate_toml(data: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_tensors(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """A safetensors file with a value of its header or metadata changed, or with corrupt bytes."""
+    """Change a value in the header or metadata of a safetensors file, or corrupt its bytes."""
     length = struct.unpack("<Q", data[:8])[0]
     header, tensors = json.loads(data[8 : 8 + length]), data[8 + length :]
     choice = draw.randrange(4)
@@ -212,7 +215,7 @@ def mutate_tensors(data: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _holders(value: Any, path: str) -> Any:
-    """The objects and arrays in a value that are not empty, and where they are."""
+    """Yield the non-empty objects and arrays in a value, with their paths."""
     if isinstance(value, dict | list) and value:
         yield value, path
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -221,7 +224,7 @@ def _holders(value: Any, path: str) -> Any:
 
 
 def mutate_file(path: Path, draw: random.Random, head: int) -> tuple[bytes, str]:
-    """The content of a file, changed in a way that suits its kind; what was done."""
+    """Return the content of a file, changed in a way that suits its type, and what was done."""
     data = path.read_bytes()
     mutate = {
         ".json": mutate_json,

@@ -1,4 +1,4 @@
-"""Surfaces of runs: their folders (also resumed on two ranks), weights, records, and settings."""
+"""Surfaces of runs: run folders (also resumed on two ranks), weights, records and settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scripts.fuzzing.surface import REFUSED, WRONG, Case, Outcome, Surface, run_
 from tests.launch import Job, mpirun
 from tests.training.runs import leave_after
 
-LEFT_AFTER = 7  # steps of ten
+LEFT_AFTER = 7  # of ten steps
 LAUNCH_LIMIT = 60.0  # seconds
 READ = ("progress.jsonl", "progress.jsonl", "ranks/0.json", "config.toml", "plan.json")
 READ += ("evaluation-test.json", "model.safetensors")
@@ -43,12 +43,13 @@ PREDICT = 'run = "first"\nimages = ["a", "b"]\noutput = "-"\nbatch = 7\n'
 
 
 class Runs(Surface):
-    """A run that left in mid-epoch, and one that is done and gets another epoch: the weights at the
-    end are those of runs that nothing befell, or a line says what is wrong.
+    """A run preempted in mid-epoch, and a finished run that is resumed for another epoch.
+
+    The weights at the end equal those of an undisturbed run, or an error of one line is printed.
     """
 
     name, weight = "runs", 3.0
-    parts = (("unfinished", 2.0), ("finished", 1.0))  # of the trials
+    parts = (("unfinished", 2.0), ("finished", 1.0))  # relative numbers of trials
 
     def make_cases(self) -> Sequence[Case]:
         make_pack(self.folder / "pack.h5")
@@ -74,7 +75,7 @@ class Runs(Surface):
         return [next(c for c in self.cases if c.what.startswith(name)) for name, _ in self.parts]
 
     def resume(self, name: str, path: Path) -> Outcome | str:
-        """Copy the run, put the input into its file `path`, and let it go on: its last digest."""
+        """Copy the run, replace its file `path` by the input, resume it; return its last digest."""
         run = self.folder / "mutated"
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(self.folder / name, run)
@@ -82,20 +83,20 @@ class Runs(Surface):
         return self.go_on(run_settings(self.folder, run="mutated")) or last_digest(run)
 
     def go_on(self, config: Config) -> Outcome | None:
-        """Train; what became of it where that is not done."""
+        """Train; return the outcome if the run does not finish, else None."""
         code = train(config)
         return Outcome(WRONG, f"exit code {code}") if code else None
 
     def mutate(self, case: Case, draw: random.Random) -> tuple[bytes, str, bool]:
         data, what, may_differ = super().mutate(case, draw)
         in_checkpoint = case.sound.parent.name == "checkpoints" and draw.random() < 0.9
-        if in_checkpoint and (sealed := with_checksum(data)):  # which makes its figures believed
+        if in_checkpoint and (sealed := with_checksum(data)):  # so that its figures are trusted
             return sealed, f"{what}, with a new checksum", True
         return data, what, may_differ
 
 
 def with_checksum(data: bytes) -> bytes | None:
-    """The JSON of a checkpoint with a checksum that is right; None where it is no such JSON."""
+    """Return the JSON of a checkpoint with a correct checksum, or None if it is no such JSON."""
     try:
         known = json.loads(data)
         known.pop("check")
@@ -107,7 +108,7 @@ def with_checksum(data: bytes) -> bytes | None:
 class Launches(Runs):
     """Run folders as in `runs`, resumed by `mpirun -n 2 python -m hpctrain`."""
 
-    name, weight = "launches", 0.0  # their number is asked for
+    name, weight = "launches", 0.0  # their number is an option
     parts = (("unfinished", 1.0),)
 
     def mutate(self, case: Case, draw: random.Random) -> tuple[bytes, str, bool]:
@@ -133,7 +134,7 @@ class Launches(Runs):
 
 
 class Weights(Surface):
-    """model.safetensors of a run: what evaluate, predict, --init and compare make of it."""
+    """model.safetensors of a run, read by evaluate, predict, --init and compare."""
 
     name, weight = "weights", 2.0
 
@@ -153,10 +154,10 @@ class Weights(Surface):
 
     def attempt(self, case: Case, data: bytes) -> Outcome | Any:
         found = super().attempt(case, data)
-        return case.expected if found == (1, "different") else found  # compare says so aloud
+        return case.expected if found == (1, "different") else found  # compare reported it
 
     def evaluate(self) -> dict[str, Any]:
-        """The figures of the test."""
+        """Return the figures of the test split."""
         output = self.folder / "figures.json"
         run_command("evaluate", "mutated", *self.where, "--output", str(output))
         figures = json.loads(output.read_text())
@@ -165,27 +166,28 @@ class Weights(Surface):
         }
 
     def predict(self) -> list[list[str]]:
-        """The lines of all rows of the test."""
+        """Return the lines of all samples of the test split."""
         output = self.folder / "answers.csv"
         run_command("predict", "mutated", *self.where, "--output", str(output))
         return list(csv.reader(output.open()))
 
     def init(self) -> str:
-        """The digest of a run that begins with these weights."""
+        """Return the digest of a run that starts from these weights."""
         shutil.rmtree(self.folder / "next", ignore_errors=True)
         init = str(self.folder / "mutated/model.safetensors")
         train(run_settings(self.folder, run="next", init=init, epochs=1, checkpoint_every="9"))
         return last_digest(self.folder / "next")
 
     def compare(self) -> tuple[int, str]:
-        """Exit code, and the last word."""
+        """Return the exit code and the last word printed."""
         code, printed = run_command("compare", "sound", "mutated", *self.where)
         return code, printed.split()[-1]
 
 
 class Records(Surface):
-    """Records and what else `watch`, `plot` and `compare` read of a run, beside one that is sound.
-    What is shown of the mutated run may be anything; `watch` shows the sound one as before.
+    """Records and other files of a run that `watch`, `plot` and `compare` read, beside a sound run.
+
+    Anything may be shown for the mutated run; `watch` must show the sound run unchanged.
     """
 
     name, weight = "records", 2.0
@@ -216,7 +218,7 @@ class Records(Surface):
         return self.cases[:: len(READ)]
 
     def watch(self, runs: list[str]) -> tuple[int, str]:
-        """Exit code, and the line of the sound run; nothing may be refused."""
+        """Return the exit code and the line of the sound run; no error is allowed."""
         try:
             code, printed = run_command("watch", *runs, "--once")
         except Failure as error:
@@ -224,13 +226,15 @@ class Records(Surface):
         return code, next(line for line in printed.splitlines() if "sound" in line)
 
     def show(self, *words: str) -> None:
-        """Run a command, whatever it shows."""
+        """Run a command and ignore its output."""
         run_command(*words)
 
 
 class Settings(Surface):
-    """TOML: --config of subcommands, and the files of sweeps. Settings are read, and a plan is made
-    of them where they are those of train; other ones are settings too.
+    """TOML files: --config of subcommands, and the files of sweeps.
+
+    The settings are read; those of train are resolved to a plan. Mutations that are valid settings
+    are accepted.
     """
 
     name = "settings"
@@ -247,8 +251,8 @@ class Settings(Surface):
         for name, text in texts.items():
             path = self.folder / f"{name}.toml"
             path.write_text(text)
-            # A value that is out of its range is one of a flag, wherever the flag stood; a path
-            # that leads elsewhere is named itself.
+            # The error for a value out of range names its flag, even if a file gave the value;
+            # the error for another path names that path.
             names = (path.name, "--", "mini-batch", str(self.folder), "/etc/passwd")
             cases.append(Case(name, path, path, partial(self.read, name, path), None, names))
         return cases

@@ -1,4 +1,4 @@
-"""What all surfaces share: sound inputs, trials of their mutations, and what counts as right."""
+"""The base of all surfaces: sound inputs, trials of their mutations, and their outcomes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ EQUAL, OTHER, REFUSED, WRONG = "equal", "other", "refused", "wrong"
 
 
 class Outcome(NamedTuple):
-    """What became of a mutated input: EQUAL to what the sound one gives, OTHER where nothing could
-    tell, REFUSED in one line, or WRONG.
+    """The outcome for a mutated input: EQUAL, OTHER, REFUSED or WRONG.
+
+    EQUAL: the same result as for the sound input. OTHER: a different result, where the mutation
+    cannot be detected. REFUSED: an error of one line. WRONG: anything else.
     """
 
     kind: str
@@ -30,24 +32,24 @@ class Outcome(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A sound file, and what is done with its mutation at `target`."""
+    """A sound file, and the function that uses its mutation at `target`."""
 
     what: str
     sound: Path
     target: Path
     use: Callable[[], Any]
     expected: Any  # result of `use` for the sound file
-    names: tuple[str, ...]  # one of which an error must hold
-    may_differ: bool = False  # nothing in the file tells that it was changed
-    weight: float = 1.0  # its part of this surface's trials
+    names: tuple[str, ...]  # an error must contain one of them
+    may_differ: bool = False  # a change of the file cannot be detected
+    weight: float = 1.0  # relative number of trials in this surface
 
 
 class Surface(abc.ABC):
     """One kind of input, in a new folder."""
 
     name: ClassVar[str]
-    weight: ClassVar[float] = 1.0  # its part of all inputs
-    head: ClassVar[int] = 4096  # bytes of a file in which half of all mutations lie
+    weight: ClassVar[float] = 1.0  # relative number of inputs
+    head: ClassVar[int] = 4096  # first bytes of a file, in which half of all mutations are
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,28 +63,28 @@ class Surface(abc.ABC):
         """Make the sound inputs in `folder`."""
 
     def controls(self) -> Sequence[Case]:
-        """The cases that are tried without any mutation first."""
+        """Return the cases that are first tried without a mutation."""
         return self.cases
 
     def control(self) -> list[str]:
-        """What is wrong although nothing was mutated."""
+        """Return a line for each case that fails without a mutation."""
         found = [(case, self.attempt(case, case.sound.read_bytes())) for case in self.controls()]
         return [f"{case.what}: {result}" for case, result in found if result != case.expected]
 
     def trial(self, draw: random.Random) -> tuple[str, Outcome]:
-        """What was done to which input, and what became of it."""
+        """Try one mutation; return its description and its outcome."""
         (case,) = draw.choices(self.cases, [case.weight for case in self.cases])
         data, what, may_differ = self.mutate(case, draw)
         found = self.attempt(case, data)
         return f"{case.what}, {what}", compared(found, case.expected, may_differ)
 
     def mutate(self, case: Case, draw: random.Random) -> tuple[bytes, str, bool]:
-        """The mutated file, what was done, and whether the result may differ."""
+        """Return the mutated file, what was done, and whether the result may differ."""
         data, what = mutate_file(case.sound, draw, self.head)
         return data, what, case.may_differ
 
     def attempt(self, case: Case, data: bytes) -> Outcome | Any:
-        """Use these bytes in place of the sound file."""
+        """Run the case with these bytes in place of the sound file."""
         sound = case.sound.read_bytes()
         case.target.write_bytes(data)
         try:
@@ -92,9 +94,10 @@ class Surface(abc.ABC):
 
 
 def attempt(action: Callable[[], Any], *names: str) -> Outcome | Any:
-    """What `action` gives; REFUSED where it raises an error in one line, maybe with a list of
-    files, that holds one of `names`, as what was printed may too; WRONG where it raises anything
-    else.
+    """Return the result of `action`, or an outcome if it raises.
+
+    REFUSED if the error is one line, possibly with a list of files, and the error or the printed
+    text contains one of `names`; WRONG for any other error.
     """
     printed = io.StringIO()
     try:
@@ -116,7 +119,7 @@ def attempt(action: Callable[[], Any], *names: str) -> Outcome | Any:
 
 
 def compared(found: Outcome | Any, expected: Any, may_differ: bool = False) -> Outcome:
-    """The outcome of a trial that gave `found`, where the sound input gives `expected`."""
+    """Return the outcome of a trial with result `found`, if the sound input gives `expected`."""
     if isinstance(found, Outcome):
         return found
     if found == expected:
@@ -127,7 +130,7 @@ def compared(found: Outcome | Any, expected: Any, may_differ: bool = False) -> O
 
 
 def run_command(*words: str) -> tuple[int, str]:
-    """``hpctrain WORDS`` in this process: exit code and what was printed. Raises what it raises."""
+    """Run ``hpctrain WORDS`` in this process; return the exit code and the printed text."""
     name, settings = parse(list(words))
     module = importlib.import_module(f"hpctrain.{COMMANDS[name].module}")
     printed = io.StringIO()
@@ -140,7 +143,7 @@ def run_command(*words: str) -> tuple[int, str]:
 
 
 def use_one_rank() -> None:
-    """Let the subcommands of this process use a communicator that needs no freeing."""
+    """Make the subcommands of this process use COMM_SELF, which need not be freed."""
     from mpi4py import MPI
 
     for name in ("training.train", "inference.evaluate", "inference.predict"):
