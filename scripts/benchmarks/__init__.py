@@ -1,7 +1,7 @@
-"""Measurements of hpctrain that the pages of docs/ cite, run in the root of the repository:
+"""Benchmarks of hpctrain that docs/ cites, to be run in the root of the repository:
 
 python -m scripts.benchmarks CASE      digits, resnet50, tree, balance, sweep, data (cases.py)
 python -m scripts.benchmarks.predict RUN PHOTOS
 python -m scripts.benchmarks.operators [--device cuda]
-scripts/gpu_check                      all that needs a GPU (gpu/)
+scripts/gpu_check                      everything that needs a GPU (gpu/)
 """

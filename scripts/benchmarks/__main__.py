@@ -15,7 +15,7 @@ from scripts.benchmarks.cases import CASES
 
 
 def main() -> int:
-    """Run one case; the exit code."""
+    """Run one case; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--data", help="pack; default: digits or made images; data: any source")

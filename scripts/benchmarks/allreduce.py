@@ -1,9 +1,10 @@
-"""One job of ``tree.py``: each way to sum a message, in turn, on the same ranks.
+"""One job of the case ``tree`` (cases.py): time the ways to sum a message, alternating.
 
     mpirun -n 2 python -m scripts.benchmarks.allreduce LENGTH OUTPUT.json
 
-Rank 0 writes the median seconds of the slowest rank: of MPI's Allreduce of LENGTH float32 numbers,
-of the sum in tree order (one shard a rank), and of gradients in bfloat16.
+Rank 0 writes the median seconds of the slowest rank for MPI's Allreduce of LENGTH float32 numbers,
+for the sum in tree order (one shard per rank) and for gradients in bfloat16. All run on the same
+ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from hpctrain.parallel.reduce import Bfloat16Reduce
 from hpctrain.parallel.transport import HostMemory
 from hpctrain.parallel.tree import TreeAllreduce, subtrees
 
-SECONDS = 3.0  # in tree order, at least, and
-LEAST, MOST = 11, 2000  # repetitions
+SECONDS = 3.0  # total time of the sums in tree order, at least
+LEAST, MOST = 11, 2000  # repetitions; MOST has precedence over SECONDS
 
 
 def time_call(function: Callable[[], object], comm: Comm) -> float:
-    """Seconds of one call on the slowest rank. Collective."""
+    """Return the seconds of one call on the slowest rank. Collective."""
     comm.Barrier()
     began = time.perf_counter()
     function()
@@ -39,7 +40,7 @@ def time_call(function: Callable[[], object], comm: Comm) -> float:
 
 
 def measure_sums(comm: Comm, length: int) -> dict[str, float]:
-    """Median seconds by way. Collective."""
+    """Return the median seconds of each way to sum. Collective."""
     spans = [subtrees(run, (0, comm.size)) for run in assign_shards(comm.size, comm.size)]
     cpu = torch.device("cpu")
     sums = [empty((length,), torch.float32, cpu) for _ in spans[comm.rank]]
@@ -61,14 +62,14 @@ def measure_sums(comm: Comm, length: int) -> dict[str, float]:
                 tensor.fill_(1)
             times[name].append(time_call(way, comm))
         done += 1
-    # The first call makes connections and touches pages.
+    # The first call, which opens connections and touches pages, is not counted.
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 def main(length: int, output: Path) -> None:
     """Measure, and write the figures as JSON (rank 0). Collective."""
     comm = start_mpi()
-    torch.set_num_threads(1)  # a rank, as in training on CPUs
+    torch.set_num_threads(1)  # per rank, as in training on CPUs
     figures = measure_sums(comm, length)
     if comm.rank == 0:
         output.write_text(json.dumps(figures))

@@ -1,9 +1,9 @@
-"""The cases of ``python -m scripts.benchmarks`` that train on CPUs, with the goals they have.
+"""The cases of ``python -m scripts.benchmarks`` that train on CPUs, and their goals.
 
-digits, resnet50   ``hpctrain bench`` of the same name, and the time to the first step
-tree               what --deterministic costs: steps of the digits network, and sums of messages
-balance            what --worker-load auto gets back where the last of two ranks is slow
-sweep              networks side by side against the same ones one after another
+digits, resnet50   ``hpctrain bench`` of the same name; for digits also the time to the first step
+tree               the cost of --deterministic: steps of the digits network, and sums of messages
+balance            the gain of --worker-load auto if the last of two ranks is slow
+sweep              networks trained concurrently against the same ones trained one after another
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from scripts.benchmarks.data import goal_line
 
 FORMATS = ("fp32 NCHW", "fp32 NHWC", "bf16 NHWC")
 WRITTEN = f"{LOADER}, fp32 NCHW"
-GOALS = {  # case -> (contestant, at least so many times, this one)
+GOALS = {  # case -> (contestant, minimum ratio, to this contestant)
     "digits": [
         ("hpctrain, fp32 NHWC", 1.5, WRITTEN),
         *((f"{HPCTRAIN}, {form}", 0.95, f"{LIMIT}, {form}") for form in FORMATS),
@@ -53,10 +53,10 @@ START_RANKS, START_GOAL = 4, 6.0  # seconds to the first step, on two cores
 
 TREE_RANKS, TREE_EPOCHS, TREE_BATCH = (1, 2, 4), 3, 128
 LENGTHS = (29_000, 25_600_000)  # numbers in the messages of a small network and of ResNet-50
-STEP_GOAL, SUM_GOAL = 1.05, 1.5  # at most so many times the plain Allreduce, on 2 ranks
+STEP_GOAL, SUM_GOAL = 1.05, 1.5  # maximum ratios to the plain Allreduce, on 2 ranks
 
 SHARDS, SLOW_BATCH, SLOW_EPOCHS = 8, 512, 3
-SHARD_SECONDS, SLOWER = 0.01, 3  # of a shard; and so many times that on the last rank
+SHARD_SECONDS, SLOWER = 0.01, 3  # time of a shard; factor on the last rank
 SPLITS = {"even": [], "3,1": ["--worker-load", "3,1"], "auto": ["--worker-load", "auto"]}
 BALANCE_GOAL = 0.8
 
@@ -73,7 +73,7 @@ seed = {seeds}
 
 
 def training(config: BenchConfig, folder: Path, show: Show) -> list[str]:
-    """``hpctrain bench``, the time to the first step, and the goals."""
+    """Run ``hpctrain bench`` and, for digits, time the first step; return a line for each goal."""
     rates = bench_training(config, folder, show)
     goals = [
         goal_line(ratio(rates, who, other), factor, f"{who} / {other}")
@@ -88,14 +88,14 @@ def training(config: BenchConfig, folder: Path, show: Show) -> list[str]:
 
 
 def first_step(pack: str, folder: Path) -> float:
-    """Seconds from the start of mpirun to the end of the first step."""
+    """Return the seconds from the start of mpirun to the end of the first step."""
     began = time.time()
     steps = train(folder, START_RANKS, "--data", pack, "--model", "digits", "--epochs", "1")
     return timestamp(steps[0]) - began
 
 
 def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, float]]:
-    """The records of the steps of a run without validation, with one CPU thread a rank."""
+    """Train without validation, one CPU thread per rank; return the records of the steps."""
     words = ["--runs-dir", str(folder), "--run", "run", "--progress", "none"]
     words += ["--evaluate-every", "0", "--device", "cpu", "--threads", "1", *flags]
     run_job(python("hpctrain", "train", *words, ranks=ranks), f"training on {ranks} ranks")
@@ -103,7 +103,7 @@ def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, float]]:
 
 
 def tree(config: BenchConfig, folder: Path, show: Show) -> list[str]:
-    """Milliseconds of a step and of a sum, in tree order and by a plain Allreduce."""
+    """Measure the milliseconds of a step and of a sum, in tree order and by a plain Allreduce."""
     pack = str(locate(config.data or "digits", config.data_dir))
     flags = ["--data", pack, "--model", "digits", "--batch-size", str(TREE_BATCH)]
     flags += ["--epochs", str(TREE_EPOCHS)]
@@ -139,13 +139,13 @@ def tree(config: BenchConfig, folder: Path, show: Show) -> list[str]:
 
 
 def by_plain(rates: Rates) -> dict[str, dict[str, str]]:
-    """Each way is compared with the plain Allreduce."""
+    """Return the comparisons of each way with the plain Allreduce."""
     plain = {name: f"{name.rpartition(', ')[0]}, Allreduce" for name in rates}
     return {name: {"/ Allreduce": other} for name, other in plain.items() if name != other}
 
 
 def add(ranks: int, length: int, output: Path) -> dict[str, float]:
-    """Seconds of each way to sum, from one job of allreduce.py."""
+    """Return the seconds of each way to sum, from one job of allreduce.py."""
     words = ["scripts.benchmarks.allreduce", str(length), str(output)]
     run_job(python(*words, ranks=ranks), f"sums on {ranks} ranks")
     figures: dict[str, float] = json.loads(output.read_text())
@@ -153,10 +153,10 @@ def add(ranks: int, length: int, output: Path) -> dict[str, float]:
 
 
 class SlowLinear(nn.Linear):
-    """A linear classifier that sleeps first, longer on the last rank."""
+    """A linear classifier that sleeps in each forward of training, longer on the last rank."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (n, classes) of images (n, C, H, W)."""
+        """Return the logits (n, classes) of images (n, C, H, W)."""
         if self.training:
             last = launched_rank() == (launched_size() or 1) - 1
             time.sleep(SHARD_SECONDS * (SLOWER if last else 1))
@@ -164,14 +164,15 @@ class SlowLinear(nn.Linear):
 
 
 def slow_network(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The network for images of (H, W, C)."""
+    """Build the network for images of (H, W, C)."""
     height, width, channels = image_shape
     return SlowLinear(height * width * channels, classes)
 
 
 def balance(config: BenchConfig, folder: Path, show: Show) -> list[str]:
-    """images/s with an even split, the ideal one, and auto, after the first epoch, in which auto
-    measures.
+    """Measure images/s with the even split, the ideal one and auto.
+
+    The first epoch, in which auto measures the ranks, is not counted.
     """
     pack = str(locate(config.data or "digits", config.data_dir))
     flags = ["--data", pack, "--model", f"{__name__}:slow_network", "--shards", str(SHARDS)]
@@ -189,13 +190,13 @@ def balance(config: BenchConfig, folder: Path, show: Show) -> list[str]:
 
 
 def recovered(rates: Rates) -> float:
-    """The share of the time between the even split and the ideal one that auto gets back."""
+    """Return the share of the time saved by the ideal split that auto saves too."""
     even, ideal, auto = (1 / median(rates[split]) for split in SPLITS)
     return (even - auto) / (even - ideal)
 
 
 def sweep(config: BenchConfig, folder: Path, show: Show) -> list[str]:
-    """Seconds of a whole sweep of the digits network, in two slots and in one."""
+    """Measure the seconds of a whole sweep of the digits network, in two slots and in one."""
     pack = str(locate(config.data or "digits", config.data_dir))
     file, seeds = folder / "sweep.toml", list(range(NETWORKS))
     file.write_text(SWEEP.format(data=json.dumps(pack), epochs=SWEEP_EPOCHS, seeds=seeds))

@@ -1,6 +1,8 @@
-"""``python -m scripts.benchmarks data``: ``hpctrain bench data`` on images of 100x100x3, and the
-same images as JPEG files and as HDF5 files that are no packs; and packing them, against one thread
-of Pillow. --data may name any source of ``hpctrain pack``.
+"""``python -m scripts.benchmarks data``: images/s of reading and packing images of 100x100x3.
+
+It runs ``hpctrain bench data``, and reads the same images as JPEG files and as HDF5 files that are
+not packs. Packing is compared with one thread of Pillow. --data may name any source of
+``hpctrain pack``.
 
     python -m scripts.benchmarks.data NAME FOLDER/raw.h5 OUTPUT     one contestant
 """
@@ -31,12 +33,12 @@ from hpctrain.data.pack_format import Pack
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
 
-FILES, CLASSES, SIDE = 2000, 5, 100  # image files that are made; pixels of packed images
-FILE_SIDES = (500, 375)  # pixels, as photographs on the web have
+FILES, CLASSES, SIDE = 2000, 5, 100  # number of image files; pixels of packed images
+FILE_SIDES = (500, 375)  # pixels, as of photographs on the web
 COPIES = 2  # of each image, so that an epoch takes long enough
 CHUNK_ROWS = 32
 PILLOW, PACK = "Pillow, one thread, from files", "hpctrain pack, all cores, from files"
-GOALS = (  # contestant, at least so many times, this one (or images/s)
+GOALS = (  # contestant, minimum ratio, to this contestant ("": minimum images/s)
     (GATHER, 0.35, COPY),
     (GATHER, 20, H5PY),
     (KEPT, 100_000, ""),
@@ -47,7 +49,7 @@ GOALS = (  # contestant, at least so many times, this one (or images/s)
 
 
 def measure_data(config: BenchConfig, folder: Path, show: Show) -> list[str]:
-    """Run all rounds, print the table; the goals."""
+    """Run all rounds and print the table; return a line for each goal."""
     raw, jpeg = make_files(folder, config.data)
     show(
         f"{raw.splits['train'].samples:,} images: {raw.file_size / 2**20:,.1f} MiB of pixels,"
@@ -73,15 +75,17 @@ def measure_data(config: BenchConfig, folder: Path, show: Show) -> list[str]:
 
 
 def goal_line(found: float, bound: float, what: str, at_most: bool = False) -> str:
-    """Whether a goal is met."""
+    """Return a line that reports whether a goal is met."""
     met = found <= bound if at_most else found >= bound
     sign = "<=" if at_most else ">="
     return f"{'met   ' if met else 'MISSED'} {found:,.3f}  {what} {sign} {bound:,}"
 
 
 def make_files(folder: Path, source: str | None) -> tuple[Pack, Pack]:
-    """raw.h5 and jpeg.h5, packs; plain.h5 and gzip.h5, the pixels in one piece and in compressed
-    chunks (/images, /labels); files/, the images at their own size. Gives the two packs.
+    """Write the files of all contestants to `folder`; return the two packs.
+
+    raw.h5 and jpeg.h5 are packs. plain.h5 and gzip.h5 hold the pixels contiguously and in
+    compressed chunks (/images, /labels). files/ holds the images at their own size.
     """
     write_images(folder / "files")
     images = source or str(folder / "files")
@@ -105,7 +109,7 @@ def make_files(folder: Path, source: str | None) -> tuple[Pack, Pack]:
 
 
 def write_images(folder: Path) -> None:
-    """JPEG files that compress about as photographs do: smooth colours with some grain."""
+    """Write JPEG files that compress about as photographs do: smooth colours with some grain."""
     random = np.random.default_rng(0)
     for number in range(FILES):
         place = folder / f"class{number % CLASSES}"
@@ -118,7 +122,7 @@ def write_images(folder: Path) -> None:
 
 
 def pack_rate(folder: Path) -> float:
-    """images/s of packing, from the command to the finished file."""
+    """Return the images/s that ``hpctrain pack`` reports."""
     words = ["pack", str(folder / "files"), "--size", f"{SIDE}x{SIDE}", "--overwrite"]
     command = python("hpctrain", *words, "--output", str(folder / "again.h5"))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -127,7 +131,7 @@ def pack_rate(folder: Path) -> float:
 
 
 def pillow(path: Path) -> Iterator[int]:
-    """The files beside `path` decoded and resized by one thread, nothing else."""
+    """Decode and resize the files beside `path` in one thread, and do nothing else."""
     files = [file.read_bytes() for file in sorted(path.with_name("files").rglob("*.jpg"))]
     fit = Fit(SIDE, SIDE, 3, False)
     while True:
@@ -137,12 +141,12 @@ def pillow(path: Path) -> Iterator[int]:
 
 
 def jpeg(path: Path, **options: Any) -> Iterator[int]:
-    """The pack of JPEG files beside `path`."""
+    """Read the pack of JPEG files beside `path`."""
     return loaded(read_pack(path.with_name("jpeg.h5")), "partition", **options)
 
 
 def external(path: Path, name: str, shuffle: str) -> Iterator[int]:
-    """An HDF5 file that is no pack, beside `path`."""
+    """Read an HDF5 file beside `path` that is not a pack."""
     names = ("images", "labels", None, "1", 0, None if shuffle == "blocks" else 0)
     return loaded(read_external(path.with_name(name), *names), shuffle)
 

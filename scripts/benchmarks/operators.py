@@ -2,9 +2,10 @@
 
     python -m scripts.benchmarks.operators [--device cuda]
 
-Both train the same network on the same batch, with SGD, momentum and weight decay as torch updates
-on GPUs (foreach). On a GPU every operator but views and allocations is a kernel or more, and where
-the network or the batch is small their number decides how long a step takes.
+Both train the same network on the same batch, with SGD, momentum and weight decay, in the foreach
+implementation that torch uses on GPUs. On a GPU every operator except views and allocations
+launches one or more kernels. For a small network or batch their number determines the time of a
+step.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_vie
 
 
 class Count(NamedTuple):
-    """The operators of a step."""
+    """The number of operators in a step."""
 
-    dispatched: int  # all that torch dispatched
-    computing: int  # without views and allocations
+    dispatched: int  # all operators that torch dispatched
+    computing: int  # the same without views and allocations
     names: Counter[str]
 
 
 class Dispatched(TorchDispatchMode):
-    """Notes every operator that torch dispatches."""
+    """Counts the operators that torch dispatches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +60,11 @@ class Dispatched(TorchDispatchMode):
 
 
 def count_step(step: Callable[[], object]) -> Count:
-    """The operators of the step that this call does, after some that are not counted."""
+    """Count the operators of a call of `step`, after WARM calls that are not counted."""
     for _ in range(WARM):
         step()
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # first steps ask more, until the device has told what it met
+            torch.cuda.synchronize()  # first steps do more, until results of the device arrive
     with Dispatched() as found:
         step()
     return Count(found.names.total(), found.computing, found.names)
@@ -72,8 +73,9 @@ def count_step(step: Callable[[], object]) -> Count:
 def make_steps(
     folder: Path, network: str, shape: tuple[int, int, int], device: str, *flags: str
 ) -> dict[str, Callable[[], object]]:
-    """What does one step of hpctrain, with these flags too, and one of the plain loop, on ROWS
-    images (H, W, C).
+    """Return functions for a step of hpctrain, with these `flags`, and for one of the plain loop.
+
+    Both train on ROWS images, (H, W, C).
     """
     from hpctrain.training.step import train_step
 
@@ -92,7 +94,7 @@ def make_steps(
 
 
 def main() -> int:
-    """Count, print a line for each network; 1 where there are more than there may be."""
+    """Count, print a line for each network; return 1 if one has more operators than allowed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to count")
     device, wrong = parser.parse_args().device, 0

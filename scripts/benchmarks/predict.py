@@ -1,5 +1,6 @@
-"""Images per second of ``hpctrain predict`` beside a plain loop: read a file, then the next, then
-ask the network. In turn, --rounds times; medians, and whether the answers are equal.
+"""Images per second of ``hpctrain predict`` and of a plain loop in one thread, which reads a block
+of files and then runs the network. Both run in turn, for --rounds rounds; medians are printed, and
+the answers must be equal.
 
     python -m scripts.benchmarks.predict runs/first photos/
 """
@@ -24,7 +25,7 @@ from hpctrain.parallel.mpi import start_mpi
 
 @torch.no_grad()
 def plain(network: Network, files: list[Path]) -> np.ndarray:
-    """Probabilities (N, K) by one thread that reads and asks."""
+    """Return probabilities, (N, K), from one thread that reads images and runs the network."""
     found = []
     for first in range(0, len(files), network.block):
         part = files[first : first + network.block]
@@ -36,7 +37,7 @@ def plain(network: Network, files: list[Path]) -> np.ndarray:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure both ways and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run")
     parser.add_argument("photos")

@@ -173,7 +173,7 @@ def mutate_lines(data: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_toml(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Insert, change or delete a line of TOML, or corrupt bytes; return the text and what was done."""
+    """Insert, change or delete a line of TOML, or corrupt bytes; return text and what was done."""
     lines = data.decode().splitlines()
     number = draw.randrange(len(lines))
     match draw.randrange(4):

@@ -1,1 +1,1 @@
-"""``scripts/gpu_check``: all that can only be seen on a GPU, row by row. ``check.py`` runs it."""
+"""``scripts/gpu_check``: all checks that need a GPU, row by row. ``check.py`` runs them."""

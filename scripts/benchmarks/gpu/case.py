@@ -1,5 +1,7 @@
-"""What the rows of ``scripts/gpu_check`` share: where they measure (on a GPU, or rehearsing
-anywhere), packs of made images, a network ready for its first step, whole runs, and results.
+"""The parts that the rows of ``scripts/gpu_check`` share.
+
+These are the device (a GPU, or any device in a rehearsal), packs of generated images, a network
+ready for its first step, whole runs, and results.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Case:
-    """Where a row measures. A rehearsal goes the same way with tiny sizes, on the CPU or a GPU."""
+    """Where a row measures. A rehearsal runs the same code with tiny sizes, on the CPU or a GPU."""
 
     folder: Path  # for packs and runs of this row alone
     rehearsal: str | None = None  # its device: "cpu" or "cuda"
@@ -39,24 +41,26 @@ class Case:
 
     @property
     def device(self) -> str:
-        """The device of --device and torch."""
+        """The device, as --device and torch name it."""
         return self.rehearsal or "cuda"
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is the check itself, or a rehearsal on a GPU."""
+        """Whether the device is a GPU, in the check itself or in a rehearsal."""
         return self.device == "cuda"
 
     def size(self, real: T, tiny: T) -> T:
-        """The one that fits."""
+        """Return `tiny` in a rehearsal, else `real`."""
         return tiny if self.rehearsal else real
 
 
 def made_pack(
     case: Case, rows: int, shape: tuple[int, int, int], smooth: bool = False, test: int = 0
 ) -> str:
-    """A pack of `rows` made images (H, W, C) of five classes to train on, and some to test: noise,
-    or `smooth` patches of colour.
+    """Write a pack of generated images of five classes; return its path.
+
+    It has `rows` images, (H, W, C), to train on and `test` images to test on: noise, or patches of
+    colour if `smooth`.
     """
     import numpy as np
 
@@ -78,8 +82,9 @@ def made_pack(
 
 
 def ready(case: Case, *flags: str, device: str = "") -> Job:
-    """What ``train`` has with these flags before its first step, alone in this process. UsageError
-    for flags that cannot be.
+    """Set up ``train`` with these flags up to its first step, in this process alone.
+
+    Raises UsageError for invalid flags.
     """
     from hpctrain.parallel.mpi import start_mpi
     from hpctrain.training.setup import set_up
@@ -90,18 +95,21 @@ def ready(case: Case, *flags: str, device: str = "") -> Job:
 
 
 def first_batches(job: Job, count: int = 1) -> list[list[Batch]]:
-    """The batches of the first `count` steps, where the network is."""
+    """Return the batches of the first `count` steps, on the device of the network."""
     return list(itertools.islice(job.loader.epoch(0), count))
 
 
 def train(case: Case, *flags: str, ranks: int = 1) -> list[dict[str, Any]]:
-    """The records of one whole run. UsageError for flags that cannot be, RunError if it fails."""
+    """Train one whole run; return its records.
+
+    Raises UsageError for invalid flags, RunError if the run fails.
+    """
     from hpctrain.report.record import read_records
 
     name = f"run{next(_numbers)}"
     words = ["train", *flags, "--device", case.device, *_threads(case)]
     words += ["--runs-dir", str(case.folder), "--run", name, "--progress", "none"]
-    parse(words)  # says in one line what is wrong
+    parse(words)  # raises an error of one line
     launcher = [launch.mpirun(), "-n", str(ranks)] if ranks > 1 else []
     command = [*launcher, sys.executable, "-m", "hpctrain", *words]
     print(shlex.join(command), flush=True)
@@ -114,14 +122,14 @@ def _threads(case: Case) -> list[str]:
 
 
 class Result(NamedTuple):
-    """One line: what was looked at, what was found, what was wanted."""
+    """One line of the table: the subject, the value found and the target."""
 
     what: str
     verdict: str  # OK, MISSED, FAILED (an error ended it) or NOT_RUN
     value: str = ""
     target: str = ""
     n: int | None = None  # measurements behind the value
-    remark: str = ""  # why it was not run, or what one must know
+    remark: str = ""  # why it was not run, or a note
     number: float | None = None  # the value unrounded, where it is one
 
 
@@ -134,7 +142,7 @@ def judged(
     n: int | None = None,
     remark: str = "",
 ) -> Result:
-    """A number between `least` and `most`, both inclusive; without them it is only shown."""
+    """Return the result for a number that must be in [`least`, `most`]; None = no bound."""
     good = (least is None or number >= least) and (most is None or number <= most)
     bounds = [f">= {_text(least)}"] if least is not None else []
     bounds += [f"<= {_text(most)}"] if most is not None else []
@@ -145,18 +153,20 @@ def judged(
 def shown(
     what: str, good: bool, value: str, target: str, n: int | None = None, remark: str = ""
 ) -> Result:
-    """A fact that is `good` or not."""
+    """Return the result for a value that is `good` or not."""
     return Result(what, OK if good else MISSED, value, target, n, remark)
 
 
 def not_run(what: str, reason: str) -> Result:
-    """A line that only says why there is none."""
+    """Return a result that only gives the reason why there is no value."""
     return Result(what, NOT_RUN, remark=reason)
 
 
 def attempt(what: str, measure: Callable[..., Result], *given: Any, **named: Any) -> Result:
-    """What `measure(what, ...)` gives. What cannot be asked for here is not run; any other error
-    has failed, and its traceback goes to the log.
+    """Return the result of `measure(what, ...)`.
+
+    After a UsageError (not possible here) the verdict is NOT_RUN. After any other error it is
+    FAILED, and the traceback is written to the log.
     """
     try:
         return measure(what, *given, **named)
@@ -168,7 +178,7 @@ def attempt(what: str, measure: Callable[..., Result], *given: Any, **named: Any
 
 
 def _text(number: float) -> str:
-    """As in the other benchmarks; small numbers with their exponent."""
+    """Format a number as in the other benchmarks; small numbers with an exponent."""
     if number and abs(number) < 0.01:
         return f"{number:.1e}"
     return f"{number:.4f}".rstrip("0").rstrip(".") if abs(number) < 10 else number_text(number)

@@ -1,8 +1,9 @@
-"""``scripts/gpu_check``: all rows in turn, each a process with a clock of its own; one table; and a
-folder with the table, the figures as JSON with the facts of the machine, and the log.
+"""``scripts/gpu_check``: run all rows in turn, each in a process with a time limit of its own.
 
-Exit code 0 where all that was run is as wanted; 1 where something missed its target or failed; 2
-where there is no GPU, so that nothing was checked. A rehearsal fails only where a row failed.
+Prints one table, and writes a folder with the table, the figures as JSON with facts about the
+machine, and the log. Exit code 0 if every row that was run met its targets; 1 if one missed its
+target or failed; 2 if there is no GPU, so that nothing was checked. A rehearsal fails only if a
+row failed.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
 
 Found = dict[str, list[Result]]  # by row
 SECONDS = 460.0  # for all rows
-LEAST = 10.0  # seconds, for which no row is begun
-PATIENCE = 5.0  # seconds to end in
+LEAST = 10.0  # seconds; with less time left no row is started
+PATIENCE = 5.0  # seconds between SIGTERM and SIGKILL
 REHEARSAL = "R E H E A R S A L :   N O   R E S U L T"
 
 
 def main() -> int:
-    """The command; its exit code."""
+    """Run the command; return its exit code."""
     options = parse()
     try:
         names = chosen(options.only)
@@ -57,7 +58,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Run what needs a GPU, for 8 minutes at most.")
     parser.add_argument("--only", help=f"rows to run, separated by commas: {', '.join(ROWS)}")
     parser.add_argument("--data", help="pack of the flowers; else they are downloaded")
@@ -73,7 +74,7 @@ def parse() -> argparse.Namespace:
 
 
 def chosen(only: str | None) -> list[str]:
-    """The rows to run. UsageError for one that there is not."""
+    """Return the rows to run. Raises UsageError for an unknown row."""
     names = list(ROWS) if only is None else only.split(",")
     for name in names:
         if name not in ROWS:
@@ -83,7 +84,7 @@ def chosen(only: str | None) -> list[str]:
 
 
 def make_folder(output: Path | None) -> Path:
-    """The folder for what was found, which must be new. UsageError."""
+    """Create the folder for the results, which must be new. Raises UsageError."""
     folder = output or Path("runs") / f"gpu_check-{datetime.now():%Y%m%d-%H%M%S}"
     try:
         folder.mkdir(parents=True)
@@ -93,7 +94,7 @@ def make_folder(output: Path | None) -> Path:
 
 
 def check(options: argparse.Namespace, names: list[str], folder: Path) -> int:
-    """Run the rows, show and write what they found; the exit code."""
+    """Run the rows, print and write their results; return the exit code."""
     from hpctrain.console import Console, styled
 
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -106,7 +107,7 @@ def check(options: argparse.Namespace, names: list[str], folder: Path) -> int:
             found[name] = [not_run(ROWS[name].about, "no GPU here")]
             continue
         found[name] = run_row(name, options, folder / "log.txt", ends - time.monotonic())
-        write(folder, options.rehearse, known, found)  # what a crash leaves
+        write(folder, options.rehearse, known, found)  # so that a crash does not lose them
     write(folder, options.rehearse, known, found)
     if options.rehearse:
         console.rule(styled(REHEARSAL, "bold red"))
@@ -124,7 +125,7 @@ def check(options: argparse.Namespace, names: list[str], folder: Path) -> int:
 
 
 def run_row(name: str, options: argparse.Namespace, log: Path, left: float) -> list[Result]:
-    """What a row found in a process of its own, until its seconds or those of all are over."""
+    """Run a row in a process of its own, within its time and that of all rows; return results."""
     row = ROWS[name]
     if left < LEAST:
         return [not_run(row.about, f"the {SECONDS:.0f} s for all rows were over")]
@@ -149,7 +150,7 @@ def run_row(name: str, options: argparse.Namespace, log: Path, left: float) -> l
 
 
 def run_for(command: list[str], log: Path, limit: float) -> int | None:
-    """Run a command; its exit code, or None where its time was over and it was ended."""
+    """Run a command; return its exit code, or None if it was ended after `limit` seconds."""
     process = launch.start(command, log, launch.environment(launch.UNBOUND))
     try:
         return process.wait(timeout=limit)
@@ -160,9 +161,9 @@ def run_for(command: list[str], log: Path, limit: float) -> int | None:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End what a process has started, and itself: asked first, so that mpirun ends its ranks."""
+    """End a process and all it has started: by SIGTERM first, so that mpirun ends its ranks."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):  # nobody is left
+        with suppress(ProcessLookupError):  # no process is left
             os.killpg(process.pid, number)
             patience = time.monotonic() + PATIENCE
             while time.monotonic() < patience:
@@ -172,14 +173,14 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def write(folder: Path, rehearsal: str | None, known: dict[str, object], found: Found) -> None:
-    """results.json: facts of the machine and all results."""
+    """Write results.json: facts about the machine and all results."""
     rows = {name: [result._asdict() for result in results] for name, results in found.items()}
     content = {"rehearsal": rehearsal is not None, "machine": known, "rows": rows}
     (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def table(found: Found, plain: bool) -> Table:
-    """All results, a section per row; `plain` without lines."""
+    """Return a table of all results, a section per row; without lines if `plain`."""
     from rich import box
     from rich.table import Table
 
@@ -199,7 +200,10 @@ def table(found: Found, plain: bool) -> Table:
 
 
 def facts() -> dict[str, Any]:
-    """What the figures are of: GPU, driver, versions, commit, command. CUDA is not started here."""
+    """Return facts about the machine and the software, without initializing CUDA in this process.
+
+    They are the GPU, driver, versions, commit and command to which the figures belong.
+    """
     gpus = output_of(
         "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
     )
@@ -225,7 +229,7 @@ def facts() -> dict[str, Any]:
 
 
 def output_of(*command: str) -> str:
-    """What a program prints; nothing where it is missing or fails."""
+    """Return what a program prints, or "" if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=launch.ROOT)
     except (OSError, subprocess.TimeoutExpired):
@@ -234,6 +238,6 @@ def output_of(*command: str) -> str:
 
 
 def packages(start: str) -> list[str]:
-    """Installed packages whose name begins so, with their versions."""
+    """Return the installed packages whose names begin with `start`, with their versions."""
     found = ((d.metadata["Name"] or "", d.version) for d in distributions())
     return [f"{name} {version}" for name, version in found if name.startswith(start)]

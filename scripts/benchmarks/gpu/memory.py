@@ -1,5 +1,6 @@
-"""Whose memory it is: the message is one block of plain device memory. And the bytes that the
-loader brings there are those that a CPU computes with.
+"""Device memory: the message is one block of plain device memory, shared with the model.
+
+Also checks that the loader's batches on the GPU have the same bits as on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from scripts.benchmarks.gpu.case import (
     shown,
 )
 
-# Of cuPointerGetAttribute, CUDA Driver API, "Unified Addressing".
+# Attributes of cuPointerGetAttribute, CUDA Driver API, "Unified Addressing".
 MEMORY_TYPE, IS_MANAGED, IS_LEGACY_IPC_CAPABLE, MEMPOOL_HANDLE = 2, 8, 10, 17
 DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 PLAIN = {"memory type": DEVICE_MEMORY, "managed": 0, "legacy IPC": 1, "pool": 0}
@@ -29,12 +30,12 @@ STEPS = 3
 
 
 def message(case: Case) -> Iterator[Result]:
-    """No copy between parameters and what is updated, no gradient beside the message."""
+    """Check that parameters are views of the weights and gradients exist only in the message."""
     pack = made_pack(case, 64, (28, 28, 1))
     job = ready(case, "--data", pack, "--batch-size", "32")
     found = job.trainer.message
     for batches in first_batches(job, 2):
-        train_step(job.trainer, batches, 32)  # whoever replaced a view would have done it by now
+        train_step(job.trainer, batches, 32)  # code that replaces a view does so in a step
     tensor = found.tensor
     parameters = [p for p in job.trainer.model.parameters() if p.requires_grad]
     inside = sum(within(p, found.weights) and p.grad is None for p in parameters)
@@ -52,7 +53,7 @@ def message(case: Case) -> Iterator[Result]:
 
 
 def memory(case: Case) -> Iterator[Result]:
-    """Plain device memory; batches as a CPU would have them."""
+    """Check that the message is plain device memory and that batches equal those on the CPU."""
     what = "message is plain cudaMalloc memory"
     if not case.on_gpu:
         yield not_run(what, "cudaMalloc is CUDA's")
@@ -71,7 +72,7 @@ def memory(case: Case) -> Iterator[Result]:
 
 
 def batches(case: Case, pack: str, device: str, *flags: str) -> list[torch.Tensor]:
-    """Images and labels of the first steps, on the CPU."""
+    """Return images and labels of the first steps on `device`, copied to the CPU."""
     words = ["--data", pack, "--model", "resnet18", "--batch-size", "32", *flags]
     job = ready(case, *words, device=device)
     found = [batch for step in first_batches(job, STEPS) for batch in step]
@@ -79,13 +80,13 @@ def batches(case: Case, pack: str, device: str, *flags: str) -> list[torch.Tenso
 
 
 def within(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether a dense tensor lies in another's memory."""
+    """Whether a dense tensor lies within another tensor's memory."""
     first = part.data_ptr() - whole.data_ptr()
     return 0 <= first <= whole.nbytes - part.nbytes
 
 
 def in_torch_pool(tensor: torch.Tensor) -> bool:
-    """Whether the memory comes from torch's caching allocator: one of its segments holds it."""
+    """Whether the memory is in a segment of torch's caching allocator."""
     place = tensor.data_ptr()
     return any(
         segment["address"] <= place < segment["address"] + segment["total_size"]
@@ -94,7 +95,7 @@ def in_torch_pool(tensor: torch.Tensor) -> bool:
 
 
 def plain_memory(what: str, case: Case) -> Result:
-    """What the driver says of the message's memory, and of pinned host memory as a control."""
+    """Check the driver's attributes of the message's memory, with pinned memory as a control."""
     job = ready(case, "--data", made_pack(case, 32, (28, 28, 1)), "--batch-size", "32")
     found = attributes(job.trainer.message.tensor.data_ptr())
     control = attribute(pinned_memory().data_ptr(), MEMORY_TYPE) != DEVICE_MEMORY
@@ -104,18 +105,18 @@ def plain_memory(what: str, case: Case) -> Result:
 
 
 def pinned_memory() -> torch.Tensor:
-    """Host memory that the driver knows."""
+    """Return host memory that is registered with the driver."""
     return torch.zeros(1024, pin_memory=True)
 
 
 def attributes(place: int) -> dict[str, int]:
-    """The driver's attributes of the memory at an address."""
+    """Return the driver's attributes of the memory at an address."""
     numbers = (MEMORY_TYPE, IS_MANAGED, IS_LEGACY_IPC_CAPABLE, MEMPOOL_HANDLE)
     return dict(zip(PLAIN, (attribute(place, number) for number in numbers), strict=True))
 
 
 def attribute(place: int, number: int) -> int:
-    """cuPointerGetAttribute: an int, a bool or a handle. RuntimeError where the driver refuses."""
+    """Return the int, bool or handle that cuPointerGetAttribute gives. Raises RuntimeError."""
     driver = ctypes.CDLL("libcuda.so.1")
     value = ctypes.c_uint64(0)
     code = driver.cuPointerGetAttribute(

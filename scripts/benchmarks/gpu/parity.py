@@ -1,13 +1,13 @@
 """Gradients of a step against the same step in float64 on the CPU.
 
 The error is |g - g64| / |g64| over the whole gradient vector, after one train_step from the same
-weights on the same images. The networks are smooth: softplus in place of ReLU, averages in place of
-maxima. With ReLU a value near zero that rounds to the other side switches a whole path of the
-gradient, and what is measured is luck: float32 on a CPU is off by 8e-4 on the digits network, by
-9e-3 on ResNet-18, bfloat16 by 0.4. Smooth ones are off by 4e-6 to 7e-6 and by 5e-3 to 1.4e-2
-there, which the bounds follow with room for other orders of summation: TF32 keeps three bits more
-than bfloat16 does, so an eighth of its error or more. Each also has a least error: below it, the
-arithmetic is not the one that was asked for.
+weights on the same images. The networks are smooth: softplus replaces ReLU, and average pooling
+max pooling. With ReLU, a value near zero that rounds to the other side switches a whole path of the
+gradient, and the error is arbitrary: on a CPU it is 8e-4 for float32 on the digits network and
+9e-3 on ResNet-18, and 0.4 for bfloat16. For the smooth networks it is 4e-6 to 7e-6 and 5e-3 to
+1.4e-2 there. The bounds follow these with a margin for other orders of summation; TF32 has three
+bits more than bfloat16, so an eighth of its error or more. There is also a minimum error: below it,
+the arithmetic is not the requested one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROWS = 32
 
 
 def measure(case: Case) -> Iterator[Result]:
-    """A line per network and precision."""
+    """Yield a result per network and precision."""
     for name, shape in NETWORKS.items():
         pack = made_pack(case, ROWS, case.size(shape, (32, 32, shape[2])), smooth=True)
         exact = gradient(case, pack, f"{name}_float64", "fp32", "cpu")
@@ -52,14 +52,14 @@ def measure(case: Case) -> Iterator[Result]:
 def compared(
     what: str, case: Case, pack: str, name: str, precision: str, exact: torch.Tensor
 ) -> Result:
-    """One line."""
+    """Compare the gradient on the case's device with the exact one."""
     found = gradient(case, pack, name, precision, case.device)
     least, most = BOUNDS[precision]
     return judged(what, distance(found, exact), least=least, most=most, n=ROWS)
 
 
 def gradient(case: Case, pack: str, network: str, precision: str, device: str) -> torch.Tensor:
-    """The gradient vector of one step, in float64 on the CPU."""
+    """Return the gradient vector of one step on `device`, as float64 on the CPU."""
     flags = ["--data", pack, "--model", f"{__name__}:{network}", "--precision", precision]
     with torch_settings(precision):
         job = ready(case, *flags, "--batch-size", str(ROWS), "--normalize", "pack", device=device)
@@ -68,12 +68,12 @@ def gradient(case: Case, pack: str, network: str, precision: str, device: str) -
 
 
 def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of two vectors, relative to the second."""
+    """Return the distance of two vectors, relative to the norm of the second."""
     return float((found - exact).norm() / exact.norm())
 
 
 def smooth(module: nn.Module) -> nn.Module:
-    """The network without kinks: its gradient changes as little as its numbers do."""
+    """Replace ReLU and max pooling of a network in place by smooth layers; return the network."""
     for name, child in module.named_children():
         if isinstance(child, nn.ReLU):
             setattr(module, name, nn.Softplus())
@@ -85,20 +85,20 @@ def smooth(module: nn.Module) -> nn.Module:
 
 
 def digits(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The digits network, smooth."""
+    """Build the smooth digits network."""
     return smooth(build("digits", image_shape, classes))
 
 
 def resnet18(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """ResNet-18, smooth."""
+    """Build the smooth ResNet-18."""
     return smooth(build("resnet18", image_shape, classes))
 
 
 def digits_float64(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The same weights as `digits`, as float64."""
+    """Build `digits` with the same weights as float64."""
     return digits(image_shape, classes).double()
 
 
 def resnet18_float64(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The same weights as `resnet18`, as float64."""
+    """Build `resnet18` with the same weights as float64."""
     return resnet18(image_shape, classes).double()

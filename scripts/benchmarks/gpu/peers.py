@@ -1,8 +1,9 @@
-"""hpctrain's step against a plain torch loop and against DDP, in one process, in turn.
+"""hpctrain's step against a plain torch loop and against DDP, alternating in one process.
 
-All have the same network, precision, memory format, fused SGD and the same batches, which lie on
-the GPU, and cuDNN chooses by timing for all. A round is a number of steps and the wait for the
-device at its end; ratios are of medians over rounds in which each has its turn.
+All use the same network, precision, memory format, fused SGD and the same batches, which are on the
+GPU; cuDNN chooses its algorithms by timing for all. A round is a number of steps and a
+synchronization with the device at its end. Ratios are of medians over rounds, in which all
+alternate.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ STAGED_TARGET = 0.8  # of the speed of copies
 
 
 class Work(NamedTuple):
-    """What all of them train."""
+    """The workload of all contestants."""
 
     network: str
     shape: tuple[int, int, int]
     precision: str
     batch: int
-    steps: int  # a round
+    steps: int  # per round
 
 
 REAL = (
@@ -62,7 +63,7 @@ TINY = (Work("digits", (28, 28, 1), "fp32", 8, 3), Work("resnet18", (32, 32, 3),
 
 
 def measure(case: Case) -> Iterator[Result]:
-    """Per network, hpctrain's step without and with --graphs against the plain loop and DDP."""
+    """Compare hpctrain's step, without and with --graphs, with the plain loop and DDP."""
     backend = case.size("nccl", "gloo")
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -73,7 +74,7 @@ def measure(case: Case) -> Iterator[Result]:
 
 
 def compared(case: Case, work: Work) -> Iterator[Result]:
-    """hpctrain's steps against the others' on one network."""
+    """Compare hpctrain's steps with the others' on one network."""
     name = f"{work.network} at {work.shape[0]}, {work.precision}: hpctrain's step"
     flags = ["--data", made_pack(case, work.batch * BATCHES, work.shape), "--model", work.network]
     flags += ["--batch-size", str(work.batch), "--precision", work.precision]
@@ -99,7 +100,7 @@ def compared(case: Case, work: Work) -> Iterator[Result]:
 
 
 def stepping(job: Job, batches: list[list[Batch]]) -> Callable[[int], object]:
-    """What does hpctrain's n-th step."""
+    """Return a function that runs hpctrain's n-th step."""
 
     def step(number: int) -> None:
         batch = batches[number % BATCHES]
@@ -111,7 +112,7 @@ def stepping(job: Job, batches: list[list[Batch]]) -> Callable[[int], object]:
 def plain(
     case: Case, work: Work, batches: list[list[Batch]], wrap: Callable[[nn.Module], nn.Module]
 ) -> Callable[[int], object]:
-    """What does the n-th step of plain torch on the network as `wrap` has it."""
+    """Return a function that runs the n-th step of plain torch on the network wrapped by `wrap`."""
     model = build(work.network, work.shape, CLASSES)
     place(model, torch.device(case.device), channels_last=True)
     train = plain_step(wrap(model.train()), work.precision)
@@ -124,7 +125,7 @@ def plain(
 
 
 def rounds(ways: Mapping[str, Callable[[int], object]], steps: int) -> dict[str, list[float]]:
-    """Seconds of each way's rounds of `steps`, in turn; the first round of each is not counted."""
+    """Return the seconds of each way's rounds of `steps`, alternating; the first is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for counted in (False, *[True] * ROUNDS):
         for name, way in ways.items():
@@ -139,13 +140,13 @@ def rounds(ways: Mapping[str, Callable[[int], object]], steps: int) -> dict[str,
 
 
 def wait() -> None:
-    """Until the GPU has done all that was asked of it; there may be none."""
+    """Synchronize with the GPU, if CUDA is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def ratio(ours: str, other: str, rates: dict[str, list[float]]) -> Result:
-    """Median over median, against the target; both speeds beside it."""
+    """Compare the ratio of the median speeds with the target; the remark has both speeds."""
     own, theirs = (statistics.median(rates[name]) for name in (ours, other))
     remark = f"{own:,.0f} against {theirs:,.0f} images/s"
     n = len(rates[other])
@@ -153,8 +154,10 @@ def ratio(ours: str, other: str, rates: dict[str, list[float]]) -> Result:
 
 
 def staging(case: Case) -> Iterator[Result]:
-    """What the way through pinned host memory costs: a staged Allreduce of one rank, which sums
-    nothing, against one copy of the same bytes down and one up.
+    """Measure the cost of the path through pinned host memory.
+
+    A staged Allreduce of one rank, which sums nothing, is compared with one copy of the same bytes
+    to the host and one back.
     """
     device, numbers = torch.device(case.device), case.size(NUMBERS, NUMBERS // 100)
     vector = plain_zeros(numbers, torch.float32, device)

@@ -1,10 +1,9 @@
-"""The rows of ``scripts/gpu_check``, each a function of a module of this folder, and the process in
-which one of them runs:
+"""The rows of ``scripts/gpu_check``, and the command that runs one of them in a process:
 
     python -m scripts.benchmarks.gpu.rows ROW FOLDER [--rehearse cpu|cuda] [--data PACK]
 
-A line of JSON for every result goes to FOLDER/results.jsonl as soon as it is known: what a row that
-hangs or crashes had found until then is kept.
+A row is a function of a module in this folder. Every result is written to FOLDER/results.jsonl as a
+line of JSON as soon as it is known, so that a row that hangs or crashes keeps its earlier results.
 """
 
 from __future__ import annotations

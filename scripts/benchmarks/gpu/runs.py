@@ -1,4 +1,4 @@
-"""Rows of whole runs by the public command: the same bits, accuracy, images/s, several GPUs."""
+"""Rows of whole runs by the public command: determinism, accuracy, images/s, several GPUs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ WAYS = tuple((ranks, flags) for flags in ((), GRAPHS, OVERLAP) for ranks in (1, 
 FEW_WAYS = (WAYS[2], WAYS[3], WAYS[7])  # in a rehearsal
 
 RECIPE = ROOT / "scripts" / "recipes" / "flowers.toml"
-PIXELS = ("--random-crop", "0", "--shift", "10")  # of the recipe, where a pack holds no JPEG files
+PIXELS = ("--random-crop", "0", "--shift", "10")  # in place of the recipe's, for packs of pixels
 FLOWERS_REFERENCE, DIGITS_TARGET = 0.6649, 0.999
 TINY = ("--model", "digits", "--epochs", "1", "--batch-size", "16", "--precision", "fp32")
 
 BATCH, PACK_STEPS = 128, 8
 EPOCHS, WARM_EPOCHS = 10, 2
 SIDES, SIDE = (100, 224), 100
-BF16, NO_SLOWER = ("--precision", "bf16"), 0.98  # of its images/s, for what is to make it faster
+BF16, NO_SLOWER = ("--precision", "bf16"), 0.98  # minimum ratio to bf16 alone for faster ways
 ARITHMETIC = {
     "default": (),
     "fp32": ("--precision", "fp32"),
@@ -48,8 +48,10 @@ GROWTH = 0.9  # of the speed of one GPU times their number
 
 
 def digests(case: Case) -> Iterator[Result]:
-    """The digest at the end of deterministic runs: the same when repeated, on any number of ranks
-    that share a GPU, with and without CUDA graphs and overlap; another one with another seed.
+    """Compare the digests at the end of deterministic runs.
+
+    They must be equal when a run is repeated, on any number of ranks that share a GPU, with and
+    without CUDA graphs and overlap, and different for another seed.
     """
     flags = workload(case)
     first = digest(case, *flags)
@@ -63,7 +65,7 @@ def digests(case: Case) -> Iterator[Result]:
 
 
 def workload(case: Case) -> list[str]:
-    """ResNet-18 on images of noise, with a ragged end; the digits network in a rehearsal."""
+    """Return flags for ResNet-18 (digits in a rehearsal) on noise, with an incomplete last step."""
     pack = made_pack(case, case.size(413, 101), case.size((64, 64, 3), (28, 28, 1)))
     model = case.size("resnet18", "digits")
     flags = ["--data", pack, "--model", model, "--batch-size", "32", "--flip", "--shift", "2"]
@@ -71,18 +73,18 @@ def workload(case: Case) -> list[str]:
 
 
 def digest(case: Case, *flags: str, ranks: int = 1) -> str:
-    """At the end of one run."""
+    """Return the digest at the end of one run."""
     return str(train(case, *flags, ranks=ranks)[-1]["digest"])
 
 
 def same_digest(what: str, case: Case, first: str, *flags: str, ranks: int) -> Result:
-    """Whether a run ends with the digest of the first."""
+    """Compare the digest at the end of a run with that of the first run."""
     found = digest(case, *flags, ranks=ranks)
     return shown(what, found == first, found[:12], first[:12], n=1)
 
 
 def flowers(case: Case) -> Iterator[Result]:
-    """Accuracy over the test images, to beat the reference's; seconds of the whole command."""
+    """Measure the accuracy on the test images, against the reference's, and the total seconds."""
     what = "flowers by scripts/recipes/flowers.toml"
     try:
         pack = flower_pack(case)
@@ -102,7 +104,7 @@ def flowers(case: Case) -> Iterator[Result]:
 
 
 def digits(case: Case) -> Iterator[Result]:
-    """Accuracy over the test images with the defaults; seconds of the whole command."""
+    """Measure the accuracy on the test images with the defaults, and the total seconds."""
     data = ["--data-dir", str(case.folder)] if not case.rehearsal else ["--data", tiny(case, 1)]
     epochs, accuracy, rows, seconds = tested(case, "--model", "digits", *data, *case.size((), TINY))
     what = f"digits, test accuracy after {epochs} epochs"
@@ -111,7 +113,7 @@ def digits(case: Case) -> Iterator[Result]:
 
 
 def flower_pack(case: Case) -> str:
-    """The pack that was named; else the built-in one, downloaded; made images in a rehearsal."""
+    """Return the given pack; without one generated images in a rehearsal, else download the set."""
     from hpctrain.data.builtin import locate
 
     if case.rehearsal and case.data is None:
@@ -120,19 +122,19 @@ def flower_pack(case: Case) -> str:
 
 
 def tiny(case: Case, channels: int) -> str:
-    """A pack of a few made images, in train and test."""
+    """Write a pack of a few generated images, in train and test; return its path."""
     return made_pack(case, 48, (28, 28, channels), smooth=True, test=16)
 
 
 def adapted(pack: str) -> tuple[str, ...]:
-    """The flags that fit the recipe to a pack of pixels; none for one of JPEG files."""
+    """Return the flags that adapt the recipe to a pack of pixels; none for one of JPEG files."""
     from hpctrain.data.packed import read_pack
 
     return () if read_pack(pack).encoded else PIXELS
 
 
 def tested(case: Case, *flags: str) -> tuple[int, float, int, float]:
-    """Of one run: its epochs, accuracy over the test images and their number, and its seconds."""
+    """Train one run; return its epochs, test accuracy, number of test images and seconds."""
     began = time.perf_counter()
     records = train(case, *flags)
     seconds = time.perf_counter() - began
@@ -142,8 +144,9 @@ def tested(case: Case, *flags: str) -> tuple[int, float, int, float]:
 
 
 def speed(case: Case) -> Iterator[Result]:
-    """images/s of ResNet-50 from a pack that stays in memory, by the wall clock of the run's
-    record, by arithmetic and size of image; what takes longest to start comes last.
+    """Measure the images/s of ResNet-50 by arithmetic and image size, from a pack kept in memory.
+
+    Times are those of the run's record (wall clock). The slowest to start comes last.
     """
     base: dict[int, float] = {}
     for way, flags in ARITHMETIC.items():
@@ -160,18 +163,18 @@ def speed(case: Case) -> Iterator[Result]:
 
 
 def compare_rate(what: str, case: Case, side: int, least: float | None, *flags: str) -> Result:
-    """images/s of one run."""
+    """Compare the images/s of one run with the minimum."""
     found, steps = rate(case, side, *flags)
     return judged(what, found, "images/s", least=least, n=steps)
 
 
 def network(case: Case) -> str:
-    """What is trained."""
+    """Return the name of the network to train."""
     return case.size("resnet50", "digits")
 
 
 def rate(case: Case, side: int, *flags: str, ranks: int = 1) -> tuple[float, int]:
-    """images/s after the warm-up, of 128 images a rank and step, and the number of steps timed."""
+    """Return images/s after the warm-up, with 128 images per rank and step, and the timed steps."""
     batch, steps, epochs = case.size((BATCH, PACK_STEPS, EPOCHS), (4, 2, 3))
     pack = made_pack(case, batch * steps * ranks, (side, side, 3))
     words = ["--data", pack, "--model", network(case), "--batch-per-rank", str(batch)]
@@ -182,8 +185,9 @@ def rate(case: Case, side: int, *flags: str, ranks: int = 1) -> tuple[float, int
 
 
 def several(case: Case) -> Iterator[Result]:
-    """All GPUs of this host, one rank each (two ranks in a rehearsal): the same bits through NCCL,
-    how speed grows, what overlap gains.
+    """Run on all GPUs of this host, one rank each (two ranks in a rehearsal).
+
+    Checks that NCCL gives the same bits, and measures the scaling and the gain of overlap.
     """
     ranks = torch.cuda.device_count() if case.on_gpu else 2
     if ranks < 2:

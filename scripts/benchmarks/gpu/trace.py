@@ -1,8 +1,9 @@
-"""What a step does to the device: reductions, copies to the host, waits for the device.
+"""Device operations of a step: reductions, copies to the host, waits for the device.
 
-Kernels and copies are read from torch.profiler's trace in Chrome's format: events of the category
+Kernels and copies are read from torch.profiler's trace in Chrome's format: events of the categories
 kernel and gpu_memcpy, the latter with their bytes. NCCL with one rank sums in place by doing
-nothing (ncclLaunchOneRank in its enqueue.cc): then there is no kernel to count, but the call is.
+nothing (ncclLaunchOneRank in its enqueue.cc). Then there is no kernel to count, so the calls are
+counted as well.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from scripts.benchmarks.gpu.case import (
 
 STEPS, WARM = 5, 3
 BATCH = 32
-FEW_BYTES = 4096  # that may come to the host in a step: losses, counts, times
+FEW_BYTES = 4096  # that may be copied to the host in a step: losses, counts, times
 
 
 def measure(case: Case) -> Iterator[Result]:
-    """The trace with NCCL, and steps under torch's alarm for waits without and with it."""
+    """Trace steps with NCCL; run steps in torch's sync debug mode, without and with NCCL."""
     nccl = ("--reduce", "nccl") if case.on_gpu else ()
     name = "NCCL" if case.on_gpu else "MPI in place of NCCL"
     yield from traced(case, nccl, name)
@@ -50,8 +51,9 @@ def measure(case: Case) -> Iterator[Result]:
 
 
 def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Job, Callable[[], Report]]:
-    """A network, and what does one step of it and sends what came of it to the host, as the loop
-    does.
+    """Return a job, and a function that runs one step of it and copies its totals to the host.
+
+    The training loop does the same.
     """
     shape = case.size((100, 100, 3), (28, 28, 1))
     words = ["--data", made_pack(case, BATCH, shape), "--batch-size", str(BATCH), *flags]
@@ -68,7 +70,7 @@ def make_job(case: Case, flags: tuple[str, ...]) -> tuple[Job, Callable[[], Repo
 
 
 def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
-    """Reductions and bytes to the host, a step."""
+    """Yield the numbers of reductions, kernels and bytes copied to the host per step."""
     job, step = make_job(case, flags)
     calls = count_calls(job.trainer.reduce.transport, "allreduce")
     path = case.folder / "trace.json"
@@ -81,7 +83,7 @@ def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
     remark = "of one rank it launches none, of more it must be 1"
     of_nccl = kernels(events, "nccl") / STEPS
     yield judged("NCCL kernels a step", of_nccl, most=1, n=STEPS, remark=remark)
-    # A trace in which nothing was recorded would prove all: the totals must be in it, and kernels.
+    # An empty trace would pass all checks: it must contain kernels and the copy of the totals.
     least = case.size(1, None)
     yield judged("all kernels a step (control)", kernels(events) / STEPS, least=least, n=STEPS)
     down = copied_bytes(events, "DtoH") / STEPS
@@ -91,7 +93,7 @@ def traced(case: Case, flags: tuple[str, ...], name: str) -> Iterator[Result]:
 
 
 def count_calls(target: Any, name: str) -> list[int]:
-    """A list that grows by one with every call of this method of this object."""
+    """Return a list that grows by one element with every call of this method of `target`."""
     method, calls = getattr(target, name), []
 
     def counted(*words: Any) -> Any:
@@ -103,7 +105,7 @@ def count_calls(target: Any, name: str) -> list[int]:
 
 
 def profiled(step: Callable[[], object], path: Path, on_gpu: bool) -> list[dict[str, Any]]:
-    """The events of the trace of STEPS steps."""
+    """Return the events of a trace of STEPS steps."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -118,18 +120,18 @@ def profiled(step: Callable[[], object], path: Path, on_gpu: bool) -> list[dict[
 
 
 def kernels(events: list[dict[str, Any]], name: str = "") -> int:
-    """Kernels in a trace, or those whose names hold this one."""
+    """Return the number of kernels in a trace whose names contain `name`."""
     return sum(e.get("cat") == "kernel" and name in e["name"].lower() for e in events)
 
 
 def copied_bytes(events: list[dict[str, Any]], way: str) -> int:
-    """Bytes that a trace's copies moved, `way` being DtoH, HtoD or DtoD."""
+    """Return the bytes moved by the copies in a trace; `way` is DtoH, HtoD or DtoD."""
     copies = (e for e in events if e.get("cat") == "gpu_memcpy" and way in e["name"])
     return sum(int(copy["args"]["bytes"]) for copy in copies)
 
 
 def unwaiting(what: str, case: Case, flags: tuple[str, ...]) -> Result:
-    """Steps while torch raises where an operation waits; reading a number must raise."""
+    """Run steps while torch raises if an operation synchronizes; reading a number must raise."""
     job, step = make_job(case, flags)
 
     def steps() -> None:
@@ -137,7 +139,7 @@ def unwaiting(what: str, case: Case, flags: tuple[str, ...]) -> Result:
             step()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a prototype
+        warnings.simplefilter("ignore")  # the warning that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
         try:
             waits = alarm(steps)
@@ -149,7 +151,7 @@ def unwaiting(what: str, case: Case, flags: tuple[str, ...]) -> Result:
 
 
 def alarm(work: Callable[[], object]) -> str:
-    """What torch says of the first wait in this work; nothing if there was none."""
+    """Return torch's error for the first synchronization in `work`, or "" if there was none."""
     try:
         work()
     except RuntimeError as error:
