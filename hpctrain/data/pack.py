@@ -1,15 +1,16 @@
-"""``hpctrain pack``: image files -> one HDF5 pack.
+"""``hpctrain pack``: make one HDF5 pack of image files.
 
-In memory that is bounded by a few blocks of pixels and a few hundred bytes an image:
+Memory is bounded by a few blocks of pixels and a few hundred bytes per image. The steps are:
 
 1. list the source (``packing/sources.py``, ``arrays.py``, ``manifest.py``);
-2. divide the images into splits and shuffle them, from the seed (``split.py``);
-3. decode every image into its row of the new file, under a temporary name (``make.py``,
-   ``decode.py``), with a digest of its pixels;
-4. add checksums and attributes, and give the file its name (``write.py``).
+2. assign the images to splits and shuffle them, from the seed (``split.py``);
+3. decode every image into its row of a new file with a temporary name, and compute a digest of its
+   pixels (``make.py``, ``decode.py``);
+4. add checksums and attributes, and rename the file (``write.py``).
 
-One process decodes with a pool of worker processes; the ranks of an MPI job each do a part of every
-step (``hpctrain/pack.py``), which gives the same bytes. The root alone lists, divides and reports.
+A single process decodes with a pool of worker processes. In an MPI job, each rank does a part of
+every step (``hpctrain/pack.py``), which gives the same bytes; listing the source, assigning images
+to splits and reporting are done by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
 
 
 def main(config: PackConfig, processes: Processes = ONE_PROCESS) -> int:
-    """The subcommand: pack, or check a pack. Its exit code."""
+    """Run the subcommand: make or check a pack. Returns the exit code."""
     if config.check is not None:
         if config.source is not None:
             raise UsageError(f"--check {config.check} packs nothing: leave out {config.source}")
@@ -47,7 +48,7 @@ def main(config: PackConfig, processes: Processes = ONE_PROCESS) -> int:
 
 
 def check_pack(path: str, columns: int | None = None) -> int:
-    """Verify all checksums and print the pack's table. 0: as it was written, 1: corrupt."""
+    """Verify all checksums and print the pack's table. Returns 0, or 1 if the pack is corrupt."""
     pack = read_pack(path)
     corrupt = verify(pack)
     report.print_table(pack, columns)
@@ -61,7 +62,7 @@ def check_pack(path: str, columns: int | None = None) -> int:
 
 
 def create_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
-    """Make the pack that `config` asks for and print its table; its path."""
+    """Make the pack that `config` describes, print its table and return its path."""
     start = time.perf_counter()
     path = make_pack(config, processes)
     seconds = time.perf_counter() - start
@@ -73,10 +74,10 @@ def create_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
 
 
 def make_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
-    """Make the pack without a table; the path of the pack.
+    """Make the pack without printing a table, and return its path.
 
-    Raises UsageError where the source or the settings cannot be used, RunError where the disk is
-    full; then, and when interrupted, nothing is left under the pack's name.
+    Raises UsageError if the source or the settings cannot be used, RunError if the disk is full.
+    After an error or an interruption, no file exists under the pack's name.
     """
     if config.source is None:
         raise UsageError("pack what? Give a folder, .tgz, .zip, idx, .npz, flowers or digits")
@@ -87,7 +88,7 @@ def make_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
 
         path = fetch_archive(config.data_dir)
     with writing(output):
-        for old in left_behind(output):  # of a process that was killed
+        for old in left_behind(output):  # by a process that was killed
             old.unlink(missing_ok=True)
         if config.source == "digits":
             _pack_digits(config, output)
@@ -97,7 +98,7 @@ def make_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
 
 
 def output_path(config: PackConfig) -> Path:
-    """Where the pack goes, checked before any work is done."""
+    """Return the path of the pack to write, checked before any work is done."""
     assert config.source is not None
     if config.output:
         path = Path(config.output)
@@ -134,7 +135,7 @@ def _pack_digits(config: PackConfig, output: Path) -> None:
 def _cut_again(
     splits: dict[str, tuple[np.ndarray, np.ndarray]], classes: tuple[str, ...], config: PackConfig
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The digits of train and test drawn anew into the shares of --split."""
+    """Divide the digits of train and test again, by the shares of --split."""
     shares = split_shares(config.split)
     made = splits["train"], splits["test"]
     images, labels = (np.concatenate(arrays) for arrays in zip(*made, strict=True))

@@ -1,9 +1,10 @@
-"""Packs as they are opened: read and checked once, on rank 0, and what verifies all their bytes.
+"""Open packs: read and check them once, on rank 0, and verify all their bytes.
 
-``read_pack`` checks by HDF5 all that a reader by byte offset relies on: a pack comes from anywhere
-(``hdf5.py``), and every dataset must be contiguous bytes of its file. It returns a small picklable
-``Pack``, with which ``Split`` reads without HDF5: import this module where rank 0 alone is, it
-brings h5py. The format is described in ``pack_format.py``, its writers are in ``packing/``.
+``read_pack`` uses HDF5 to check everything that reading by byte offset relies on: a pack is an
+untrusted file (``hdf5.py``), and every dataset must be contiguous bytes of it. It returns a small
+picklable ``Pack``, with which ``Split`` reads without HDF5. Import this module only in code that
+runs on rank 0 alone, because it imports h5py. The format is described in ``pack_format.py``, its
+writers are in ``packing/``.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.typed import parse_json
 
-UUID_WITHIN = 1 << 20  # bytes at the file's beginning or end
-MAX_ATTRIBUTE_BYTES = 2**26  # larger than any honest attribute, small enough to read
-MAX_BLOCK_BYTES = 2**26  # bytes that share a checksum; packs are written with about 2**20
+UUID_WITHIN = 1 << 20  # bytes that are searched at the beginning and the end of the file
+MAX_ATTRIBUTE_BYTES = 2**26  # larger than any genuine attribute, small enough to read
+MAX_BLOCK_BYTES = 2**26  # that share a checksum; packs are written with about 2**20
 NOT_OF_UUID = "shape, classes or checksums are not those that the uuid was made from"
 NOT_OF_SHA256 = "mean, std or provenance are not those that its SHA-256 was made from"
 
 
 def read_pack(path: str | os.PathLike[str]) -> Pack:
-    """Open a pack and check everything but the checksums.
+    """Open a pack and check everything except the checksums.
 
-    Raises UsageError, one line naming the file and the cause: missing, no pack, cut short,
-    corrupt, not written to its end, of a newer format, or made to read other files.
+    Raises UsageError (one line that names the file and the cause) if the file is missing, not a
+    pack, truncated, corrupt, incomplete, of a newer format, or refers to other files.
     """
     pack = _read_attributes(os.path.abspath(path))
     for name in pack.splits:
@@ -57,7 +58,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
 
 
 def is_pack(path: str | os.PathLike[str]) -> bool:
-    """Whether this is an HDF5 file that has the format mark, whatever else is wrong with it."""
+    """Whether this is an HDF5 file with the format attribute of a pack; nothing else is checked."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             return _is_marked(file)
@@ -66,8 +67,9 @@ def is_pack(path: str | os.PathLike[str]) -> bool:
 
 
 def read_again(path: str | os.PathLike[str], external: dict[str, Any] | None) -> Pack:
-    """The pack of this path; or, where it is none, the external file that `read_external` finds
-    with these arguments, as a saved network names them. Raises UsageError.
+    """Open the pack or external file that a saved network names. Raises UsageError.
+
+    If `path` is not a pack, `read_external` is called with the arguments `external`, if given.
     """
     if external is None or is_pack(path):
         return read_pack(path)
@@ -75,8 +77,9 @@ def read_again(path: str | os.PathLike[str], external: dict[str, Any] | None) ->
 
 
 def read_sums(pack: Pack) -> Sums:
-    """The checksums of all blocks of a pack. Raises UsageError where they or its attributes are
-    not those that were written.
+    """Read the checksums of all blocks of a pack.
+
+    Raises UsageError if they or the attributes of the pack have been altered.
     """
     sums = _stored_sums(pack)
     if altered := _find_altered(pack, sums):
@@ -85,7 +88,7 @@ def read_sums(pack: Pack) -> Sums:
 
 
 def verify(pack: Pack) -> list[str]:
-    """Recompute all checksums: one line per corrupt block. None: all is as it was written."""
+    """Recompute all checksums; return one line per corrupt block, none if the pack is intact."""
     sums = _stored_sums(pack)
     found: list[str] = []
     with open(open_file(pack.path), "rb", buffering=0) as file:
@@ -99,7 +102,7 @@ def verify(pack: Pack) -> list[str]:
 
 
 def _read_attributes(path: str) -> Pack:
-    """The checked pack of an absolute path, its labels not yet read. Raises UsageError."""
+    """Read and check the attributes and layout of a pack, not its labels. Raises UsageError."""
     with open_hdf5(path) as file:
         encoded = _check_format(path, file) == ENCODED_VERSION
         classes = tuple(name.decode("utf-8", "surrogateescape") for name in _text(file, "classes"))
@@ -135,7 +138,7 @@ def _read_attributes(path: str) -> Pack:
 def _read_split(
     file: h5py.File, name: str, size: int, encoded: bool
 ) -> tuple[SplitLayout, tuple[int, ...]]:
-    """A split, and the shape of its images; JPEG files have none of their own."""
+    """Read the layout of a split and the shape of its images, () for JPEG files."""
     kind, dimensions = ("bytes", 1) if encoded else ("images", 4)
     images = _dataset(file, f"{name}/{kind}", h5py.h5t.STD_U8LE, dimensions, size)
     labels = _dataset(file, f"{name}/labels", h5py.h5t.STD_I64LE, 1, size)
@@ -151,7 +154,7 @@ def _read_split(
 
 
 def _find_uuid(path: str, size: int, identity: bytes) -> int:
-    """The byte at which the uuid stands, in the first or last MiB of the file; -1 if in neither."""
+    """Return the offset of the uuid in the first or last MiB of the file, or -1."""
     with open(path, "rb") as file:
         for start in (0, max(0, size - UUID_WITHIN)):
             file.seek(start)
@@ -161,7 +164,7 @@ def _find_uuid(path: str, size: int, identity: bytes) -> int:
 
 
 def _decoded_shape(file: h5py.File) -> tuple[int, ...]:
-    """The shape (H, W, C) that files are decoded to, within what packing allows."""
+    """Read the shape (H, W, C) to which files are decoded, and check it against pack's limits."""
     values = _attribute(file, "image_shape")
     if values.dtype.kind != "i" or values.shape != (3,):
         raise Unusable("attribute 'image_shape' is not 3 numbers")
@@ -179,7 +182,7 @@ def _fit(file: h5py.File) -> str:
 
 
 def _stored_sums(pack: Pack) -> Sums:
-    """By split and column: the CRC-32 of every block, and the rows of a block."""
+    """Read, by split and column, the CRC-32 of every block and the rows per block."""
     sums: Sums = {}
     with open_hdf5(pack.path) as file:
         for name in pack.splits:
@@ -188,7 +191,7 @@ def _stored_sums(pack: Pack) -> Sums:
                 block_rows = int(data.attrs["rows_per_block"])
                 if block_rows < 1 or data.shape[0] != math.ceil(column.rows / block_rows):
                     raise Unusable(f"{name}/{kind}_crc32 does not cover the {column.rows} rows")
-                if (block_rows - 1) * column.row_bytes > MAX_BLOCK_BYTES:  # it is read as one piece
+                if (block_rows - 1) * column.row_bytes > MAX_BLOCK_BYTES:  # it is read at once
                     raise Unusable(f"{name}/{kind}_crc32 says {block_rows:,} rows_per_block")
                 sums[name, kind] = (data[:], block_rows)
     return sums
@@ -200,7 +203,7 @@ def _is_marked(file: h5py.File) -> bool:
 
 
 def _check_format(path: str, file: h5py.File) -> int:
-    """The format mark first: everything else is only meant where it is there. The version."""
+    """Check the format attribute, without which no other has a meaning; return the version."""
     if not _is_marked(file):
         raise UsageError(
             f"{path} is an HDF5 file but not a pack (no attribute format = {FORMAT!r}); make one"
@@ -223,7 +226,7 @@ def _check_format(path: str, file: h5py.File) -> int:
 def _dataset(
     file: h5py.File, name: str, kind: h5py.h5t.TypeID, dimensions: int, file_size: int
 ) -> h5py.Dataset:
-    """A dataset that is plain bytes of this file: readable by its offset."""
+    """Return a dataset that is contiguous bytes of this file, readable by its offset."""
     data = find_dataset(file, name)
     if not data.id.get_type().equal(kind) or data.ndim != dimensions or 0 in data.shape:
         raise Unusable(f"{data.name} is {data.dtype} of shape {data.shape}")
@@ -255,7 +258,7 @@ def _numbers(file: h5py.File, name: str, count: int) -> tuple[float, ...]:
 
 
 def _find_altered(pack: Pack, sums: Sums) -> str | None:
-    """What of a pack's shape, classes, checksums and other attributes is not as it was written."""
+    """Describe which of shape, classes, checksums and attributes were altered, or return None."""
     stored = {
         name: (split.samples, [sums[name, kind][0] for kind in pack.columns(name)])
         for name, split in pack.splits.items()

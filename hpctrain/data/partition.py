@@ -1,14 +1,15 @@
-"""Which samples each shard reads in each step: pure arithmetic, equal on every rank.
+"""Partition the samples of an epoch into steps and shards: pure arithmetic, equal on every rank.
 
-A global batch of B samples is cut evenly into S shares b_j, the remainder to the first shards. An
-epoch over N samples has T = ceil(N / B) steps; all but the last are full. The samples of the last
-step, R = N - (T - 1) B, are cut in proportion to the shares, so the partition of shard j has
+A global batch of B samples is divided evenly into S shares b_j; the remainder goes to the first
+shards. An epoch over N samples has T = ceil(N / B) steps; all but the last are full. The samples of
+the last step, R = N - (T - 1) B, are divided in proportion to the shares, so the partition of shard
+j has
 
     n_j = (T - 1) b_j + r_j,    r_j = floor(R c_{j+1} / B) - floor(R c_j / B)
 
-samples, with c_j = b_0 + ... + b_{j-1}. As r_j <= b_j all shards finish together and every sample
-is read exactly once an epoch. Partitions are contiguous ranges of samples; ``orders.py`` says in
-which order they are read.
+samples, with c_j = b_0 + ... + b_{j-1}. As r_j <= b_j, all shards finish in the same step, and
+every sample is read exactly once per epoch. Partitions are contiguous ranges of samples;
+``orders.py`` defines the order in which they are read.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from itertools import accumulate
 
 from hpctrain.errors import UsageError
 
-READ_BYTES = 4 << 20  # of consecutive samples that are read in one go, where order allows it
+READ_BYTES = 4 << 20  # of consecutive samples that are read at once if the order allows it
 
 
 def even_shares(total: int, parts: int) -> tuple[int, ...]:
-    """Cut `total` into `parts` shares that differ by at most one; the remainder to the first."""
+    """Divide `total` into `parts` shares that differ by at most one; the first are the larger."""
     share, remainder = divmod(total, parts)
     return tuple(share + (j < remainder) for j in range(parts))
 
 
 def proportional_cut(total: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Cut `total` in proportion to `shares` (cumulative floors); share j gets at most its own."""
+    """Divide `total` in proportion to `shares` (cumulative floors); part j is at most share j."""
     whole, seen, cut = sum(shares), 0, []
     for share in shares:
         cut.append(total * (seen + share) // whole - total * seen // whole)
@@ -42,12 +43,12 @@ def proportional_cut(total: int, shares: tuple[int, ...]) -> tuple[int, ...]:
 def cut_last_step(
     samples: int, shares: tuple[int, ...], min_samples: int
 ) -> tuple[int, ...] | None:
-    """The samples of the last step by shard, of even `shares`; none has fewer than `min_samples`,
-    except zero.
+    """Divide the samples of the last step among shards with even `shares`.
 
-    With min_samples = 2 (a layer with one value per image and channel cannot normalise a single
-    one) as few shards as can hold the samples are filled evenly instead: more would have fewer
-    each. None where even that fails.
+    Each shard gets none or at least `min_samples`. If a division in proportion to the shares does
+    not allow it, the samples are divided evenly among as few shards as can hold them; more shards
+    would have fewer samples each. Returns None if even that fails. `min_samples` is 2 if a layer
+    normalises one value per image and channel, which is impossible for a single image.
     """
     cut = proportional_cut(samples, shares)
     if all(r == 0 or r >= min_samples for r in cut):
@@ -59,7 +60,7 @@ def cut_last_step(
 
 @dataclass(frozen=True)
 class Partition:
-    """How one epoch over N samples is cut into steps and shards."""
+    """The division of an epoch over N samples into steps and shards."""
 
     samples: int  # N, samples of the training split
     shares: tuple[int, ...]  # b_j, samples of shard j in a full step
@@ -71,12 +72,12 @@ class Partition:
 
     @cached_property
     def steps(self) -> int:
-        """Steps an epoch, T."""
+        """Number of steps per epoch, T."""
         return -(-self.samples // self.batch_size)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of every shard's partition, n_j."""
+        """Number of samples in every shard's partition, n_j."""
         return tuple((self.steps - 1) * b + r for b, r in zip(self.shares, self.last, strict=True))
 
     @cached_property
@@ -84,24 +85,24 @@ class Partition:
         return tuple(accumulate(self.sizes, initial=0))
 
     def start(self, shard: int) -> int:
-        """First sample of the shard's partition; for shard S, the number of samples."""
+        """Return the first sample of the shard's partition; for shard S, the number of samples."""
         return self._starts[shard]
 
     def count(self, step: int, shard: int) -> int:
-        """Samples of `shard` in `step` (from 0 within the epoch), m_j."""
+        """Return the number of samples of `shard` in `step` (from 0 within the epoch), m_j."""
         return self.last[shard] if step == self.steps - 1 else self.shares[shard]
 
     def total(self, step: int) -> int:
-        """Samples of all shards in `step`, M."""
+        """Return the number of samples of all shards in `step`, M."""
         return sum(self.last) if step == self.steps - 1 else self.batch_size
 
 
 def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) -> Partition:
-    """Cut an epoch over `samples` samples into steps of `batch_size` and shards.
+    """Divide an epoch over `samples` samples into steps of `batch_size` and into shards.
 
-    `min_samples` is the smallest number of samples a shard may have in a step, zero excepted.
-    Raises UsageError where a full share or the last step cannot hold to it, with the nearest larger
-    global batch that can, if there is one.
+    `min_samples` is the smallest number of samples that a shard may have in a step, except zero.
+    Raises UsageError if this is impossible in a full step or the last one; the message gives the
+    next larger global batch for which it is possible, if there is one.
     """
     partition = _cut(samples, min(batch_size, samples), shards, min_samples)
     if partition is None:
@@ -122,7 +123,7 @@ def _last_samples(samples: int, batch_size: int) -> int:
 
 
 def _refusal(samples: int, batch_size: int, shards: int, floor: int) -> str:
-    """Why the global batch, at most all samples, cannot be cut; what to type."""
+    """Explain why the global batch (at most all samples) cannot be divided, and what to use."""
     needs = (
         f"the model normalises one value per image and channel somewhere, so a shard needs {floor}"
         " images a step"
@@ -148,11 +149,11 @@ def _refusal(samples: int, batch_size: int, shards: int, floor: int) -> str:
 
 
 def random_key(*parts: int | str) -> int:
-    """A 63-bit integer hashed (BLAKE2b) from what it is for: (seed, epoch, step, shard, purpose).
+    """Hash (BLAKE2b) the purpose of random numbers to a 63-bit key: seed, epoch, step, shard, ...
 
-    Hashed, never added: with sums, (seed 1, epoch 0) and (seed 0, epoch 1) would draw the same
-    numbers. A key depends on nothing else, so no generator state needs saving and any number of
-    ranks draws the same numbers.
+    Keys are hashes, not sums: with sums, (seed 1, epoch 0) and (seed 0, epoch 1) would draw the
+    same numbers. A key depends on nothing else. So no generator state has to be saved, and the
+    numbers do not depend on the number of ranks.
     """
     text = "|".join(f"{type(part).__name__}:{part!r}" for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

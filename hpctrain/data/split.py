@@ -1,14 +1,14 @@
-"""The samples of one split: bytes at offsets of a file, a codec and, where needed, an index.
+"""Read the samples of one split: bytes at offsets of a file, a codec and sometimes an index.
 
-    lies in                          codec   where sample i is
-    pack of pixels                   raw     at offset + i * image bytes
+    stored in                        codec   location of sample i
+    pack of pixels                   raw     offset + i * image bytes
     pack of JPEG files               jpeg    bytes offsets[i] to offsets[i + 1]
-    external HDF5 file, contiguous   raw     at offset + index[i] * image bytes
+    external HDF5 file, contiguous   raw     offset + index[i] * image bytes
     external HDF5 file, in chunks    chunk   row index[i], read by h5py (``hdf5_chunks.py``)
 
-So a contiguous dataset of any HDF5 file is read as a pack is: from an offset, without HDF5. A batch
-goes pack (which file, and where in it) -> split -> order (``orders.py``: which samples come when)
--> loader (``loader.py``: reads ahead, augments) -> device (``streams.py``).
+So a contiguous dataset of any HDF5 file is read like a pack: at an offset, without HDF5. The path
+of a batch is pack (file and offsets) -> split -> order (``orders.py``: order of the samples) ->
+loader (``loader.py``: prefetching, augmentation) -> device (``streams.py``).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ WHOLE_FILE = ""  # the name of the split of all samples of an external file
 
 
 class Split:
-    """The open samples of one split of a pack or an external HDF5 file. Reading is thread-safe.
+    """The samples of one split of a pack or an external HDF5 file. Reading is thread-safe.
 
-    ``labels`` is an (N,) int64 array; images are (H, W, C) = ``image_shape`` of ``dtype``: uint8,
-    or the floats of an external file, which are used as they are. ``bad`` are the samples met so
-    far that cannot be used: what ``gather`` gives of them has no meaning.
+    ``labels`` is an (N,) int64 array. Images have the shape ``image_shape`` (H, W, C) and the type
+    ``dtype``: uint8, or the floats of an external file, which are used unchanged. ``bad`` are the
+    unusable samples found so far; for these, ``gather`` returns undefined values.
     """
 
     def __init__(
         self, pack: Pack, name: str, threads: int | None = None, checks: Checks | None = None
     ) -> None:
-        """Decode JPEG files with `threads` threads; by default as many as cores may be used, at
-        most 8. `checks`: what is compared while a pack is read.
+        """Open a split. JPEG files are decoded by `threads` threads; default: one per usable core,
+        at most 8. `checks` are applied while a pack is read.
 
-        Raises UsageError where the file is missing, is not the one that was checked or has labels
-        beyond its classes, RunError where it cannot be read.
+        Raises UsageError if the file is missing, is not the one that was checked or has labels
+        beyond its classes, and RunError if it cannot be read.
         """
         if name not in pack.splits and not (name == WHOLE_FILE and pack.external):
             there = ", ".join(pack.splits)
@@ -83,18 +83,18 @@ class Split:
         crops: Sequence[Crop] | None = None,
         files: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Read the samples `indices` (n,), in that order, into `out`, and return it: the images,
-        (n, H, W, C) of ``dtype``; of a pack of JPEG files, a crop of each where `crops` (n,) are
-        given, or the undecoded files where `out` is (n,) objects, from which they are decoded
-        later where they are given as `files`.
+        """Read the samples `indices` (n,), in that order, into `out` and return it.
 
-        RunError where the file is cut short, or a sample is bad and may not be skipped.
+        `out` is (n, H, W, C) of ``dtype``. For JPEG files it may also be (n,) objects, which
+        receive the undecoded files; in a later call, `files` are decoded instead of reading them
+        again. With `crops` (n,), a crop of each JPEG file is decoded.
+        Raises RunError if the file is truncated, or a sample is bad and may not be skipped.
         """
         self._check_request(indices, out)
         if out.dtype == object:
             order = np.argsort(indices, kind="stable")
             for place, file in zip(order.tolist(), self._read_files(indices[order]), strict=True):
-                out[place] = bytes(file)  # a copy: what is kept shall not keep its neighbours
+                out[place] = bytes(file)  # copy: a view keeps all the data read
         elif self._threads:
             self._decode(self._threads, indices, out, crops, files)
         elif self._chunks:
@@ -104,18 +104,18 @@ class Split:
         return out
 
     def file_bytes(self) -> int:
-        """Bytes of a JPEG file of the split, on average."""
+        """Return the mean size in bytes of the split's JPEG files."""
         layout = self.pack.splits[self.name]
         return -(-layout.files_bytes // layout.samples)
 
     def byte_range(self, samples: range) -> tuple[int, int]:
-        """Where these samples lie among the bytes of the images of a pack's split."""
+        """Return the range of these samples among the bytes of the images of a pack's split."""
         if self._offsets is not None:
             return int(self._offsets[samples.start]), int(self._offsets[samples.stop])
         return samples.start * self.pack.image_bytes, samples.stop * self.pack.image_bytes
 
     def describe(self, index: int) -> str:
-        """Where a sample is, for a message."""
+        """Return the location of a sample for a message."""
         if self._source:
             row = index if self._index is None else self._index[index]
             where = f"row {row} of {self._source.images} (sample {index} of {self.name})"
@@ -123,7 +123,7 @@ class Split:
         return f"{self.pack.path}: sample {index} of split {self.name!r}"
 
     def close(self) -> None:
-        """Close the file and end the threads; samples can no longer be read, labels stay."""
+        """Close the file and end the threads; ``labels`` stay available."""
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
         if self._chunks:
@@ -190,7 +190,7 @@ class Split:
         self._offsets, self._threads = offsets, decode_threads(threads)
 
     def _check_request(self, indices: np.ndarray, out: np.ndarray) -> None:
-        """IndexError unless the split has these samples, ValueError unless `out` can hold them."""
+        """Raise IndexError if the split lacks a sample, ValueError if `out` does not fit."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(
                 f"samples {indices.min()} to {indices.max()} asked of a split that has {len(self)}"
@@ -206,7 +206,7 @@ class Split:
         return indices if self._index is None else self._index[indices]
 
     def _read_pixels(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Rows of an array of images that lies in one piece of the file."""
+        """Read rows of a contiguous array of images."""
         pack, source = self.pack, self._source
         if not source:
             offset, size = pack.splits[self.name].images_offset, pack.image_bytes
@@ -224,7 +224,7 @@ class Split:
             out[first : first + step] = source.scaled(source.to_images(stored))
 
     def _read_files(self, indices: np.ndarray) -> Iterator[memoryview]:
-        """The JPEG files of `indices` (n,), in that order; consecutive ones are read together."""
+        """Yield the JPEG files of `indices` (n,), in order; consecutive ones are read together."""
         if len(indices) == 0:
             return
         assert self._offsets is not None
@@ -246,7 +246,7 @@ class Split:
         crops: Sequence[Crop] | None,
         files: np.ndarray | None,
     ) -> None:
-        order = np.argsort(indices, kind="stable")  # as they lie in the file
+        order = np.argsort(indices, kind="stable")  # file order
 
         def decode_part(part: slice) -> None:
             places = order[part]
@@ -263,8 +263,9 @@ class Split:
         map_parts(threads, decode_part, len(indices))
 
     def _read_numbers(self, kind: str, offset: int, count: int) -> np.ndarray:
-        """The (count,) int64 of the column `kind`, which begin at byte `offset`. RunError where
-        they cannot be read or are corrupt: no sample can be used without them.
+        """Read (count,) int64 of the column `kind`, which begin at byte `offset`.
+
+        Raises RunError if they cannot be read or are corrupt: samples are useless without them.
         """
         path, column = self.pack.path, self.pack.columns(self.name)[kind]
         if checksums := self._checks.checksums(self.name, kind, column):
@@ -277,8 +278,9 @@ class Split:
     def _verify(
         self, kind: str, indices: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ) -> None:
-        """Compare the blocks of a column in which the samples `indices` (n,) lie, at bytes `starts`
-        to `stops`, where that is wanted. A sample of a corrupt block is a bad sample.
+        """Verify the blocks of a column that hold the samples `indices` (n,), if requested.
+
+        They are at bytes `starts` to `stops`. Samples in a corrupt block are bad samples.
         """
         staged = self._checks.staged if self.name == "train" else None
         if len(indices) and staged and (starts.min() < staged[0] or stops.max() > staged[1]):

@@ -1,8 +1,8 @@
-"""A copy of what one host reads of a pack, on its own disk: a sparse file with the pack's length,
-in which every byte that was copied lies where it lies in the pack.
+"""Copy the part of a pack that one host reads to its local disk.
 
-Blocks are compared with their CRC-32 on the way. Training rows that nobody on the host reads are
-left out; all that is small, and all other splits, are there.
+The copy is a sparse file of the pack's length, with every copied byte at its offset in the pack.
+Blocks are verified with their CRC-32 while they are copied. Training images that no rank of the
+host reads are not copied; all other splits, and everything that is small, are.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.files import left_behind, open_itself, temporary_name, write_at
 from hpctrain.watchdog import doing
 
-PIECE = 1 << 20  # bytes copied at a time where no checksum says more
-HELD = ("images", "bytes")  # columns of which a host may need a part
+PIECE = 1 << 20  # bytes copied at a time where there are no checksums
+HELD = ("images", "bytes")  # columns of which a host may need only a part
 
 
 class Piece(NamedTuple):
-    """Bytes `start` to `stop` of a pack, and their CRC-32 where it is known."""
+    """Bytes `start` to `stop` of a pack, and their CRC-32 if it is known."""
 
     start: int
     stop: int
@@ -38,13 +38,14 @@ class Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return self.stop - self.start
 
 
 def pieces(pack: Pack, sums: Sums, extent: tuple[int, int]) -> list[Piece]:
-    """All that is needed of a pack to read `extent`, bytes of the training split's images, in the
-    order of the file.
+    """Return the pieces of a pack to copy, in file order: all but training images not in `extent`.
+
+    `extent` is a range among the bytes of the training images; blocks are copied whole.
     """
     blocks: list[Piece] = []
     wanted: list[Piece] = []
@@ -66,7 +67,7 @@ def pieces(pack: Pack, sums: Sums, extent: tuple[int, int]) -> list[Piece]:
 
 
 def _between(blocks: list[Piece], end: int) -> Iterator[Piece]:
-    """What no column covers: HDF5's own bytes and the checksums."""
+    """Yield the bytes that no column covers: HDF5's metadata and the checksums."""
     at = 0
     for block in [*blocks, Piece(end, end)]:
         for start in range(at, block.start, PIECE):
@@ -75,13 +76,15 @@ def _between(blocks: list[Piece], end: int) -> Iterator[Piece]:
 
 
 def staged_name(pack: Pack, extent: tuple[int, int]) -> str:
-    """The name of the copy: another part or another pack has another."""
+    """Return the name of the copy, which is unique for the pack and the part."""
     return f"hpctrain-{pack.uuid}-{extent[0]}-{extent[1]}.staged"
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the copies, or find it. UsageError where that cannot be, or where others
-    could put there what is then taken for a copy.
+    """Make the folder of the copies if it does not exist.
+
+    Raises UsageError if it cannot be made, or if other users could write there and so replace a
+    copy.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -105,8 +108,9 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_copies(folder: str | None) -> None:
-    """Remove the copies of a job that is cancelled, where their folder is of this job alone: it is
-    named by the job's number at its end.
+    """Remove the copies of a cancelled job if the folder belongs to this job alone.
+
+    The name of such a folder ends with the job's number.
     """
     job = os.environ.get("SLURM_JOB_ID", "")
     if folder and job.isdigit() and folder.endswith(f"-{job}"):
@@ -117,8 +121,9 @@ def remove_copies(folder: str | None) -> None:
 
 
 def make_room(folder: Path, name: str, needed: int) -> None:
-    """Remove what killed copiers of this name left. UsageError where that cannot be, RunError where
-    the folder has less room than `needed`.
+    """Remove temporary files of this name left by killed processes, and check the free space.
+
+    Raises UsageError if that fails, RunError if fewer than `needed` bytes are free.
     """
     try:
         for left in left_behind(folder / name):
@@ -134,8 +139,9 @@ def make_room(folder: Path, name: str, needed: int) -> None:
 
 
 def copy(pack: Pack, target: Path, part: Sequence[Piece]) -> None:
-    """Copy pieces into the file `target`, compared on the way. RunError for a corrupt block, a pack
-    that was cut short and a full disk.
+    """Copy pieces into the file `target` and verify them on the way.
+
+    Raises RunError for a corrupt block, a truncated pack or a full disk.
     """
     with open(open_file(pack.path), "rb", buffering=0) as source:
         try:
@@ -150,7 +156,7 @@ def copy(pack: Pack, target: Path, part: Sequence[Piece]) -> None:
 
 
 def compare(pack: Pack, copied: Path, part: Sequence[Piece]) -> bool:
-    """Whether these pieces of an earlier copy are what they should be."""
+    """Whether an earlier copy has the right size and owner, and these pieces of it are intact."""
     try:
         with open(open_file(str(copied)), "rb", buffering=0) as there:
             found = os.fstat(there.fileno())
@@ -166,7 +172,7 @@ def compare(pack: Pack, copied: Path, part: Sequence[Piece]) -> bool:
 
 
 def read_piece(path: str, descriptor: int, piece: Piece) -> memoryview:
-    """The bytes of a piece. RunError where they are not there or not those of its checksum."""
+    """Read the bytes of a piece. Raises RunError if they are missing or corrupt."""
     data = memoryview(bytearray(piece.length))
     read_exactly(path, descriptor, [data], piece.start)
     if piece.checksum is not None and zlib.crc32(data) != piece.checksum:
@@ -175,7 +181,7 @@ def read_piece(path: str, descriptor: int, piece: Piece) -> memoryview:
 
 
 def begin(folder: Path, pack: Pack, name: str) -> Path:
-    """An empty file of the pack's length, under a name of its own, to copy into. RunError."""
+    """Make an empty file of the pack's length with a temporary name. Raises RunError."""
     target = temporary_name(folder / name)
     try:
         with open(target, "xb", opener=open_itself) as file:
@@ -187,7 +193,7 @@ def begin(folder: Path, pack: Pack, name: str) -> Path:
 
 
 def finish(target: Path, final: Path) -> None:
-    """Give the copy its name, now that it is whole. RunError."""
+    """Rename the complete copy to its final name. Raises RunError."""
     try:
         os.replace(target, final)
     except OSError as error:
