@@ -1,10 +1,10 @@
-"""``hpctrain sweep sweep.toml``: many networks at once, each an ordinary run of its own.
+"""``hpctrain sweep sweep.toml``: train many networks side by side, each as an ordinary run.
 
     hpctrain sweep sweep.toml --ranks-per-network 2 --slots 4
-    srun and sbatch: within an allocation the networks are its steps; --slurm submits a job array
 
-The driver uses neither MPI nor torch. What is in the file is described in file.py, what the sweep
-leaves in folder.py, how it is resumed in driver.py.
+In a Slurm allocation, the networks are job steps; --slurm submits them as a job array. The driver
+uses neither MPI nor torch. The file of a sweep is described in file.py, its folder in folder.py,
+and how it is resumed in driver.py.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from hpctrain.sweep.machine import Machine, find_machine, python_program, submit
 from hpctrain.text import say
 from hpctrain.training.control import STOP_FILE, RunLock
 
-LOG = "sweep.log"  # of a driver in the background
-WATCHED = 1.0  # seconds that it is watched
-DRIVERS_OWN = ("file", "model", "name", "background", "progress")  # what one in the background has
+LOG = "sweep.log"  # the output of a driver in the background
+WATCHED = 1.0  # seconds to wait for such a driver to fail
+DRIVERS_OWN = ("file", "model", "name", "background", "progress")  # it gets its own values
 PATIENCE = 60.0  # seconds to wait for others that write the results
 
 
 def main(settings: SweepConfig) -> int:
-    """Check everything, then launch; the exit code: 0 all done, 1 some failed, 75 to be resumed."""
+    """Check everything, then launch. Exit code 0: all done, 1: some failed, 75: to be resumed."""
     file, folder = find_sweep_file(settings)
     sweep = read_sweep(file)
     check_modes(settings)
@@ -82,7 +82,7 @@ def main(settings: SweepConfig) -> int:
 
 
 def check_modes(settings: SweepConfig) -> None:
-    """Refuse what cannot go together. UsageError."""
+    """Raise UsageError if settings exclude each other."""
     if settings.prune:
         require_optuna()
         if settings.slurm:
@@ -94,7 +94,7 @@ def check_modes(settings: SweepConfig) -> None:
 
 
 def allow_imports(settings: SweepConfig, file: Path, sweep: Sweep) -> None:
-    """UsageError where a sweep's file names networks to import that --model does not."""
+    """Raise UsageError if a sweep's file names functions to import that --model does not name."""
     who = f"--model {settings.model}: " if settings.model else ""
     words = "sweep", *as_words(settings, without=("model",)), "--model", ",".join(sweep.imported)
     allowed = (settings.model or "").split(",")
@@ -102,8 +102,9 @@ def allow_imports(settings: SweepConfig, file: Path, sweep: Sweep) -> None:
 
 
 def check_data(sweep: Sweep, prune: bool) -> None:
-    """Find all data, make built-in sets that are missing. UsageError for what is no pack, and
-    under --prune for packs without validation.
+    """Check that all data exist; create built-in data sets that are missing.
+
+    Raises UsageError if a file is not a pack, or with --prune if a pack has no split validation.
     """
     from hpctrain.data.builtin import locate
     from hpctrain.data.packed import read_pack
@@ -116,8 +117,9 @@ def check_data(sweep: Sweep, prune: bool) -> None:
 
 
 def take_lock(folder: Path, patience: float = 0.0) -> RunLock:
-    """Make the folder, and be the only driver in it, after `patience` seconds at most. UsageError
-    where another one works.
+    """Create the folder and lock it against other drivers.
+
+    Raises UsageError if another driver still holds the lock after `patience` seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock, until = RunLock(), time.monotonic() + patience
@@ -137,7 +139,7 @@ def take_lock(folder: Path, patience: float = 0.0) -> RunLock:
 def drive(
     settings: SweepConfig, folder: Path, sweep: Sweep, machine: Machine, display: SweepDisplay
 ) -> int:
-    """Launch the networks here and wait for them; the exit code."""
+    """Launch the networks on this machine, wait for them, and return the exit code."""
     pruner = Pruner(compared_by_accuracy(sweep.tasks)) if settings.prune else None
     command = partial(machine.command, folder)
     driver = Driver(folder, sweep, machine.slots, command, display, pruner, settings.retry)
@@ -150,7 +152,7 @@ def drive(
 def submit(
     settings: SweepConfig, folder: Path, networks: list[SweepNetwork], display: SweepDisplay
 ) -> int:
-    """Submit the networks that are left as a job array."""
+    """Submit the remaining networks as a job array."""
     (folder / STOP_FILE).unlink(missing_ok=True)
     job = submit_array(settings, folder, networks)
     display.line(f"{folder}: {len(networks)} networks are submitted as job {job}")
@@ -160,7 +162,7 @@ def submit(
 
 
 def collect(settings: SweepConfig, folder: Path, sweep: Sweep, display: SweepDisplay) -> int:
-    """Write results.csv from the records; 1 where a network has failed."""
+    """Write results.csv from the records. Return 1 if a network has failed, else 0."""
     try:
         lock = take_lock(folder, PATIENCE)
     except UsageError:
@@ -175,7 +177,7 @@ def collect(settings: SweepConfig, folder: Path, sweep: Sweep, display: SweepDis
 
 
 def detach(settings: SweepConfig, folder: Path, sweep: Sweep) -> int:
-    """Drive the sweep in a session of its own. RunError where it ends at once."""
+    """Start a driver in the background, in its own session. Raises RunError if it fails at once."""
     words = [*python_program(), "sweep", str(folder), "--progress", "plain"]
     words += as_words(settings, without=DRIVERS_OWN)
     words += ["--model", ",".join(sweep.imported)] if sweep.imported else []
@@ -197,7 +199,7 @@ def detach(settings: SweepConfig, folder: Path, sweep: Sweep) -> int:
 
 
 def preview(folder: Path, sweep: Sweep, machine: Machine | None, display: SweepDisplay) -> None:
-    """Print what would be done."""
+    """Print the networks and slots without launching anything."""
     table = Table(pad_edge=False)
     for head in ("network", *sweep.differing):
         table.add_column(head, overflow="fold")

@@ -1,4 +1,4 @@
-"""What a sweep shows: the slots, live on a terminal, a line for each network, the closing table."""
+"""Output of a sweep: a line per network, the slots live on a terminal, and a closing table."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from hpctrain.sweep.machine import Slot
 
 
 class SweepDisplay:
-    """Prints, and where asked for also draws the slots, while `live` is entered."""
+    """Prints lines and tables, and on request draws the slots while `live` is entered."""
 
     def __init__(self, progress: str) -> None:
         at_terminal = terminal_columns() is not None and not dumb_terminal()
         live = progress == "live" or (progress == "auto" and at_terminal)
         self._quiet = progress == "none"
         self.console = Console(width=output_width(), force_terminal=live or None)
-        # No thread of its own: processes are forked beside it.
+        # Not refreshed by a thread, because this process forks.
         self.live = Live(console=self.console, auto_refresh=False, transient=True) if live else None
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the live slots."""
         if not self._quiet:
             self.console.print(text, soft_wrap=True)
 
     def begin(self, name: str, slot: Slot) -> None:
-        """Show that a network was launched."""
+        """Report that a network was launched."""
         if self.live is None:
             self.line(f"{name} begins in slot {slot.number} ({slot})")
 
     def end(self, result: NetworkResult, log: Path, results: Sequence[NetworkResult]) -> None:
-        """Show that a network has ended."""
+        """Report that a network has ended."""
         history, text = result.history, f"{result.network.name} {result.status}"
         if result.status == FAILED:
             text += f": {result.reason} ({log})"
@@ -52,7 +52,7 @@ class SweepDisplay:
         self.line(f"{text}  ({final} of {len(results)})")
 
     def update(self, running: Sequence[tuple[str, Slot, RunHistory]]) -> None:
-        """Draw the slots."""
+        """Redraw the slots."""
         if self.live:
             table = Table.grid(padding=(0, 2))
             for name, slot, history in running:
@@ -60,7 +60,7 @@ class SweepDisplay:
             self.live.update(table, refresh=True)
 
     def results(self, results: Iterable[NetworkResult]) -> None:
-        """Print the closing table, best first, and why networks failed."""
+        """Print the closing table, best network first, and why networks failed."""
         if self._quiet:
             return
         results = best_first(results)
@@ -71,7 +71,7 @@ class SweepDisplay:
 
 
 def progress_text(history: RunHistory) -> str:
-    """ "epoch 3 of 20, validation 0.912"."""
+    """Return the progress of a run: "epoch 3 of 20, validation 0.912"."""
     if not history.planned_epochs:
         return "starting"
     last = history.validations[-1] if history.validations else history.training
@@ -81,7 +81,7 @@ def progress_text(history: RunHistory) -> str:
 
 
 def _value(metrics: Metrics) -> str:
-    """Its accuracy, else its loss, if it has one."""
+    """Format the accuracy, else the loss; empty if both are unknown."""
     value = metrics.loss if metrics.accuracy is None else metrics.accuracy
     return "" if value is None else f"{value:.4g}"
 
@@ -91,8 +91,10 @@ def _by_accuracy(results: Iterable[NetworkResult]) -> bool:
 
 
 def best_first(results: Iterable[NetworkResult]) -> list[NetworkResult]:
-    """Ordered by accuracy in validation, or where there is none in training, never in the test; by
-    loss where not all networks classify.
+    """Sort by accuracy, or by loss if not all networks classify; best first.
+
+    The metric of a network is that of validation, or of training if it was not validated; never
+    that of the test.
     """
     results = list(results)
     by_accuracy = _by_accuracy(results)
@@ -105,7 +107,7 @@ def best_first(results: Iterable[NetworkResult]) -> list[NetworkResult]:
 
 
 def results_table(results: Sequence[NetworkResult]) -> Table:
-    """Accuracies of all networks, or losses where not all classify."""
+    """Return a table of the accuracies of all networks, or of losses if not all classify."""
     by_accuracy = _by_accuracy(results)
     what = "accuracy" if by_accuracy else "loss"
     table = Table(pad_edge=False)
@@ -123,6 +125,6 @@ def results_table(results: Sequence[NetworkResult]) -> Table:
 
 
 def counts(results: Iterable[NetworkResult]) -> str:
-    """ "4 done, 1 failed"."""
+    """Count the networks by status: "4 done, 1 failed"."""
     found = [result.status for result in results]
     return ", ".join(f"{found.count(name)} {name}" for name in sorted(set(found)))

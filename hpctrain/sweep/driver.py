@@ -1,8 +1,8 @@
-"""The driver: networks in slots until all have ended, each a process group of its own.
+"""The driver: trains networks in slots until all have ended, each in its own process group.
 
-It knows of the networks only what stands in the sweep's folder, so a driver that was killed is
-replaced by the next one: done, pruned and failed networks stay as they are, all others are launched
-again and resume from their checkpoints. A network in whose folder another job still works waits.
+Its state is in the sweep's folder only, so a new driver can replace one that was killed: done,
+pruned and failed networks are skipped, all others are launched again and resume from their
+checkpoints. A network whose folder is still locked by another job waits.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ POLL_PROCESSES_EVERY = 0.1  # seconds
 POLL_FILES_EVERY = 0.5  # seconds between looks at records, locks and the STOP file
 KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
 CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-REPEATED_AFTER = 1.0  # seconds: schedulers send the same signal twice in a row
+REPEATED_AFTER = 1.0  # seconds; schedulers may send the same signal twice in a row
 
 
 @contextmanager
 def caught_signals() -> Iterator[list[tuple[signal.Signals, float]]]:
-    """Within the block signals that ask to end are appended to a list, each with its time."""
+    """Within the block, append each signal in `CAUGHT` and its time to the list yielded."""
     received: list[tuple[signal.Signals, float]] = []
 
     def catch(number: int, frame: object) -> None:
         received.append((signal.Signals(number), time.monotonic()))
 
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as nohup wants it
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
     before = {n: signal.signal(n, catch) for n in CAUGHT[ignored:]}
     try:
         yield received
@@ -65,10 +65,10 @@ def caught_signals() -> Iterator[list[tuple[signal.Signals, float]]]:
 
 
 class NetworkProcess:
-    """A launcher that trains one network; the driver polls it."""
+    """A launcher process that trains one network; polled by the driver."""
 
     def __init__(self, folder: Path, network: SweepNetwork, slot: Slot, command: list[str]) -> None:
-        """Start it. RunError where that cannot be."""
+        """Start the process. Raises RunError if it cannot be started."""
         self.network, self.slot = network, slot
         self.folder, self.log = folder / network.name, folder / f"{network.name}.log"
         self.requested: str | None = None  # preempt, stop or kill
@@ -86,24 +86,24 @@ class NetworkProcess:
             raise RunError(f"cannot start {command[0]}: {error.strerror}") from error
 
     def history(self) -> RunHistory:
-        """What its record says by now."""
+        """Read new lines of the run's record and return its history."""
         self._reader.poll()
         return self._reader.history
 
     def preempt(self) -> None:
-        """Ask it to save and to exit with 75: launchers forward SIGUSR2 to all ranks."""
+        """Ask the run to save and exit with 75: launchers forward SIGUSR2 to all ranks."""
         if self.requested in (None, "stop"):
             self.requested = "preempt"
             self._process.send_signal(signal.SIGUSR2)
 
     def stop(self) -> None:
-        """Ask it to stop after its next step; to be repeated until it has a folder."""
+        """Ask the run to stop after its next step. To be called again until its folder exists."""
         if self.requested is None and self.folder.is_dir():
             self.requested = "stop"
             request_stop(self.folder)
 
     def kill(self) -> None:
-        """End it: SIGTERM, so that the launcher ends its ranks; SIGKILL if it does not go."""
+        """Send SIGTERM, so that the launcher ends its ranks; SIGKILL if called too long after."""
         if self.requested != "kill":
             self.requested, self._killed_at = "kill", time.monotonic()
             self._process.terminate()
@@ -111,7 +111,7 @@ class NetworkProcess:
             self._process.kill()
 
     def outcome(self) -> tuple[str, str | None] | None:
-        """Status and reason once it has ended, None before; "preempted" where nobody asked it."""
+        """Return status and reason once ended, else None; "preempted" if the driver did not ask."""
         code = self._process.poll()
         if code is None:
             return None
@@ -139,7 +139,7 @@ class NetworkProcess:
 
 
 def require_optuna() -> None:
-    """Raise UsageError where Optuna is missing."""
+    """Raise UsageError if Optuna is not installed."""
     if importlib.util.find_spec("optuna") is None:
         raise UsageError("--prune needs its package: pip install 'hpctrain[sweep]'")
 
@@ -147,9 +147,9 @@ def require_optuna() -> None:
 class Pruner:
     """Successive halving by Optuna over the validations of the networks (``--prune``).
 
-    At 1, 2, 4, 8, ... validations a network is compared with all that came so far; it continues if
-    it is in the better half (asynchronous successive halving, Li et al. 2020, arXiv:1810.05934), by
-    accuracy or else by loss.
+    After 1, 2, 4, 8, ... validations a network is compared with all that have come as far. It
+    continues if it is in the better half, by accuracy or else by loss (asynchronous successive
+    halving, Li et al. 2020, arXiv:1810.05934).
     """
 
     def __init__(self, by_accuracy: bool) -> None:
@@ -163,8 +163,8 @@ class Pruner:
         self._reported: dict[str, int] = {}  # validations
 
     def is_weak(self, name: str, validations: Sequence[Metrics]) -> bool:
-        """Report all validations of a network so far; whether it should end because of one that was
-        not reported before.
+        """Report those `validations` of a network that are new. Return True if the network should
+        be pruned because of one of them.
         """
         if name not in self._trials:
             self._trials[name] = self._study.ask()
@@ -179,7 +179,7 @@ class Pruner:
 
 
 class Driver:
-    """Trains the networks of a sweep; `run` gives the exit code."""
+    """Trains the networks of a sweep; `run` returns the exit code."""
 
     def __init__(
         self,
@@ -201,10 +201,10 @@ class Driver:
         self._stopping, self._looked = False, 0.0
 
     def run(self) -> int:
-        """Train all networks, until they have ended or the sweep has to end; the exit code."""
+        """Train until all networks have ended or the sweep must end. Return the exit code."""
         (self._folder / STOP_FILE).unlink(missing_ok=True)
         if self._pruner:
-            for name, result in self.results.items():  # what earlier drivers have seen
+            for name, result in self.results.items():  # validations under earlier drivers
                 self._pruner.is_weak(name, result.history.validations)
         with caught_signals() as signals, self._display.live or nullcontext():
             while True:
@@ -229,7 +229,7 @@ class Driver:
         return bool(self._preempted_by or self._stopping)
 
     def _obey(self, signals: list[tuple[signal.Signals, float]]) -> None:
-        """The first signal lets all networks save, a second Ctrl-C or SIGTERM ends them."""
+        """Preempt all networks on the first signal; kill them on a second Ctrl-C or SIGTERM."""
         if not signals:
             return
         (first, since), *others = signals
@@ -247,7 +247,7 @@ class Driver:
             process.preempt()
 
     def _poll_files(self) -> None:
-        """Look at what lies in folders: a request to stop, records, locks."""
+        """Check the folders for a request to stop, new validations, and locks."""
         if not self._is_ending() and (self._folder / STOP_FILE).exists():
             self._stopping = True
             self._display.line("asked to stop: the networks stop after their next step")
@@ -296,5 +296,5 @@ class Driver:
             return
         if self._pruner.is_weak(name, history.validations):
             reason = f"not in the better half after {len(history.validations)} validation(s)"
-            self._set(process.network, PRUNED, reason, history)  # first: we may be killed now
+            self._set(process.network, PRUNED, reason, history)  # first, in case we are killed
             process.stop()

@@ -1,12 +1,12 @@
-"""``sweep.toml`` -> the networks of a sweep, every one of them checked.
+"""Read the networks of a sweep from ``sweep.toml`` and check their settings.
 
-[base]                         # settings of train that all networks share
+[base]                         # settings of train that are common to all networks
 data = "digits"
-[grid]                         # every combination of these is a network
+[grid]                         # every combination of these values is a network
 optimizer = ["sgdm", "adam"]
 lr = [0.01, 0.001]
-[[variant]]                    # and each of these is one
-name = "wide"                  # may be left out
+[[variant]]                    # each variant is a network, too
+name = "wide"                  # optional
 model = "mynets:wide"
 """
 
@@ -26,7 +26,7 @@ from hpctrain.errors import UsageError, did_you_mean
 MOST = 10_000  # networks
 LONGEST_NAME = 80  # characters
 TABLES = ("base", "grid", "variant")
-OWNED = ("run", "runs_dir", "resume", "progress", "dry_run")  # settings that a sweep makes itself
+OWNED = ("run", "runs_dir", "resume", "progress", "dry_run")  # set by the sweep itself
 Settings = dict[str, Any]
 
 
@@ -40,7 +40,7 @@ class SweepNetwork:
 
     @property
     def imported(self) -> str | None:
-        """The function that its model is, if it is none of hpctrain's own."""
+        """The function "module:name" that makes the model; None for hpctrain's own models."""
         model = self.config.model
         return model if model and ":" in model else None
 
@@ -54,18 +54,20 @@ class Sweep:
 
     @property
     def imported(self) -> list[str]:
-        """The functions that models are, each once."""
+        """The functions that make models, each once."""
         return list(dict.fromkeys(n.imported for n in self.networks if n.imported))
 
     @property
     def tasks(self) -> list[str]:
-        """What each network learns."""
+        """The task of each network."""
         return [network.config.task for network in self.networks]
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The networks that a file asks for. Raises UsageError, one line that names the file, for
-    anything that train would refuse whatever the data and the ranks, and for too many.
+    """Read the networks of a sweep from its file.
+
+    Raises UsageError, one line that names the file, for settings that train would refuse with any
+    data and any number of ranks, and for more than `MOST` networks.
     """
     tables = load_toml(str(path))
     for key, content in tables.items():
@@ -101,7 +103,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def _variants(tables: list[Any], path: Path) -> list[tuple[str | None, Settings]]:
-    """The name of each variant, which may have none, and its settings."""
+    """Return the name (or None) and the settings of each variant."""
     found: list[tuple[str | None, Settings]] = []
     for table in tables:
         if not isinstance(table, dict):
@@ -116,7 +118,7 @@ def _variants(tables: list[Any], path: Path) -> list[tuple[str | None, Settings]
 
 
 def _settings(table: Settings, path: Path, where: str) -> Settings:
-    """The settings of a table, each of its type. UsageError."""
+    """Return the settings of a table. Raises UsageError if one is unknown or of a wrong type."""
     place = f"{path}, {where}"
     if owned := [key for key in table if key in OWNED]:
         raise UsageError(f"{place}: {owned[0]} is set by the sweep itself")
@@ -124,7 +126,7 @@ def _settings(table: Settings, path: Path, where: str) -> Settings:
 
 
 def _grid(table: Settings | None, path: Path) -> list[Settings]:
-    """All combinations, the last setting running fastest; none without a grid."""
+    """Return all combinations, in which the last setting varies fastest; empty without a grid."""
     if table is None:
         return []
     if not table:
@@ -142,8 +144,9 @@ def _grid(table: Settings | None, path: Path) -> list[Settings]:
 
 
 def folder_name(settings: Settings, name: str | None) -> str:
-    """ "optimizer=adam,lr=0.01", or the name that a network has; only what needs no quotes in a
-    shell.
+    """Return the name of a network, else its settings as "optimizer=adam,lr=0.01".
+
+    The result has only characters that need no quoting in a shell.
     """
     text = name or ",".join(f"{key}={_short(value)}" for key, value in settings.items()) or "base"
     return re.sub(r"[^A-Za-z0-9._=,+:@-]+", "_", text)[:LONGEST_NAME].rstrip(".,=")

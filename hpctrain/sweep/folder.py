@@ -1,13 +1,13 @@
-"""The folder of a sweep: which one, what lies in it, how its networks stand.
+"""The folder of a sweep: how it is chosen, its files, and the status of its networks.
 
-sweep.toml              a copy of the file; marks the folder as a sweep's
-01-lr=0.1.toml          the settings of a network, as train --config takes them
-01-lr=0.1.log           what its ranks printed
+sweep.toml              a copy of the sweep's file; marks the folder as that of a sweep
+01-lr=0.1.toml          the settings of a network, for train --config
+01-lr=0.1.log           the output of its ranks
 01-lr=0.1/              its run
-results.csv             a line for each network, replaced atomically
+results.csv             a line for each network; replaced atomically
 
-results.csv is made from the records of the runs. Only what they cannot say is read back from it:
-that a network was killed (failed, with the reason), and that it was pruned.
+results.csv is made from the records of the runs. Only facts that are not in the records are read
+back from it: that a network was killed (failed, with the reason), and that it was pruned.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ RESULTS_FILE = "results.csv"
 DONE, FAILED, PRUNED = "done", "failed", "pruned"
 STOPPED, PREEMPTED = "stopped", "preempted"
 UNFINISHED, WAITING, RUNNING = "unfinished", "waiting", "running"
-FINAL = (DONE, FAILED, PRUNED)  # the same command does not resume these
+FINAL = (DONE, FAILED, PRUNED)  # not resumed by the same command
 METRICS = ("best_validation_accuracy", "best_validation_loss", "test_accuracy", "test_loss")
 
 
 @dataclass(frozen=True)
 class NetworkResult:
-    """One network: how it stands, why, and the history of its run."""
+    """One network: its status, the reason for it, and the history of its run."""
 
     network: SweepNetwork
     status: str
@@ -48,11 +48,11 @@ class NetworkResult:
 
     @property
     def is_final(self) -> bool:
-        """Whether the same command would leave it as it is."""
+        """Whether the same command skips this network."""
         return self.status in FINAL
 
     def metrics(self) -> tuple[float | None, ...]:
-        """The values of `METRICS`."""
+        """Return the values of `METRICS`."""
         best, test = self.history.best_validation(), self.history.test
         return best.accuracy, best.loss, test.accuracy, test.loss
 
@@ -61,8 +61,9 @@ Results = dict[str, NetworkResult]  # by the network's name
 
 
 def read_results(folder: Path, sweep: Sweep, retry: bool = False) -> Results:
-    """How all networks of a sweep stand where none of them runs; with `retry` those that failed are
-    unfinished.
+    """Return the results of all networks of a sweep, assuming that none of them is running.
+
+    With `retry`, failed networks are unfinished.
     """
     known, results = read_csv(folder), {}
     for network in sweep.networks:
@@ -77,8 +78,9 @@ def read_results(folder: Path, sweep: Sweep, retry: bool = False) -> Results:
 def status_of(
     folder: Path, history: RunHistory, known: tuple[str, str] | None
 ) -> tuple[str, str | None]:
-    """Status and reason of a network that does not run, by its record and by what an earlier
-    results.csv says of it.
+    """Return status and reason of a network that is not running.
+
+    They follow from its record and from `known`, its line of an earlier results.csv.
     """
     outcome = history.outcome
     if outcome.status != DONE and known and known[0] in (FAILED, PRUNED):
@@ -89,7 +91,7 @@ def status_of(
 
 
 def read_csv(folder: Path) -> dict[str, tuple[str, str]]:
-    """Status and reason by name from an earlier results.csv; nothing where there is none."""
+    """Read status and reason by name from an earlier results.csv; empty if there is none."""
     try:
         with open(folder / RESULTS_FILE, newline="", encoding="utf-8") as file:
             return {row["name"]: (row["status"], row["reason"]) for row in csv.DictReader(file)}
@@ -98,7 +100,7 @@ def read_csv(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def write_csv(folder: Path, sweep: Sweep, results: Iterable[NetworkResult]) -> None:
-    """Write results.csv atomically. RunError."""
+    """Write results.csv atomically. Raises RunError."""
     header = ["name", "status", "reason", *sweep.differing, *METRICS, "epochs", "seconds"]
     lines: list[list[object]] = [[*header]]
     for result in results:
@@ -112,7 +114,7 @@ def write_csv(folder: Path, sweep: Sweep, results: Iterable[NetworkResult]) -> N
 
 
 def find_sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:
-    """The file of the networks, and the sweep's folder where one was named. UsageError."""
+    """Return the sweep's file, and its folder if that was named. Raises UsageError."""
     if settings.file is None:
         raise UsageError("sweep what? Name a TOML file of networks")
     path = Path(settings.file)
@@ -129,8 +131,10 @@ def find_sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:
 
 
 def choose_folder(settings: SweepConfig, file: Path, sweep: Sweep) -> Path:
-    """The folder of the sweep: by --name; else the newest of the same file that has not ended; else
-    a new one, named by the time. UsageError for a name of another sweep.
+    """Return the folder of the sweep, which may not exist yet.
+
+    It is chosen by --name; else it is the newest folder of the same file whose sweep has not ended;
+    else a new one, named by the time. Raises UsageError if --name is that of another sweep.
     """
     runs, text = Path(settings.runs_dir), file.read_bytes()
     if settings.name is None:
@@ -155,7 +159,7 @@ def choose_folder(settings: SweepConfig, file: Path, sweep: Sweep) -> Path:
 
 
 def make_folder(folder: Path, file: Path, sweep: Sweep, runs_dir: str) -> None:
-    """Write what the runs need; sweep.toml comes last, and once. RunError."""
+    """Write the files that the runs need; sweep.toml last, and only once. Raises RunError."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for network in sweep.networks:
@@ -168,12 +172,12 @@ def make_folder(folder: Path, file: Path, sweep: Sweep, runs_dir: str) -> None:
 
 
 def settings_file(folder: Path, network: SweepNetwork) -> Path:
-    """The file of a network that train --config takes."""
+    """Return the file with the settings of a network, for train --config."""
     return folder / f"{network.name}.toml"
 
 
 def network_toml(network: SweepNetwork, folder: Path, runs_dir: str) -> str:
-    """The settings of a network as TOML. A run that --init names is one of `runs_dir`."""
+    """Return the settings of a network as TOML. --init may name a run in `runs_dir`."""
     own: dict[str, object] = {"run": network.name, "runs_dir": str(folder), "progress": "plain"}
     init = network.config.init
     if init is not None and (Path(runs_dir) / init).exists():

@@ -1,8 +1,8 @@
-"""Where networks are trained: how many fit side by side, and what starts them.
+"""Where networks are trained: how many run side by side, and the commands that launch them.
 
-On a workstation a slot is some cores of its own, or some GPUs; in a Slurm allocation it is a share
-of the tasks, and Slurm gives each step (`srun --exact`) cores and GPUs of its own. With ``--slurm``
-the networks are the tasks of a Slurm job array, each an allocation of its own.
+On a workstation, a slot is a set of cores and GPUs of its own. In a Slurm allocation, it is a share
+of the tasks, and Slurm gives each job step (`srun --exact`) its own cores and GPUs. With
+``--slurm``, the networks are the tasks of a Slurm job array, each with its own allocation.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Slot:
     """A place for one network."""
 
     number: int  # 1, 2, ...
-    cores: tuple[int, ...] = ()  # none: all that we may use
+    cores: tuple[int, ...] = ()  # empty: all that this process may use
     gpus: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """The environment of its ranks."""
+        """Return the environment variables to set for its ranks."""
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {**UNBOUND, **visible}
 
@@ -82,14 +82,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to compute with, and how ranks are started on it."""
+    """The slots to compute in, and how ranks are launched in them."""
 
-    launcher: tuple[str, ...]  # the words before python
+    launcher: tuple[str, ...]  # the launch command up to python
     slots: tuple[Slot, ...]
-    slurm: bool = False  # slots are steps of a Slurm job
+    slurm: bool = False  # slots are job steps of a Slurm job
 
     def command(self, folder: Path, network: SweepNetwork) -> list[str]:
-        """The launch line of a network of the sweep in `folder`."""
+        """Return the command that launches a network of the sweep in `folder`."""
         words = [*python_program(), "train", "--config", str(settings_file(folder, network))]
         return [
             *self.launcher,
@@ -99,12 +99,12 @@ class Machine:
 
 
 def python_program() -> list[str]:
-    """This very hpctrain."""
+    """Return the command that runs this installation of hpctrain."""
     return [sys.executable, "-m", "hpctrain"]
 
 
 def find_machine(settings: SweepConfig, gpus_wanted: bool) -> Machine:
-    """The slots that are there, or as many as are asked for. Raises UsageError."""
+    """Return the machine with as many slots as fit, or as requested. Raises UsageError."""
     ranks = settings.ranks_per_network
     inside = "SLURM_JOB_ID" in os.environ
     if settings.launcher == "srun" and not inside:
@@ -123,13 +123,13 @@ def find_machine(settings: SweepConfig, gpus_wanted: bool) -> Machine:
 def make_slots(
     wanted: int | None, ranks: int, cores: Sequence[int], gpus: Sequence[str]
 ) -> tuple[Slot, ...]:
-    """Cut cores and GPUs into slots that share none, as long as there is one for each slot."""
+    """Split cores and GPUs into disjoint slots, as long as there is at least one per slot."""
     count = wanted or max(1, len(gpus or cores) // ranks)
     slots = []
     for number in range(count):
         own = _cut(cores, number, count) if len(cores) >= count else ()
         devices = _cut(gpus, number, count) if len(gpus) >= count else ()
-        if gpus and not devices:  # more networks than GPUs: they take turns on them
+        if gpus and not devices:  # more networks than GPUs: several networks share a GPU
             devices = (gpus[number % len(gpus)],)
         slots.append(Slot(number + 1, tuple(own), tuple(devices)))
     return tuple(slots)
@@ -140,7 +140,7 @@ def _cut(items: Sequence, number: int, count: int) -> Sequence:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that CUDA programs see here, as they name them; none without a driver."""
+    """Return the names of the GPUs visible to CUDA programs; empty without a driver."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         return [name for name in names if name.strip() not in ("", "-1")]
@@ -152,8 +152,9 @@ def visible_gpus() -> list[str]:
 
 
 def step_words(ranks: int, env: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
-    """The srun of one network inside this allocation, and how many such steps fit side by side.
-    UsageError where not even one does.
+    """Return the srun command of one network in this allocation, and how many such steps fit.
+
+    Raises UsageError if not even one fits.
     """
     tasks = tasks_by_node(env.get("SLURM_TASKS_PER_NODE") or env.get("SLURM_NTASKS", "1"))
     if sum(tasks) < ranks:
@@ -170,7 +171,7 @@ def step_words(ranks: int, env: Mapping[str, str]) -> tuple[tuple[str, ...], int
     cores = env.get("SLURM_CPUS_PER_TASK") or env.get("SLURM_CPUS_PER_GPU", "1")
     words += [f"--cpus-per-task={cores}"]
     memory = env.get("SLURM_MEM_PER_NODE", "")
-    if memory.isdigit() and int(memory):  # MiB; a step would take it all, and the next one wait
+    if memory.isdigit() and int(memory):  # MiB; else one step takes it all and the others wait
         words.append(f"--mem={int(memory) * -(-ranks // nodes) // max(tasks)}M")
     if any(name in env for name in ("SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")):
         words.append("--gpus-per-task=1")
@@ -178,7 +179,10 @@ def step_words(ranks: int, env: Mapping[str, str]) -> tuple[tuple[str, ...], int
 
 
 def submit_array(settings: SweepConfig, folder: Path, networks: Sequence[SweepNetwork]) -> str:
-    """Write the batch script and submit these networks; the job's number. UsageError, RunError."""
+    """Write the batch script, submit these networks, and return the job ID.
+
+    Raises UsageError if there is no sbatch, RunError if it fails.
+    """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UsageError("--slurm: there is no sbatch on the PATH")
@@ -196,9 +200,12 @@ def submit_array(settings: SweepConfig, folder: Path, networks: Sequence[SweepNe
 def write_array_script(
     settings: SweepConfig, folder: Path, networks: Sequence[SweepNetwork]
 ) -> Path:
-    """Write the batch script of the sweep in this folder, for these of its networks."""
+    """Write the batch script for these networks of the sweep in `folder`.
+
+    Raises UsageError if a batch script cannot contain the folder's name.
+    """
     whole = folder.resolve()
-    if not str(whole).isprintable() or "\\" in str(whole):  # sbatch reads its lines by other rules
+    if not str(whole).isprintable() or "\\" in str(whole):  # sbatch does not quote as a shell does
         raise UsageError(
             f"--slurm: the folder {str(whole)!r} has a character in its name that a batch script"
             " cannot hold: choose another --runs-dir or --name"

@@ -1,6 +1,6 @@
-"""``hpctrain watch RUN...``: runs as they train, in the terminal or on a page of the browser.
+"""``hpctrain watch RUN...``: monitor runs while they train, in a terminal or in a browser.
 
-Reads the runs' folders only: no MPI, no torch. Here the display is chosen.
+Reads the folders of the runs only and needs neither MPI nor torch. This file selects the display.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpctrain.watch.runs import WatchedRuns
 
 
 def main(settings: WatchConfig) -> int:
-    """Watch until the user leaves; a line for each run where output is no terminal."""
+    """Watch until the user quits; if there is no terminal, print a line per run and return."""
     if not settings.targets:
         raise UsageError("watch what? Name runs or a sweep")
     if settings.once and settings.web:
@@ -36,7 +36,7 @@ def main(settings: WatchConfig) -> int:
 
 
 def print_once(runs: WatchedRuns) -> int:
-    """A line for each run."""
+    """Print one line per run."""
     runs.poll()
     for run in runs.all():
         say(status_line(run.summary()))

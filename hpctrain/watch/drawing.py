@@ -1,7 +1,7 @@
-"""A run as text: in one line for pipes, in cells of a table, in named facts, and as plots, where
-training is a line of braille dots and evaluations are larger dots, by step.
+"""Text for a run: one line for pipes, cells of a table, named facts, and plots by step.
 
-A character of Unicode's braille block (U+2800) is 2 dots wide and 4 high, each a bit.
+In plots, training is a line of braille dots and evaluations are larger dots. A character of
+Unicode's braille block (U+2800) has 2 by 4 dots, one bit each.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from hpctrain.report.progress import duration, rate, short_number
 from hpctrain.watch.runs import Summary, clean
 
 Values = Sequence[tuple[float, float]]  # (step, value), in order of steps
-BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row and column of a dot
+BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of each dot, by row and column
 LINE = "cyan"
 DOTS = {"validation": "yellow", "test": "green"}
 OTHER = "magenta"
-SMALLEST = (24, 6)  # columns and rows in which a plot can be read
-WIDEST_STATUS = 18  # characters in a table; the word alone where there is more to say
+SMALLEST = (24, 6)  # columns and rows of the smallest legible plot
+WIDEST_STATUS = 18  # characters in a table; a longer status is shown as its one word
 TITLES = {"loss": "loss", "accuracy": "accuracy (%)"}
 
 
 class Axis(NamedTuple):
-    """From the least to the greatest value shown, with labels at some."""
+    """The range of values on an axis, and labels at some of them."""
 
     low: float
     high: float
     labels: dict[float, str]
 
     def share(self, value: float) -> float:
-        """Where a value lies: 0 = low, 1 = high; those outside are moved to the ends."""
+        """Return the position of a value, from 0 at `low` to 1 at `high`, clipped to this range."""
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
 
 def accuracy_axis(low: float) -> Axis:
-    """Of per cent: from 0, or closer to 100 where all are high."""
+    """Return an axis in percent, from 0, or from 50 or 90 if `low` is not below that."""
     return axis(next((limit for limit in (90, 50) if low >= limit), 0), 100)
 
 
 def loss_axis(low: float, high: float) -> Axis:
-    """From 0 where that is not far below the lowest value."""
+    """Return an axis from `low` to `high`, or from 0 if `low` is below half of `high`."""
     low = 0.0 if 0 <= low < high / 2 else low
     return axis(low, high) if high > low else axis(low - 0.5, high + 0.5)
 
 
 def axis(low: float, high: float) -> Axis:
-    """An axis with labels at round values, two of them at its ends: no curve goes beyond."""
+    """Return an axis with labels at round values, also at both ends, so that all curves fit."""
     step = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = next(step * f for f in (1, 2, 5, 10) if (high - low) / (step * f) <= 5)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -64,8 +64,9 @@ def axis(low: float, high: float) -> Axis:
 
 
 def draw(history: RunHistory, name: str, width: int, height: int) -> Text:
-    """The plot of "loss" or "accuracy" in so many columns and rows; words where there is nothing
-    to plot yet, nothing where there is no room.
+    """Draw the plot of `name`, "loss" or "accuracy", in `width` columns and `height` rows.
+
+    Returns a message if there is nothing to plot, and an empty text if there is too little room.
     """
     if width < SMALLEST[0] or height < SMALLEST[1]:
         return Text("")
@@ -94,7 +95,7 @@ def draw(history: RunHistory, name: str, width: int, height: int) -> Text:
 
 
 class Canvas:
-    """Characters, (columns, rows), for values within two axes."""
+    """A grid of (columns, rows) characters on which values are drawn within two axes."""
 
     def __init__(self, columns: int, rows: int, across: Axis, up: Axis) -> None:
         self.columns, self.rows, self._across, self._up = columns, rows, across, up
@@ -102,7 +103,7 @@ class Canvas:
         self._dots: dict[tuple[int, int], str] = {}
 
     def line(self, values: Values, style: str) -> None:
-        """Join the values by straight lines; all lines have one style."""
+        """Connect the values by straight lines; all lines have the style `LINE`."""
         places = [self._place(*value) for value in values]
         for (x, y), (x2, y2) in zip(places, places[1:] or places, strict=False):
             count = max(abs(x2 - x), abs(y2 - y), 1)
@@ -111,12 +112,12 @@ class Canvas:
                 self._bits[column // 2, row // 4] |= BITS[row % 4][column % 2]
 
     def dots(self, values: Values, style: str) -> None:
-        """Put a dot at each."""
+        """Draw a dot at each value."""
         for x, y in (self._place(*value) for value in values):
             self._dots[x // 2, y // 4] = style
 
     def labelled_rows(self, margin: int) -> Iterator[Text]:
-        """The rows of characters, from the top, each behind its part of the vertical axis."""
+        """Yield the rows of characters from the top, each after its part of the vertical axis."""
         up = self._up
         labels = {self._place(self._across.low, at)[1] // 4: text for at, text in up.labels.items()}
         for row in range(self.rows):
@@ -129,7 +130,7 @@ class Canvas:
             yield text
 
     def _place(self, step: float, value: float) -> tuple[int, int]:
-        """The dot, from the left and from the top."""
+        """Return column and row of a value's dot, from the left and from the top."""
         x, y = self._across.share(step), 1 - self._up.share(value)
         return round(x * (2 * self.columns - 1)), round(y * (4 * self.rows - 1))
 
@@ -141,18 +142,18 @@ def _legend(title: str, names: Sequence[str] | dict[str, Any], width: int) -> Te
         text.append("⠒⠒ ", LINE).append("training ")
     for split in splits:
         text.append("● ", DOTS.get(split, OTHER)).append(f"{split} ")
-    text.truncate(width)  # a line needs no name where there is no room
+    text.truncate(width)  # names are cut if there is no room
     return text
 
 
 def status_line(run: Summary) -> str:
-    """The whole run in one line, for pipes."""
+    """Return the state of a run in one line, for pipes."""
     parts = run["name"], run["text"], progress(run), facts_line(run), run["corrupt"]
     return "  ".join(filter(None, parts))
 
 
 def progress(run: Summary) -> str:
-    """ "epoch 3 of 100, step 12 of 400, 40 %, 0:34 left"."""
+    """Return the progress: "epoch 3 of 100, step 12 of 400, 40 %, 0:34 left"."""
     parts = []
     if run["epoch"]:
         parts.append(f"epoch {run['epoch']}" + (f" of {run['epochs']}" if run["epochs"] else ""))
@@ -166,7 +167,7 @@ def progress(run: Summary) -> str:
 
 
 def facts(run: Summary) -> list[tuple[str, str]]:
-    """Names and texts: metrics, speed, where the time goes; only what is known."""
+    """Return names and texts of known facts: metrics, speed, how the time is spent, device."""
     step, rank, often = run["step_seconds"], run["slowest_rank"], run["slowest_share"]
     shares = ", ".join(f"{name} {share} %" for name, share in run["percents"].items())
     share = f" in {round(100 * often)} % of steps" if often else ""
@@ -185,12 +186,12 @@ def facts(run: Summary) -> list[tuple[str, str]]:
 
 
 def facts_line(run: Summary) -> str:
-    """The same in one line, without the folder."""
+    """Return the facts in one line, without the folder."""
     return "; ".join(" ".join(pair) for pair in facts(run) if pair[0] != "folder")
 
 
 def cells(run: Summary) -> tuple[str, ...]:
-    """Of the table of all runs: name, status, epoch, done, left, loss, accuracy, images/s."""
+    """Return a row of the table: name, status, epoch, done, left, loss, accuracy, images/s."""
     epochs = f"/{run['epochs']}" if run["epochs"] else ""
     return (
         run["name"],
@@ -205,7 +206,7 @@ def cells(run: Summary) -> tuple[str, ...]:
 
 
 def percent(share: float) -> str:
-    """ "40 %"; 100 % only for all of it."""
+    """Format a share as "40 %", rounded down: "100 %" only if it is complete."""
     return f"{int(100 * share + 1e-9)} %" if share < 1 else "100 %"
 
 

@@ -1,5 +1,6 @@
-"""The runs that are watched: what is shown of each, one summary for all displays, and whether it is
-alive, by its record, its ranks' heartbeats and how long both have been silent.
+"""The watched runs: the summary of each, common to all displays, and whether it is alive.
+
+This is judged by the run's record, the heartbeats of its ranks, and how long neither has changed.
 """
 
 from __future__ import annotations
@@ -22,31 +23,33 @@ from hpctrain.stop import ask
 from hpctrain.text import printable
 from hpctrain.training.control import STOP_FILE
 
-GRACE = 10.0  # seconds of silence that mean nothing
-OVERDUE = 3.0  # times the longest usual interval
-FIND_CAUSE_EVERY = 10.0  # seconds between two looks for why a run ended
-FIND_RUNS_EVERY = 5.0  # seconds between looks for runs of a sweep that began meanwhile
-IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # by the heartbeats
+GRACE = 10.0  # seconds without change that are always tolerated
+OVERDUE = 3.0  # times the longest usual interval, in addition
+FIND_CAUSE_EVERY = 10.0  # seconds between searches for the reason why a run ended
+FIND_RUNS_EVERY = 5.0  # seconds between searches for new runs of a sweep
+IN_STEP = ("waiting for all", "step ", "recording step", "reading for step")  # in heartbeats
 LONGEST_TEXT = 500  # characters
 
 Summary = dict[str, Any]
 
 
 class Status(NamedTuple):
-    """How a run is doing: one word for it, and a line for the reader."""
+    """The state of a run: one word, and a line for the user."""
 
     kind: str  # pending, waiting, running, stopping, silent, done, stopped, preempted, failed
     text: str
 
     @property
     def can_be_stopped(self) -> bool:
-        """Whether it may still be asked to stop."""
+        """Whether the run can be asked to stop."""
         return self.kind in ("waiting", "running", "silent")
 
 
 class IdleTimer:
-    """How long something has not changed, from when this process saw it change; only at first by
-    the time that is written in it, which comes from another machine's clock.
+    """Measures how long something has not changed, since this process saw it change.
+
+    Only until its first change, the time that is written in it counts. That time is from the clock
+    of another machine.
     """
 
     def __init__(self) -> None:
@@ -54,7 +57,7 @@ class IdleTimer:
         self._since = 0.0
 
     def seconds(self, state: Any, written: float | None) -> float:
-        """Seconds since `state` changed; when seen first, since it was `written`, as it says."""
+        """Return the seconds since `state` changed; for the first one, since `written`."""
         now = time.monotonic()
         if self._state is None:
             self._since = now - max(time.time() - written, 0.0) if written else now
@@ -65,18 +68,18 @@ class IdleTimer:
 
 
 def ended(outcome: Outcome) -> Status:
-    """How a run ended."""
+    """Return the status of a run that has ended."""
     reason = (outcome.reason or "").partition("\n")[0]
     return Status(outcome.status, f"{outcome.status}: {reason}" if reason else outcome.status)
 
 
 def _beat_interval(history: RunHistory) -> float:
-    """Seconds between two heartbeats, at most (``heartbeats.beat_interval``)."""
+    """Return the longest time in seconds between two heartbeats (``heartbeats.beat_interval``)."""
     return max(BEAT_EVERY, (number(history.facts.get("ranks")) or 1) / 20)
 
 
 def rough(seconds: float) -> str:
-    """ "45 s", "3 min", "2 h", "5 days"."""
+    """Format seconds roughly: "45 s", "3 min", "2 h", "5 days"."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -84,30 +87,30 @@ def rough(seconds: float) -> str:
 
 
 class WatchedRun:
-    """One run: its record, its signs of life."""
+    """One run: its history and its status."""
 
     def __init__(self, key: int, folder: Path, proposal: str = "") -> None:
-        """`proposal` is what may have been meant where there is no such folder."""
+        """`proposal` is a text ", did you mean X?" to show while there is no such folder."""
         self.key, self.folder, self.name = key, folder, clean(folder.name)
         self._proposal = proposal
         self.reader = HistoryReader(folder, "sampled")
         self.status = Status("waiting", "not begun yet")
         self._record, self._beat = IdleTimer(), IdleTimer()
-        self._outcome = Outcome()  # by all heartbeats, when it looked last
+        self._outcome = Outcome()  # by the last search for the reason
         self._looked = -math.inf
 
     @property
     def history(self) -> RunHistory:
-        """What its record says."""
+        """The history of the run, as read from its record so far."""
         return self.reader.history
 
     @property
     def is_absent(self) -> bool:
-        """Whether there is no such run yet."""
+        """Whether the folder of the run does not exist."""
         return not self.folder.is_dir()
 
     def poll(self) -> None:
-        """Read what is new."""
+        """Read new lines of the record and update the status."""
         self.reader.poll()
         if self.reader.problem:
             self.status = Status("failed", self.reader.problem)
@@ -117,13 +120,13 @@ class WatchedRun:
             self.status = self._find_status(self.history)
 
     def _find_status(self, history: RunHistory) -> Status:
-        """How it is doing, by its record, its heartbeats and how long both have been silent."""
+        """Return the status by the record, the heartbeats and how long neither has changed."""
         version = self.reader.version
         record = self._record.seconds((version, history.last), time_of(history.last))
         if history.outcome.status:
             return ended(history.outcome)
         overdue = GRACE + OVERDUE * history.longest_interval()
-        testing = history.step.get("step") == history.total_steps  # all steps are done
+        testing = history.step.get("step") == history.total_steps  # all steps are completed
         look = record > overdue / 2 or testing or not history.step
         beat = read_beat(self.folder / FOLDER / "0.json") if look else None
         beaten = self._beat.seconds(beat.time, beat.time) if beat else math.inf
@@ -146,14 +149,20 @@ class WatchedRun:
         return Status("running", words or ("running" if history.step else "starting"))
 
     def _find_outcome(self, history: RunHistory) -> Outcome:
-        """Why the run ended without recording it; seldom read anew, there may be many ranks."""
+        """Return the outcome of a run without an end record.
+
+        Its heartbeats are not read at every poll, because there may be many ranks.
+        """
         if time.monotonic() - self._looked > FIND_CAUSE_EVERY:
             self._looked = time.monotonic()
             self._outcome = find_outcome(self.folder, history)
         return self._outcome
 
     def stop(self) -> str:
-        """Ask it to stop, unless it has ended; a line for the user. RunError, UsageError."""
+        """Ask the run to stop, unless it has ended. Return a message for the user.
+
+        Raises RunError or UsageError as ``hpctrain stop`` does.
+        """
         self.poll()
         if self.history.outcome.status:
             return f"{self.name} has already ended"
@@ -162,7 +171,7 @@ class WatchedRun:
         return text
 
     def summary(self) -> Summary:
-        """What is shown of the run but for its curves: numbers, None where they are not known."""
+        """Return all that is displayed of the run except its curves; unknown numbers are None."""
         history, facts, step = self.history, self.history.facts, self.history.step
         done, steps, end = step.get("step", 0), history.total_steps, history.launch.end
         costs = end if "shares" in end else history.costs()
@@ -205,28 +214,28 @@ class WatchedRun:
 
 
 class WatchedRuns:
-    """All runs that targets name, those too that begin later, of a sweep or by themselves."""
+    """All runs that `targets` name, including those that begin later, alone or in a sweep."""
 
     def __init__(self, targets: Sequence[str], runs_dir: str) -> None:
-        """Raises UsageError for a folder that is neither a run nor a sweep."""
+        """Find the runs. Raises UsageError if a folder is neither a run nor a sweep."""
         self._targets, self._runs_dir = targets, runs_dir
         self._known: dict[Path, WatchedRun] = {}
         self._looked = 0.0
         self._look()
 
     def all(self) -> list[WatchedRun]:
-        """In the order of the targets."""
+        """Return all runs in the order of the targets."""
         return [self._known[folder] for folder in self._order]
 
     def get(self, key: int) -> WatchedRun | None:
-        """The run of that key, if there is one."""
+        """Return the run with this key; None if there is none."""
         return next((run for run in self._known.values() if run.key == key), None)
 
     def poll(self) -> None:
-        """Read what is new of all."""
+        """Look for new runs, and poll all runs."""
         is_waiting = any(run.is_absent for run in self.all())
         if is_waiting or time.monotonic() - self._looked > FIND_RUNS_EVERY:
-            with suppress(UsageError):  # a folder was moved away: its run says so
+            with suppress(UsageError):  # a folder was moved away: the status of its run shows it
                 self._look()
         for run in self.all():
             run.poll()
@@ -243,8 +252,10 @@ class WatchedRuns:
             run.name = clean(name)
 
     def _folders(self, target: str) -> list[Path]:
-        """Of one target; a run that has not begun its record is known by its settings, and one that
-        is not there is waited for.
+        """Return the folders of one target.
+
+        A run without a record is recognized by its settings file. A run whose folder does not
+        exist is waited for.
         """
         try:
             return find_runs([target], self._runs_dir)
@@ -259,7 +270,7 @@ class WatchedRuns:
 
 
 def clean(text: object) -> str:
-    """Text of a record or a folder's name in one line, without what could steer a terminal."""
+    """Return a record's text or a folder name in one line, control characters escaped."""
     shown = printable(str(text).replace("\n", " "), newlines=False)
     return shown if len(shown) <= LONGEST_TEXT else f"{shown[:LONGEST_TEXT]}…"
 

@@ -1,7 +1,7 @@
-"""The display in a terminal: a table of all runs, plots of the chosen one, keys.
+"""The display in a terminal: a table of all runs, plots of the selected one, keys.
 
-Drawn anew only where something changed, and a plot not before a hundred times what the last drawing
-took has passed, so that watching costs little on a machine that others use.
+It is redrawn only on changes. A plot is not redrawn before 100 times the duration of the last
+drawing has passed, so that watching costs little on a machine that others use, too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ except ImportError as error:
     ) from error
 
 POLL_EVERY = 1.5  # seconds
-LEAST_WAIT = 4.0  # seconds between two drawings of the plots of a run, at least
-COST_RATIO = 100  # the same, for each second that drawing takes
-WIDE, SHORT = 100, 36  # from these columns on, and below these rows, plots stand side by side
+LEAST_WAIT = 4.0  # minimum seconds between two drawings of a run's plots
+COST_RATIO = 100  # the same in units of the last drawing's duration; the longer wait applies
+WIDE, SHORT = 100, 36  # with at least WIDE columns or fewer than SHORT rows, plots are side by side
 COLUMNS = ("run", "status", "epoch", "done", "left", "loss", "accuracy", "images/s")
 STYLES = {"running": "green", "done": "blue", "failed": "bold red", "silent": "bold yellow"}
 
@@ -41,7 +41,7 @@ def show(runs: WatchedRuns) -> int:
 
 
 class Question(ModalScreen[bool]):
-    """y or n."""
+    """A dialog to be answered with y or n."""
 
     CSS = """
     Question { align: center middle; }
@@ -58,16 +58,16 @@ class Question(ModalScreen[bool]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """The question alone."""
+        """Show the question."""
         yield Static(Text(f"{self._text}\n\ny  yes      n  no"))
 
     def action_answer(self, yes: bool) -> None:
-        """Give the answer."""
+        """Return the answer and close the dialog."""
         self.dismiss(yes)
 
 
 class WatchApp(App[None]):
-    """The display. Everything is read from `runs`."""
+    """The display of `runs`."""
 
     TITLE = "hpctrain watch"
     ENABLE_COMMAND_PALETTE = False
@@ -89,13 +89,13 @@ class WatchApp(App[None]):
     def __init__(self, runs: WatchedRuns) -> None:
         super().__init__(ansi_color=False)
         self._runs = runs
-        self._rows: list[tuple[int, tuple[str, ...]]] = []  # of the table: a run's key, its cells
+        self._rows: list[tuple[int, tuple[str, ...]]] = []  # of the table: key and cells of a run
         self._facts = ""
-        self._drawn: tuple[Any, int] | None = None  # what the plots show
+        self._drawn: tuple[Any, int] | None = None  # run, sizes and version of the plots drawn
         self._due = 0.0
 
     def compose(self) -> ComposeResult:
-        """A table, facts, two plots, the keys."""
+        """Lay out the table, the facts, two plots and the keys."""
         yield DataTable(id="table", cursor_type="row", zebra_stripes=True)
         yield Static(id="facts")
         with Container(id="plots"):
@@ -104,7 +104,7 @@ class WatchApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin."""
+        """Fill the display and start polling."""
         table = self._table()
         table.add_columns(*COLUMNS)
         table.focus()
@@ -112,7 +112,7 @@ class WatchApp(App[None]):
         self.set_interval(POLL_EVERY, self._tick)
 
     def on_resize(self) -> None:
-        """Draw for another size of the terminal."""
+        """Adapt the layout to a new size of the terminal."""
         self.query_one("#plots").set_class(
             self.size.width >= WIDE or self.size.height < SHORT, "wide"
         )
@@ -120,18 +120,18 @@ class WatchApp(App[None]):
         self.call_after_refresh(self._draw)
 
     def on_data_table_row_highlighted(self) -> None:
-        """Another run was chosen."""
+        """Show the run that was selected."""
         self._show_facts()
         self.call_after_refresh(self._draw)
 
     def action_choose(self, by: int) -> None:
-        """Choose the next run or the one before."""
+        """Select the next (1) or the previous (-1) run."""
         table = self._table()
         if table.row_count and not self._is_asking():
             table.move_cursor(row=(table.cursor_row + by) % table.row_count)
 
     def action_stop(self) -> None:
-        """Ask whether to stop the chosen run."""
+        """Ask whether to stop the selected run."""
         run = self._chosen()
         if run is None:
             return
@@ -176,7 +176,7 @@ class WatchApp(App[None]):
             return
         chosen, table = self._chosen(), self._table()
         self._rows, keys = rows, [key for key, _ in rows]
-        with self.prevent(DataTable.RowHighlighted):  # the same run stays chosen
+        with self.prevent(DataTable.RowHighlighted):  # the same run stays selected
             table.clear()
             for summary, (_, texts) in zip(summaries, rows, strict=True):
                 styles = ["", STYLES.get(summary["status"], ""), *[""] * (len(texts) - 2)]
@@ -211,7 +211,7 @@ class WatchApp(App[None]):
 
 
 def facts(run: Summary) -> str:
-    """The lines between table and plots: progress, facts, the last notes."""
+    """Return the lines between table and plots: progress, facts, the last notes."""
     share = run["share"]
     bar = "" if share is None else "█" * int(30 * share) + "░" * (30 - int(30 * share)) + "  "
     head = f"{run['name']}: {run['text']}" + (f"  ({run['model']})" if run["model"] else "")

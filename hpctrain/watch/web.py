@@ -1,9 +1,10 @@
-"""The page for the browser, from this machine's loopback alone; Ctrl-C ends it.
+"""The page for the browser, served on the loopback address of this machine until Ctrl-C.
 
-On a login node everybody can reach that address, so each request needs the token that only the
-printed address holds. The Host is checked (a foreign name that resolves to 127.0.0.1 is refused),
-a stop is a POST from the page itself (Origin), and the page may load nothing but its own parts.
-The standard library serves it: three answers and one file need no framework.
+On a login node every user can reach that address, so each request must carry the token, which is
+part of the printed URL only. The Host header is checked (a foreign name that resolves to 127.0.0.1
+is refused), a stop must be a POST from the page itself (Origin), and the Content-Security-Policy
+lets the page load nothing but its own parts. Three answers and one page need no web framework: the
+standard library serves them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from hpctrain.watch.runs import WatchedRun, WatchedRuns, clean
 
 ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "::1")
-POLL_EVERY = 1.0  # seconds, while somebody looks
-DIGITS = 5  # of the numbers of curves
+POLL_EVERY = 1.0  # seconds, while a page is open
+DIGITS = 5  # significant digits of the values of curves
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -43,7 +44,7 @@ Answer = tuple[int, str, bytes]  # status, content type, body
 
 
 def serve(runs: WatchedRuns, port: int) -> int:
-    """Serve until Ctrl-C. UsageError where the port is taken."""
+    """Serve until Ctrl-C. Raises UsageError if the port cannot be used."""
     try:
         server = Server(runs, port)
     except OSError as error:
@@ -62,7 +63,7 @@ def serve(runs: WatchedRuns, port: int) -> int:
 
 
 class Server(ThreadingHTTPServer):
-    """Holds the runs and the token; runs are read when somebody asks."""
+    """The HTTP server. It holds the token and the runs, which it reads on request."""
 
     daemon_threads = True
 
@@ -74,7 +75,7 @@ class Server(ThreadingHTTPServer):
         self._polled = 0.0
 
     def data(self) -> Any:
-        """Summaries of all runs."""
+        """Return the summaries of all runs."""
         with self._lock:
             if time.monotonic() - self._polled >= POLL_EVERY / 2:
                 self._runs.poll()
@@ -84,30 +85,30 @@ class Server(ThreadingHTTPServer):
         return {"runs": [run | {name: f(run) for name, f in texts.items()} for run in found]}
 
     def curves(self, key: int) -> Any:
-        """The curves of one run; None where there is no such run."""
+        """Return the curves of one run; None if there is no such run."""
         with self._lock:
             run = self._runs.get(key)
             return curves(run) if run else None
 
     def stop(self, key: int) -> str | None:
-        """Ask one run to stop; a line for the user, None where there is no such run."""
+        """Ask one run to stop. Return a message for the user; None if there is no such run."""
         with self._lock:
             run = self._runs.get(key)
             return clean(run.stop()) if run else None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that left is no error."""
+        """Ignore errors of a connection, such as a browser that closed it."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
+    """Handles one request."""
 
     server: Server
     server_version, sys_version = "hpctrain", ""
-    timeout = 30  # seconds that a request may take to arrive
+    timeout = 30  # seconds to wait for a request
 
     def respond(self) -> None:
-        """The page, its data, the curves of a run; a POST stops one."""
+        """Send the page, its data or the curves of a run; a POST asks a run to stop."""
         path, _, text = self.path.partition("?")
         query = {name: values[0] for name, values in parse_qs(text).items()}
         nonce = secrets.token_urlsafe(16)
@@ -132,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = respond
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is logged: addresses hold the token."""
+        """Log nothing, because URLs contain the token."""
 
     def _stop(self, key: int) -> Answer:
         try:
@@ -142,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         return _json({"text": text or "there is no such run"}, 200 if text else 404)
 
     def _is_allowed(self, token: str, posted: bool) -> bool:
-        """Whether the request comes from who was given the address, by a page of ours."""
+        """Whether a request has the token and comes from this server's own page."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return False
@@ -174,13 +175,13 @@ def _page(nonce: str) -> bytes:
 
 
 def _key(query: Mapping[str, str]) -> int:
-    """The number of a run; -1, which none has, for what is no number."""
+    """Return the key of a run; -1, which no run has, if it is not a number."""
     text = query.get("run", "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else -1
 
 
 def _this_host() -> str:
-    """Its full name, where the machine knows it."""
+    """Return the fully qualified host name, if it is configured; else the short one."""
     name = socket.getfqdn()
     return socket.gethostname() if name.startswith("localhost") else name
 
@@ -197,8 +198,10 @@ def _json(value: Any, status: int = 200) -> Answer:
 
 
 def curves(run: WatchedRun) -> dict[str, Any]:
-    """The curves of a run: by name, of "training" and of each split, lists of step, mean, minimum
-    and maximum.
+    """Return the key, the version and the curves of a run.
+
+    "loss" and "accuracy" are objects with a list for "training" and for each split; its items are
+    lists of step, mean, minimum and maximum.
     """
     history = run.history
     named = {"training": history.step_curves, **history.split_curves}

@@ -1,4 +1,4 @@
-// The page: asks for the summaries once a second, for curves where they changed, draws on change.
+// The page: requests the summaries every second and the curves that changed, and redraws on change.
 
 const TOKEN = new URLSearchParams(location.search).get("token") ?? "";
 const EVERY = 1000; // milliseconds

@@ -1,7 +1,7 @@
 "use strict";
-// A plot on a canvas: lines with the range of their values shaded, dots, labelled axes.
+// A plot on a canvas: lines with a shaded range of values, dots, labelled axes.
 
-const TICKS = 5; // between the ends of an axis, about
+const TICKS = 5; // intervals between ticks of an axis, approximately
 const MARGIN = { left: 40, right: 14, top: 8, bottom: 40 };
 
 function multiples(first, last, step) {
@@ -20,7 +20,7 @@ function tickText(value, step) {
   return value.toLocaleString("en", { maximumFractionDigits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) });
 }
 
-// Nothing lies below them, and above them single peaks alone; those of a loss are ticks.
+// Limits of the axes: no mean lies outside. For a loss, no minimum does either, and they are ticks.
 function limits(series, percent) {
   const steps = series.flatMap((one) => one.points.map((point) => point[0]));
   const values = series.flatMap((one) => one.points.map((point) => point[1]));
@@ -39,7 +39,7 @@ function limits(series, percent) {
   return { left, right, low: ticks[0], high: ticks.at(-1), up: { ticks, step } };
 }
 
-// series: [{points: [[step, mean, least, most]...], color, dots, dashed}]
+// series: [{points: [[step, mean, minimum, maximum]...], color, dots, dashed}]
 function drawPlot(canvas, series, percent, colors) {
   const ratio = window.devicePixelRatio || 1;
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
