@@ -41,7 +41,7 @@ RESOLVED = {"lr": "learning_rate"}  # settings that have another name in the pla
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_TENSORS, MOST_PROBLEMS = 30, 6  # shown at most
 MOST_BARS = 1000
-UNSIGNED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)  # not one sign bit per element
+UNSIGNED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)  # two values in a byte; no sign bit
 
 
 def main(settings: CompareConfig) -> int:
@@ -112,7 +112,7 @@ def values(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the tensor as (n,); of 4-bit floats, on which torch cannot compute, the bytes."""
+    """Flatten a tensor to (n,); view 4-bit floats, on which torch cannot compute, as bytes."""
     tensor = tensor.contiguous().reshape(-1)
     return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
 

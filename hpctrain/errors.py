@@ -10,7 +10,7 @@ from hpctrain.text import printable
 
 
 class Failure(Exception):
-    """A failure that is printed without a traceback, control characters in names as escapes."""
+    """A failure that is printed without a traceback and with control characters as escapes."""
 
     exit_code = 1
     agreed = False  # whether all ranks raise it: then rank 0 prints it and no rank aborts

@@ -100,7 +100,7 @@ def is_gone(beat: Beat) -> bool:
     if beat.host != socket.gethostname() or not os.path.isdir("/proc/self"):
         return False
     with suppress(OSError), open(f"/proc/{beat.pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] == b"Z"  # ended, its parent did not wait
+        return file.read().rpartition(b")")[2].split()[0] == b"Z"  # a zombie: ended, not yet reaped
     return True
 
 

@@ -21,7 +21,7 @@ from hpctrain.parallel.placement import assign_shards
 
 VERSION = 2  # meaning of a plan's numbers. 1, not stored: samples in the order of NumPy's shuffle
 MOST_SHARES = 16  # listed one by one
-SHARDS_TO_MOVE = 4  # shards per rank, if they move between ranks with their speed
+SHARDS_TO_MOVE = 4  # shards per rank if they move between ranks (--worker-load auto)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     partition = _cut(config, facts, shards)
     row_bytes = facts.buffered_bytes or math.prod(facts.image_shape) * facts.value_bytes
     block_rows = facts.run_rows or -(-READ_BYTES // row_bytes)
-    buffer = byte_count(config.read_buffer, "--read-buffer")  # for two windows of all shards
+    buffer = byte_count(config.read_buffer, "--read-buffer")  # holds two windows of every shard
     denoise = config.task == "denoise"
     no_tf32 = config.precision == "default" and facts.device == "cpu"
     optimizer = config.optimizer or ("adam" if denoise else "sgdm")
@@ -221,7 +221,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
 
 
 def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
-    """Return the plan of a run's first launch with this launch's ranks, threads and more epochs.
+    """Adapt the plan of a run's first launch to the ranks, threads and larger --epochs of this one.
 
     Raises UsageError, with the difference, if the data, the device, the model or the version of
     the plan has changed.

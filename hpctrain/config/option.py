@@ -237,7 +237,7 @@ def toml_value(value: Any) -> str:
     Strings are written as in JSON, except for surrogates and DEL.
     """
     if isinstance(value, float):
-        return repr(value)  # inf and nan too
+        return repr(value)  # valid TOML, also for inf and nan
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,4 +1,4 @@
-"""``python -m scripts.benchmarks CASE``: measure, print the table and whether goals are met."""
+"""``python -m scripts.benchmarks CASE``: run a case, print a table and whether goals are met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators of one step of hpctrain beside those of a plain torch loop, as a table.
+"""Count the operators of one step of hpctrain and of a plain torch loop, and print a table.
 
     python -m scripts.benchmarks.operators [--device cuda]
 

@@ -130,7 +130,7 @@ class Result(NamedTuple):
     target: str = ""
     n: int | None = None  # measurements behind the value
     remark: str = ""  # why it was not run, or a note
-    number: float | None = None  # the value unrounded, where it is one
+    number: float | None = None  # the unrounded value, if it is a number
 
 
 def judged(
