@@ -1,1 +1,1 @@
-"""Making packs: sources -> decoded rows -> splits -> HDF5. The reader needs nothing of this."""
+"""Make packs: sources -> decoded rows -> splits -> HDF5. Readers of packs do not import this."""

@@ -1,11 +1,11 @@
 """Sources that are arrays of pixels: idx files (MNIST) and .npz.
 
 idx: two zero bytes, type (8 = unsigned byte), number of dimensions, each dimension as big-endian
-uint32, then the elements in C order. Images are (N, H, W) or (N, H, W, C), their labels (N,) in a
-second file with ``labels`` and ``idx1`` in its name; ``t10k`` or ``test`` there is the test split.
-npz: arrays as in NPZ_NAMES; ``classes`` may name the classes.
-Pixels stay in files (compressed ones in a scratch file), never in memory. What a header says is
-compared with the limits before room is made for it.
+uint32, then the elements in C order. Images are (N, H, W) or (N, H, W, C), their labels (N,) are in
+a second file with ``labels`` and ``idx1`` in its name; ``t10k`` or ``test`` in it means test split.
+npz: arrays with the names in NPZ_NAMES; ``classes`` may hold the names of the classes.
+Pixels stay in files (decompressed ones in a scratch file), never in memory. Sizes in a header are
+compared with the limits before anything is allocated.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from hpctrain.data.packing.scratch import (
 from hpctrain.errors import UsageError
 from hpctrain.text import brief
 
-MAX_CLASSES, MAX_BYTES = 1_000_000, 1024  # named, and of one label or name
-MAX_HEADER = 10_000  # bytes, as numpy has it
+MAX_CLASSES, MAX_BYTES = 1_000_000, 1024  # class names, and bytes of one label or name
+MAX_HEADER = 10_000  # bytes, NumPy's own limit
 NPZ_NAMES = (
     ("", "images", "labels"),
     *(("train", "x_train", "y_train"), ("train", "train_images", "train_labels")),
@@ -48,7 +48,7 @@ NPZ_NAMES = (
 
 
 class IdxPair(NamedTuple):
-    """An idx file of images, that of its labels, and the split that their name gives."""
+    """An idx file of images, the idx file of its labels, and the split that the name implies."""
 
     images: Path
     labels: Path
@@ -56,7 +56,7 @@ class IdxPair(NamedTuple):
 
 
 class PixelArray(NamedTuple):
-    """Pixels in a file and their labels (N,) of any kind that sorts."""
+    """Pixels in a file and their labels (N,), of any type that can be sorted."""
 
     what: str
     split: str
@@ -67,7 +67,7 @@ class PixelArray(NamedTuple):
 
 
 def is_idx(path: Path) -> bool:
-    """Whether the file, unzipped where it is a .gz, begins as an idx file of images does."""
+    """Whether the file, decompressed if it is a .gz, begins like an idx file of images."""
     try:
         with _stream(path) as stream:
             return stream.read(4) in (b"\0\0\x08\x03", b"\0\0\x08\x04")
@@ -76,7 +76,7 @@ def is_idx(path: Path) -> bool:
 
 
 def find_idx(folder: Path) -> list[IdxPair]:
-    """All pairs in a folder, of each name the unzipped one if both are there. Raises UsageError."""
+    """Find all pairs in a folder; of NAME and NAME.gz, NAME is preferred. Raises UsageError."""
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir(), reverse=True):  # .gz first
         name = path.name.lower()
@@ -94,7 +94,7 @@ def find_idx(folder: Path) -> list[IdxPair]:
 
 
 def find_labels(images: Path) -> IdxPair:
-    """The pair of an images file. UsageError where its labels are missing."""
+    """Find the labels of an idx file of images. Raises UsageError if they are missing."""
     stem = images.name.removesuffix(".gz").replace("images", "labels")
     stem = stem.replace("idx3", "idx1").replace("idx4", "idx1")
     for name in (stem, f"{stem}.gz"):
@@ -106,7 +106,7 @@ def find_labels(images: Path) -> IdxPair:
 
 
 def idx_source(name: str, pairs: list[IdxPair], new_file: NewFile) -> ImageSource:
-    """The images and labels of idx files. Raises UsageError where they do not fit together."""
+    """List the images and labels of idx files. Raises UsageError if they do not fit together."""
     try:
         parts = [_idx_part(pair, new_file) for pair in pairs]
     except UNZIP_ERRORS as error:
@@ -131,7 +131,7 @@ def _idx_part(pair: IdxPair, new_file: NewFile) -> PixelArray:
 
 
 def _idx_labels(pair: IdxPair, images: int) -> np.ndarray:
-    """The labels (N,) of as many images. UsageError."""
+    """Read the labels (N,), which must be as many as `images`. Raises UsageError."""
     labels = pair.labels
     with _stream(labels) as stream:
         dimensions = _dimensions(stream, labels)
@@ -167,7 +167,7 @@ def _dimensions(stream: IO[bytes], path: Path) -> tuple[int, ...]:
 
 
 def image_shape(dimensions: tuple[int, ...], what: str) -> tuple[int, int, int, int]:
-    """(N, H, W, C) of an array of these dimensions. Raises UsageError."""
+    """Return the shape (N, H, W, C) of an array of these dimensions. Raises UsageError."""
     if len(dimensions) == 3:
         dimensions = (*dimensions, 1)
     if len(dimensions) != 4 or dimensions[3] not in (1, 3) or min(dimensions) < 1:
@@ -179,7 +179,7 @@ def image_shape(dimensions: tuple[int, ...], what: str) -> tuple[int, int, int, 
 
 
 def make_source(name: str, parts: list[PixelArray], classes: tuple[str, ...] | None) -> ImageSource:
-    """All parts as one source; classes are the distinct labels unless they are named."""
+    """Join all parts to one source. Without names in `classes`, classes are the distinct labels."""
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) > 1:
         raise UsageError(f"source {name} has images of several shapes: {sorted(shapes)}")
@@ -215,7 +215,7 @@ def make_source(name: str, parts: list[PixelArray], classes: tuple[str, ...] | N
 
 
 def npz_source(path: Path, new_file: NewFile) -> ImageSource:
-    """The arrays of a .npz file. Raises UsageError where there are none that can be used."""
+    """List the arrays of a .npz file. Raises UsageError if it has no usable ones."""
     try:
         with ZipArchive(path) as file, zipfile.ZipFile(file) as archive:
             names = {name[:-4] for name in archive.namelist() if name.endswith(".npy")}
@@ -229,7 +229,7 @@ def npz_source(path: Path, new_file: NewFile) -> ImageSource:
                 named = _npz_array(archive, path, "classes", MAX_CLASSES).tolist()
     except (*ZIP_ERRORS, *UNZIP_ERRORS, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise  # not of a place that the archive's directory invents: a full disk, say
+            raise  # such as a full disk; EINVAL comes from false offsets in the archive's directory
         raise UsageError(f"source {path} is no whole .npz file: {brief(error)}") from None
     if not parts:
         usual = ", ".join(f"{images} and {labels}" for _, images, labels in NPZ_NAMES)
@@ -262,7 +262,7 @@ def _npz_part(
 
 
 def _npz_array(archive: zipfile.ZipFile, path: Path, name: str, limit: int) -> np.ndarray:
-    """A small array of at most so many, of one dimension or a column of one. Raises UsageError."""
+    """Read an array (N,) or (N, 1) of at most `limit` entries. Raises UsageError."""
     what = f"{path}: {name}"
     with archive.open(f"{name}.npy") as stream:
         dimensions, _, kind = _npy_header(stream, what)
@@ -282,9 +282,9 @@ def _npz_array(archive: zipfile.ZipFile, path: Path, name: str, limit: int) -> n
 
 
 def _npy_header(stream: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether in Fortran order, and kind of number; the stream then stands at the data."""
+    """Read shape, Fortran order and dtype of a .npy header. The stream is then at the data."""
     start = stream.read(12)
-    first = 12 if start[6:7] == b"\2" else 10  # byte of the header's text; its length stands before
+    first = 12 if start[6:7] == b"\2" else 10  # offset of the header's text, after its length
     length = int.from_bytes(start[8:first], "little")
     if length > MAX_HEADER:
         raise UsageError(f"{what} has a header of {length:,} bytes; the limit is {MAX_HEADER:,}")

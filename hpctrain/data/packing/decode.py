@@ -1,6 +1,6 @@
-"""What worker processes of ``pack`` do: read images, decode them, and write parts of a file.
+"""The tasks of ``pack``, run by its workers: read images, decode them, and write parts of a file.
 
-Every function is given a few images of the source, or a few rows, and opens files by their paths.
+Every function processes a few images of the source, or a few rows, and opens files by their paths.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from hpctrain.files import open_itself, open_regular, write_at
 from hpctrain.watchdog import doing
 
 PAGE = 4096  # bytes
-TAIL = 4096  # bytes at the end of a file that tell it from others
+TAIL = 4096  # bytes at the end of a file, for its fingerprint
 READ_ERRORS = (OSError, ValueError, *ZIP_ERRORS, *UNZIP_ERRORS)
-ENCRYPTED, LOCAL_HEADER = 0x1, 30  # of a .zip (APPNOTE.TXT 4.4.4, 4.3.7): a flag, and bytes
-BadFiles = list[tuple[str, str]]  # name, and why
+ENCRYPTED, LOCAL_HEADER = 0x1, 30  # of a .zip (APPNOTE.TXT 4.4.4, 4.3.7): flag, size in bytes
+BadFiles = list[tuple[str, str]]  # name, reason
 
-current_image: list[memoryview] = []  # where this worker process shows what it decodes, if anywhere
+current_image: list[memoryview] = []  # a worker process writes the name of the current image here
 
 
 class Span(NamedTuple):
     """Rows `start` to `stop` of a split's dataset, whole blocks, from byte `offset` of a file on.
 
-    Only whole pages of the file are written, others are given back: two writers on two hosts must
-    never write the same page, because file systems of networks keep whole pages on each host, and
-    the one that is written back last would undo the other.
+    A task writes only whole pages of the file and returns the remaining bytes. Two hosts must never
+    write to the same page, because network file systems cache whole pages on each host: the page
+    that is written back last would overwrite the data of the other host.
     """
 
     path: str
@@ -56,25 +56,24 @@ class Span(NamedTuple):
     stop: int
     offset: int
     block_bytes: int
-    channels: int  # of pixels; 0 = no sums are wanted
+    channels: int  # of the pixels; 0 = compute no sums
 
     def of(self, rows: dict[str, np.ndarray]) -> np.ndarray:
-        """What `rows` have for the rows of this span."""
+        """Return the part of `rows`, arrays by split, that belongs to this span."""
         return rows[self.split][self.start : self.stop]
 
 
 class Written(NamedTuple):
-    """What became of the bytes of a span."""
+    """The result of writing a span."""
 
     span: Span
     checksums: list[int]  # CRC-32 of every block
-    sums: np.ndarray  # (2, C) uint64: of the values of each channel, and of their squares
-    rest: list[tuple[int, bytes]]  # bytes not written, with their offsets in the file
+    sums: np.ndarray  # (2, C) uint64: of the values of each channel and of their squares
+    rest: list[tuple[int, bytes]]  # offsets in the file and bytes that were not written
 
 
 def read_headers(source: ImageSource) -> np.ndarray:
-    """Width, height, and whether it has colour, of every image: (N, 3) int64, 0 of those that are
-    no images."""
+    """Read (width, height, has colour) of every image: (N, 3) int64, zeros for unreadable ones."""
     found = np.zeros((len(source.images), 3), np.int64)
     with ImageReader(source) as reader:
         for row in range(len(found)):
@@ -84,7 +83,10 @@ def read_headers(source: ImageSource) -> np.ndarray:
 
 
 def read_fingerprints(source: ImageSource) -> np.ndarray:
-    """Numbers (N,), equal for equal files and for hardly any others: size and end of each."""
+    """Return a number (N,) per file: equal files have equal numbers, others hardly ever.
+
+    It combines size and CRC-32: of the last bytes, or of all for a .zip. -1 = unreadable.
+    """
     if source.kind == "zip":
         return source.images["size"] << 32 | source.images["crc32"]
     found = np.full(len(source.images), -1, np.int64)
@@ -98,7 +100,7 @@ def read_fingerprints(source: ImageSource) -> np.ndarray:
 
 
 def decode_rows(source: ImageSource, fit: Fit, span: Span) -> tuple[np.ndarray, BadFiles, Written]:
-    """Decode images and write their pixels one after the other, zeros for bad ones. OSError."""
+    """Decode images and write their pixels consecutively, zeros for bad images. Raises OSError."""
     row_bytes = fit.width * fit.height * fit.channels
     pixels = memoryview(bytearray(row_bytes * len(source.images)))
 
@@ -111,7 +113,7 @@ def decode_rows(source: ImageSource, fit: Fit, span: Span) -> tuple[np.ndarray, 
 
 
 def decode_files(source: ImageSource, fit: Fit) -> tuple[np.ndarray, BadFiles]:
-    """Decode the JPEG files that images become, as they will be decoded in training."""
+    """Convert images to JPEG files and decode these as training will, to check and measure them."""
 
     def decode_one(given: bytes, row: int, found: np.void) -> bytes:
         data = as_jpeg(given)
@@ -126,7 +128,7 @@ def decode_files(source: ImageSource, fit: Fit) -> tuple[np.ndarray, BadFiles]:
 def _decode_each(
     source: ImageSource, fit: Fit, decode_one: Callable[[bytes, int, np.void], bytes]
 ) -> tuple[np.ndarray, BadFiles]:
-    """What became of the images (n,), whose pixels `decode_one` makes of their bytes."""
+    """Call `decode_one` for every image; return their results (n,), and the bad files."""
     decoded = np.zeros(len(source.images), decoded_dtype(fit.channels))
     bad: BadFiles = []
     with ImageReader(source) as reader:
@@ -143,8 +145,10 @@ def _decode_each(
 
 
 def write_files(source: ImageSource, known: np.ndarray, skip: int, span: Span) -> Written:
-    """Write the JPEG files of images one after the other, after `skip` bytes of the first one.
-    RunError where a file is not the one that was decoded. OSError."""
+    """Write the JPEG files of images consecutively, without the first `skip` bytes.
+
+    Raises RunError if a file changed since it was decoded, and OSError.
+    """
     data = bytearray()
     with ImageReader(source) as reader:
         for row in range(len(source.images)):
@@ -161,7 +165,7 @@ def write_files(source: ImageSource, known: np.ndarray, skip: int, span: Span) -
 
 
 def copy_rows(path: str, offsets: np.ndarray, row_bytes: int, span: Span) -> Written:
-    """Write rows of another file, which begin at `offsets` (n,), one after the other. OSError."""
+    """Write the rows at `offsets` (n,) of another file consecutively. Raises OSError."""
     data = memoryview(bytearray(row_bytes * len(offsets)))
     with ExitStack() as stack:
         descriptor = _open(stack, path)
@@ -172,7 +176,7 @@ def copy_rows(path: str, offsets: np.ndarray, row_bytes: int, span: Span) -> Wri
 
 
 def write_span(data: memoryview, span: Span) -> Written:
-    """Write the whole pages of a span that is to hold `data`. OSError."""
+    """Write the whole pages of `data`, the content of a span. Raises OSError."""
     start, stop = span.offset, span.offset + len(data)
     low = min(-(-start // PAGE) * PAGE, stop)
     high = max(stop // PAGE * PAGE, low)
@@ -186,14 +190,14 @@ def write_span(data: memoryview, span: Span) -> Written:
 
 
 def sum_up(data: memoryview, span: Span, rest: list[tuple[int, bytes]]) -> Written:
-    """Checksums and sums of the bytes of a span, of which `rest` are not written yet."""
+    """Compute checksums and sums of the bytes of a span; `rest` are those not written yet."""
     step = span.block_bytes
     checksums = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
     return Written(span, checksums, channel_sums(data, span.channels), rest)
 
 
 def channel_sums(pixels: bytes | memoryview, channels: int) -> np.ndarray:
-    """(2, C) uint64: the sum of the values of each channel, and of their squares; exact."""
+    """Return the exact sums of each channel's values and of their squares, (2, C) uint64."""
     counts: Any
     if mode := {1: "L", 3: "RGB"}.get(channels):  # the fastest
         counts = Image.frombytes(mode, (len(pixels) // channels, 1), pixels).histogram()
@@ -223,7 +227,10 @@ class ImageReader:
         self._stack.close()
 
     def locate(self, row: int, stack: ExitStack) -> tuple[int, int, int]:
-        """The open file in which an image is, to be closed with `stack`, and where. OSError."""
+        """Return the descriptor of the file of an image, its offset and size. Raises OSError.
+
+        A file opened for this image alone is closed by `stack`.
+        """
         file, offset, size = self._places[row][:3]
         if self._source.kind != "folder":
             return self._files[file], offset, size
@@ -232,7 +239,7 @@ class ImageReader:
         return descriptor, 0, os.fstat(descriptor).st_size
 
     def read(self, row: int) -> bytes:
-        """All bytes of an image file, or raw pixels. Raises BadImage."""
+        """Read all bytes of an image file, or raw pixels. Raises BadImage."""
         show_image(self._source.name_of(row))
         try:
             with ExitStack() as stack:
@@ -251,8 +258,10 @@ class ImageReader:
 
 
 def read_member(descriptor: int, offset: int, size: int, facts: Sequence[int]) -> bytes:
-    """A member of a .zip, whose local header begins at `offset`; never more bytes than it is
-    listed with. The directory of the archive, which may be long, is not read again. BadImage.
+    """Read a member of a .zip, whose local header is at `offset`. Raises BadImage.
+
+    Never reads more bytes than the directory of the archive lists. The directory, which may be
+    long, is not parsed again.
     """
     info = zipfile.ZipInfo()
     info.file_size = size
@@ -271,7 +280,7 @@ def read_member(descriptor: int, offset: int, size: int, facts: Sequence[int]) -
 
 
 def show_image(name: str) -> None:
-    """Leave word of the image that comes now, for whoever finds this process hung or dead."""
+    """Record the name of the next image, to be reported if this process hangs or dies."""
     doing(f"reading {name}")
     for place in current_image:
         text = name.encode("utf-8", "surrogateescape")[: len(place) - 1]

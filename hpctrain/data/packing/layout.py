@@ -1,15 +1,15 @@
-"""Listed images as columns of one NumPy array, and how folders name their classes and splits.
+"""Store listed images as columns of one NumPy array, and derive classes and splits from folders.
 
-``read_class_folders`` works on names alone, so folders and archives follow the same rules:
+``read_class_folders`` uses names alone, so the same rules hold for folders and archives:
 
 * hidden files (``.name``, ``__MACOSX``, Thumbs.db, desktop.ini) are ignored;
 * a single top folder is skipped (``flower_photos/…`` in ``flower_photos.tgz``);
-* every folder is a class, its files at any depth are its images; files beside the class folders
-  (README, LICENSE.txt) are ignored;
+* every folder is a class, and the files in it at any depth are its images; files beside the class
+  folders (README, LICENSE.txt) are ignored;
 * if all folders have names of splits (train, val, testing_data, …: SPLIT_FOLDER) and hold class
-  folders, they give the split.
+  folders, they are the splits.
 
-Layouts that look like splits under other names are refused rather than packed as classes.
+Folders that look like splits but have other names are an error; they are not packed as classes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 NO_SPLIT = -1
 DIGEST_BYTES = 16
-#: One row an image. `start` to `stop`: its name among all names. `file`, `offset`, `size`: where
-#: its bytes are. Of a .zip also the compression, flags, compressed bytes and CRC-32.
+#: One row per image. `start` to `stop`: its name among all names. `file`, `offset`, `size`: the
+#: location of its bytes. For a .zip also method, flags, compressed size and CRC-32.
 IMAGE = np.dtype(
     [("start", "<i8"), ("stop", "<i8"), ("label", "<i4"), ("split", "i1"), ("group", "<i4")]
     + [("file", "u1"), ("offset", "<i8"), ("size", "<i8")]
@@ -44,12 +44,12 @@ IMAGE = np.dtype(
 
 @dataclass
 class ImageSource:
-    """A listed source, nothing decoded yet.
+    """A source whose images are listed but not decoded yet.
 
-    kind: "folder" (images are files under `root`), "zip" (members of the file `root`, `offset` is
+    kind: "folder" (images are files under `root`), "zip" (members of the file `root`; `offset` is
     that of their local header), "slices" (image files within `files`, by offset and size) or
-    "pixels" (the same, raw rows of `shape`). In `images`, split is a position in SPLITS or
-    NO_SPLIT, group a number that images of one group share, or -1.
+    "pixels" (raw pixels of `shape` within `files`, by offset and size). In `images`, split is an
+    index into SPLITS or NO_SPLIT; group is a number shared by the images of a group, or -1.
     """
 
     name: str
@@ -58,24 +58,24 @@ class ImageSource:
     classes: tuple[str, ...]
     images: np.ndarray  # (N,) IMAGE
     names: bytes
-    bad: list[tuple[str, str]] = field(default_factory=list)  # (name, why) found while listing
+    bad: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of unusable files
     notes: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)  # paths
     shape: tuple[int, int, int] | None = None  # (H, W, C)
-    split_by: str = "source"  # what gives the splits, where there are any: "folders", …
+    split_by: str = "source"  # origin of the splits, if there are any: "folders", …
 
     def name_of(self, row: int) -> str:
-        """The name of an image within the source."""
+        """Return the name of an image within the source."""
         start, stop = self.images["start"][row], self.images["stop"][row]
         return self.names[start:stop].decode("utf-8", "surrogateescape")
 
     def leave_out(self, reasons: Mapping[int, str]) -> None:
-        """Images that cannot be used, by row."""
+        """Remove unusable images, given by row with a reason, and list them as bad."""
         self.bad += [(self.name_of(row), why) for row, why in reasons.items()]
         self.images = np.delete(self.images, list(reasons)) if reasons else self.images
 
     def take(self, rows: np.ndarray) -> ImageSource:
-        """The source with these images only, in this order."""
+        """Return a source with only these images, in this order."""
         images = self.images[rows]
         starts, stops = images["start"].tolist(), images["stop"].tolist()
         names = b"".join(self.names[a:b] for a, b in zip(starts, stops, strict=True))
@@ -85,27 +85,28 @@ class ImageSource:
 
 
 def decoded_dtype(channels: int) -> np.dtype:
-    """What became of an image; the last four of JPEG files only. A corrupt one is not good."""
+    """Return the dtype of a decoded image's results; the last four fields are for JPEG files.
+
+    `good` is false for an image that cannot be decoded.
+    """
     fields: list[Any] = [("good", "?"), ("digest", f"S{DIGEST_BYTES}")]  # of the pixels
     fields += [("size", "<i8"), ("crc32", "<u4")]
-    fields += [("kept", "?")]  # the very bytes of the source
+    fields += [("kept", "?")]  # bytes of the source unchanged
     return np.dtype([*fields, ("sums", "<u8", (2, channels))])  # as in Written
 
 
 class ClassFolders(NamedTuple):
-    """Classes and splits by the names of files: `order` are positions of the images among these
-    names, sorted.
-    """
+    """Classes and splits derived from the names of files."""
 
     classes: tuple[str, ...]
-    order: np.ndarray  # (N,) int64
+    order: np.ndarray  # (N,) int64: indices of the images among the names, sorted by folder
     labels: np.ndarray  # (N,) int64
-    splits: np.ndarray  # (N,) int64: positions in SPLITS or NO_SPLIT
+    splits: np.ndarray  # (N,) int64: indices into SPLITS, or NO_SPLIT
     ignored: int  # image files outside of class folders
 
 
 def image_table(names: Iterable[str], count: int, **columns: object) -> tuple[np.ndarray, bytes]:
-    """(N,) IMAGE with these columns and all names; split and group are -1 unless given."""
+    """Return a table (N,) IMAGE of these columns, and all names; split and group default to -1."""
     table, encoded = np.zeros(count, IMAGE), bytearray()
     stops = np.zeros(count, np.int64)
     for row, name in enumerate(names):
@@ -119,23 +120,23 @@ def image_table(names: Iterable[str], count: int, **columns: object) -> tuple[np
 
 
 def split_number(name: str) -> int | None:
-    """The position in SPLITS of a usual name of a split ("val", "testing_data"), or None."""
+    """Return the index in SPLITS of a common name of a split ("val", "testing_data"), or None."""
     found = SPLIT_FOLDER.fullmatch(name)
     return next(i for i, split in enumerate(SPLITS) if found[split]) if found else None
 
 
 def hidden(parts: Iterable[str]) -> bool:
-    """Whether a path with these parts is ignored."""
+    """Whether a path of these parts is ignored."""
     return any(part.startswith(".") or part in HIDDEN_NAMES for part in parts)
 
 
 def read_class_folders(
     files: Sequence[str], folders: Iterable[str], where: str, any_subfolders: bool = False
 ) -> ClassFolders:
-    """Classes and splits from names relative to the source, parts joined by "/".
+    """Derive classes and splits from names relative to the source, with parts joined by "/".
 
-    With `any_subfolders`, folders are classes whatever they hold. Raises UsageError where there
-    are no class folders, where one is empty, or where they look like splits.
+    With `any_subfolders`, folders are classes, even if they look like splits. Raises UsageError if
+    there are no class folders, if one is empty, or if they look like splits.
     """
     shown = [row for row, name in enumerate(files) if not hidden(name.split("/"))]
     shown.sort(key=lambda row: files[row].replace("/", "\0"))  # folder by folder
@@ -146,7 +147,7 @@ def read_class_folders(
         node = tree
         for part in name.split("/"):
             node = node.setdefault(part, {})
-    top = 0  # folders that hold one folder each
+    top = 0  # number of nested top folders that hold nothing but one folder
     while len(tree) == 1 and (only := next(iter(tree.values()))):
         tree, top = only, top + 1
     if not tree:
@@ -174,8 +175,9 @@ def read_class_folders(
 
 
 def _split_folders(below: Mapping[str, list[str]], where: str) -> dict[str, int]:
-    """Folder -> split where the folders are splits with class folders in them; else nothing.
-    Raises UsageError where they probably are, but not all of them have known names.
+    """Return folder -> split if the folders are splits that hold class folders, else {}.
+
+    Raises UsageError if they probably are splits, but not all of them have known names.
     """
     nested = [head for head in below if below[head]]
     splits = {head: split_number(head) for head in nested}
@@ -211,7 +213,7 @@ def _few(names: Iterable[str]) -> str:
 
 
 def _check_classes(classes: tuple[str, ...], trained: np.ndarray, where: str) -> None:
-    """Every class needs a file, in train where splits are given."""
+    """Raise UsageError if a class has no file, or none in train if splits are given."""
     counts = np.bincount(trained, minlength=len(classes))
     if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
         raise UsageError(

@@ -1,12 +1,13 @@
-"""One pack in the making: the steps, run by all processes, and what the root does between them.
+"""Make one pack: the steps that all processes run, and the work of the root between them.
 
-Which images have equal pixels and which cannot be read is known only once all are decoded. So that
-every pixel is written once, images are divided before, as if all could be read, and files of equal
-size and end had equal pixels; they are decoded into the rows that follow. Where that turns out to
-be wrong, they are divided anew and the rows are copied to a second file.
+Only after decoding is it known which images have equal pixels and which cannot be read. To write
+every pixel only once, images are assigned to splits before decoding, under the assumption that all
+can be read and that files of equal size and end have equal pixels, and are decoded directly into
+their rows. If the assumption turns out to be wrong, they are assigned again and the rows are copied
+to a second file.
 
-How large JPEG files are is known after decoding, too. Images are decoded first, then their files
-are read again and written.
+The sizes of JPEG files are known only after decoding, too. So images are decoded first; then their
+files are read again and written.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ from hpctrain.files import whole_file
 
 FLOWERS_SIZE = "100x100"
 MIN_IMAGES_PER_JOB = 16
-FIRST_IMAGES = 256  # whose headers are read first
+FIRST_IMAGES = 256  # number of headers that are read first
 IMAGES_PER_TASK, FINGERPRINTS_PER_TASK = 16, 256
-TASKS_PER_WORKER, MAX_BLOCKS = 32, 8  # of a task that writes: blocks of about 1 MiB
+TASKS_PER_WORKER, MAX_BLOCKS = 32, 8  # tasks that write; blocks of about 1 MiB per task
 
 
 class Reordered(Exception):
-    """The rows of a file are not in their final order; another file has taken its name."""
+    """The rows of a file are not in their final order; a second file has been made instead."""
 
 
 def pack_images(config: PackConfig, path: Path, output: Path, processes: Processes) -> None:
-    """Make the pack of the images at `path`."""
+    """Make a pack of the images at `path`."""
     if config.crop and not asked_size(config):
         raise UsageError("--crop cuts to a size: give one, as in --size 100x100")
     new_file = scratch_files(output, named=processes.size > 1)
@@ -83,7 +84,7 @@ def pack_images(config: PackConfig, path: Path, output: Path, processes: Process
 
 
 class PackMaker:
-    """Makes one pack of a listed source, with so many `workers`."""
+    """Makes one pack of a listed source; `workers` is the number of workers of all processes."""
 
     def __init__(
         self, config: PackConfig, source: ImageSource, output: Path, run: RunTasks, workers: int
@@ -93,10 +94,11 @@ class PackMaker:
         self._shares = split_shares(config.split)
 
     def choose_fit(self) -> Fit:
-        """The size and channels of all images, from as few headers as needed.
+        """Return the size and channels of the pack, reading as few headers as necessary.
 
-        Without --size the first readable image sets it; without --channels they are 3 as soon as
-        one image has colour. Raises UsageError where no image can be read, or where sizes differ.
+        Without --size, all images must have the size of the first readable one. Without --channels,
+        there are 3 channels if any image has colour. Raises UsageError if no image can be read, or
+        if sizes differ.
         """
         source, size = self._source, asked_size(self._config)
         channels, exact = self._config.channels, size is None
@@ -117,7 +119,7 @@ class PackMaker:
         return Fit(width, height, channels, self._config.crop, exact)
 
     def write_pixels(self, fit: Fit) -> None:
-        """The pack of pixels."""
+        """Write a pack of pixels."""
         shape, count = (fit.height, fit.width, fit.channels), len(self._source.images)
         check_room(self._output, count * math.prod(shape))
         guess = self._guess()
@@ -147,7 +149,7 @@ class PackMaker:
             raise Reordered
 
     def write_files(self, fit: Fit) -> None:
-        """The pack of JPEG files."""
+        """Write a pack of JPEG files."""
         source, count = self._source, len(self._source.images)
         check_room(self._output, int(source.images["size"].sum()))
         batches = self._batches(np.arange(count), IMAGES_PER_TASK)
@@ -181,7 +183,7 @@ class PackMaker:
     def _files_task(
         self, decoded: np.ndarray, rows: np.ndarray, offsets: np.ndarray, span: Span
     ) -> PackTask:
-        """Write the bytes of a span: of the files of images `rows`, which begin at `offsets`."""
+        """Return the task that writes a span of the files of images `rows`, stored at `offsets`."""
         first, end = np.searchsorted(offsets[1:], (span.start, span.stop), side="right").tolist()
         images = rows[first : int(np.searchsorted(offsets[:-1], span.stop))]
         skip = span.start - int(offsets[first])
@@ -191,7 +193,7 @@ class PackMaker:
     def _copy_rows(
         self, path: str, places: np.ndarray, rows: dict[str, np.ndarray], made: PackFacts
     ) -> None:
-        """The pack of these rows of the file `path`, where image i begins at byte `places[i]`."""
+        """Write a pack of these rows of the file `path`, where image i begins at `places[i]`."""
         row_bytes = math.prod(made.image_shape)
         images = sum(_lengths(rows).values())
         check_room(self._output, row_bytes * images)
@@ -205,14 +207,17 @@ class PackMaker:
             writer.finish(made, self._labels(rows), written)
 
     def _guess(self) -> dict[str, np.ndarray]:
-        """The images of every split, as they are if all can be read and have equal pixels only
-        where their fingerprints are equal. Every image is in one split."""
+        """Assign every image to a split before decoding.
+
+        It is assumed that all can be read, and that images with equal fingerprints, and no others,
+        have equal pixels.
+        """
         everything = np.arange(len(self._source.images))
         tasks = self._batches(everything, FINGERPRINTS_PER_TASK)
         parts = self._run("reading", read_fingerprints, tasks, len(everything))
         found = np.concatenate([np.zeros(0, np.int64), *parts])
         for groups in (np.unique(found, return_inverse=True)[1], everything):
-            with suppress(UsageError):  # raised again, if it is true, when all is known
+            with suppress(UsageError):  # raised again after decoding if it still applies
                 rows = assign_rows(self._source, everything, groups, self._config, self._shares)
                 if sum(map(len, rows.values())) == len(everything):
                     return rows
@@ -221,7 +226,7 @@ class PackMaker:
     def _choose(
         self, decoded: np.ndarray, fit: Fit
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """The images of every split in their order, and the provenance. UsageError."""
+        """Return the images of every split in order, and the provenance. Raises UsageError."""
         source, config = self._source, self._config
         good = np.flatnonzero(decoded["good"])
         report.check_decoded(source, len(good), config.skip_bad)
@@ -236,7 +241,7 @@ class PackMaker:
             yield PackTask((self._source.take(part),), len(part))
 
     def _spans(self, writer: PackWriter) -> Iterator[Span]:
-        """The datasets of images, cut into parts of whole blocks."""
+        """Yield the datasets of images in parts of whole blocks."""
         blocks = sum(-(-data.shape[0] // data.block_rows) for data in writer.images())
         return writer.spans(min(max(blocks // (TASKS_PER_WORKER * self._workers), 1), MAX_BLOCKS))
 
@@ -249,13 +254,16 @@ def _lengths(rows: dict[str, np.ndarray]) -> dict[str, int]:
 
 
 def asked_size(config: PackConfig) -> tuple[int, int] | None:
-    """Width and height of --size, 100x100 for the flowers; None where the images decide."""
+    """Return width and height of --size, 100x100 for the flowers; None = the size of the images."""
     text = config.size or (FLOWERS_SIZE if config.source == "flowers" else None)
     return image_size(text) if text else None
 
 
 def _only_size(source: ImageSource, sizes: np.ndarray) -> tuple[int, int]:
-    """Width and height of all images, from `sizes` (N, 2), 0 of unreadable ones. UsageError."""
+    """Return the one size of all images, given `sizes` (N, 2), 0 if unreadable.
+
+    Raises UsageError if sizes differ or no image can be read.
+    """
     readable = np.flatnonzero(sizes[:, 0])
     if not len(readable):
         raise UsageError(

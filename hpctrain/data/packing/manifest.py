@@ -1,9 +1,9 @@
-"""A manifest: a table that names images and says their labels, a CSV or Parquet file.
+"""Read a manifest: a table of images and their labels in a CSV or Parquet file.
 
 Columns, in any order and case: ``path`` (relative to the source, or absolute for files of a
 folder), ``label``, and optionally ``split`` (train, val, test, … as for folders) and ``group``
 (images of one group, such as one patient, are never divided between splits). Other columns are
-ignored. A CSV file has a header and is separated by commas, semicolons or tabs. Parquet needs
+ignored. A CSV file has a header and is separated by commas, semicolons or tabs. Parquet requires
 pyarrow.
 """
 
@@ -27,18 +27,18 @@ Row = Mapping[str, str]
 
 
 class Manifest(NamedTuple):
-    """A table that was read; classes in numerical order if all labels are whole numbers."""
+    """The content of a manifest; classes are in numerical order if all labels are whole numbers."""
 
     file: str
     paths: list[str]
     classes: tuple[str, ...]
     labels: np.ndarray  # (N,) int64
-    splits: np.ndarray  # (N,) int64: positions in SPLITS or NO_SPLIT
-    groups: np.ndarray  # (N,) int64, -1 where there are none
+    splits: np.ndarray  # (N,) int64: indices into SPLITS, or NO_SPLIT
+    groups: np.ndarray  # (N,) int64; -1 without groups
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a CSV or Parquet table of images. Raises UsageError, which names the row."""
+    """Read a CSV or Parquet table of images. Raises UsageError with the row in its message."""
     is_parquet = path.suffix == ".parquet"
     rows = _parquet_rows(path) if is_parquet else _csv_rows(path)
     paths: dict[str, int] = {}
@@ -67,7 +67,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def find_images(manifest: Manifest, files: Sequence[str]) -> np.ndarray:
-    """The positions (N,) of the manifest's images in the names of an archive. UsageError."""
+    """Return the indices (N,) of the manifest's images in `files` of an archive.
+
+    Raises UsageError if one is missing.
+    """
     rows = {name: row for row, name in enumerate(files)}
     if missing := [path for path in manifest.paths if path not in rows]:
         raise UsageError(
@@ -78,7 +81,7 @@ def find_images(manifest: Manifest, files: Sequence[str]) -> np.ndarray:
 
 
 def _numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """The distinct values in order, and the number (N,) of each value among them."""
+    """Return the distinct values in order, and the index (N,) of each value among them."""
     distinct = sorted(set(values))
     if all(value.isdecimal() for value in distinct):
         distinct.sort(key=lambda value: (int(value), value))
@@ -87,7 +90,7 @@ def _numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
 
 
 def _splits(path: Path, values: Mapping[str, list[str]], rows: Mapping[str, int]) -> np.ndarray:
-    """The given splits (N,). UsageError where a name is not known or a group is divided."""
+    """Return the given splits (N,). Raises UsageError if one is unknown or a group is divided."""
     known = {name: split_number(name) for name in {*values["split"], ""}}
     splits = [NO_SPLIT if not name else known[name] for name in values["split"]]
     of_group: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""What ``pack`` shows and notes: progress, lists of files, provenance, the table of a pack.
+"""Output of ``pack``: progress, lists of files, provenance, the table of a pack.
 
-The table goes to standard output, everything else to standard error.
+The table is written to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hpctrain.text import printable
 from hpctrain.watchdog import doing
 
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
-SKIPPED_NAMED = 100  # files left out that the provenance names
-WIDTH = 100  # of a table that is not shown on a terminal
+SKIPPED_NAMED = 100  # most names of skipped files in the provenance
+WIDTH = 100  # of a table that is not printed on a terminal
 
 
 def say(text: str) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     Console(stderr=True).print(printable(text, newlines=False), soft_wrap=True)
 
 
 def _console(columns: int | None, stderr: bool = False) -> Console:
-    """A console of so many columns; 0 = no terminal, None = it finds out."""
+    """Return a console with this number of columns; 0 = no terminal, None = detect."""
     console = Console(stderr=stderr, force_terminal=None if columns is None else columns > 0)
     if columns or not console.is_terminal:
         console.width = columns or WIDTH
@@ -48,8 +48,11 @@ def _console(columns: int | None, stderr: bool = False) -> Console:
 def progress(
     what: str, total: int, own: int, columns: int | None
 ) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` images on a terminal, nothing elsewhere; gives the way to advance it by
-    some of this process's `own` images, which stand for as many of all."""
+    """Show a progress bar over `total` images on a terminal, nothing elsewhere.
+
+    Gives a function that advances it by a number of this process's `own` images. The bar shows the
+    same fraction of all images.
+    """
     console = _console(columns, stderr=True)
     done = 0
 
@@ -72,7 +75,7 @@ def progress(
 
 
 def check_decoded(source: ImageSource, good: int, skip_bad: bool) -> None:
-    """Files that could not be read are listed, and refused unless they may be left out."""
+    """List files that could not be read. Raises UsageError unless they may be skipped."""
     for name, why in sorted(source.bad):
         say(f"unreadable: {name}: {why}")
     count, total = len(source.bad), len(source.bad) + good
@@ -90,7 +93,7 @@ def check_decoded(source: ImageSource, good: int, skip_bad: bool) -> None:
 def say_chosen(
     source: ImageSource, good: np.ndarray, equal: list[np.ndarray], rows: dict[str, np.ndarray]
 ) -> None:
-    """What the user should know of how the images were divided."""
+    """Print notes for the user on how the images were divided into splits."""
     for note in source.notes:
         say(note)
     if (source.images["split"][good] > TRAIN).any():
@@ -108,7 +111,7 @@ def provenance(
     fit: Fit,
     rows: dict[str, np.ndarray],
 ) -> dict[str, Any]:
-    """What the pack was made of and how, without places or times."""
+    """Return what the pack was made of and how, without paths or times."""
     labels, given = source.images["label"][good], source.images["split"][good]
     skipped = sorted(name for name, _ in source.bad)
     facts: dict[str, Any] = {
@@ -144,7 +147,10 @@ def provenance(
 def say_duplicates(
     names: Mapping[int, str], labels: np.ndarray, groups: list[np.ndarray], left_out: int
 ) -> None:
-    """Images of equal pixels: `groups` of positions in `labels`, with `names` of the first ones."""
+    """Print groups of images with equal pixels: `groups` hold indices into `labels`.
+
+    `names` are those of the images in the first groups.
+    """
     for group in groups[:GROUPS_SHOWN]:
         classes = " (in different classes)" if len(set(labels[group].tolist())) > 1 else ""
         say(f"equal pixels{classes}: {' = '.join(names[row] for row in group.tolist())}")
@@ -157,7 +163,7 @@ def say_duplicates(
 
 
 def print_table(pack: Pack, columns: int | None = None) -> None:
-    """Images by class and split, and what the pack says of itself."""
+    """Print the number of images by class and split, and the properties of the pack."""
     console = _console(columns)
     counts = {name: _class_counts(pack, name) for name in pack.splits}
     table = Table(title=pack.path)
@@ -187,7 +193,7 @@ def _class_counts(pack: Pack, split: str) -> np.ndarray:
 
 
 def _files(pack: Pack) -> str:
-    """How large a pack's files are, and how they are fitted."""
+    """Describe the mean size of a pack's JPEG files, and how they are fitted."""
     splits = pack.splits.values()
     mean = sum(split.files_bytes for split in splits) / sum(split.samples for split in splits)
     how = "stretched" if pack.fit == "stretch" else "cut"
@@ -215,7 +221,7 @@ def _facts(pack: Pack) -> list[tuple[str, str]]:
 
 
 def _division(made: dict[str, Any]) -> str:
-    """What really divided the images into splits."""
+    """Describe what actually divided the images into splits."""
     by, shares = str(made.get("split_by", "")), made.get("split")
     groups = ", no group divided" if made.get("groups") else ""
     fold = f", fold {made['fold']} of the others" if "fold" in made else ""

@@ -1,4 +1,4 @@
-"""Scratch files for what archives unpack to, and limits that are compared before room is taken."""
+"""Scratch files for the content of archives, and limits that are checked before unpacking it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hpctrain.watchdog import doing
 
 
 def _lzma_error() -> type[Exception]:
-    """What corrupt LZMA data raise. A Python that was built without liblzma reads none."""
+    """Return the exception for corrupt LZMA data; Python without liblzma cannot read any."""
     try:
         import lzma
     except ImportError:
-        return RuntimeError  # of zipfile, which needs it
+        return RuntimeError  # raised by zipfile, which needs it
     return lzma.LZMAError
 
 
 BLOCK = 2**20
-DIRECTORY_LIMIT = 2**30  # bytes of a .zip's
-ENTRY = b"PK\1\2"  # begins each entry of it
-SPARE, RATIO = 2**30, 200  # what is compressed may grow to SPARE bytes plus RATIO times its size
+DIRECTORY_LIMIT = 2**30  # bytes of the directory of a .zip
+ENTRY = b"PK\1\2"  # signature of each entry in it
+SPARE, RATIO = 2**30, 200  # compressed data may expand to SPARE bytes plus RATIO times their size
 MAX_IMAGES = 3_000_000  # of an archive or array: listing takes up to 1 kB of memory for each
-# zipfile raises RuntimeError for a member that is encrypted, and NotImplementedError, which is one,
-# for a compression method or a version of the format that it does not know.
+# zipfile raises RuntimeError for an encrypted member, and its subclass NotImplementedError for an
+# unknown compression method or version of the format.
 ZIP_ERRORS = (zipfile.BadZipFile, RuntimeError)
 UNZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile, _lzma_error())
 
@@ -41,8 +41,10 @@ NewFile = Callable[[], IO[bytes]]  # makes an empty file, open for writing and r
 
 
 def scratch_files(output: Path, named: bool) -> NewFile:
-    """Makes scratch files in the folder of `output`. Files without a name are gone when this
-    process ends, however it ends; processes of other hosts can open `named` ones only.
+    """Return a function that makes scratch files in the folder of `output`.
+
+    Files without a name vanish when this process ends, in whatever way. Processes on other hosts
+    can only open `named` ones.
     """
     folder = output.parent.resolve()
     prefix = temporary_name(output).stem + "-"  # found again by files.left_behind
@@ -52,7 +54,7 @@ def scratch_files(output: Path, named: bool) -> NewFile:
 
 
 def path_of(file: IO[bytes]) -> str:
-    """A path by which other processes open the file, also one without a name."""
+    """Return a path by which other processes can open the file, even if it has no name."""
     if isinstance(file.name, str) and os.path.exists(file.name):
         return os.path.abspath(file.name)
     return f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -74,7 +76,7 @@ def unzip(path: Path, target: IO[bytes]) -> None:
 
 
 def check_growth(path: Path, length: int) -> None:
-    """UsageError where `length` bytes are more than the compressed file `path` may grow to."""
+    """Raise UsageError if the compressed file `path` may not expand to `length` bytes."""
     limit = SPARE + RATIO * path.stat().st_size
     if length > limit:
         raise UsageError(
@@ -84,7 +86,7 @@ def check_growth(path: Path, length: int) -> None:
 
 
 def check_count(what: str, count: int) -> None:
-    """UsageError where these are more images, or members of an archive, than memory is for."""
+    """Raise UsageError if an archive or array has too many images or members for the memory."""
     if count > MAX_IMAGES:
         raise UsageError(
             f"{what} holds {count:,} images or members; the limit is {MAX_IMAGES:,}: cut it"
@@ -92,12 +94,13 @@ def check_count(what: str, count: int) -> None:
 
 
 class ZipArchive(io.FileIO):
-    """A .zip whose directory, which zipfile reads in one go, is measured before it is parsed.
-    UsageError where it is too long.
+    """A .zip file whose directory, which zipfile reads at once, is checked before it is parsed.
+
+    Raises UsageError if the directory is too long.
     """
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As FileIO does."""
+        """Read as FileIO does; raise UsageError if the directory is too long."""
         if size is not None and size > DIRECTORY_LIMIT:
             raise UsageError(
                 f"source {self.name} has a directory of {size:,} bytes; the limit is"
@@ -109,7 +112,7 @@ class ZipArchive(io.FileIO):
 
 
 def copy_exactly(stream: IO[bytes], target: IO[bytes], length: int, what: str) -> None:
-    """Copy `length` bytes, which must be all that the stream has left. Raises UsageError."""
+    """Copy exactly `length` bytes. Raises UsageError if the stream has fewer or more left."""
     left = length
     while left and (block := stream.read(min(BLOCK, left))):
         target.write(block)

@@ -1,9 +1,9 @@
-"""Find out what a source is and list it: a folder, an archive, or arrays (``arrays.py``).
+"""Detect the type of a source and list its images: a folder, an archive, or arrays (``arrays.py``).
 
-Nothing of an archive is ever unpacked to a path. A .tgz is unzipped once into a scratch file
-without a name, where every member is a slice of known offset; a .zip is read member by member.
-So names cannot lead out of a folder; an archive with names that try is refused all the same.
-Links are followed within the archive only, devices and pipes are unreadable files like any other.
+Archives are never extracted to paths. A .tgz is decompressed once into a scratch file, where every
+member is a slice at a known offset; a .zip is read member by member. So a member's name cannot
+lead out of a folder; archives with such names are an error all the same. Links are followed within
+the archive only. Devices and pipes are listed as unreadable files.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ from hpctrain.text import brief
 from hpctrain.watchdog import doing
 
 FOLDER, REGULAR, SOFT_LINK, HARD_LINK, OTHER = range(5)  # kinds of members
-HUGE = 2**61  # bytes, as any number above it
-SMALL = 2**24  # bytes of an image file that may come of a few
+HUGE = 2**61  # bytes; larger sizes are stored as this one
+SMALL = 2**24  # bytes of an image file that any member of a .zip may expand to
 GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
 TABLES = (".csv", ".parquet")
 
 
 class TarStream(tarfile.TarFile):
-    """A .tar that need not keep all that it has read."""
+    """A .tar whose list of members, which it would keep in memory, can be cleared."""
 
     members: list[tarfile.TarInfo]
 
 
 class Labels(NamedTuple):
-    """What gives classes and splits: a manifest, or else the folders (`any_subfolders`: folders
-    are classes whatever they hold)."""
+    """The origin of classes and splits: a manifest, or else the folders.
+
+    With `any_subfolders`, folders are classes, even if they look like splits.
+    """
 
     manifest: str | None = None
     any_subfolders: bool = False
@@ -63,9 +65,9 @@ class Labels(NamedTuple):
 def open_source(
     path: Path, new_file: NewFile, labels: Labels | None = None
 ) -> Iterator[ImageSource]:
-    """The listed source at `path`, usable until the block ends; `new_file` makes scratch files.
+    """List the source at `path`, for use in a ``with`` block; `new_file` makes scratch files.
 
-    Raises UsageError, one line, where there is nothing to pack.
+    Raises UsageError (one line) if there is nothing to pack.
     """
     with ExitStack() as stack:
         source = _listed(path, lambda: stack.enter_context(new_file()), labels or Labels())
@@ -124,7 +126,7 @@ def _source(
     folders: Sequence[str],
     labels: Labels,
 ) -> tuple[ImageSource, np.ndarray]:
-    """The source of these image files, and their positions (N,) in `files`."""
+    """Make a source of these image files; return it and their indices (N,) in `files`."""
     notes: list[str] = []
     if labels.manifest:
         table = read_manifest(Path(labels.manifest))
@@ -145,8 +147,10 @@ def _source(
 
 
 def _folder(root: Path, labels: Labels) -> ImageSource:
-    """The image files of a folder. Those that a manifest names are not looked for: one that is
-    missing is found when it is read."""
+    """List the image files of a folder.
+
+    If a manifest names them, the folder is not searched: missing files are noticed when read.
+    """
     files, folders, bad = _walk(str(root)) if not labels.manifest else ([], [], [])
     source, _ = _source(root, "folder", str(root), files, folders, labels)
     source.bad = [(name, why) for name, why in bad if not hidden(name.split("/"))]
@@ -154,7 +158,7 @@ def _folder(root: Path, labels: Labels) -> ImageSource:
 
 
 def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
-    """Files, folders and what is neither, below `root`; links are followed, loops are not."""
+    """List files, folders and other entries below `root`, following links except in loops."""
     files: list[str] = []
     folders: list[str] = []
     bad: list[tuple[str, str]] = []
@@ -164,7 +168,7 @@ def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
         with os.scandir(os.path.join(root, folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
-                broken = entry.is_symlink() and not os.path.exists(entry.path)  # or to itself
+                broken = entry.is_symlink() and not os.path.exists(entry.path)  # or a loop
                 if broken or not (entry.is_file() or entry.is_dir()):
                     if folder:
                         bad.append((name, "a link to nothing" if broken else "no regular file"))
@@ -185,7 +189,7 @@ def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
 
 
 def _tar(path: Path, file: IO[bytes], opened: str, labels: Labels) -> ImageSource:
-    """Members as slices of `file`; of members of one name the last one counts, as in tar."""
+    """List members as slices of `file`; of members with equal names the last is used, as in tar."""
     numbers: dict[str, int] = {}
     columns = array("b"), array("q"), array("q")  # kind, offset, size
     links: dict[int, str] = {}
@@ -234,7 +238,7 @@ def _kind(member: tarfile.TarInfo) -> int:
 
 
 def _follow(name: str, numbers: dict[str, int], kinds: np.ndarray, links: dict[int, str]) -> int:
-    """The number of the member to which links lead within the archive; -1 if to none."""
+    """Follow links within the archive; return the number of the member, or -1 if there is none."""
     for _ in range(8):
         number = numbers.get(name, -1)
         if number not in links:
@@ -268,7 +272,7 @@ def _zip(path: Path, labels: Labels) -> ImageSource:
 
 
 def _safe_name(name: str, archive: Path) -> str:
-    """The name without "./", refused where it leads out of the archive."""
+    """Return the name without "./". Raises UsageError if it leads out of the archive."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts:
         raise UsageError(f"source {archive} names a file outside of itself, {name!r}: refused")

@@ -1,13 +1,14 @@
-"""Which image goes to which split, and in which order: pure arithmetic, from a seed.
+"""Assign images to splits and shuffle them: pure arithmetic, from a seed.
 
-Splits are stratified: each class is cut by the shares with the largest remainder, so its counts are
-exact. Images of equal pixels stay together: they are placed first, in train while there is room,
-and the single images then fill every split to its count. Groups that a manifest names are placed
-the largest first, each in the split that lacks most of the group's classes, so counts are only as
-exact as the groups allow. Where the source gives the split it is kept, and copies in a split used
-earlier (train before validation before test) are left out, so that no test image was trained on.
+Splits are stratified: each class is divided by the shares with the largest remainder method, so its
+counts are exact. Images of equal pixels stay together: they are placed first, in train while there
+is room, and the remaining images then fill every split to its count. Groups of a manifest are
+placed in order of size, the largest first, each in the split that most lacks the group's classes,
+so counts are only as exact as the groups allow. Splits given by the source are kept; copies in an
+earlier split (train before validation before test) are left out, so that no test image is trained
+on.
 
-Random order is that of `random_order`, so equal seeds give equal packs with any NumPy.
+Random orders are made by `random_order`, so equal seeds give equal packs with any NumPy.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from hpctrain.errors import UsageError
 
 LEFT_OUT = -1
 Shares = tuple[Fraction, Fraction, Fraction]  # of train, validation, test
-TRAIN, VALIDATION, TEST = range(3)  # positions in SPLITS and in shares
+TRAIN, VALIDATION, TEST = range(3)  # indices into SPLITS and shares
 
 
 def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
-    """`count` cut by `shares`, whole numbers that sum to it: largest remainders get the rest."""
+    """Divide `count` by `shares` into integers with that sum; largest remainders are rounded up."""
     total = sum(shares)
     exact = [count * share / total for share in shares]
     counts = [int(part) for part in exact]
@@ -47,17 +48,17 @@ def assign(
     groups: np.ndarray | None = None,
     balanced: bool = False,
 ) -> np.ndarray:
-    """The split of every image: (N,) int8 positions in SPLITS, or LEFT_OUT.
+    """Return the split of every image: (N,) int8 indices into SPLITS, or LEFT_OUT.
 
-    labels (N,); given (N,) int8 splits that the source gives, LEFT_OUT where it gives none;
-    groups (N,): images that must not be divided have equal numbers, `balanced`: these are groups
-    of a manifest. Where the source gives test, only a third share is used: validation is drawn out
-    of the given train.
+    labels (N,); given (N,) int8: the splits of the source, LEFT_OUT without one; groups (N,):
+    images that must not be divided have equal numbers; `balanced`: groups come from a manifest. If
+    the source gives test but no validation, validation is drawn from the given train, in the ratio
+    of these two shares.
     """
     given = np.full(len(labels), LEFT_OUT, np.int8) if given is None else given
     groups = np.arange(len(labels)) if groups is None else groups
     labels, splits = np.asarray(labels), given.copy()
-    if not (given > TRAIN).any():  # a source with nothing but train gives no split
+    if not (given > TRAIN).any():  # a source with only train does not give splits
         splits[:] = LEFT_OUT
     elif shares[VALIDATION] and not (given == VALIDATION).any():
         splits[given == TRAIN] = LEFT_OUT
@@ -74,8 +75,11 @@ def assign(
 def fold_as_given(
     labels: np.ndarray, given: np.ndarray, groups: np.ndarray, fold: tuple[int, int], seed: int
 ) -> np.ndarray:
-    """The given splits (N,) where fold K of N is test, or of a given train validation: every image
-    is in one of the N folds, which are stratified and divide no group. UsageError."""
+    """Return splits (N,) in which fold K of N is test, or validation if the source gives test.
+
+    Every image, except those of a given test, is in one of the N folds, which are stratified and
+    divide no group. Raises UsageError if the source gives validation.
+    """
     number, count = fold
     if (given == VALIDATION).any():
         raise UsageError(
@@ -93,11 +97,11 @@ def fold_as_given(
 def _draw(
     labels: np.ndarray, groups: np.ndarray, shares: tuple[Fraction, ...], balanced: bool
 ) -> np.ndarray:
-    """The split of rows that are already in random order: (n,) int8, int64 of many folds."""
+    """Return the split of rows in random order: (n,) int8, or int64 for many folds."""
     kind = np.int8 if len(shares) < 128 else np.int64
     counts = np.bincount(labels).tolist()
     wanted = np.array([cut(count, shares) for count in counts])  # (K, S)
-    if balanced and len(set(shares)) == 1:  # else the first folds get what is left of every class
+    if balanced and len(set(shares)) == 1:  # else the first folds get the remainder of every class
         first = np.cumsum([0, *counts]) % len(shares)
         wanted = np.array([np.roll(row, by) for row, by in zip(wanted, first, strict=False)])
     room = wanted.copy()
@@ -129,8 +133,10 @@ def _draw(
 
 
 def _filled(room: np.ndarray, count: int) -> list[int]:
-    """`count` single images into the room left in each split; a split overfull by large groups of
-    equal images (room below 0) takes its excess from the fullest room."""
+    """Distribute `count` single images over the room left in each split.
+
+    If large groups of equal images overfill a split (room below 0), the largest rooms are reduced.
+    """
     places = [max(0, int(part)) for part in room]
     while sum(places) > count:
         places[places.index(max(places))] -= 1
@@ -138,8 +144,10 @@ def _filled(room: np.ndarray, count: int) -> list[int]:
 
 
 def merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """(N,) numbers, equal for images that are connected by equal numbers of either array (N,);
-    -1 in `other` connects nothing."""
+    """Merge two groupings (N,): images connected by equal numbers in either get equal numbers.
+
+    -1 in `other` connects nothing.
+    """
     numbers = one.copy()
     named = np.flatnonzero(other >= 0)
     while True:
@@ -153,7 +161,7 @@ def merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def equal_pixels(digests: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(N,) numbers, equal where digests are; and the positions of each group of two or more."""
+    """Number images (N,) by digest; return the numbers and the indices of each group of >= 2."""
     _, groups = np.unique(digests, return_inverse=True)
     by_group = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[by_group])) + 1
@@ -162,15 +170,17 @@ def equal_pixels(digests: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def shuffled(rows: np.ndarray, seed: int, split: str) -> np.ndarray:
-    """Rows (n,) of a split in their final order."""
+    """Return the rows (n,) of a split in their final order."""
     return rows[random_order(len(rows), random_key(seed, "pack order", split))]
 
 
 def rows_by_split(
     splits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], wanted: list[str], seed: int
 ) -> dict[str, np.ndarray]:
-    """Source rows of every split in their final, shuffled order. Raises UsageError where a split
-    that is wanted stays empty, or a class has no image in train."""
+    """Return the source rows of every split in their final, shuffled order.
+
+    Raises UsageError if a wanted split is empty, or a class has no image in train.
+    """
     result: dict[str, np.ndarray] = {}
     for position, name in enumerate(SPLITS):
         rows = np.flatnonzero(splits == position)
@@ -194,8 +204,10 @@ def rows_by_split(
 def assign_rows(
     source: ImageSource, good: np.ndarray, pixels: np.ndarray, config: PackConfig, shares: Shares
 ) -> dict[str, np.ndarray]:
-    """The images (n,) of every split in their final order. good (N,): the images that can be read;
-    pixels (N,): equal numbers for images of equal pixels. UsageError."""
+    """Return the images (n,) of every split in their final order. Raises UsageError.
+
+    good (N,): the readable images; pixels (N,): equal numbers for images of equal pixels.
+    """
     images = source.images[good]
     labels, given, groups = images["label"], images["split"], pixels
     by_manifest = bool((images["group"] >= 0).any())

@@ -1,9 +1,9 @@
-"""Where the tasks of ``pack`` run: in a process pool, in threads, or in this thread.
+"""Run the tasks of ``pack`` in a process pool or in threads.
 
-One process has a pool of worker processes, so that an image that crashes a decoder ends a worker
-and is named. They are spawned, not forked, and the kernel ends them when their parent dies. Ranks
-of an MPI job decode in threads, because processes should not be started beside MPI; Pillow releases
-the interpreter's lock.
+A single process uses a pool of worker processes, so that an image that crashes a decoder ends only
+a worker and is reported. Workers are spawned, not forked, and the kernel ends them when their
+parent dies. Ranks of an MPI job decode in threads, because no processes should be started under
+MPI; Pillow releases the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hpctrain.errors import RunError
 from hpctrain.launcher import PR_SET_PDEATHSIG
 
 T = TypeVar("T")
-NAME_BYTES = 1024  # of the image that a worker process decodes
+NAME_BYTES = 1024  # shared by each worker process, for the name of its current image
 LEFT_TO_PARENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # Slurm sends them to all
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-JOIN = 5.0  # seconds in which the exit code of a worker process is known
+JOIN = 5.0  # seconds to wait for the exit codes of worker processes
 
 
 class PackTask(NamedTuple):
-    """Arguments of a function, and how many images it will have done."""
+    """The arguments of a function, and the number of images that it processes."""
 
     arguments: tuple[Any, ...]
     images: int
@@ -48,20 +48,19 @@ RunTasks = Callable[[str, Callable[..., Any], Iterable[PackTask], int], Iterator
 class Processes(NamedTuple):
     """The processes that make a pack together.
 
-    start(jobs, output, files): gives a function that runs tasks in all of them, with so many jobs
-    in each. It takes what to show, a function, the tasks and how many images they are of, and gives
-    the results in the order of the tasks. `files` are what all processes must see.
+    start(jobs, output, files) gives a function that runs tasks in all of them, with `jobs` workers
+    in each. Its arguments are a text for the progress bar, a function, the tasks and their number
+    of images; it yields the results in the order of the tasks. All processes must see `files`.
     """
 
     size: int
-    cores: int  # the fair share of each
-    columns: int | None  # width of the root's terminal; 0 = none, None = not known
+    cores: int  # fair share of each process
+    columns: int | None  # width of the root's terminal; 0 = none, None = unknown
     start: Callable[[int, Path, list[str]], AbstractContextManager[RunTasks]]
 
 
 class TaskRunner:
-    """Runs tasks with an executor. Results come in the order of the tasks, of which a few are begun
-    ahead."""
+    """Runs tasks with an executor, a few ahead; results are in the order of the tasks."""
 
     def __init__(self, jobs: int, executor: Executor) -> None:
         self._jobs, self._executor = jobs, executor
@@ -72,7 +71,7 @@ class TaskRunner:
         tasks: Iterable[PackTask],
         advance: Callable[[int], None],
     ) -> Iterator[T]:
-        """The results; `advance` gets the images of each. Raises what the function raises."""
+        """Yield the results; call `advance` with the images of each. Errors are raised here."""
         waiting: deque[tuple[Future[T], int]] = deque()
         for task in tasks:
             waiting.append((self._submit(function, task.arguments), task.images))
@@ -91,7 +90,7 @@ class TaskRunner:
 
 
 class ProcessRunner(TaskRunner):
-    """The same with worker processes. RunError where one dies."""
+    """Runs tasks in worker processes. Raises RunError if one dies."""
 
     def __init__(self, jobs: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -102,7 +101,7 @@ class ProcessRunner(TaskRunner):
         self._workers: set[BaseProcess] = set()
 
     def _submit(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[T]:
-        """A process that starts for a task inherits a mask of signals, and starts few threads."""
+        """Submit a task; a process started for it inherits a signal mask and thread limits."""
         if len(self._workers) == self._jobs:
             return super()._submit(function, arguments)
         before = {name: os.environ.get(name) for name in ONE_THREAD}
@@ -123,8 +122,8 @@ class ProcessRunner(TaskRunner):
             raise RunError(self._cause()) from None
 
     def _cause(self) -> str:
-        """A message about the worker process that died."""
-        deadline = time.monotonic() + JOIN  # the executor waits for them in another thread
+        """Return a message about the worker process that died."""
+        deadline = time.monotonic() + JOIN  # the executor joins them in another thread
         while any(w.exitcode is None for w in self._workers) and time.monotonic() < deadline:
             time.sleep(0.01)
         names = self._names.raw
@@ -132,7 +131,7 @@ class ProcessRunner(TaskRunner):
         images = dict(text.partition(b"\0")[0].partition(b" ")[::2] for text in shown)
         for worker in self._workers:
             code = worker.exitcode or 0
-            if code in (0, -signal.SIGTERM):  # the executor ends the others so
+            if code in (0, -signal.SIGTERM):  # sent by the executor to all others
                 continue
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             image = images.get(str(worker.pid).encode(), b"").decode("utf-8", "surrogateescape")
@@ -142,7 +141,7 @@ class ProcessRunner(TaskRunner):
         return "a worker process of pack ended too early"
 
     def close(self) -> None:
-        """End the worker processes: the results are in, or no longer wanted."""
+        """End the worker processes, whose results have been received or are no longer needed."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.kill()
@@ -150,9 +149,9 @@ class ProcessRunner(TaskRunner):
 
 @contextmanager
 def start_threads(jobs: int) -> Iterator[TaskRunner]:
-    """Tasks run in `jobs` threads."""
+    """Run tasks in `jobs` threads."""
     with warnings.catch_warnings(), ThreadPoolExecutor(jobs) as threads:
-        warnings.simplefilter("ignore")  # Pillow remarks on odd metadata
+        warnings.simplefilter("ignore")  # from Pillow, about unusual metadata
         try:
             yield TaskRunner(jobs, threads)
         finally:
@@ -161,7 +160,7 @@ def start_threads(jobs: int) -> Iterator[TaskRunner]:
 
 @contextmanager
 def _start_alone(jobs: int, output: Path, files: list[str]) -> Iterator[RunTasks]:
-    """Tasks run in this process and `jobs` worker processes."""
+    """Run tasks in `jobs` worker processes, or for one job in a thread of this process."""
     kind = start_threads(1) if jobs == 1 else closing(ProcessRunner(jobs))
     with kind as runner:
 
@@ -178,10 +177,10 @@ ONE_PROCESS = Processes(1, len(os.sched_getaffinity(0)), None, _start_alone)
 
 
 def _begin(names: Any, number: Any, parent: int) -> None:
-    """The first thing that a worker process does."""
+    """Initialise a worker process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # the parent died before
+        os._exit(1)  # the parent has already died
     warnings.simplefilter("ignore")
     with number.get_lock():
         start = number.value * NAME_BYTES

@@ -1,10 +1,10 @@
-"""Write a pack (``pack_format.py``): lay out the file, fill it, finish it.
+"""Write a pack (``pack_format.py``): allocate the file, fill it, finish it.
 
-HDF5 lays out the file with room for all rows and closes it; bytes are written at their offsets, by
-many processes (``steps.py``); HDF5 adds checksums and attributes. The datasets are contiguous,
-allocated at once and aligned to 4,096 bytes; nothing in the file depends on time, place or the
-number of processes, so equal rows give equal bytes. Mean and standard deviation come from exact
-integer sums.
+HDF5 creates the file with room for all rows and closes it. Then bytes are written at their offsets,
+by many processes (``decode.py``), and HDF5 adds checksums and attributes. The datasets are
+contiguous, allocated early and aligned to 4,096 bytes. Nothing in the file depends on time, path or
+the number of processes, so equal rows give equal bytes. Mean and standard deviation are computed
+from exact integer sums.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from hpctrain.data.packing.decode import PAGE, Span, Written, sum_up
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file, write_at
 
-LIBRARY = ("v110", "v110")  # checksums on metadata, a mark while written, long attributes
+LIBRARY = ("v110", "v110")  # metadata checksums, a mark while being written, long attributes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KINDS = {"u1": h5py.h5t.STD_U8LE, "<i8": h5py.h5t.STD_I64LE}
 
 
 class PackFacts(NamedTuple):
-    """What a pack says of its rows. Of JPEG files `fit` is how they are to be fitted."""
+    """The attributes of a pack; `fit` is set for JPEG files only."""
 
     image_shape: tuple[int, int, int]
     classes: tuple[str, ...]
@@ -53,7 +53,7 @@ class PackFacts(NamedTuple):
 
 
 class DatasetLayout(NamedTuple):
-    """A dataset to write: uint8 or int64 by its `dtype`, from byte `offset` of the file on."""
+    """A dataset to write: `dtype` is a key of KINDS, `offset` its first byte in the file."""
 
     split: str
     name: str
@@ -63,18 +63,19 @@ class DatasetLayout(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Number of bytes of one row."""
         return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
 
     @property
     def block_rows(self) -> int:
-        """Rows that share a checksum."""
+        """Number of rows that share a checksum."""
         return rows_per_block(self.row_bytes)
 
 
 class PackWriter:
-    """A pack in the new `file`, with room for all datasets. Fill those of images span by span, then
-    `finish`.
+    """Writes a pack into a new `file`, with room for all datasets.
+
+    Write the datasets of images span by span, then call `finish`.
     """
 
     def __init__(self, file: BinaryIO, datasets: Iterable[DatasetLayout]) -> None:
@@ -87,7 +88,7 @@ class PackWriter:
         self._checksums: dict[tuple[str, str], np.ndarray] = {}
 
     def images(self) -> list[DatasetLayout]:
-        """The datasets of pixels or of bytes of files."""
+        """Return the datasets of pixels, or of the bytes of JPEG files."""
         return [dataset for dataset in self.datasets if dataset.dtype == "u1"]
 
     def write_numbers(self, split: str, name: str, values: np.ndarray) -> None:
@@ -100,7 +101,7 @@ class PackWriter:
         self._checksums[split, name] = np.array(found, "<u4")
 
     def spans(self, blocks: int) -> Iterator[Span]:
-        """The datasets of images, cut into parts of so many blocks."""
+        """Yield the datasets of images in parts of `blocks` blocks."""
         for data in self.images():
             step, channels = blocks * data.block_rows, (*data.shape, 0, 0, 0)[3]
             for start in range(0, data.shape[0], step):
@@ -120,8 +121,11 @@ class PackWriter:
         written: Sequence[Written],
         sums: np.ndarray | None = None,
     ) -> None:
-        """Add what is not `written` of the images, labels, checksums and attributes; `sums` (2, C)
-        are those of the pixels of train and of their squares, if not those of what is written."""
+        """Write the remaining bytes of the images, the labels, checksums and attributes.
+
+        `written` are the results of all spans. `sums` (2, C) are those of train's pixels and of
+        their squares; None = add up those of the spans.
+        """
         image_shape, classes, provenance, fit = facts
         for part in written:
             self.write_rest(part.rest)
@@ -157,7 +161,7 @@ class PackWriter:
 
     def _open(self, mode: str) -> h5py.File:
         return h5py.File(
-            f"/proc/self/fd/{self._file.fileno()}",  # its name may lead elsewhere by now
+            f"/proc/self/fd/{self._file.fileno()}",  # its name may refer to another file by now
             mode,
             libver=LIBRARY,
             locking=False,
@@ -169,8 +173,9 @@ class PackWriter:
 def lay_out(
     rows: Mapping[str, int], shape: tuple[int, ...], file_bytes: Mapping[str, int] | None = None
 ) -> list[DatasetLayout]:
-    """The datasets of a pack of images of `shape` (H, W, C), so many in every split; or of so many
-    bytes of JPEG files.
+    """Return the datasets of a pack of images of `shape` (H, W, C), given `rows` by split.
+
+    With `file_bytes`, the total size by split, the pack holds JPEG files.
     """
     datasets: list[DatasetLayout] = []
     for split in ordered(rows):
@@ -189,10 +194,11 @@ def write_pack(
     classes: Sequence[str],
     provenance: dict[str, Any],
 ) -> None:
-    """Arrays -> pack: per split (images (N, H, W, C) uint8, labels (N,) int64), one named train.
+    """Write arrays as a pack: per split (images (N, H, W, C) uint8, labels (N,) int64).
 
-    The file appears when it is complete; an existing file is replaced. Raises ValueError where
-    arrays do not fit together, OSError where the file cannot be written.
+    One split must be named train. The file is renamed to `path` when it is complete; an existing
+    file is replaced. Raises ValueError if arrays do not fit together, OSError if the file cannot be
+    written.
     """
     shapes = {images.shape[1:] for images, _ in splits.values()}
     if "train" not in splits or len(shapes) != 1:
@@ -217,7 +223,7 @@ def write_pack(
 
 
 def _allocate(group: h5py.Group, dataset: DatasetLayout) -> int:
-    """A contiguous dataset whose bytes exist but are not written yet; its offset in the file."""
+    """Create a contiguous dataset, allocated but not written; return its offset in the file."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -229,8 +235,10 @@ def _allocate(group: h5py.Group, dataset: DatasetLayout) -> int:
 
 
 def _mean_std(sums: np.ndarray, pixels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation (of the population) in [0, 1], (C,) float64 each, from the sum
-    of the values of each channel and the sum of their squares."""
+    """Return mean and population standard deviation in [0, 1], (C,) float64 each.
+
+    `sums` (2, C) are those of each channel's values and of their squares.
+    """
     mean, std = [], []
     for value, square in sums.T.tolist():
         mean.append(value / (255 * pixels))
@@ -244,7 +252,7 @@ def _texts(names: tuple[str, ...]) -> np.ndarray:
 
 
 def check_room(output: Path, needed: int) -> None:
-    """RunError where the disk of the pack has not so many bytes free."""
+    """Raise RunError if fewer than `needed` bytes are free on the disk of the pack."""
     free = shutil.disk_usage(output.parent).free
     if needed > free:
         raise RunError(
@@ -255,11 +263,11 @@ def check_room(output: Path, needed: int) -> None:
 
 @contextmanager
 def writing(output: Path) -> Iterator[None]:
-    """What the system says while the pack is written -> one line."""
+    """Raise a system error in the block that writes a pack as a RunError or UsageError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # HDF5 puts the system's number into its text; closing a file raises RuntimeError
+        # HDF5 reports errno in its text; closing a file raises RuntimeError
         inner = re.search(r"errno = (\d+)", str(error))
         number = int(inner[1]) if inner else getattr(error, "errno", None)
         if number is None:
