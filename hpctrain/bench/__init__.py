@@ -1,14 +1,14 @@
-"""``hpctrain bench CASE``: how fast this machine trains, reads and sums, against the limits.
+"""``hpctrain bench CASE``: measure training, reading and Allreduce on this machine.
 
 digits, resnet50   hpctrain against the same network without loading and communication (the limit)
                    and under PyTorch's DistributedDataParallel (``peers.py``)
 data               batches from a pack against a copy in memory, h5py and torch's DataLoader
 allreduce          MPI's Allreduce for messages of 4 B to 64 MiB (``hpctrain doctor`` on all ranks)
 
-hpctrain is measured from outside: whole epochs from the pack through the public command, with its
+hpctrain is measured end to end: whole epochs from the pack, run by the public command, with its
 records written, timed by the wall-clock times in ``progress.jsonl``. In all training jobs the clock
-starts at the end of the last warm-up step; images/s are the images of all ranks in the time of the
-slowest.
+starts at the end of the last warm-up step. images/s are the images of all ranks divided by the time
+of the slowest rank.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from hpctrain.launch import environment
 if TYPE_CHECKING:
     from hpctrain.bench.peers import TrainingJob
 
-FORMATS = {  # precision, whether channels come last
+FORMATS = {  # precision, channels_last
     "fp32 NCHW": ("fp32", False),
     "fp32 NHWC": ("fp32", True),  # hpctrain's default on CPUs
     "bf16 NHWC": ("bf16", True),
 }
 HPCTRAIN, LIMIT, DDP = "hpctrain", "limit: no loading, no communication", "DDP, data in memory"
 LOADER, LOADER_2 = "DDP with DataLoader", "DDP with DataLoader, 2 workers"
-PLAIN = "fp32 NCHW"  # as a loader is usually written
+PLAIN = "fp32 NCHW"  # the usual format of a DataLoader
 MODES = {LIMIT: "limit", DDP: "ddp", LOADER: "loader", LOADER_2: "loader"}  # of peers.py
 RESNET_STEPS, RESNET_WARM, RESNET_BATCH = 15, 3, 32
-IMAGE_SHAPE, CLASSES = (100, 100, 3), 5  # of made images
-IMAGES = 4000  # made for reading
+IMAGE_SHAPE, CLASSES = (100, 100, 3), 5  # of generated images
+IMAGES = 4000  # generated for the case "data"
 
 Show = Callable[[object], object]
 
 
 def main(config: BenchConfig) -> int:
-    """Run all rounds and print the table."""
+    """Run all rounds of a case and print its table."""
     from hpctrain.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -69,7 +69,7 @@ def main(config: BenchConfig) -> int:
 
 
 def bench_training(config: BenchConfig, folder: Path, show: Show) -> Rates:
-    """images/s of hpctrain, of the limit and of DDP, in each format."""
+    """Measure images/s of hpctrain, of the limit and of DDP, in each format."""
     work = make_job(config, folder)
     commands = make_commands(replace(work, folder=str(folder / "job")), config.ranks)
 
@@ -92,7 +92,10 @@ def bench_training(config: BenchConfig, folder: Path, show: Show) -> Rates:
 
 
 def make_job(config: BenchConfig, folder: Path) -> TrainingJob:
-    """What is trained; resnet50 on the first images of --data, or on made ones."""
+    """Return the job to train: digits, or resnet50 on the first images of --data or generated ones.
+
+    Writes the pack for resnet50 into `folder`.
+    """
     from hpctrain.bench.peers import TrainingJob
     from hpctrain.data.builtin import locate
     from hpctrain.data.packed import read_pack
@@ -107,7 +110,10 @@ def make_job(config: BenchConfig, folder: Path) -> TrainingJob:
 
 
 def write_pixels(data: str | None, path: Path, rows: int) -> None:
-    """A pack of pixels: the first `rows` training images of the pack `data`, else made images."""
+    """Write a pack of pixels at `path`: the first `rows` training images of the pack `data`.
+
+    Without `data`, the images are generated. Raises UsageError if `data` has too few images.
+    """
     import numpy as np
 
     from hpctrain.data.pack import write_pack
@@ -134,7 +140,7 @@ def write_pixels(data: str | None, path: Path, rows: int) -> None:
 
 
 def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
-    """The command of each contestant, which writes its records into the folder of `job`."""
+    """Return the command of each contestant; it writes its results into the folder of `job`."""
     found = {}
     own = Config(data=job.data, model=job.model, batch_size=job.batch_size, epochs=job.epochs)
     own = replace(own, evaluate_every=0, device="cpu", threads=1, progress="none")
@@ -152,7 +158,7 @@ def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
 
 
 def training_rate(folder: Path, ranks: int, warm: int) -> float:
-    """images/s of a job that has ended: from hpctrain's records, or from what its peers wrote."""
+    """Return images/s of a completed job, from hpctrain's record or from the files of a peer."""
     from hpctrain.report.record import read_records
 
     if (folder / "run").exists():
@@ -163,7 +169,7 @@ def training_rate(folder: Path, ranks: int, warm: int) -> float:
 
 
 def bench_data(config: BenchConfig, folder: Path, show: Show) -> Rates:
-    """images/s of reading, on one core, from the page cache."""
+    """Measure images/s of reading on one core from the page cache."""
     from hpctrain.bench.peers import COMPARED, READERS
     from hpctrain.data.builtin import locate
 
@@ -182,7 +188,7 @@ def bench_data(config: BenchConfig, folder: Path, show: Show) -> Rates:
 
 
 def bench_allreduce(config: BenchConfig, folder: Path, show: Show) -> None:
-    """Time Allreduce among the ranks, by ``hpctrain doctor``, whose findings explain it."""
+    """Time Allreduce between ranks with ``hpctrain doctor``, whose findings explain the times."""
     done = subprocess.run(python("hpctrain", "doctor", ranks=config.ranks), env=environment())
     if done.returncode:
         raise RunError(f"hpctrain doctor on {config.ranks} ranks failed ({done.returncode})")

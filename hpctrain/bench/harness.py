@@ -1,7 +1,7 @@
-"""What all benchmarks share: jobs, rounds in which each contestant has its turn, one table.
+"""Common functions of all benchmarks: run jobs, measure rounds, print a table.
 
-Contestants run in turn (A B C ... A B C ...), so that a machine that slows down slows all of them
-down. Compared are the medians over the rounds.
+Contestants run alternately (A B C ... A B C ...), so that a slower phase of the machine affects all
+of them alike. The medians over the rounds are compared.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 JOB_LIMIT = 1800.0  # seconds
-FEWEST_ROUNDS = 3  # for figures to quote
+FEWEST_ROUNDS = 3  # for results to be quoted
 
-Rates = dict[str, list[float]]  # contestant -> its figure in each round
+Rates = dict[str, list[float]]  # contestant -> its rate in each round
 
 
 def run_job(command: list[str], name: str, env: Mapping[str, str] | None = None) -> None:
-    """Run a job to its end, by default with one thread a rank. RunError with its last words if it
-    fails or takes too long; UsageError if it exits with 2, wrong usage.
+    """Run a job to completion, by default with one thread per rank.
+
+    Raises RunError with its last error line if it fails, or if it takes longer than `JOB_LIMIT`;
+    UsageError if its exit code is 2, wrong usage.
     """
     say(f"running {name} ...", sys.stderr)
     process = subprocess.Popen(
@@ -61,31 +63,31 @@ def run_job(command: list[str], name: str, env: Mapping[str, str] | None = None)
         if process.returncode == UsageError.exit_code:
             raise UsageError(words.removeprefix("hpctrain: "))
         error = RunError(f"{name} failed ({process.returncode}): {words}")
-        error.add_note(printed)  # for a log; the user sees the line above
+        error.add_note(printed)  # for logs; users see the one line
         raise error
 
 
 def python(*words: str, ranks: int = 0) -> list[str]:
-    """The command ``python -m WORDS``, under mpirun where `ranks` are given."""
+    """Return the command ``python -m WORDS``, under mpirun if `ranks` is not 0."""
     start = [launch.mpirun(), "-n", str(ranks)] if ranks else []
     return [*start, sys.executable, "-m", *words]
 
 
 def steps_rate(steps: list[dict[str, Any]], warm: int) -> float:
-    """images/s by the wall clock, from the end of step `warm` to the end of the last one."""
+    """Return images/s by wall-clock time, from the end of step `warm` to that of the last step."""
     elapsed = timestamp(steps[-1]) - timestamp(steps[warm - 1])
     return float(sum(step["rows"] for step in steps[warm:]) / elapsed)
 
 
 def timestamp(record: dict[str, Any]) -> float:
-    """When a record was written, in seconds since 1970."""
+    """Return when a record was made, in seconds since 1970."""
     return datetime.fromisoformat(record["time"]).timestamp()
 
 
 def measure(
     names: Iterable[str], rounds: int, run: Callable[[str], float], show: Callable[[str], object]
 ) -> Rates:
-    """`run` each contestant once a round, in turn; `show` each figure at once."""
+    """Measure each contestant once per round by `run`; pass a line on each result to `show`."""
     rates: Rates = {name: [] for name in names}
     for number in range(rounds):
         for name, figures in rates.items():
@@ -97,15 +99,17 @@ def measure(
 
 
 def ratio(rates: Rates, name: str, other: str) -> float:
-    """Median over median."""
+    """Return the median of `name` divided by that of `other`."""
     return median(rates[name]) / median(rates[other])
 
 
 def table(
     title: str, rates: Rates, compared: Mapping[str, Mapping[str, str]], unit: str = "images/s"
 ) -> Table:
-    """Median, range and ratios of each contestant. `compared` gives for a contestant, by the
-    heading of a column, the one whose median its own is divided by.
+    """Return a table of median, range and ratios of each contestant.
+
+    ``compared[name][heading]`` is the contestant by whose median that of `name` is divided in the
+    column `heading`.
     """
     from rich.table import Table
 
@@ -126,13 +130,13 @@ def table(
 
 
 def number_text(number: float) -> str:
-    """Whole numbers from 100 on, below that one or two decimals."""
+    """Format a number: an integer from 100 on, with one decimal from 10 on, else with two."""
     decimals = 0 if number >= 100 else 1 if number >= 10 else 2
     return f"{number:,.{decimals}f}"
 
 
 def machine_lines() -> list[str]:
-    """Processor, cores, load and versions: a figure without them means little."""
+    """Return lines on processor, cores, load and versions, without which results mean little."""
     from hpctrain.parallel.device import processor_name  # imports torch
 
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "mpi4py", "h5py"))

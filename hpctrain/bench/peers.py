@@ -1,18 +1,17 @@
-"""What hpctrain is measured against, in plain torch and h5py: processes that ``hpctrain bench``
-starts. An argument that is a JSON object is a `TrainingJob`, of which this is one rank:
+"""The baselines of ``hpctrain bench`` in plain torch and h5py, each run as a process.
 
-limit    Every process trains on its part of the pack alone: batches lie ready in memory, nothing is
-         communicated, memory is kept between steps. No data-parallel training is faster.
-ddp      The same batches from memory under DistributedDataParallel over gloo.
+With one argument, a `TrainingJob` as a JSON object, this process is one rank of it, with the mode:
+limit    Each process trains alone on its part of the pack: batches are prepared in memory, nothing
+         is communicated, freed memory is reused. No data-parallel training is faster.
+ddp      The same batches from memory, under DistributedDataParallel over gloo.
 loader   DistributedDataParallel as it is usually written: a Dataset that reads the HDF5 file image
          by image with h5py, DataLoader, DistributedSampler, `loss.item()` in every step.
+All modes train hpctrain's network with SGD and momentum on one thread and time the steps after the
+warm-up: rank r writes its rows and seconds to FOLDER/rank{r}.json.
 
-All train the network of hpctrain with SGD and momentum on one thread, and time the steps after the
-warm-up: rank r writes FOLDER/rank{r}.json with its rows and seconds.
-
-Three arguments NAME PACK OUTPUT are one of `READERS`: it reads the split train of a pack of pixels
-on one core and writes images/s to OUTPUT, after one epoch to warm up, in which the file comes into
-the page cache.
+With three arguments NAME PACK OUTPUT, this process is one of `READERS`: it reads the split train of
+a pack of pixels on one core and writes images/s to OUTPUT. It first reads one epoch as a warm-up,
+which brings the file into the page cache.
 """
 
 from __future__ import annotations
@@ -49,20 +48,20 @@ from hpctrain.parallel.device import keep_memory, place
 from hpctrain.typed import from_fields, parse_json
 
 BATCH = 128
-BLOCK_ROWS, WINDOW_BLOCKS = 140, 4  # 4 MiB of images of 100x100x3 a block
-SECONDS = 2.0  # that a reader is measured for, at least
+BLOCK_ROWS, WINDOW_BLOCKS = 140, 4  # a block is 4 MiB of images of 100x100x3
+SECONDS = 2.0  # minimum time of a reader's measurement
 COPY, H5PY = "copy of consecutive rows in memory, bytes", "h5py, fancy indexing, bytes"
 GATHER, KEPT = "pack, random rows gathered, bytes", "pack, kept in memory"
 LOADER, LOADER_2 = "DataLoader over h5py, 0 workers", "DataLoader over h5py, 2 workers"
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]  # images (n, C, H, W), labels (n,)
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> loss
-Reader = Callable[[Path], Iterator[int]]  # pack -> images of each epoch, without end
+Reader = Callable[[Path], Iterator[int]]  # pack -> image count of each epoch, endless
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What a job of bench trains, and how long."""
+    """The network, data and mode of a training job, and its length."""
 
     model: str
     data: str  # a pack
@@ -77,12 +76,12 @@ class TrainingJob:
 
     @property
     def words(self) -> list[str]:
-        """The command of one rank."""
+        """The command of one rank, after ``python -m``."""
         return ["hpctrain.bench.peers", json.dumps(dataclasses.asdict(self))]
 
 
 def train(job: TrainingJob) -> None:
-    """Join the other ranks, train, and write what it took."""
+    """Join the process group, train, and write this rank's rows and seconds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank, size = launched_rank(), launched_size() or 1
@@ -98,7 +97,7 @@ def train(job: TrainingJob) -> None:
         dist.barrier()
     else:
         model = DistributedDataParallel(model)
-    # Fused where the best is wanted; people take the default.
+    # Fused for the best possible speed; "loader" uses the default, as is usual.
     step = plain_step(model, job.precision, fused=None if loads else True)
     rows, seconds = time_steps(step, epoch, job.epochs, job.warm, loads)
     Path(job.folder, f"rank{rank}.json").write_text(json.dumps({"rows": rows, "seconds": seconds}))
@@ -112,8 +111,9 @@ def plain_step(
     foreach: bool | None = None,
     weight_decay: float = 0.0,
 ) -> Step:
-    """A step of SGD with momentum on `model`, wrapped or not, in "fp32", "tf32" or "bf16"; TF32 is
-    a setting of the process.
+    """Return a step of SGD with momentum on `model`, which may be wrapped in DDP.
+
+    `precision` is "fp32", "tf32" or "bf16". TF32 must be enabled in the process by the caller.
     """
     optimizer = torch.optim.SGD(
         model.parameters(), 0.01, 0.9, weight_decay=weight_decay, fused=fused, foreach=foreach
@@ -134,7 +134,7 @@ def plain_step(
 def time_steps(
     step: Step, epoch: Callable[[int], Batches], epochs: int, warm: int, reads_loss: bool
 ) -> tuple[int, float]:
-    """Train; the rows of this rank and the seconds from the end of step `warm` to the last's."""
+    """Train. Return this rank's rows and seconds from the end of step `warm` to the last's."""
     rows, began = 0, time.perf_counter()
     batches = itertools.chain.from_iterable(map(epoch, range(epochs)))
     for done, (images, labels) in enumerate(batches, start=1):
@@ -148,7 +148,7 @@ def time_steps(
 
 
 def keep_epoch(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[int], Batches]:
-    """This rank's part of the rows as batches in memory; every epoch gives the same ones."""
+    """Read this rank's part of the rows as batches into memory; all epochs use the same ones."""
     count, batch = pack.splits["train"].samples // size, job.batch_size // size
     batches = []
     with Split(pack, "train") as source:
@@ -161,7 +161,7 @@ def keep_epoch(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[
 
 
 class H5Images(Dataset):
-    """The split train of a pack as tutorials read HDF5: through h5py, one image at a time."""
+    """The split train of a pack, read as in tutorials on HDF5: by h5py, one image at a time."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -173,14 +173,14 @@ class H5Images(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if self.group is None:  # every worker process opens the file itself
+        if self.group is None:  # each worker process must open the file itself
             self.group = h5py.File(self.path, locking=False)["train"]
         image = torch.from_numpy(self.group["images"][index])  # (H, W, C)
         return image.permute(2, 0, 1).float() / 255, int(self.labels[index])
 
 
 def load_epochs(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[int], Batches]:
-    """Epochs of a DataLoader, shuffled by a DistributedSampler."""
+    """Return a function for the epochs of a DataLoader, shuffled by a DistributedSampler."""
     dataset, batch = H5Images(pack.path), job.batch_size // size
     sampler: DistributedSampler = DistributedSampler(dataset, size, rank, shuffle=True)
     loader = DataLoader(dataset, batch_size=batch, sampler=sampler, num_workers=job.workers)
@@ -193,13 +193,13 @@ def load_epochs(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[
 
 
 def random_batches(rows: int, epoch: int) -> Iterator[np.ndarray]:
-    """Row numbers of an epoch in random order, (BATCH,) each."""
+    """Return an iterator over row numbers (BATCH,) in random order, without an incomplete batch."""
     order = np.random.default_rng(epoch).permutation(rows)
     return (order[start : start + BATCH] for start in range(0, rows - BATCH + 1, BATCH))
 
 
 def copied(path: Path) -> Iterator[int]:
-    """The limit: consecutive rows from memory to memory."""
+    """Copy consecutive rows from memory to memory: the limit."""
     with h5py.File(path, locking=False) as file:
         images = file["train/images"][:]  # (N, H, W, C) uint8
     out = np.empty((BATCH, *images.shape[1:]), np.uint8)
@@ -211,7 +211,7 @@ def copied(path: Path) -> Iterator[int]:
 
 
 def gathered(path: Path) -> Iterator[int]:
-    """Rows in random order, by their byte offsets, into one buffer."""
+    """Read rows in random order, by their byte offsets in the file, into one buffer."""
     source = Split(pack := read_pack(path), "train")
     out = np.empty((BATCH, *pack.image_shape), np.uint8)
     for epoch in itertools.count():
@@ -220,14 +220,14 @@ def gathered(path: Path) -> Iterator[int]:
 
 
 def fancy(path: Path) -> Iterator[int]:
-    """The same rows by h5py's fancy indexing, which wants them sorted."""
+    """Read the same rows by h5py's fancy indexing, which requires sorted indices."""
     images = h5py.File(path, locking=False)["train/images"]
     for epoch in itertools.count():
         yield sum(len(images[np.sort(rows)]) for rows in random_batches(len(images), epoch))
 
 
 def loaded(pack: Pack, shuffle: str, keep: bool = False, **options: Any) -> Iterator[int]:
-    """Batches as training takes them: float32 (n, C, H, W) in [0, 1], NHWC in memory."""
+    """Load batches as for training: float32 (n, C, H, W) in [0, 1], NHWC in memory."""
     source = Split(pack, "train", threads=1)
     partition = cut_epoch(len(source.labels), BATCH, 1)
     block_rows = pack.external.block_rows if pack.external else BLOCK_ROWS
@@ -240,7 +240,7 @@ def loaded(pack: Pack, shuffle: str, keep: bool = False, **options: Any) -> Iter
 
 
 def by_torch(path: Path, workers: int) -> Iterator[int]:
-    """torch's DataLoader over h5py."""
+    """Load batches by torch's DataLoader over h5py."""
     images = H5Images(str(path))
     loader = DataLoader(images, BATCH, True, num_workers=workers, persistent_workers=workers > 0)
     while True:
@@ -261,7 +261,7 @@ READERS: dict[str, Reader] = {
     LOADER: lambda path: by_torch(path, 0),
     LOADER_2: lambda path: by_torch(path, 2),
 }
-# Bytes are compared with bytes, batches that are ready to train with such batches.
+# Readers of bytes are compared with those of bytes, readers of training batches with the same.
 COMPARED = {
     name: {"/ copy": COPY, "/ h5py": H5PY} if name in (GATHER, H5PY) else {"/ DataLoader": LOADER}
     for name in READERS
@@ -270,7 +270,7 @@ COMPARED = {
 
 
 def images_rate(epochs: Iterator[int]) -> float:
-    """images/s over whole epochs, at least SECONDS of them, after one to warm up."""
+    """Measure images/s over whole epochs, for at least `SECONDS`, after one epoch of warm-up."""
     next(epochs)
     done, began = 0, time.perf_counter()
     while time.perf_counter() - began < SECONDS:
@@ -279,12 +279,12 @@ def images_rate(epochs: Iterator[int]) -> float:
 
 
 def read(words: Sequence[str], readers: Mapping[str, Reader] = READERS) -> None:
-    """Measure one reader on one core; those with workers of their own may use all."""
+    """Measure one reader on one core; a reader with worker processes may use all cores."""
     name, path, output = words
     if name != LOADER_2:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    keep_memory()  # as in training; for all readers
+    keep_memory()  # for all readers, as in training
     Path(output).write_text(repr(images_rate(readers[name](Path(path)))))
 
 

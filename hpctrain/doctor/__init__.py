@@ -1,8 +1,8 @@
-"""``python -m hpctrain doctor``: what this machine offers, each finding with a verdict.
+"""``python -m hpctrain doctor``: check this machine and print findings with their verdicts.
 
-Alone it looks at one process; under mpirun or srun at all ranks, and it times Allreduce among them.
-It goes on where training could not: without MPI library, torch or h5py, and where the launcher
-belongs to another MPI. Exit code 1 if anything failed.
+Without a launcher, it checks one process; under mpirun or srun, all ranks, and it times Allreduce
+between them. It also runs where training cannot: without an MPI library, torch or h5py, and under
+a launcher of another MPI. The exit code is 1 if any finding is a failure.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from hpctrain.report.progress import counted
 from hpctrain.text import discard_stdout
 
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
-SLOW_NUMBER, SLOW_BANDWIDTH = 1e-3, 1e8  # an Allreduce of 4 B in seconds, of much in bytes/s
-LOOPS, LOOP_SECONDS = 5, 0.01  # calls are timed in loops of about this length
-WIDTH = 100  # columns, where none are known
+SLOW_NUMBER, SLOW_BANDWIDTH = 1e-3, 1e8  # an Allreduce of 4 B in s, of 1 MiB or more in bytes/s
+LOOPS, LOOP_SECONDS = 5, 0.01  # number and approximate length of the loops that are timed
+WIDTH = 100  # columns of the output if unknown
 STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
 NOUNS = {"note": "note", "warn": "warning", "fail": "failure"}
 
-Timing = tuple[int, float, bool]  # bytes, seconds of one call, whether the sum was right
+Timing = tuple[int, float, bool]  # bytes, seconds of one call, whether the sum was correct
 
 
 def main(settings: DoctorConfig) -> int:
-    """Print the findings; give 0, or 1 if any failed. Collective."""
-    launcher = launcher_name()  # before MPI starts, which may add variables
+    """Print the findings. Return 1 if any is a failure, else 0. Collective."""
+    launcher = launcher_name()  # before MPI_Init, which may set variables
     try:
         from hpctrain.parallel.mpi import conclude
     except UsageError as error:
@@ -68,7 +68,7 @@ def _examine(settings: DoctorConfig, launcher: str) -> int:
 
     try:
         comm = mpi.start_mpi()
-    except mpi.LauncherMismatch:  # findings say so
+    except mpi.LauncherMismatch:  # reported by the findings
         comm = mpi.MPI.COMM_WORLD.Dup()
     _, ranks_here = mpi.local_ranks(comm)
     if comm.size > 1:
@@ -83,7 +83,7 @@ def _examine(settings: DoctorConfig, launcher: str) -> int:
 
 
 def _require_memory(mib: int, ranks: int) -> None:
-    """Refuse messages that `ranks` on this host cannot hold, MPI's own copies included."""
+    """Raise UsageError if messages of `ranks` and MPI's copies do not fit this host's memory."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     free = int(found[1]) // KIB if found else mib * 3 * ranks  # MiB
     if 3 * ranks * mib > free:
@@ -94,9 +94,10 @@ def _require_memory(mib: int, ranks: int) -> None:
 
 
 def time_allreduce(comm: Any, mib: int) -> list[Timing]:
-    """Time Allreduce of float32 from 4 B to `mib` MiB, the same numbers on all ranks. Collective.
+    """Time Allreduce of float32 from 4 B to `mib` MiB. Collective.
 
-    For each size the median of several loops, and of each loop the time of the slowest rank.
+    The time of a size is the median over several loops, where that of a loop is the time of its
+    slowest rank. All ranks return the same timings.
     """
     import numpy as np
 
@@ -108,7 +109,7 @@ def time_allreduce(comm: Any, mib: int) -> list[Timing]:
     for size in [*(size for size in SIZES if size < largest), largest]:
         part = vector[: size // 4]
         part.fill(comm.rank + 1)
-        allreduce(comm, part)  # warm-up, and the proof that this MPI can add
+        allreduce(comm, part)  # warm-up, and a check of the sum
         right = bool((part == comm.size * (comm.size + 1) // 2).all())
         part.fill(0)
         once = min(_time_loop(comm, part, 1) for _ in range(2))
@@ -120,7 +121,7 @@ def time_allreduce(comm: Any, mib: int) -> list[Timing]:
 
 
 def _time_loop(comm: Any, part: Any, calls: int) -> float:
-    """Seconds of one Allreduce in a loop of `calls`, on the slowest rank. Collective."""
+    """Return the seconds per Allreduce in a loop of `calls`, on the slowest rank. Collective."""
     from hpctrain.parallel.reduce import allreduce
 
     comm.Barrier()
@@ -133,7 +134,7 @@ def _time_loop(comm: Any, part: Any, calls: int) -> float:
 def allreduce_finding(
     ranks: Sequence[RankFacts], size: int, seconds: float, is_right: bool
 ) -> Finding:
-    """What one Allreduce of `size` bytes shows: its `seconds`, and whether the sum was right."""
+    """Judge an Allreduce of `size` bytes by its `seconds` and whether its sum was correct."""
     by_host = hosts(ranks)
     shares = any(len(group) > len(union(group)) for group in by_host.values())
     slow = seconds > SLOW_NUMBER if size <= 4 else size >= MIB and size / seconds < SLOW_BANDWIDTH
@@ -150,7 +151,7 @@ def allreduce_finding(
 
 
 def _show(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Print the table of findings."""
+    """Print the table of findings, and return them."""
     rows = findings(ranks)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -166,7 +167,7 @@ def _show(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def _show_allreduce(ranks: Sequence[RankFacts], timings: Sequence[Timing]) -> list[Finding]:
-    """Print the table of the bandwidth test."""
+    """Print the table of the bandwidth test, and return its findings."""
     about = f"Allreduce of float32 over {len(ranks)} ranks; GB/s is algorithm bandwidth"
     _print(styled(f"\n{about}, bytes / time"))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
@@ -185,7 +186,7 @@ def _show_allreduce(ranks: Sequence[RankFacts], timings: Sequence[Timing]) -> li
 
 
 def _conclude(rows: Sequence[Finding]) -> int:
-    """Print how many findings there are of each verdict; give the exit code."""
+    """Print the number of findings by verdict, and return the exit code."""
     counts = Counter(row.verdict for row in rows)
     parts = [f"{counts['ok']} ok", *(counted(counts[verdict], NOUNS[verdict]) for verdict in NOUNS)]
     worst = max((row.verdict for row in rows), key=VERDICTS.index)
@@ -194,7 +195,7 @@ def _conclude(rows: Sequence[Finding]) -> int:
 
 
 def _print(content: Table | Text) -> None:
-    """On standard output; silent once nobody reads it any more."""
+    """Print to standard output; silently discard it if its reader has ended."""
     try:
         make_console(WIDTH).print(content)
     except BrokenPipeError:

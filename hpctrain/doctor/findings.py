@@ -1,7 +1,7 @@
-"""What doctor thinks of what it found: pure functions from all ranks' facts to findings.
+"""The findings of doctor: pure functions of the facts of all ranks.
 
-A verdict is one of ok, note (worth knowing), warn (training works, but slower or at more risk than
-it need be) and fail (training refuses to start, or its sums are wrong).
+A verdict is ok, note (worth knowing), warn (training works, but slower or at more risk than
+necessary) or fail (training refuses to start, or its sums are wrong).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hpctrain.text import listed
 VERDICTS = ("ok", "note", "warn", "fail")
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
-BF16_CAPABILITY = (8, 0)  # of CUDA: GPUs from there on compute in bfloat16
+BF16_CAPABILITY = (8, 0)  # lowest CUDA capability with arithmetic in bfloat16
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row: what was looked at, what was found, the verdict, and what to do about it."""
+    """One row of the report: what was checked, what was found, the verdict, and advice."""
 
     name: str
     found: str
@@ -33,13 +33,13 @@ class Finding:
 
 
 def judge(name: str, found: str, *cases: tuple[object, str, str]) -> Finding:
-    """A finding with the verdict and the advice of the first case that holds, else ok."""
+    """Return a finding by the first of `cases` (condition, verdict, advice) that holds, else ok."""
     verdict = next((case[1:] for case in cases if case[0]), ("ok", ""))
     return Finding(name, found, *verdict)
 
 
 def bytes_text(size: float) -> str:
-    """ "4 B", "64 MiB"; a limit of -1 is none."""
+    """Format bytes: "4 B", "64 MiB"; "unlimited" for -1."""
     for unit in ("B", "KiB", "MiB"):
         if size < KIB:
             return "unlimited" if size < 0 else f"{size:,.0f} {unit}"
@@ -48,28 +48,28 @@ def bytes_text(size: float) -> str:
 
 
 def hosts(ranks: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
-    """The ranks of each host, hosts in the order of their first ranks."""
+    """Group ranks by host; hosts are in the order of their first ranks."""
     names = dict.fromkeys(rank.host for rank in ranks)
     return {name: [rank for rank in ranks if rank.host == name] for name in names}
 
 
 def union(ranks: Sequence[RankFacts]) -> set[int]:
-    """All cores that ranks of one host may use."""
+    """Return all cores that the given ranks of one host may use."""
     return {core for rank in ranks for core in rank.cores}
 
 
 def sharing(rank: RankFacts, ranks: Sequence[RankFacts]) -> int:
-    """Ranks of the same host that may use some of the same cores, this one included."""
+    """Count the ranks of the same host that share cores with this rank, itself included."""
     return sum(r.host == rank.host and bool(set(r.cores) & set(rank.cores)) for r in ranks)
 
 
 def first_other(values: Sequence[str]) -> int | None:
-    """The first rank whose value is not that of rank 0."""
+    """Return the first rank whose value differs from that of rank 0; None if all are equal."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
 def findings(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """All findings, from the facts of all ranks in order. At least one rank."""
+    """Return all findings. `ranks` are the facts of all ranks in order, at least one."""
     parts = _software, _mpi, _launcher, _binding, _threads, _torch, _gpu, _memory, _files, _job
     return [found for part in parts for found in part(ranks)]
 
@@ -204,7 +204,7 @@ def _torch(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
 
 
 def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    """What GPUs there are, and which rank uses which."""
+    """Yield findings on the GPUs, and on the GPU that each rank uses."""
     for number, rank in enumerate(ranks):
         if rank.gpu_devices and not rank.gpus and not rank.torch_error:
             found = f"{rank.gpu_devices} in {rank.host}, but torch on rank {number} sees none"
@@ -235,7 +235,7 @@ def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
 
 
 def _memory(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    """Whose memory the messages of GPUs lie in, how they would travel, NCCL as torch brought it."""
+    """Yield findings on message buffers for GPUs, torch's NCCL, and the transport of messages."""
     if with_gpus := [rank for rank in ranks if rank.gpus]:
         first = max(with_gpus, key=lambda rank: bool(rank.memory_problem))
         problem = first.memory_problem
@@ -247,7 +247,7 @@ def _memory(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
 
 
 def place(rank: RankFacts) -> RankDevice:
-    """Where a rank would compute."""
+    """Return the device on which a rank would compute."""
     if not rank.gpus:
         return RankDevice(rank.host, "cpu")
     return RankDevice(rank.host, "cuda", rank.gpus[rank.gpu].uuid, rank.nccl)

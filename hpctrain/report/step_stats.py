@@ -137,7 +137,7 @@ def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
 
 
 def crowding(ranks: int, cores: int) -> list[str]:
-    """Return advice for a host with more ranks than cores, on which other times mean little."""
+    """Return advice for a host with more ranks than cores: all times measured there mean little."""
     text = f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''} of a host: start"
     return [f"{text} at most {cores} there"] if ranks > cores else []
 
