@@ -127,9 +127,10 @@ def to_input(
 ) -> Tensor:
     """Scale bytes (n, H, W, C) to the network's input, (n, C, H, W) of `dtype`.
 
-    Bytes are divided by 255, floats are not. Then (x - mean) / std is computed per channel, if both
-    are given: (C,), on the device of the images. The result is a copy, in memory as NHWC
-    (`channels_last`) or NCHW, computed in float32 (float64 for that `dtype`).
+    Bytes are divided by 255, to [0, 1]; floats are used unchanged. If `mean` and `std` are given,
+    (C,) each and on the device of the images, (x - mean) / std is computed per channel. The result
+    is a copy, in memory as NHWC (`channels_last`) or NCHW, computed in float32 (float64 for that
+    `dtype`).
     """
     n, height, width, channels = images.shape
     memory = torch.channels_last if channels_last else torch.contiguous_format

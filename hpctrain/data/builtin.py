@@ -59,7 +59,7 @@ RANGES = {
     "order": (0.0, 1.0),
 }
 LARGEST_SHIFT = 1.4  # pixels off the centre in x and in y, if there is room
-SHIFT_VARIES = 0.5  # how much smaller it may be; never zero, which suits a linear classifier
+SHIFT_VARIES = 0.5  # how much smaller it may be: centred digits are easy for a linear classifier
 
 Split = tuple[np.ndarray, np.ndarray]
 

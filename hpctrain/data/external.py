@@ -60,7 +60,7 @@ def read_external(
     are an error, unless `label_gaps` is "map" (they are mapped to 0 ... K-1) or "keep" (some
     classes have no images). Raises UsageError.
     """
-    from hpctrain.data import external_file  # brings h5py
+    from hpctrain.data import external_file  # imports h5py
 
     split_shares(split or DEFAULT_SPLIT)  # before anything is opened
     scale, path, names = scale or None, os.path.abspath(path), {"": (images, labels)}

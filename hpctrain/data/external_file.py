@@ -83,7 +83,7 @@ def locate(path: str, name: str) -> tuple[str, str]:
 
 
 def find_splits(path: str, images: str, labels: str) -> dict[str, tuple[str, str]]:
-    """Return the images and labels of each split in the file, where "{split}" is its name.
+    """Return the images and labels of each split that exists, where "{split}" is its name.
 
     Raises UsageError if there are no images of train.
     """

@@ -67,7 +67,7 @@ def usage_errors(path: str) -> Iterator[None]:
         raise UsageError(f"{path} cannot be opened: {os.strerror(error.errno or 0)}") from None
     except Unusable as error:
         raise UsageError(f"{path}: {error}") from None
-    except Exception as error:  # corrupt metadata makes HDF5 and h5py raise many kinds
+    except Exception as error:  # of many types, for corrupt metadata
         raise UsageError(f"{path} {explain(error)}") from None
 
 

@@ -254,7 +254,7 @@ class Chunks:
         start, stop = slab * step, min(source.rows, (slab + 1) * step)
         try:
             images = self._data.read(start, stop, source.file_size)
-        except Exception as error:  # HDF5 and h5py raise many kinds
+        except Exception as error:  # of many types, from HDF5 and h5py
             self._check_size()
             raise RunError(
                 f"{source.path}: images {start:,} to {stop - 1:,} of {source.images} cannot be"

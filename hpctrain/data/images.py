@@ -133,7 +133,7 @@ def probe(data: bytes) -> Header:
     with bad_images():
         image = _open(data)
         if image.format == "TIFF":
-            _load(image)  # Pillow turns a TIFF upright there
+            _load(image)  # Pillow applies a TIFF's orientation when it loads the image
         width, height = image.size
         if _orientation(image) in SIDEWAYS:
             width, height = height, width
@@ -173,7 +173,7 @@ def _decode(image: Image.Image, fit: Fit) -> bytes:
         drafted = image.draft(None, (reach, reach))  # JPEG only, None elsewhere
         box = drafted[1] if drafted else None
     _load(image)
-    orientation = _orientation(image)  # after load: a TIFF is turned there
+    orientation = _orientation(image)  # after load, which rotates a TIFF
     if fit.exact:
         width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
         if (width, height) != (fit.width, fit.height):

@@ -45,7 +45,7 @@ class Order:
         self._newest: dict[object, tuple[object, Any]] = {}
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """Return `count` of the shard's samples in an epoch, from position `first` on: int64."""
+        """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
         own = self._permutation(epoch, shard)(np.arange(first, first + count))
         samples = self.partition.start(shard) + own
         return samples if self._scatter is None else self._scatter(samples)
@@ -82,7 +82,7 @@ class GlobalOrder(Order):
         self.everywhere = True
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """Return `count` of the shard's samples in an epoch, from position `first` on: int64."""
+        """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
         start = self.partition.start(shard) + first
         return self._permutation(epoch)(np.arange(start, start + count))
 
@@ -123,7 +123,7 @@ class BlockOrder(Order):
         self._scatter = self._make_scatter(whole) if self.everywhere else None
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
-        """Return `count` of the shard's samples in an epoch, from position `first` on: int64."""
+        """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
         windows = self.windows(epoch, shard, first, count)
         parts = [window.samples[window.order(places)] for window, places in windows]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -86,8 +86,8 @@ class ExternalFile:
     dtype: str  # as stored: uint8, uint16, float16, float32 or float64
     rows: int  # samples of the file
     image_shape: tuple[int, int, int]  # (H, W, C)
-    offset: int  # byte of the first image; -1 where they are stored in chunks
-    chunk_rows: int  # samples that a chunk spans; 0 for a contiguous dataset
+    offset: int  # byte offset of the first image; -1 for a chunked dataset
+    chunk_rows: int  # samples per chunk; 0 for a contiguous dataset
     labels_crc32: int = 0  # of all labels as int64, to recognise the file
     scale: float = 0.0  # divisor of the values; 0 = not divided
     label_values: tuple[int, ...] = ()  # stored labels of classes 0 ... K-1; () = 0 ... K-1

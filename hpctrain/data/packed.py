@@ -62,7 +62,7 @@ def is_pack(path: str | os.PathLike[str]) -> bool:
     try:
         with h5py.File(path, "r", locking=False) as file:
             return _is_marked(file)
-    except Exception:  # corrupt metadata makes HDF5 and h5py raise many kinds
+    except Exception:  # of many types, for corrupt metadata
         return False
 
 
@@ -88,7 +88,7 @@ def read_sums(pack: Pack) -> Sums:
 
 
 def verify(pack: Pack) -> list[str]:
-    """Recompute all checksums; return one line per corrupt block, none if the pack is intact."""
+    """Recompute all checksums; return one line per fault, none if the pack is intact."""
     sums = _stored_sums(pack)
     found: list[str] = []
     with open(open_file(pack.path), "rb", buffering=0) as file:

@@ -161,7 +161,7 @@ class Split:
             )
 
     def _open_external(self) -> None:
-        from hpctrain.data import external, external_file  # bring h5py
+        from hpctrain.data import external, external_file  # import h5py
 
         source = self._source
         assert source
@@ -184,7 +184,7 @@ class Split:
                 f" {layout.files_bytes:,} bytes into {layout.samples:,} files: the file is corrupt,"
                 " pack it again"
             )
-        warnings.filterwarnings("ignore", module=r"PIL\.")  # remarks on odd metadata
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
         height, width, channels = self.image_shape
         self._fit = Fit(width, height, channels, crop=self.pack.fit == "crop")
         self._offsets, self._threads = offsets, decode_threads(threads)
