@@ -1,1 +1,1 @@
-"""Everything that crosses ranks. Knows nothing of images."""
+"""Everything that ranks exchange, independent of images."""

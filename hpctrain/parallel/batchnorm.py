@@ -1,29 +1,29 @@
-"""Batch-norm statistics of a mini-batch that is spread over shards.
+"""Batch-norm statistics of a global batch that is spread over shards.
 
-With m_j rows, batch mean x_j and biased variance s_j^2 on shard j, M = sum m_j, the statistics
-of the whole mini-batch are (pooled-variance formula, per channel)
+With m_j samples, batch mean x_j and biased variance s_j^2 on shard j, M = sum m_j, the statistics
+of the global batch are (pooled-variance formula, per channel)
 
     mean x_c = 1/M sum m_j x_j        variance s_c^2 = 1/M sum m_j [s_j^2 + (x_j - x_c)^2]
 
-Both come out of one sum over ranks. With a shift r that is equal everywhere, share_j = m_j / M,
+One sum over ranks gives both. With a shift r that is equal on all ranks, and share_j = m_j / M,
 
     A = sum share_j (x_j - r)         B = sum share_j (s_j^2 + (x_j - r)^2)
     x_c = r + A                       s_c^2 = B - A^2
 
-r is the pooled mean of the step before (at first, the batch mean of the first shard's first
-batch), so that B - A^2 does not cancel. The running statistics then take one update from
+r is the pooled mean of the previous step (at first, the batch mean of the first samples of the
+training split), so that B - A^2 does not cancel. The running statistics are then updated once with
 (x_c, s_c^2 N / (N - 1)) with N values per channel, as torch does on one process.
 
 Modes: "exact" is the above. "running" is the literal procedure of pooling running states that
 every worker has already updated with weight phi: variance (1 - phi) v + phi (B - phi A^2), in
-which the between-worker term is too small by the factor phi. "average" leaves that term out.
-"local" combines nothing: a rank keeps the statistics of its first shard. The last three take s_j^2
-unbiased, as a torch process would hold it.
+which the between-worker term is too small by the factor phi. "average" omits that term. "local"
+combines nothing: each rank keeps the statistics of its first shard. The last three use the unbiased
+s_j^2, as a torch process would hold it.
 
-torch normalises with the biased variance and stores the unbiased one. With momentum 1 its
-running buffers *are* the batch statistics, so a forward leaves them there at no cost; after every
-step the buffers hold the true running statistics again. They stay torch's own tensors, each
-aligned as torch aligns memory: one operation gathers all of them and one puts them back. Only
+torch normalises with the biased variance and stores the unbiased one. With momentum 1 its running
+buffers *are* the batch statistics, so a forward pass stores them there at no cost; after every step
+the buffers hold the true running statistics again. The buffers remain torch's own tensors, each
+aligned as torch aligns memory: one operation gathers all of them and one copies them back. Only
 statistics are pooled: normalisation itself stays within the shard.
 """
 
@@ -40,7 +40,7 @@ from hpctrain.errors import UsageError
 
 
 def tracked_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The batch-norm layers in training mode that keep running statistics, by name."""
+    """Return the batch-norm layers in training mode that keep running statistics, by name."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
@@ -54,20 +54,20 @@ def tracked_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 class Probe(NamedTuple):
-    """What one forward pass of the first batch shows of the model."""
+    """Properties of the model, measured in one forward pass of the first samples."""
 
     means: torch.Tensor  # (C,) batch means of all tracked layers: the first shift
-    elements: list[int]  # values per row and channel, by layer
-    min_samples: int  # that a forward takes: 2 where a layer has one value per row and channel
+    elements: list[int]  # values per sample and channel, by layer
+    min_samples: int  # of a forward pass: 2 if a layer has one value per sample and channel
 
 
 class BatchNorms:
     """All tracked batch-norm layers of a model, their running statistics as one (2, C) matrix."""
 
     def __init__(self, model: nn.Module, mode: str = "exact") -> None:
-        """Device and memory format of the model come first.
+        """The model must already have its device and memory format.
 
-        The layers' own momentum is 1 from now on; theirs is kept here.
+        Sets the momentum of the layers to 1; their own is kept here.
         """
         self.model, self.mode = model, mode
         self.layers = tracked_layers(model)
@@ -89,7 +89,7 @@ class BatchNorms:
         self._state = torch.zeros(3, self.channels, dtype=some.dtype, device=some.device)
         self.running, self.shift = self._state[:2], self._state[2]  # (2, C), (C,)
         self._places = [v for row in self.running.unbind() for v in row.split(self.sizes)]
-        # num_batches_tracked by layer, and what it is after a forward
+        # num_batches_tracked by layer, and its value after a forward pass
         self._counts = torch.tensor([[0], [1]], device=some.device).repeat(1, len(layers))
         for number, calls in enumerate(self._calls):
             self._counts[:, number] += calls
@@ -98,7 +98,7 @@ class BatchNorms:
         self._gather()
         self.running.copy_(self._work[:2])
         self._updates = self.updates.unbind()
-        self._forwards = 0  # since the buffers held the running statistics
+        self._forwards = 0  # number since the buffers last held the running statistics
         # phi; negative = cumulative average (momentum None)
         phi = [-1.0 if layer.momentum is None else layer.momentum for layer in layers]
         for layer in layers:
@@ -108,7 +108,7 @@ class BatchNorms:
         ).to(some.device)
         self.momentum = self._state.new_tensor(phi)[self._of_layer]
         self._cumulative = min(phi, default=0.0) < 0
-        self._weights = torch.ones_like(self._state)  # of a step in `_state`
+        self._weights = torch.ones_like(self._state)  # with which a step updates `_state`
         self._weights[:2] = self.momentum
         self.elements = torch.ones(self.channels, dtype=torch.int64, device=some.device)
         self._private = torch.zeros_like(self.running) if mode == "local" else None
@@ -117,28 +117,28 @@ class BatchNorms:
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _make_room(self) -> None:
-        """Memory that a step computes in, and its views: making one is an operation too."""
-        # Of the newest forward: batch mean and variance, distance of the mean to the shift,
-        # Bessel's factor, distance times its weight, second term. The order makes of pairs of rows
-        # operands of one operation each.
+        """Allocate memory for the computations of a step, and its views, which take time too."""
+        # Rows, for the last forward pass: batch mean and variance, distance of the mean from the
+        # shift, Bessel's factor, distance times its weight, second term. In this order, pairs of
+        # rows are operands of single operations.
         self._work = self._state.new_ones(6, self.channels)
         _, _, _, self._factor, self._weighed, self._second = self._work
         self._gathered, self._mean = self._work[:2].view(-1), self._work[0].expand(2, -1)
         self._distances, self._terms = self._work[2:5:2], self._work[2:6:3]
         self._values, self._by = self._work[1:3], self._work[3:5]
-        self._factor_rows = 0  # that Bessel's factor is for
-        self._target = torch.zeros_like(self._state)  # of which a step takes its share
+        self._factor_rows = 0  # number of samples that Bessel's factor is for
+        self._target = torch.zeros_like(self._state)  # towards which a step moves `_state`
         self._means, self._variance = self._target[0::2], self._target[1]
         self._shift = self.shift.expand(2, -1)
         self._split = (self.running, self.running[0], self._shift, self.running[1])  # see `merge`
 
     def _gather(self) -> None:
-        """Copy what the model's buffers hold into `_work`."""
+        """Copy the model's buffers into `_work`."""
         if self._buffers:
             torch.cat(self._buffers, out=self._gathered)
 
     def probe(self, forward: Callable[[], object], rows: int) -> Probe:
-        """Run one training forward of `rows` rows and undo its traces in all buffers."""
+        """Run one training forward pass of `rows` samples, and restore all buffers."""
         before = {n: b.clone() for n, b in self.model.named_buffers() if not self.owns(b)}
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, _BatchNorm)}
         inputs: dict[str, list[int]] = {name: [] for name in layers}
@@ -152,12 +152,12 @@ class BatchNorms:
         ]
         try:
             for buffer in self._buffers:
-                buffer.zero_()  # 0 x NaN would stay
+                buffer.zero_()  # 0 x NaN would remain NaN
             with torch.no_grad():
                 forward()
             self._gather()
             means = self._work[0].to("cpu", copy=True)
-        except ValueError as error:  # torch's word for a single value per channel
+        except ValueError as error:  # torch raises it for a single value per channel
             raise UsageError(f"the model cannot learn from {rows} images: {error}") from error
         finally:
             for hook in hooks:
@@ -171,7 +171,7 @@ class BatchNorms:
         return Probe(means, list(self._elements_per_row(inputs, rows)), 2 if single else 1)
 
     def owns(self, held: object) -> bool:
-        """Whether what a module holds is a running statistic of a tracked layer."""
+        """Whether a value that a module holds is a running statistic of a tracked layer."""
         if not isinstance(held, torch.Tensor) or held.layout != torch.strided:
             return False
         return held.untyped_storage().data_ptr() in self._own
@@ -192,7 +192,7 @@ class BatchNorms:
             yield calls[0] // rows
 
     def start(self, probe: Probe) -> None:
-        """Take the shift and the values per row from a probe that is equal on all ranks."""
+        """Set the shift and the values per sample from a probe, equal on all ranks."""
         self.shift.copy_(probe.means)
         self.elements.copy_(torch.tensor(probe.elements, dtype=torch.int64)[self._of_layer.cpu()])
         self._factors.clear()
@@ -201,10 +201,10 @@ class BatchNorms:
     def collect(
         self, into: torch.Tensor, rows: int, total: int, shard: int | None = None
     ) -> torch.Tensor | int:
-        """After the forward of a shard's `rows` of a mini-batch of `total`: add its moments to
-        the message's segment `into`, (2, C). `shard` matters under "local" only.
+        """Add the moments of a shard's forward pass to the message's segment `into`, (2, C).
 
-        Returns how many layers did not run exactly once, as a number on the device.
+        The shard has `rows` of the `total` samples of the global batch. `shard` is used by "local"
+        only. Returns the number of layers that did not run exactly once, on the device.
         """
         if not self.channels:
             return 0
@@ -230,7 +230,7 @@ class BatchNorms:
         return (calls != self._expected).sum()
 
     def _bessel(self, rows: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bessel's correction by channel for n = rows x elements: (n - 1) / n, and n / (n - 1)."""
+        """Bessel's correction by channel for n = rows x elements: (n - 1) / n and n / (n - 1)."""
         if isinstance(rows, int) and rows in self._factors:
             return self._factors[rows]
         n = (rows * self.elements).to(torch.float64)
@@ -241,17 +241,17 @@ class BatchNorms:
         return found
 
     def _weight(self) -> torch.Tensor | float:
-        """phi by channel; 1 / (number of this update) where momentum is None."""
+        """phi by channel; 1 / (number of this update) if momentum is None."""
         if not self._cumulative:
             return self.momentum
         average = 1.0 / (self.updates[self._of_layer] + 1).to(self._state.dtype)
         return torch.where(self.momentum < 0, average, self.momentum)
 
     def merge(self, summed: torch.Tensor, rows: int | torch.Tensor, finite: torch.Tensor) -> None:
-        """Update the running statistics from the reduced moments (2, C) of `rows` rows, a number
-        or one on the device.
+        """Update the running statistics from the reduced moments (2, C) of `rows` samples.
 
-        `finite` gates the update on the device: a step that is not finite leaves no trace.
+        `rows` is a number on the host or on the device. If `finite`, a bool on the device, is
+        false, nothing changes.
         """
         if not self.channels:
             return
@@ -278,7 +278,7 @@ class BatchNorms:
         self._put_back()
 
     def restore(self) -> None:
-        """Put the running statistics into the model's buffers and make ready for the next step."""
+        """Copy the running statistics to the model's buffers, and prepare for the next step."""
         torch.add(self.updates, 1, out=self._expected)
         self._put_back()
 

@@ -1,16 +1,16 @@
-"""The transport and the reduction of a run: what each rank can do, and what follows from it.
+"""Choice of the transport and the reduction of a run, by what each rank supports.
 
-An MPI that is not GPU-aware crashes when it is given device memory. So before a run relies on it,
-it is tried twice:
+An MPI library that is not GPU-aware crashes when it is passed device memory. Before a run relies on
+it, it is therefore tested twice:
 
-* in a process that is no rank of the job:
+* in a process that is not a rank of the job:
 
       python -m hpctrain.parallel.choose GPU
 
-  It copies within itself, out of place: in place, MPI does nothing with one rank. Exit code 0 where
-  what was sent arrived;
-* by all ranks of the job, because copies between processes, and sums, take other ways than copies
-  within one.
+  It sends to itself, out of place: in place, MPI does nothing with one rank. The exit code is 0 if
+  the data sent arrived;
+* by all ranks of the job, because copies between processes, and sums, use other code paths than
+  copies within one process.
 """
 
 from __future__ import annotations
@@ -63,21 +63,24 @@ PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds hpc
 def open_device(
     comm: Comm, requested: str, threads: Callable[[int], int]
 ) -> tuple[torch.device, int]:
-    """This rank's device, and its fair share of CPU threads, of which `threads` makes the number
-    that torch uses. Collective. UsageError on all ranks as from `choose_device`.
+    """Return this rank's device and its fair share of CPU threads. Collective.
+
+    `threads` converts the share to the number of threads that torch uses. Raises UsageError on all
+    ranks as `choose_device` does.
     """
     local_rank, _ = local_ranks(comm)
     device = call_on_all(comm, lambda: choose_device(requested, local_rank))
     share = fair_threads(comm)
-    torch.set_num_threads(threads(share))  # launchers leave 1 or all cores
+    torch.set_num_threads(threads(share))  # launchers set 1 or all cores
     keep_memory()
     return device, share
 
 
 def open_transport(comm: Comm, device: torch.device, wanted: str) -> tuple[Transport, Choice, str]:
-    """The transport for messages on `device`, by --reduce; why it is that one, and a note where
-    ranks share GPUs. Collective. UsageError on all ranks as from `choose_transport` and
-    `make_transport`.
+    """Open the transport for messages on `device`, according to --reduce. Collective.
+
+    Also returns the choice with its reason, and a note if ranks share GPUs. Raises UsageError on
+    all ranks as `choose_transport` and `make_transport` do.
     """
     places = allgather(comm, call_on_all(comm, lambda: describe_rank(device, wanted)))
     choice = call_on_all(comm, lambda: choose_transport(places, wanted))
@@ -85,8 +88,9 @@ def open_transport(comm: Comm, device: torch.device, wanted: str) -> tuple[Trans
 
 
 def make_transport(choice: Choice, comm: Comm, device: torch.device) -> Transport:
-    """The transport of this name, for vectors on `device`. Collective. UsageError on all ranks
-    where MPI does not deliver what it is given there.
+    """Make the chosen transport for vectors on `device`. Collective.
+
+    Raises UsageError on all ranks if MPI does not deliver device memory correctly.
     """
     match choice.name:
         case "none":
@@ -103,7 +107,7 @@ def make_transport(choice: Choice, comm: Comm, device: torch.device) -> Transpor
 
 
 def describe_rank(device: torch.device, wanted: str) -> RankDevice:
-    """Where this rank computes, and with what. A trial is made only for "mpi-gpu"."""
+    """Describe the device of this rank. MPI is tested with device memory only for "mpi-gpu"."""
     if device.type == "cpu":
         return RankDevice(host_name(), "cpu")
     refusal = None
@@ -113,7 +117,7 @@ def describe_rank(device: torch.device, wanted: str) -> RankDevice:
 
 
 def exclusive_refusal(gpu: int) -> str | None:
-    """Why no other process can try this GPU, which this one holds: None where it can."""
+    """Return why no other process can use this GPU while this one holds it; None if one can."""
     if not is_exclusive(gpu):
         return None
     return (
@@ -125,8 +129,10 @@ def exclusive_refusal(gpu: int) -> str | None:
 def try_device_memory(
     gpu: int, program: Sequence[str] = ("-m", "hpctrain.parallel.choose")
 ) -> str | None:
-    """Let a process that is no rank of this job give device memory to MPI: None where the bytes
-    came back, else what happened. A MPI that does not take it crashes, so it is not tried here.
+    """Test MPI with device memory, in a process that is not a rank of this job.
+
+    Returns None if the data arrived, else what happened. An MPI library that does not support
+    device memory crashes, so it is not tested in this process.
     """
     own = {
         name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)
@@ -148,12 +154,14 @@ def try_device_memory(
     return f"MPI was given device memory in a trial and failed: {words[-1]}"
 
 
-LENGTHS = 16, 1 << 20  # numbers for each rank or of all: MPI sends small and large messages apart
+LENGTHS = 16, 1 << 20  # of test vectors: MPI sends small and large messages in different ways
 
 
 def check_exchange(transport: Transport, device: torch.device) -> None:
-    """Sum and exchange known numbers with all ranks. Collective. UsageError on all ranks where
-    something else arrives on one; what crashes ends the run, and a line names it.
+    """Sum and exchange known numbers with all ranks. Collective.
+
+    Raises UsageError on all ranks if wrong numbers arrive on one. A crash ends the run, and a line
+    on stderr gives the cause.
     """
     comm = transport.comm
     where = f"[rank {comm.rank} of {comm.size} @{host_name()}]"
@@ -172,14 +180,14 @@ def check_exchange(transport: Transport, device: torch.device) -> None:
 
 
 def _arrives(transport: Transport, length: int, device: torch.device) -> bool:
-    """Whether sums, blocks of all and blocks for all are as they should be. Collective."""
+    """Whether allreduce, alltoallv and allgatherv give the right numbers. Collective."""
     rank, size = transport.comm.rank, transport.comm.size
     width = max(1, length // size)
     numbers = torch.arange(width * size, dtype=torch.float32, device=device)
     vector, received = (plain_zeros(width * size, torch.float32, device) for _ in range(2))
     blocks = [width] * size, [width * peer for peer in range(size)]
     try:
-        vector.copy_(numbers % 8 + rank)  # exact, however they are added
+        vector.copy_(numbers % 8 + rank)  # exact in any order of addition
         transport.allreduce(vector)
         summed = torch.equal(vector, numbers % 8 * size + size * (size - 1) // 2)
         vector.copy_(numbers + rank)
@@ -196,10 +204,11 @@ def _arrives(transport: Transport, length: int, device: torch.device) -> bool:
 
 @contextmanager
 def print_if_crashed(text: str) -> Iterator[None]:
-    """Where this process crashes in the block (SIGSEGV, SIGBUS, SIGABRT, ...), a shell prints
-    `text` to stderr in its place. It prints nothing where the process is ended from outside, as all
-    ranks are after a crash of one. After the block, crashes leave their stack where they did
-    before.
+    """Print `text` to stderr if this process crashes in the block (SIGSEGV, SIGBUS, SIGABRT, ...).
+
+    A shell prints it, since this process cannot. It prints nothing if the process is killed from
+    outside, as all ranks are after a crash of one. After the block, stacks of crashes are written
+    where they were before.
     """
     command = ["sh", "-c", 'read -r _ && printf "%s\\n" "$0" >&2; cat > /dev/null', text]
     was_enabled = faulthandler.is_enabled()
@@ -222,10 +231,12 @@ def choose_reduce(
     transport: Transport | None = None,
     overlap: int = 0,
 ) -> Reduce:
-    """The reduction for this message: in tree order where `runs`, the shards that each rank
-    carries, are given; with the `comm_dtype` "bf16" gradients travel in half the bytes; else one
-    Allreduce. Without a `transport`, MPI's, staged from a GPU. With `overlap`, in at most so many
-    segments of gradients that are summed while backward runs. UsageError where that cannot be.
+    """Make the reduction for this message; by default one Allreduce.
+
+    With `runs`, the shards that each rank carries, it sums in tree order. With `comm_dtype` "bf16",
+    gradients are sent in half the bytes. `overlap` is the largest number of gradient segments that
+    are summed while backward runs. The default `transport` is MPI, from a GPU through pinned host
+    memory. Raises UsageError if the reduction is not possible.
     """
     on_gpu, length = message.device.type == "cuda", message.layout.length
     way = transport or (Pinned(comm) if on_gpu else HostMemory(comm))
@@ -247,7 +258,7 @@ def choose_reduce(
 
 
 def main(gpu: int) -> int:
-    """Copy to ourselves: by a sum over one rank, and by an exchange."""
+    """Send device memory to this process itself, by a sum over one rank and by exchanges."""
     comm = start_mpi()
     device = choose_device("cuda", gpu)
     out, back = (plain_zeros(LENGTHS[-1], torch.float32, device) for _ in range(2))

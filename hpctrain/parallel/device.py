@@ -1,16 +1,15 @@
-"""The device of this rank: which one, its threads and random generators; torch's backend flags, and
-what bits depend on besides the plan.
+"""The device of a rank, random generators, torch's backend flags, and what determines the bits.
 
-GPUs can round the factors of products to TF32, 10 bits of mantissa. "default" is what torch does by
-default: cuDNN's convolutions may, matrix products do not
+GPUs can round the factors of products to TF32, 10 bits of mantissa. "default" is torch's default:
+cuDNN's convolutions may use TF32, matrix products do not
 (https://docs.pytorch.org/docs/stable/notes/cuda.html). With "tf32" both may, with "fp32" neither.
-Where bits need not repeat, cuDNN tries its algorithms for each shape and takes the fastest.
+Unless bits must be reproducible, cuDNN times its algorithms for each shape and uses the fastest.
 
-Under ``--deterministic`` torch uses algorithms that give the same bits every time and refuses
+With ``--deterministic`` torch uses algorithms with bitwise reproducible results and refuses
 operations that have none (https://docs.pytorch.org/docs/stable/notes/randomness.html), and cuDNN
-does not choose by timing. TF32 repeats its bits on the same kind of GPU, which is all that is
-promised there, so "default" stays what it is.
-The number of CPU threads is set too, because oneDNN and MKL cut their sums by it.
+does not choose by timing. TF32 is reproducible on the same kind of GPU, which is all that is
+promised there, so "default" keeps its meaning. The number of CPU threads is set too, because oneDNN
+and MKL split their sums by it.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from hpctrain.streams import current_stream
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
-    """The device of a rank, by `which_gpu`; the CPU where it sees none.
+    """Return the device of a rank, by `which_gpu`; the CPU if it sees no GPU.
 
-    Makes the GPU the current one.
-    Raises UsageError where CUDA is asked for and missing, or a GPU cannot be used.
+    Makes the GPU the current one. Raises UsageError if CUDA is requested and missing, or if a GPU
+    cannot be used.
     """
     count = torch.cuda.device_count() if requested != "cpu" else 0
     if requested == "cuda" and count == 0:
@@ -50,7 +49,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     try:
         torch.cuda.set_device(number)
         device = torch.device("cuda", number)
-        current_stream(device).synchronize()  # the first use: to make it current may be none
+        current_stream(device).synchronize()  # first use of the GPU, unlike set_device
     except RuntimeError as error:  # an old driver, a GPU in exclusive mode that is taken
         way_out = "python -m hpctrain doctor shows more; --device cpu does without"
         if is_exclusive(number):
@@ -65,7 +64,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """What identifies a GPU on its host, whatever its number here."""
+    """Return an identifier of a GPU on its host, which does not depend on its index here."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
 
 
@@ -80,8 +79,10 @@ def place(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Mod
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for numbers, not yet filled. On the CPU it is NumPy's, which asks for huge pages:
-    copies between processes are then twice as fast.
+    """Allocate an uninitialised tensor.
+
+    On the CPU, NumPy allocates it, which requests huge pages: copies between processes are then
+    twice as fast.
     """
     if device.type == "cpu":
         kind = torch.empty(0, dtype=dtype).numpy().dtype
@@ -90,14 +91,14 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed host memory for `length` numbers, pinned where it is for a GPU `device`."""
+    """Allocate zeroed host memory for `length` numbers, pinned if `device` is a GPU."""
     return torch.zeros(length, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def seed_torch(key: int, device: torch.device) -> None:
     """Seed the generators that a model on this device draws from (dropout).
 
-    Without `torch.manual_seed`, which spends 0.3 ms a call on devices that are not there.
+    `torch.manual_seed` is not used: it spends 0.3 ms per call on devices that do not exist.
     """
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
@@ -105,22 +106,22 @@ def seed_torch(key: int, device: torch.device) -> None:
 
 
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn in this context leaves the generators of `seed_torch` as they were."""
+    """Return a context that restores the generators of `seed_torch` at its end."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def keep_memory() -> None:
-    """Let glibc keep freed memory for the next step instead of giving it back after each.
+    """Make glibc keep freed memory for the next step instead of returning it to the system.
 
-    A step frees and asks for the same blocks again; given back, every page faults anew (700 to
-    1,400 faults a step of the digits network, a third of its time). Threads share one arena:
-    glibc gives those of other threads than the first back whatever the setting, which costs the
-    loader's thread 1,300 faults a batch of 128 images of 100x100x3, and half its speed. See
-    mallopt(3); does nothing where the C library has no such function.
+    Every step frees and allocates the same blocks; if they are returned, every page faults again
+    (700 to 1,400 faults per step of the digits network, a third of its time). Threads share one
+    arena: glibc returns the memory of other arenas than the first regardless of the setting, which
+    costs the loader's thread 1,300 faults per batch of 128 images of 100x100x3, and half its speed.
+    See mallopt(3). Does nothing if the C library has no such function.
     """
     trim_threshold, mmap_threshold, arena_max = -1, -3, -8
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Older libraries take at most 32 MiB, and each call ends their own adjusting of both.
+    # Older versions accept at most 32 MiB; each call disables the dynamic adjustment of both.
     if mallopt is not None and (mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25)):
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(arena_max, 1)
@@ -130,8 +131,10 @@ def keep_memory() -> None:
 def torch_settings(
     precision: str, deterministic: bool = False, benchmark: bool = True
 ) -> Iterator[None]:
-    """Compute in this --precision, with algorithms that are `deterministic` or chosen `benchmark`;
-    at the end put back torch's switches, threads and random generators.
+    """Set torch's backend flags for this --precision in a context.
+
+    Algorithms are `deterministic`, or chosen by timing (`benchmark`). At the end the flags, the
+    number of threads and the random generators are restored.
     """
     threads, generator = torch.get_num_threads(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -142,11 +145,11 @@ def torch_settings(
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         matmul = "high" if precision == "tf32" else "highest"
         _set_backend_flags(
-            2 * deterministic,  # refuse what has no deterministic form
+            2 * deterministic,  # refuse operations without a deterministic form
             False,
             deterministic,
             benchmark and not deterministic,
-            precision in ("default", "tf32"),  # of "bf16", torch's autocast does the rest
+            precision in ("default", "tf32"),  # for "bf16", torch's autocast does the rest
             matmul,
         )
         yield
@@ -158,7 +161,7 @@ def torch_settings(
             torch.cuda.set_rng_state_all(on_gpus)
 
 
-# fill_uninitialized_memory is a property that torch adds to its module; the stubs do not know it.
+# torch adds the property fill_uninitialized_memory to its module; the stubs do not declare it.
 def _backend_flags() -> tuple[int, bool, bool, bool, bool, str]:
     return (
         torch.get_deterministic_debug_mode(),  # 0 = off, 1 = warn, 2 = error
@@ -188,7 +191,7 @@ REFUSAL = "does not have a deterministic implementation"  # torch's words
 
 
 def processor_name() -> str:
-    """The processor's name, family and model: "AMD EPYC 9654 96-Core Processor (25.17)"."""
+    """Return the processor's name, family and model: "AMD EPYC 9654 96-Core Processor (25.17)"."""
     found: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -203,8 +206,10 @@ def processor_name() -> str:
 
 
 def hardware_key(device: torch.device) -> str:
-    """What the bits depend on besides the plan: torch, processor and the instructions that torch
-    uses on it; on a GPU its kind, CUDA and cuDNN (ROCm and MIOpen) too.
+    """Return what the bits of results depend on besides the plan.
+
+    These are torch, the processor and the instruction set that torch uses on it; on a GPU also its
+    model, CUDA and cuDNN (ROCm and MIOpen).
     """
     parts = [f"torch {torch.__version__}", processor_name()]
     parts.append(torch.backends.cpu.get_cpu_capability())
@@ -217,8 +222,9 @@ def hardware_key(device: torch.device) -> str:
 
 @contextmanager
 def name_refused_operation(kind: type[Failure]) -> Iterator[None]:
-    """An operation that torch refuses to run under --deterministic becomes one line, an error of
-    this kind.
+    """Raise an error of this kind if torch refuses an operation because of --deterministic.
+
+    Its text is a single line that names the operation.
     """
     try:
         yield

@@ -1,13 +1,13 @@
 """Memory for messages, which MPI libraries, NCCL and network cards register and keep registered.
 
-On a GPU it comes straight from the runtime, cudaMalloc or hipMalloc, and from no pool: torch's
-allocator may map memory piece by piece (expandable segments), which can be neither shared between
-processes nor registered. CuPy gives it where it fits torch, torch's own runtime where not. The only
-module that imports cupy.
+On a GPU it is allocated directly by the runtime, cudaMalloc or hipMalloc, not from a pool: torch's
+allocator may map memory in pieces (expandable segments), which can be neither shared between
+processes nor registered. CuPy allocates it if it is compatible with torch, otherwise torch's own
+runtime. This is the only module that imports cupy.
 
-The runtime's C functions are looked up from torch's own library on, so that there is no second
-runtime, which would not know the memory and the streams of the first. CUDA's and ROCm's (HIP) have
-the same functions but for their first letters.
+The runtime's C functions are looked up through torch's own library, so that no second runtime is
+loaded, which would not know the memory and the streams of the first. The functions of CUDA and of
+ROCm (HIP) differ only in their prefix.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXTRAS = {"CUDA 12": "cuda12", "CUDA 13": "cuda13", "ROCm 7": "rocm"}  # of setu
 
 
 def built_for() -> str:
-    """Such as "CUDA 12.8", "ROCm 7.0.51831"; empty for a torch that knows no GPUs."""
+    """Return torch's GPU platform, such as "CUDA 12.8" or "ROCm 7.0.51831"; empty if none."""
     for name, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)):
         if version:
             return f"{name} {version.partition('-')[0]}"
@@ -48,8 +48,9 @@ def built_for() -> str:
 
 
 def torch_library() -> ctypes.CDLL:
-    """The part of torch that computes on GPUs, in which the functions of all libraries are found
-    that it loaded: of the runtime, of NCCL. RunError where there is none.
+    """Return torch's library for GPUs. Raises RunError if there is none.
+
+    The functions of the libraries that it loaded, such as the runtime and NCCL, are found in it.
     """
     for name in ("libtorch_cuda.so", "libtorch_hip.so"):
         try:
@@ -60,7 +61,7 @@ def torch_library() -> ctypes.CDLL:
 
 
 def call_runtime(name: str, *arguments: Any) -> None:
-    """Call cudaName or hipName. RunError with the runtime's own words where it fails."""
+    """Call cudaName or hipName. Raises RunError with the runtime's message if it fails."""
     library, prefix = torch_library(), "hip" if torch.version.hip else "cuda"
     try:
         function, text_of = (getattr(library, prefix + n) for n in (name, "GetErrorString"))
@@ -72,20 +73,21 @@ def call_runtime(name: str, *arguments: Any) -> None:
 
 
 class PlainMemory:
-    """Memory of the current GPU straight from the runtime, freed with this object."""
+    """Memory of the current GPU, allocated by the runtime and freed with this object."""
 
     def __init__(self, size: int) -> None:
-        """`size` bytes. RunError where there is no room."""
+        """Allocate `size` bytes. Raises RunError if there is not enough memory."""
         place = ctypes.c_void_p()
         call_runtime("Malloc", ctypes.byref(place), ctypes.c_size_t(size))
         self.ptr = place.value or 0
-        # Not when the interpreter ends: the runtime may be gone before.
+        # Not at interpreter exit: the runtime may already be unloaded.
         weakref.finalize(self, call_runtime, "Free", place).atexit = False
 
 
 def is_exclusive(gpu: int) -> bool:
-    """Whether this GPU serves one process at a time (compute mode EXCLUSIVE_PROCESS). Starts no
-    context on it; AMD's GPUs have no such mode.
+    """Whether this GPU serves one process at a time (compute mode EXCLUSIVE_PROCESS).
+
+    Creates no context on it. AMD's GPUs have no such mode.
     """
     mode = ctypes.c_int()
     with suppress(RunError):
@@ -95,17 +97,17 @@ def is_exclusive(gpu: int) -> bool:
 
 
 class Installed(NamedTuple):
-    """What is installed, from which `choose_memory` follows."""
+    """Installed software, by which `choose_memory` decides."""
 
-    torch: str  # what it was built for, such as "CUDA 12"; empty where it knows no GPUs
-    gpus: int  # that torch sees
+    torch: str  # platform it was built for, such as "CUDA 12"; empty without GPU support
+    gpus: int  # number that torch sees
     packages: tuple[str, ...] = ()  # of CuPy
-    cupy: str = ""  # what it was built for; empty where it cannot be imported
-    problem: str = ""  # what went wrong when CuPy was imported or shared memory with torch
+    cupy: str = ""  # platform it was built for; empty if it cannot be imported
+    problem: str = ""  # error when CuPy was imported or shared memory with torch
 
 
 def choose_memory(found: Installed) -> Choice:
-    """Whose memory messages lie in: "host", "cupy" or "torch"; and why."""
+    """Return which memory messages use, "host", "cupy" or "torch", and why."""
     if not found.torch:
         return Choice("host", "torch was built without GPUs")
     if not found.gpus:
@@ -129,7 +131,7 @@ def choose_memory(found: Installed) -> Choice:
 
 @functools.cache
 def memory_of(device: torch.device) -> Choice:
-    """Whose memory messages on this device lie in, by what is installed and works."""
+    """Return which memory messages on this device use, by what is installed and works."""
     if device.type == "cpu":
         return Choice("host", "computes on the CPU")
     packages = tuple(name for name in CUPY_PACKAGES if _is_installed(name))
@@ -149,15 +151,16 @@ def memory_of(device: torch.device) -> Choice:
 
 
 def plain_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A vector of zeros that MPI and network cards may register. UsageError for numbers that MPI
-    cannot sum, RunError where a GPU has no room.
+    """Allocate a vector of zeros that MPI and network cards may register.
+
+    Raises UsageError for types that MPI cannot sum, RunError if a GPU has not enough memory.
     """
     if dtype not in NUMPY_DTYPES:
         raise UsageError(f"a message of {dtype} cannot be summed by MPI: use float32 or float64")
     kind = np.dtype(NUMPY_DTYPES[dtype])
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(length, kind))
-    device, size = torch.empty(0, device=device).device, length * kind.itemsize  # with its number
+    device, size = torch.empty(0, device=device).device, length * kind.itemsize  # with its index
     if memory_of(device).name == "cupy":
         try:
             cupy_memory = _cupy_memory(size, device)
@@ -172,12 +175,12 @@ def plain_zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.
 def _cupy_memory(size: int, device: torch.device) -> Any:
     import cupy
 
-    with cupy.cuda.Device(device.index):  # CuPy's current GPU may be another than torch's
+    with cupy.cuda.Device(device.index):  # CuPy's current GPU may differ from torch's
         return cupy.cuda.Memory(size)
 
 
 def _cupy_built_for(cupy: Any) -> str:
-    """Such as "CUDA 12", "ROCm 7": HIP counts its version in other units than CUDA."""
+    """Return CuPy's platform, such as "CUDA 12" or "ROCm 7"; HIP encodes versions differently."""
     runtime, unit = cupy.cuda.runtime, 1000
     name = "CUDA"
     if runtime.is_hip:
@@ -186,7 +189,7 @@ def _cupy_built_for(cupy: Any) -> str:
 
 
 class _View:
-    """Memory as `torch.as_tensor` takes it over; the tensor keeps it alive."""
+    """Memory in the form that `torch.as_tensor` accepts; the tensor keeps it alive."""
 
     def __init__(self, memory: Any, length: int, kind: np.dtype) -> None:
         self.memory = memory
@@ -199,8 +202,10 @@ class _View:
 
 
 def _viewed(memory: Any, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The memory as a vector. torch asks its runtime on which GPU the memory lies: RunError where
-    that is another one, ValueError where the runtime does not know it.
+    """Return the memory as a vector.
+
+    torch asks its runtime which GPU holds the memory. Raises RunError if it is another one, and
+    ValueError if the runtime does not know the memory.
     """
     tensor = torch.as_tensor(_View(memory, length, np.dtype(NUMPY_DTYPES[dtype])))
     if tensor.device != device or tensor.data_ptr() != memory.ptr:

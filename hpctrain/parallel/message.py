@@ -2,15 +2,15 @@
 
     gradients | moments | scalars | slots
 
-* gradients: those of the parameters in the order of `model.parameters()`, each at a multiple of
-  64 elements (256 bytes), with the parameter's own strides. After a backward one operation adds
-  all to it, as torch makes them: adding each one where it lies would be a kernel per parameter.
+* gradients: of the parameters in the order of `model.parameters()`, each at a multiple of 64
+  elements (256 bytes), with the parameter's own strides. After a backward pass one operation adds
+  all gradients that torch computed; accumulating them in place would be a kernel per parameter.
 * moments: two numbers per batch-norm channel (batchnorm.py).
-* scalars: one number each (SCALARS), summed over ranks; or computed from the sum and written after
-  it, as `skipped` is.
+* scalars: one number each (SCALARS), summed over ranks, or computed from the sum afterwards, as
+  `skipped` is.
 * slots: a few numbers per rank (SLOTS), each written by its rank only, so the sum keeps them apart.
 
-Float32 holds integers exactly to 2^24, so counts and flags survive the sum.
+Float32 holds integers up to 2^24 exactly, so counts and flags survive the sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpctrain.parallel.memory import plain_zeros
 from hpctrain.streams import Event, Snapshot, record_event
 
 ALIGNMENT = 64  # elements
-# Scalars by name, and what they are read as: counts of ranks that asked for something are integers.
+# Scalars by name, with the type as which they are read; counts of requesting ranks are integers.
 SCALARS: dict[str, type[int] | type[float]] = {
     "loss": float,
     "correct": int,
@@ -44,7 +44,7 @@ SLOTS = ("compute", "data", "loss", "digest")
 
 
 class Segment(NamedTuple):
-    """Where one parameter lies in a flat vector."""
+    """The location of one parameter in a flat vector."""
 
     name: str
     offset: int
@@ -53,11 +53,11 @@ class Segment(NamedTuple):
 
     @property
     def span(self) -> slice:
-        """Its elements, without those that align the next one."""
+        """Its elements, without the padding that aligns the next parameter."""
         return slice(self.offset, self.offset + self.shape.numel())
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The view of `flat` that is this parameter (or its gradient, or its momentum)."""
+        """Return the view of `flat` that is this parameter (or its gradient, or its momentum)."""
         return torch.as_strided(flat, self.shape, self.stride, self.offset)
 
 
@@ -70,17 +70,17 @@ class Layout:
     dtype: torch.dtype
 
     def digest(self) -> str:
-        """Hash of names, shapes, strides and type: equal on all ranks, or sums make no sense."""
+        """Return a hash of names, shapes, strides and type; ranks can sum only if it is equal."""
         text = repr([(s.name, tuple(s.shape), s.stride, s.offset) for s in self.segments])
         return hashlib.sha256(f"{text} {self.dtype}".encode()).hexdigest()[:16]
 
 
 def lay_out(model: nn.Module) -> Layout:
-    """The layout of the trainable parameters, tied ones once. UsageError for mixed types."""
+    """Lay out the trainable parameters, tied ones once. Raises UsageError for mixed types."""
     segments, length, dtypes = [], 0, set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # Dense strides only: those of a slice of a larger tensor reach into the next one.
+            # Dense strides: those of a slice of a larger tensor would reach into the next segment.
             stride = torch.empty_like(parameter, device="meta").stride()
             segments.append(Segment(name, length, parameter.shape, stride))
             length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
@@ -94,10 +94,10 @@ def lay_out(model: nn.Module) -> Layout:
 
 
 def flatten_parameters(model: nn.Module, layout: Layout) -> nn.Parameter:
-    """Move the parameters into one flat vector of which they become views; return that vector.
+    """Move the parameters into one flat vector, of which they become views, and return it.
 
-    The optimizer updates the vector (one fused kernel instead of one per parameter), the model
-    sees the change. Undone by `model.to(...)`, so device and memory format come first.
+    The optimizer updates the vector (one fused kernel instead of one per parameter), and the model
+    sees the change. `model.to(...)` undoes this, so set device and memory format first.
     """
     parameters = dict(model.named_parameters())
     device = parameters[layout.segments[0].name].device
@@ -111,20 +111,20 @@ def flatten_parameters(model: nn.Module, layout: Layout) -> nn.Parameter:
 
 
 class Totals(NamedTuple):
-    """The scalars of a reduced message by name, and what its slots say, as Python numbers."""
+    """Scalars and slots of a reduced message by name, as Python numbers."""
 
-    loss: float  # sum over rows
+    loss: float  # sum over samples
     correct: int
     rows: int
     irregular: int  # batch-norm layers that did not run exactly once
-    stop: int  # ranks that asked for it; so the next two
+    stop: int  # number of ranks that requested it, as are the next two
     preempted: int
     save: int
     skipped: int  # 1 = the sum held NaN or infinity, and no weight was updated
-    nonfinite: list[int]  # ranks that met a loss that is not finite
+    nonfinite: list[int]  # ranks with a loss that is not finite
     compute: list[float]  # seconds, by rank
     data: list[float]  # seconds waiting for data, by rank
-    digests: list[int]  # part of each rank's digest; 0 where it sent none
+    digests: list[int]  # part of each rank's digest; 0 if it sent none
 
     @property
     def finite(self) -> bool:
@@ -152,13 +152,13 @@ class Message:
         self.scalar = dict(zip(SCALARS, self.scalars.unbind(), strict=True))
         self.skipped = self.scalar["skipped"]
         self._slot = dict(zip(SLOTS, self.slots[rank].unbind(), strict=True))  # of this rank
-        # the loss of all rows, and in this rank's slot: one operation adds to both
+        # the loss among the scalars and that in this rank's slot: one operation adds to both
         start = self.scalar["loss"].storage_offset()
         apart = self._slot["loss"].storage_offset() - start
         self._losses = self.tensor.as_strided((2,), (apart,), start)
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
-        self._poison = torch.zeros((), dtype=self.layout.dtype, device=self.device)  # or NaN
+        self._poison = torch.zeros((), dtype=self.layout.dtype, device=self.device)  # 0 or NaN
         self.parameters = dict(model.named_parameters())  # by name, frozen ones too
         self._views = [
             (self.parameters[segment.name], segment.of(self.gradients))
@@ -169,8 +169,10 @@ class Message:
             parameter.grad = None
 
     def zero(self) -> None:
-        """Start a step. RuntimeError where the model does not learn what is updated, or the
-        message not what it learns.
+        """Zero the message at the start of a step.
+
+        Raises RuntimeError if a parameter is no longer a view of `weights`, or if a gradient was
+        not added to the message.
         """
         self.tensor.zero_()
         for number, (parameter, _) in enumerate(self._views):
@@ -187,8 +189,9 @@ class Message:
 
     @torch.no_grad()
     def add_gradients(self, numbers: Sequence[int] | None = None) -> None:
-        """Add what backward left in the parameters' `.grad`, which is None afterwards; of those
-        segments of the layout only that have these `numbers`.
+        """Add the gradients in the parameters' `.grad` to the message, and set `.grad` to None.
+
+        With `numbers`, only for these segments of the layout.
         """
         views = self._views if numbers is None else [self._views[number] for number in numbers]
         there = [(p, view, p.grad) for p, view in views if p.grad is not None]
@@ -205,15 +208,15 @@ class Message:
         rows: int,
         irregular: torch.Tensor | int = 0,
     ) -> None:
-        """Add a shard's loss sum, correct answers, rows and irregular layers, on the device."""
+        """Add a shard's loss sum, correct answers, samples and irregular layers, on the device."""
         self._losses.add_(loss.detach() if loss.requires_grad else loss)
         for name, number in (("correct", correct), ("rows", rows), ("irregular", irregular)):
             self.scalar[name].add_(number)
 
     def set_flags(self, stop: bool, preempted: bool = False, save: bool = False) -> None:
-        """Ask all ranks to stop, to end preempted, or to save a checkpoint, after this step."""
+        """Request that all ranks stop, end preempted, or save a checkpoint, after this step."""
         for name, asked in (("stop", stop), ("preempted", preempted), ("save", save)):
-            if asked:  # else nothing is launched: it is zero
+            if asked:  # otherwise it is zero already, and no kernel is launched
                 self.scalar[name].fill_(1)
 
     def set_seconds(self, compute: float, data: float) -> None:
@@ -221,13 +224,14 @@ class Message:
         torch._foreach_add_([self._slot["compute"], self._slot["data"]], [compute, data])
 
     def set_digest(self, digest: torch.Tensor | None) -> None:
-        """Set this rank's part of its digest, below 2^24, if there is one."""
+        """Set the part of this rank's digest that is sent, at most 2^24, unless it is None."""
         if digest is not None:
             self._slot["digest"].copy_(digest)
 
     def rescale(self, planned: int) -> torch.Tensor:
-        """Make the reduced sums, weighted by 1 / `planned` rows, those of the rows that were
-        counted; their number, float64 on the device.
+        """Rescale the reduced sums, weighted by 1 / `planned` samples, to the samples counted.
+
+        Returns the number of these, float64 on the device.
         """
         counted = self.scalar["rows"].to(torch.float64)
         counted = torch.where(counted > 0, counted, planned)
@@ -237,9 +241,9 @@ class Message:
         return counted
 
     def finite(self, lasting: bool = False) -> torch.Tensor:
-        """Whether the reduced message is free of NaN and infinity: a bool on the device, and in
-        `skipped` 1 where it is not. Where it is `lasting`, no step counts as finite after one
-        that was not.
+        """Whether the reduced message is free of NaN and infinity, as a bool on the device.
+
+        Sets `skipped` to 1 if it is not. With `lasting`, no later step counts as finite then.
 
         A sum over the message is finite only if all of it is: NaN and infinity survive addition,
         and 0 x is NaN for both.
@@ -254,23 +258,23 @@ class Message:
         return finite
 
     def report(self) -> Report:
-        """Copy scalars and slots of the reduced message to the host. Nothing waits."""
-        ended = record_event(self.device, timing=True)  # done when the copy has arrived
+        """Copy scalars and slots of the reduced message to the host asynchronously."""
+        ended = record_event(self.device, timing=True)  # complete once the copy has arrived
         return Report(ended, Snapshot(self._reported))
 
     def totals(self) -> Totals:
-        """Read scalars and slots of the reduced message (waits for the device)."""
+        """Read scalars and slots of the reduced message (synchronizes with the device)."""
         return self.report().totals()
 
 
 class Report(NamedTuple):
-    """Scalars and slots of a reduced message, on their way to the host."""
+    """Scalars and slots of a reduced message, being copied to the host."""
 
     ended: Event
     snapshot: Snapshot
 
     def totals(self) -> Totals:
-        """Wait until they are there, and read them."""
+        """Wait for the copy and return the totals."""
         numbers, count = self.snapshot.numbers(), len(SCALARS)
         scalars: dict[str, Any] = {
             name: _whole(number) if kind is int else number
