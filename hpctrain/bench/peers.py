@@ -134,7 +134,7 @@ def plain_step(
 def time_steps(
     step: Step, epoch: Callable[[int], Batches], epochs: int, warm: int, reads_loss: bool
 ) -> tuple[int, float]:
-    """Train. Return this rank's rows and seconds from the end of step `warm` to the last's."""
+    """Train, and return this rank's rows and seconds after the end of step `warm`."""
     rows, began = 0, time.perf_counter()
     batches = itertools.chain.from_iterable(map(epoch, range(epochs)))
     for done, (images, labels) in enumerate(batches, start=1):
@@ -261,7 +261,7 @@ READERS: dict[str, Reader] = {
     LOADER: lambda path: by_torch(path, 0),
     LOADER_2: lambda path: by_torch(path, 2),
 }
-# Readers of bytes are compared with those of bytes, readers of training batches with the same.
+# Readers of bytes are compared with readers of bytes, readers of training batches with LOADER.
 COMPARED = {
     name: {"/ copy": COPY, "/ h5py": H5PY} if name in (GATHER, H5PY) else {"/ DataLoader": LOADER}
     for name in READERS

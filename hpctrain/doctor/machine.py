@@ -1,6 +1,6 @@
 """Collect the facts of one rank and its host: versions, MPI, cores, GPUs, files, job, limits.
 
-Facts are only read here, not judged or printed. A missing fact is an empty text.
+Facts are neither judged nor printed here. A missing fact keeps its default, such as an empty text.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class RankFacts:
     built_for: str = ""  # such as "CUDA 12.8", "ROCm 7.0.51831"; empty: for CPUs
     cpu_capability: str = ""
     cpu_bf16: tuple[str, ...] = ()  # instruction sets for bfloat16
-    key: str = ""  # the hardware that the bits of a deterministic run depend on, besides its plan
+    key: str = ""  # torch and hardware; with the plan, they determine a deterministic run's bits
     # GPUs
     gpus: tuple[Gpu, ...] = ()  # that torch sees
     gpu: int = -1  # the one that this rank uses; -1 for none
     gpu_devices: int = 0  # known to the drivers of the host, visible to torch or not
     gpu_problem: str = ""  # error or warning of the runtime when torch looked for GPUs
-    memory: str = ""  # allocator of message buffers, and why
+    memory: str = ""  # allocator of message buffers (host, torch or cupy), and why
     memory_problem: str = ""  # error of a test that writes and reads one number there
     nccl: str = ""  # such as "NCCL 2.29.7"
     # files

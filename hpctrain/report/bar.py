@@ -62,7 +62,7 @@ def _columns_of(pid: int | None) -> int | None:
 
 
 def _launcher(pid: int) -> int | None:
-    """Return the launcher's outermost process among the ancestors (mpiexec above its proxy)."""
+    """Return the launcher's outermost process from `pid` upwards (mpiexec, not its proxy)."""
     found = None
     while pid > 1:
         name, parent = _process(pid)

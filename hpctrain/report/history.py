@@ -230,11 +230,11 @@ class RunHistory:
 
 
 def find_outcome(folder: Path, history: RunHistory, is_over: bool = False) -> Outcome:
-    """Find how the last launch of the run in `folder` ended.
+    """Return how the last launch of the run in `folder` ended; an empty `Outcome` if unknown.
 
-    Its end record comes first. Without one, its heartbeats decide, if a rank has reported a failure
-    or a process of this machine is gone, or if `is_over`: the launch has certainly ended (its lock
-    is free).
+    Its end record comes first. Without one, it failed if its heartbeats report the failure of a
+    rank or name a process of this machine that is gone, or if there are heartbeats and `is_over`:
+    the launch has certainly ended (its lock is free).
     """
     if history.outcome.status:
         return history.outcome

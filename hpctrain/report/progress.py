@@ -25,7 +25,7 @@ SMOOTHING = 0.1  # weight of the newest step in the bar's images/s
 
 
 class Display:
-    """Prints the records of one run as they are made. Its failures never fail the run.
+    """Prints the records of one run as they are made. Output errors never fail the run.
 
     If standard output can no longer be written (its reader has ended, its disk is full), the
     display goes silent and training continues.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 RESERVED = {"kind", "time", "format", "nonfinite"}  # fields that facts must not replace
-LONGEST_WAIT = 1.0  # seconds that a step is buffered, at most
+LONGEST_WAIT = 1.0  # seconds after a write in which steps are buffered, at most
 COST_RATIO = 2000  # up to that limit, the time between writes in units of the last one's duration
 LONGEST_TEXT = 10_000  # characters of a note or a reason
 
@@ -36,8 +36,9 @@ class RecordFile:
     """Appends records to a JSON Lines file, in writes of whole lines.
 
     Steps are buffered, so that encoding and writing take at most one part in `COST_RATIO` of the
-    time even if appending is slow (NFS asks its server every time), but no longer than
-    `LONGEST_WAIT`. Records of other kinds are written immediately, with the steps before them.
+    time even if appending is slow (NFS asks its server every time). Once `LONGEST_WAIT` has passed
+    since the last write, the next step is written at once, with the buffered ones. Records of other
+    kinds are always written immediately, with the steps before them.
     """
 
     def __init__(self, path: Path) -> None:

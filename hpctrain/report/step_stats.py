@@ -15,7 +15,7 @@ MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One or more neighbouring steps: the means of their steps and values, and their range."""
+    """One or more neighbouring steps: their mean step and value, and the range of the values."""
 
     step: float
     mean: float

@@ -41,7 +41,7 @@ from hpctrain.sweep.machine import Slot
 from hpctrain.training.control import STOP_FILE, is_locked, request_stop
 
 POLL_PROCESSES_EVERY = 0.1  # seconds
-POLL_FILES_EVERY = 0.5  # seconds between looks at records, locks and the STOP file
+POLL_FILES_EVERY = 0.5  # seconds between checks of records, locks and the STOP file
 KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
 CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 REPEATED_AFTER = 1.0  # seconds; schedulers may send the same signal twice in a row
@@ -103,7 +103,7 @@ class NetworkProcess:
             request_stop(self.folder)
 
     def kill(self) -> None:
-        """Send SIGTERM, so that the launcher ends its ranks; SIGKILL if called too long after."""
+        """Send SIGTERM, so that the launcher ends its ranks; SIGKILL `KILL_AFTER` seconds later."""
         if self.requested != "kill":
             self.requested, self._killed_at = "kill", time.monotonic()
             self._process.terminate()
@@ -111,12 +111,12 @@ class NetworkProcess:
             self._process.kill()
 
     def outcome(self) -> tuple[str, str | None] | None:
-        """Return status and reason once ended, else None; "preempted" if the driver did not ask."""
+        """Return status and reason once it has ended, else None; "preempted" only by others."""
         code = self._process.poll()
         if code is None:
             return None
         shutil.rmtree(self._sessions, ignore_errors=True)
-        (self.folder / STOP_FILE).unlink(missing_ok=True)  # it may have come too late
+        (self.folder / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
         outcome = self.history().outcome
         own = outcome.status if outcome.time != self._ended_before else ""
         if own == DONE or (code == 0 and outcome.status == DONE):

@@ -40,7 +40,7 @@ class Axis(NamedTuple):
 
 
 def accuracy_axis(low: float) -> Axis:
-    """Return an axis in percent, from 0, or from 50 or 90 if `low` is not below that."""
+    """Return an axis in percent, from 90 or 50 if `low` is at least that, else from 0."""
     return axis(next((limit for limit in (90, 50) if low >= limit), 0), 100)
 
 

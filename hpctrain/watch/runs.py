@@ -1,6 +1,7 @@
 """The watched runs: the summary of each, common to all displays, and whether it is alive.
 
-This is judged by the run's record, the heartbeats of its ranks, and how long neither has changed.
+Whether a run is alive is judged by its record, the heartbeats of its ranks, and how long neither
+has changed.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class Status(NamedTuple):
 
 
 class IdleTimer:
-    """Measures how long something has not changed, since this process saw it change.
+    """Measures how long a state has not changed, by the clock of this process.
 
-    Only until its first change, the time that is written in it counts. That time is from the clock
-    of another machine.
+    Only for the first state seen, it starts from the time written in the state, which may be from
+    another machine's clock.
     """
 
     def __init__(self) -> None:
