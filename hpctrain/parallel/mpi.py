@@ -1,12 +1,12 @@
-"""MPI: start, agreement between ranks, and an end that takes all ranks along.
+"""MPI: initialization, agreement between ranks, and termination of all ranks together.
 
-The only module that imports mpi4py, and importing it starts MPI; nothing imports it before a
-subcommand needs several ranks. Everything else is handed a communicator.
+This is the only module that imports mpi4py, and importing it initializes MPI; nothing imports it
+before a subcommand needs several ranks. All other code receives a communicator.
 
-A mistake of the user is one line on rank 0 and the same exit code on all ranks. That needs
-agreement: `call_on_root` runs a function on rank 0 and `call_on_all` on all ranks; both raise the
-same error on every rank. Any error raised otherwise is this rank's alone, is printed with its
-rank and host, and aborts all ranks, because the others may be waiting in a collective.
+A user error gives one line on rank 0 and the same exit code on all ranks. That requires agreement:
+`call_on_root` runs a function on rank 0 and `call_on_all` on all ranks; both raise the same error
+on every rank. Any other error belongs to a single rank. It is printed with rank and host and aborts
+all ranks, because the others may be waiting in a collective.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _finalize_limit = 60.0  # seconds
 
 
 def _prepare_environment() -> None:
-    """Settings that MPI reads once, when it starts. The user's own values win."""
+    """Set variables that MPI reads once, at initialization. The user's values take precedence."""
     if local_size() > len(os.sched_getaffinity(0)):
-        # Without this, ranks that share a core spin: 8 ms instead of 5 us for one number.
+        # Otherwise ranks that share a core spin: 8 ms instead of 5 us for one number.
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     bundled = any(
         os.path.exists(os.path.join(sys.prefix, "lib", name))
         for name in ("libmpi.so.40", "libmpi.so.12")
     )
     if bundled and "munge" in os.environ.get("PMIX_SECURITY_MODE", ""):
-        # Slurm names munge, which a bundled Open MPI lacks; "native" is the other it offers.
+        # Slurm sets munge, which a bundled Open MPI lacks; it also offers "native".
         os.environ.setdefault("PMIX_MCA_psec", "native")
 
 
@@ -58,8 +58,9 @@ Comm = MPI.Intracomm
 
 
 def _initialize() -> None:
-    """MPI_Init_thread as mpi4py calls it, but without the interpreter's lock: the watchdog goes on
-    while this rank waits for one that has not started.
+    """Call MPI_Init_thread as mpi4py does, but without holding the interpreter's lock.
+
+    The watchdog then keeps running while this rank waits for one that has not started.
     """
     if MPI.Is_initialized():
         return
@@ -68,21 +69,21 @@ def _initialize() -> None:
     level = ctypes.c_int()
     ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(level))
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of what is returned
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises returned errors as exceptions
 
 
 _initialize()
 
 
 class LauncherMismatch(UsageError):
-    """N processes of size 1: each of them raises this error, the first one prints it."""
+    """The launcher started N worlds of size 1: each raises this error, the first one prints it."""
 
 
 def start_mpi() -> Comm:
-    """A duplicate of COMM_WORLD. Collective.
+    """Return a duplicate of COMM_WORLD. Collective.
 
-    Raises LauncherMismatch where the launcher started several processes that do not see each
-    other (its MPI is not the one that mpi4py loaded).
+    Raises LauncherMismatch if the launcher started several processes that do not see each other
+    (its MPI is not the one that mpi4py loaded).
     """
     started = launched_size()
     if MPI.COMM_WORLD.size == 1 and started is not None and started > 1:
@@ -98,12 +99,12 @@ def start_mpi() -> Comm:
 
 
 def host_name() -> str:
-    """Name of this host, as it stands in messages."""
+    """Return the name of this host, as used in messages."""
     return socket.gethostname()
 
 
 def call_on_root(comm: Comm, function: Callable[[], T]) -> T:
-    """What `function` gives (or raises: UsageError, RunError) on rank 0, for all. Collective."""
+    """Run `function` on rank 0; all ranks return its result or raise its Failure. Collective."""
     outcome: tuple[Any, Failure | None] = (None, None)
     if comm.rank == 0:
         try:
@@ -118,7 +119,7 @@ def call_on_root(comm: Comm, function: Callable[[], T]) -> T:
 
 
 def allgather(comm: Comm, value: T) -> list[T]:
-    """The values of all ranks; for the watchdog this rank waits. Collective."""
+    """Gather the values of all ranks on all ranks; the watchdog sees a wait. Collective."""
     with waiting():
         return comm.allgather(value)
 
@@ -141,13 +142,13 @@ def call_on_all(comm: Comm, function: Callable[[], T]) -> T:
 
 
 def agreed(error: Failure) -> Failure:
-    """Mark an error that all ranks raise alike: rank 0 prints it, nobody aborts."""
+    """Mark an error that all ranks raise alike: rank 0 prints it, and no rank aborts."""
     error.agreed = True
     return error
 
 
 def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
-    """Refuse to go on where ranks hold different facts (layout, versions, ...). Collective."""
+    """Raise UsageError if ranks hold different facts (layout, versions, ...). Collective."""
     gathered = allgather(comm, facts)
     for rank, theirs in enumerate(gathered):
         for name, value in gathered[0].items():
@@ -161,10 +162,10 @@ def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
 
 
 def comm_of_host(comm: Comm) -> Comm:
-    """The ranks of this host, to be freed. Collective.
+    """Return a communicator of the ranks of this host, to be freed by the caller. Collective.
 
-    Under srun they are those that Slurm names: MPI libraries that compare host names with those of
-    its nodes see every rank alone where the two differ.
+    Under srun, Slurm's variables define it: MPI libraries that compare host names with Slurm's node
+    names would put every rank into a communicator of its own if the two differ.
     """
     node, task = place_in_step(comm.rank, comm.size)
     if min(allgather(comm, node)) >= 0:
@@ -173,7 +174,7 @@ def comm_of_host(comm: Comm) -> Comm:
 
 
 def local_ranks(comm: Comm) -> tuple[int, int]:
-    """This rank's number among the ranks of its host, and how many there are. Collective."""
+    """Return this rank's number among the ranks of its host, and their number. Collective."""
     local = comm_of_host(comm)
     rank, size = local.rank, local.size
     local.Free()
@@ -181,9 +182,10 @@ def local_ranks(comm: Comm) -> tuple[int, int]:
 
 
 def fair_threads(comm: Comm) -> int:
-    """CPU threads so that no rank shares a core with another: cores allowed / ranks on them.
+    """Return the number of CPU threads with which ranks do not share cores. Collective.
 
-    OMP_NUM_THREADS wins where it is set. The smallest over all ranks. Collective.
+    It is the number of allowed cores divided by the ranks on them, or OMP_NUM_THREADS if that is
+    set; the smallest over all ranks.
     """
     cores = sorted(os.sched_getaffinity(0))
     masks = allgather(comm, (host_name(), cores))
@@ -194,11 +196,10 @@ def fair_threads(comm: Comm) -> int:
 
 
 def conclude(error: BaseException) -> int:
-    """The exit code of a subcommand that talks to other ranks and ended by this error, or the end
-    of all ranks.
+    """Return the exit code of a parallel subcommand that raised this error, or abort all ranks.
 
-    An agreed error is printed by rank 0. Anything else is printed with rank and host and aborts all
-    ranks: the others may wait in a collective for ever.
+    An agreed error is printed by rank 0. Any other error is printed with rank and host and aborts
+    all ranks, since the others might wait in a collective forever.
     """
     world = MPI.COMM_WORLD
     if isinstance(error, Failure):
@@ -227,8 +228,9 @@ def _abort(world: Comm, text: str, code: int) -> int:
 
 
 def end_mpi() -> None:
-    """MPI_Finalize, as the last thing that a program does: a rank that dies or stops now would
-    keep the others waiting in it, so after a while this process is ended. Collective.
+    """Call MPI_Finalize, as the last action of a program. Collective.
+
+    A rank that dies or hangs now would block the others, so this process exits after a time limit.
     """
     faulthandler.dump_traceback_later(_finalize_limit, exit=True, file=2)
     MPI.Finalize()
@@ -236,13 +238,13 @@ def end_mpi() -> None:
 
 
 def limit_finalize(seconds: float) -> None:
-    """How long `end_mpi` may take."""
+    """Set the time limit of `end_mpi`."""
     global _finalize_limit
     _finalize_limit = seconds
 
 
 def check_threads(flag: str) -> None:
-    """UsageError where MPI may be called by the thread alone that started it."""
+    """Raise UsageError if only the thread that initialized MPI may call it."""
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UsageError(
             f"{flag} calls MPI from a thread of its own, and {library()} was started without"
@@ -251,11 +253,11 @@ def check_threads(flag: str) -> None:
 
 
 def abort_all(code: int) -> None:
-    """End all ranks at once with this exit code, from any thread."""
+    """Abort all ranks with this exit code, from any thread."""
     MPI.COMM_WORLD.Abort(code)
 
 
 def library() -> str:
-    """Name and version of the MPI library: "Open MPI v5.0.11", "MPICH Version: 5.0.2"."""
+    """Return name and version of the MPI library: "Open MPI v5.0.11", "MPICH Version: 5.0.2"."""
     line = MPI.Get_library_version().splitlines()[0].split(", package")[0]
     return " ".join(line.rstrip("\0 ,").split())

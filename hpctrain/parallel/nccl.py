@@ -1,14 +1,14 @@
 """NCCL or RCCL: sums and moves device memory, queued on torch's current stream.
 
-Nothing waits for the host. The ranks meet by an id that MPI broadcasts; afterwards MPI carries only
-what is asked of it on the host, and never while a call here is under way on the same device
-(NCCL User Guide, "NCCL and MPI": both at once may deadlock).
+Nothing synchronizes with the host. The ranks join a communicator by an id that MPI broadcasts.
+Afterwards MPI is used for host memory only, and never while a call of NCCL is in progress on the
+same device (NCCL User Guide, "NCCL and MPI": both at once may deadlock).
 
 A communicator is neither destroyed nor aborted: both may wait for a peer that is gone. The end of
-the process, which MPI_Abort or MPI_Finalize brings to all ranks, frees what it holds.
+the process, which MPI_Abort or MPI_Finalize causes on all ranks, frees its resources.
 
-The library is the one that torch itself loaded, on AMD GPUs its RCCL, which has the same functions
-(NCCL User Guide, "NCCL API").
+The library is the one that torch itself loaded; on AMD GPUs it is RCCL, which has the same
+functions (NCCL User Guide, "NCCL API").
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {  # all return a ncclResult_t, an int
     "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
     "ncclGroupStart": (),
     "ncclGroupEnd": (),
-    # from, to, numbers, type, operation, communicator, stream
+    # send buffer, receive buffer, count, type, operation, communicator, stream
     "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
-    # place, numbers, type, peer, communicator, stream
+    # buffer, count, type, peer, communicator, stream
     "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
 }
 
 
 class Library:
-    """The functions of a NCCL, that of torch by default. RunError where it has none."""
+    """The functions of an NCCL library, torch's by default. Raises RunError if it has none."""
 
     def __init__(self, path: str = "") -> None:
         self._handle = ctypes.CDLL(path) if path else torch_library()
@@ -64,18 +64,18 @@ class Library:
             raise RunError(f"torch {torch.__version__} was built without NCCL ({error})") from None
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        """Call a function by its name. RunError with NCCL's own words where it fails."""
+        """Call a function by its name. Raises RunError with NCCL's message if it fails."""
         if code := getattr(self._handle, name)(*arguments):
             self.fail(name, code)
 
     def fail(self, name: str, code: int) -> None:
-        """RunError for a code that this function returned."""
+        """Raise RunError for an error code that the function `name` returned."""
         words = [self._handle.ncclGetErrorString(code), self._handle.ncclGetLastError(None)]
         text = ": ".join(word.decode(errors="replace").strip() for word in words if word)
         raise RunError(f"{name} failed on this rank or a rank it talks to: {text}")
 
     def version(self) -> str:
-        """Such as "NCCL 2.29.7"."""
+        """Return name and version, such as "NCCL 2.29.7"."""
         found = c_int()
         self("ncclGetVersion", ctypes.byref(found))
         major, rest = divmod(found.value, 10000)
@@ -83,14 +83,14 @@ class Library:
         return f"{name} {major}.{rest // 100}.{rest % 100}"
 
     def unique_id(self) -> bytes:
-        """By which the ranks of one communicator meet."""
+        """Return a new id with which ranks join one communicator."""
         made = UniqueId()
         self("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)
 
 
 def nccl_version() -> str:
-    """Name and version of the NCCL that torch loaded; empty without one."""
+    """Return name and version of the NCCL that torch loaded; empty if there is none."""
     try:
         return Library().version()
     except RunError:
@@ -121,7 +121,7 @@ class Nccl(Transport):
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
     ) -> None:
-        """All blocks in one group, which is one launch."""
+        """Exchange all blocks in one group, which is a single launch."""
         kind, width, where = _type(vector), vector.element_size(), (self._group, _stream(vector))
         with self._one_launch():
             for rank in range(self.comm.size):
@@ -143,18 +143,18 @@ class Nccl(Transport):
 
     @contextmanager
     def _one_launch(self) -> Iterator[None]:
-        """A group of calls; it is closed also where one of them fails."""
+        """Group the calls of a block into one launch; the group is closed even if one fails."""
         self._call("ncclGroupStart")
         try:
             yield
         except RunError as error:
-            with suppress(RunError):  # says the same again
+            with suppress(RunError):  # the same error again
                 self._call("ncclGroupEnd")
             raise error
         self._call("ncclGroupEnd")
 
     def _check(self) -> None:
-        """RunError where an earlier call failed meanwhile, on whatever rank."""
+        """Raise RunError if an earlier call has failed since, on any rank."""
         found = c_int()
         self._call("ncclCommGetAsyncError", self._group, ctypes.byref(found))
         if found.value:
@@ -162,7 +162,7 @@ class Nccl(Transport):
 
 
 def _type(vector: torch.Tensor) -> int:
-    """TypeError for what is not float32, float64 or bytes."""
+    """Return NCCL's code of a type. Raises TypeError unless it is float32, float64 or bytes."""
     if vector.dtype not in NUMBER_TYPES:
         raise TypeError(f"NCCL is not asked to sum {vector.dtype}")
     return NUMBER_TYPES[vector.dtype]

@@ -1,30 +1,33 @@
-"""Overlap: segments of the gradients are summed while backward still computes the others.
+"""Overlap: gradients are summed in segments while backward still computes the remaining ones.
 
-Backward gives the gradients of the last parameters first. So the gradients are cut at borders
-between parameters, and all ranks sum the segments in one order, from the last to the first, then
-the rest of the message (moments, scalars, slots): collectives meet whatever the order in which
-gradients come. A segment goes as soon as its gradients are there and all segments before it went,
-in the last batch that the rank has in a step; earlier ones only add to it. What backward did not
-complete (a parameter without a part in it, a rank without rows) goes when backward is over.
+Backward computes the gradients of the last parameters first. The gradients are therefore split at
+borders between parameters. All ranks sum the segments in one order, from the last to the first, and
+then the rest of the message (moments, scalars, slots), so that collectives match in whatever order
+gradients become ready. A segment is sent as soon as its gradients are complete and all segments
+before it have been sent, in the last batch that the rank has in a step; earlier batches only
+accumulate. Segments that backward does not complete (a parameter that it does not reach, a rank
+without samples) are sent after backward.
 
-A hook of each parameter counts; a segment that is complete is added to the message. torch calls it
-once in a backward, after all that the parameter gave in its several places is in `.grad`, but once
-more in each backward within backward (reentrant checkpoints). How often is enough is seen in the
-batches before; one call more, after the segment went, is an error and not a wrong sum.
+A hook on each parameter counts calls; a complete segment is added to the message. torch calls the
+hook once per backward, when the gradients of all uses of the parameter are in `.grad`, and once
+more for each backward within backward (reentrant checkpoints). The number of calls that completes a
+gradient is learnt from the batches before. A further call, after the segment was sent, raises an
+error instead of giving a wrong sum.
 
-One thread makes the calls that wait. Nothing else in a process communicates meanwhile, so it is
-enough if MPI lets threads call it in turn. On a GPU the thread has a stream of its own, which waits
-for what backward had queued when a segment was complete, and the step's stream waits for it.
+One thread makes the blocking calls. Nothing else in the process communicates at that time, so
+MPI_THREAD_SERIALIZED is sufficient. On a GPU the thread has its own stream, which waits for the
+work that backward had queued when a segment was complete; the step's stream waits for it.
 
---overlap auto: whether gradients are summed in segments while backward runs, by measurement.
+--overlap auto measures in how many segments gradients are summed while backward runs, if at all.
 
-The first STEPS steps of a launch run with one Allreduce. From the medians of their computation and
-reduction follows how many segments could hide most of the reduction (`best_segments`); where they
-could save GAIN of a step, the next STEPS steps run with them, and they stay if those were shorter
-by as much. All ranks share what they measured, once after each of the two: all choose the same.
+The first STEPS steps of a launch run with one Allreduce. The medians of their computation and
+reduction times give the number of segments that could hide most of the reduction (`best_segments`).
+If these could save GAIN of a step, the next STEPS steps run with them, and they are kept if those
+steps were shorter by that much. All ranks share their measurements once after each of the two
+phases, so all make the same choice.
 
-With --deterministic the bits are the same either way. Ranks and machines may be others after a
-resume, so each launch measures for itself, and its record says what it chose.
+With --deterministic the bits are the same either way. Ranks and machines may differ after a resume,
+so each launch measures again and records its choice.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ from hpctrain.streams import Event, Stream, current_stream, record_event
 
 
 def cut(layout: Layout, parts: int) -> list[range]:
-    """The gradients in at most `parts` segments of about equal size, the last one first.
+    """Split the gradients into at most `parts` segments of about equal size, the last one first.
 
-    Each begins where a parameter does: fewer where a parameter is larger than its part.
+    Each begins at a parameter, so there are fewer if a parameter is larger than its part.
     """
     starts = [segment.offset for segment in layout.segments]
     wanted = [layout.length * part // parts for part in range(parts)]
@@ -57,12 +60,12 @@ def cut(layout: Layout, parts: int) -> list[range]:
 
 
 class Overlapped(Reduce):
-    """A reduction made of several: one for each segment of the gradients, one for the rest."""
+    """A reduction composed of several: one for each segment of the gradients, one for the rest."""
 
     def __init__(self, message: Message, spans: Sequence[range], parts: Sequence[Reduce]) -> None:
         """`parts` sum the `spans` of the gradients, in this order, and then the rest.
 
-        UsageError where MPI may be called by one thread only.
+        Raises UsageError if MPI may be called by one thread only.
         """
         check_threads("--overlap")
         self.transport, self._parts, self._device = parts[0].transport, parts, message.device
@@ -74,9 +77,9 @@ class Overlapped(Reduce):
             [number for number, of in enumerate(self._part) if of == part]
             for part in range(len(parts))
         ]
-        self._enough = [0] * len(segments)  # calls in a batch, by parameter; 0 = not known yet
-        self._shards: list[int] = []  # of this rank, still to come in this step
-        self._sent = 0  # parts, in this step
+        self._enough = [0] * len(segments)  # hook calls per batch, by parameter; 0 = unknown
+        self._shards: list[int] = []  # of this rank, remaining in this step
+        self._sent = 0  # number of parts, in this step
         self._last: Future[None] = Future()  # of the part that was sent last
         self._last.set_result(None)
         self._forget()
@@ -90,12 +93,12 @@ class Overlapped(Reduce):
         ]
 
     def begin(self, shards: Sequence[int]) -> None:
-        """A step begins in which this rank works through `shards`, one batch of each."""
+        """Begin a step in which this rank processes one batch of each of `shards`."""
         self._shards = list(shards)
         self._forget()
 
     def accumulate(self, shard: int) -> None:
-        """The message holds what this rank's shards gave so far, `shard` being the last of them."""
+        """Accumulate what the message holds after this rank has processed `shard`."""
         self._enough = list(map(max, self._enough, self._calls))
         *segments, rest = self._parts
         if self._shards == [shard]:
@@ -109,7 +112,7 @@ class Overlapped(Reduce):
         self._forget()
 
     def __call__(self) -> None:
-        """Sum what is not under way yet, and wait for all, in this thread's stream. Collective."""
+        """Send the remaining parts; the current stream waits for all sums. Collective."""
         while self._sent < len(self._parts):
             self._send(None)
         self._last.result()
@@ -117,18 +120,18 @@ class Overlapped(Reduce):
         self._sent = 0
 
     def close(self) -> None:
-        """Let hooks and thread go; what is under way is not waited for."""
+        """Remove the hooks and end the thread, without waiting for sums in progress."""
         for hook in self._hooks:
             hook.remove()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self) -> None:
-        """Count anew. The rest, which has no gradients, is never complete."""
+        """Reset the counts. The rest, which has no gradients, is never complete."""
         self._calls = [0] * len(self._part)
         self._missing = [self._part.count(number) for number in range(len(self._parts) - 1)] + [1]
 
     def _count(self, number: int, parameter: torch.Tensor) -> None:
-        """The hook of a parameter: its gradient holds what this backward gave so far."""
+        """Hook of a parameter, called when backward has accumulated its gradient."""
         part = self._part[number]
         if part < self._sent:
             raise RunError(
@@ -143,13 +146,13 @@ class Overlapped(Reduce):
             self._send(self._shards[0])
 
     def _send(self, shard: int | None) -> None:
-        """Have the next part summed; `shard`, if any, was not taken into it yet."""
+        """Queue the sum of the next part, after accumulating `shard` into it, if given."""
         now, before = record_event(self._device), self._last
         self._last = self._thread.submit(self._sum, self._parts[self._sent], shard, now, before)
         self._sent += 1
 
     def _sum(self, part: Reduce, shard: int | None, ready: Event, before: Future[None]) -> None:
-        before.result()  # after a failure nothing goes out: the others wait for that part
+        before.result()  # after a failure nothing is sent: the others wait for that part
         with self._stream.select():
             self._stream.wait_event(ready)
             if shard is not None:
@@ -157,9 +160,9 @@ class Overlapped(Reduce):
             part()
 
 
-STEPS, SKIPPED = 12, 4  # of a phase, and those of them in which libraries still warm up
-GAIN = 0.03  # of a step's time, below which one Allreduce stays
-BACKWARD = 2 / 3  # of forward and backward: a product forward makes two backward
+STEPS, SKIPPED = 12, 4  # steps of a phase, and the first ones, in which libraries warm up
+GAIN = 0.03  # of a step's time; for less, one Allreduce is kept
+BACKWARD = 2 / 3  # of forward and backward: each product in forward takes two in backward
 SEGMENTS = (2, 4, 8, 16)
 
 
@@ -168,20 +171,23 @@ class Times(NamedTuple):
 
     step: float
     compute: float  # of the slowest rank: forward and backward
-    reduce: float  # on this rank, waiting for the others included
+    reduce: float  # on this rank, including the wait for the others
 
 
 def exposed(times: Times, segments: int) -> float:
-    """Seconds of the reduction that are left after backward. Segment k of n is complete k / n of
-    the way through backward, each takes reduce / n, and one is summed at a time.
+    """Return the seconds of the reduction that remain after backward.
+
+    Segment k of n is complete k / n of the way through backward, each takes reduce / n, and one is
+    summed at a time.
     """
     backward = BACKWARD * times.compute
     return max(times.reduce / segments, times.reduce - backward * (segments - 1) / segments)
 
 
 def best_segments(times: Times) -> int:
-    """The fewest segments that leave little more of the reduction than any number; 0 where they
-    would save less than GAIN of a step.
+    """Return the smallest number of segments that hides about as much of the reduction as any.
+
+    Returns 0 if segments would save less than GAIN of a step.
     """
     least = min(exposed(times, segments) for segments in SEGMENTS)
     if times.reduce - least < GAIN * times.step:
@@ -191,33 +197,34 @@ def best_segments(times: Times) -> int:
 
 
 class OverlapTrial:
-    """What a launch has measured, and what follows."""
+    """The measurements of a launch under --overlap auto, and its choice."""
 
     def __init__(self, first: int) -> None:
-        """After `first` steps of earlier launches."""
-        self._due = first + STEPS  # the step after which there is something to decide
+        """`first`: number of steps of earlier launches."""
+        self._due = first + STEPS  # the step after which the next decision is due
         self._measured: list[Times] = []
         self._without: Times | None = None
         self.segments = 0
 
     def add(self, step: float, compute: float, reduce: float) -> None:
-        """One step's seconds."""
+        """Add the times of one step, in seconds."""
         self._measured.append(Times(step, compute, reduce))
 
     def follows(self, step: int) -> bool:
-        """Whether something is decided after this step, as all ranks know beforehand."""
+        """Whether a decision is due after this step, which all ranks know in advance."""
         return step == self._due
 
     def times(self) -> Times:
-        """The medians of this phase."""
+        """Return the medians of this phase."""
         columns = zip(*self._measured[SKIPPED:], strict=True)
         return Times(*(statistics.median(column) for column in columns))
 
     def decide(self, by_rank: list[Times]) -> str | None:
-        """Choose `segments` from what all ranks measured in this phase; what it came to, where that
-        stays.
+        """Choose `segments` from the times of all ranks in this phase.
+
+        Returns a note on the measurements if the choice is final.
         """
-        # Who computed longest waited least: the shortest reduction is the one without waiting.
+        # The slowest rank waited least: the shortest reduction is the one without waiting.
         found = by_rank[0]._replace(reduce=min(times.reduce for times in by_rank))
         self._measured.clear()
         if self._without is None:

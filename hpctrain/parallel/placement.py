@@ -1,18 +1,19 @@
-"""Which shards each rank carries, on which device it computes, and which transport carries the
-messages. All ranks decide from the same values, so all decide alike without communication.
+"""Assignment of shards to ranks, the device of each rank, and the transport of messages.
 
-A rank carries a contiguous run of shards, which are logical workers, and works through them one
-after another, so more shards than ranks is gradient accumulation. Data, its order and its random
-numbers belong to the shard. With --worker-load auto, shards move from slow ranks to fast ones
-between epochs, by the seconds that every step's message reports for each rank.
+All ranks decide from the same values, so they agree without communication.
+
+A rank carries a contiguous run of shards, which are logical workers, and processes them one after
+another: more shards than ranks means gradient accumulation. Data, their order and random numbers
+depend on the shard. With --worker-load auto, shards move from slow ranks to fast ones between
+epochs, by the seconds that every step's message reports for each rank.
 
 Transports:
 
 mpi       all ranks compute on CPUs: MPI sums host memory
-none      one rank with a GPU: nothing travels
-nccl      every rank has a GPU of its own, and torch brought the same NCCL everywhere
+none      one rank with a GPU: nothing is sent
+nccl      every rank has a GPU of its own, and torch has the same NCCL on all of them
 host      GPUs, through pinned host memory: works everywhere, with any MPI
-mpi-gpu   GPUs, whose memory MPI is given: only where asked for, after a trial in another process
+mpi-gpu   GPUs, whose memory is passed to MPI: only on request, after a test in another process
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from hpctrain.errors import UsageError
 
 
 def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[range]:
-    """The run of shards of every rank of `size`, each at least one, in proportion to its load.
+    """Assign a run of at least one shard to each of `size` ranks, in proportion to its load.
 
-    `loads` are positive numbers, one per rank; none stands for equal ones. Every shard goes to
-    the rank that would have the least to do with it (the slowest rank then finishes as early as
-    possible), a tie to the first. Raises UsageError for more ranks than shards, since a rank
-    without work would only wait, and for loads that are not one per rank.
+    `loads` are positive numbers, one per rank; without them all are equal. Every shard goes to the
+    rank that would finish first with it (so that the slowest rank finishes as early as possible),
+    in a tie to the first. Raises UsageError for more ranks than shards, since a rank without work
+    would only wait, and for loads that are not one per rank.
     """
     if size > shards:
         raise UsageError(f"{size} ranks cannot carry {shards} shards: start at most {shards} ranks")
@@ -47,11 +48,11 @@ def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[r
     return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
-GAIN = 0.05  # of a step's time, below which nothing moves
+GAIN = 0.05  # of a step's time; for less, no shard moves
 
 
 class Balance:
-    """Who carries what, and the seconds that each rank computed since shards last moved."""
+    """The shards of each rank, and the seconds that it computed since shards last moved."""
 
     def __init__(self, runs: Sequence[range]) -> None:
         self.runs = list(runs)
@@ -59,12 +60,12 @@ class Balance:
         self._steps = 0
 
     def add(self, compute: Sequence[float]) -> None:
-        """One step's seconds, by rank."""
+        """Add the seconds of one step, by rank."""
         self._seconds = [a + b for a, b in zip(self._seconds, compute, strict=True)]
         self._steps += 1
 
     def better(self) -> list[range] | None:
-        """How ranks carry the shards from now on, if that saves time; starts to measure anew."""
+        """Return a new assignment of shards if it saves time, and restart the measurement."""
         runs, seconds, steps = self.runs, self._seconds, self._steps
         self._seconds, self._steps = [0.0] * len(seconds), 0
         if not steps or min(seconds) <= 0:
@@ -82,24 +83,25 @@ def _slowest(cost: Sequence[float], runs: Sequence[range]) -> float:
 
 
 class RankDevice(NamedTuple):
-    """Where one rank computes, and what it can do there."""
+    """The device of one rank, and what it supports."""
 
     host: str
     device: str  # "cpu" or "cuda"
     gpu: str = ""  # its UUID
-    nccl: str = ""  # that of torch, such as "NCCL 2.29.7"; empty = none
-    refusal: str | None = None  # why MPI may not be given device memory; None = it may; see trial
+    nccl: str = ""  # torch's, such as "NCCL 2.29.7"; empty = none
+    refusal: str | None = None  # why MPI cannot take device memory; None = it can, or not tested
 
 
 def which_gpu(local_rank: int, visible: int) -> int | None:
-    """The number of a rank's GPU among those that it sees, None for none: GPU = local rank, again
-    from 0 where ranks are more. Where the launcher shows every rank one GPU, its own, that is 0.
+    """Return the index of a rank's GPU among those that it sees; None if it sees none.
+
+    It is the local rank modulo the number of GPUs: 0 if the launcher shows each rank only its own.
     """
     return local_rank % visible if visible else None
 
 
 def describe_sharing(places: Sequence[RankDevice]) -> str:
-    """Where more ranks than GPUs compute on a host, with the numbers; nothing where none do."""
+    """Describe a host on which more ranks than GPUs compute; empty if there is none."""
     gpus: dict[str, list[str]] = {}
     for place in places:
         if place.device != "cpu":
@@ -113,16 +115,17 @@ def describe_sharing(places: Sequence[RankDevice]) -> str:
 
 
 class Choice(NamedTuple):
-    """A transport, or a kind of memory, by name; and why it is that one."""
+    """A transport, or a kind of memory, by name, and the reason for it."""
 
     name: str
     reason: str
 
 
 def choose_transport(places: Sequence[RankDevice], wanted: str = "auto") -> Choice:
-    """The transport for these ranks. UsageError where the one `wanted` cannot be, and why, and
-    where some ranks have a GPU and others not: these round differently, so weights that every rank
-    updates for itself would drift apart.
+    """Choose the transport for these ranks.
+
+    Raises UsageError with the reason if the `wanted` one is not possible, and if only some ranks
+    have a GPU: these round differently, so weights that each rank updates would drift apart.
     """
     on_cpu = [rank for rank, place in enumerate(places) if place.device == "cpu"]
     if wanted in ("nccl", "mpi-gpu") and on_cpu:
@@ -152,7 +155,7 @@ def choose_transport(places: Sequence[RankDevice], wanted: str = "auto") -> Choi
 
 
 def _against_nccl(places: Sequence[RankDevice]) -> str:
-    """What NCCL cannot do with these ranks; nothing where it can."""
+    """Return why NCCL cannot be used with these ranks; empty if it can."""
     seen: dict[tuple[str, str], int] = {}
     for rank, place in enumerate(places):
         if not place.nccl:

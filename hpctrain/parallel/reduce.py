@@ -1,20 +1,20 @@
 """The one communication of a step: reductions sum the message, or parts of it, over all ranks.
 
-    Plain         one Allreduce
-    Bfloat16Reduce    gradients travel in bfloat16
-    TreeReduce   the same bits on any number of ranks (tree.py)
-    Overlapped    one reduction for each segment of the gradients, while backward runs (overlap.py)
+    Plain            one Allreduce
+    Bfloat16Reduce   gradients are sent in bfloat16
+    TreeReduce       the same bits on any number of ranks (tree.py)
+    Overlapped       one reduction per segment of the gradients, while backward runs (overlap.py)
 
 A `Transport` moves the bytes (transport.py). Nothing else in a step waits for the device.
 
-MPI has no bfloat16 (Open MPI would add its bytes up as numbers without an error), so every rank of
-`Bfloat16Reduce` sends each other rank the slice that this one owns (Alltoallv), the owner adds the
-slices up in float32, and the sums go back in bfloat16 (Allgatherv). As many bytes as a ring sends;
-a gradient is rounded twice, to 8 significant bits. Moments, counts and slots travel in the same two
-calls as they are. Every rank has one block of the buffer that travels: its slice of what is not
-gradients, then its slice of them. All blocks are as long, so they are rows of matrices: copying
-all, and adding all up, are few operations whatever the number of ranks; what is beyond the ends of
-the vectors, in the last blocks, is not sent.
+MPI has no bfloat16 (Open MPI would add its bytes as numbers without an error). In `Bfloat16Reduce`
+every rank therefore sends each other rank the slice which that rank owns (Alltoallv), the owner
+adds the slices in float32, and the sums return in bfloat16 (Allgatherv). This sends as many bytes
+as a ring; a gradient is rounded twice, to 8 significant bits. Moments, counts and slots are sent
+unrounded in the same two calls. Every rank owns one block of the send buffer: its slice of the rest
+of the message, then its slice of the gradients. All blocks have the same length, so they are rows
+of matrices: copying and adding all of them takes few operations for any number of ranks. The part
+of the last blocks that is beyond the ends of the vectors is not sent.
 """
 
 # ruff: noqa: B027 - most reductions have nothing to begin, to keep or to close
@@ -33,31 +33,31 @@ from hpctrain.parallel.message import ALIGNMENT
 from hpctrain.parallel.mpi import MPI, Comm
 from hpctrain.parallel.transport import HostMemory, Transport
 
-AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 62}  # numbers widened at once: in a core's cache
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 62}  # numbers converted at once: fit a core's cache
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Reduce(ABC):
-    """Sums over all ranks what it was made for: the message, or a part of it."""
+    """Sums a message, or a part of it, over all ranks."""
 
     transport: Transport
 
     def begin(self, shards: Sequence[int]) -> None:
-        """A step begins in which this rank works through `shards`, one batch of each."""
+        """Begin a step in which this rank processes one batch of each of `shards`."""
 
     def accumulate(self, shard: int) -> None:
-        """The vector holds what this rank's shards gave so far, `shard` being the last of them."""
+        """Accumulate what the vector holds after this rank has processed `shard`."""
 
     @abstractmethod
     def __call__(self) -> None:
         """Sum over all ranks, in place. Collective."""
 
     def close(self) -> None:
-        """After the last step: let hooks and threads go."""
+        """Release hooks and threads, after the last step."""
 
 
 class Plain(Reduce):
-    """Sums a vector where it lies. Shards accumulate in it."""
+    """Sums a vector in place. Shards accumulate in it."""
 
     def __init__(self, transport: Transport, vector: torch.Tensor) -> None:
         self.transport, self._vector = transport, vector
@@ -73,17 +73,17 @@ def allreduce(comm: Comm, array: np.ndarray) -> None:
 
 
 def broadcast(comm: Comm, tensor: torch.Tensor) -> None:
-    """Give all ranks the values that rank 0 holds, in place. Collective."""
+    """Copy the values of rank 0 to all ranks, in place. Collective."""
     host = tensor.detach().cpu().contiguous()
     comm.Bcast([host.flatten().view(torch.uint8).numpy(), MPI.BYTE])  # NumPy lacks some types
     tensor.data.copy_(host)
 
 
 class Bfloat16Reduce(Reduce):
-    """Sums gradients, rounded to bfloat16 where they travel, and the rest of a message as it is."""
+    """Sums gradients, which are sent in bfloat16, and the rest of a message unrounded."""
 
     def __init__(self, transport: Transport, gradients: torch.Tensor, rest: torch.Tensor) -> None:
-        """One of the vectors may be empty. UsageError for a model that is not float32."""
+        """One of the vectors may be empty. Raises UsageError if the model is not float32."""
         if gradients.dtype != torch.float32:
             raise UsageError(
                 f"--comm-dtype bf16 is for float32 models; this one is {gradients.dtype}"
@@ -94,7 +94,7 @@ class Bfloat16Reduce(Reduce):
         starts = [block * rank for rank in range(self.size)]
         ends = [_end(rank, (rest, few), (gradients, many)) for rank in range(self.size)]
         self._blocks, self._places = (ends, starts), ([ends[self.rank]] * self.size, starts)
-        # what goes out, then what came back; and the slices that all ranks sent here
+        # the send buffer, which also takes the result; and the slices received from all ranks
         self._all, self._sent = (
             empty((block * self.size,), torch.uint8, gradients.device).zero_() for _ in range(2)
         )
@@ -114,7 +114,7 @@ class Bfloat16Reduce(Reduce):
         if self.size == 1:
             return
         for vector, block in self._copies:
-            block.copy_(vector)  # rounds to the nearest
+            block.copy_(vector)  # rounds to nearest
         self.transport.alltoallv(self._all, self._blocks, self._sent, self._places)
         narrow, plain = self._own
         torch.sum(self._received, 0, out=plain)
@@ -127,12 +127,12 @@ class Bfloat16Reduce(Reduce):
 
 
 def _width(length: int, ranks: int, unit: int) -> int:
-    """The longest slice of `length` that a rank has, a multiple of `unit`."""
+    """Return the longest slice that a rank has of `length` numbers, a multiple of `unit`."""
     return -(-length // (ranks * unit)) * unit
 
 
 def _end(rank: int, rest: tuple[torch.Tensor, int], gradients: tuple[torch.Tensor, int]) -> int:
-    """Bytes of a rank's block up to the end of what there is, of two vectors and their widths."""
+    """Return the bytes of a rank's block that two vectors, given with their widths, fill."""
     own, wide = (
         max(0, min(width, len(vector) - rank * width)) for vector, width in (rest, gradients)
     )
@@ -140,13 +140,13 @@ def _end(rank: int, rest: tuple[torch.Tensor, int], gradients: tuple[torch.Tenso
 
 
 def _parts(buffer: torch.Tensor, ranks: int, few: int, block: int) -> Pair:
-    """The slices of gradients, bfloat16, and of the rest, float32, (ranks, n) each."""
+    """View the slices of the gradients, bfloat16, and of the rest, float32, (ranks, n) each."""
     matrix = buffer.view(ranks, block)
     return matrix[:, 4 * few :].view(torch.bfloat16), matrix[:, : 4 * few].view(torch.float32)
 
 
 def _rows(vector: torch.Tensor, matrix: torch.Tensor) -> list[Pair]:
-    """Where a vector (n,) lies in a matrix row by row: whole rows, and a part of one."""
+    """Pair a vector (n,) with the rows of a matrix that hold it: whole rows, and part of one."""
     width = matrix.shape[1]
     if not width:
         return []

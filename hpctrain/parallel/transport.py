@@ -1,15 +1,15 @@
-"""How the bytes of a step travel between ranks, wherever they lie.
+"""Transports: how ranks exchange the data of a step, in host or device memory.
 
-    Transport      one rank: nothing travels
-    HostMemory     MPI sums and moves host memory where it lies
-    Pinned         GPU memory goes through pinned host memory, in pieces, so that copying one,
+    Transport      one rank: nothing is sent
+    HostMemory     MPI sums and moves host memory in place
+    Pinned         GPU memory is copied through pinned host memory, in pieces, so that copying one,
                    summing the next and copying back another overlap; works with any MPI
-    DeviceMemory   MPI is given device memory, which a GPU-aware one takes ("mpi-gpu")
+    DeviceMemory   device memory is passed to MPI, which must be GPU-aware ("mpi-gpu")
     nccl.Nccl      NCCL sums and moves device memory, queued on torch's stream
 
-All offer the same three calls on vectors, in order of torch's current stream: what was queued
-before is done when the bytes leave, and what is queued after sees the result. `reduce.py` makes
-of them the one communication of a step.
+All have the same three calls on vectors, in the order of torch's current stream: work queued before
+is complete when the bytes are sent, and work queued afterwards sees the result. `reduce.py` builds
+the one communication of a step from them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hpctrain.streams import Stream, current_stream
 
 PIECE_BYTES = 16 << 20  # of a staged Allreduce
 TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
-Blocks = tuple[Sequence[int], Sequence[int]]  # by rank: how many numbers, and from where on
+Blocks = tuple[Sequence[int], Sequence[int]]  # by rank: counts, and offsets in numbers
 
 
 class Transport:
     """Sums and moves contiguous vectors of float32, float64 or bytes. All calls are collective.
 
-    This one is for a single rank, which has nobody to exchange anything with.
+    This base class is for a single rank, and does nothing.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -43,17 +43,19 @@ class Transport:
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
     ) -> None:
-        """Send every rank its block of `vector`; put what comes from each to its place of
-        `received`. What lies between the places may change.
+        """Send every rank its block of `vector`, and store theirs at their places in `received`.
+
+        Elements between the places may change.
         """
 
     def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        """Give all ranks this rank's own block of `vector`, and put theirs beside it."""
+        """Send this rank's own block of `vector` to all ranks, and receive theirs in `vector`."""
 
 
 def mpi_type(vector: torch.Tensor) -> MPI.Datatype:
-    """The MPI type of a vector's numbers, never left to be found out: MPI takes bfloat16 for bytes
-    and adds them up. TypeError for any other than float32, float64 and bytes.
+    """Return the MPI type of a vector. Raises TypeError unless it is float32, float64 or bytes.
+
+    It is always passed explicitly: otherwise bfloat16 would be taken for bytes, and these summed.
     """
     if vector.dtype not in TYPES:
         raise TypeError(f"MPI cannot sum {vector.dtype}")
@@ -61,14 +63,14 @@ def mpi_type(vector: torch.Tensor) -> MPI.Datatype:
 
 
 class HostMemory(Transport):
-    """MPI on host memory, where it lies."""
+    """MPI on host memory, in place."""
 
     def _buffer(self, vector: torch.Tensor) -> Any:
-        """The vector as mpi4py takes it."""
+        """Return the vector as a buffer for mpi4py."""
         return vector.numpy()
 
     def _message(self, vector: torch.Tensor, *blocks: Blocks) -> list[Any]:
-        """The vector as a message of mpi4py. TypeError as `mpi_type`."""
+        """Return the vector as a message for mpi4py. Raises TypeError as `mpi_type` does."""
         kind = mpi_type(vector)
         return [self._buffer(vector), *blocks, kind]
 
@@ -85,15 +87,15 @@ class HostMemory(Transport):
 
 
 class DeviceMemory(HostMemory):
-    """MPI is given device memory. Only where it was found to take it: others crash."""
+    """MPI on device memory. To be used only after a test: MPI without GPU support crashes."""
 
     def _buffer(self, vector: torch.Tensor) -> Any:
-        current_stream(vector.device).synchronize()  # MPI knows nothing of streams
-        return vector.detach()  # by DLPack, which mpi4py does not wait for
+        current_stream(vector.device).synchronize()  # MPI does not know about streams
+        return vector.detach()  # by DLPack, for which mpi4py does not synchronize
 
 
 class Pinned(Transport):
-    """GPU memory through pinned host memory that is kept for the whole run."""
+    """GPU memory through pinned host memory, which is kept for the whole run."""
 
     def __init__(self, comm: Comm, piece_bytes: int = PIECE_BYTES) -> None:
         super().__init__(comm)
@@ -103,9 +105,10 @@ class Pinned(Transport):
         self._down: Stream | None = None
 
     def allreduce(self, vector: torch.Tensor) -> None:
-        """Sum piece by piece; most messages have one piece. Pieces are
-        copied down on a stream of their own, so that the next ones come while one is summed and
-        copied back.
+        """Sum piece by piece; most messages have one piece.
+
+        Pieces are copied to the host on a separate stream, so that the next ones arrive while one
+        is summed and copied back.
         """
         host, step = self._host_of(vector), max(1, self._piece_bytes // vector.element_size())
         spans = [slice(start, start + step) for start in range(0, len(vector), step)]
@@ -129,7 +132,7 @@ class Pinned(Transport):
         current_stream(vector.device).synchronize()
         self._host.alltoallv(out, blocks, into, places)
         parts = [(start, start + count) for count, start in zip(*places, strict=True) if count]
-        if parts:  # one copy, whatever lies between them
+        if parts:  # one copy, including what lies between them
             span = slice(min(start for start, _ in parts), max(end for _, end in parts))
             received[span].copy_(into[span], non_blocking=True)
 
@@ -143,7 +146,7 @@ class Pinned(Transport):
         vector.copy_(host, non_blocking=True)
 
     def _host_of(self, vector: torch.Tensor) -> torch.Tensor:
-        """Host memory of the vector's size, the same one whenever it comes."""
+        """Return host memory of the vector's size, the same one for each call with it."""
         key = vector.data_ptr(), len(vector), vector.dtype
         if key not in self._kept:
             self._kept[key] = pinned(len(vector), vector.dtype, vector.device)

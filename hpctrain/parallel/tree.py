@@ -1,25 +1,26 @@
-"""Tree order: a sum over shards that is the same bits on any number of ranks.
+"""Tree order: a sum over shards with the same bits on any number of ranks.
 
 Floating-point addition commutes but is not associative, so the bits of a sum depend on its order.
-Here the order belongs to the shards: their messages are the leaves of one binary tree over
+Here the order depends only on the shards: their messages are the leaves of one binary tree over
 0 ... S-1, in which a span of n shards splits after the largest power of two below n. A rank
-carries a run of shards, and the spans of the tree that lie within its run are its subtrees.
+carries a run of shards, and the largest spans of the tree within its run are its subtrees.
 
-1. While a rank works through its shards, it adds up its subtrees (`accumulate`). One buffer waits
-   for each level of the tree that is not complete.
-2. The message is cut into one slice per rank. Every rank sends every other its slice of each
-   subtree (Alltoallv), which adds these up in tree order.
-3. Allgatherv returns the slices of the sum.
+1. While a rank processes its shards, it sums its subtrees (`accumulate`). One buffer is in use for
+   each level of the tree that is not complete.
+2. The message is split into one slice per rank. Every rank sends each other rank that rank's slice
+   of each of its subtrees (Alltoallv); the receiver adds them in tree order.
+3. Allgatherv distributes the slices of the sum.
 
-MPI only moves data, so its library and its algorithms do not matter. With P subtrees in all, of
-which n are its own, a rank sends n L (1 - 1/N) numbers and then L (1 - 1/N); where S and N are
-powers of two n is 1, and that is what a ring Allreduce sends. It then holds log2(S/N) + 1 messages
-and a part of one that it receives; else up to 2 log2(S) subtrees, and P - n slices received.
+MPI only moves data, so the bits do not depend on the library or its algorithms. With N ranks,
+messages of L numbers and P subtrees in total, of which n are its own, a rank sends n L (1 - 1/N)
+numbers and then L (1 - 1/N); if S and N are powers of two, n is 1, and that is what a ring
+Allreduce sends. It then stores log2(S/N) + 1 messages and a part of one that it receives;
+otherwise up to 2 log2(S) subtrees, and P - n received slices.
 
-The leaf of a shard without rows is zero and is left out: x + 0 is x, bit by bit, because no leaf
+The leaf of a shard without samples is zero and is skipped: x + 0 is x, bit by bit, because no leaf
 holds a negative zero (each is a sum that began at +0).
 
-A transport moves the data; the additions are ours, where the data lie.
+A transport moves the data; the additions run here, on the device that holds the data.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ Span = tuple[int, int]  # shards lo ... hi-1
 
 
 def middle(span: Span) -> int:
-    """Where a span of the tree splits: after the largest power of two below its length."""
+    """Return where a span of the tree splits: after the largest power of two below its length."""
     lo, hi = span
     return lo + (1 << (hi - lo - 1).bit_length() - 1)
 
 
 def subtrees(run: range, span: Span) -> list[Span]:
-    """The largest spans of the tree below `span` that lie within a rank's run of shards."""
+    """Return the largest spans of the tree below `span` that lie within a rank's run of shards."""
     lo, hi = span
     if hi <= run.start or run.stop <= lo:
         return []
@@ -52,8 +53,9 @@ def subtrees(run: range, span: Span) -> list[Span]:
 
 
 def additions(rows: Sequence[Span]) -> list[tuple[int, int]]:
-    """The sum of `rows`, subtrees that together make the whole tree, as pairs (i, j) in order:
-    row i += row j. The last i holds the sum.
+    """Return the additions that sum `rows`, subtrees which together form the whole tree.
+
+    They are pairs (i, j) in order: row i += row j. The last i holds the sum.
     """
     pairs: list[tuple[int, int]] = []
     places = {span: place for place, span in enumerate(rows)}
@@ -70,10 +72,10 @@ def additions(rows: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 class Subtrees:
-    """The sums of one rank's subtrees, added up while it works through its run of shards."""
+    """The sums of one rank's subtrees, computed while it processes its run of shards."""
 
     def __init__(self, run: range, spans: Sequence[Span], message: torch.Tensor) -> None:
-        """`spans` are the subtrees of `run`; every leaf is found in `message`, (L,)."""
+        """`spans` are the subtrees of `run`; every leaf is read from `message`, (L,)."""
         self._run, self._spans, self._message = run, spans, message
         self._free: list[torch.Tensor] = []
         self._start()
@@ -84,24 +86,24 @@ class Subtrees:
         self._sums: list[torch.Tensor | None] = []  # of complete subtrees; None is zero
 
     def accumulate(self, shard: int) -> None:
-        """Take the leaf of `shard` from the message into the tree; make room for the next."""
+        """Add the leaf of `shard`, in the message, to the tree; make room for the next."""
         while self._next < shard:
             self._add_leaf(None)
         self._add_leaf(self._message)
 
     def finish(self) -> list[torch.Tensor]:
-        """The sums of all subtrees, in order; the last one is the message itself."""
+        """Return the sums of all subtrees, in order; the last one is the message itself."""
         while self._next < self._run.stop:
             self._add_leaf(None)
         *sums, last = self._sums
         if last is not None and last is not self._message:
-            # The last shard had no rows: the message holds votes and seconds, and zeros.
+            # The last shard had no samples: the message holds flags and seconds, and zeros.
             self._add(last, self._message)
         self._start()
         return [self._take().zero_() if s is None else s for s in sums] + [self._message]
 
     def release(self, sums: list[torch.Tensor]) -> None:
-        """Take back the buffers that `finish` gave."""
+        """Take back the buffers that `finish` returned."""
         self._free += sums[:-1]
 
     def _add_leaf(self, leaf: torch.Tensor | None) -> None:
@@ -132,7 +134,7 @@ class Subtrees:
 
 
 class TreeAllreduce:
-    """Sums the subtrees of all ranks, vectors like one `example`. Collective when called."""
+    """Sums the subtrees of all ranks, which are vectors like `example`. Calls are collective."""
 
     def __init__(
         self, transport: Transport, spans: Sequence[Sequence[Span]], example: torch.Tensor
@@ -146,7 +148,7 @@ class TreeAllreduce:
         self._lengths = [end - start for start, end in zip(self._starts, ends, strict=True)]
         self._own = slice(self._starts[comm.rank], ends[comm.rank])
         self._pairs = additions([span for own in spans for span in own])
-        # What is received in one round lies together: the row of each subtree (round, rank).
+        # Rows received in one round are adjacent: the row of each subtree (round, rank).
         rounds, own = range(max(self._counts)), comm.rank
         subtrees = [
             (n, r) for n in rounds for r, c in enumerate(self._counts) if n < c and r != own
@@ -164,7 +166,7 @@ class TreeAllreduce:
         return self._counts[self.rank] * others + (self.size - 1) * own
 
     def __call__(self, sums: Sequence[torch.Tensor]) -> None:
-        """From this rank's subtrees, (length,) each, to the sum of all, in the last of them."""
+        """Sum this rank's subtrees, (length,) each, and those of all ranks into the last one."""
         for number, (lengths, counts, places) in enumerate(self._rounds):
             vector, blocks = sums[min(number, len(sums) - 1)], (lengths, self._starts)
             self.transport.alltoallv(vector, blocks, self._received.flatten(), (counts, places))
@@ -180,8 +182,10 @@ class TreeAllreduce:
         self.transport.allgatherv(sums[-1], (self._lengths, self._starts))
 
     def _round(self, number: int) -> tuple[list[int], list[int], list[int]]:
-        """Every rank's subtree of this number: how much of it goes to each rank, how much comes
-        from each, and to which places of the received rows.
+        """Return how to exchange the subtree of this number of every rank.
+
+        That is how many numbers to send to each rank, how many to receive from each, and at which
+        offsets of the received rows.
         """
         own, has = self._lengths[self.rank], number < self._counts[self.rank]
         lengths = [n if has and r != self.rank else 0 for r, n in enumerate(self._lengths)]
@@ -191,7 +195,7 @@ class TreeAllreduce:
 
 
 class TreeReduce(Reduce):
-    """Sums a vector in tree order: the same bits however many ranks carry the shards."""
+    """Sums a vector in tree order: the same bits for any number of ranks."""
 
     def __init__(self, transport: Transport, vector: torch.Tensor, runs: Sequence[range]) -> None:
         """`runs` are the shards that each rank carries, together 0 ... S-1."""
@@ -202,7 +206,7 @@ class TreeReduce(Reduce):
         self._alone = transport.comm.size == 1
 
     def accumulate(self, shard: int) -> None:
-        """Take the leaf of `shard` into the tree; the vector is zero for the next one."""
+        """Add the leaf of `shard` to the tree; the vector is zero for the next one."""
         self.subtrees.accumulate(shard)
 
     def __call__(self) -> None:
