@@ -197,8 +197,9 @@ class Loader:
         self.order = order or Order(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
         self._min_samples, self._device = min_samples, device
-        self._prefetch: Generator[Ready, None, None] | None = None  # kept between epochs
-        self._following = (0, 0)  # epoch and step that it yields next
+        self._prefetch: Generator[Ready, None, None] | None = None
+        # The epoch and step that it yields next, between two epochs.
+        self._following: tuple[int, int] | None = None
         self._cache: SampleCache | None = None
         self.assign_shards(shards)
 
@@ -224,22 +225,22 @@ class Loader:
         epoch the thread continues with the next one, if any; if the iterator is closed early, the
         thread ends.
         """
-        steps = self.partition.steps
         if self._prefetch is None or self._following != (epoch, first_step):
             self._end_prefetch()
             steps_from = self._steps_from(epoch, first_step)
             self._prefetch = ahead(self._read_step, steps_from, AHEAD, HEAD_START)
-        prefetch, self._prefetch = self._prefetch, None
+        prefetch, steps = self._prefetch, self.partition.steps
+        self._following, reads_on = None, False
         try:
             for step in range(first_step, steps):
                 batches, made = next(prefetch)
                 self._upload.take(made, [t for b in batches for t in (b.images, b.targets)])
                 if step + 1 == steps and epoch + 1 < self.epochs:
-                    self._prefetch, self._following = prefetch, (epoch + 1, 0)
+                    self._following, reads_on = (epoch + 1, 0), True
                 yield batches
         finally:
-            if self._prefetch is not prefetch:
-                prefetch.close()
+            if not reads_on and self._prefetch is prefetch:
+                self._end_prefetch()
 
     def _end_prefetch(self) -> None:
         if self._prefetch:

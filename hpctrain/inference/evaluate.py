@@ -10,6 +10,7 @@ numbers, exact to 2^53. Random numbers that a network draws in evaluation mode b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,14 +139,15 @@ def compute_blocks(
     """
 
     def queued() -> Iterator[tuple[Block, torch.Tensor]]:
-        loaded = ahead(lambda part: (load(*part), upload.record_event()), parts)
-        for block, made in loaded:
-            if not go_on(f"block {block.number}"):
-                return
-            if len(block.rows):
-                upload.take(made, block.tensors)
-                seed_torch(block_key(block.number), upload.device)
-                yield block, compute(block)
+        made_ahead = ahead(lambda part: (load(*part), upload.record_event()), parts)
+        with closing(made_ahead) as loaded:  # also if a traceback keeps this frame
+            for block, made in loaded:
+                if not go_on(f"block {block.number}"):
+                    return
+                if len(block.rows):
+                    upload.take(made, block.tensors)
+                    seed_torch(block_key(block.number), upload.device)
+                    yield block, compute(block)
 
     yield from copy_to_host(queued(), upload.device)
 

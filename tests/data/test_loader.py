@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -212,6 +213,20 @@ def test_an_error_of_the_consumer_ends_the_thread():
             assert len(loader_threads()) == 1
             _ = 1 / 0
     assert not loader_threads()
+
+
+def test_closing_ends_the_thread_though_an_error_keeps_the_epoch():
+    """A generator that the garbage collector closes would join its thread wherever that runs: also
+    in a thread that is starting, which then waits for a lock that it holds itself.
+    """
+    loader = Loader(Source(), PARTITION, MINE, SEED)
+    with pytest.raises(ZeroDivisionError) as kept, contextlib.closing(loader):
+        steps = loader.epoch(0)
+        next(steps)
+        _ = 1 / 0
+    assert not loader_threads() and kept.traceback
+    steps.close()
+    assert bits(loader.epoch(0)) == bits(Loader(Source(), PARTITION, MINE, SEED).epoch(0))
 
 
 def test_the_thread_reads_only_a_little_ahead():

@@ -242,6 +242,21 @@ def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monke
     assert asking == [e for event in made for e in (("hand over", event), ("network", None))]
 
 
+def test_an_error_of_the_network_ends_the_reading_thread(comm, network):
+    """Before the garbage collector finds the frames that its traceback holds."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    _, pack, model = network
+    task = Classification(classes=10)
+    with Split(pack, "test") as source, pytest.raises(ZeroDivisionError) as kept:
+        hook = model.register_forward_pre_hook(fail)
+        evaluate(model, source, task, make_prepare(), comm, 7)
+    hook.remove()
+    assert kept.traceback and not [t for t in threading.enumerate() if t.name.startswith("ahead")]
+
+
 def noted_model(stream, model):
     """The model, noted whenever it is asked."""
     model.register_forward_pre_hook(lambda *_: stream.note("network"))
