@@ -1,1 +1,1 @@
-"""Trained networks in use: evaluate, predict, and the file that holds one."""
+"""Inference with trained networks: evaluation, prediction, and the file of a network."""

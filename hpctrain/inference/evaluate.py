@@ -1,10 +1,11 @@
-"""Exact distributed evaluation: every row once, the same figures on any number of ranks.
+"""Exact distributed evaluation: every sample once, the same figures on any number of ranks.
 
     mpirun -n 4 python -m hpctrain evaluate RUN --data flowers.h5
 
-The split is cut into fixed blocks of rows; ranks take contiguous runs of blocks. The sums of all
-blocks are gathered and added in block order. Class counts, which are summed over ranks, are whole
-numbers, exact to 2^53. Random numbers that a network draws in evaluation mode belong to the block.
+The split is divided into fixed blocks of samples; each rank computes a contiguous run of blocks.
+The sums of all blocks are gathered and added in block order. Class counts, which are summed over
+ranks, are integers, exact up to 2^53. Random numbers that a network draws in evaluation mode depend
+on the block.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from hpctrain.watchdog import doing, started
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found over one split."""
+    """The results over one split."""
 
     rows: int
-    means: dict[str, float]  # over rows, of what the task adds up
-    confusion: np.ndarray | None  # (K, K) int64: rows of true class i answered as class j
-    mistakes: np.ndarray  # (n, 2) int64: the first rows answered wrongly, and the answers
+    means: dict[str, float]  # over samples, of the task's sums
+    confusion: np.ndarray | None  # (K, K) int64: samples of true class i predicted as class j
+    mistakes: np.ndarray  # (n, 2) int64: the first misclassified rows, and the predictions
 
     @property
     def loss(self) -> float:
@@ -54,7 +55,7 @@ class Evaluation:
         return None if self.confusion is None else float(np.trace(self.confusion)) / self.rows
 
     def figures(self) -> dict[str, Any]:
-        """The figures as they are recorded and written."""
+        """Return the figures as they are recorded and written."""
         return {"rows": self.rows, **self.means, "accuracy": self.accuracy}
 
 
@@ -65,7 +66,7 @@ def main(settings: EvaluateConfig) -> int:
     network = open_network(settings, comm)
     pack = open_pack_for(network.saved, settings, comm)
     checks = first_touch(pack, comm)
-    # Algorithms chosen by timing would let the figures depend on the ranks.
+    # With algorithms chosen by timing, the figures would depend on the ranks.
     exact = torch_settings(network.precision, benchmark=False)
 
     def go_on(what: str) -> bool:
@@ -89,7 +90,7 @@ def main(settings: EvaluateConfig) -> int:
 
 
 def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str, Any]:
-    """The figures of an evaluation for --output and for the folder of a run."""
+    """Return the results of an evaluation, for --output and for the folder of a run."""
     return {
         "model": str(model),
         "pack": pack.path,
@@ -102,14 +103,14 @@ def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str
 
 
 def blocks_of(rows: int, block: int, size: int, rank: int) -> Iterator[tuple[int, np.ndarray]]:
-    """This rank's blocks: (number of the block, its rows)."""
+    """Yield this rank's blocks: (number of the block, its rows)."""
     blocks = -(-rows // block)
     for number in range(blocks * rank // size, blocks * (rank + 1) // size):
         yield number, np.arange(number * block, min(rows, (number + 1) * block))
 
 
 class Block(NamedTuple):
-    """Rows that the network is asked about at once."""
+    """Samples that pass through the network at once."""
 
     number: int
     rows: np.ndarray  # (n,)
@@ -118,9 +119,10 @@ class Block(NamedTuple):
 
 
 def block_key(number: int) -> int:
-    """The key of all random numbers that a block draws: noise, and those of the network itself.
+    """Return the key of all random numbers of a block: noise, and those of the network itself.
 
-    Of nothing but its number, so equal weights have equal figures whatever the step, run or ranks.
+    It depends on the number of the block only, so equal weights have equal figures at any step, in
+    any run, on any number of ranks.
     """
     return random_key("evaluation", number)
 
@@ -133,9 +135,11 @@ def compute_blocks(
     upload: Upload,
     go_on: Callable[[str], bool],
 ) -> Iterator[tuple[Block, np.ndarray]]:
-    """`load` the blocks of `parts` through `upload`, in a thread and one ahead of the network,
-    and `compute` each with its own random numbers; results come on the host. Blocks without rows
-    are left out, and all from the one on to which `go_on` says no.
+    """Yield the blocks of `parts`, each with its results on the host.
+
+    A thread calls `load` for one block ahead of the network, through `upload`; `compute` gets each
+    block with its own random numbers. Blocks without samples are skipped. The first block for which
+    `go_on` returns False ends the iteration.
     """
 
     def queued() -> Iterator[tuple[Block, torch.Tensor]]:
@@ -154,19 +158,22 @@ def compute_blocks(
 
 @dataclass
 class RankPart:
-    """What one rank finds, but for its confusion matrix."""
+    """The results of one rank, without its confusion matrix."""
 
-    sums: list[list[float]] = field(default_factory=list)  # of its blocks that have rows, in order
+    sums: list[list[float]] = field(default_factory=list)  # of its nonempty blocks, in order
     rows: int = 0
     bad: dict[int, str] = field(default_factory=dict)
     mistakes: list[tuple[int, int]] = field(default_factory=list)  # the first: row and prediction
-    complete: bool = True  # no block was left out at the request of `go_on`
+    complete: bool = True  # `go_on` never returned False
 
 
 def combine(
     own: RankPart, confusion: np.ndarray, task: Task, kept: int, comm: Comm
 ) -> Evaluation | None:
-    """The figures from what all ranks found; None where one of them left blocks out. Collective."""
+    """Combine the results of all ranks; None if one of them is not complete. Collective.
+
+    Raises RunError on all ranks for samples that are not finite, or if no sample is usable.
+    """
     parts = allgather(comm, own)
     if bad := describe_first(part.bad for part in parts):
         raise agreed(RunError(bad))
@@ -194,11 +201,11 @@ def evaluate(
     go_on: Callable[[str], bool] = lambda what: True,
     kept: int = 0,
 ) -> Evaluation | None:
-    """The figures of `model` in `task` over all rows of `source` that can be used, and its first
-    `kept` mistakes. Collective.
+    """Evaluate `model` in `task` over all usable samples of `source`. Collective.
 
-    `go_on` is called with what comes next; where it returns False on any rank, the rest of that
-    rank's blocks is left out, and None returned on all.
+    The result includes the first `kept` mistakes. `go_on` is called with a description of the next
+    action; if it returns False on any rank, that rank's remaining blocks are skipped, and all ranks
+    return None.
     """
     total, device = len(source.labels), next(model.parameters()).device
     upload = Upload((min(block, total), *source.image_shape), source.dtype, device)

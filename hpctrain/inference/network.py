@@ -1,4 +1,4 @@
-"""A trained network as one file, model.safetensors, with all that is needed to use it again.
+"""A trained network as one file, model.safetensors, with everything needed to use it again.
 
 Metadata (JSON values): the network's name and options, image shape (H, W, C), class names, input
 mean and standard deviation, the pack it was trained on, the run, the step and its figures.
@@ -47,7 +47,7 @@ FILE, BEST = "model.safetensors", "best.safetensors"
 
 
 def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of a network; `state` tells the run, step and figures reached."""
+    """Return the metadata of a network; `state` holds its run, step and figures."""
     scaling = normalization(config.normalize, pack.mean, pack.std)
     return {
         "hpctrain": __version__,
@@ -73,7 +73,7 @@ def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> d
 
 @dataclass(frozen=True)
 class Saved:
-    """A network read back, in evaluation mode on the CPU, and the metadata of its file."""
+    """A network loaded from a file, in evaluation mode on the CPU, and the file's metadata."""
 
     path: Path
     model: nn.Module
@@ -84,8 +84,10 @@ class Saved:
 
 
 def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
-    """The .safetensors file of a run's name, a run's folder, or the file itself; of a sweep that of
-    its `best` network, which is printed.
+    """Find the .safetensors file of a run by its name or folder, or given as a file.
+
+    With `best`, `target` is a sweep, and the file is that of its best run, which is printed. Raises
+    UsageError if there is none.
     """
     if target is None:
         raise UsageError("name a run or a .safetensors file")
@@ -117,9 +119,11 @@ def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
 
 
 def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> Saved:
-    """Build the network and load its weights. Raises UsageError for a file that is not ours, and
-    where it names a network that is none of hpctrain's and `model` (of --model) does not name it
-    too; `words` are those of the command line, without --model.
+    """Build the network of a file and load its weights.
+
+    Raises UsageError for a file not written by hpctrain, and if it names a network that is neither
+    hpctrain's nor equal to `model` (--model). `words` are those of the command line, without
+    --model, for the message.
     """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
     if isinstance(earlier := metadata.pop("foreign", None), dict):
@@ -137,8 +141,9 @@ def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> 
 
 
 def trusted_name(path: Path, named: str, model: str | None, words: Sequence[str]) -> str:
-    """The network to build: the one that the file names, if it is hpctrain's own or --model says
-    the same. Who wrote the file must not choose what is imported. UsageError.
+    """Return the network that the file names, if it is hpctrain's own or --model names it too.
+
+    Otherwise raises UsageError: the author of a file must not choose what is imported.
     """
     if model is not None and model != named:
         raise UsageError(f"--model {model}: {path} names the network {named!r}")
@@ -148,7 +153,7 @@ def trusted_name(path: Path, named: str, model: str | None, words: Sequence[str]
 
 
 def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
-    """UsageError that names the entry which is not as `save` writes it."""
+    """Raise UsageError that names the first invalid entry of the metadata."""
 
     def numbers(value: Any, kind: type[int] | type[float], count: int, above: float) -> bool:
         good = isinstance(value, list) and len(value) == count
@@ -180,13 +185,13 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
 
 
 def _block(metadata: dict[str, Any]) -> Any:
-    """Rows of a block of the run's own evaluations; earlier files do not say it."""
+    """Return the samples per block of the run's own evaluations, which older files lack."""
     return metadata.get("evaluation_rows", EVALUATION_ROWS)
 
 
 @dataclass(frozen=True)
 class Network:
-    """A saved network on this rank's device, ready to be asked."""
+    """A saved network on this rank's device, ready for inference."""
 
     saved: Saved
     model: nn.Module
@@ -194,11 +199,11 @@ class Network:
     precision: str
     task: Task
     prepare: Prepare
-    block: int  # rows that are computed at a time
+    block: int  # samples per forward pass
 
 
 def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
-    """Read the network that the settings name and put it on this rank's device. Collective."""
+    """Load the network that the settings name onto this rank's device. Collective."""
     call_on_root(comm, lambda: check_settings(settings))
     path = call_on_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
     threads = settings.threads
@@ -217,23 +222,24 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
 
 
 def first_touch(pack: Pack, comm: Comm) -> Checks:
-    """Every block of a pack is compared when it is first read: what is reported of corrupt
-    rows would be wrong. Collective.
+    """Return checks that verify every block of a pack when it is first read. Collective.
+
+    Results from corrupt samples would be wrong.
     """
     return Checks(None if pack.external else call_on_root(comm, lambda: find_sums(pack)))
 
 
 def find_sums(pack: Pack) -> Sums:
-    """The checksums of a pack. For rank 0 alone: others never need h5py."""
+    """Read the checksums of a pack (rank 0): other ranks never need h5py."""
     from hpctrain.data.packed import read_sums
 
     return read_sums(pack)
 
 
 def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
-    """The pack to ask about: --data, else the one of training. Collective.
+    """Open the pack of --data, by default the one of training. Collective.
 
-    Raises UsageError where its images or classes are not those that the network knows.
+    Raises UsageError if its image shape or classes are not those of the network.
     """
 
     def find() -> Pack:
@@ -269,7 +275,7 @@ def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
 
 
 def require_split(pack: Pack, split: str) -> None:
-    """Raise UsageError unless the pack has rows in this split."""
+    """Raise UsageError unless the pack has samples in this split."""
     if split not in pack.splits:
         raise UsageError(f"{pack.path} has no split {split!r}, only {', '.join(pack.splits)}")
     if pack.splits[split].samples == 0:

@@ -2,8 +2,8 @@
 
     mpirun -n 4 python -m hpctrain predict RUN photos/ --output answers.csv
 
-Rows are cut into fixed blocks as in evaluation, so the answers do not depend on the number of
-ranks; rank 0 gathers them in order and writes the file.
+Images are divided into fixed blocks as in evaluation, so the predictions do not depend on the
+number of ranks; rank 0 gathers them in order and writes the file.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from hpctrain.streams import Upload
 from hpctrain.text import printable, say
 from hpctrain.watchdog import doing, started, waiting
 
-Unusable = dict[int, str]  # by row, why
-# rows (n,) into their images (n, H, W, C); those that cannot be used
+Unusable = dict[int, str]  # reason by row
+# reads rows (n,) into images (n, H, W, C), and returns those that cannot be used
 Read = Callable[[np.ndarray, np.ndarray], Unusable]
 
-MOST_NAMED = 20  # images that cannot be used
+MOST_NAMED = 20  # unusable images listed in an error
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
 
 def main(settings: PredictConfig) -> int:
-    """``hpctrain predict``: the most probable class of every image. Collective."""
+    """``hpctrain predict``: predict the class of every image. Collective."""
     comm = start_mpi()
     started("reading the network")
     network = open_network(settings, comm)
@@ -51,7 +51,7 @@ def main(settings: PredictConfig) -> int:
 
 
 def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
-    """Ask the network about image files or a split, and write what it says. Collective."""
+    """Run the network on image files or a split, and write its output. Collective."""
     restores = network.saved.metadata.get("task") == "denoise"
     if restores and not settings.images:
         raise agreed(UsageError("this network restores images: name image files"))
@@ -83,8 +83,10 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
 def predict(
     network: Network, names: list[str], read: Read, dtype: np.dtype, comm: Comm
 ) -> tuple[np.ndarray, Unusable]:
-    """Class probabilities of all rows that can be used, (N, K) float32 in the order of the rows,
-    on rank 0, elsewhere none; and all other rows, of which `names` has the names. Collective.
+    """Return the class probabilities of all usable rows, and the unusable rows. Collective.
+
+    The probabilities are (N, K) float32 in the order of the rows on rank 0, and empty on the other
+    ranks. `names` are the names of all rows.
     """
     unusable: Unusable = {}
 
@@ -114,8 +116,10 @@ def predict_blocks(
     comm: Comm,
     finish: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[tuple[Block, np.ndarray]]:
-    """This rank's blocks of `total` images of `dtype`, and what `finish` makes of the network's
-    output for each, (n, ...). Images that cannot be used are passed to the network as black ones.
+    """Yield this rank's blocks of `total` images of `dtype`, each with its results, (n, ...).
+
+    `finish` converts the network's output to the result. Unusable images are replaced by black
+    ones.
     """
     shape = (min(network.block, total), *network.saved.image_shape)
     upload = Upload(shape, dtype, network.device)
@@ -139,13 +143,14 @@ def predict_blocks(
 
 
 def gather_unusable(unusable: Unusable, comm: Comm) -> Unusable:
-    """What all ranks could not use, in the order of the rows. Collective."""
+    """Gather the unusable rows of all ranks, in the order of the rows. Collective."""
     return dict(sorted(item for each in allgather(comm, unusable) for item in each.items()))
 
 
 def refuse_unusable(unusable: Unusable, total: int, output: str | Path) -> None:
-    """Raise the same RunError on all ranks where there were rows that could not be used; it names
-    the first MOST_NAMED of them, a line each.
+    """Raise the same RunError on all ranks if there are unusable rows.
+
+    It lists the first MOST_NAMED of them, one per line.
     """
     if not unusable:
         return
@@ -164,7 +169,7 @@ def refuse_unusable(unusable: Unusable, total: int, output: str | Path) -> None:
 def restore_files(
     network: Network, files: list[Path], read: Read, settings: PredictConfig, comm: Comm
 ) -> int:
-    """Write what the network makes of every file, as PNG, into the folder --output. Collective."""
+    """Restore every image file with the network, and write PNG files to --output. Collective."""
     folder = Path("restored" if settings.output == PredictConfig.output else settings.output)
     names = call_on_root(comm, lambda: own_names(folder, files))
     unusable: Unusable = {}
@@ -186,7 +191,7 @@ def restore_files(
 
 
 def own_names(folder: Path, files: list[Path]) -> list[str]:
-    """Make the folder; a name for each file's answer, numbered where files share theirs."""
+    """Create the folder, and return an output name per file, numbered if files share a name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -203,7 +208,7 @@ def own_names(folder: Path, files: list[Path]) -> list[str]:
 
 
 def list_images(targets: tuple[str, ...]) -> list[Path]:
-    """The image files named, and those in the folders named, each folder in sorted order."""
+    """List the given image files, and those in the given folders, each folder in sorted order."""
     files: list[Path] = []
     for target in map(Path, targets):
         if target.is_dir():
@@ -223,9 +228,9 @@ def list_images(targets: tuple[str, ...]) -> list[Path]:
 
 
 def file_reader(network: Network, files: list[Path], crop: bool) -> Read:
-    """How files become images: decoded by several threads and resized as they were for the pack."""
+    """Return a function that decodes files in several threads and resizes them as for the pack."""
     shape, threads = network.saved.image_shape, decode_threads()
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # remarks on odd metadata
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # on unusual metadata
 
     def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
         bad: Unusable = {}

@@ -1,13 +1,13 @@
-"""What a network learns: from what input, towards which target, by which loss.
+"""Tasks: the input, the target and the loss with which a network is trained.
 
     pair(images, labels, key)          input and target of a batch: images (n, C, H, W) in the
                                        network's scale, labels (n,)
-    task(model, inputs, targets)       loss of a batch, to be differentiated, and its number of
-                                       correct answers
+    task(model, inputs, targets)       differentiable loss of a batch, and its number of correct
+                                       predictions
     evaluate(model, inputs, targets)   the values of `sums` for a batch, and the class predicted for
-                                       each row (n,), if any
+                                       each sample (n,), if any
 
-Losses are sums over rows, so that shares of a mini-batch add up; figures are their means.
+Losses are sums over samples, so that the parts of a global batch add up; figures are their means.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ Tensor = torch.Tensor
 
 
 def network_output(model: nn.Module, inputs: Tensor, precision: str) -> Tensor:
-    """The model's output for inputs (n, C, H, W), never in bfloat16: computed so for "bf16", else
-    in the model's own type, of which parallel/device.py says how exact products are.
+    """Return the model's output for inputs (n, C, H, W), never as bfloat16.
+
+    With precision "bf16" it is computed under autocast, otherwise in the model's own type;
+    parallel/device.py describes the precision of products.
     """
     with torch.autocast(inputs.device.type, torch.bfloat16, precision == "bf16"):
         output: Tensor = model(inputs)
@@ -41,14 +43,14 @@ class Classification:
     precision: str = "fp32"
     label_smoothing: float = 0.0
     classes: int = 0  # of the confusion matrix
-    sums: tuple[str, ...] = ("loss",)  # that an evaluation adds up over rows
+    sums: tuple[str, ...] = ("loss",)  # that an evaluation adds over samples
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """The images and their labels."""
+        """Return the images and their labels."""
         return images, labels
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss sum and number of correct answers of a batch, both on the device."""
+        """Return loss sum and number of correct predictions of a batch, both on the device."""
         scores = network_output(model, inputs, self.precision)  # (n, classes)
         smoothing = self.label_smoothing
         loss = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=smoothing)
@@ -57,7 +59,7 @@ class Classification:
     def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Loss sum of a batch, without smoothing, and the class answered for every image (n,)."""
+        """Return the loss sum of a batch, without smoothing, and the predicted classes (n,)."""
         scores = network_output(model, inputs, self.precision)
         return [F.cross_entropy(scores, targets, reduction="sum")], scores.argmax(1)
 
@@ -73,18 +75,18 @@ class Denoising:
     sums: tuple[str, ...] = ("loss", "noisy")  # mean squared error after and before
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        """The images with noise that belongs to `key`, and the clean images."""
+        """Return the images with noise drawn by `key`, and the clean images."""
         return add_noise(images, self.noise, self.level, random_key(key, "noise")), images
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over rows of each row's mean squared error; no answer counts as correct."""
+        """Return the sum of the samples' mean squared errors; no prediction counts as correct."""
         restored = network_output(model, inputs, self.precision)
         return _squared_error(restored, targets), inputs.new_zeros((), dtype=torch.int64)
 
     def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Squared errors of a batch after and before; there are no answers."""
+        """Return the sums of errors after and before restoring; there are no predicted classes."""
         restored = network_output(model, inputs, self.precision)
         return [_squared_error(restored, targets), _squared_error(inputs, targets)], None
 
@@ -97,7 +99,7 @@ Task = Classification | Denoising
 
 
 def make_task(settings: dict[str, Any], classes: int) -> Task:
-    """The task that a plan or a saved network's metadata describes, for this many classes."""
+    """Make the task for `classes` classes, as a plan or a saved network's metadata describe it."""
     precision = settings["precision"]
     if settings.get("task", "classify") == "denoise":
         return Denoising(precision, settings["noise"], settings["noise_level"])
@@ -105,6 +107,6 @@ def make_task(settings: dict[str, Any], classes: int) -> Task:
 
 
 def output_shape(task: str, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:
-    """What a network must give for one image (H, W, C): (classes,), or (C, H, W) to restore it."""
+    """Return the output shape for one image (H, W, C): (classes,), or (C, H, W) to restore it."""
     height, width, channels = image_shape
     return (channels, height, width) if task == "denoise" else (classes,)
