@@ -2,7 +2,7 @@
 
 ``package.module:function`` is imported, with the current folder importable as under ``python -m``,
 and called as ``function(image_shape=(H, W, C), classes=K)``; it returns a torch module that maps
-images (N, C, H, W) to scores (N, K), or to images (N, C, H, W) where those are learnt.
+images (N, C, H, W) to scores (N, K), or to images (N, C, H, W) for a task that restores images.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ STEMS = tuple(name for name in NETWORKS if name.startswith("resnet"))
 def build(
     name: str, image_shape: tuple[int, int, int], classes: int, small_stem: bool = False
 ) -> nn.Module:
-    """The network `name` for images of (H, W, C), its weights drawn from torch's generator.
+    """Build the network `name` for images of (H, W, C), with weights drawn from torch's generator.
 
-    UsageError if there is no such network, or the user's function fails or returns anything but
-    a module with parameters.
+    Raises UsageError if there is no such network, or if the user's function fails or returns
+    anything but a module with parameters.
     """
     if small_stem and name not in STEMS:
         raise UsageError(f"--small-stem is for {', '.join(STEMS)}; --model is {name}")
@@ -58,10 +58,10 @@ def build(
 def check_forward(
     model: nn.Module, image_shape: tuple[int, int, int], output: tuple[int, ...]
 ) -> None:
-    """Pass two black images (H, W, C) through `model` in evaluation mode; UsageError as from
-    `checked_output` and `check_names`.
+    """Pass two black images (H, W, C) through `model` in evaluation mode.
 
-    Leaves the model, and torch's generator, as they were (only lazy layers get their shapes).
+    Raises UsageError if that fails, and as `checked_output` and `check_names` do. The model and
+    torch's generator are restored (only lazy layers get their shapes).
     """
     height, width, channels = image_shape
     weight = next(model.parameters())
@@ -87,8 +87,9 @@ def check_forward(
 
 
 def check_names(model: nn.Module, before: Iterable[str]) -> None:
-    """UsageError that names the tensor which the model holds since it was first asked, and did not
-    `before`: weight files could not be loaded into it again.
+    """Raise UsageError if the state dict has gained a name that is not in `before`.
+
+    A weight file with a tensor created in the first forward pass could not be loaded again.
     """
     for name in sorted(set(model.state_dict()).difference(before)):
         raise UsageError(
@@ -99,8 +100,10 @@ def check_names(model: nn.Module, before: Iterable[str]) -> None:
 
 
 def checked_output(found: Any, rows: int, output: tuple[int, ...], mode: str) -> Tensor:
-    """What a network gave for `rows` images; UsageError unless it is a tensor (rows, *output):
-    (classes,) where classes are learnt, (C, H, W) where an image is.
+    """Return a network's output for `rows` images if it is a tensor of shape (rows, *output).
+
+    `output` is (classes,) for classification and (C, H, W) for the restoration of images. Raises
+    UsageError otherwise.
     """
     if not isinstance(found, Tensor):
         raise UsageError(f"the network must return a tensor, not {_kind(found)}, in {mode} mode")
@@ -138,13 +141,13 @@ def _call(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Modu
     for key, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_type(f"--model {name}: {key}", tensor)
         if not is_lazy(tensor) and _overlaps_itself(tensor):  # such as expanded ones
-            tensor.data = tensor.data.clone()  # torch writes into no other
+            tensor.data = tensor.data.clone()  # torch refuses to write into overlapping ones
     return model
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several values may share memory."""
-    span = 1  # that the dimensions so far take
+    """Whether several elements may share memory."""
+    span = 1  # number of elements that the dimensions so far cover
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride < span:
@@ -154,7 +157,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _import(name: str) -> tuple[Callable[..., Any], str]:
-    """The function behind "package.module:function" and the file that it comes from."""
+    """Import the function of "package.module:function"; return it and its file."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute or ":" in attribute:
         raise UsageError(f"--model {name}: write package.module:function")
@@ -203,8 +206,8 @@ def _one_line(error: BaseException) -> str:
 
 
 def _cause(error: BaseException, source: str = "") -> str:
-    """The error in one line with the place in the user's own file where it arose."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this file's
+    """Return the error in one line, with the line of the user's file that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is in this file
     own = [frame for frame in frames if frame.filename == source]
     own = own or [frame for frame in frames if "importlib" not in frame.filename]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

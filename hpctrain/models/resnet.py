@@ -1,10 +1,11 @@
-"""ResNet-18, -34 and -50 with the parameter names and shapes of torchvision's, so that published
-weights load and trained weights leave.
+"""ResNet-18, -34 and -50 with the parameter names and shapes of torchvision.
+
+Weights published for torchvision can be loaded, and torchvision can load the weights trained here.
 
 He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", CVPR 2016, table 1. As in
-torchvision, a bottleneck strides in its 3x3 convolution ("v1.5"), where the paper strides in the
-first 1x1. Convolutions start as N(0, 2 / fan_out) (He et al., "Delving Deep into Rectifiers", ICCV
-2015), batch norm at weight 1 and bias 0, the linear layer as torch does.
+torchvision, the stride of a bottleneck is in its 3x3 convolution ("v1.5"), not in the first 1x1 as
+in the paper. Convolutions are initialised with N(0, 2 / fan_out) (He et al., "Delving Deep into
+Rectifiers", ICCV 2015), batch norm with weight 1 and bias 0, the linear layer with torch's default.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: C -> width -> width channels."""
+    """Two 3x3 convolutions and a shortcut: C -> width -> width channels."""
 
     expansion = 1
 
@@ -34,7 +35,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut: C -> width -> width -> 4 width channels."""
+    """1x1, 3x3 and 1x1 convolutions and a shortcut: C -> width -> width -> 4 width channels."""
 
     expansion = 4
 
@@ -60,8 +61,8 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """Images (N, C, H, W) -> scores (N, classes).
 
-    `small_stem` begins with a 3x3 convolution of stride 1 instead of a 7x7 one of stride 2 and a
-    max-pooling: images of 32x32 then keep their resolution until ``layer2``.
+    With `small_stem`, the first layers are a 3x3 convolution of stride 1 instead of a 7x7 one of
+    stride 2 and a max-pooling: images of 32x32 then keep their resolution until ``layer2``.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ResNet(nn.Module):
 
 
 def shortcut(channels: int, width: int, stride: int) -> nn.Sequential | None:
-    """The projection beside a block, or None where its input passes unchanged."""
+    """Make the projection of a block's shortcut, or None if the input passes unchanged."""
     if stride == 1 and channels == width:
         return None
     convolution = nn.Conv2d(channels, width, 1, stride=stride, bias=False)
@@ -108,7 +109,7 @@ def shortcut(channels: int, width: int, stride: int) -> nn.Sequential | None:
 def stage(
     block: type[BasicBlock] | type[Bottleneck], channels: int, width: int, depth: int, stride: int
 ) -> nn.Sequential:
-    """`depth` blocks; the first has the stride and changes the number of channels."""
+    """Make `depth` blocks; the first has the stride and changes the number of channels."""
     blocks = [block(channels, width, stride)]
     blocks += [block(width * block.expansion, width, 1) for _ in range(depth - 1)]
     return nn.Sequential(*blocks)

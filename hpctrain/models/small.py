@@ -1,11 +1,12 @@
-"""Two small networks, whose weights start as torch draws them. Convolutions that are followed by
-batch norm have no bias: batch norm would subtract it again.
+"""Two small networks, with torch's default initialisation.
+
+Convolutions that are followed by batch norm have no bias: batch norm would subtract it again.
 
 digits        three convolutions, each with batch norm and ReLU, and one linear layer:
               conv 5x5x20 without padding, conv 3x3x20 with padding 1 (twice), fully connected
 autoencoder   images at half the size, at a quarter, and back. Strided convolutions instead of
               pooling, and transposed convolutions instead of interpolation: all have deterministic
-              gradients on GPUs. Images are padded to multiples of 4 and the output is cut.
+              gradients on GPUs. Images are padded to multiples of 4 and the output is cropped.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class DigitsNet(nn.Module):
 
 
 def flat_linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """``layer(x.flatten(1))`` without copying `x` (N, C, H, W) where it lies in memory as NHWC.
+    """Compute ``layer(x.flatten(1))`` without copying `x` (N, C, H, W) if it is channels-last.
 
     Reordering the weights instead of the activations, which are larger, saves a sixth of the
     digits network's step on a CPU; the weights keep torch's order C, H, W in either case.
@@ -52,7 +53,10 @@ def flat_linear(x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 def digits(image_shape: tuple[int, int, int], classes: int) -> DigitsNet:
-    """The network for images of (H, W, C). UsageError below 5 x 5 pixels, the first kernel."""
+    """Make the network for images of (H, W, C).
+
+    Raises UsageError for images smaller than the first kernel, 5 x 5 pixels.
+    """
     height, width, _ = image_shape
     if min(height, width) < 5:
         raise UsageError(
@@ -90,5 +94,5 @@ def _normalized(layer: nn.Conv2d | nn.ConvTranspose2d) -> tuple[nn.Module, ...]:
 
 
 def autoencoder(image_shape: tuple[int, int, int], classes: int) -> Autoencoder:
-    """The network for images of (H, W, C), whatever their classes."""
+    """Make the network for images of (H, W, C); `classes` is not used."""
     return Autoencoder(image_shape[2])

@@ -1,8 +1,8 @@
-"""What a network holds beside its parameters: buffers, and attributes of its modules that are
-numbers, text, tensors, arrays, or lists, tuples, sets and dictionaries of these.
+"""The state of a network besides its parameters: buffers, and attributes of its modules.
 
-Other objects, globals and class attributes are out of sight: they show by what they do to the
-output (training/replay.py).
+The attributes are those that are numbers, text, tensors, arrays, or lists, tuples, sets and
+dictionaries of these. Other objects, globals and class attributes are not seen: they are detected
+only by their effect on the output (training/replay.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
-DEEPEST = 5  # containers within containers that are looked into
+DEEPEST = 5  # levels of nested containers that are inspected
 
 
 class ModelState:
-    """A copy of it, which can be put back: the same objects, with the contents that they had."""
+    """A copy of the state that can be restored: the same objects, with their former contents."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Modules that wait for their shapes are left out: those may stay."""
+        """Lazy modules without shapes are skipped: they may keep the shapes that they get."""
         self._kept = [
             (home, held := _own(home), {name: _copy(value) for name, value in held.items()})
             for module in model.modules()
@@ -34,7 +34,7 @@ class ModelState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back; what was added since is gone."""
+        """Restore the state, and remove what was added since."""
         for home, held, copies in self._kept:
             for name, value in held.items():
                 _fill(value, copies[name])
@@ -44,8 +44,9 @@ class ModelState:
 
 
 def held_values(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All of it by name, such as "buffer norm.scale" or "attribute memory[0]": tensors, and values
-    whose `repr` tells them apart.
+    """Yield the state by name, such as "buffer norm.scale" or "attribute memory[0]".
+
+    The values are tensors, and others that can be compared by their `repr`.
     """
     for prefix, module in model.named_modules():
         before = f"{prefix}." if prefix else ""
@@ -75,7 +76,7 @@ def _leaves(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
 
 
 def _copy(value: Any, deep: int = DEEPEST) -> Any:
-    """What `_fill` needs to make the same of a value again; None where nothing can change in it."""
+    """Return what `_fill` needs to restore a value; None if its contents cannot change."""
     if isinstance(value, Tensor):
         expanded = value.layout == torch.strided and value.numel() and 0 in value.stride()
         fixed = isinstance(value, nn.Parameter) or is_lazy(value) or expanded  # cannot be written
@@ -90,7 +91,7 @@ def _copy(value: Any, deep: int = DEEPEST) -> Any:
 
 
 def _fill(value: Any, copy: Any) -> None:
-    """Give a value the contents again that it had when it was copied."""
+    """Restore the contents that a value had when it was copied."""
     if copy is None:
         return
     if isinstance(value, Tensor):

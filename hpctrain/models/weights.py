@@ -1,15 +1,16 @@
-"""Weights and other tensors as safetensors files: eight bytes of header length, a JSON header, raw
-values. The format runs no code when it is read (https://github.com/huggingface/safetensors), and
-its own library reads them. They are written here, as a stream: the library's writer refuses tensors
-that are not contiguous and, where its process is killed, leaves temporary files that nobody knows.
-Complex numbers, which not every version of the library takes, are pairs of real ones in the file;
-the metadata entry "hpctrain.complex" names such tensors.
+"""Weights and other tensors as safetensors files: length of the header, JSON header, raw values.
 
-A file of weights holds all parameters and buffers, contiguous in torch's order, and the metadata
-entries "hpctrain", a JSON object with what the caller needs to build the model again, and
+Reading the format executes no code (https://github.com/huggingface/safetensors). Its own library
+reads the files. They are written here, as a stream: the library's writer refuses tensors that are
+not contiguous and, if its process is killed, leaves temporary files behind. Complex numbers, which
+not every version of the library supports, are stored as pairs of real numbers; the metadata entry
+"hpctrain.complex" names such tensors.
+
+A file of weights holds all parameters and buffers, contiguous in torch's order, and two metadata
+entries: "hpctrain", a JSON object with what the caller needs to build the model again, and
 "hpctrain.sha256", the SHA-256 of the file that would be written without this entry: it covers
-names, types, shapes, values and the metadata. Files of other programs, and of versions
-before, have none.
+names, types, shapes, values and the metadata. Files of other programs and of earlier versions do
+not have these entries.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hpctrain.text import listed
 from hpctrain.typed import parse_json
 
 ENTRY, SHA256 = "hpctrain", "hpctrain.sha256"
-ORDER = "tensors"  # in the entry: their names in the order of the model
+ORDER = "tensors"  # key in the entry: names of the tensors in the order of the model
 COMPLEX = "hpctrain.complex"
 TYPES = {
     torch.bool: "BOOL",
@@ -54,7 +55,7 @@ REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def check_type(name: str, tensor: Tensor) -> None:
-    """UsageError where a file cannot hold such a tensor."""
+    """Raise UsageError if a file cannot hold such a tensor."""
     known = tensor.dtype in TYPES or tensor.dtype in REAL
     if not known or tensor.layout is not torch.strided:
         kind = f"{tensor.dtype}" if not known else f"stored as {tensor.layout}"
@@ -62,21 +63,22 @@ def check_type(name: str, tensor: Tensor) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The values in torch's order as a vector of bytes on the CPU, a copy where need be."""
+    """Return the values in torch's order as a vector of bytes on the CPU, copied if necessary."""
     return (
         tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     )
 
 
 def content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    """The bytes of a file of these tensors, piece by piece. Equal tensors and metadata give equal
-    bytes, whatever their order. UsageError as `check_type`.
+    """Yield the bytes of a file of these tensors, piece by piece.
+
+    Equal tensors and metadata give equal bytes in any order. Raises UsageError as `check_type`.
     """
     pairs = [name for name in sorted(tensors) if tensors[name].dtype in REAL]
     entries = {**metadata, COMPLEX: json.dumps(pairs)} if pairs else dict(metadata)
     header: dict[str, object] = {"__metadata__": dict(sorted(entries.items()))} if entries else {}
     start = 0
-    # By falling size of a number, so that every tensor lies aligned.
+    # By decreasing element size, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-_real(tensors[name])[0].itemsize, name))
     for name in names:
         check_type(name, tensors[name])
@@ -92,14 +94,15 @@ def content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Itera
 
 
 def _real(tensor: Tensor) -> tuple[torch.dtype, list[int]]:
-    """Type and shape in a file."""
+    """Return the type and shape that a tensor has in a file."""
     pair = [2] if tensor.dtype in REAL else []
     return REAL.get(tensor.dtype, tensor.dtype), [*tensor.shape, *pair]
 
 
 def restore_complex(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
-    """What was read from a file, with the complex tensors that `content` wrote as pairs.
-    ValueError where there are no such pairs.
+    """Convert the pairs that `content` wrote for complex tensors back to complex numbers.
+
+    Raises ValueError if a tensor named in the metadata is missing or holds no such pairs.
     """
     named = parse_json(metadata.get(COMPLEX, "[]"))
     known = isinstance(named, list) and all(isinstance(n, str) and n in tensors for n in named)
@@ -108,13 +111,13 @@ def restore_complex(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> 
     for name in named:
         if tensors[name].dtype not in REAL.values() or tensors[name].shape[-1:] != (2,):
             raise ValueError(f"{name} is no tensor of pairs of real numbers")
-    # Copies: torch takes 16 bytes at once, and crashes where they are at a multiple of 8.
+    # Copies: torch loads 16 bytes at once, and crashes if they are aligned to 8 only.
     return tensors | {name: torch.view_as_complex(tensors[name].clone()) for name in named}
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers on the CPU, contiguous in torch's order."""
-    # Parameters may be views of one flat vector, or lie in memory as NHWC: copy each by itself.
+    """Copy all parameters and buffers to the CPU, contiguous in torch's order."""
+    # Parameters may be views of one flat vector, or channels-last: copy each separately.
     return {
         name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, value in model.state_dict().items()
@@ -122,15 +125,15 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_model(path: str | Path, model: nn.Module, metadata: Mapping[str, Any]) -> None:
-    """Write weights, buffers and `metadata` (what JSON can hold), whole or not at all.
+    """Write weights, buffers and `metadata` (values for JSON) to a file, atomically.
 
-    RunError if the disk does not take it.
+    Raises RunError if it cannot be written.
     """
     save_tensors(path, snapshot(model), metadata)
 
 
 def save_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write what `snapshot` gave, and `metadata`, as `save_model` does."""
+    """Write the tensors of `snapshot`, and `metadata`, as `save_model` does."""
     entries = {ENTRY: json.dumps({**metadata, ORDER: list(tensors)}, sort_keys=True)}
     entries[SHA256] = _digest(tensors, entries)
     try:
@@ -153,11 +156,11 @@ def _digest(tensors: Mapping[str, Tensor], entries: Mapping[str, str]) -> str:
 def read_model(
     path: str | Path, required: tuple[str, ...] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors in the order of the model, if the file has it, else by their names; and the
-    metadata, of another program's file empty.
+    """Read the tensors and the metadata of a file of weights.
 
-    UsageError if it is missing, cut short, no safetensors file, not what was written, or lacks a
-    `required` key.
+    Tensors are in the order of the model if the file has it, otherwise sorted by name. The metadata
+    of another program's file are empty. Raises UsageError if the file is missing, truncated, not in
+    the safetensors format, or corrupt, or if it lacks a `required` key.
     """
     try:
         found = Path(path).read_bytes()
@@ -193,7 +196,7 @@ def read_model(
 
 
 def _in_order(tensors: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
-    """The library gives them in an order that changes from process to process."""
+    """Order the tensors: the library's order differs from process to process."""
     known = isinstance(names, list) and all(isinstance(name, str) for name in names)
     wanted = names if known and sorted(names) == sorted(tensors) else sorted(tensors)
     return {name: tensors[name] for name in wanted}
@@ -202,12 +205,12 @@ def _in_order(tensors: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
 def load_weights(
     model: nn.Module, tensors: dict[str, Tensor], source: str | Path, classes: int | None = None
 ) -> dict[str, int]:
-    """Copy `tensors` into the parameters and buffers of `model`, which stay where they are.
+    """Copy `tensors` into the parameters and buffers of `model`, in place.
 
-    Names and shapes must match; UsageError names the first three that do not. With `classes`,
-    a last layer made for another number of classes keeps its fresh weights; the names that were
-    therefore not loaded are returned, with the number of classes in the file. Counters of batches
-    may be absent (old files lack them).
+    Names and shapes must match; otherwise UsageError names the first three that do not. With
+    `classes`, a last layer for another number of classes keeps its initial weights; the names that
+    were therefore not loaded are returned, with the number of classes in the file. Batch counters
+    may be missing (old files lack them).
     """
     state = model.state_dict()
     differing = [n for n in state if n in tensors and tensors[n].shape != state[n].shape]
@@ -233,12 +236,12 @@ def load_weights(
 
 
 def load_init(model: nn.Module, path: str | Path, classes: int) -> dict[str, int]:
-    """Start `model` from a file of ours or with torchvision's names; see `load_weights`."""
+    """Load initial weights from hpctrain's or torchvision's file; see `load_weights`."""
     return load_weights(model, read_model(path)[0], path, classes)
 
 
 def describe_fresh_layer(fresh: dict[str, int], classes: int) -> str:
-    """The note on the last layer where `load_init` left it fresh."""
+    """Return the note on a last layer that `load_init` did not fill; empty if it did."""
     if not fresh:
         return ""
     name, theirs = next(iter(fresh.items()))
@@ -249,7 +252,7 @@ def describe_fresh_layer(fresh: dict[str, int], classes: int) -> str:
 def _last_layer_only(
     model: nn.Module, differing: list[str], tensors: dict[str, Tensor], classes: int
 ) -> bool:
-    """Whether the tensors that differ are the last layer's, and only in the number of classes."""
+    """Whether only the last layer's tensors differ, and only in the number of classes."""
     parameters = dict(model.named_parameters())
     layer = next(reversed(parameters)).rpartition(".")[0]
     return bool(differing) and all(
@@ -262,7 +265,7 @@ def _last_layer_only(
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether there is no NaN and no infinity; torch does not know of the numbers of one byte."""
+    """Whether all values are finite; torch cannot test the floating-point types of one byte."""
     small = tensor.is_floating_point() and tensor.itemsize == 1
     return bool(torch.isfinite(tensor.float() if small else tensor).all())
 
