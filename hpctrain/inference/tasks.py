@@ -86,7 +86,7 @@ class Denoising:
     def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the sums of errors after and before restoring; there are no predicted classes."""
+        """Return the sums of mean squared errors after and before restoration, and no classes."""
         restored = network_output(model, inputs, self.precision)
         return [_squared_error(restored, targets), _squared_error(inputs, targets)], None
 

@@ -1,4 +1,4 @@
-"""Weights and other tensors as safetensors files: length of the header, JSON header, raw values.
+"""Weights and other tensors as safetensors files: 8-byte header length, JSON header, raw values.
 
 Reading the format executes no code (https://github.com/huggingface/safetensors). Its own library
 reads the files. They are written here, as a stream: the library's writer refuses tensors that are
@@ -9,8 +9,8 @@ not every version of the library supports, are stored as pairs of real numbers; 
 A file of weights holds all parameters and buffers, contiguous in torch's order, and two metadata
 entries: "hpctrain", a JSON object with what the caller needs to build the model again, and
 "hpctrain.sha256", the SHA-256 of the file that would be written without this entry: it covers
-names, types, shapes, values and the metadata. Files of other programs and of earlier versions do
-not have these entries.
+names, types, shapes, values and the metadata. Files of earlier versions lack the checksum; those of
+other programs lack both entries.
 """
 
 from __future__ import annotations

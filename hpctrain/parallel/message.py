@@ -224,7 +224,7 @@ class Message:
         torch._foreach_add_([self._slot["compute"], self._slot["data"]], [compute, data])
 
     def set_digest(self, digest: torch.Tensor | None) -> None:
-        """Set the part of this rank's digest that is sent, at most 2^24, unless it is None."""
+        """Set this rank's slot for a digest to a number of at most 2^24; None leaves it at 0."""
         if digest is not None:
             self._slot["digest"].copy_(digest)
 

@@ -20,7 +20,7 @@ are left out of some steps (stochastic depth) are updated in those steps too. Un
 are restored after each step and its optimizer state is zero.
 
 Usage is determined on the device and copied to the host asynchronously. Parameters that the host
-knows to be used cost nothing any more; after the first steps of most networks these are all.
+knows to be used need no further work; after the first steps of most networks these are all.
 """
 
 from __future__ import annotations

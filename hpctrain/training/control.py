@@ -25,7 +25,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
 from hpctrain.launcher import job_end, received_signal
 
-if TYPE_CHECKING:  # commands that only stop runs (watch, sweep) do without it
+if TYPE_CHECKING:  # watch and sweep stop runs without importing it
     import torch
 
 STOP_FILE = "STOP"

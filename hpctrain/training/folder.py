@@ -277,7 +277,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
 
 
 def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None:
-    """Raise UsageError if a setting differs from that with which the run was begun."""
+    """Raise UsageError with the first setting that differs from those of the run's first launch."""
     for field in dataclasses.fields(Config):
         old, new = getattr(before, field.name), getattr(config, field.name)
         if field.name == "precision":

@@ -13,7 +13,8 @@ must be bitwise equal:
     the output              of each of the three
 
 On GPUs, the order of sums may vary from call to call without --deterministic. If the first two
-outputs differ there, floating-point values are compared only in buffers, around the first pass.
+outputs differ there, floating-point values are compared only in buffers, and only before and after
+the first pass.
 
 Before the first step, the same test runs with the first samples of the training split, which also
 show what each batch-norm layer sees of them.

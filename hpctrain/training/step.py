@@ -3,7 +3,7 @@
 The README shows a custom training loop built from the same parts.
 
 A digest identifies all bits of a run's state. Every `--digest-every` steps each rank reduces its
-weights, optimizer state and running statistics to a 64-bit checksum on its device, without
+weights, optimizer state, running statistics and buffers to a 64-bit checksum on its device, without
 synchronizing. A 24-bit part of it is sent in the rank's slot of the next step's message, and a rank
 that differs is reported. Rank 0 records its digest.
 

@@ -68,7 +68,7 @@ def check(run: Run, totals: Totals, step: int, rows: int) -> None:
 
 
 def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
-    """Split the seconds of a step by what its slowest rank did, and return that rank too.
+    """Return the seconds of a step by activity of its slowest rank, and that rank.
 
     The time for which rank 0 waited in the reduction for the slowest rank counts as that rank's
     computation.
