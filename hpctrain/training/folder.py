@@ -91,7 +91,7 @@ def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
             record.close()
         write_settings(job, folder)
         heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now
-        for file in folder.glob(evaluation_file(folder, "*").name):  # training goes on
+        for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
             file.unlink()
         make_ready(folder, state.step)
     except OSError as error:
