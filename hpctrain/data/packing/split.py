@@ -83,7 +83,8 @@ def fold_as_given(
     number, count = fold
     if (given == VALIDATION).any():
         raise UsageError(
-            "--fold draws validation or test, but the source gives both: leave --fold out"
+            "--fold draws validation or test, but the source gives a validation split: leave"
+            " --fold out"
         )
     held_out = VALIDATION if (given == TEST).any() else TEST
     free = np.flatnonzero(given != TEST)

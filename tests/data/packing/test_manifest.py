@@ -142,7 +142,7 @@ def test_a_fold_of_a_given_train_is_validation(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "split  given by the folders but for validation, which was drawn" in said
     class_folders(root / "val", {"a": 3, "b": 4}, width=15)
-    with pytest.raises(UsageError, match="the source gives both"):
+    with pytest.raises(UsageError, match="the source gives a validation split"):
         pack(root, tmp_path / "c.h5", size="13x11", fold="2/5")
 
 
