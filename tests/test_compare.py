@@ -232,7 +232,8 @@ def test_equal_runs_are_drawn_as_zeros_but_not_without_matplotlib(runs, capsys, 
     assert "plots need matplotlib" in printed.err and not printed.out
 
 
-def test_runs_whose_optimizers_alone_differ_are_different(runs, capsys):
+def test_runs_whose_optimizers_alone_differ_are_different(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     same, other = torch.arange(5.0), torch.arange(5.0)
     other[3] += 1
     runs("a", memory=(2, {"weights": same, "optimizer.exp_avg": same}))

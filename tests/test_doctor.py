@@ -1,6 +1,7 @@
 """doctor: its verdicts on made-up machines, what it reads of a real one, and whole runs of it."""
 
 import dataclasses
+import io
 import os
 import re
 import sys
@@ -456,6 +457,13 @@ def test_under_mpirun():
     assert re.search(r"launcher +mp\S+ \(.*\) -n 3 *$", done.stdout, re.MULTILINE)
     assert re.search(r"^\w+ +2 MiB +[\d,.]+ +[\d.]+", done.stdout, re.MULTILINE)
     assert "Allreduce of float32 over 3 ranks" in done.stdout
+
+
+def test_lines_have_no_trailing_blanks_and_any_output_can_encode_them(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
+    doctor._print(doctor.styled("MPI in /opt/m\xfcnchen  \nok  "))
+    assert written.getvalue() == b"MPI in /opt/m\\xfcnchen\nok\n"
 
 
 def broken_module(folder, name, error):

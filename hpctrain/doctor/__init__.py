@@ -195,8 +195,16 @@ def _conclude(rows: Sequence[Finding]) -> int:
 
 
 def _print(content: Table | Text) -> None:
-    """Print to standard output; silently discard it if its reader has ended."""
+    """Print to standard output, without trailing blanks; discard it if its reader has ended.
+
+    Characters that the output cannot encode are printed as escapes.
+    """
+    console = make_console(WIDTH)
+    with console.capture() as drawn:
+        console.print(content)
+    text = "\n".join(line.rstrip() for line in drawn.get().splitlines())
+    encoded = text.encode(console.encoding, "backslashreplace")
     try:
-        make_console(WIDTH).print(content)
+        print(encoded.decode(console.encoding), flush=True)
     except BrokenPipeError:
         discard_stdout()
