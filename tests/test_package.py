@@ -30,7 +30,8 @@ def built(tmp_path_factory):
     build(folder / "tree", "build_sdist", folder)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as file:
-        file.extractall(folder / "sdist", filter="data")
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4
+        file.extractall(folder / "sdist", **safe)
     (source,) = (folder / "sdist").iterdir()
     build(source, "build_wheel", folder)
     return folder

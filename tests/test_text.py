@@ -34,7 +34,7 @@ NAMES = (
 )
 NETWORK = SweepNetwork(1, "01-base", Config())
 PRINT_ALLOWED = {  # text that names nothing, other processes, stacks, and what is drawn already
-    *("text", "cli", "parallel/mpi", "parallel/choose"),
+    *("text", "cli", "parallel/mpi", "parallel/choose", "doctor/__init__"),
 }
 
 
