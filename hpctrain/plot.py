@@ -92,7 +92,7 @@ def main(settings: PlotConfig) -> int:
     folders = find_runs(settings.targets, settings.runs_dir)
     if not folders:
         raise UsageError(f"{settings.targets[0]}: none of its runs has begun yet")
-    names = distinct_names(folders)
+    names = distinct_names([folder.resolve() for folder in folders])
     pairs = zip(folders, names, strict=True)
     found = read_each(lambda pair: (pair[0], read_curves(*pair)), pairs)
     shown = [(folder, curves) for folder, curves in found if curves.panels]

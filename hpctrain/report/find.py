@@ -38,14 +38,14 @@ def find_run_or_sweep(target: str, runs_dir: str) -> Path:
     return find_folder(target, runs_dir, (FILE_NAME, SWEEP_FILE))
 
 
-def find_folder(target: str, runs_dir: str, files: Sequence[str] = (".",)) -> Path:
+def find_folder(target: str, runs_dir: str, files: Sequence[str] = ()) -> Path:
     """Return the folder named `target` in `runs_dir`, or else at this path, with one of `files`.
 
-    By default any existing folder is found, also that of a run without a record. Raises UsageError
+    Without `files` any folder is found, also that of a run without a record. Raises UsageError
     if there is no such folder.
     """
     for path in (Path(runs_dir) / target, Path(target)):
-        if any((path / name).exists() for name in files):
+        if any((path / name).is_file() for name in files) or (not files and path.is_dir()):
             return path
     proposal = propose_run(target, runs_dir)
     raise UsageError(
@@ -69,9 +69,8 @@ def sweep_runs(folder: Path) -> list[Path]:
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
     """Return a distinct name per folder: its own, with its parent's if several have the same."""
-    resolved = [folder.resolve() for folder in folders]
-    counts = Counter(folder.name for folder in resolved)
-    return [f"{f.parent.name}/{f.name}" if counts[f.name] > 1 else f.name for f in resolved]
+    counts = Counter(folder.name for folder in folders)
+    return [f"{f.parent.name}/{f.name}" if counts[f.name] > 1 else f.name for f in folders]
 
 
 def evaluation_file(folder: Path, split: str) -> Path:

@@ -249,7 +249,8 @@ class WatchedRuns:
             if folder not in self._known:
                 proposal = "" if folder.is_dir() else propose_run(folder.name, str(folder.parent))
                 self._known[folder] = WatchedRun(len(self._known), folder, proposal)
-        for run, name in zip(self.all(), distinct_names(self._order), strict=True):
+        names = distinct_names([folder.absolute() for folder in self._order])  # links: their own
+        for run, name in zip(self.all(), names, strict=True):
             run.name = clean(name)
 
     def _folders(self, target: str) -> list[Path]:

@@ -1,5 +1,7 @@
 """Runs and sweeps by name and by folder."""
 
+from pathlib import Path
+
 import pytest
 
 from hpctrain.errors import UsageError
@@ -50,3 +52,14 @@ def test_what_is_nearly_right_is_proposed_and_never_what_was_given(tmp_path):
     with pytest.raises(UsageError) as caught:
         find_runs(["begun"], runs)  # its record has not begun
     assert "did you mean" not in str(caught.value)
+
+
+def test_a_file_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "runs" / "a", tmp_path / "b")
+    (tmp_path / "runs" / "b").touch()  # a file of that name hides no folder elsewhere
+    (tmp_path / "runs" / "c" / "progress.jsonl").mkdir(parents=True)
+    assert find_folder("b", "runs") == find_runs(["b"], "runs")[0] == Path("b")
+    for find in (lambda: find_folder("runs/b", "runs"), lambda: find_runs(["c"], "runs")):
+        with pytest.raises(UsageError, match="there is no run or sweep"):
+            find()

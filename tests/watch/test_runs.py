@@ -292,3 +292,13 @@ def test_a_missing_record_later_is_said(tmp_path):
     (run / FILE_NAME).unlink()
     one.poll()
     assert one.status == ("waiting", "not begun yet")
+
+
+def test_a_link_has_its_own_name_also_one_that_leads_nowhere(tmp_path):
+    make_run(tmp_path / "run-of-monday", run_line(), step_line(1))
+    for name, target in (("latest", "run-of-monday"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(target)
+    runs = WatchedRuns(["latest", "loop"], str(tmp_path))
+    runs.poll()
+    assert [run.name for run in runs.all()] == ["latest", "loop"]
+    assert "symbolic links" in runs.all()[1].status.text
