@@ -242,9 +242,9 @@ def _draw(
     first, *_, last = [*panels.values()] * 2
     kind = "cross-entropy" if network.classifies else "mean squared error"
     for name, axes in panels.items():
+        axes.set_yscale(limits[name].scale)  # sets ticks of its own
         if name == "accuracy":
             axes.set_yticks(range(0, 101, 20 if wide else 25))
-        axes.set_yscale(limits[name].scale)
         axes.set_ylim(limits[name].low, limits[name].high)
         _draw_curves(axes, network.training.get(name), network.validation.get(name))
         if outer:

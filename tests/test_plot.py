@@ -81,6 +81,12 @@ def test_networks_share_their_axes(runs):
     assert axes[0].get_xlim() == (0, pytest.approx(7 * 1.02))
 
 
+def test_ticks_of_accuracy_are_at_quarters_in_small_panels(runs):
+    folders = [write_record(runs / name, loss=3) for name in "abcd"]
+    assert [*panels(*folders)[0].get_yticks()] == [0, 25, 50, 75, 100]
+    assert [*panels(folders[0])[0].get_yticks()] == [0, 20, 40, 60, 80, 100]
+
+
 def shown_texts(figure):
     """All that is written in a figure: titles, names and numbers of its axes, the legend."""
     yield from figure.legends[0].get_texts()
