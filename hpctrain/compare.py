@@ -64,12 +64,11 @@ def main(settings: CompareConfig) -> int:
     first = first_difference(*(read_records(folder) for folder in folders))
     if apart:
         make_console().print(_difference_table(apart))
-    say(f"tensors: {len(differences) - len(apart)} equal, {len(apart)} different")
-    if problems:
-        say(f"tensors: {listed(problems, MOST_PROBLEMS, '; ')}")
-    say(f"records: {f'differ at step {first[0]}, {first[1]}' if first else 'equal'}")
-    for line in [*notes, *_outcomes(folders), *_settings(folders)]:
-        say(line)
+    lines = [f"tensors: {len(differences) - len(apart)} equal, {len(apart)} different"]
+    lines += [f"tensors: {listed(problems, MOST_PROBLEMS, '; ')}"] if problems else []
+    lines += [f"records: {f'differ at step {first[0]}, {first[1]}' if first else 'equal'}"]
+    for line in [*lines, *notes, *_outcomes(folders), *_settings(folders)]:
+        say(printable(line, newlines=False))  # of files: a name may have a line break
     equal = not problems and not first and not apart
     say("equal" if equal else "different")
     return 0 if equal else 1

@@ -328,3 +328,15 @@ def test_mistakes(runs, capsys, arguments, message):
     runs("b")
     assert main(["compare", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_files_say_stays_on_its_line(runs, capsys):
+    a, b = runs("a"), runs("b", status="fail\nequal")
+    for name, split in ((a, "x\nequal"), (b, "y\nequal")):
+        line = {"kind": "evaluation", "step": 9, "split": split, "time": "x"}
+        with Path("runs", name, "progress.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    assert main(["compare", a, b]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert r"records: differ at step 9, evaluation: split x\nequal and y\nequal" in lines
+    assert "equal" not in lines and lines[-1] == "different"
