@@ -18,6 +18,7 @@ try:
     from textual.app import App, ComposeResult
     from textual.binding import Binding
     from textual.containers import Container
+    from textual.coordinate import Coordinate
     from textual.screen import ModalScreen
     from textual.widgets import DataTable, Footer, Static
 except ImportError as error:
@@ -174,13 +175,22 @@ class WatchApp(App[None]):
         rows = [(summary["key"], cells(summary)) for summary in summaries]
         if rows == self._rows:
             return
-        chosen, table = self._chosen(), self._table()
+        before, chosen, table = self._rows, self._chosen(), self._table()
         self._rows, keys = rows, [key for key, _ in rows]
+        lines = []
+        for summary, (_, texts) in zip(summaries, rows, strict=True):
+            styles = ["", STYLES.get(summary["status"], ""), *[""] * (len(texts) - 2)]
+            lines.append([*map(Text, texts, styles)])
+        if keys == [key for key, _ in before]:  # refilled, the table would scroll back to its top
+            for row, ((_, old), line) in enumerate(zip(before, lines, strict=True)):
+                for column, text in enumerate(line):
+                    if text.plain != old[column]:
+                        table.update_cell_at(Coordinate(row, column), text, update_width=True)
+            return
         with self.prevent(DataTable.RowHighlighted):  # the same run stays selected
             table.clear()
-            for summary, (_, texts) in zip(summaries, rows, strict=True):
-                styles = ["", STYLES.get(summary["status"], ""), *[""] * (len(texts) - 2)]
-                table.add_row(*map(Text, texts, styles))
+            for line in lines:
+                table.add_row(*line)
             if chosen is not None and chosen.key in keys:
                 table.move_cursor(row=keys.index(chosen.key))
 

@@ -152,6 +152,24 @@ def test_nothing_is_drawn_where_nothing_changed(runs, monkeypatch):
     watch(runs, drive)
 
 
+def test_a_table_that_was_scrolled_stays_where_it_is(tmp_path):
+    names = [f"{number:02}-of-many-with-a-long-name" for number in range(30)]
+    runs = [make_run(tmp_path / name, run_line(), step_line(1)) for name in names]
+
+    async def drive(app, pilot):
+        table = app._table()
+        table.scroll_to(x=9, y=15, animate=False)
+        await pilot.pause()
+        append(runs[20], *map(step_line, range(2, 21)))
+        app._tick()
+        await pilot.pause()
+        return table.scroll_offset, [str(cell) for cell in table.get_row_at(20)]
+
+    offset, cells = watch(runs, drive, (60, 30))
+    assert (offset.x, offset.y) == (9, 15)
+    assert "50 %" in cells
+
+
 def test_a_sweep_without_runs_and_the_first_that_begins(tmp_path, monkeypatch):
     monkeypatch.setattr("hpctrain.watch.runs.FIND_RUNS_EVERY", -1)
     (tmp_path / "s").mkdir()
