@@ -283,3 +283,11 @@ def test_the_first_step_is_timed(monkeypatch, tmp_path):
     record = {"time": datetime.fromtimestamp(time.time() + 5, UTC).isoformat()}
     monkeypatch.setattr(cases, "train", lambda folder, ranks, *flags: [record] * ranks)
     assert 4.5 < cases.first_step("pack.h5", tmp_path) < 5.5
+
+
+def test_a_package_without_metadata_has_no_version(monkeypatch):
+    def fails(name):
+        raise harness.PackageNotFoundError(name)
+
+    monkeypatch.setattr(harness, "version", fails)
+    assert harness.machine_lines()[1].endswith("torch ?, mpi4py ?, h5py ?")

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -139,9 +139,16 @@ def machine_lines() -> list[str]:
     """Return lines on processor, cores, load and versions, without which results mean little."""
     from hpctrain.parallel.device import processor_name  # imports torch
 
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "mpi4py", "h5py"))
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "mpi4py", "h5py"))
     load = os.getloadavg()[0]
     return [
         f"{processor_name()}, {len(os.sched_getaffinity(0))} cores allowed, load {load:.1f} before",
         f"hpctrain {__version__}, Python {platform.python_version()}, {versions}",
     ]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # not installed by a package manager of Python
+        return "?"

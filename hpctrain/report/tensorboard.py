@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.files import writing
 from hpctrain.report.fields import fields_marked
 from hpctrain.text import printable
@@ -58,12 +58,15 @@ class EventWriter:
         self._writer = None
 
     def _call(self, method: str, *values: Any) -> None:
-        """Call a method of the writer, unless an earlier call has failed."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
+        """Call a method of the writer, unless an earlier call could not write."""
+        if self._writer is None:
+            return
+        try:
             with writing(self._what):
-                attrgetter(method)(writer)(*values)
-            self._writer = writer
+                attrgetter(method)(self._writer)(*values)
+        except RunError:
+            self._writer = None
+            raise
 
 
 def session_start(record: dict[str, Any]) -> Any:

@@ -76,6 +76,23 @@ def test_events_that_cannot_be_written_are_one_error(tmp_path: Path) -> None:
     assert len(calls) == 1, "later events are dropped"
 
 
+def test_an_interrupt_while_writing_leaves_a_file_that_is_closed(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from hpctrain.report.tensorboard import EventWriter
+
+    events, closed = EventWriter(tmp_path), []
+
+    def interrupted(*values: Any) -> None:
+        raise KeyboardInterrupt
+
+    events._writer.close()
+    events._writer = SimpleNamespace(add_image=interrupted, close=lambda: closed.append(True))
+    with pytest.raises(KeyboardInterrupt):
+        events.picture("a", 1, np.zeros((2, 2, 3), np.uint8))
+    events.close()
+    assert closed == [True], "or events in its queue would be lost"
+
+
 def test_no_events_unless_asked_for(tmp_path: Path) -> None:
     with Recorder(tmp_path, "none") as recorder:
         recorder.run({"name": "first"})
