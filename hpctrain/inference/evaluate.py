@@ -135,7 +135,7 @@ def compute_blocks(
     upload: Upload,
     go_on: Callable[[str], bool],
 ) -> Iterator[tuple[Block, np.ndarray]]:
-    """Yield the blocks of `parts`, each with its results on the host.
+    """Yield the blocks of `parts`, each with its results on the host and without its tensors.
 
     A thread calls `load` for one block ahead of the network, through `upload`; `compute` gets each
     block with its own random numbers. Blocks without samples are skipped. The first block for which
@@ -151,7 +151,8 @@ def compute_blocks(
                 if len(block.rows):
                     upload.take(made, block.tensors)
                     seed_torch(block_key(block.number), upload.device)
-                    yield block, compute(block)
+                    # Blocks in flight would keep their tensors in the device's memory.
+                    yield block._replace(tensors=()), compute(block)
 
     yield from copy_to_host(queued(), upload.device)
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -240,6 +241,24 @@ def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monke
     asking = [entry for entry in stream.log if entry[0] in ("hand over", "network")]
     made = range(2, 2 * blocks + 1, 2)
     assert asking == [e for event in made for e in (("hand over", event), ("network", None))]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_blocks_in_flight_do_not_keep_their_tensors(comm, network, monkeypatch, late):
+    """Alive are the tensors of the block that is computed and of the next one, which is read."""
+    _, pack, model = network
+    made, alive, usual = weakref.WeakSet(), [], make_prepare()
+
+    def prepare(images, key):
+        made.add(inputs := usual(images, key))
+        return inputs
+
+    monkeypatch.setitem(IN_FLIGHT, "cpu", late)
+    hook = model.register_forward_pre_hook(lambda *_: alive.append(len(made)))
+    with Split(pack, "test") as source:
+        evaluate(model, source, Classification(classes=10), prepare, comm, 4)
+    hook.remove()
+    assert 0 < max(alive) <= 2
 
 
 def test_an_error_of_the_network_ends_the_reading_thread(comm, network):
