@@ -245,7 +245,9 @@ def evaluate(
 
     training = model.training
     model.eval()
-    with fork_rng(device):
-        call_on_all(comm, add_own)
-    model.train(training)
+    try:
+        with fork_rng(device):
+            call_on_all(comm, add_own)
+    finally:
+        model.train(training)
     return combine(own, confusion, task, kept, comm)

@@ -261,6 +261,18 @@ def test_blocks_in_flight_do_not_keep_their_tensors(comm, network, monkeypatch, 
     assert 0 < max(alive) <= 2
 
 
+def test_a_split_that_cannot_be_read_leaves_the_network_in_its_mode(comm, network, monkeypatch):
+    def fail(*_):
+        raise RunError("truncated")
+
+    _, pack, model = network
+    model.train()
+    with Split(pack, "test") as source, pytest.raises(RunError, match="truncated"):
+        monkeypatch.setattr(source, "gather", fail)
+        evaluate(model, source, Classification(classes=10), make_prepare(), comm, 7)
+    assert model.training
+
+
 def test_an_error_of_the_network_ends_the_reading_thread(comm, network):
     """Before the garbage collector finds the frames that its traceback holds."""
 
