@@ -291,3 +291,16 @@ def test_a_package_without_metadata_has_no_version(monkeypatch):
 
     monkeypatch.setattr(harness, "version", fails)
     assert harness.machine_lines()[1].endswith("torch ?, mpi4py ?, h5py ?")
+
+
+def test_ranks_meet_in_the_folder_of_their_job_whatever_its_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(peers.torch, "set_num_threads", lambda count: None)
+    images = np.zeros((32, 28, 28, 1), np.uint8)
+    splits = {"train": (images, np.arange(32) % 10)}
+    write_pack(tmp_path / "p.h5", splits, tuple("0123456789"), {})
+    (folder := tmp_path / "a#b").mkdir()
+    pack = str(tmp_path / "p.h5")
+    peers.train(TrainingJob("digits", pack, 16, 1, 1, mode="ddp", folder=str(folder)))
+    assert {path.name for path in tmp_path.iterdir()} == {"p.h5", "a#b"}
+    assert json.loads((folder / "rank0.json").read_text())["rows"] == 16

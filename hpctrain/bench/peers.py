@@ -86,8 +86,8 @@ def train(job: TrainingJob) -> None:
     torch.manual_seed(0)
     rank, size = launched_rank(), launched_size() or 1
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meeting = f"file://{Path(job.folder).resolve()}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    store = dist.FileStore(str(Path(job.folder, "meeting")), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     pack, loads = read_pack(job.data), job.mode == "loader"
     model = build(job.model, pack.image_shape, len(pack.classes))
     place(model.train(), torch.device("cpu"), job.channels_last)
