@@ -170,6 +170,16 @@ def test_a_copy_of_another_user_is_not_used_again(tmp_path, monkeypatch):
     assert not staging.compare(packed, Path(packed.path), part)
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_folder_or_a_pipe_in_place_of_a_copy_is_not_one(tmp_path, make):
+    packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
+    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.image_bytes))
+    make(tmp_path / "b")
+    descriptors = os.listdir("/proc/self/fd")
+    assert not staging.compare(packed, tmp_path / "b", part)
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
 def test_a_copy_is_not_written_through_a_link(tmp_path, victim):
     packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
     begun = staging.begin(tmp_path, packed, "b")

@@ -20,6 +20,7 @@ import numpy as np
 
 from hpctrain.data.pack_format import StoredColumn
 from hpctrain.errors import RunError, UsageError
+from hpctrain.files import open_regular
 from hpctrain.watchdog import doing
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ ReadInto = Callable[[list[memoryview], int], None]  # buffers, byte offset in th
 def open_file(path: str, size: int | None = None) -> int:
     """Open the file for reading and return its descriptor.
 
-    Raises UsageError if it cannot be opened, or if its size is not `size` bytes.
+    Raises UsageError if it cannot be opened or is no regular file, or if its size is not `size`
+    bytes.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_RDONLY)
     except OSError as error:
         raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
     there = os.fstat(descriptor).st_size
