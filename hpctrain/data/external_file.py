@@ -249,4 +249,4 @@ def _read_labels(file: h5py.File, data: h5py.Dataset, found: ExternalFile) -> np
             raise Unusable(f"the labels {name} are no whole numbers: row {row} is {values[row]:g}")
     elif int(values.max()) > np.iinfo(np.int64).max:
         raise Unusable(f"the labels {name} go up to {int(values.max())}, beyond 64 bits")
-    return np.ascontiguousarray(values, np.int64)
+    return np.array(values, np.int64)  # a copy: they may be a part of a large chunk, and read-only

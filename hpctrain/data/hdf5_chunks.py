@@ -57,26 +57,31 @@ class StoredChunks:
         )
 
     def read(self, start: int, stop: int, file_size: int) -> np.ndarray:
-        """Read rows `start` (the first of a chunk) to `stop`.
+        """Read rows `start` (the first of a chunk) to `stop`; they may be read-only.
 
         Raises CorruptChunk, or any error of h5py.
         """
         shape = (stop, *self.shape[1:])
-        out = np.empty((stop - start, *self.shape[1:]), self.dtype)
         firsts = (start, *(0 for _ in shape[1:]))
+        if self.chunk[1:] == shape[1:] and stop - start <= self.chunk[0]:  # one chunk: no copy
+            return self._read_chunk(firsts, file_size)[: stop - start]
+        out = np.empty((stop - start, *self.shape[1:]), self.dtype)
         corners = (range(*limits) for limits in zip(firsts, shape, self.chunk, strict=True))
         for corner in product(*corners):
-            raw, skipped = self._read_stored(corner, file_size)
-            try:
-                values = decode(raw, self.filters, skipped)
-            except CorruptChunk as error:
-                raise CorruptChunk(f"the chunk at {corner}: {error}") from None
+            decoded = self._read_chunk(corner, file_size)
             sizes = [min(n - at, c) for n, at, c in zip(shape, corner, self.chunk, strict=True)]
             there = tuple(slice(at, at + n) for at, n in zip(corner, sizes, strict=True))
             within = (slice(corner[0] - start, corner[0] - start + sizes[0]), *there[1:])
-            decoded = np.frombuffer(values, self.dtype).reshape(self.chunk)
             out[within] = decoded[tuple(slice(n) for n in sizes)]
         return out
+
+    def _read_chunk(self, corner: tuple[int, ...], file_size: int) -> np.ndarray:
+        raw, skipped = self._read_stored(corner, file_size)
+        try:
+            values = decode(raw, self.filters, skipped)
+        except CorruptChunk as error:
+            raise CorruptChunk(f"the chunk at {corner}: {error}") from None
+        return np.frombuffer(values, self.dtype).reshape(self.chunk)
 
     def _read_stored(self, corner: tuple[int, ...], file_size: int) -> tuple[bytes, int]:
         """Read the stored bytes of a chunk, and its filter mask: a set bit is a skipped filter."""

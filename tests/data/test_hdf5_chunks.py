@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import hdf5_chunks
+from hpctrain.data import external_file, hdf5_chunks
 from hpctrain.data.external import read_external
 from hpctrain.data.hdf5 import CorruptChunk
 from hpctrain.data.hdf5_chunks import Filters, decode, expand_lzf_here
@@ -51,6 +51,22 @@ def test_values_are_those_that_hdf5_reads(tmp_path, monkeypatch, storage, dtype,
                 found = hdf5_chunks.StoredChunks(file["x"]).read(start, stop, size)
                 assert found.dtype == values.dtype
                 assert np.array_equal(found, values[start:stop])
+
+
+def test_rows_of_one_chunk_are_not_copied_and_labels_do_not_keep_their_chunk(tmp_path):
+    values = np.arange(53 * 5).reshape(53, 5)
+    with stored(tmp_path / "a", values, (11, 5)) as file:
+        for start, stop in ((0, 11), (22, 30), (44, 53)):
+            found = hdf5_chunks.StoredChunks(file["x"]).read(start, stop, 10**6)
+            assert np.array_equal(found, values[start:stop])
+            assert not found.flags.writeable  # the bytes that HDF5 read
+    with h5py.File(tmp_path / "b", "w") as file:
+        file["x"] = np.zeros((9, 4, 4, 3), "u1")
+        file.create_dataset("y", data=np.arange(9) % 3, chunks=(1000,), maxshape=(None,))
+    source = read_external(tmp_path / "b", "x", "y").external
+    labels = external_file.read_labels(source)
+    assert labels.flags.owndata
+    assert labels.flags.writeable
 
 
 def test_a_filter_that_a_chunk_was_stored_without_is_left_out(tmp_path):
