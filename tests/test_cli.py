@@ -86,6 +86,14 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path, text):
         assert "did you mean" in str(caught.value)
 
 
+def test_a_worker_process_of_pack_imports_only_what_it_decodes_with():
+    result = run_python(
+        "import sys, hpctrain.data.packing.workers\n"
+        "print(sorted({'torch', 'mpi4py', 'h5py', 'rich', 'hpctrain.config'} & set(sys.modules)))"
+    )
+    assert result.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("command", ["", *cli.COMMANDS])
 def test_help_imports_nothing_heavy_and_lists_every_option(command):
     program = (

@@ -23,7 +23,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from hpctrain.data.packing import report
 from hpctrain.data.packing.decode import current_image
 from hpctrain.errors import RunError
 from hpctrain.launcher import PR_SET_PDEATHSIG
@@ -161,6 +160,8 @@ def start_threads(jobs: int) -> Iterator[TaskRunner]:
 @contextmanager
 def _start_alone(jobs: int, output: Path, files: list[str]) -> Iterator[RunTasks]:
     """Run tasks in `jobs` worker processes, or for one job in a thread of this process."""
+    from hpctrain.data.packing import report  # imports rich, which a worker need not
+
     kind = start_threads(1) if jobs == 1 else closing(ProcessRunner(jobs))
     with kind as runner:
 
