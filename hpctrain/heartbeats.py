@@ -119,7 +119,10 @@ def make_private_folder(folder: Path) -> bool:
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        found = folder.lstat()
+        try:
+            found = folder.lstat()
+        except FileNotFoundError:  # another rank, whose command has just ended, removed it
+            return make_private_folder(folder)
         private = found.st_uid == os.geteuid() and not found.st_mode & 0o022
         return stat.S_ISDIR(found.st_mode) and private
     except OSError:

@@ -507,6 +507,20 @@ def test_a_folder_that_is_not_the_users_own_is_no_place_to_meet(tmp_path, plante
     assert make_private_folder(tmp_path / "new"), "as the second rank finds it"
 
 
+def test_a_folder_that_another_rank_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    """Ranks of a program that runs several commands remove theirs at the end of each."""
+
+    def removed_first(path, **kwargs):
+        monkeypatch.undo()
+        path.rmdir()
+        return path.lstat(**kwargs)
+
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    monkeypatch.setattr(Path, "lstat", removed_first)
+    assert make_private_folder(folder) and folder.is_dir()
+
+
 def test_where_ranks_of_several_hosts_meet(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "launched_size", lambda: 4)
     monkeypatch.setattr(cli, "local_size", lambda: 2)
