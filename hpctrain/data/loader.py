@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -118,43 +119,60 @@ def make_pairs(
     return upload.make(sum(sizes), work)
 
 
-def ahead(
-    make: Callable[[Item], Made], items: Iterable[Item], count: int = 1, head_start: float = 0.0
-) -> Generator[Made, None, None]:
-    """Yield `make(item)` for each item, computed in order by a thread, `count` items ahead.
+class Ahead(Iterator[Made]):
+    """Iterate over `make(item)` for each item, computed in order by a thread, `count` items ahead.
 
     If the next result is ready, the thread first leaves the interpreter to the consumer for
     `head_start` seconds, so that work for a later step does not delay the kernels of the current
-    one. An error is raised in place of the result of its item. Closing the generator ends the
-    thread.
+    one. An error is raised in place of the result of its item, and ends the iteration.
+
+    This is no generator, because Python closes those at any place where it collects garbage. To
+    wait for a thread there can deadlock, for example inside ``Thread.start``.
     """
-    waiting: deque[Future[Made]] = deque()
-    wanted = threading.Event()
 
-    def work(item: Item) -> Made:
-        wanted.wait(head_start if waiting and waiting[0].done() else 0.0)
-        return make(item)
+    def __init__(
+        self,
+        make: Callable[[Item], Made],
+        items: Iterable[Item],
+        count: int = 1,
+        head_start: float = 0.0,
+    ) -> None:
+        self._make, self._items, self._count = make, iter(items), count
+        self._head_start, self._wanted = head_start, threading.Event()
+        self._waiting: deque[Future[Made]] = deque()
+        self._thread = ThreadPoolExecutor(1, "ahead")
 
-    def take() -> Made:
-        if not waiting[0].done():
-            wanted.set()
+    def __next__(self) -> Made:
+        for item in islice(self._items, self._count + 1 - len(self._waiting)):
+            self._waiting.append(self._thread.submit(self._work, item))
+        if not self._waiting:
+            self.close()
+            raise StopIteration
+        if not self._waiting[0].done():
+            self._wanted.set()
         try:
-            return waiting[0].result()  # unnamed: a reference would keep its memory too long
+            return self._waiting[0].result()  # unnamed: a reference would keep its memory too long
+        except BaseException:
+            self.close()
+            raise
         finally:
-            waiting.popleft()
-            wanted.clear()
+            if self._waiting:
+                self._waiting.popleft()
+            self._wanted.clear()
 
-    with ThreadPoolExecutor(1, "ahead") as thread:
-        try:
-            for item in items:
-                waiting.append(thread.submit(work, item))
-                if len(waiting) > count:
-                    yield take()
-            while waiting:
-                yield take()
-        finally:
-            wanted.set()
-            thread.shutdown(cancel_futures=True)
+    def close(self) -> None:
+        """End the iteration and the thread, and wait for it. The iteration's owner has to call it
+        if it stops early.
+        """
+        self._items = iter(())
+        self._wanted.set()
+        self._thread.shutdown(cancel_futures=True)
+        self._waiting.clear()
+
+    def _work(self, item: Any) -> Made:
+        is_ready = self._waiting and self._waiting[0].done()
+        self._wanted.wait(self._head_start if is_ready else 0.0)
+        return self._make(item)
 
 
 class Loader:
@@ -197,7 +215,7 @@ class Loader:
         self.order = order or Order(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
         self._min_samples, self._device = min_samples, device
-        self._prefetch: Generator[Ready, None, None] | None = None
+        self._prefetch: Ahead[Ready] | None = None
         # The epoch and step that it yields next, between two epochs.
         self._following: tuple[int, int] | None = None
         self._cache: SampleCache | None = None
@@ -228,7 +246,7 @@ class Loader:
         if self._prefetch is None or self._following != (epoch, first_step):
             self._end_prefetch()
             steps_from = self._steps_from(epoch, first_step)
-            self._prefetch = ahead(self._read_step, steps_from, AHEAD, HEAD_START)
+            self._prefetch = Ahead(self._read_step, steps_from, AHEAD, HEAD_START)
         prefetch, steps = self._prefetch, self.partition.steps
         self._following, reads_on = None, False
         try:

@@ -22,7 +22,7 @@ from torch import nn
 
 from hpctrain.config import EvaluateConfig
 from hpctrain.data.checks import describe_first, find_nonfinite
-from hpctrain.data.loader import Prepare, ahead, keep_usable, make_pairs
+from hpctrain.data.loader import Ahead, Prepare, keep_usable, make_pairs
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
@@ -143,7 +143,7 @@ def compute_blocks(
     """
 
     def queued() -> Iterator[tuple[Block, torch.Tensor]]:
-        made_ahead = ahead(lambda part: (load(*part), upload.record_event()), parts)
+        made_ahead = Ahead(lambda part: (load(*part), upload.record_event()), parts)
         with closing(made_ahead) as loaded:  # also if a traceback keeps this frame
             for block, made in loaded:
                 if not go_on(f"block {block.number}"):

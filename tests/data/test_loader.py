@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ import torch
 from hpctrain.data import loader as module
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.checks import BadSamples
-from hpctrain.data.loader import Loader, ahead, make_prepare, read_samples
+from hpctrain.data.loader import Ahead, Loader, make_prepare, read_samples
 from hpctrain.data.orders import make_order
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
@@ -429,21 +430,21 @@ def test_bad_rows_are_left_out_of_their_batches():
 
 def test_one_thing_is_made_while_the_one_before_is_used():
     begun, used = [], []
-    for made in ahead(lambda n: begun.append(n) or n * n, range(5)):
+    for made in Ahead(lambda n: begun.append(n) or n * n, range(5)):
         used.append(made)
         deadline = time.monotonic() + 20
         while len(begun) < min(5, len(used) + 1) and time.monotonic() < deadline:
             time.sleep(0.001)
         assert begun == list(range(min(5, len(used) + 1)))
     assert used == [0, 1, 4, 9, 16]
-    assert list(ahead(str, [])) == []
+    assert list(Ahead(str, [])) == []
 
     def fail(n):
         if n == 2:
             raise RunError("two")
         return n
 
-    made = ahead(fail, range(4))
+    made = Ahead(fail, range(4))
     assert [next(made), next(made)] == [0, 1]
     with pytest.raises(RunError, match="two"):
         next(made)
@@ -457,10 +458,34 @@ def test_what_was_not_begun_is_not_made_after_closing():
         time.sleep(0.2 * n)
         return n
 
-    made = ahead(make, range(9), 3)
+    made = Ahead(make, range(9), 3)
     assert next(made) == 0
     made.close()
     assert begun in ([0], [0, 1])
+
+
+def test_the_garbage_collector_waits_for_no_thread():
+    """It may run where a thread starts and holds a lock without which no other can end."""
+    may_end, began = threading.Event(), threading.Event()
+
+    def make(n):
+        if n:
+            began.set()
+            may_end.wait(20)
+        return n
+
+    made = Ahead(make, range(3))
+    assert next(made) == 0 and began.wait(20)
+    cycle = [made]
+    cycle.append(cycle)
+    del made, cycle
+    collected = threading.Thread(target=gc.collect)
+    collected.start()
+    collected.join(10)
+    waited = collected.is_alive()
+    may_end.set()
+    assert not waited
+    wait_for(lambda: not loader_threads())
 
 
 def test_parts_of_images_are_other_ones_in_every_step_and_epoch(tmp_path, monkeypatch):
