@@ -5,6 +5,7 @@ A dataclass here is the only source of a subcommand's flags, TOML keys, defaults
 data; ``plan.py`` resolves them. A default of None means "decided by the plan"; the help says how.
 """
 
+from hpctrain.config.optimizer import DEFAULT_LEARNING_RATES
 from hpctrain.config.option import (
     Interval,
     as_words,
@@ -40,4 +41,4 @@ from hpctrain.config.parse import (
     parse_settings,
     read_table,
 )
-from hpctrain.config.train import DEFAULT_LEARNING_RATES, PRECISIONS, Config
+from hpctrain.config.train import PRECISIONS, Config

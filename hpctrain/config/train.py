@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.data import COMMON, DataSettings
+from hpctrain.config.network import NetworkSettings
+from hpctrain.config.optimizer import OptimizerSettings
 from hpctrain.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
-    POSITIVE,
-    Bounds,
     Interval,
     check_folder_name,
     duration,
@@ -18,57 +18,15 @@ from hpctrain.config.option import (
     worker_loads,
 )
 
-DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
 PRECISIONS = ("default", "fp32", "tf32", "bf16")
-NETWORK, BATCH = "Network", "Batches"
-OPTIMIZER, MACHINE, RECORD = "Optimizer", "Machine", "Run, checkpoints and records"
+BATCH, MACHINE, RECORD = "Batches", "Machine", "Run, checkpoints and records"
 RUNS_DIR = ("runs", "keep all runs in this folder")
 TIMEOUT = ("30m", "abort all ranks after so long without progress")
 
 
 @dataclass(frozen=True)
-class Config(DataSettings):
+class Config(OptimizerSettings, NetworkSettings, DataSettings):
     """All settings of one training run."""
-
-    task: str = option(
-        "classify",
-        "learn the class of an image, or to remove noise from it",
-        NETWORK,
-        choices=("classify", "denoise"),
-    )
-    noise: str = option(
-        "salt-pepper", "noise of --task denoise", NETWORK, choices=("salt-pepper", "gaussian")
-    )
-    noise_level: float = option(
-        0.1,
-        "share of values with salt-pepper noise, or std of gaussian noise",
-        NETWORK,
-        Bounds(0, 1, "(]"),
-    )
-    model: str = option(
-        "auto",
-        "train this network: digits, resnet18, resnet34, resnet50, autoencoder or your own as"
-        " package.module:function; auto = digits for images of 28x28x1, autoencoder for denoise,"
-        " else resnet50",
-        COMMON,
-    )
-    init: str | None = option(
-        None, "start from the weights of a run or of a .safetensors file", NETWORK
-    )
-    small_stem: bool = option(
-        False, "use a 3x3 first convolution without pooling in ResNets, for small images", NETWORK
-    )
-    batch_norm: str = option(
-        "exact",
-        "combine batch-norm running statistics: exact = pooled batch moments; running = each"
-        " shard's running statistics, pooled; average = weighted average; local = not combined,"
-        " those of rank 0 are saved",
-        NETWORK,
-        choices=("exact", "running", "average", "local"),
-    )
-    local_buffers: bool = option(
-        False, "allow other buffers that change in training; each rank keeps its own", NETWORK
-    )
 
     epochs: int | None = option(
         None, "epochs to train; default: 20 for digits, 5 for denoise, else 100", COMMON, AT_LEAST_1
@@ -102,45 +60,6 @@ class Config(DataSettings):
     )
     seed: int = option(0, "seed of weights, order, augmentation and dropout", COMMON)
 
-    optimizer: str | None = option(
-        None,
-        "update rule; default: sgdm, for denoise adam",
-        COMMON,
-        choices=tuple(DEFAULT_LEARNING_RATES),
-    )
-    lr: float | None = option(
-        None, "learning rate; default: 0.01 for sgdm, 0.001 for adam and adamw", COMMON, POSITIVE
-    )
-    lr_scaling: str = option(
-        "none",
-        "scale the learning rate with the global batch size / --batch-per-rank (or the default"
-        " batch size): linear for sgdm, sqrt for adam",
-        OPTIMIZER,
-        choices=("none", "linear", "sqrt"),
-    )
-    warmup_epochs: float | None = option(
-        None, "epochs of linear warm-up; default: 5 with --lr-scaling", OPTIMIZER, AT_LEAST_0
-    )
-    momentum: float = option(0.9, "momentum of sgdm", OPTIMIZER, Bounds(0, 1))
-    weight_decay: float = option(
-        0.0, "L2 penalty (sgdm, adam) or decoupled weight decay (adamw)", OPTIMIZER, AT_LEAST_0
-    )
-    schedule: str = option(
-        "constant",
-        "schedule of the learning rate",
-        OPTIMIZER,
-        choices=("constant", "cosine", "step"),
-    )
-    step_epochs: int = option(30, "epochs between drops of --schedule step", OPTIMIZER, AT_LEAST_1)
-    step_factor: float = option(
-        0.1, "factor of each drop of --schedule step", OPTIMIZER, Bounds(0, 1, "(]")
-    )
-    clip_norm: float | None = option(
-        None, "clip the L2 norm of the gradient to this; default: no clipping", OPTIMIZER, POSITIVE
-    )
-    label_smoothing: float = option(
-        0.0, "label smoothing of the cross-entropy loss", OPTIMIZER, Bounds(0, 1)
-    )
     device: str = option("auto", "compute on this device", COMMON, choices=("auto", "cpu", "cuda"))
     threads: int | None = option(
         None, "CPU threads per rank; default: allowed cores / ranks", MACHINE, AT_LEAST_1

@@ -1,0 +1,56 @@
+"""Settings of ``hpctrain train`` for its optimizer and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.config.data import COMMON
+from hpctrain.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Bounds, option
+
+OPTIMIZER = "Optimizer"
+DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Settings of a training run for its optimizer and loss."""
+
+    optimizer: str | None = option(
+        None,
+        "update rule; default: sgdm, for denoise adam",
+        COMMON,
+        choices=tuple(DEFAULT_LEARNING_RATES),
+    )
+    lr: float | None = option(
+        None, "learning rate; default: 0.01 for sgdm, 0.001 for adam and adamw", COMMON, POSITIVE
+    )
+    lr_scaling: str = option(
+        "none",
+        "scale the learning rate with the global batch size / --batch-per-rank (or the default"
+        " batch size): linear for sgdm, sqrt for adam",
+        OPTIMIZER,
+        choices=("none", "linear", "sqrt"),
+    )
+    warmup_epochs: float | None = option(
+        None, "epochs of linear warm-up; default: 5 with --lr-scaling", OPTIMIZER, AT_LEAST_0
+    )
+    momentum: float = option(0.9, "momentum of sgdm", OPTIMIZER, Bounds(0, 1))
+    weight_decay: float = option(
+        0.0, "L2 penalty (sgdm, adam) or decoupled weight decay (adamw)", OPTIMIZER, AT_LEAST_0
+    )
+    schedule: str = option(
+        "constant",
+        "schedule of the learning rate",
+        OPTIMIZER,
+        choices=("constant", "cosine", "step"),
+    )
+    step_epochs: int = option(30, "epochs between drops of --schedule step", OPTIMIZER, AT_LEAST_1)
+    step_factor: float = option(
+        0.1, "factor of each drop of --schedule step", OPTIMIZER, Bounds(0, 1, "(]")
+    )
+    clip_norm: float | None = option(
+        None, "clip the L2 norm of the gradient to this; default: no clipping", OPTIMIZER, POSITIVE
+    )
+    label_smoothing: float = option(
+        0.0, "label smoothing of the cross-entropy loss", OPTIMIZER, Bounds(0, 1)
+    )
