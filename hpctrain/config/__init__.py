@@ -5,6 +5,7 @@ A dataclass here is the only source of a subcommand's flags, TOML keys, defaults
 data; ``plan.py`` resolves them. A default of None means "decided by the plan"; the help says how.
 """
 
+from hpctrain.config.imports import check_imports
 from hpctrain.config.optimizer import DEFAULT_LEARNING_RATES
 from hpctrain.config.option import (
     Interval,
@@ -35,7 +36,6 @@ from hpctrain.config.others import (
     WatchConfig,
 )
 from hpctrain.config.parse import (
-    check_imports,
     check_settings,
     load_toml,
     parse_settings,

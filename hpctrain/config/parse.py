@@ -13,10 +13,11 @@ import importlib.util
 import os
 import shlex
 import typing
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hpctrain.config.imports import check_imports
 from hpctrain.config.option import flag_of, renamed, segments
 from hpctrain.config.train import Config
 from hpctrain.errors import UsageError, did_you_mean
@@ -160,19 +161,6 @@ def read_table(table: dict[str, Any], settings: type, place: str) -> dict[str, A
             raise UsageError(f"{place}: {error}") from None
         found[name] = tuple(typed) if many else typed[0]
     return found
-
-
-def check_imports(who: str, named: Collection[str], allowed: Collection[str], retry: str) -> None:
-    """Raise UsageError if a file names custom networks, module:function, that are not allowed.
-
-    The file may have been written by others. A module is imported only if --model names it too.
-    """
-    if any(":" in name and name not in allowed for name in named):
-        plural = "s" if len(named) > 1 else ""
-        raise UsageError(
-            f"{who} names the network{plural} {', '.join(map(repr, named))}, and no module is"
-            f" imported because a file says so: if you trust it, {retry}"
-        )
 
 
 def load_toml(path: str, flag: str = "") -> dict[str, Any]:

@@ -1,25 +1,22 @@
 """Networks by name: ``build("resnet50", image_shape, classes)``, or the user's own function.
 
-``package.module:function`` is imported, with the current folder importable as under ``python -m``,
-and called as ``function(image_shape=(H, W, C), classes=K)``; it returns a torch module that maps
-images (N, C, H, W) to scores (N, K), or to images (N, C, H, W) for a task that restores images.
+``package.module:function`` is imported and called as
+``function(image_shape=(H, W, C), classes=K)``; it returns a torch module that maps images
+(N, C, H, W) to scores (N, K), or to images (N, C, H, W) for a task that restores images.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hpctrain.config.imports import import_function, one_line
 from hpctrain.errors import UsageError
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import autoencoder, digits
@@ -77,7 +74,7 @@ def check_forward(
     except Exception as error:
         raise UsageError(
             f"the network cannot take images of {width}x{height}x{channels} (width, height,"
-            f" channels): {_one_line(error)}"
+            f" channels): {one_line(error)}"
         ) from error
     finally:
         before.restore()
@@ -117,7 +114,8 @@ def checked_output(found: Any, rows: int, output: tuple[int, ...], mode: str) ->
 
 
 def _call(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    function, source = _import(name)
+    imported = import_function(name, "--model")
+    function = imported.function
     try:
         inspect.signature(function).bind(image_shape=image_shape, classes=classes)
     except (TypeError, ValueError) as error:
@@ -130,7 +128,7 @@ def _call(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Modu
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--model {name} failed: {_cause(error, source)}") from error
+        raise UsageError(f"--model {name} failed: {imported.cause(error)}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model {name} must return a torch.nn.Module, not {_kind(model)}")
     if next(model.parameters(), None) is None:
@@ -156,37 +154,6 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def _import(name: str) -> tuple[Callable[..., Any], str]:
-    """Import the function of "package.module:function"; return it and its file."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute or ":" in attribute:
-        raise UsageError(f"--model {name}: write package.module:function")
-    if module_name.endswith(".py"):
-        proper = module_name.removesuffix(".py").replace("/", ".")
-        raise UsageError(f"--model {name}: write the module, not the file: {proper}:{attribute}")
-    folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent and f"{module_name}.".startswith(f"{absent}."):
-            message = f"--model {name}: no module {absent}, installed or in {folder}"
-        else:
-            message = f"--model {name}: importing {module_name} failed: {_cause(error)}"
-        raise UsageError(message) from error
-    source = getattr(module, "__file__", None) or ""
-    if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        raise UsageError(f"--model {name}: {module_name} has no {attribute}{hint}")
-    function = getattr(module, attribute)
-    if not callable(function):
-        raise UsageError(f"--model {name}: {attribute} is a {_kind(function)}, not a function")
-    return function, source
-
-
 def _hint(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), NETWORKS, n=1)
     if near:
@@ -199,16 +166,3 @@ def _hint(name: str) -> str:
 
 def _kind(thing: object) -> str:
     return type(thing).__name__
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{_kind(error)}: {error}".split())
-
-
-def _cause(error: BaseException, source: str = "") -> str:
-    """Return the error in one line, with the line of the user's file that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is in this file
-    own = [frame for frame in frames if frame.filename == source]
-    own = own or [frame for frame in frames if "importlib" not in frame.filename]
-    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return _one_line(error) + place

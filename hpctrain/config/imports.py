@@ -1,0 +1,91 @@
+"""Functions of the user's own, named by a setting as ``package.module:function``.
+
+They are imported with the current folder importable, as under ``python -m``. A name that stands in
+a file is imported only if the command line names it too: others may have written the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpctrain.errors import UsageError
+
+
+class Imported(NamedTuple):
+    """A function of the user's own."""
+
+    setting: str  # as it was given: "--model package.module:function"
+    function: Callable[..., Any]
+    source: str  # the file of its module
+
+    def cause(self, error: BaseException) -> str:
+        """Return an error of the function in one line, with the line of its file that raised it."""
+        return _cause(error, self.source)
+
+
+def import_function(name: str, flag: str) -> Imported:
+    """Import the function "package.module:function" that the setting `flag` names.
+
+    Raises UsageError if there is none, or if importing its module fails.
+    """
+    setting = f"{flag} {name}"
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute or ":" in attribute:
+        raise UsageError(f"{setting}: write package.module:function")
+    if module_name.endswith(".py"):
+        proper = module_name.removesuffix(".py").replace("/", ".")
+        raise UsageError(f"{setting}: write the module, not the file: {proper}:{attribute}")
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{module_name}.".startswith(f"{absent}."):
+            message = f"{setting}: no module {absent}, installed or in {folder}"
+        else:
+            message = f"{setting}: importing {module_name} failed: {_cause(error)}"
+        raise UsageError(message) from error
+    source = getattr(module, "__file__", None) or ""
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise UsageError(f"{setting}: {module_name} has no {attribute}{hint}")
+    function = getattr(module, attribute)
+    if not callable(function):
+        kind = type(function).__name__
+        raise UsageError(f"{setting}: {attribute} is a {kind}, not a function")
+    return Imported(setting, function, source)
+
+
+def check_imports(who: str, named: Collection[str], allowed: Collection[str], retry: str) -> None:
+    """Raise UsageError if a file names custom networks, module:function, that are not allowed.
+
+    The file may have been written by others. A module is imported only if --model names it too.
+    """
+    if any(":" in name and name not in allowed for name in named):
+        plural = "s" if len(named) > 1 else ""
+        raise UsageError(
+            f"{who} names the network{plural} {', '.join(map(repr, named))}, and no module is"
+            f" imported because a file says so: if you trust it, {retry}"
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """Return the class and the text of an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _cause(error: BaseException, source: str = "") -> str:
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the caller's
+    own = [frame for frame in frames if frame.filename == source]
+    own = own or [frame for frame in frames if "importlib" not in frame.filename]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return one_line(error) + place
