@@ -6,6 +6,12 @@ data; ``plan.py`` resolves them. A default of None means "decided by the plan"; 
 """
 
 from hpctrain.config.imports import check_imports
+from hpctrain.config.inference import (
+    EvaluateConfig,
+    NetworkConfig,
+    PredictConfig,
+    SavedConfig,
+)
 from hpctrain.config.optimizer import DEFAULT_LEARNING_RATES
 from hpctrain.config.option import (
     Interval,
@@ -26,11 +32,8 @@ from hpctrain.config.others import (
     BenchConfig,
     CompareConfig,
     DoctorConfig,
-    EvaluateConfig,
-    NetworkConfig,
     PackConfig,
     PlotConfig,
-    PredictConfig,
     StopConfig,
     SweepConfig,
     WatchConfig,

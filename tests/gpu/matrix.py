@@ -26,7 +26,7 @@ import emulated_gpu
 import numpy as np
 
 from hpctrain.config import Config
-from hpctrain.config.others import EvaluateConfig, PredictConfig
+from hpctrain.config.inference import EvaluateConfig, PredictConfig
 from hpctrain.errors import Failure
 from hpctrain.inference import evaluate, predict
 from hpctrain.parallel import choose, overlap

@@ -1,0 +1,75 @@
+"""Settings of the subcommands that use a trained network: evaluate and predict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.config.data import DATA_DIR
+from hpctrain.config.option import AT_LEAST_1, check_file_name, duration, option
+from hpctrain.config.train import PRECISIONS, RUNS_DIR, TIMEOUT
+
+
+@dataclass(frozen=True)
+class SavedConfig:
+    """Settings of all subcommands that read a trained network: which, and its data."""
+
+    run: str | None = option(
+        None, "run, by name or folder, or .safetensors file", "What", positional=True
+    )
+    model: str | None = option(
+        None,
+        "allow the import of your own network that the file names, as package.module:function",
+        "What",
+    )
+    best: bool = option(False, "use the best network of a sweep, by validation", "What")
+    data: str | None = option(None, "read this pack; default: the one of the training", "What")
+    split: str = option("test", "read this split of the pack", "What")
+    runs_dir: str = option(*RUNS_DIR, "What")
+    data_dir: str = option(*DATA_DIR, "What")
+
+
+@dataclass(frozen=True)
+class NetworkConfig(SavedConfig):
+    """Settings of the subcommands that compute with a trained network on all ranks."""
+
+    batch: int | None = option(
+        None,
+        "compute this many images at a time; default: as the run's own test (64, on GPUs up to"
+        " 256); networks that draw random numbers draw them for each such block",
+        "Machine",
+        AT_LEAST_1,
+    )
+    device: str = option(
+        "auto", "compute on this device", "Machine", choices=("auto", "cpu", "cuda")
+    )
+    threads: int | None = option(
+        None, "CPU threads per rank; default: allowed cores / ranks", "Machine", AT_LEAST_1
+    )
+    precision: str | None = option(
+        None, "arithmetic; default: as in training", "Machine", choices=PRECISIONS
+    )
+    timeout: str = option(*TIMEOUT, "Machine", duration)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(NetworkConfig):
+    """Settings of ``hpctrain evaluate``: loss, accuracy and tables over one split."""
+
+    output: str | None = option(
+        None, "write the figures to this JSON file too", "Output", check_file_name
+    )
+
+
+@dataclass(frozen=True)
+class PredictConfig(NetworkConfig):
+    """Settings of ``hpctrain predict``: a CSV of classes and probabilities."""
+
+    images: tuple[str, ...] = option(
+        (), "image files or folders; default: a split of --data", "What", positional=True
+    )
+    output: str = option(
+        "predictions.csv",
+        "write this CSV file (- = standard output), or the folder of denoised images",
+        "Output",
+        check_file_name,
+    )
