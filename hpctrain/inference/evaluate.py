@@ -10,11 +10,10 @@ on the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +21,18 @@ from torch import nn
 
 from hpctrain.config import EvaluateConfig
 from hpctrain.data.checks import describe_first, find_nonfinite
-from hpctrain.data.loader import Ahead, Prepare, keep_usable, make_pairs
+from hpctrain.data.loader import Prepare, keep_usable, make_pairs
 from hpctrain.data.pack_format import Pack
-from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
-from hpctrain.inference.network import first_touch, open_network, open_pack_for
+from hpctrain.inference.blocks import Block, block_key, blocks_of, compute_blocks
+from hpctrain.inference.opening import first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import Task
-from hpctrain.parallel.device import fork_rng, seed_torch, torch_settings
+from hpctrain.parallel.device import fork_rng, torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, start_mpi
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.tables import print_evaluation, write_json
-from hpctrain.streams import Upload, copy_to_host
+from hpctrain.streams import Upload
 from hpctrain.watchdog import doing, started
 
 
@@ -100,61 +99,6 @@ def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str
         "classes": list(pack.classes),
         "confusion": None if result.confusion is None else result.confusion.tolist(),
     }
-
-
-def blocks_of(rows: int, block: int, size: int, rank: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield this rank's blocks: (number of the block, its rows)."""
-    blocks = -(-rows // block)
-    for number in range(blocks * rank // size, blocks * (rank + 1) // size):
-        yield number, np.arange(number * block, min(rows, (number + 1) * block))
-
-
-class Block(NamedTuple):
-    """Samples that pass through the network at once."""
-
-    number: int
-    rows: np.ndarray  # (n,)
-    bad: dict[int, str]  # rows whose images cannot be used, and why
-    tensors: tuple[torch.Tensor, ...]  # inputs (n, C, H, W), and targets if there are any
-
-
-def block_key(number: int) -> int:
-    """Return the key of all random numbers of a block: noise, and those of the network itself.
-
-    It depends on the number of the block only, so equal weights have equal figures at any step, in
-    any run, on any number of ranks.
-    """
-    return random_key("evaluation", number)
-
-
-@torch.no_grad()
-def compute_blocks(
-    load: Callable[[int, np.ndarray], Block],
-    compute: Callable[[Block], torch.Tensor],
-    parts: Iterator[tuple[int, np.ndarray]],
-    upload: Upload,
-    go_on: Callable[[str], bool],
-) -> Iterator[tuple[Block, np.ndarray]]:
-    """Yield the blocks of `parts`, each with its results on the host and without its tensors.
-
-    A thread calls `load` for one block ahead of the network, through `upload`; `compute` gets each
-    block with its own random numbers. Blocks without samples are skipped. The first block for which
-    `go_on` returns False ends the iteration.
-    """
-
-    def queued() -> Iterator[tuple[Block, torch.Tensor]]:
-        made_ahead = Ahead(lambda part: (load(*part), upload.record_event()), parts)
-        with closing(made_ahead) as loaded:  # also if a traceback keeps this frame
-            for block, made in loaded:
-                if not go_on(f"block {block.number}"):
-                    return
-                if len(block.rows):
-                    upload.take(made, block.tensors)
-                    seed_torch(block_key(block.number), upload.device)
-                    # Blocks in flight would keep their tensors in the device's memory.
-                    yield block._replace(tensors=()), compute(block)
-
-    yield from copy_to_host(queued(), upload.device)
 
 
 @dataclass

@@ -16,32 +16,18 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import (
-    PRECISIONS,
-    Config,
-    EvaluateConfig,
-    NetworkConfig,
-    PredictConfig,
-    as_words,
-    check_imports,
-    check_settings,
-    command_line,
-)
+from hpctrain.config import PRECISIONS, Config, check_imports, command_line
 from hpctrain.config.others import EVALUATION_ROWS
 from hpctrain.data.augment import normalization
-from hpctrain.data.builtin import locate
-from hpctrain.data.checks import Checks, Sums
 from hpctrain.data.loader import Prepare, make_prepare
 from hpctrain.data.pack_format import Pack, earlier_external_arguments, valid_external_arguments
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
-from hpctrain.parallel.choose import open_device
 from hpctrain.parallel.device import place
-from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root
 from hpctrain.plan import Plan
 from hpctrain.report.find import SWEEP_FILE, best_run, propose_run
-from hpctrain.text import listed, say
+from hpctrain.text import say
 
 FILE, BEST = "model.safetensors", "best.safetensors"
 
@@ -81,6 +67,11 @@ class Saved:
     classes: tuple[str, ...]
     scaling: tuple[torch.Tensor, torch.Tensor] | None  # mean, std by channel
     metadata: dict[str, Any]
+
+    @property
+    def crop(self) -> bool:
+        """Whether images were cropped, rather than stretched, to the image shape."""
+        return bool(self.metadata.get("provenance", {}).get("fit") == "crop")
 
 
 def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
@@ -202,86 +193,14 @@ class Network:
     block: int  # samples per forward pass
 
 
-def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
-    """Load the network that the settings name onto this rank's device. Collective."""
-    call_on_root(comm, lambda: check_settings(settings))
-    path = call_on_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
-    threads = settings.threads
-    device, _ = open_device(comm, settings.device, lambda share: threads or share)
-    command = "predict" if isinstance(settings, PredictConfig) else "evaluate"
-    words = command, *as_words(settings, without=("model",))
-    saved = call_on_all(comm, lambda: restore(path, settings.model, words))
+def ready_network(
+    saved: Saved, device: torch.device, precision: str | None = None, block: int | None = None
+) -> Network:
+    """Return a saved network on `device`; precision and block default to those of its run."""
     channels_last = saved.metadata.get("channels_last", True)
     dtype = next(saved.model.parameters()).dtype
     model = place(saved.model, device, channels_last)
     prepare = make_prepare(device, dtype, channels_last, saved.scaling)
-    precision = settings.precision or saved.metadata.get("precision", "fp32")
+    precision = precision or saved.metadata.get("precision", "fp32")
     task = make_task({**saved.metadata, "precision": precision}, len(saved.classes))
-    block = settings.batch or _block(saved.metadata)
-    return Network(saved, model, device, precision, task, prepare, block)
-
-
-def first_touch(pack: Pack, comm: Comm) -> Checks:
-    """Return checks that verify every block of a pack when it is first read. Collective.
-
-    Results from corrupt samples would be wrong.
-    """
-    return Checks(None if pack.external else call_on_root(comm, lambda: find_sums(pack)))
-
-
-def find_sums(pack: Pack) -> Sums:
-    """Read the checksums of a pack (rank 0): other ranks never need h5py."""
-    from hpctrain.data.packed import read_sums
-
-    return read_sums(pack)
-
-
-def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
-    """Open the pack of --data, by default the one of training. Collective.
-
-    Raises UsageError if its image shape or classes are not those of the network.
-    """
-
-    def find() -> Pack:
-        from hpctrain.data.packed import read_again
-
-        source = settings.data or saved.metadata.get("pack")
-        if source is None:
-            raise UsageError(f"{saved.path} does not say what it was trained on: give --data")
-        if settings.data is None and not Path(source).is_file():
-            raise UsageError(
-                f"the pack that {saved.path} was trained on, {source}, is gone: give --data"
-            )
-        pack = read_again(locate(source, settings.data_dir), saved.metadata.get("external"))
-        require_split(pack, settings.split)
-        if pack.image_shape != saved.image_shape:
-            raise UsageError(
-                f"{pack.path} holds images of {_size(pack.image_shape)}, but {saved.path} was"
-                f" trained on {_size(saved.image_shape)}"
-            )
-        if pack.classes != saved.classes:
-            raise UsageError(
-                f"{pack.path} has {len(pack.classes)} classes ({listed(pack.classes, 3)}), but"
-                f" {saved.path} was trained on {len(saved.classes)} ({listed(saved.classes, 3)})"
-            )
-        if settings.data is None and pack.uuid != saved.metadata.get("pack_uuid"):
-            raise UsageError(
-                f"{pack.path} is not the pack that {saved.path} was trained on (uuid {pack.uuid},"
-                f" not {saved.metadata.get('pack_uuid')}): give --data {pack.path} if it is meant"
-            )
-        return pack
-
-    return call_on_root(comm, find)
-
-
-def require_split(pack: Pack, split: str) -> None:
-    """Raise UsageError unless the pack has samples in this split."""
-    if split not in pack.splits:
-        raise UsageError(f"{pack.path} has no split {split!r}, only {', '.join(pack.splits)}")
-    if pack.splits[split].samples == 0:
-        raise UsageError(f"the split {split!r} of {pack.path} holds no image")
-
-
-def _size(shape: tuple[int, int, int]) -> str:
-    height, width, channels = shape
-    return f"{width}x{height}x{channels}"
+    return Network(saved, model, device, precision, task, prepare, block or _block(saved.metadata))

@@ -31,7 +31,7 @@ from hpctrain.data.staging import (
     staged_name,
 )
 from hpctrain.errors import UsageError
-from hpctrain.inference.network import find_sums, require_split
+from hpctrain.inference.opening import find_sums, require_split
 from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root, comm_of_host
 from hpctrain.plan import Plan
 from hpctrain.text import say

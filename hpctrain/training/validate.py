@@ -13,7 +13,8 @@ import torch
 
 from hpctrain.data.loader import read_samples
 from hpctrain.errors import Failure
-from hpctrain.inference.evaluate import Evaluation, as_json, block_key, evaluate
+from hpctrain.inference.blocks import block_key
+from hpctrain.inference.evaluate import Evaluation, as_json, evaluate
 from hpctrain.inference.network import BEST, describe
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.inference.tasks import Denoising, network_output

@@ -17,8 +17,10 @@ import torch
 
 from hpctrain.config import PredictConfig
 from hpctrain.data.images import read_image
-from hpctrain.inference.network import Network, open_network
-from hpctrain.inference.predict import file_reader, list_images, predict_blocks
+from hpctrain.inference.blocks import predict_blocks
+from hpctrain.inference.image_files import file_reader, list_images
+from hpctrain.inference.network import Network
+from hpctrain.inference.opening import open_network
 from hpctrain.inference.tasks import network_output
 from hpctrain.parallel.mpi import start_mpi
 
@@ -48,12 +50,11 @@ def main() -> None:
     comm = start_mpi()
     settings = PredictConfig(run=given.run, device=given.device, threads=given.threads)
     network, files = open_network(settings, comm), list_images((given.photos,))
-    read = file_reader(network, files, crop=False)
+    read = file_reader(network.saved, files)
 
     def ahead() -> np.ndarray:
-        blocks = predict_blocks(
-            network, read, len(files), np.dtype(np.uint8), comm, lambda x: x.softmax(1).float()
-        )
+        how = np.dtype(np.uint8), lambda scores: scores.softmax(1).float()
+        blocks = predict_blocks(network, read, len(files), *how)
         return np.concatenate([probabilities for _, probabilities in blocks])
 
     ways = {"plain loop": lambda: plain(network, files), "hpctrain predict": ahead}

@@ -21,10 +21,12 @@ from hpctrain.data.loader import make_prepare
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
+from hpctrain.inference import blocks, image_files, predict
 from hpctrain.inference import network as saved
-from hpctrain.inference import predict
-from hpctrain.inference.evaluate import block_key, blocks_of, evaluate
+from hpctrain.inference.blocks import block_key, blocks_of
+from hpctrain.inference.evaluate import evaluate
 from hpctrain.inference.evaluate import main as evaluate_main
+from hpctrain.inference.opening import open_network
 from hpctrain.inference.tasks import Classification
 from hpctrain.models import build, read_model, save_model, save_tensors
 from hpctrain.plan import Facts, resolve
@@ -219,7 +221,7 @@ def test_the_block_is_that_of_the_runs_own_test(comm, drawing):
             save_tensors(drawing / saved.FILE, state, metadata)
         comm.Barrier()
         asked = EvaluateConfig(run=str(drawing), model=DRAWING, batch=batch, threads=1)
-        assert saved.open_network(asked, comm).block == expected
+        assert open_network(asked, comm).block == expected
 
 
 def test_blocks_are_read_beside_the_network_and_handed_over(comm, network, monkeypatch):
@@ -399,7 +401,7 @@ def test_files_are_decoded_by_threads_while_the_network_computes(
     for number in range(48):
         Image.new("L", (5, 7), 5 * number).save(photos / f"{number:02}.png")
     together, begun, asked = threading.Barrier(2), threading.Semaphore(0), []
-    original, ask = predict.read_image, predict.network_output
+    original, ask = image_files.read_image, blocks.network_output
 
     def read_image(path, *shape):
         begun.release()
@@ -414,9 +416,9 @@ def test_files_are_decoded_by_threads_while_the_network_computes(
         asked.append(number)
         return ask(*arguments)
 
-    monkeypatch.setattr(predict, "read_image", read_image)
-    monkeypatch.setattr(predict, "network_output", asking)
-    monkeypatch.setattr(predict, "decode_threads", lambda: ThreadPoolExecutor(2))
+    monkeypatch.setattr(image_files, "read_image", read_image)
+    monkeypatch.setattr(blocks, "network_output", asking)
+    monkeypatch.setattr(image_files, "decode_threads", lambda: ThreadPoolExecutor(2))
     monkeypatch.setattr(predict, "start_mpi", lambda: one_rank)
     output = folder / f"{photos.name}.csv"
     model, files = str(folder / "model.safetensors"), (str(photos),)
@@ -467,7 +469,7 @@ def test_a_pack_that_does_not_fit_is_refused(comm, network, what):
 
 def test_an_answer_that_is_not_finite_is_none(comm, network, monkeypatch):
     folder, _, _ = network
-    original, asked = predict.network_output, []
+    original, asked = blocks.network_output, []
 
     def ask(*arguments):
         answers = original(*arguments)
@@ -475,11 +477,11 @@ def test_an_answer_that_is_not_finite_is_none(comm, network, monkeypatch):
         asked.append(None)
         return answers
 
-    monkeypatch.setattr(predict, "network_output", ask)
+    monkeypatch.setattr(blocks, "network_output", ask)
     output = str(folder / "finite.csv")
     run = str(folder / "model.safetensors")
-    blocks = -(-ROWS // 50)
-    with pytest.raises(RunError, match=rf"^{blocks} of {ROWS} .*\n  0: the network's answer"):
+    answers = -(-ROWS // 50)
+    with pytest.raises(RunError, match=rf"^{answers} of {ROWS} .*\n  0: the network's answer"):
         predict.main(PredictConfig(run=run, output=output, batch=50, threads=1))
     comm.Barrier()
     rows = [int(line.partition(",")[0]) for line in Path(output).read_text().splitlines()[1:]]

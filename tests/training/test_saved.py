@@ -11,7 +11,8 @@ import torch
 
 from hpctrain.config import Config, EvaluateConfig, check_settings
 from hpctrain.errors import RunError, UsageError
-from hpctrain.inference.network import find_model, open_network, open_pack_for, restore
+from hpctrain.inference.network import find_model, restore
+from hpctrain.inference.opening import open_network, open_pack_for
 from hpctrain.models import read_model, save_model
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner

@@ -1,0 +1,99 @@
+"""Open the network and the data that the settings of evaluate and predict name, on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpctrain.config import (
+    EvaluateConfig,
+    NetworkConfig,
+    PredictConfig,
+    as_words,
+    check_settings,
+)
+from hpctrain.data.builtin import locate
+from hpctrain.data.checks import Checks, Sums
+from hpctrain.data.pack_format import Pack
+from hpctrain.errors import UsageError
+from hpctrain.inference.network import Network, Saved, find_model, ready_network, restore
+from hpctrain.parallel.choose import open_device
+from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root
+from hpctrain.text import listed
+
+
+def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
+    """Load the network that the settings name onto this rank's device. Collective."""
+    call_on_root(comm, lambda: check_settings(settings))
+    path = call_on_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
+    threads = settings.threads
+    device, _ = open_device(comm, settings.device, lambda share: threads or share)
+    command = "predict" if isinstance(settings, PredictConfig) else "evaluate"
+    words = command, *as_words(settings, without=("model",))
+    saved = call_on_all(comm, lambda: restore(path, settings.model, words))
+    return ready_network(saved, device, settings.precision, settings.batch)
+
+
+def first_touch(pack: Pack, comm: Comm) -> Checks:
+    """Return checks that verify every block of a pack when it is first read. Collective.
+
+    Results from corrupt samples would be wrong.
+    """
+    return Checks(None if pack.external else call_on_root(comm, lambda: find_sums(pack)))
+
+
+def find_sums(pack: Pack) -> Sums:
+    """Read the checksums of a pack (rank 0): other ranks never need h5py."""
+    from hpctrain.data.packed import read_sums
+
+    return read_sums(pack)
+
+
+def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
+    """Open the pack of --data, by default the one of training. Collective.
+
+    Raises UsageError if its image shape or classes are not those of the network.
+    """
+
+    def find() -> Pack:
+        from hpctrain.data.packed import read_again
+
+        source = settings.data or saved.metadata.get("pack")
+        if source is None:
+            raise UsageError(f"{saved.path} does not say what it was trained on: give --data")
+        if settings.data is None and not Path(source).is_file():
+            raise UsageError(
+                f"the pack that {saved.path} was trained on, {source}, is gone: give --data"
+            )
+        pack = read_again(locate(source, settings.data_dir), saved.metadata.get("external"))
+        require_split(pack, settings.split)
+        if pack.image_shape != saved.image_shape:
+            raise UsageError(
+                f"{pack.path} holds images of {_size(pack.image_shape)}, but {saved.path} was"
+                f" trained on {_size(saved.image_shape)}"
+            )
+        if pack.classes != saved.classes:
+            raise UsageError(
+                f"{pack.path} has {len(pack.classes)} classes ({listed(pack.classes, 3)}), but"
+                f" {saved.path} was trained on {len(saved.classes)} ({listed(saved.classes, 3)})"
+            )
+        if settings.data is None and pack.uuid != saved.metadata.get("pack_uuid"):
+            raise UsageError(
+                f"{pack.path} is not the pack that {saved.path} was trained on (uuid {pack.uuid},"
+                f" not {saved.metadata.get('pack_uuid')}): give --data {pack.path} if it is meant"
+            )
+        return pack
+
+    return call_on_root(comm, find)
+
+
+def require_split(pack: Pack, split: str) -> None:
+    """Raise UsageError unless the pack has samples in this split."""
+    if split not in pack.splits:
+        raise UsageError(f"{pack.path} has no split {split!r}, only {', '.join(pack.splits)}")
+    if pack.splits[split].samples == 0:
+        raise UsageError(f"the split {split!r} of {pack.path} holds no image")
+
+
+def _size(shape: tuple[int, int, int]) -> str:
+    height, width, channels = shape
+    return f"{width}x{height}x{channels}"
