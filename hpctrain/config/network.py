@@ -37,7 +37,7 @@ class NetworkSettings:
         COMMON,
     )
     init: str | None = option(
-        None, "start from the weights of a run or of a .safetensors file", NETWORK
+        None, "start from the weights of a run, or of a .safetensors, .pth or .pt file", NETWORK
     )
     small_stem: bool = option(
         False, "use a 3x3 first convolution without pooling in ResNets, for small images", NETWORK

@@ -1,11 +1,10 @@
 """The networks: plain torch modules, built by name, and their weights in safetensors files."""
 
 from hpctrain.models.build import NETWORKS, build, check_forward, check_names, checked_output
+from hpctrain.models.init import InitialWeights, load_init
 from hpctrain.models.state import ModelState, held_values
 from hpctrain.models.weights import (
     as_bytes,
-    describe_fresh_layer,
-    load_init,
     load_weights,
     read_model,
     save_model,
@@ -15,13 +14,13 @@ from hpctrain.models.weights import (
 
 __all__ = [
     "NETWORKS",
+    "InitialWeights",
     "ModelState",
     "as_bytes",
     "build",
     "check_forward",
     "check_names",
     "checked_output",
-    "describe_fresh_layer",
     "held_values",
     "load_init",
     "load_weights",

@@ -202,21 +202,14 @@ def _in_order(tensors: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
     return {name: tensors[name] for name in wanted}
 
 
-def load_weights(
-    model: nn.Module, tensors: dict[str, Tensor], source: str | Path, classes: int | None = None
-) -> dict[str, int]:
+def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: str | Path) -> None:
     """Copy `tensors` into the parameters and buffers of `model`, in place.
 
-    Names and shapes must match; otherwise UsageError names the first three that do not. With
-    `classes`, a last layer for another number of classes keeps its initial weights; the names that
-    were therefore not loaded are returned, with the number of classes in the file. Batch counters
-    may be missing (old files lack them).
+    Names and shapes must match; otherwise UsageError names the first three that do not. Batch
+    counters may be missing (old files lack them).
     """
     state = model.state_dict()
     differing = [n for n in state if n in tensors and tensors[n].shape != state[n].shape]
-    fresh: dict[str, int] = {}
-    if classes is not None and _last_layer_only(model, differing, tensors, classes):
-        fresh, differing = {name: len(tensors[name]) for name in differing}, []
     wrong = [f"{n} is {_shape(tensors[n])}, the model's {_shape(state[n])}" for n in differing]
     wrong += [
         f"{n} {_shape(state[n])} is not in the file"
@@ -229,39 +222,8 @@ def load_weights(
     for name, value in tensors.items():
         if not _finite(value) and _finite(state[name]):  # a mask may hold -inf by design
             raise UsageError(f"{source}: {name} holds values that are not finite")
-    kept = {name: value for name, value in tensors.items() if name not in fresh}
     with torch.no_grad():
-        model.load_state_dict(kept, strict=False)
-    return fresh
-
-
-def load_init(model: nn.Module, path: str | Path, classes: int) -> dict[str, int]:
-    """Load initial weights from hpctrain's or torchvision's file; see `load_weights`."""
-    return load_weights(model, read_model(path)[0], path, classes)
-
-
-def describe_fresh_layer(fresh: dict[str, int], classes: int) -> str:
-    """Return the note on a last layer that `load_init` did not fill; empty if it did."""
-    if not fresh:
-        return ""
-    name, theirs = next(iter(fresh.items()))
-    layer = f"classifier {name.rpartition('.')[0]} ({classes} classes)"
-    return f"--init: {layer} starts fresh: the file's has {theirs}"
-
-
-def _last_layer_only(
-    model: nn.Module, differing: list[str], tensors: dict[str, Tensor], classes: int
-) -> bool:
-    """Whether only the last layer's tensors differ, and only in the number of classes."""
-    parameters = dict(model.named_parameters())
-    layer = next(reversed(parameters)).rpartition(".")[0]
-    return bool(differing) and all(
-        name.rpartition(".")[0] == layer
-        and name in parameters
-        and parameters[name].shape[:1] == (classes,)
-        and parameters[name].shape[1:] == tensors[name].shape[1:]
-        for name in differing
-    )
+        model.load_state_dict(tensors, strict=False)
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -145,7 +145,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "pack_uuid": job.pack.uuid,
         "plan": job.plan.digest(),
         "key": hardware_key(job.trainer.message.device),
-        "fresh": list(job.kept_fresh),
+        "init": job.init.facts() if job.init else None,
         "mpi": library(),
         "torch": torch.__version__,
         "hpctrain": __version__,

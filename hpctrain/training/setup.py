@@ -23,7 +23,7 @@ from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.inference.network import find_model
 from hpctrain.inference.tasks import Task, make_task, output_shape
-from hpctrain.models import build, check_forward, describe_fresh_layer, load_init
+from hpctrain.models import InitialWeights, build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce, open_device, open_transport
 from hpctrain.parallel.device import hardware_key, place
@@ -67,7 +67,7 @@ class Job:
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
-    kept_fresh: dict[str, int]  # parameters that --init did not fill, and the classes in its file
+    init: InitialWeights | None  # what this launch took from --init
     notes: tuple[str, ...]  # on these choices, for the user
 
 
@@ -92,7 +92,7 @@ def set_up(
     if config.overlap == "auto" and comm.size > 1:
         call_on_all(comm, lambda: check_threads("--overlap"))
 
-    model, fresh = call_on_all(comm, lambda: make_model(config, pack, first_weights))
+    model, init = call_on_all(comm, lambda: make_model(config, pack, first_weights))
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
     norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
@@ -129,8 +129,8 @@ def set_up(
         device=device,
         epochs=plan.epochs,
     )
-    notes = tuple(filter(None, (sharing, describe_fresh_layer(fresh, plan.classes))))
-    return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, fresh, notes)
+    notes = tuple(filter(None, (sharing, init.describe() if init else None)))
+    return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, init, notes)
 
 
 def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], min_samples: int) -> Facts:
@@ -156,21 +156,19 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], min_samples: 
 
 def make_model(
     config: Config, pack: Pack, first_weights: bool = True
-) -> tuple[nn.Module, dict[str, int]]:
-    """Make the network with equal initial weights on all ranks.
-
-    Also returns the parameters that `load_init` did not fill.
-    """
+) -> tuple[nn.Module, InitialWeights | None]:
+    """Make the network with equal initial weights on all ranks; also return those of --init."""
     torch.manual_seed(random_key(config.seed, "weights"))
     classes = len(pack.classes)
     name = model_name(config, pack.image_shape)
     model = build(name, pack.image_shape, classes, config.small_stem)
     check_forward(model, pack.image_shape, output_shape(config.task, pack.image_shape, classes))
-    fresh: dict[str, int] = {}
+    init = None
     if config.init and first_weights:
-        fresh = load_init(model, find_model(config.init, config.runs_dir), classes)
+        path = find_model(config.init, config.runs_dir)
+        init = load_init(model, path, classes, pack.image_shape[2])
     model.train()
-    return model, fresh
+    return model, init
 
 
 def make_trainer(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.models import as_bytes, build, load_init, load_weights, read_model, save_model
+from hpctrain.models import as_bytes, build, load_weights, read_model, save_model
 from tests.flips import flip_each_bit
 
 METADATA = {"model": "net", "classes": ["a", "ü"], "image_shape": [5, 5, 1], "mean": 0.25}
@@ -69,7 +69,7 @@ def test_loading_fills_the_flat_vector_in_place(tmp_path: Path) -> None:
     before = flat.clone()
     save_model(tmp_path / "m", source, {})
     assert not same(source, model)
-    assert load_weights(model, read_model(tmp_path / "m")[0], "m") == {}
+    load_weights(model, read_model(tmp_path / "m")[0], "m")
     assert same(source, model)
     assert not torch.equal(flat, before)
     source_flat = flattened(source)
@@ -169,7 +169,7 @@ def test_masks_may_hold_infinity_and_weights_may_not(tmp_path: Path) -> None:
     model = net()
     model.register_buffer("mask", torch.full((3,), -torch.inf))
     save_model(tmp_path / "m", model, {})
-    assert load_weights(model, read_model(tmp_path / "m")[0], "m") == {}
+    load_weights(model, read_model(tmp_path / "m")[0], "m")
     model.get_parameter("4.bias").data[3] = torch.inf
     save_model(tmp_path / "m", model, {})
     model.get_parameter("4.bias").data[3] = 0
@@ -219,75 +219,6 @@ def test_a_disk_that_takes_no_more_keeps_the_last_file(tmp_path: Path) -> None:
     model = net()
     load_weights(model, read_model(path)[0], path)
     assert same(model, first)
-
-
-def test_init_from_a_file_for_other_classes_keeps_the_last_layer_fresh(tmp_path: Path) -> None:
-    path, source, model = tmp_path / "m", net(13), net(7)
-    save_model(path, source, METADATA)
-    last = {n: p.clone() for n, p in model.named_parameters() if n.startswith("4.")}
-    assert load_init(model, path, 7) == {"4.weight": 13, "4.bias": 13}
-    for name, value in model.state_dict().items():
-        expected = last[name] if name in last else source.state_dict()[name]
-        assert torch.equal(value, expected), name
-    with pytest.raises(UsageError, match=r"4\.weight is 13x2, the model's 7x2; 4\.bias is 13"):
-        load_weights(model, read_model(path)[0], path)
-
-
-def test_init_of_a_resnet_without_counters_of_batches(tmp_path: Path) -> None:
-    path = tmp_path / "resnet18.safetensors"
-    source, model = build("resnet18", (32, 32, 3), 11), build("resnet18", (32, 32, 3), 5)
-    tensors = {n: t for n, t in source.state_dict().items() if "num_batches" not in n}
-    safetensors.torch.save_file(tensors, path)
-    assert load_init(model, path, 5) == {"fc.weight": 11, "fc.bias": 11}
-    assert torch.equal(model.get_parameter("conv1.weight"), source.get_parameter("conv1.weight"))
-
-
-def altered(change: str) -> dict[str, torch.Tensor]:
-    """The tensors of `net`, changed so that they do not fit it."""
-    tensors = dict(net().state_dict())
-    if change == "missing":
-        del tensors["1.running_mean"]
-    elif change == "unexpected":
-        tensors["extra.weight"] = torch.zeros(2, 3)
-    elif change == "hidden layer":
-        tensors["3.weight"] = torch.zeros(3, 11)
-    elif change == "last layer's inputs":
-        tensors["4.weight"] = torch.zeros(13, 3)
-    elif change == "many":
-        tensors = {f"module.{name}": value for name, value in tensors.items()}
-    return tensors
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("missing", "does not fit the model: 1.running_mean 11 is not in the file"),
-        ("unexpected", "extra.weight 2x3 is not in the model"),
-        ("hidden layer", "3.weight is 3x11, the model's 2x11"),
-        ("last layer's inputs", "4.weight is 13x3, the model's 7x2"),
-        ("many", "0.bias 11 is not in the file; 1.weight 11 is not in the file; and 18 more"),
-    ],
-)
-def test_init_refuses_other_networks_and_changes_nothing(
-    tmp_path: Path, change: str, expected: str
-) -> None:
-    safetensors.torch.save_file(altered(change), tmp_path / "m")
-    model = net()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(UsageError) as caught:
-        load_init(model, tmp_path / "m", 7)
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    safetensors.torch.save_file(altered("nothing"), tmp_path / "m")
-    assert load_init(model, tmp_path / "m", 7) == {}
-
-
-def test_only_the_last_layer_may_differ_in_classes(tmp_path: Path) -> None:
-    tensors = dict(net(2).state_dict())
-    tensors["3.weight"], tensors["3.bias"] = torch.zeros(5, 11), torch.zeros(5)
-    safetensors.torch.save_file(tensors, tmp_path / "m")
-    with pytest.raises(UsageError, match=r"3\.weight is 5x11, the model's 2x11; 3\.bias is 5"):
-        load_init(net(2), tmp_path / "m", 2)
 
 
 @pytest.mark.parametrize(

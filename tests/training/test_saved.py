@@ -128,13 +128,16 @@ def test_first_weights_may_come_from_a_run_by_name(run, comm, capsys):
 def test_a_last_layer_that_starts_fresh_is_said_and_recorded(run, comm, capsys):
     make_pack(Path("seven.h5"), {"train": 29}, classes=7)
     config = Config(data="seven.h5", run="b", init="a", threads=1, epochs=1, progress="plain")
-    said = "--init: classifier fc (7 classes) starts fresh: the file's has 10"
+    said = "--init runs/a/model.safetensors: 15 of 17 tensors loaded; classifier fc (7 classes)"
+    said += " starts fresh: the file's has 10"
     assert loop.train(dataclasses.replace(config, dry_run=True), comm) == 0
     assert f"note           {said}\n" in capsys.readouterr().out
     assert loop.train(config, comm) == 0
     assert f"{said}\n" in capsys.readouterr().out
     record = list(read_records(Path("runs/b")))
-    assert (record[0]["fresh"], record[1]["text"]) == (["fc.weight", "fc.bias"], said)
+    facts = {"fresh": {"fc.weight": 10, "fc.bias": 10}, "tensors": 17, "adapted": {}}
+    assert record[0]["init"] == record[0]["init"] | facts
+    assert record[1]["text"] == said
     assert loop.train(dataclasses.replace(config, epochs=2), comm) == 0
     assert said not in capsys.readouterr().out  # the checkpoint gives all weights
 

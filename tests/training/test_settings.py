@@ -212,7 +212,7 @@ def first_weights(seen, comm):
     for name, value in other.state_dict().items():
         assert torch.equal(state[name], value)
     assert not torch.equal(given.weights[0], plain.weights[0])
-    assert given.job.kept_fresh == {}
+    assert given.job.init.fresh == given.job.init.adapted == {}
 
 
 @of("batch_norm")

@@ -1,0 +1,265 @@
+"""Initial weights from files of hpctrain, torch, torchvision, timm and Lightning."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from hpctrain.errors import UsageError
+from hpctrain.models import build, load_init, load_weights, read_model, save_model
+from hpctrain.models.init import adapt_channels, read_weights
+from tests.flips import flip_each_bit
+from tests.models.test_weights import METADATA, net
+
+SHAPE = (32, 32, 3)
+Tensors = dict[str, torch.Tensor]
+
+
+def saved(path: Path, held: Any) -> Path:
+    torch.save(held, path)
+    return path
+
+
+def prefixed(prefix: str, tensors: Tensors) -> Tensors:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def refusal(model: nn.Module, path: Path, classes: int = 7) -> str:
+    """The one line with which `path` is refused; nothing of `model` may change."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UsageError) as caught:
+        load_init(model, path, classes, 3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def check_loaded(model: nn.Module, source: Tensors, but: tuple[str, ...]) -> None:
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, source[name]) == (name not in but), name
+
+
+def test_a_classifier_for_other_classes_starts_fresh(tmp_path: Path) -> None:
+    path, source, model = tmp_path / "m", net(13), net(7)
+    save_model(path, source, METADATA | {"mean": None})
+    found = load_init(model, path, 7, 3)
+    assert found.fresh == {"4.weight": 13, "4.bias": 13}
+    check_loaded(model, source.state_dict(), ("4.weight", "4.bias"))
+    said = f"--init {path}: 8 of 10 tensors loaded; classifier 4 (7 classes) starts fresh:"
+    assert found.describe() == f"{said} the file's has 13"
+    with pytest.raises(UsageError, match=r"4\.weight is 13x2, the model's 7x2; 4\.bias is 13"):
+        load_weights(model, read_model(path)[0], path)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "backbone.", "a.module.encoder_q."])
+@pytest.mark.parametrize("entry", [None, "state_dict", "model", "own"])
+def test_weights_are_found_in_files_of_torch(
+    tmp_path: Path, entry: str | None, prefix: str
+) -> None:
+    source, model = build("resnet18", SHAPE, 11), build("resnet18", SHAPE, 5)
+    tensors = {n: t for n, t in source.state_dict().items() if "num_batches" not in n}
+    held: Any = prefixed(prefix, tensors)
+    if prefix:
+        held["criterion.weight"] = torch.ones(11)
+    if entry:
+        state = torch.optim.AdamW(source.parameters()).state_dict()
+        held = {"epoch": 3, "optimizer": state, entry: held, "args": argparse.Namespace(lr=0.1)}
+    found = load_init(model, saved(tmp_path / "m.pth", held), 5, 3)
+    assert (found.entry, found.prefix) == (entry or "", prefix)
+    assert found.fresh == {"fc.weight": 11, "fc.bias": 11}
+    assert found.left_out == (("criterion.weight",) if prefix else ())
+    assert torch.equal(model.get_parameter("conv1.weight"), tensors["conv1.weight"])
+    said = found.describe()
+    assert f"{entry} of " in said if entry else f"--init {tmp_path}" in said
+    assert "100 of 102 tensors loaded" in said
+    assert not prefix or f"names without '{prefix}'" in said
+    assert not prefix or said.endswith("left out: criterion.weight")
+
+
+def test_averaged_weights_are_preferred_and_said(tmp_path: Path) -> None:
+    source, averaged, model = net(), net(), net()
+    own, better = source.state_dict(), {"n_averaged": torch.tensor(3)}
+    better |= prefixed("module.", averaged.state_dict())
+    found = load_init(model, saved(tmp_path / "m", {"model": own, "model_ema": better}), 7, 3)
+    assert (found.entry, found.prefix, found.left_out) == ("model_ema", "module.", ("n_averaged",))
+    check_loaded(model, averaged.state_dict(), ())
+
+
+def test_a_file_without_classifier_or_with_another(tmp_path: Path) -> None:
+    source = dict(net().state_dict())
+    del source["4.weight"], source["4.bias"]
+    for extra in ({}, {"head.weight": torch.zeros(9, 2), "head.bias": torch.zeros(9)}):
+        model = net()
+        found = load_init(model, saved(tmp_path / "m", source | extra), 7, 3)
+        assert found.fresh == {"4.weight": 0, "4.bias": 0} and found.left_out == tuple(extra)
+        assert "classifier 4 (7 classes) starts fresh: the file has none" in found.describe()
+        state = model.state_dict()
+        check_loaded(
+            model,
+            {"4.weight": state["4.weight"] + 1, "4.bias": state["4.bias"] + 1, **source},
+            ("4.weight", "4.bias"),
+        )
+    extra |= {"hidden.weight": torch.zeros(2, 2)}
+    assert "head.weight 9x2 is not in the model" in refusal(
+        net(), saved(tmp_path / "m", source | extra)
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 7])
+def test_a_first_convolution_is_adapted_to_other_channels(tmp_path: Path, channels: int) -> None:
+    source = build("resnet18", SHAPE, 5)
+    model = build("resnet18", (32, 32, channels), 5)
+    path = saved(tmp_path / "m", source.state_dict())
+    found = load_init(model, path, 5, channels)
+    weight, theirs = model.get_parameter("conv1.weight"), source.get_parameter("conv1.weight")
+    assert found.adapted == ({} if channels == 3 else {"conv1.weight": 3})
+    said = f"conv1.weight adapted from 3 to {channels} channels"
+    assert (said in found.describe()) == (channels != 3)
+    gray = torch.rand(2, 1, 9, 9)  # equal channels give equal sums, whatever their number
+    outputs = [
+        nn.functional.conv2d(gray.expand(-1, n, -1, -1), w)
+        for n, w in ((channels, weight), (3, theirs))
+    ]
+    if channels in (1, 3):
+        torch.testing.assert_close(*outputs)
+    else:
+        expected = torch.cat([theirs] * 3, 1)[:, :channels] * 3 / channels
+        torch.testing.assert_close(weight, expected)
+
+
+def test_a_first_convolution_for_gray_images_is_adapted_to_colour() -> None:
+    weight = torch.rand(5, 1, 3, 3)
+    torch.testing.assert_close(adapt_channels(weight, 3).sum(1, keepdim=True), weight)
+
+
+def altered(change: str) -> Tensors:
+    """The tensors of `net`, changed so that they do not fit it."""
+    tensors = dict(net().state_dict())
+    if change == "missing":
+        del tensors["1.running_mean"]
+    elif change == "unexpected":
+        tensors["extra.weight"] = torch.zeros(2, 3)
+    elif change == "hidden layer":
+        tensors["3.weight"] = torch.zeros(3, 11)
+    elif change == "last layer's inputs":
+        tensors["4.weight"] = torch.zeros(13, 3)
+    elif change == "first layer's width":
+        tensors["0.weight"] = torch.zeros(12, 1, 3, 3)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("missing", "does not fit the model: 1.running_mean 11 is not in the file"),
+        ("unexpected", "extra.weight 2x3 is not in the model"),
+        ("hidden layer", "3.weight is 3x11, the model's 2x11"),
+        ("last layer's inputs", "4.weight is 13x3, the model's 7x2"),
+        ("first layer's width", "0.weight is 12x1x3x3, the model's 11x3x3x3"),
+    ],
+)
+def test_other_networks_are_refused_and_nothing_changes(
+    tmp_path: Path, change: str, expected: str
+) -> None:
+    safetensors.torch.save_file(altered(change), tmp_path / "m")
+    model = net()
+    assert expected in refusal(model, tmp_path / "m")
+    safetensors.torch.save_file(altered("nothing"), tmp_path / "m")
+    assert load_init(model, tmp_path / "m", 7, 3).fresh == {}
+
+
+def test_only_the_last_layer_may_differ_in_classes(tmp_path: Path) -> None:
+    tensors = dict(net(2).state_dict())
+    tensors["3.weight"], tensors["3.bias"] = torch.zeros(5, 11), torch.zeros(5)
+    safetensors.torch.save_file(tensors, tmp_path / "m")
+    said = refusal(net(2), tmp_path / "m", 2)
+    assert "3.weight is 5x11, the model's 2x11; 3.bias is 5" in said
+
+
+@pytest.mark.parametrize(
+    ("held", "small", "expected"),
+    [
+        ("resnet50", False, "it holds a resnet50: --model resnet50"),
+        ("resnet18", True, "it holds a resnet18: --model resnet18 --small-stem"),
+        ("wider", False, "the nearest network is resnet34: --model resnet34"),
+        ("digits", False, "and 1"),  # no network is near it
+    ],
+)
+def test_the_network_that_a_file_holds_is_named(
+    tmp_path: Path, held: str, small: bool, expected: str
+) -> None:
+    tensors = build("resnet34" if held == "wider" else held, SHAPE, 11, small).state_dict()
+    if held == "wider":
+        tensors["layer5.weight"] = torch.zeros(3, 3)
+    path = saved(tmp_path / "m", prefixed("module.", tensors))
+    said = refusal(build("resnet18", SHAPE, 7), path)
+    assert expected in said and ("it holds" in said or "nearest" in said) == (held != "digits")
+    save_model(tmp_path / "own", build("resnet18", SHAPE, 7), METADATA | {"mean": None})
+    assert refusal(net(), tmp_path / "own").endswith("; it was saved for --model net")
+
+
+class Executing:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_no_code_of_a_file_is_executed(tmp_path: Path, zipped: bool) -> None:
+    path, made = tmp_path / "m.pth", tmp_path / "made"
+    held = {"state_dict": net().state_dict(), "more": Executing(made)}
+    torch.save(held, path, _use_new_zipfile_serialization=zipped)
+    assert "holds an object of the type posix.mkdir, and no code of a file" in refusal(net(), path)
+    torch.save(net(), path, _use_new_zipfile_serialization=zipped)
+    assert "object of the type torch.nn.modules.container.Sequential" in refusal(net(), path)
+    assert not made.exists()
+    del held["more"]
+    torch.save(held, path, _use_new_zipfile_serialization=zipped)
+    assert load_init(net(), path, 7, 3).entry == "state_dict"
+
+
+@pytest.mark.parametrize("held", [[1, 2], torch.ones(2, 2), {}, {"lr": 0.1}, {"model": {"a": 1}}])
+def test_files_without_weights_are_refused(tmp_path: Path, held: Any) -> None:
+    assert "m holds no weights" in refusal(net(), saved(tmp_path / "m", held))
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(2, 3)}
+    path = saved(tmp_path / "m", tensors)
+    whole = path.read_bytes()
+    for length in range(5, len(whole), 97):
+        path.write_bytes(whole[:length])
+        refusal(net(), path)
+    path.write_bytes(whole)
+    silent = 0
+    for place in flip_each_bit(path):
+        if place % 5:
+            continue
+        try:
+            found = read_weights(path)[0]
+        except UsageError as error:
+            assert "\n" not in str(error)
+        else:
+            silent += found.keys() != tensors.keys() or not torch.equal(found["a"], tensors["a"])
+    assert silent == 0
+
+
+@pytest.mark.parametrize("mean", ["abc", [], [0.5], [0.5, True]])
+def test_statistics_that_nobody_wrote_are_refused(tmp_path: Path, mean: object) -> None:
+    path, known = tmp_path / "m", METADATA | {"mean": mean, "std": [0.5, 0.5]}
+    save_model(path, net(), known)
+    assert "its metadata are corrupt, mean" in refusal(net(), path)
+    save_model(path, net(), known | {"mean": [0.5, 0.25]})
+    found = load_init(net(), path, 7, 3)
+    assert (found.named, found.statistics) == (True, ((0.5, 0.25), (0.5, 0.5)))
