@@ -20,6 +20,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
 
 VERSION = 2  # meaning of a plan's numbers. 1, not stored: samples in the order of NumPy's shuffle
+LATER = ("class_weights",)  # fields that plans did not have at first: hashed if not the default
 MOST_SHARES = 16  # listed one by one
 SHARDS_TO_MOVE = 4  # shards per rank if they move between ranks (--worker-load auto)
 
@@ -40,6 +41,7 @@ class Facts:
     buffered_bytes: int = 0  # memory of a buffered sample; 0 = that of its values
     run_rows: int = 0  # samples of the blocks in which a file was assigned to splits; 0 = none
     chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
+    class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Plan:
     scattered: bool = False  # blocks or samples are assigned to the shards at random
     chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
     version: int = VERSION
+    class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
 
     @cached_property
     def partition(self) -> Partition:
@@ -99,6 +102,9 @@ class Plan:
         del fields["ranks"], fields["runs"], fields["comm_dtype"]
         if self.version == 1:
             del fields["version"]  # such plans were hashed without it
+        for name in LATER:
+            if fields[name] == getattr(Plan, name):
+                del fields[name]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -115,6 +121,11 @@ class Plan:
         if self.deterministic:
             return "tree order, deterministic"
         return "Allreduce" if self.comm_dtype == "fp32" else f"gradients in {self.comm_dtype}"
+
+    def _weights(self) -> str:
+        if len(self.class_weights) > MOST_SHARES:
+            return f"{min(self.class_weights):.4g} to {max(self.class_weights):.4g}"
+        return ", ".join(f"{weight:.4g}" for weight in self.class_weights)
 
     def rank_shares(self) -> str:
         """Return the images of a full global batch per rank; only their range for many ranks."""
@@ -141,6 +152,7 @@ class Plan:
             f" last step of an epoch {sum(self.last)} images",
             f"optimizer      {self.optimizer}, learning rate {self.learning_rate:g}"
             + (f" after {self.warmup_steps:,} steps" if self.warmup_steps else ""),
+            *([f"class weights  {self._weights()}"] if self.class_weights else []),
             f"batch norm     {self.batch_norm}",
             f"precision      {self.precision.replace('default', 'default (TF32 in convolutions)')},"
             f" {'NHWC' if self.channels_last else 'NCHW'}",
@@ -217,38 +229,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         seed=config.seed,
         scattered=facts.run_rows > 0,
         chunk_rows=facts.chunk_rows,
-    )
-
-
-def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
-    """Adapt the plan of a run's first launch to the ranks, threads and larger --epochs of this one.
-
-    Raises UsageError, with the difference, if the data, the device, the model or the version of
-    the plan has changed.
-    """
-    if plan.version != VERSION:
-        raise UsageError(
-            f"the run was begun by an hpctrain that reads the rows in another order (its plan has"
-            f" version {plan.version}, this hpctrain's {VERSION}): finish it with the one that"
-            " began it, or begin a new run with another --run"
-        )
-    for what, old, new in (
-        ("pack", plan.pack_uuid, facts.pack_uuid),
-        ("device", plan.device, facts.device),
-        ("training images", plan.rows, facts.rows),
-        ("image shape", plan.image_shape, facts.image_shape),
-        ("model", plan.model, model_name(config, facts.image_shape)),
-    ):
-        if old != new:
-            raise UsageError(f"the run was begun with {what} {old}, not {new}: it cannot go on")
-    runs = assign_shards(plan.shards, facts.ranks, worker_loads(config.worker_load))
-    epochs = max(plan.epochs, config.epochs or 0)
-    return dataclasses.replace(
-        plan,
-        ranks=facts.ranks,
-        runs=tuple((run.start, run.stop) for run in runs),
-        threads=cpu_threads(config, facts.threads, plan),
-        epochs=epochs,
+        class_weights=facts.class_weights,
     )
 
 

@@ -1,15 +1,20 @@
-"""Read a plan back from its file and check it, because steps and memory depend on its numbers."""
+"""Read a plan back from its file, check it, and adapt it to another launch of the run.
+
+It is checked because steps and memory depend on its numbers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config import Config, renamed
+from hpctrain.config import Config, renamed, worker_loads
 from hpctrain.errors import UsageError
-from hpctrain.plan import Plan
+from hpctrain.parallel.placement import assign_shards
+from hpctrain.plan import VERSION, Facts, Plan, cpu_threads, model_name
 from hpctrain.typed import from_fields
 
 MOST_CORES = 1 << 16  # of any machine
@@ -35,6 +40,8 @@ def read_plan(fields: Any) -> Plan:
         "threads": 0 < plan.threads <= MOST_CORES,
         "image_shape": min(plan.image_shape) > 0,
         "shares": len(plan.shares) == plan.shards and min(plan.shares, default=0) > 0,
+        "class_weights": len(plan.class_weights) in (0, plan.classes)
+        and all(0 < weight < math.inf for weight in plan.class_weights),
         "batch_size": plan.batch_size == sum(plan.shares),
         "last": len(plan.last) == plan.shards and all(0 <= r <= b for r, b in pairs),
         "steps_per_epoch": plan.rows - (plan.steps_per_epoch - 1) * plan.batch_size
@@ -43,7 +50,9 @@ def read_plan(fields: Any) -> Plan:
     }
     for name, fine in fits.items():
         if not fine:
-            raise ValueError(f"{name} is {fields[name]}, which does not fit the rest of the plan")
+            raise ValueError(
+                f"{name} is {getattr(plan, name)}, which does not fit the rest of the plan"
+            )
     if digest not in (None, plan.digest()):
         raise ValueError(f"its digest is {plan.digest()}, and not {str(digest)[:16]} as it says")
     return plan
@@ -62,3 +71,36 @@ def check_recorded(plan: Plan, path: Path, launch: Mapping[str, Any]) -> None:
             f" the record it is {recorded}. Put the file of this run back; or, where the record is"
             ' wrong, take its lines of kind "run" out'
         )
+
+
+def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
+    """Adapt the plan of a run's first launch to the ranks, threads and larger --epochs of this one.
+
+    Raises UsageError, with the difference, if the data, the device, the model or the version of
+    the plan has changed.
+    """
+    if plan.version != VERSION:
+        raise UsageError(
+            f"the run was begun by an hpctrain that reads the rows in another order (its plan has"
+            f" version {plan.version}, this hpctrain's {VERSION}): finish it with the one that"
+            " began it, or begin a new run with another --run"
+        )
+    for what, old, new in (
+        ("pack", plan.pack_uuid, facts.pack_uuid),
+        ("device", plan.device, facts.device),
+        ("training images", plan.rows, facts.rows),
+        ("image shape", plan.image_shape, facts.image_shape),
+        ("model", plan.model, model_name(config, facts.image_shape)),
+        ("class weights", plan.class_weights, facts.class_weights),
+    ):
+        if old != new:
+            raise UsageError(f"the run was begun with {what} {old}, not {new}: it cannot go on")
+    runs = assign_shards(plan.shards, facts.ranks, worker_loads(config.worker_load))
+    epochs = max(plan.epochs, config.epochs or 0)
+    return dataclasses.replace(
+        plan,
+        ranks=facts.ranks,
+        runs=tuple((run.start, run.stop) for run in runs),
+        threads=cpu_threads(config, facts.threads, plan),
+        epochs=epochs,
+    )

@@ -10,8 +10,8 @@ import pytest
 
 from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
-from hpctrain.plan import VERSION, Facts, go_on, resolve
-from hpctrain.plan_check import check_recorded, read_plan
+from hpctrain.plan import VERSION, Facts, resolve
+from hpctrain.plan_check import check_recorded, go_on, read_plan
 
 FACTS = Facts(
     ranks=4,

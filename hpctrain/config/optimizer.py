@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.data import COMMON
-from hpctrain.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Bounds, option
+from hpctrain.config.option import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    POSITIVE,
+    Bounds,
+    class_weights,
+    option,
+)
 
 OPTIMIZER = "Optimizer"
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
@@ -53,4 +60,11 @@ class OptimizerSettings:
     )
     label_smoothing: float = option(
         0.0, "label smoothing of the cross-entropy loss", OPTIMIZER, Bounds(0, 1)
+    )
+    class_weights: str | None = option(
+        None,
+        "weigh classes in the loss: balanced = images / (classes x images of the class); or numbers"
+        " in the order of the classes, such as 0.2,1; or a CSV file of lines class,weight",
+        OPTIMIZER,
+        class_weights,
     )

@@ -155,6 +155,23 @@ def worker_loads(text: str | None, flag: str = "--worker-load") -> tuple[float, 
     return loads
 
 
+def class_weights(text: str, flag: str = "--class-weights") -> tuple[float, ...]:
+    """Parse --class-weights: positive numbers, one per class; () for "balanced" and for a file.
+
+    Raises UsageError.
+    """
+    try:
+        weights = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        return ()
+    if not all(0 < weight < math.inf for weight in weights):
+        raise UsageError(
+            f"{flag} {brief(text)}: give a number above 0 for every class, as in 0.2,1: without"
+            " weight, a mini-batch of one class alone would have no mean loss"
+        )
+    return weights
+
+
 def check_channels(channels: int, flag: str) -> None:
     """Raise UsageError unless images have 1 channel (gray) or 3 (colour)."""
     if channels not in (1, 3):

@@ -231,6 +231,8 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
             " come at once"
         )
+    if config.task == "denoise" and config.class_weights:
+        yield "--class-weights has no meaning for --task denoise: its loss knows no classes"
     if config.task == "denoise" and (config.normalize != "unit" or config.label_smoothing):
         flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
         yield f"{flag} has no meaning for --task denoise: images stay in [0, 1]"

@@ -10,6 +10,7 @@ on the block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ class Evaluation:
     """The results over one split."""
 
     rows: int
-    means: dict[str, float]  # over samples, of the task's sums
+    means: dict[str, float]  # over samples, of the task's figures
     confusion: np.ndarray | None  # (K, K) int64: samples of true class i predicted as class j
     mistakes: np.ndarray  # (n, 2) int64: the first misclassified rows, and the predictions
 
@@ -52,6 +53,14 @@ class Evaluation:
     @property
     def accuracy(self) -> float | None:
         return None if self.confusion is None else float(np.trace(self.confusion)) / self.rows
+
+    @property
+    def balanced_accuracy(self) -> float | None:
+        """The mean recall of the classes that have samples in the split."""
+        if self.confusion is None:
+            return None
+        true = self.confusion.sum(axis=1)
+        return float((np.diag(self.confusion)[true > 0] / true[true > 0]).mean())
 
     def figures(self) -> dict[str, Any]:
         """Return the figures as they are recorded and written."""
@@ -80,7 +89,8 @@ def main(settings: EvaluateConfig) -> int:
             network.model, source, network.task, network.prepare, comm, network.block, go_on
         )
     if comm.rank == 0 and result is not None:
-        print_evaluation(result.figures(), result.confusion, pack.classes, settings.split)
+        figures = {**result.figures(), "balanced_accuracy": result.balanced_accuracy}
+        print_evaluation(figures, result.confusion, pack.classes, settings.split)
         if settings.output:
             write_json(
                 Path(settings.output), as_json(result, pack, network.saved.path, settings.split)
@@ -96,6 +106,7 @@ def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str
         "pack_uuid": pack.uuid,
         "split": split,
         **result.figures(),
+        "balanced_accuracy": result.balanced_accuracy,
         "classes": list(pack.classes),
         "confusion": None if result.confusion is None else result.confusion.tolist(),
     }
@@ -105,7 +116,9 @@ def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str
 class RankPart:
     """The results of one rank, without its confusion matrix."""
 
-    sums: list[list[float]] = field(default_factory=list)  # of its nonempty blocks, in order
+    sums: list[list[float]] = field(default_factory=list)  # of its nonempty blocks, in order:
+    # those of values and weights of each figure, one after another
+    names: list[str] = field(default_factory=list)  # of the figures
     rows: int = 0
     bad: dict[int, str] = field(default_factory=dict)
     mistakes: list[tuple[int, int]] = field(default_factory=list)  # the first: row and prediction
@@ -126,8 +139,10 @@ def combine(
         return None
     if not (rows := sum(part.rows for part in parts)):
         raise agreed(RunError("no row of the split can be used"))
-    sums = zip(*(each for part in parts for each in part.sums), strict=True)
-    means = {name: sum(each) / rows for name, each in zip(task.sums, sums, strict=True)}
+    names = next(part.names for part in parts if part.names)
+    sums = [*map(sum, zip(*(each for part in parts for each in part.sums), strict=True))]
+    pairs = zip(names, sums[::2], sums[1::2], strict=True)
+    means = {name: total / weight if weight else math.nan for name, total, weight in pairs}
     mistakes = [pair for part in parts for pair in part.mistakes][:kept]
     first = np.array(mistakes, np.int64).reshape(-1, 2)
     if not task.classes:
@@ -166,8 +181,9 @@ def evaluate(
 
     def compute(block: Block) -> torch.Tensor:
         found, answers = task.evaluate(model, *block.tensors)
-        parts = [torch.stack(found), *([] if answers is None else [answers])]
-        return torch.cat([part.double() for part in parts])
+        own.names = list(found)
+        sums = torch.stack([each.double() for pair in found.values() for each in pair])
+        return sums if answers is None else torch.cat([sums, answers.double()])
 
     def go_on_here(what: str) -> bool:
         own.complete = go_on(what)
@@ -176,7 +192,7 @@ def evaluate(
     def add_own() -> None:
         parts = blocks_of(total, block, comm.size, comm.rank)
         for each, values in compute_blocks(load, compute, parts, upload, go_on_here):
-            sums, found = np.split(values, [len(task.sums)])
+            sums, found = np.split(values, [2 * len(own.names)])
             own.sums.append(sums.tolist())
             own.rows += len(each.rows)
             own.bad |= each.bad

@@ -6,6 +6,7 @@ mean and standard deviation, the pack it was trained on, the run, the step and i
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> d
         "precision": plan.precision,
         "channels_last": plan.channels_last,
         "evaluation_rows": plan.evaluation_rows,
+        "class_weights": list(plan.class_weights) or None,
         **state,
     }
 
@@ -146,13 +148,16 @@ def trusted_name(path: Path, named: str, model: str | None, words: Sequence[str]
 def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
     """Raise UsageError that names the first invalid entry of the metadata."""
 
-    def numbers(value: Any, kind: type[int] | type[float], count: int, above: float) -> bool:
+    def numbers(
+        value: Any, kind: type[int] | type[float], count: int, above: float, below: float = 1e6
+    ) -> bool:
         good = isinstance(value, list) and len(value) == count
-        return good and all(type(v) is kind and above < float(v) < 1e6 for v in value)
+        return good and all(type(v) is kind and above < float(v) < below for v in value)
 
     shape, classes = metadata["image_shape"], metadata["classes"]
     channels = shape[2] if numbers(shape, int, 3, 0) else 0
     mean, std = metadata.get("mean"), metadata.get("std")
+    weights = metadata.get("class_weights")
     good = {
         "image_shape": channels > 0,
         "model": isinstance(metadata["model"], str) and metadata["model"].isprintable(),
@@ -167,6 +172,8 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
         or valid_external_arguments(metadata["external"]),
         "precision": metadata.get("precision", "fp32") in PRECISIONS,
         "evaluation_rows": numbers([_block(metadata)], int, 1, 0),
+        "class_weights": weights is None
+        or (isinstance(classes, list) and numbers(weights, float, len(classes), 0.0, math.inf)),
         "channels_last": isinstance(metadata.get("channels_last", True), bool),
         "task": metadata.get("task", "classify") in ("classify", "denoise"),
     }
@@ -202,5 +209,6 @@ def ready_network(
     model = place(saved.model, device, channels_last)
     prepare = make_prepare(device, dtype, channels_last, saved.scaling)
     precision = precision or saved.metadata.get("precision", "fp32")
-    task = make_task({**saved.metadata, "precision": precision}, len(saved.classes))
+    settings = {**saved.metadata, "precision": precision}
+    task = make_task(settings, len(saved.classes), next(model.parameters()))
     return Network(saved, model, device, precision, task, prepare, block or _block(saved.metadata))

@@ -4,10 +4,11 @@
                                        network's scale, labels (n,)
     task(model, inputs, targets)       differentiable loss of a batch, and its number of correct
                                        predictions
-    evaluate(model, inputs, targets)   the values of `sums` for a batch, and the class predicted for
-                                       each sample (n,), if any
+    evaluate(model, inputs, targets)   the sums of a batch for each figure, and the class predicted
+                                       for each sample (n,), if any
 
-Losses are sums over samples, so that the parts of a global batch add up; figures are their means.
+All results are sums over samples, so that the parts of a batch or a split add up. A figure is the
+quotient of two sums: of values, and of their weights, which are 1 unless the figure is weighted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hpctrain.data.augment import add_noise
 from hpctrain.data.partition import random_key
 
 Tensor = torch.Tensor
+Sums = dict[str, tuple[Tensor, Tensor]]  # by figure: the sums of its values and of their weights
 
 
 def network_output(model: nn.Module, inputs: Tensor, precision: str) -> Tensor:
@@ -43,7 +45,7 @@ class Classification:
     precision: str = "fp32"
     label_smoothing: float = 0.0
     classes: int = 0  # of the confusion matrix
-    sums: tuple[str, ...] = ("loss",)  # that an evaluation adds over samples
+    weights: Tensor | None = None  # (classes,) of the classes in the loss; None = all alike
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return the images and their labels."""
@@ -53,15 +55,22 @@ class Classification:
         """Return loss sum and number of correct predictions of a batch, both on the device."""
         scores = network_output(model, inputs, self.precision)  # (n, classes)
         smoothing = self.label_smoothing
-        loss = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=smoothing)
+        loss = F.cross_entropy(
+            scores, targets, self.weights, reduction="sum", label_smoothing=smoothing
+        )
         return loss, (scores.detach().argmax(1) == targets).sum()
 
     def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the loss sum of a batch, without smoothing, and the predicted classes (n,)."""
+    ) -> tuple[Sums, Tensor | None]:
+        """Return the sums of the loss, without smoothing, and the predicted classes (n,)."""
         scores = network_output(model, inputs, self.precision)
-        return [F.cross_entropy(scores, targets, reduction="sum")], scores.argmax(1)
+        plain = _summed(F.cross_entropy(scores, targets, reduction="sum"), targets)
+        if self.weights is None:
+            return {"loss": plain}, scores.argmax(1)
+        weighted = F.cross_entropy(scores, targets, self.weights, reduction="sum")
+        sums = {"loss": (weighted, self.weights[targets].sum()), "unweighted_loss": plain}
+        return sums, scores.argmax(1)
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Denoising:
     noise: str = "salt-pepper"
     level: float = 0.1
     classes: int = 0  # no confusion matrix
-    sums: tuple[str, ...] = ("loss", "noisy")  # mean squared error after and before
+    weights: None = None  # no classes
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return the images with noise drawn by `key`, and the clean images."""
@@ -85,10 +94,17 @@ class Denoising:
 
     def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
-    ) -> tuple[list[Tensor], Tensor | None]:
+    ) -> tuple[Sums, Tensor | None]:
         """Return the sums of mean squared errors after and before restoration, and no classes."""
         restored = network_output(model, inputs, self.precision)
-        return [_squared_error(restored, targets), _squared_error(inputs, targets)], None
+        errors = {"loss": _squared_error(restored, targets)}
+        errors["noisy"] = _squared_error(inputs, targets)
+        return {name: _summed(error, targets) for name, error in errors.items()}, None
+
+
+def _summed(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of a figure's values, and that of their weights, the number of samples."""
+    return values, values.new_full((), len(targets))
 
 
 def _squared_error(images: Tensor, clean: Tensor) -> Tensor:
@@ -98,12 +114,21 @@ def _squared_error(images: Tensor, clean: Tensor) -> Tensor:
 Task = Classification | Denoising
 
 
-def make_task(settings: dict[str, Any], classes: int) -> Task:
-    """Make the task for `classes` classes, as a plan or a saved network's metadata describe it."""
+def make_task(settings: dict[str, Any], classes: int, like: Tensor) -> Task:
+    """Make the task for `classes` classes, as a plan or a saved network's metadata describe it.
+
+    The task computes on the device and in the dtype of `like`, a parameter of the network.
+    """
     precision = settings["precision"]
     if settings.get("task", "classify") == "denoise":
         return Denoising(precision, settings["noise"], settings["noise_level"])
-    return Classification(precision, settings.get("label_smoothing", 0.0), classes)
+    weights = settings.get("class_weights")
+    return Classification(
+        precision,
+        settings.get("label_smoothing", 0.0),
+        classes,
+        like.new_tensor(weights) if weights else None,
+    )
 
 
 def output_shape(task: str, image_shape: tuple[int, int, int], classes: int) -> tuple[int, ...]:

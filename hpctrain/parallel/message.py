@@ -39,6 +39,7 @@ SCALARS: dict[str, type[int] | type[float]] = {
     "preempted": int,
     "save": int,
     "skipped": int,
+    "weight": float,
 }
 SLOTS = ("compute", "data", "loss", "digest")
 
@@ -113,7 +114,7 @@ def flatten_parameters(model: nn.Module, layout: Layout) -> nn.Parameter:
 class Totals(NamedTuple):
     """Scalars and slots of a reduced message by name, as Python numbers."""
 
-    loss: float  # sum over samples
+    loss: float  # sum over samples, with --class-weights weighted
     correct: int
     rows: int
     irregular: int  # batch-norm layers that did not run exactly once
@@ -121,6 +122,7 @@ class Totals(NamedTuple):
     preempted: int
     save: int
     skipped: int  # 1 = the sum held NaN or infinity, and no weight was updated
+    weight: float  # sum over samples of the weights of their classes; 0 without --class-weights
     nonfinite: list[int]  # ranks with a loss that is not finite
     compute: list[float]  # seconds, by rank
     data: list[float]  # seconds waiting for data, by rank
@@ -130,6 +132,11 @@ class Totals(NamedTuple):
     def finite(self) -> bool:
         """Whether the step counts: no sum was NaN or infinite."""
         return not self.skipped
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of the samples' losses, weighted by class with --class-weights."""
+        return self.loss / (self.weight or self.rows)
 
 
 class Message:
@@ -228,16 +235,15 @@ class Message:
         if digest is not None:
             self._slot["digest"].copy_(digest)
 
-    def rescale(self, planned: int) -> torch.Tensor:
-        """Rescale the reduced sums, weighted by 1 / `planned` samples, to the samples counted.
+    def rescale(self, part: torch.Tensor, planned: int, by: str) -> torch.Tensor:
+        """Rescale a part of the reduced sums, divided by `planned` samples so far, to a mean.
 
-        Returns the number of these, float64 on the device.
+        Its divisor is the scalar `by`: "rows", the samples counted, or "weight", the sum of their
+        class weights (`planned` where that is 0). Returns it, float64 on the device.
         """
-        counted = self.scalar["rows"].to(torch.float64)
+        counted = self.scalar[by].to(torch.float64)
         counted = torch.where(counted > 0, counted, planned)
-        factor = (planned / counted).to(self.tensor.dtype)
-        self.gradients.mul_(factor)
-        self.moments.mul_(factor)
+        part.mul_((planned / counted).to(self.tensor.dtype))
         return counted
 
     def finite(self, lasting: bool = False) -> torch.Tensor:

@@ -96,8 +96,11 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "step": Field(int, 0, required=True),
         "split": Field(str, required=True, deterministic=True),
         "loss": LOSS,
+        "unweighted_loss": Field(float, deterministic=True, scalar=True),  # with --class-weights
         "noisy": Field(float, deterministic=True),  # denoising: the loss of the noisy images
         "accuracy": ACCURACY,
+        "balanced_accuracy": Field(float, deterministic=True, scalar=True),  # mean recall, where
+        # classes are weighted or sampled alike
         "rows": EXACT_COUNT,
         "seconds": SECONDS,
     },

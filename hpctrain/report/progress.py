@@ -257,9 +257,11 @@ def epoch_name(epoch: int, epochs: int | None) -> str:
 def figures(record: Record) -> str:
     """Return loss, accuracy and speed in columns, without those that are None."""
     loss, accuracy, speed = record["loss"], record["accuracy"], record["images_per_second"]
+    balanced = record.get("balanced_accuracy")
     columns = [
         "" if loss is None else f"loss {short_number(loss):>8}",
         "" if accuracy is None else f"accuracy {accuracy:.4f}",
+        "" if balanced is None else f"balanced {balanced:.4f}",
         "" if speed is None else f"{rate(speed):>7} images/s",
     ]
     return _joined(columns, "  ")

@@ -40,7 +40,8 @@ def print_evaluation(
         console.print(_class_table(confusion, classes))
         few = len(classes) <= WIDEST
         console.print((_confusion_table if few else _mistakes_table)(confusion, classes))
-        text = f"loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.4f}"
+        names = ("loss", "unweighted_loss", "accuracy", "balanced_accuracy")
+        text = ", ".join(f"{n.replace('_', ' ')} {metrics[n]:.4f}" for n in names if n in metrics)
     console.print(f"{split}: {metrics['rows']:,} images, {text}")
 
 

@@ -94,6 +94,7 @@ def end_epoch(run: Run) -> None:
     """Record an epoch after its last step."""
     state = run.state
     loss, correct, rows, seconds = state.sums
+    loss /= state.weight or rows
     accuracy = correct / rows if run.job.task.classes else None
     state.epoch += 1
     if missing := run.job.plan.partition.samples - round(rows):
@@ -104,11 +105,11 @@ def end_epoch(run: Run) -> None:
             f"no gradient reached {len(unused)} of {of} parameters ({listed(unused, 5)}): they are"
             " left as they were, by --weight-decay too"
         )
-    state.sums = (0.0, 0.0, 0.0, 0.0)
-    state.figures.update(loss=loss / rows, accuracy=accuracy)
+    state.sums, state.weight = (0.0, 0.0, 0.0, 0.0), 0.0
+    state.figures.update(loss=loss, accuracy=accuracy)
     run.recorder.epoch(
         epoch=state.epoch,
-        loss=loss / rows,
+        loss=loss,
         accuracy=accuracy,
         images_per_second=rows / seconds,
         seconds=seconds,

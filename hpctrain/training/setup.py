@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from hpctrain import __version__
 from hpctrain.config import Config, byte_count, segments
 from hpctrain.data.augment import Augmentation, normalization
 from hpctrain.data.cache import sample_bytes
+from hpctrain.data.imbalance import find_class_weights
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare
 from hpctrain.data.pack_format import Pack
@@ -38,7 +40,8 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.placement import Choice
 from hpctrain.parallel.reduce import Reduce, broadcast
 from hpctrain.parallel.transport import Transport
-from hpctrain.plan import Facts, Plan, cpu_threads, go_on, model_name, resolve
+from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
+from hpctrain.plan_check import go_on
 from hpctrain.streams import IN_FLIGHT
 from hpctrain.training.compute import make_backward, make_optimizer
 from hpctrain.training.reading import (
@@ -96,11 +99,10 @@ def set_up(
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
     norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
-    settings = dataclasses.asdict(config)
-    settings["precision"] = earlier.precision if earlier else config.precision
-    task = make_task(settings, len(pack.classes))
     checks = make_checks(config, pack, comm)
     source = call_on_all(comm, lambda: Split(pack, "train", checks=checks))
+    settings = call_on_root(comm, lambda: task_settings(config, earlier, source))
+    task = make_task(settings, len(pack.classes), next(model.parameters()))
     if pack.encoded:
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     scaling = call_on_all(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
@@ -109,6 +111,7 @@ def set_up(
 
     held = sample_bytes(source, config.random_crop > 0)
     facts = facts_of(pack, held, (comm.size, device.type, threads), probe.min_samples)
+    facts = dataclasses.replace(facts, class_weights=settings["class_weights"])
     plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
@@ -152,6 +155,18 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], min_samples: 
         run_rows=external.block_rows if external else 0,
         chunk_rows=external.chunk_rows if external else 0,
     )
+
+
+def task_settings(config: Config, earlier: Plan | None, source: Split) -> dict[str, Any]:
+    """Return the settings for `make_task`: those of `config`, with a number for each class weight.
+
+    An `earlier` launch has resolved the precision. Raises UsageError.
+    """
+    weights: tuple[float, ...] = ()
+    if config.class_weights is not None:
+        weights = find_class_weights(config.class_weights, source.pack.classes, source.labels)
+    precision = earlier.precision if earlier else config.precision
+    return {**dataclasses.asdict(config), "precision": precision, "class_weights": weights}
 
 
 def make_model(
@@ -212,6 +227,7 @@ def make_trainer(
         config.local_buffers,
         overlap,
         IN_FLIGHT[message.device.type],
+        task.weights,
     )
 
 

@@ -75,6 +75,7 @@ class Progress:
     chosen: bool = False  # the final network is chosen: no more checkpoints are written
     sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the current epoch: loss,
     # correct, samples, seconds
+    weight: float = 0.0  # of the current epoch: sum of the samples' class weights
 
     def is_preempted(self) -> bool:
         """Whether the run has been preempted."""

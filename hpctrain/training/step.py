@@ -58,6 +58,7 @@ class Trainer:
     local_buffers: bool = False  # buffers other than batch norm's may differ between ranks
     segments: int = 0  # number of segments in which the reduction overlaps backward
     in_flight: int = 0  # number of steps that are started before the totals of one are read
+    class_weights: torch.Tensor | None = None  # (K,) with which the loss weighs samples
     clock: Clock = field(init=False)
     unused: UnusedParameters = field(init=False)
     buffers: frozenset[str] = field(init=False)  # names of those that exist before the first step
@@ -112,13 +113,15 @@ def train_step(
     `total`: number of samples in the global batch. `rate`: learning rate (None = the optimizer's).
     `flags` are sent in the message, and the report reads its totals on request. `before_waiting` is
     called when this rank has finished its part. If bad samples were skipped, the sum is rescaled to
-    the number of samples that remain.
+    the number of samples that remain; with class weights, the gradients are rescaled to the sum of
+    the weights of the samples' classes, by which torch's cross_entropy divides.
 
     A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do the
     steps that follow before its totals are read. A parameter stays unchanged until the first step
     that gives it a gradient (`UnusedParameters`).
     """
     message, norms, clock = trainer.message, trainer.norms, trainer.clock
+    class_weights = trainer.class_weights
     if rate is not None:
         set_learning_rate(trainer.optimizer, rate)
     clock.begin()
@@ -130,6 +133,8 @@ def train_step(
         rows = len(batch.targets)
         irregular = norms.collect(message.moments, rows, total, batch.shard)
         message.add_counts(loss, correct, rows, irregular)
+        if class_weights is not None:
+            message.scalar["weight"].add_(class_weights[batch.targets].sum())
         trainer.reduce.accumulate(batch.shard)
     message.set_flags(flags.stop, flags.preempted, flags.save)
     message.set_digest(flags.digest)
@@ -140,7 +145,12 @@ def train_step(
     clock.reduced()
 
     finite = message.finite(lasting=trainer.in_flight > 0)
-    counted = message.rescale(total) if trainer.skips_rows else total
+    counted: int | torch.Tensor = total
+    if trainer.skips_rows:
+        counted = message.rescale(message.moments, total, "rows")
+    if trainer.skips_rows or class_weights is not None:
+        divisor = "rows" if class_weights is None else "weight"
+        message.rescale(message.gradients, total, divisor)
     norms.merge(message.moments, counted, finite)
     if trainer.clip_norm is not None:
         clip_gradient(message.gradients, trainer.clip_norm)

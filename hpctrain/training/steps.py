@@ -231,7 +231,7 @@ def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
     figures: dict[str, Any] = {
         "epoch": state.epoch + 1,
         "step": state.step,
-        "loss": totals.loss / totals.rows,
+        "loss": totals.mean_loss,
         "accuracy": totals.correct / totals.rows if run.job.task.classes else None,
         "learning_rate": rate,
     }
@@ -243,6 +243,7 @@ def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
         rows + totals.rows,
         spent + seconds,
     )
+    state.weight += totals.weight
     if run.balance:
         run.balance.add(totals.compute)
     if run.overlap:

@@ -112,6 +112,8 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     known[f"{split}_accuracy"] = result.accuracy
     known[f"{split}_loss"] = result.loss
     figures = {"epoch": epoch, "step": step, "split": split, **result.figures()}
+    if job.plan.class_weights:
+        figures["balanced_accuracy"] = result.balanced_accuracy
     state.add(figures)
     run.recorder.evaluation(**figures, seconds=seconds)
     if comm.rank == 0 and len(result.mistakes):

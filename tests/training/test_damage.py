@@ -13,7 +13,8 @@ import torch
 
 from hpctrain.config import Config, Interval, to_toml
 from hpctrain.errors import UsageError
-from hpctrain.plan import go_on, resolve
+from hpctrain.plan import resolve
+from hpctrain.plan_check import go_on
 from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer, newest
 from hpctrain.training.folder import check_same, read_settings

@@ -49,6 +49,7 @@ CASES = {
     "blocks": {"shuffle": "blocks", "read_buffer": "60K"},
     "denoise": {"task": "denoise", "model": "autoencoder", "validate_steps": 3, "output": "best"},
     "two threads": {"threads": 2},
+    "class weights": {"class_weights": "balanced", "label_smoothing": 0.1, "output": "best"},
     "draws in evaluation": {"model": DRAWING, "validate_steps": 3, "patience": 2, "output": "best"},
 }
 

@@ -352,6 +352,30 @@ def label_smoothing(seen, comm):
     assert not torch.equal(none.update(1), some.update(1))
 
 
+@of("class_weights")
+def class_weights(seen, comm):
+    weights = [0.5, 2.0, 1.0, 1.0, 4.0]
+    alike, weighed = seen(), seen(class_weights="0.5,2,1,1,4")
+    source = alike.job.reading.source
+    counts = np.bincount(source.labels, minlength=CLASSES)
+    balanced = seen(training=False, class_weights="balanced").job.plan.class_weights
+    assert balanced == pytest.approx(ROWS / (CLASSES * counts))
+    assert (alike.job.plan.class_weights, weighed.job.plan.class_weights) == ((), tuple(weights))
+    lines = "\n".join(weighed.job.plan.lines())
+    assert "class weights  0.5, 2, 1, 1, 4" in lines
+    assert "class weights" not in "\n".join(alike.job.plan.lines())
+    assert alike.job.plan.digest() != weighed.job.plan.digest()
+    message = weighed.job.trainer.message
+    last = [np.take(weights, batch.targets).sum() for batch in weighed.batches[-1]]
+    assert message.totals().weight == pytest.approx(comm.allreduce(sum(last)))
+    assert alike.job.trainer.message.totals().weight == 0
+    assert len(message.tensor) == len(alike.job.trainer.message.tensor)
+    assert not torch.allclose(alike.update(1), weighed.update(1), rtol=1e-2)
+    equal = seen(class_weights="3,3,3,3,3")  # a common factor cancels
+    torch.testing.assert_close(equal.update(1), alike.update(1), rtol=1e-4, atol=1e-6)
+    assert equal.loss == pytest.approx(alike.loss, rel=1e-5)
+
+
 @of("precision")
 def precision(seen, comm):
     usual, full, rounded, half = (

@@ -54,7 +54,7 @@ def small_model():
     return nn.Sequential(*layers, nn.Linear(4 * (height - 2) * (width - 2), CLASSES)).double()
 
 
-def make_trainer(model, comm, config=None, **how):
+def make_trainer(model, comm, config=None, weights=None, **how):
     config = config or Config(lr=0.1)
     norms = BatchNorms(model.train(), config.batch_norm)
     message = Message(model, norms.channels, comm.rank, comm.size)
@@ -64,8 +64,9 @@ def make_trainer(model, comm, config=None, **how):
         norms,
         make_optimizer(config.optimizer or "sgdm", config.lr, config, [message.weights]),
         choose_reduce(comm, message, **how),
-        Eager(model, Classification(label_smoothing=config.label_smoothing), message),
+        Eager(model, Classification("fp32", config.label_smoothing, CLASSES, weights), message),
         config.clip_norm,
+        class_weights=weights,
     )
 
 
@@ -80,11 +81,11 @@ def train(trainer, source, partition, comm, epochs=2, prepare=to_float64):
             totals = trainer.message.totals()
             assert trainer.skips_rows or totals.rows == partition.total(number)
             assert totals.irregular == 0
-            losses.append(totals.loss / totals.rows)
+            losses.append(totals.mean_loss)
     return losses
 
 
-def plain_torch(source, partition, config, epochs=2):
+def plain_torch(source, partition, config, epochs=2, weights=None):
     """The same mini-batches in one process with nothing of hpctrain's step."""
     model = small_model()
     optimizer = torch.optim.SGD(
@@ -102,6 +103,7 @@ def plain_torch(source, partition, config, epochs=2):
             loss = nn.functional.cross_entropy(
                 model(x),
                 torch.from_numpy(source.labels[rows]),
+                weights,
                 label_smoothing=config.label_smoothing,
             )
             loss.backward()

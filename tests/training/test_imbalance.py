@@ -1,0 +1,256 @@
+"""Classes of unequal size: class weights exact on any cut, and the figures of an evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hpctrain.cli import main
+from hpctrain.config import Config
+from hpctrain.data.imbalance import find_class_weights
+from hpctrain.data.loader import read_samples
+from hpctrain.data.partition import Partition, cut_epoch
+from hpctrain.errors import UsageError
+from hpctrain.inference.evaluate import evaluate
+from hpctrain.report.record import read_records
+from hpctrain.training.setup import set_up
+from hpctrain.training.train import train as train_run
+from tests.training.runs import digest, leave_after
+from tests.training.test_step import (
+    ROWS,
+    Arrays,
+    make_trainer,
+    parameters,
+    plain_torch,
+    small_model,
+    train,
+)
+
+WEIGHTS = torch.tensor([0.2, 1.0, 7.5], dtype=torch.float64)
+CLASSES = ("cat", "dog", "owl")
+LABELS = np.array([0, 0, 0, 0, 0, 0, 1, 1, 2])
+CUTS = {
+    "1 shard": cut_epoch(ROWS, 7, 1),
+    "2 shards": cut_epoch(ROWS, 7, 2),
+    "3 shards": cut_epoch(ROWS, 7, 3),
+    "5 shards, a last step without some": cut_epoch(ROWS, 7, 5),
+    "uneven shares": Partition(23, (5, 1, 4), (1, 0, 2)),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("cut", CUTS)
+def test_weighted_gradients_are_those_of_torch_on_the_whole_batch(comm, cut, smoothing):
+    source, partition = Arrays(), CUTS[cut]
+    config = Config(lr=0.1, label_smoothing=smoothing, clip_norm=0.3)
+    trainer = make_trainer(small_model(), comm, config, WEIGHTS)
+    if len(partition.shares) < comm.size:
+        return
+    train(trainer, source, partition, comm)
+    expected = plain_torch(source, partition, config, weights=WEIGHTS)
+    assert (parameters(trainer) - expected).abs().max() < 1e-12
+    plain = plain_torch(source, partition, config)
+    assert (expected - plain).abs().max() > 1e-3, "the weights change nothing"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shards", [1, 3, 5])
+def test_weights_count_for_the_rows_that_there_are(comm, shards):
+    """With --skip-bad, the moments go by samples and the gradients by weights."""
+    source = Arrays()
+    source.bad.add([2, 3, 5, 19], "no use")
+    partition = cut_epoch(ROWS, 7, max(shards, comm.size))
+    config = Config(lr=0.1)
+    trainer = make_trainer(small_model(), comm, config, WEIGHTS)
+    trainer.skips_rows = True
+    train(trainer, source, partition, comm)
+    expected = plain_torch(source, partition, config, weights=WEIGHTS)
+    assert (parameters(trainer) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.mpi
+def test_the_loss_of_a_step_is_the_weighted_mean(comm):
+    source, partition = Arrays(), cut_epoch(ROWS, ROWS, comm.size)
+    trainer = make_trainer(small_model(), comm, Config(lr=1e-9), WEIGHTS)
+    (loss,) = train(trainer, source, partition, comm, epochs=1)
+    images = torch.from_numpy(source.images).permute(0, 3, 1, 2) / 255.0
+    scores = small_model()(images.double())
+    expected = F.cross_entropy(scores, torch.from_numpy(source.labels), WEIGHTS)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("bad", [(), (2, 3, 5, 19)])
+def test_moments_stay_by_counts(comm, bad):
+    """Running statistics of weighted and other training are those of the same images."""
+
+    def statistics(weights):
+        torch.manual_seed(5)
+        layers = [torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(60, 3)]
+        trainer = make_trainer(torch.nn.Sequential(*layers).double(), comm, weights=weights)
+        trainer.skips_rows, source = bool(bad), Arrays()
+        source.bad.add(bad, "no use")
+        train(trainer, source, cut_epoch(ROWS, 7, comm.size), comm, epochs=1)
+        return trainer.norms.running.clone()
+
+    assert torch.equal(statistics(WEIGHTS), statistics(None))
+
+
+@pytest.mark.mpi
+def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, small_settings):
+    weights = [0.5, 1, 2, 1, 1, 3, 1, 1, 1, 10]
+    config = dataclasses.replace(
+        small_settings, class_weights=",".join(map(str, weights)), epochs=1, output="best"
+    )
+    assert train_run(config, comm) == 0
+    folder = Path(config.runs_dir) / "a"
+    assert main(["evaluate", str(folder), "--output", str(folder / "again.json")]) == 0
+    comm.Barrier()
+    found = json.loads((folder / "evaluation-test.json").read_text())
+    confusion = np.array(found["confusion"])
+    true = confusion.sum(1)
+    recalls = confusion.diagonal()[true > 0] / true[true > 0]
+    assert found["balanced_accuracy"] == pytest.approx(recalls.mean())
+    recorded = [r for r in read_records(folder) if r["kind"] == "evaluation"]
+    assert {r["split"] for r in recorded} == {"validation", "test"}
+    last = recorded[-1]
+    for name in ("loss", "unweighted_loss", "accuracy", "balanced_accuracy"):
+        assert last[name] == found[name]
+    assert abs(found["loss"] - found["unweighted_loss"]) > 1e-4
+    again = json.loads((folder / "again.json").read_text())
+    assert again.keys() == found.keys()
+    for name in ("loss", "unweighted_loss", "accuracy", "balanced_accuracy"):
+        assert again[name] == pytest.approx(found[name], rel=1e-5)
+
+
+@pytest.mark.mpi
+def test_the_loss_of_an_epoch_is_the_weighted_mean_also_after_a_resume(comm, small_settings):
+    """At a learning rate of nothing, it is the loss of the first weights over all images."""
+    weights = "1,2,3,4,5,6,7,8,9,100"
+    own = {"model": "tests.odd_models:frozen", "lr": 1e-12, "epochs": 1}
+    config = dataclasses.replace(small_settings, class_weights=weights, **own)
+    job = set_up(config, comm)
+    rows = np.arange(len(job.reading.source.labels))
+    with torch.no_grad():
+        scores = job.trainer.model(read_samples(job.reading.source, rows))
+    expected = F.cross_entropy(
+        scores, torch.from_numpy(job.reading.source.labels), torch.tensor(job.plan.class_weights)
+    )
+    with leave_after(3):
+        assert train_run(config, comm) == 75
+    assert train_run(config, comm) == 0
+    if comm.rank == 0:
+        records = read_records(Path(config.runs_dir) / "a")
+        (loss,) = [r["loss"] for r in records if r["kind"] == "epoch"]
+        assert loss == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.mpi
+def test_losses_of_an_evaluation_are_those_of_torch(comm, small_settings):
+    config = dataclasses.replace(small_settings, class_weights="1,2,3,4,5,6,7,8,9,10")
+    job = set_up(config, comm)
+    with job.reading.split("test") as source:
+        result = evaluate(job.trainer.model, source, job.task, job.prepare, comm, 5)
+        rows = np.arange(len(source.labels))
+        held = np.empty((len(rows), *source.image_shape), source.dtype)
+        source.gather(rows, held)
+        labels = torch.from_numpy(source.labels[rows])
+    with torch.no_grad():
+        scores = job.trainer.model.eval()(job.prepare(torch.from_numpy(held), 0))
+    weights = torch.arange(1.0, 11.0)
+    assert result.means["loss"] == pytest.approx(F.cross_entropy(scores, labels, weights).item())
+    plain = F.cross_entropy(scores, labels).item()
+    assert result.means["unweighted_loss"] == pytest.approx(plain)
+
+
+@pytest.mark.mpi
+def test_a_run_is_resumed_with_the_weights_that_it_began_with(comm, small_settings, shared_tmp):
+    path = shared_tmp / "weights.csv"
+    lines = [f"class{k},{k + 1}" for k in range(10)]
+    if comm.rank == 0:
+        path.write_text("\n".join(["class,weight", *lines]))
+    comm.Barrier()
+    config = dataclasses.replace(small_settings, class_weights=str(path), epochs=1)
+    whole = digest(dataclasses.replace(config, epochs=2), comm, "whole")
+    assert digest(config, comm, "parts") != whole
+    assert digest(dataclasses.replace(config, epochs=2), comm, "parts") == whole
+    comm.Barrier()
+    if comm.rank == 0:
+        path.write_text("\n".join(["class0,9", *lines[1:]]))
+    comm.Barrier()
+    with pytest.raises(UsageError, match=r"begun with class weights \(1.0, 2.0, .* not \(9.0"):
+        digest(dataclasses.replace(config, epochs=3), comm, "parts")
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
+    weights = find_class_weights("balanced", CLASSES, LABELS)
+    assert weights == pytest.approx((9 / (3 * 6), 9 / (3 * 2), 9 / (3 * 1)))
+    assert np.average(np.take(weights, LABELS)) == pytest.approx(1)
+    with pytest.raises(UsageError, match="balanced: no training image is of class yak, so its"):
+        find_class_weights("balanced", (*CLASSES, "yak"), LABELS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "owl,3\ncat,1\ndog,2\n",
+        "class,weight\r\ncat,1\r\ndog,2\r\nowl,3",
+        "cat, 1\n\n dog,2\nowl,3e0",
+    ],
+)
+def test_a_file_names_the_classes(tmp_path, text):
+    path = tmp_path / "w.csv"
+    path.write_text(text, newline="")
+    assert find_class_weights(str(path), CLASSES, LABELS) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cat,1\ndog,2\n", "there is no weight for class owl"),
+        ("cat,1\ndgo,2\nowl,1", "'dgo' is no class of the data, did you mean 'dog'"),
+        ("cat,1\ncat,2\nowl,1", "'cat' stands there twice"),
+        ("cat,0\ndog,2\nowl,1", r"'cat,0' \(line 1 of the weights\) is no class name,weight"),
+        ("cat,1\ndog\nowl,1", r"'dog' \(line 2 of the weights\) is no class name,weight"),
+        ("cat,nan\ndog,2\nowl,1", "no class name,weight with a number above 0"),
+        ("", "there is no weight for class cat, dog, owl"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(tmp_path, text, message):
+    path = tmp_path / "w.csv"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=f"--class-weights .*w.csv: .*{message}"):
+        find_class_weights(str(path), CLASSES, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("1,2", "these are 2 weights, and the data has 3 classes: cat, dog, owl"),
+        ("balance", "there is no such file: give balanced, a number for each class"),
+        ("/", "cannot be read: Is a directory"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(UsageError, match=f"--class-weights {given}:? .*{message}|{message}"):
+        find_class_weights(given, CLASSES, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--class-weights", "1,0"], "--class-weights 1,0: give a number above 0 for every class"),
+        (["--class-weights", "1,inf"], "give a number above 0"),
+        (["--class-weights", "balanced", "--task", "denoise"], "--class-weights has no meaning"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(flags, message, capsys):
+    assert main(["train", "--data", "nowhere.h5", *flags]) == 2
+    assert message in capsys.readouterr().err
