@@ -31,6 +31,7 @@ EXTRAS = {
     "cuda12": ["cupy-cuda12x"],
     "cuda13": ["cupy-cuda13x"],
     "rocm": ["cupy-rocm-7-0"],
+    "export": ["onnx", "onnxruntime", "onnxscript"],
     "parquet": ["pyarrow"],  # pack --manifest FILE.parquet
     "plot": ["matplotlib"],
     "sweep": ["optuna"],  # sweep --prune
@@ -46,6 +47,9 @@ EXTRAS = {
         "matplotlib",
         "textual>=1.0",
         "optuna",
+        "onnx",
+        "onnxruntime",
+        "onnxscript",
         "setuptools>=77",  # builds the wheel that tests look into
     ],
 }

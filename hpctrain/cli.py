@@ -65,6 +65,9 @@ COMMANDS = {
     "predict": Command(
         RANKS, "inference.predict", config.PredictConfig, "classify images, or a split, into CSV"
     ),
+    "export": Command(
+        ONE_PROCESS, "inference.export", config.ExportConfig, "write a network for other programs"
+    ),
     "compare": Command(ONE_PROCESS, "compare", config.CompareConfig, "compare two runs bit by bit"),
     "plot": Command(ONE_PROCESS, "plot", config.PlotConfig, "plot accuracy and loss by epoch"),
     "doctor": Command(ANY, "doctor", config.DoctorConfig, "check this machine"),

@@ -371,3 +371,29 @@ def remembering(kind, image_shape, classes):
 for kind in [name.removeprefix("_") for name in vars(Remembering) if name[1:2].isalpha()]:
     if kind != "forward":
         globals()[f"remembering_{kind}"] = partial(remembering, kind)
+
+
+class DataDependent(nn.Module):
+    """Its path depends on the values of its input, which cannot be traced."""
+
+    def __init__(self, values: int, classes: int):
+        super().__init__()
+        self.fc = nn.Linear(values, classes)
+
+    def forward(self, x):
+        return self.fc(x.flatten(1)) if x.sum() > 0 else self.fc(-x.flatten(1))
+
+
+def data_dependent(image_shape, classes):
+    return DataDependent(image_shape[0] * image_shape[1] * image_shape[2], classes)
+
+
+class PairsOnly(DataDependent):
+    """Takes two images at a time, as far as torch's exporter can tell."""
+
+    def forward(self, x):
+        return self.fc(x.reshape(2, -1) if len(x) == 2 else x.flatten(1))
+
+
+def pairs_only(image_shape, classes):
+    return PairsOnly(image_shape[0] * image_shape[1] * image_shape[2], classes)

@@ -8,6 +8,7 @@ data; ``plan.py`` resolves them. A default of None means "decided by the plan"; 
 from hpctrain.config.imports import check_imports
 from hpctrain.config.inference import (
     EvaluateConfig,
+    ExportConfig,
     NetworkConfig,
     PredictConfig,
     SavedConfig,

@@ -1,4 +1,4 @@
-"""Settings of the subcommands that use a trained network: evaluate and predict."""
+"""Settings of the subcommands that use a trained network: evaluate, predict, export."""
 
 from __future__ import annotations
 
@@ -73,3 +73,34 @@ class PredictConfig(NetworkConfig):
         "Output",
         check_file_name,
     )
+
+
+@dataclass(frozen=True)
+class ExportConfig(SavedConfig):
+    """Settings of ``hpctrain export``: a trained network as a file for other programs."""
+
+    to: str = option(
+        "onnx",
+        "write an ONNX file, or a .pt2 file of torch.export",
+        "Output",
+        choices=("onnx", "torch-export"),
+    )
+    preprocess: bool = option(
+        False,
+        "take uint8 images (N, H, W, C) and scale them inside; default: the network's own input,"
+        " floats (N, C, H, W)",
+        "Output",
+    )
+    batch: int | None = option(
+        None,
+        "fix the number of images that the file takes at a time; default: any",
+        "Output",
+        AT_LEAST_1,
+    )
+    output: str | None = option(
+        None,
+        "write this file; default: model.onnx or model.pt2 beside the weights",
+        "Output",
+        check_file_name,
+    )
+    overwrite: bool = option(False, "replace an existing file", "Output")

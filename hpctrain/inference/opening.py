@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hpctrain.config import (
     EvaluateConfig,
-    NetworkConfig,
     PredictConfig,
+    SavedConfig,
     as_words,
     check_settings,
 )
@@ -48,42 +48,47 @@ def find_sums(pack: Pack) -> Sums:
     return read_sums(pack)
 
 
-def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
+def open_pack_for(saved: Saved, settings: SavedConfig, comm: Comm) -> Pack:
     """Open the pack of --data, by default the one of training. Collective.
 
-    Raises UsageError if its image shape or classes are not those of the network.
+    Raises UsageError as `find_pack` does.
     """
+    return call_on_root(comm, lambda: find_pack(saved, settings))
 
-    def find() -> Pack:
-        from hpctrain.data.packed import read_again
 
-        source = settings.data or saved.metadata.get("pack")
-        if source is None:
-            raise UsageError(f"{saved.path} does not say what it was trained on: give --data")
-        if settings.data is None and not Path(source).is_file():
-            raise UsageError(
-                f"the pack that {saved.path} was trained on, {source}, is gone: give --data"
-            )
-        pack = read_again(locate(source, settings.data_dir), saved.metadata.get("external"))
-        require_split(pack, settings.split)
-        if pack.image_shape != saved.image_shape:
-            raise UsageError(
-                f"{pack.path} holds images of {_size(pack.image_shape)}, but {saved.path} was"
-                f" trained on {_size(saved.image_shape)}"
-            )
-        if pack.classes != saved.classes:
-            raise UsageError(
-                f"{pack.path} has {len(pack.classes)} classes ({listed(pack.classes, 3)}), but"
-                f" {saved.path} was trained on {len(saved.classes)} ({listed(saved.classes, 3)})"
-            )
-        if settings.data is None and pack.uuid != saved.metadata.get("pack_uuid"):
-            raise UsageError(
-                f"{pack.path} is not the pack that {saved.path} was trained on (uuid {pack.uuid},"
-                f" not {saved.metadata.get('pack_uuid')}): give --data {pack.path} if it is meant"
-            )
-        return pack
+def find_pack(saved: Saved, settings: SavedConfig) -> Pack:
+    """Open the pack of --data, by default the one of training, on one rank.
 
-    return call_on_root(comm, find)
+    Raises UsageError if there is none, or if its image shape or classes are not those of the
+    network.
+    """
+    from hpctrain.data.packed import read_again
+
+    source = settings.data or saved.metadata.get("pack")
+    if source is None:
+        raise UsageError(f"{saved.path} does not say what it was trained on: give --data")
+    if settings.data is None and not Path(source).is_file():
+        raise UsageError(
+            f"the pack that {saved.path} was trained on, {source}, is gone: give --data"
+        )
+    pack = read_again(locate(source, settings.data_dir), saved.metadata.get("external"))
+    require_split(pack, settings.split)
+    if pack.image_shape != saved.image_shape:
+        raise UsageError(
+            f"{pack.path} holds images of {_size(pack.image_shape)}, but {saved.path} was"
+            f" trained on {_size(saved.image_shape)}"
+        )
+    if pack.classes != saved.classes:
+        raise UsageError(
+            f"{pack.path} has {len(pack.classes)} classes ({listed(pack.classes, 3)}), but"
+            f" {saved.path} was trained on {len(saved.classes)} ({listed(saved.classes, 3)})"
+        )
+    if settings.data is None and pack.uuid != saved.metadata.get("pack_uuid"):
+        raise UsageError(
+            f"{pack.path} is not the pack that {saved.path} was trained on (uuid {pack.uuid},"
+            f" not {saved.metadata.get('pack_uuid')}): give --data {pack.path} if it is meant"
+        )
+    return pack
 
 
 def require_split(pack: Pack, split: str) -> None:
