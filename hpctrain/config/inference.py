@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.data import DATA_DIR
-from hpctrain.config.option import AT_LEAST_1, check_file_name, duration, option
+from hpctrain.config.option import AT_LEAST_1, Bounds, check_file_name, duration, option
 from hpctrain.config.train import PRECISIONS, RUNS_DIR, TIMEOUT
+
+IMAGES_DRAWN = Bounds(0, 1000, "[]")  # on one page
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,13 @@ class EvaluateConfig(NetworkConfig):
     output: str | None = option(
         None, "write the figures to this JSON file too", "Output", check_file_name
     )
+    mistakes: int = option(
+        0,
+        "draw this many mistakes, the most confident ones, with true class, answer and probability"
+        " into a .png beside --output, else mistakes.png",
+        "Output",
+        IMAGES_DRAWN,
+    )
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,13 @@ class PredictConfig(NetworkConfig):
         "write this CSV file (- = standard output), or the folder of denoised images",
         "Output",
         check_file_name,
+    )
+    figure: int = option(
+        0,
+        "draw this many random images with their answers and probabilities into a .png beside"
+        " --output, such as predictions.png",
+        "Output",
+        IMAGES_DRAWN,
     )
 
 

@@ -10,9 +10,11 @@ on the block.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,24 @@ from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Prepare, keep_usable, make_pairs
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.split import Split
-from hpctrain.errors import RunError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.blocks import Block, block_key, blocks_of, compute_blocks
+from hpctrain.inference.gallery import (
+    Answer,
+    draw_answers,
+    most_confident,
+    picture_path,
+    read_rows,
+)
 from hpctrain.inference.opening import first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import Task
 from hpctrain.parallel.device import fork_rng, torch_settings
-from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.parallel.reduce import allreduce
+from hpctrain.report.pictures import write_image
 from hpctrain.report.tables import print_evaluation, write_json
 from hpctrain.streams import Upload
+from hpctrain.text import say
 from hpctrain.watchdog import doing, started
 
 
@@ -44,7 +55,8 @@ class Evaluation:
     rows: int
     means: dict[str, float]  # over samples, of the task's figures
     confusion: np.ndarray | None  # (K, K) int64: samples of true class i predicted as class j
-    mistakes: np.ndarray  # (n, 2) int64: the first misclassified rows, and the predictions
+    mistakes: list[Answer]  # the wrong answers of the largest probability, largest first
+    classes: tuple[str, ...] = ()  # names of the K classes
 
     @property
     def loss(self) -> float:
@@ -71,7 +83,18 @@ def main(settings: EvaluateConfig) -> int:
     """``hpctrain evaluate``: loss, accuracy, per-class table, confusion matrix. Collective."""
     comm = start_mpi()
     started("reading the network")
+    result = evaluate_saved(settings, comm)
+    if comm.rank == 0:
+        figures = {**result.figures(), "balanced_accuracy": result.balanced_accuracy}
+        print_evaluation(figures, result.confusion, result.classes, settings.split)
+    return 0
+
+
+def evaluate_saved(settings: EvaluateConfig, comm: Comm) -> Evaluation:
+    """Evaluate a saved network, and write the files that the settings ask for. Collective."""
     network = open_network(settings, comm)
+    if settings.mistakes and not network.task.classes:
+        raise agreed(UsageError("--mistakes shows wrong classes, and this network restores images"))
     pack = open_pack_for(network.saved, settings, comm)
     checks = first_touch(pack, comm)
     # With algorithms chosen by timing, the figures would depend on the ranks.
@@ -85,17 +108,27 @@ def main(settings: EvaluateConfig) -> int:
         call_on_all(comm, lambda: Split(pack, settings.split, checks=checks)) as source,
         exact,
     ):
-        result = evaluate(
-            network.model, source, network.task, network.prepare, comm, network.block, go_on
-        )
-    if comm.rank == 0 and result is not None:
-        figures = {**result.figures(), "balanced_accuracy": result.balanced_accuracy}
-        print_evaluation(figures, result.confusion, pack.classes, settings.split)
-        if settings.output:
-            write_json(
-                Path(settings.output), as_json(result, pack, network.saved.path, settings.split)
-            )
-    return 0
+        how = network.prepare, comm, network.block, go_on, settings.mistakes
+        result = evaluate(network.model, source, network.task, *how)
+        assert result is not None  # go_on always returns True
+        call_on_root(comm, partial(write_mistakes, result, source, settings))
+    if settings.output:
+        found = as_json(result, pack, network.saved.path, settings.split)
+        call_on_root(comm, partial(write_json, Path(settings.output), found))
+    return dataclasses.replace(result, classes=pack.classes)
+
+
+def write_mistakes(result: Evaluation, source: Split, settings: EvaluateConfig) -> None:
+    """Write the picture of --mistakes, if there are any (rank 0)."""
+    if not settings.mistakes or result.confusion is None:
+        return
+    total = result.rows - int(np.trace(result.confusion))
+    if not total:
+        say(f"{settings.split}: no mistakes to draw")
+        return
+    path, classes = picture_path(settings.output, "mistakes.png"), source.pack.classes
+    write_image(path, draw_answers(read_rows(source, result.mistakes), result.mistakes, classes))
+    say(f"{path}: the {len(result.mistakes):,} most confident of {total:,} mistakes")
 
 
 def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str, Any]:
@@ -121,8 +154,17 @@ class RankPart:
     names: list[str] = field(default_factory=list)  # of the figures
     rows: int = 0
     bad: dict[int, str] = field(default_factory=dict)
-    mistakes: list[tuple[int, int]] = field(default_factory=list)  # the first: row and prediction
+    mistakes: list[Answer] = field(default_factory=list)  # the most confident ones
     complete: bool = True  # `go_on` never returned False
+
+    def add_mistakes(
+        self, kept: int, rows: np.ndarray, labels: np.ndarray, found: np.ndarray, sure: np.ndarray
+    ) -> None:
+        """Add the mistakes among the answers `found` (n,); keep the `kept` most confident ones."""
+        if kept:
+            wrong = found != labels
+            columns = (values[wrong].tolist() for values in (rows, labels, found, sure))
+            self.mistakes = most_confident([*self.mistakes, *map(Answer, *columns)], kept)
 
 
 def combine(
@@ -143,12 +185,11 @@ def combine(
     sums = [*map(sum, zip(*(each for part in parts for each in part.sums), strict=True))]
     pairs = zip(names, sums[::2], sums[1::2], strict=True)
     means = {name: total / weight if weight else math.nan for name, total, weight in pairs}
-    mistakes = [pair for part in parts for pair in part.mistakes][:kept]
-    first = np.array(mistakes, np.int64).reshape(-1, 2)
+    mistakes = most_confident((each for part in parts for each in part.mistakes), kept)
     if not task.classes:
-        return Evaluation(rows, means, None, first)
+        return Evaluation(rows, means, None, mistakes)
     allreduce(comm, confusion)
-    return Evaluation(rows, means, confusion.astype(np.int64), first)
+    return Evaluation(rows, means, confusion.astype(np.int64), mistakes)
 
 
 def evaluate(
@@ -163,9 +204,9 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate `model` in `task` over all usable samples of `source`. Collective.
 
-    The result includes the first `kept` mistakes. `go_on` is called with a description of the next
-    action; if it returns False on any rank, that rank's remaining blocks are skipped, and all ranks
-    return None.
+    The result includes the `kept` most confident mistakes. `go_on` is called with a description of
+    the next action; if it returns False on any rank, that rank's remaining blocks are skipped, and
+    all ranks return None.
     """
     total, device = len(source.labels), next(model.parameters()).device
     upload = Upload((min(block, total), *source.image_shape), source.dtype, device)
@@ -183,7 +224,7 @@ def evaluate(
         found, answers = task.evaluate(model, *block.tensors)
         own.names = list(found)
         sums = torch.stack([each.double() for pair in found.values() for each in pair])
-        return sums if answers is None else torch.cat([sums, answers.double()])
+        return torch.cat([sums, *(part.double() for part in answers or ())])
 
     def go_on_here(what: str) -> bool:
         own.complete = go_on(what)
@@ -192,15 +233,15 @@ def evaluate(
     def add_own() -> None:
         parts = blocks_of(total, block, comm.size, comm.rank)
         for each, values in compute_blocks(load, compute, parts, upload, go_on_here):
-            sums, found = np.split(values, [2 * len(own.names)])
+            sums, rest = np.split(values, [2 * len(own.names)])
             own.sums.append(sums.tolist())
             own.rows += len(each.rows)
             own.bad |= each.bad
             if task.classes:
-                labels, found = source.labels[each.rows], found.astype(np.int64)
+                labels, (found, sure) = source.labels[each.rows], rest.reshape(2, -1)
+                found = found.astype(np.int64)
                 np.add.at(confusion, (labels, found), 1)
-                wrong = np.flatnonzero(found != labels)[: kept - len(own.mistakes)]
-                own.mistakes += zip(each.rows[wrong].tolist(), found[wrong].tolist(), strict=True)
+                own.add_mistakes(kept, each.rows, labels, found, sure)
         go_on("waiting for all")
 
     training = model.training

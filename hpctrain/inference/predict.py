@@ -8,6 +8,7 @@ number of ranks; rank 0 gathers them in order and writes the file.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from hpctrain.inference.blocks import (
     describe_unusable,
     predict_blocks,
 )
+from hpctrain.inference.gallery import Answer, draw_answers, draw_rows, picture_path
 from hpctrain.inference.image_files import file_reader, list_images
 from hpctrain.inference.network import Network
 from hpctrain.inference.opening import first_touch, open_network, open_pack_for
@@ -49,6 +51,8 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     restores = network.saved.metadata.get("task") == "denoise"
     if restores and not settings.images:
         raise agreed(UsageError("this network restores images: name image files"))
+    if restores and settings.figure:
+        raise agreed(UsageError("--figure shows classes, and this network restores images"))
     if settings.images:
         files = call_on_root(comm, lambda: list_images(settings.images))
         read, dtype = file_reader(network.saved, files), np.dtype(np.uint8)
@@ -69,6 +73,21 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     found, bad = predict(network, names, read, dtype, comm)
     rows = [row for row in range(len(names)) if row not in bad]
     call_on_root(comm, lambda: write_predictions(output, names, labels, rows, found, classes))
+
+    def draw() -> None:
+        shown = draw_rows(range(len(rows)), settings.figure)  # places in `rows` and `found`
+        if not shown:
+            return
+        answers = [answer_of(rows[place], labels, found[place]) for place in shown]
+        images = np.empty((len(shown), *network.saved.image_shape), dtype)
+        read(np.array([each.row for each in answers]), images)
+        path = picture_path(output, "predictions.png")
+        own = [Path(names[each.row]).name for each in answers]
+        write_image(path, draw_answers(images, answers, classes, own))
+        text = f"{path}: {len(shown):,} images with their answers"
+        say(text, sys.stderr if output == "-" else None)
+
+    call_on_root(comm, draw)
     refuse_unusable(bad, len(names), output)
     return 0
 
@@ -89,6 +108,12 @@ def predict(
     blocks = [block for part in parts for block in part]
     probabilities = np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
     return probabilities, gather_unusable(unusable, comm)
+
+
+def answer_of(row: int, labels: np.ndarray | None, probabilities: np.ndarray) -> Answer:
+    """Return the answer to one image from its class probabilities (K,)."""
+    best = int(probabilities.argmax())
+    return Answer(row, None if labels is None else int(labels[row]), best, probabilities[best])
 
 
 def gather_unusable(unusable: Unusable, comm: Comm) -> Unusable:

@@ -5,7 +5,7 @@
     task(model, inputs, targets)       differentiable loss of a batch, and its number of correct
                                        predictions
     evaluate(model, inputs, targets)   the sums of a batch for each figure, and the class predicted
-                                       for each sample (n,), if any
+                                       for each sample (n,) with its probability (n,), if any
 
 All results are sums over samples, so that the parts of a batch or a split add up. A figure is the
 quotient of two sums: of values, and of their weights, which are 1 unless the figure is weighted.
@@ -24,6 +24,7 @@ from hpctrain.data.augment import add_noise
 from hpctrain.data.partition import random_key
 
 Tensor = torch.Tensor
+Answers = tuple[Tensor, Tensor]  # predicted classes (n,) and their probabilities (n,)
 Sums = dict[str, tuple[Tensor, Tensor]]  # by figure: the sums of its values and of their weights
 
 
@@ -62,15 +63,15 @@ class Classification:
 
     def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
-    ) -> tuple[Sums, Tensor | None]:
-        """Return the sums of the loss, without smoothing, and the predicted classes (n,)."""
+    ) -> tuple[Sums, Answers | None]:
+        """Return the sums of the loss, without smoothing, and the answers."""
         scores = network_output(model, inputs, self.precision)
         plain = _summed(F.cross_entropy(scores, targets, reduction="sum"), targets)
         if self.weights is None:
-            return {"loss": plain}, scores.argmax(1)
+            return {"loss": plain}, _answers(scores)
         weighted = F.cross_entropy(scores, targets, self.weights, reduction="sum")
         sums = {"loss": (weighted, self.weights[targets].sum()), "unweighted_loss": plain}
-        return sums, scores.argmax(1)
+        return sums, _answers(scores)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Denoising:
 
     def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
-    ) -> tuple[Sums, Tensor | None]:
+    ) -> tuple[Sums, Answers | None]:
         """Return the sums of mean squared errors after and before restoration, and no classes."""
         restored = network_output(model, inputs, self.precision)
         errors = {"loss": _squared_error(restored, targets)}
@@ -105,6 +106,12 @@ class Denoising:
 def _summed(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of a figure's values, and that of their weights, the number of samples."""
     return values, values.new_full((), len(targets))
+
+
+def _answers(scores: Tensor) -> Answers:
+    """Return the class of the largest score (n, K) of each sample, and its probability."""
+    answers = scores.argmax(1)
+    return answers, scores.softmax(1).gather(1, answers[:, None]).squeeze(1)
 
 
 def _squared_error(images: Tensor, clean: Tensor) -> Tensor:

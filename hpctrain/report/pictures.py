@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ GAP = 4
 LETTERS = 13  # font size of captions, in pixels
 WIDEST = 120  # pixels of a caption below a narrower image
 IN_A_ROW = 8
+LARGEST = 240  # pixels of the longer side of an image with a caption
 
 
 def write_rows(path: Path, rows: Mapping[str, np.ndarray]) -> None:
@@ -39,12 +40,18 @@ def write_rows(path: Path, rows: Mapping[str, np.ndarray]) -> None:
     _write(path, sheet)
 
 
-def draw_captioned(images: np.ndarray, captions: Sequence[tuple[str, ...]]) -> np.ndarray:
+def draw_captioned(
+    images: np.ndarray, captions: Sequence[tuple[str, ...]], marked: Collection[int] = ()
+) -> np.ndarray:
     """Draw images (n, H, W, C) in [0, 1] in rows, each above the lines of its caption.
 
-    Returns an array (h, w, 3) of uint8. Lines that are wider than their image's cell are cut.
+    Returns an array (h, w, 3) of uint8. Images are enlarged or shrunk to a readable size. Lines
+    that are wider than their image's cell are cut. The second and later lines below the images with
+    the numbers `marked` are red.
     """
     tiles = enlarge(images)
+    for tile in tiles:
+        tile.thumbnail((LARGEST, LARGEST))  # shrinks larger ones only
     font = ImageFont.load_default(size=LETTERS)
     high = tiles[0].height + (LETTERS + 3) * len(captions[0]) + 3 * GAP
     wide = max(tiles[0].width, WIDEST) + 2 * GAP
@@ -57,7 +64,8 @@ def draw_captioned(images: np.ndarray, captions: Sequence[tuple[str, ...]]) -> n
         sheet.paste(image, (left, top))
         for place, line in enumerate(lines):
             below = top + image.height + GAP + place * (LETTERS + 3)
-            draw.text((left, below), _fitting(line, font, wide - 2 * GAP), fill="black", font=font)
+            fill = "crimson" if number in marked and place else "black"
+            draw.text((left, below), _fitting(line, font, wide - 2 * GAP), fill=fill, font=font)
     return np.asarray(sheet)
 
 
@@ -92,7 +100,7 @@ def shown_values(images: np.ndarray) -> np.ndarray:
 
 
 def write_image(path: Path, image: np.ndarray) -> None:
-    """Write one image (H, W, C) in [0, 1] as PNG. Raises RunError if it cannot be written."""
+    """Write an image (H, W, C), uint8 or in [0, 1], as PNG. Raises RunError if that fails."""
     _write(path, Image.fromarray(_bytes(image)))
 
 
@@ -102,6 +110,8 @@ def _write(path: Path, image: Image.Image) -> None:
 
 
 def _bytes(image: np.ndarray) -> np.ndarray:
-    """Round (H, W, C) in [0, 1] to uint8, (H, W, 3) or (H, W)."""
-    values = (image.clip(0, 1) * 255).round().astype(np.uint8)
+    """Round (H, W, C) in [0, 1] to uint8, unless it is uint8, and drop a single channel."""
+    values = image
+    if image.dtype != np.uint8:
+        values = (image.clip(0, 1) * 255).round().astype(np.uint8)
     return values if values.shape[2] == 3 else values[:, :, 0]

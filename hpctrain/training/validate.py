@@ -15,6 +15,7 @@ from hpctrain.data.loader import read_samples
 from hpctrain.errors import Failure
 from hpctrain.inference.blocks import block_key
 from hpctrain.inference.evaluate import Evaluation, as_json, evaluate
+from hpctrain.inference.gallery import Answer, draw_answers, read_rows
 from hpctrain.inference.network import BEST, describe
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.inference.tasks import Denoising, network_output
@@ -23,7 +24,7 @@ from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.find import evaluation_file
-from hpctrain.report.pictures import draw_captioned, shown_values, write_rows
+from hpctrain.report.pictures import write_rows
 from hpctrain.report.tables import write_json
 from hpctrain.training.state import EndReason, Run
 from hpctrain.training.steps import CannotContinue
@@ -121,19 +122,10 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     return result
 
 
-def show_mistakes(run: Run, split: str, mistakes: np.ndarray) -> None:
-    """Pass a picture of misclassified samples to TensorBoard (rank 0).
-
-    `mistakes` (n, 2) holds the index of a sample and the predicted class.
-    """
+def show_mistakes(run: Run, split: str, mistakes: list[Answer]) -> None:
+    """Pass a picture of misclassified samples to TensorBoard (rank 0)."""
     with run.job.reading.split(split) as source:
-        rows, answers = mistakes[:, 0], mistakes[:, 1]
-        images = np.empty((len(rows), *source.image_shape), source.dtype)
-        source.gather(rows, images)
-        pairs = zip(source.labels[rows].tolist(), answers.tolist(), strict=True)
-    names = run.job.pack.classes
-    captions = [(f"true: {names[true]}", f"answer: {names[answer]}") for true, answer in pairs]
-    picture = draw_captioned(shown_values(images), captions)
+        picture = draw_answers(read_rows(source, mistakes), mistakes, run.job.pack.classes)
     run.recorder.picture(f"{split}/mistakes", run.state.network.step, picture)
 
 

@@ -297,7 +297,7 @@ def noted_model(stream, model):
 
 
 @pytest.mark.parametrize("kept", [1, 5, 1000])
-def test_the_first_mistakes_in_order_of_rows_whatever_the_ranks(comm, network, kept):
+def test_the_most_confident_mistakes_whatever_the_ranks(comm, network, kept):
     _, pack, model = network
     task, prepare = Classification(classes=10), make_prepare()
     with Split(pack, "test") as source:
@@ -305,12 +305,15 @@ def test_the_first_mistakes_in_order_of_rows_whatever_the_ranks(comm, network, k
         none = evaluate(model, source, task, prepare, comm, 7)
         images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
     scores = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255)
-    answers = scores.argmax(1).numpy()
-    wrong = np.flatnonzero(answers != source.labels)
+    sure, answers = scores.softmax(1).max(1)
+    wrong = [row for row in range(ROWS) if answers[row] != source.labels[row]]
     assert 5 < len(wrong) < 1000
-    expected = [[row, answers[row]] for row in wrong[:kept]]
-    assert found.mistakes.tolist() == expected
-    assert none.mistakes.shape == (0, 2)
+    wrong.sort(key=lambda row: -sure[row].item())
+    told = [(row, label, answer) for row, label, answer, _ in found.mistakes]
+    assert told == [(r, source.labels[r], answers[r].item()) for r in wrong[:kept]]
+    chances = [each.probability for each in found.mistakes]
+    assert chances == pytest.approx(sure[wrong[:kept]].tolist(), rel=1e-5)
+    assert none.mistakes == []
     assert (found.loss, found.confusion.tolist()) == (none.loss, none.confusion.tolist())
 
 

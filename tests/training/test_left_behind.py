@@ -11,6 +11,7 @@ import pytest
 
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
+from hpctrain.inference import gallery
 from hpctrain.report.find import evaluation_file
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
@@ -83,11 +84,12 @@ def test_the_mistakes_are_those_of_the_network(comm, settings, monkeypatch):
     pytest.importorskip("tensorboard")
     shown = []
 
-    def draw(images, captions):
+    def draw(images, captions, marked):
+        assert [*marked] == [*range(len(images))]
         shown.append((images, captions))
         return np.zeros((5, 5, 3), np.uint8)
 
-    monkeypatch.setattr(validate, "draw_captioned", draw)
+    monkeypatch.setattr(gallery, "draw_captioned", draw)
     monkeypatch.setattr(validate, "MISTAKES", 1000)
     loop.train(dataclasses.replace(settings, tensorboard=True, lr=1e-6), comm)
     if comm.rank == 0:
@@ -95,14 +97,14 @@ def test_the_mistakes_are_those_of_the_network(comm, settings, monkeypatch):
         figures = json.loads(evaluation_file(folder_of(settings), "test").read_text())
         counts = np.array(figures["confusion"])
         classes = {name: k for k, name in enumerate(figures["classes"])}
-        for line, answer in captions:
+        for line, answer, _ in captions:
             pair = classes[line.removeprefix("true: ")], classes[answer.removeprefix("answer: ")]
             counts[pair] -= 1
         assert (counts == np.diag(np.diag(counts))).all()
         assert np.trace(counts) / TEST == figures["accuracy"] < 1
         with Split(read_pack(settings.data), "test") as source:
             rows = source.gather(np.arange(TEST), np.empty((TEST, *source.image_shape), np.uint8))
-            for image, (line, _) in zip(images, captions, strict=True):
+            for image, (line, _, _) in zip(images, captions, strict=True):
                 row = np.flatnonzero((rows == np.rint(image * 255)).all((1, 2, 3)))[0]
                 assert source.labels[row] == classes[line.removeprefix("true: ")]
     else:
