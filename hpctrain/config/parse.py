@@ -233,6 +233,11 @@ def _conflicts(config: Config) -> Iterator[str]:
         )
     if config.task == "denoise" and config.class_weights:
         yield "--class-weights has no meaning for --task denoise: its loss knows no classes"
+    if config.checkpoint_activations and config.compile:
+        yield (
+            "--checkpoint-activations and --compile exclude each other: the compiler chooses itself"
+            " what it recomputes"
+        )
     if config.task == "denoise" and (config.normalize != "unit" or config.label_smoothing):
         flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
         yield f"{flag} has no meaning for --task denoise: images stay in [0, 1]"

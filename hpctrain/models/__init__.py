@@ -1,6 +1,13 @@
 """The networks: plain torch modules, built by name, and their weights in safetensors files."""
 
-from hpctrain.models.build import NETWORKS, build, check_forward, check_names, checked_output
+from hpctrain.models.build import (
+    NETWORKS,
+    build,
+    check_forward,
+    check_names,
+    checked_output,
+    checkpoint_activations,
+)
 from hpctrain.models.init import InitialWeights, load_init
 from hpctrain.models.state import ModelState, held_values
 from hpctrain.models.weights import (
@@ -21,6 +28,7 @@ __all__ = [
     "check_forward",
     "check_names",
     "checked_output",
+    "checkpoint_activations",
     "held_values",
     "load_init",
     "load_weights",

@@ -25,7 +25,13 @@ from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.inference.network import find_model
 from hpctrain.inference.tasks import Task, make_task, output_shape
-from hpctrain.models import InitialWeights, build, check_forward, load_init
+from hpctrain.models import (
+    InitialWeights,
+    build,
+    check_forward,
+    checkpoint_activations,
+    load_init,
+)
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce, open_device, open_transport
 from hpctrain.parallel.device import hardware_key, place
@@ -177,6 +183,8 @@ def make_model(
     classes = len(pack.classes)
     name = model_name(config, pack.image_shape)
     model = build(name, pack.image_shape, classes, config.small_stem)
+    if config.checkpoint_activations:
+        checkpoint_activations(model, name)
     check_forward(model, pack.image_shape, output_shape(config.task, pack.image_shape, classes))
     init = None
     if config.init and first_weights:

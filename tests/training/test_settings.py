@@ -50,6 +50,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "noise_level": "tests/training/test_denoise.py",
     "shuffle": "tests/data/test_orders.py",
     "comm_dtype": "tests/parallel/test_bf16.py",
+    "checkpoint_activations": "tests/models/test_checkpointing.py",
     "overlap": "tests/parallel/test_overlap.py",
     "reduce": "tests/parallel/test_choose.py",
     "read_buffer": "tests/data/test_loader.py",
