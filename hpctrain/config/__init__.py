@@ -45,4 +45,5 @@ from hpctrain.config.parse import (
     parse_settings,
     read_table,
 )
+from hpctrain.config.patterns import learning_rate_factors, patterns
 from hpctrain.config.train import PRECISIONS, Config

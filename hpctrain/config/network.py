@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.data import COMMON
-from hpctrain.config.option import Bounds, option
+from hpctrain.config.option import AT_LEAST_1, Bounds, option
+from hpctrain.config.patterns import patterns
 
 NETWORK = "Network"
 
@@ -38,6 +39,16 @@ class NetworkSettings:
     )
     init: str | None = option(
         None, "start from the weights of a run, or of a .safetensors, .pth or .pt file", NETWORK
+    )
+    freeze: str | None = option(
+        None,
+        "train all but these parameters, by patterns of names, as in conv1,bn1,layer*; frozen"
+        " batch-norm layers keep their statistics",
+        NETWORK,
+        patterns,
+    )
+    unfreeze_epoch: int | None = option(
+        None, "train the parameters of --freeze too after so many epochs", NETWORK, AT_LEAST_1
     )
     small_stem: bool = option(
         False, "use a 3x3 first convolution without pooling in ResNets, for small images", NETWORK

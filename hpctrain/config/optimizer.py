@@ -13,6 +13,7 @@ from hpctrain.config.option import (
     class_weights,
     option,
 )
+from hpctrain.config.patterns import learning_rate_factors, patterns
 
 OPTIMIZER = "Optimizer"
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
@@ -42,14 +43,38 @@ class OptimizerSettings:
         None, "epochs of linear warm-up; default: 5 with --lr-scaling", OPTIMIZER, AT_LEAST_0
     )
     momentum: float = option(0.9, "momentum of sgdm", OPTIMIZER, Bounds(0, 1))
+    nesterov: bool = option(False, "use Nesterov's momentum in sgdm", OPTIMIZER)
     weight_decay: float = option(
         0.0, "L2 penalty (sgdm, adam) or decoupled weight decay (adamw)", OPTIMIZER, AT_LEAST_0
+    )
+    no_decay: str | None = option(
+        None,
+        "apply no weight decay to these parameters: norm = of normalization layers, bias = biases,"
+        " or patterns of names, as in norm,bias,*pos_embed",
+        OPTIMIZER,
+        patterns,
+    )
+    lr_scale: str | None = option(
+        None,
+        "multiply the learning rate of parameters by factors, as in layer*=0.1,fc=1: the last"
+        " pattern that matches a name counts",
+        OPTIMIZER,
+        learning_rate_factors,
+    )
+    layer_decay: float = option(
+        1.0,
+        "multiply the learning rate of each layer or block by this once for every one after it",
+        OPTIMIZER,
+        Bounds(0, 1, "(]"),
     )
     schedule: str = option(
         "constant",
         "schedule of the learning rate",
         OPTIMIZER,
-        choices=("constant", "cosine", "step"),
+        choices=("constant", "cosine", "step", "one-cycle"),
+    )
+    min_lr: float = option(
+        0.0, "smallest learning rate of --schedule cosine or step", OPTIMIZER, AT_LEAST_0
     )
     step_epochs: int = option(30, "epochs between drops of --schedule step", OPTIMIZER, AT_LEAST_1)
     step_factor: float = option(

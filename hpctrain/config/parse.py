@@ -197,6 +197,21 @@ def check_settings(settings: Any) -> None:
             raise UsageError(conflict)
 
 
+def _optimizer_conflicts(config: Config) -> Iterator[str]:
+    """Yield one line for each conflict between options of the optimizer."""
+    optimizer = config.optimizer or ("adam" if config.task == "denoise" else "sgdm")
+    if config.nesterov and (optimizer != "sgdm" or not config.momentum):
+        yield f"--nesterov is for sgdm with --momentum: this is {optimizer} with {config.momentum}"
+    if config.no_decay and not config.weight_decay:
+        yield f"--no-decay {config.no_decay} needs a --weight-decay above 0"
+    if config.min_lr and config.schedule not in ("cosine", "step"):
+        yield f"--min-lr is for --schedule cosine or step, not {config.schedule}"
+    if config.warmup_epochs and config.schedule == "one-cycle":
+        yield "--schedule one-cycle has a warm-up of its own: give no --warmup-epochs"
+    if config.unfreeze_epoch is not None and config.freeze is None:
+        yield f"--unfreeze-epoch {config.unfreeze_epoch} goes with --freeze: nothing is frozen"
+
+
 def _conflicts(config: Config) -> Iterator[str]:
     """Yield one line for each conflict between options of training, or with this machine."""
     for name, value in dataclasses.asdict(config).items():
@@ -223,6 +238,7 @@ def _conflicts(config: Config) -> Iterator[str]:
             "--normalize pack takes the mean and std that a pack holds, and the file of --images"
             " holds none: use unit or imagenet"
         )
+    yield from _optimizer_conflicts(config)
     cores = os.cpu_count() or 1
     if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
         yield f"--threads {config.threads}: this machine has {cores} cores"

@@ -38,6 +38,7 @@ from hpctrain.inference.gallery import (
 )
 from hpctrain.inference.opening import first_touch, open_network, open_pack_for
 from hpctrain.inference.tasks import Task
+from hpctrain.models import evaluating
 from hpctrain.parallel.device import fork_rng, torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.parallel.reduce import allreduce
@@ -244,11 +245,6 @@ def evaluate(
                 own.add_mistakes(kept, each.rows, labels, found, sure)
         go_on("waiting for all")
 
-    training = model.training
-    model.eval()
-    try:
-        with fork_rng(device):
-            call_on_all(comm, add_own)
-    finally:
-        model.train(training)
+    with evaluating(model), fork_rng(device):
+        call_on_all(comm, add_own)
     return combine(own, confusion, task, kept, comm)

@@ -9,7 +9,7 @@ from hpctrain.models.build import (
     checkpoint_activations,
 )
 from hpctrain.models.init import InitialWeights, load_init
-from hpctrain.models.state import ModelState, held_values
+from hpctrain.models.state import ModelState, evaluating, held_values
 from hpctrain.models.weights import (
     as_bytes,
     load_weights,
@@ -29,6 +29,7 @@ __all__ = [
     "check_names",
     "checked_output",
     "checkpoint_activations",
+    "evaluating",
     "held_values",
     "load_init",
     "load_weights",

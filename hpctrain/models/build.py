@@ -21,7 +21,7 @@ from hpctrain.config.imports import import_function, one_line
 from hpctrain.errors import UsageError
 from hpctrain.models.resnet import ResNet, resnet18, resnet34, resnet50
 from hpctrain.models.small import autoencoder, digits
-from hpctrain.models.state import ModelState
+from hpctrain.models.state import ModelState, evaluating
 from hpctrain.models.weights import check_type
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
@@ -87,11 +87,10 @@ def check_forward(
     height, width, channels = image_shape
     weight = next(model.parameters())
     images = torch.zeros((2, channels, height, width), dtype=weight.dtype, device=weight.device)
-    modes = {module: module.training for module in model.modules()}
     names, before = set(model.state_dict()), ModelState(model)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            scores = model.eval()(images)
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            scores = model(images)
         check_names(model, names)
     except UsageError:
         raise
@@ -102,8 +101,6 @@ def check_forward(
         ) from error
     finally:
         before.restore()
-        for module, training in modes.items():
-            module.training = training
     checked_output(scores, 2, output, "evaluation")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,18 @@ class ModelState:
             for name in _own(home).keys() - held.keys():
                 del home[name]
             home.update(held)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set all modules to evaluation mode in the block, and each back to its own mode after it."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def held_values(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -22,9 +22,8 @@ s_j^2, as a torch process would hold it.
 
 torch normalises with the biased variance and stores the unbiased one. With momentum 1 its running
 buffers *are* the batch statistics, so a forward pass stores them there at no cost; after every step
-the buffers hold the true running statistics again. The buffers remain torch's own tensors, each
-aligned as torch aligns memory: one operation gathers all of them and one copies them back. Only
-statistics are pooled: normalisation itself stays within the shard.
+the buffers hold the true running statistics again. One operation gathers all buffers, which remain
+torch's own, and one copies them back. Only statistics are pooled: normalisation stays in the shard.
 """
 
 from __future__ import annotations
@@ -90,17 +89,13 @@ class BatchNorms:
         self.running, self.shift = self._state[:2], self._state[2]  # (2, C), (C,)
         self._places = [v for row in self.running.unbind() for v in row.split(self.sizes)]
         # num_batches_tracked by layer, and its value after a forward pass
-        self._counts = torch.tensor([[0], [1]], device=some.device).repeat(1, len(layers))
-        for number, calls in enumerate(self._calls):
-            self._counts[:, number] += calls
+        self._counts = torch.zeros(2, len(layers), dtype=torch.int64, device=some.device)
         self.updates, self._expected = self._counts.unbind()
         self._make_room()
-        self._gather()
-        self.running.copy_(self._work[:2])
         self._updates = self.updates.unbind()
-        self._forwards = 0  # number since the buffers last held the running statistics
         # phi; negative = cumulative average (momentum None)
-        phi = [-1.0 if layer.momentum is None else layer.momentum for layer in layers]
+        self._momenta = [layer.momentum for layer in layers]
+        phi = [-1.0 if momentum is None else momentum for momentum in self._momenta]
         for layer in layers:
             layer.momentum = 1.0
         self._of_layer = torch.repeat_interleave(
@@ -112,9 +107,14 @@ class BatchNorms:
         self._weights[:2] = self.momentum
         self.elements = torch.ones(self.channels, dtype=torch.int64, device=some.device)
         self._private = torch.zeros_like(self.running) if mode == "local" else None
-        self._private_share = 0.0
-        self.first_shard = 0  # of this rank, for "local"
+        self._private_share, self.first_shard = 0.0, 0  # the first of this rank, for "local"
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.read()
+
+    def release(self) -> None:
+        """Give the layers their own momentum back, before other statistics of them are made."""
+        for layer, momentum in zip(self.layers.values(), self._momenta, strict=True):
+            layer.momentum = momentum
 
     def _make_room(self) -> None:
         """Allocate memory for the computations of a step, and its views, which take time too."""
@@ -277,6 +277,14 @@ class BatchNorms:
         self._counts += finite
         self._put_back()
 
+    def read(self) -> None:
+        """Take the running statistics from the model's buffers."""
+        self._gather()
+        self.running.copy_(self._work[:2])
+        for own, calls in zip(self._updates, self._calls, strict=True):
+            own.copy_(calls)
+        self.restore()
+
     def restore(self) -> None:
         """Copy the running statistics to the model's buffers, and prepare for the next step."""
         torch.add(self.updates, 1, out=self._expected)
@@ -286,7 +294,7 @@ class BatchNorms:
         if self.layers:
             torch._foreach_copy_(self._buffers, self._places)
             torch._foreach_copy_(self._calls, self._updates)
-        self._forwards = 0
+        self._forwards = 0  # since the buffers last held the running statistics
         if self._private is not None:
             self._private.zero_()
             self._private_share = 0.0

@@ -2,9 +2,10 @@
 
     gradients | moments | scalars | slots
 
-* gradients: of the parameters in the order of `model.parameters()`, each at a multiple of 64
-  elements (256 bytes), with the parameter's own strides. After a backward pass one operation adds
-  all gradients that torch computed; accumulating them in place would be a kernel per parameter.
+* gradients: of the parameters that are trained, group after group (`Group`), in a group in the
+  order of `model.parameters()`, each at a multiple of 64 elements (256 bytes), with the parameter's
+  own strides. After a backward pass one operation adds all gradients that torch computed;
+  accumulating them in place would be a kernel per parameter.
 * moments: two numbers per batch-norm channel (batchnorm.py).
 * scalars: one number each (SCALARS), summed over ranks, or computed from the sum afterwards, as
   `skipped` is.
@@ -15,20 +16,17 @@ Float32 holds integers up to 2^24 exactly, so counts and flags survive the sum.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hpctrain.errors import UsageError
+from hpctrain.parallel.layout import Group, flatten_parameters, lay_out
 from hpctrain.parallel.memory import plain_zeros
 from hpctrain.streams import Event, Snapshot, record_event
 
-ALIGNMENT = 64  # elements
 # Scalars by name, with the type as which they are read; counts of requesting ranks are integers.
 SCALARS: dict[str, type[int] | type[float]] = {
     "loss": float,
@@ -42,73 +40,6 @@ SCALARS: dict[str, type[int] | type[float]] = {
     "weight": float,
 }
 SLOTS = ("compute", "data", "loss", "digest")
-
-
-class Segment(NamedTuple):
-    """The location of one parameter in a flat vector."""
-
-    name: str
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @property
-    def span(self) -> slice:
-        """Its elements, without the padding that aligns the next parameter."""
-        return slice(self.offset, self.offset + self.shape.numel())
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the view of `flat` that is this parameter (or its gradient, or its momentum)."""
-        return torch.as_strided(flat, self.shape, self.stride, self.offset)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The parameters of a model as segments of one flat vector."""
-
-    segments: tuple[Segment, ...]
-    length: int
-    dtype: torch.dtype
-
-    def digest(self) -> str:
-        """Return a hash of names, shapes, strides and type; ranks can sum only if it is equal."""
-        text = repr([(s.name, tuple(s.shape), s.stride, s.offset) for s in self.segments])
-        return hashlib.sha256(f"{text} {self.dtype}".encode()).hexdigest()[:16]
-
-
-def lay_out(model: nn.Module) -> Layout:
-    """Lay out the trainable parameters, tied ones once. Raises UsageError for mixed types."""
-    segments, length, dtypes = [], 0, set()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            # Dense strides: those of a slice of a larger tensor would reach into the next segment.
-            stride = torch.empty_like(parameter, device="meta").stride()
-            segments.append(Segment(name, length, parameter.shape, stride))
-            length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-            dtypes.add(parameter.dtype)
-    if not segments:
-        raise UsageError("the model has no parameter to train")
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(str(d) for d in dtypes))
-        raise UsageError(f"the model's parameters mix types ({names}): use one, float32 or float64")
-    return Layout(tuple(segments), length, dtypes.pop())
-
-
-def flatten_parameters(model: nn.Module, layout: Layout) -> nn.Parameter:
-    """Move the parameters into one flat vector, of which they become views, and return it.
-
-    The optimizer updates the vector (one fused kernel instead of one per parameter), and the model
-    sees the change. `model.to(...)` undoes this, so set device and memory format first.
-    """
-    parameters = dict(model.named_parameters())
-    device = parameters[layout.segments[0].name].device
-    flat = torch.zeros(layout.length, dtype=layout.dtype, device=device)
-    with torch.no_grad():
-        for segment in layout.segments:
-            view = segment.of(flat)
-            view.copy_(parameters[segment.name])
-            parameters[segment.name].data = view
-    return nn.Parameter(flat)
 
 
 class Totals(NamedTuple):
@@ -142,13 +73,21 @@ class Totals(NamedTuple):
 class Message:
     """The flat buffer of one model on one rank, `tensor`."""
 
-    def __init__(self, model: nn.Module, channels: int, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        channels: int,
+        rank: int,
+        size: int,
+        groups: Mapping[str, Group] | None = None,
+    ) -> None:
         """Lay out a model with `channels` batch-norm channels for `rank` of `size`.
 
         The model's parameters become views of `weights`, one flat parameter for the optimizer,
-        whose gradient is `gradients`.
+        whose gradient is `gradients`. With several `groups` (by parameter, see `lay_out`), `groups`
+        holds a view of it for each, for the optimizer.
         """
-        self.rank, self.layout = rank, lay_out(model)
+        self.rank, self.layout = rank, lay_out(model, groups)
         self.device = next(model.parameters()).device
         parts = [self.layout.length, 2 * channels, len(SCALARS), size * len(SLOTS)]
         self.tensor = plain_zeros(sum(parts), self.layout.dtype, self.device)
@@ -165,6 +104,13 @@ class Message:
         self._losses = self.tensor.as_strided((2,), (apart,), start)
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
+        self.groups = [(self.weights, group) for group, _ in self.layout.groups]
+        if len(self.groups) > 1:
+            self.groups = [
+                (nn.Parameter(self.weights.data[span]), group) for group, span in self.layout.groups
+            ]
+            for (weights, _), (_, span) in zip(self.groups, self.layout.groups, strict=True):
+                weights.grad = self.gradients[span]
         self._poison = torch.zeros((), dtype=self.layout.dtype, device=self.device)  # 0 or NaN
         self.parameters = dict(model.named_parameters())  # by name, frozen ones too
         self._views = [

@@ -1,12 +1,12 @@
 """Overlap: gradients are summed in segments while backward still computes the remaining ones.
 
 Backward computes the gradients of the last parameters first. The gradients are therefore split at
-borders between parameters. All ranks sum the segments in one order, from the last to the first, and
-then the rest of the message (moments, scalars, slots), so that collectives match in whatever order
-gradients become ready. A segment is sent as soon as its gradients are complete and all segments
-before it have been sent, in the last batch that the rank has in a step; earlier batches only
-accumulate. Segments that backward does not complete (a parameter that it does not reach, a rank
-without samples) are sent after backward.
+borders between parameters. All ranks sum the segments in one order, that in which backward is
+likely to complete them, and then the rest of the message (moments, scalars, slots), so that
+collectives match in whatever order gradients become ready. A segment is sent as soon as its
+gradients are complete and all segments before it have been sent, in the last batch that the rank
+has in a step; earlier batches only accumulate. Segments that backward does not complete (a
+parameter that it does not reach, a rank without samples) are sent after backward.
 
 A hook on each parameter counts calls; a complete segment is added to the message. torch calls the
 hook once per backward, when the gradients of all uses of the parameter are in `.grad`, and once
@@ -41,22 +41,29 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.errors import RunError
-from hpctrain.parallel.message import Layout, Message
+from hpctrain.parallel.layout import Layout
+from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import check_threads
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.streams import Event, Stream, current_stream, record_event
 
 
 def cut(layout: Layout, parts: int) -> list[range]:
-    """Split the gradients into at most `parts` segments of about equal size, the last one first.
+    """Split the gradients into at most `parts` segments of about equal size.
 
-    Each begins at a parameter, so there are fewer if a parameter is larger than its part.
+    Each begins at a parameter, so there are fewer if a parameter is larger than its part. They are
+    in the order in which backward completes them if it computes the model's parameters from the
+    last to the first.
     """
     starts = [segment.offset for segment in layout.segments]
     wanted = [layout.length * part // parts for part in range(parts)]
     borders = sorted({min(starts, key=lambda start: abs(start - place)) for place in wanted})
     ends = [*borders[1:], layout.length]
-    return [range(*border) for border in zip(borders, ends, strict=True)][::-1]
+    first = {  # of the model's parameters in each: backward computes its gradient last
+        span: min(s.number for s in layout.segments if s.offset in span)
+        for span in map(range, borders, ends)
+    }
+    return sorted(first, key=lambda span: -first[span])
 
 
 class Overlapped(Reduce):
@@ -72,7 +79,9 @@ class Overlapped(Reduce):
         self._message = message
         segments = message.layout.segments
         self._names = [segment.name for segment in segments]
-        self._part = [sum(span.start > s.offset for span in spans) for s in segments]
+        self._part = [
+            next(part for part, span in enumerate(spans) if s.offset in span) for s in segments
+        ]
         self._members = [
             [number for number, of in enumerate(self._part) if of == part]
             for part in range(len(parts))

@@ -29,7 +29,7 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.device import empty
-from hpctrain.parallel.message import ALIGNMENT
+from hpctrain.parallel.layout import ALIGNMENT
 from hpctrain.parallel.mpi import MPI, Comm
 from hpctrain.parallel.transport import HostMemory, Transport
 

@@ -10,8 +10,9 @@ from hpctrain.parallel.mpi import allgather
 from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.streams import Snapshot
 from hpctrain.text import listed
-from hpctrain.training.compute import learning_rate
-from hpctrain.training.setup import reassign_shards, renew_reduction
+from hpctrain.training.optimizer import learning_rate
+from hpctrain.training.replay import RunReplay
+from hpctrain.training.setup import reassign_shards, renew_reduction, unfreeze
 from hpctrain.training.state import Run, gather
 from hpctrain.training.step import train_step
 from hpctrain.training.steps import PendingStep, PendingSteps, collect_flags
@@ -28,6 +29,8 @@ def train_epochs(run: Run) -> None:
     with closing(job.loader) as loader:
         while state.epoch < job.plan.epochs and not state.ended:
             first = state.step - state.epoch * per_epoch
+            if state.epoch == job.config.unfreeze_epoch and not first:
+                begin_last_phase(run)
             pending.restart_clock()
             began = time.perf_counter()
             for number, batches in enumerate(loader.epoch(state.epoch, first), start=first):
@@ -79,13 +82,25 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
     pending.restart_clock()
 
 
+def begin_last_phase(run: Run) -> None:
+    """Train the parameters of --freeze too from the next step on. Collective."""
+    doing("unfreezing")
+    run.recorder.note(unfreeze(run.job, shards_of_ranks(run), run.comm))
+    if run.replay:
+        run.replay = RunReplay(run.job.trainer, run.job.task, run.job.plan)
+
+
+def shards_of_ranks(run: Run) -> list[range]:
+    """Return the shards that each rank carries now."""
+    return run.balance.runs if run.balance else [range(*each) for each in run.job.plan.runs]
+
+
 def choose_overlap(run: Run, trial: OverlapTrial) -> None:
     """Choose the number of gradient segments by the steps measured so far. Collective."""
     doing("choosing --overlap")
     text = trial.decide(allgather(run.comm, trial.times()))
-    runs = run.balance.runs if run.balance else [range(*each) for each in run.job.plan.runs]
     if trial.segments != run.job.trainer.segments:
-        renew_reduction(run.job, runs, trial.segments)
+        renew_reduction(run.job, shards_of_ranks(run), trial.segments)
     if text:
         run.recorder.note(text)
 

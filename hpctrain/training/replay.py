@@ -36,7 +36,7 @@ from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, output_shape
-from hpctrain.models import ModelState, check_names, checked_output, held_values
+from hpctrain.models import ModelState, check_names, checked_output, evaluating, held_values
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import fork_rng, name_refused_operation, seed_torch
 from hpctrain.plan import Plan
@@ -262,12 +262,10 @@ def probe_model(
         other = Sample(inputs[-ROWS:], targets[-ROWS:], key + 1)
         buffers = {name for name, _ in model.named_buffers()}
         exact = config.deterministic or inputs.device.type == "cpu"
-        replay, changed = Replay(norms, task, output, exact, buffers), []
-        for training in (True, False):
-            model.train(training)
-            with torch.set_grad_enabled(training):
-                changed += replay(first, other).names()
-        model.train()
+        replay = Replay(norms, task, output, exact, buffers)
+        changed = replay(first, other).names()
+        with evaluating(model), torch.no_grad():
+            changed += replay(first, other).names()
         if changed:
             raise changed_error(changed)
     return probe

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpctrain import __version__
 from hpctrain.config import Config, byte_count, segments
 from hpctrain.data.augment import Augmentation, normalization
 from hpctrain.data.cache import sample_bytes
@@ -25,17 +24,10 @@ from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.inference.network import find_model
 from hpctrain.inference.tasks import Task, make_task, output_shape
-from hpctrain.models import (
-    InitialWeights,
-    build,
-    check_forward,
-    checkpoint_activations,
-    load_init,
-)
-from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.choose import choose_reduce, open_device, open_transport
-from hpctrain.parallel.device import hardware_key, place
-from hpctrain.parallel.message import Message
+from hpctrain.models import InitialWeights, build, check_forward, checkpoint_activations, load_init
+from hpctrain.parallel.batchnorm import Probe
+from hpctrain.parallel.choose import open_device, open_transport
+from hpctrain.parallel.device import place
 from hpctrain.parallel.mpi import (
     Comm,
     call_on_all,
@@ -44,12 +36,14 @@ from hpctrain.parallel.mpi import (
     check_threads,
 )
 from hpctrain.parallel.placement import Choice
-from hpctrain.parallel.reduce import Reduce, broadcast
-from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
 from hpctrain.plan_check import go_on
-from hpctrain.streams import IN_FLIGHT
-from hpctrain.training.compute import make_backward, make_optimizer
+from hpctrain.training.finetune import (
+    Frozen,
+    check_phases,
+    freeze,
+    in_last_phase,
+)
 from hpctrain.training.reading import (
     Reading,
     check_data,
@@ -58,14 +52,14 @@ from hpctrain.training.reading import (
     order_of,
     staged,
 )
-from hpctrain.training.replay import probe_model
-from hpctrain.training.step import Trainer, hash_tensors
+from hpctrain.training.step import Trainer
+from hpctrain.training.trainer import make_trainer, probe_norms, probe_phases, reduce_for
 from hpctrain.watchdog import doing
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """One run, ready for its first step."""
+    """One run, ready for its first step; a new phase of the training replaces its trainer."""
 
     config: Config
     plan: Plan
@@ -73,24 +67,24 @@ class Job:
     reading: Reading
     transport: Choice
     task: Task
+    frozen: Frozen
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
     init: InitialWeights | None  # what this launch took from --init
     notes: tuple[str, ...]  # on these choices, for the user
 
+    def close(self) -> None:
+        """Release the hooks and the thread of the reduction, after the last step."""
+        self.trainer.close()
 
-def set_up(
-    config: Config,
-    comm: Comm,
-    earlier: Plan | None = None,
-    first_weights: bool = True,
-) -> Job:
+
+def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | None = None) -> Job:
     """Build a job from a configuration that passed `check_settings`. Collective.
 
-    `earlier` is the plan of the run's first launch, if this launch resumes it. Without
-    `first_weights`, --init is ignored because a checkpoint provides the weights. Raises the same
-    error on all ranks.
+    `earlier` is the plan of the run's first launch, if this launch resumes it, and `done` the step
+    of its checkpoint, if any: --init is then ignored, because the checkpoint provides the weights.
+    Raises the same error on all ranks.
     """
     pack = open_pack(config, "train", comm)
     doing("setting up")  # replaces the last block of the pack that rank 0 compared
@@ -101,10 +95,10 @@ def set_up(
     if config.overlap == "auto" and comm.size > 1:
         call_on_all(comm, lambda: check_threads("--overlap"))
 
-    model, init = call_on_all(comm, lambda: make_model(config, pack, first_weights))
+    model, init = call_on_all(comm, lambda: make_model(config, pack, done is None))
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
-    norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
+    frozen = call_on_all(comm, lambda: freeze(model, config.freeze))
     checks = make_checks(config, pack, comm)
     source = call_on_all(comm, lambda: Split(pack, "train", checks=checks))
     settings = call_on_root(comm, lambda: task_settings(config, earlier, source))
@@ -113,7 +107,8 @@ def set_up(
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     scaling = call_on_all(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
-    probe = call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
+    last = bool(earlier and done and in_last_phase(config, earlier, done))
+    norms, probe = probe_phases(model, frozen, last, task, source, prepare, config, comm)
 
     held = sample_bytes(source, config.random_crop > 0)
     facts = facts_of(pack, held, (comm.size, device.type, threads), probe.min_samples)
@@ -121,16 +116,35 @@ def set_up(
     plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
+    call_on_all(comm, lambda: check_phases(config, plan))
     norms.start(probe)
     transport, choice, sharing = open_transport(comm, device, config.reduce)
-    trainer = make_trainer(model, norms, task, config, plan, transport)
-    shards = range(*plan.runs[comm.rank])
+    runs, overlap = [range(*run) for run in plan.runs], segments(config.overlap) or 0
+    trainer = make_trainer(norms, task, config, plan, frozen, transport, runs, overlap)
+    shards = runs[comm.rank]
     reading = Reading(pack, checks, source, order_of(plan))
     if config.stage and not config.dry_run:
         moving = config.worker_load == "auto"  # any shard may move to any host
         reading = staged(config.stage, reading, range(plan.shards) if moving else shards, comm)
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
-    loader = Loader(
+    loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
+    texts = sharing, init.describe() if init else None, frozen.describe(trainer.message)
+    made = pack, reading, choice, task, frozen, trainer, loader, prepare, init
+    return Job(config, plan, *made, tuple(filter(None, texts)))
+
+
+def make_loader(
+    config: Config,
+    plan: Plan,
+    reading: Reading,
+    shards: range,
+    task: Task,
+    augmented: Prepare,
+    probe: Probe,
+    device: torch.device,
+) -> Loader:
+    """Make the loader of the training split for the `shards` of this rank."""
+    return Loader(
         *(reading.source, plan.partition, shards, plan.seed, augmented, task.pair, reading.order),
         read_buffer=byte_count(config.read_buffer, "--read-buffer"),
         random_crop=config.random_crop,
@@ -138,8 +152,6 @@ def set_up(
         device=device,
         epochs=plan.epochs,
     )
-    notes = tuple(filter(None, (sharing, init.describe() if init else None)))
-    return Job(config, plan, pack, reading, choice, task, trainer, loader, prepare, init, notes)
 
 
 def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], min_samples: int) -> Facts:
@@ -194,57 +206,22 @@ def make_model(
     return model, init
 
 
-def make_trainer(
-    model: nn.Module,
-    norms: BatchNorms,
-    task: Task,
-    config: Config,
-    plan: Plan,
-    transport: Transport,
-) -> Trainer:
-    """Lay out the message, compare layouts, and broadcast rank 0's weights. Collective."""
-    comm = transport.comm
-    message = call_on_all(comm, lambda: Message(model, norms.channels, comm.rank, comm.size))
-    fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
-    check_equal_on_all(
-        comm,
-        {
-            "hpctrain": __version__,
-            "torch": torch.__version__,
-            "the layout of the parameters": message.layout.digest(),
-            "the model's fixed state": hash_tensors(fixed).hexdigest()[:16],
-        },
-    )
-    if plan.deterministic:
-        check_equal_on_all(comm, {"the kind of hardware": hardware_key(message.device)})
-    backward = call_on_all(
-        comm, lambda: make_backward(model, task, message, config.compile, config.graphs)
-    )
-    broadcast(comm, message.weights)
-    runs, overlap = [range(*run) for run in plan.runs], segments(config.overlap) or 0
-    norms.first_shard = runs[comm.rank].start
-    return Trainer(
-        model,
-        message,
-        norms,
-        make_optimizer(plan.optimizer, plan.learning_rate, config, [message.weights]),
-        call_on_all(comm, lambda: reduce_for(plan, overlap, message, runs, transport)),
-        backward,
-        config.clip_norm,
-        config.skip_bad,
-        config.local_buffers,
-        overlap,
-        IN_FLIGHT[message.device.type],
-        task.weights,
-    )
+def unfreeze(job: Job, runs: Sequence[range], comm: Comm) -> str:
+    """Train the parameters of --freeze too from the next step on. Collective.
 
-
-def reduce_for(
-    plan: Plan, overlap: int, message: Message, runs: Sequence[range], transport: Transport
-) -> Reduce:
-    """Make the reduction for ranks that carry the shards `runs`."""
-    in_order = runs if plan.deterministic else None
-    return choose_reduce(transport.comm, message, in_order, plan.comm_dtype, transport, overlap)
+    The ranks carry the shards `runs`. Returns a note for the record.
+    """
+    old = job.trainer
+    old.close()
+    old.norms.release()
+    job.frozen.set_trained(True)
+    with call_on_all(comm, lambda: job.reading.split("train")) as source:
+        norms, probe = probe_norms(old.model, job.task, source, job.prepare, job.config, comm)
+    norms.start(probe)
+    how = job.config, job.plan, job.frozen, old.reduce.transport, runs, old.segments
+    job.trainer = make_trainer(norms, job.task, *how)
+    job.trainer.continue_from(old)
+    return job.frozen.describe(job.trainer.message)
 
 
 def reassign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:

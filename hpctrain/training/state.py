@@ -70,7 +70,7 @@ class Progress:
     best_epoch: int = 0
     best_figures: dict[str, float | None] = field(default_factory=dict)
     waited: int = 0  # validations since the best one
-    best: list[torch.Tensor] | None = None  # network of `best_step`, if it is to be kept
+    best: dict[str, torch.Tensor] | None = None  # network of `best_step`, if it is to be kept
     went_back: bool = False  # the model holds the best network again
     chosen: bool = False  # the final network is chosen: no more checkpoints are written
     sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the current epoch: loss,
@@ -130,27 +130,28 @@ class Progress:
         self.best_loss, self.best_step, self.waited = loss, self.step, 0
         self.best_epoch, self.best_figures = self.epoch, dict(self.figures)
         if copy:
-            self.best = [tensor.clone() for tensor in _network(trainer)]
+            self.best = _copy_network(trainer)
         return True
 
     def restore_best(self, trainer: Trainer) -> None:
         """Choose the final network of the run: the best one if it was kept, else the last."""
         self.chosen = True
         if self.best is not None:
-            with torch.no_grad():
-                for tensor, kept in zip(_network(trainer), self.best, strict=True):
-                    tensor.copy_(kept)
-            trainer.norms.restore()
+            for name, tensor in trainer.model.state_dict().items():
+                if tensor.shape == self.best[name].shape:
+                    tensor.copy_(self.best[name])
+                else:
+                    _replace_buffer(trainer.model, name, self.best[name])
+            trainer.norms.read()
             self.went_back = True
 
 
-def _network(trainer: Trainer) -> list[torch.Tensor]:
-    """Return the tensors that define a network: weights and running statistics."""
-    tensors = trainer.tensors()
-    return [tensors[name] for name in NETWORK]
+def _copy_network(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copy the tensors that define a network, by name: they do not depend on the layout."""
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """Everything that the training loop works with, on one rank."""
 
@@ -173,7 +174,7 @@ Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 def gather(trainer: Trainer, state: Progress) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the state of a run: its tensors, and the other values for JSON."""
     tensors = trainer.state()
-    tensors |= {f"best.{number}": tensor for number, tensor in enumerate(state.best or ())}
+    tensors |= {f"best.{name}": tensor for name, tensor in (state.best or {}).items()}
     known = {
         "layout": trainer.message.layout.digest(),
         "key": hardware_key(trainer.message.device),
@@ -233,14 +234,19 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
 
     Raises ValueError if one is missing, unknown, or of another shape or type.
     """
-    weights, own = trainer.message.weights, trainer.state()
+    own, groups = trainer.state(), trainer.message.groups
+    homes = {str(n) if len(groups) > 1 else "": group for n, (group, _) in enumerate(groups)}
     places = {name: own[name] for name in own if not name.startswith("optimizer.")}
     tensors = {"used": torch.ones_like(own["used"]), **tensors}  # absent in old files: all were
-    kept = {f"best.{number}": own[name] for number, name in enumerate(NETWORK)}
+    if "best.0" in tensors:
+        tensors = _name_best(trainer, tensors)
+    kept = {f"best.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "optimizer":  # some create their state in the first step
-            expected: torch.Tensor | None = weights if tensor.ndim else tensor
+            number, _, entry = rest.rpartition(".")
+            weights = homes.get(number)
+            expected = weights if tensor.ndim or weights is None else tensor
         else:
             expected = places.get(name, kept.get(name))
         if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
@@ -248,15 +254,34 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
                 continue
             has = f"{tuple(tensor.shape)} of {tensor.dtype}"
             raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
-        if kind == "optimizer":
-            trainer.optimizer.state[weights][rest] = tensor.to(weights.device)
+        if kind == "optimizer" and weights is not None:
+            trainer.optimizer.state[weights][entry] = tensor.to(trainer.message.device)
         elif name in places:
             places[name].copy_(tensor)
-    best = [tensors[name].to(weights.device) for name in kept if name in tensors]
+    best = {name: tensors[name] for name in kept if name in tensors}
     if missing := [name for name in (*places, *(kept if best else ())) if name not in tensors]:
         raise ValueError(f"it lacks the tensor {missing[0]!r}")
-    state.best = best or None
+    device = trainer.message.device
+    state.best = {n.removeprefix("best."): t.to(device) for n, t in best.items()} or None
     trainer.norms.restore()
+
+
+def _name_best(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert the best network of an earlier version, as vectors, to tensors by name.
+
+    Overwrites the network. Raises ValueError as `_put` does.
+    """
+    own, rest = trainer.tensors(), dict(tensors)
+    for number, name in enumerate(NETWORK):
+        saved = rest.pop(f"best.{number}", None)
+        if saved is None:
+            raise ValueError(f"it lacks the tensor 'best.{number}'")
+        if (saved.shape, saved.dtype) != (own[name].shape, own[name].dtype):
+            has = f"{tuple(saved.shape)} of {saved.dtype}"
+            raise ValueError(f"the model has no place for the tensor 'best.{number}', {has}")
+        own[name].copy_(saved)
+    trainer.norms.restore()
+    return rest | {f"best.{name}": tensor for name, tensor in _copy_network(trainer).items()}
 
 
 def _replace_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> bool:

@@ -31,14 +31,14 @@ from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.message import Message, Report
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.streams import Clock
-from hpctrain.training.compute import (
-    Backward,
+from hpctrain.training.compute import Backward
+from hpctrain.training.control import StepFlags
+from hpctrain.training.optimizer import (
     UnusedParameters,
     clip_gradient,
     gate_update,
     set_learning_rate,
 )
-from hpctrain.training.control import StepFlags
 
 NETWORK = ("weights", "norms.running", "norms.updates")  # tensors that define a network
 
@@ -74,10 +74,11 @@ class Trainer:
         These are weights, optimizer state, running statistics, and which parameters are used.
         """
         found = {"weights": self.message.weights.data}
-        memory = self.optimizer.state[self.message.weights]
-        for name in sorted(memory):
-            if isinstance(memory[name], torch.Tensor):
-                found[f"optimizer.{name}"] = memory[name]
+        for number, (weights, _) in enumerate(self.message.groups):
+            group = f"{number}." if len(self.message.groups) > 1 else ""
+            for name, value in sorted(self.optimizer.state[weights].items()):
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizer.{group}{name}"] = value
         norms = {name: getattr(self.norms, name) for name in ("running", "shift", "updates")}
         found |= {f"norms.{name}": tensor for name, tensor in norms.items()}
         return found | {"used": self.unused.used}
@@ -94,6 +95,20 @@ class Trainer:
         """Return all tensors that a run resumes from; `constants` are prefixed with "model."."""
         constants = {f"model.{name}": tensor for name, tensor in self.constants().items()}
         return self.tensors() | constants
+
+    def continue_from(self, earlier: Trainer) -> None:
+        """Take over the optimizer state of a trainer of an earlier phase, with fewer parameters.
+
+        Its groups are the first of this one (`lay_out`).
+        """
+        for (own, group), (old, before) in zip(
+            self.message.groups, earlier.message.groups, strict=False
+        ):
+            if (group, own.shape) != (before, old.shape):
+                raise RuntimeError(f"the parameters of {before} were laid out in another order")
+            self.optimizer.state[own] = earlier.optimizer.state[old]
+        used = earlier.unused.used
+        self.unused.used[: len(used)] = used
 
     def close(self) -> None:
         """Release the hooks and the thread of the reduction, after the last step."""

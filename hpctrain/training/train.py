@@ -95,7 +95,8 @@ def train(config: Config, comm: Comm | None = None) -> int:
             config = dataclasses.replace(config, precision=earlier.precision)
         stack.enter_context(torch_settings(precision, config.deterministic))
         plan = earlier.plan if earlier else None
-        job = set_up(config, comm, plan, earlier is None or earlier.checkpoint is None)
+        checkpoint = earlier.checkpoint if earlier else None
+        job = set_up(config, comm, plan, checkpoint.step if checkpoint else None)
         if config.dry_run:
             notes = (f"note           {note}" for note in job.notes)
             call_on_root(comm, lambda: say("\n".join([*job.plan.lines(), *notes])))
@@ -148,7 +149,7 @@ def open_run(
     call_on_all(comm, lambda: keep_in(folder / HEARTBEATS))
     mine = folder if comm.rank == 0 else None
     with (
-        closing(job.trainer),
+        closing(job),
         together(comm),
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
         Control(mine, times.ends) as control,

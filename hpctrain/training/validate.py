@@ -19,7 +19,7 @@ from hpctrain.inference.gallery import Answer, draw_answers, read_rows
 from hpctrain.inference.network import BEST, describe
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.inference.tasks import Denoising, network_output
-from hpctrain.models import save_tensors, snapshot
+from hpctrain.models import evaluating, save_tensors, snapshot
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
 from hpctrain.parallel.reduce import broadcast
@@ -179,11 +179,10 @@ def show_work(run: Run) -> None:
         rows = np.arange(min(SHOWN, len(source.labels)))
         clean = read_samples(source, rows, job.prepare)
     noisy, _ = job.task.pair(clean, torch.empty(0), block_key(0))
-    model = job.trainer.model.eval()
-    with fork_rng(noisy.device):
+    model = job.trainer.model
+    with evaluating(model), fork_rng(noisy.device):
         seed_torch(block_key(0), noisy.device)
         restored = network_output(model, noisy, job.plan.precision).clamp(0, 1)
-    model.train()
     named = {"noisy": noisy, "restored": restored, "clean": clean}
     arrays = {name: images.permute(0, 2, 3, 1).cpu().numpy() for name, images in named.items()}
     write_rows(run.folder / "denoised.png", arrays)

@@ -17,7 +17,8 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel import mpi
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.device import choose_device
-from hpctrain.parallel.message import Message, lay_out
+from hpctrain.parallel.layout import lay_out
+from hpctrain.parallel.message import Message
 from hpctrain.parallel.overlap import cut
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.transport import HostMemory

@@ -14,14 +14,7 @@ from hpctrain.inference.tasks import Classification
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.message import Message
 from hpctrain.training import setup
-from hpctrain.training.compute import (
-    MOST_GRAPHS,
-    WARM,
-    Compiled,
-    Eager,
-    Graphs,
-    make_backward,
-)
+from hpctrain.training.compute import MOST_GRAPHS, WARM, Compiled, Eager, Graphs, make_backward
 from tests.training.runs import digest
 
 SHAPE = (3, 8, 8)

@@ -48,6 +48,16 @@ CASES = {
     "global": {"shuffle": "global"},
     "blocks": {"shuffle": "blocks", "read_buffer": "60K"},
     "denoise": {"task": "denoise", "model": "autoencoder", "validate_steps": 3, "output": "best"},
+    "unfreeze": {
+        "optimizer": "adamw",
+        "weight_decay": 0.1,
+        "no_decay": "norm",
+        "freeze": "conv1,bn1",
+        "unfreeze_epoch": 1,
+        "lr_scale": "fc=2",
+        "validate_steps": 3,
+        "output": "best",
+    },
     "two threads": {"threads": 2},
     "class weights": {"class_weights": "balanced", "label_smoothing": 0.1, "output": "best"},
     "draws in evaluation": {"model": DRAWING, "validate_steps": 3, "patience": 2, "output": "best"},
@@ -318,7 +328,7 @@ def test_the_plan_fixes_one_thread_whatever_the_launcher_says(comm, settings, mo
 @pytest.mark.mpi
 def test_hosts_of_two_kinds_are_refused(comm, settings, monkeypatch):
     kind = "old" if comm.rank == comm.size - 1 else "new"
-    monkeypatch.setattr("hpctrain.training.setup.hardware_key", lambda device: kind)
+    monkeypatch.setattr("hpctrain.training.trainer.hardware_key", lambda device: kind)
     config = dataclasses.replace(settings, run="a")
     if comm.size == 1:
         assert loop.train(config, comm) == 0

@@ -13,13 +13,9 @@ from torch import nn
 
 from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
-from hpctrain.training.compute import (
-    clip_gradient,
-    gate_update,
-    learning_rate,
-    set_learning_rate,
-)
-from hpctrain.training.compute import make_optimizer as make_by_name
+from hpctrain.parallel.layout import Group
+from hpctrain.training.optimizer import clip_gradient, gate_update, learning_rate, set_learning_rate
+from hpctrain.training.optimizer import make_optimizer as make_by_name
 
 OPTIMIZERS = ("sgdm", "adam", "adamw")
 LENGTH = 101
@@ -36,7 +32,8 @@ def weights(dtype: torch.dtype = torch.float64) -> nn.Parameter:
 
 
 def make_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return make_by_name(config.optimizer or "sgdm", 0.01, config, parameters)
+    groups = [(each, Group(weight_decay=config.weight_decay)) for each in parameters]
+    return make_by_name(config.optimizer or "sgdm", 0.01, config, groups)
 
 
 def run(

@@ -46,6 +46,16 @@ CASES = {
     },
     "patience": {"validate_steps": 2, "patience": 2, "lr": 0.3},
     "bf16": {"precision": "bf16", "shift": 2},
+    "unfreeze": {
+        "optimizer": "adamw",
+        "weight_decay": 0.1,
+        "no_decay": "norm",
+        "freeze": "conv1,bn1",
+        "unfreeze_epoch": 1,
+        "lr_scale": "fc=2",
+        "validate_steps": 3,
+        "output": "best",
+    },
     "unused": {"model": "tests.odd_models:branches", "weight_decay": 0.1},
 }
 

@@ -68,6 +68,10 @@ ELSEWHERE = {  # flag -> where it is tested
     "time_limit": "tests/training/test_control.py",
     "timeout": "tests/training/test_watchdog.py",
     "test": "tests/training/test_validate.py",
+    **dict.fromkeys(
+        ("freeze", "unfreeze_epoch", "lr_scale", "layer_decay", "no_decay", "nesterov", "min_lr"),
+        "tests/training/test_finetune.py",
+    ),
 }
 
 

@@ -19,8 +19,10 @@ from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.transport import HostMemory, Pinned
-from hpctrain.training.compute import Eager, make_optimizer
+from hpctrain.training.compute import Eager
 from hpctrain.training.control import StepFlags
+from hpctrain.training.finetune import freeze, parameter_groups
+from hpctrain.training.optimizer import make_optimizer
 from hpctrain.training.step import Trainer, train_step
 from tests.packs import order_of, places
 
@@ -56,13 +58,15 @@ def small_model():
 
 def make_trainer(model, comm, config=None, weights=None, **how):
     config = config or Config(lr=0.1)
-    norms = BatchNorms(model.train(), config.batch_norm)
-    message = Message(model, norms.channels, comm.rank, comm.size)
+    frozen = freeze(model.train(), config.freeze)
+    norms = BatchNorms(model, config.batch_norm)
+    groups = parameter_groups(model, config, frozen)
+    message = Message(model, norms.channels, comm.rank, comm.size, groups)
     return Trainer(
         model,
         message,
         norms,
-        make_optimizer(config.optimizer or "sgdm", config.lr, config, [message.weights]),
+        make_optimizer(config.optimizer or "sgdm", config.lr, config, message.groups),
         choose_reduce(comm, message, **how),
         Eager(model, Classification("fp32", config.label_smoothing, CLASSES, weights), message),
         config.clip_norm,

@@ -17,7 +17,7 @@ from hpctrain.data.loader import Batch
 from hpctrain.report.record import read_records
 from hpctrain.streams import Snapshot
 from hpctrain.training import state
-from hpctrain.training.compute import UnusedParameters
+from hpctrain.training.optimizer import UnusedParameters
 from hpctrain.training.train import train
 from tests.training.test_step import make_trainer, train_step
 

@@ -1,0 +1,179 @@
+"""Fine-tuning: which parameters are frozen, and the groups that the optimizer updates alike.
+
+A pattern is a shell pattern (fnmatch) of a name in the network's state dict, such as
+"layer1.0.conv1.weight"; the name of a module stands for everything in it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from hpctrain.config import Config, learning_rate_factors, patterns
+from hpctrain.errors import UsageError
+from hpctrain.parallel.layout import Group
+from hpctrain.parallel.message import Message
+from hpctrain.plan import Plan
+from hpctrain.text import listed
+
+
+def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
+    """Return the names that match a pattern. Raises UsageError if there is none."""
+    found = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
+    if found:
+        return found
+    modules = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
+    near = difflib.get_close_matches(pattern.rstrip("*."), sorted({*modules, *names}), n=1)
+    tops = dict.fromkeys(name.partition(".")[0] for name in names)
+    hint = f"did you mean {near[0]}?" if near else f"the network has {listed(tops, 12)}"
+    raise UsageError(f"{flag} {pattern}: no name in the network matches; {hint}")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The part of a network that --freeze names."""
+
+    parameters: dict[str, nn.Parameter]  # that were trainable before
+    layers: tuple[nn.Module, ...]  # batch norm, whose running statistics are named
+
+    def set_trained(self, trained: bool) -> None:
+        """Freeze this part, or train it."""
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(trained)
+        for layer in self.layers:
+            layer.train(trained)
+
+    def describe(self, message: Message) -> str:
+        """Return a note on what is trained now; empty if nothing was ever frozen."""
+        if not self.parameters:
+            return ""
+        parameters = message.parameters.values()
+        frozen = [p for p in self.parameters.values() if not p.requires_grad]
+        size = f"the message of a step has {message.tensor.nbytes / 1e6:,.3f} MB"
+        if not frozen:
+            return f"all {len(parameters)} parameters are trained now: {size}"
+        less = sum(p.nbytes for p in frozen) / 1e6
+        return (
+            f"--freeze: {len(frozen)} of {len(parameters)} parameters are frozen: {size}, without"
+            f" the {less:,.3f} MB of their gradients"
+        )
+
+
+def freeze(model: nn.Module, names: str | None) -> Frozen:
+    """Freeze what the patterns of --freeze match.
+
+    A batch-norm layer whose running statistics match is in evaluation mode from then on: it
+    normalises with them and does not change them. Raises UsageError if a pattern matches nothing,
+    or if nothing remains to be trained.
+    """
+    if names is None:
+        return Frozen({}, ())
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    known = [*dict.fromkeys([*model.state_dict(), *trained])]
+    matched = set().union(
+        *(select("--freeze", each, known) for each in patterns(names, "--freeze"))
+    )
+    layers = [m for n, m in model.named_modules() if f"{n}.running_mean".lstrip(".") in matched]
+    frozen = Frozen({n: p for n, p in trained.items() if n in matched}, tuple(layers))
+    if len(frozen.parameters) == len(trained):
+        raise UsageError(f"--freeze {names}: it freezes all parameters of the network")
+    frozen.set_trained(False)
+    return frozen
+
+
+def in_last_phase(config: Config, plan: Plan, done: int) -> bool:
+    """Whether the last of `done` steps trained the parameters of --freeze too."""
+    return config.unfreeze_epoch is not None and done > config.unfreeze_epoch * plan.steps_per_epoch
+
+
+def check_phases(config: Config, plan: Plan) -> None:
+    """Raise UsageError if the run ends before the epoch of --unfreeze-epoch."""
+    if config.unfreeze_epoch is not None and config.unfreeze_epoch >= plan.epochs:
+        raise UsageError(
+            f"--unfreeze-epoch {config.unfreeze_epoch}: the run ends after {plan.epochs} epochs,"
+            " and nothing would be unfrozen"
+        )
+
+
+def parameter_groups(model: nn.Module, config: Config, frozen: Frozen) -> dict[str, Group]:
+    """Return the group of each trainable parameter by name.
+
+    Parameters that were frozen belong to a later phase: their optimizer state begins in it. Raises
+    UsageError if a pattern matches nothing.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    every = [name for name, _ in model.named_parameters()]
+    factors = _layer_factors(model, config.layer_decay)
+    scales = {name: 1.0 for name in every}
+    if config.lr_scale:
+        for pattern, factor in learning_rate_factors(config.lr_scale):
+            scales |= dict.fromkeys(select("--lr-scale", pattern, every), factor)
+    undecayed = _undecayed(model, config.no_decay, every)
+    return {
+        name: Group(
+            int(name in frozen.parameters),
+            scales[name] * factors[name],
+            0.0 if name in undecayed else config.weight_decay,
+        )
+        for name in names
+    }
+
+
+def _undecayed(model: nn.Module, given: str | None, names: Sequence[str]) -> set[str]:
+    """Return the parameters that --no-decay names, by kind of layer or by pattern."""
+    found: set[str] = set()
+    for pattern in patterns(given, "--no-decay") if given else ():
+        if pattern == "norm":
+            found |= _of_normalization(model)
+        elif pattern == "bias":
+            found |= {name for name in names if name.endswith("bias")}
+        else:
+            found |= select("--no-decay", pattern, names)
+    return found
+
+
+def _of_normalization(model: nn.Module) -> set[str]:
+    """Return the names of all parameters of normalization layers, torch's own and others."""
+    kinds = _NormBase | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if isinstance(module, kinds) or "norm" in type(module).__name__.lower()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
+def _layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
+    """Return the factor of each parameter's learning rate by --layer-decay.
+
+    It is 1 in the last layer, `decay` in the one before, `decay`^2 in the one before that, and so
+    on (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; Bao et al. 2022, arXiv:2106.08254). A
+    layer is a child of the outermost nn.Sequential or nn.ModuleList, or else of the network.
+    Normalization layers count with the layer before; parameters of the network itself, such as a
+    position embedding, with the first layer.
+    """
+    modules, norms = dict(model.named_modules()), _of_normalization(model)
+    depth, index = {"": 0}, {}
+    for name, _ in model.named_parameters():
+        layer = _layer(name, modules)
+        if layer not in depth:
+            new = len(depth) > 1 and name not in norms
+            depth[layer] = max(depth.values()) + new
+        index[name] = depth[layer]
+    last = max(index.values())
+    return {name: decay ** (last - number) for name, number in index.items()}
+
+
+def _layer(parameter: str, modules: dict[str, nn.Module]) -> str:
+    """Return the name of the layer that a parameter belongs to; "" = the network itself."""
+    path = parameter.split(".")[:-1]
+    for end in range(len(path)):
+        if isinstance(modules[".".join(path[:end])], nn.Sequential | nn.ModuleList):
+            return ".".join(path[: end + 1])
+    return path[0] if path else ""

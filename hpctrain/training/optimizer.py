@@ -1,0 +1,192 @@
+"""The update of the weights: optimizers, learning rate, clipping, parameters without gradients.
+
+The optimizers are torch's fused ones: one kernel for the whole vector, and an update that can be
+skipped on the device. If ``optimizer.found_inf``, a zero-dimensional float32 tensor, is 1, ``step``
+leaves weights, momenta and step counters unchanged, without synchronizing with the host. Only the
+value 1 skips the update.
+
+Parameters that have not received a gradient yet are not updated. torch skips a parameter whose
+`.grad` is None. Here all parameters are one vector with one gradient, in which weight decay would
+shrink parameters that no loss depends on. A parameter therefore counts as used from the first step
+in which its gradient, summed over all ranks, is not zero. It then stays used, so that layers which
+are left out of some steps (stochastic depth) are updated in those steps too. Until then its weights
+are restored after each step and its optimizer state is zero.
+
+Usage is determined on the device and copied to the host asynchronously. Parameters that the host
+knows to be used need no further work; after the first steps of most networks these are all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hpctrain.config import Config
+from hpctrain.parallel.layout import Group
+from hpctrain.parallel.message import Message
+from hpctrain.plan import Plan
+from hpctrain.streams import Snapshot
+
+
+def make_optimizer(
+    name: str, lr: float, config: Config, groups: Sequence[tuple[nn.Parameter, Group]]
+) -> Optimizer:
+    """Make the optimizer `name` with learning rate `lr` and the other settings of `config`.
+
+    sgdm: v <- momentum v + g + weight_decay w, w <- w - lr v; with --nesterov w <- w - lr (g +
+    weight_decay w + momentum v). adam and adamw: torch's defaults for betas (0.9, 0.999) and eps
+    (1e-8). Each group has its own weight decay and factor of the learning rate, which
+    `set_learning_rate` changes.
+    """
+    common = {"lr": lr, "fused": True}
+    given = [
+        {"params": [weights], "lr_scale": group.lr_scale, "weight_decay": group.weight_decay}
+        for weights, group in groups
+    ]
+    if name == "adam":
+        return _without_compiler(Adam)(given, **common)
+    if name == "adamw":
+        return _without_compiler(AdamW)(given, **common)
+    momentum, nesterov = config.momentum, config.nesterov
+    optimizer = _without_compiler(SGD)(given, momentum=momentum, nesterov=nesterov, **common)
+    if config.momentum:
+        # Without this, a skipped first step leaves torch's new momentum buffer uninitialised, and
+        # the second step adds it to the weights.
+        for parameter, _ in groups:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def _without_compiler(kind: type[Optimizer]) -> type[Any]:
+    """Return the optimizer class without torch's decorators.
+
+    They import the compiler on each rank even if nothing is compiled, which takes longer than
+    importing torch itself.
+    """
+    step, add = torch.no_grad()(inspect.unwrap(kind.step)), inspect.unwrap(kind.add_param_group)
+    return type(kind.__name__, (kind,), {"step": step, "add_param_group": add})
+
+
+def learning_rate(config: Config, plan: Plan, step: int) -> float:
+    """Return the learning rate of global step 0, 1, ...
+
+    It is the plan's rate times the schedule's factor times a warm-up factor, which rises linearly
+    from `warmup_from` to 1. --min-lr bounds the schedule from below, as in torch's
+    CosineAnnealingLR; "one-cycle" is torch's OneCycleLR with its defaults and a constant momentum.
+    """
+    most, least = plan.learning_rate, config.min_lr
+    if config.schedule == "one-cycle":
+        return one_cycle(most, step, plan.steps)
+    rate, epoch = most, step // plan.steps_per_epoch
+    if config.schedule == "cosine":
+        rate = least + (most - least) * cosine(step / plan.steps)
+    elif config.schedule == "step":
+        rate = max(least, most * config.step_factor ** (epoch // config.step_epochs))
+    warm = 1.0
+    if step < plan.warmup_steps:
+        warm = plan.warmup_from + (1 - plan.warmup_from) * step / plan.warmup_steps
+    return rate * warm
+
+
+def cosine(progress: float) -> float:
+    """Return half a period of a cosine, from 1 at 0 to 0 at 1 and beyond."""
+    return 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def one_cycle(most: float, step: int, steps: int) -> float:
+    """Return the learning rate of a step of the one-cycle policy (Smith and Topin 2017,
+    arXiv:1708.07120): 30 % of the steps from 1/25 to 1 of `most`, then down to 1/250,000.
+    """
+    peak, last = 0.3 * steps - 1, steps - 1
+    if step <= peak:
+        return most / 25 + (most - most / 25) * (1 - cosine(step / peak))
+    return most / 25e4 + (most - most / 25e4) * cosine((step - peak) / (last - peak))
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Use `lr` from the next step on, times the factor "lr_scale" of each group that has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def gate_update(optimizer: Optimizer, skipped: Tensor) -> None:
+    """Make the next `step` change nothing if `skipped`, a scalar tensor on the device, is 1."""
+    # torch's own GradScaler sets this attribute; its type stubs do not declare it.
+    optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+
+
+def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:
+    """Scale the gradient in place to at most `max_norm` (L2) and return its norm before that.
+
+    Nothing is copied to the host. Partial norms of 4096 values are summed in float64: one float32
+    sum over the 25 million gradients of a ResNet-50 is off by 1e-3.
+    """
+    even = flat_gradient.numel() // 4096 * 4096
+    parts = torch.linalg.vector_norm(flat_gradient[:even].view(-1, 4096), dim=1)
+    rest = torch.linalg.vector_norm(flat_gradient[even:])
+    norm = torch.linalg.vector_norm(torch.cat([parts, rest[None]]), dtype=torch.float64)
+    norm = norm.to(flat_gradient.dtype)
+    flat_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+class UnusedParameters:
+    """Keeps each parameter of one message unchanged until it receives a gradient."""
+
+    def __init__(self, message: Message, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer` updates the weights of `message`."""
+        self._message, self._optimizer = message, optimizer
+        segments = message.layout.segments
+        self._spans = [segment.span for segment in segments]
+        self._homes = [  # of each segment: the group's weights, and its range in them
+            (weights, slice(s.span.start - span.start, s.span.stop - span.start))
+            for (weights, _), (_, span) in zip(message.groups, message.layout.groups, strict=True)
+            for s in segments
+            if span.start <= s.offset < span.stop
+        ]
+        self.used = torch.zeros(len(segments), dtype=torch.bool, device=message.device)
+        self._flags = self.used.unbind()
+        self._left = list(range(len(segments)))  # those that the host does not know to be used
+        self._sent: Snapshot | None = None  # asynchronous copy of `used` to the host
+
+    @contextmanager
+    def untouched(self, finite: torch.Tensor) -> Iterator[None]:
+        """Undo what an update in the block does to parameters without a gradient so far.
+
+        The message holds the gradient of this step, summed over all ranks; `finite`, a bool on the
+        device, is whether this step counts.
+        """
+        for i in self._left:
+            reached = self._message.gradients[self._spans[i]].any()
+            self._flags[i].logical_or_(reached.logical_and_(finite))
+        if self._left:
+            self._sent = self._sent or Snapshot(self.used)
+        if self._sent and self._sent.arrived:
+            used, self._sent = self._sent.numbers(), None
+            self._left = [i for i in self._left if not used[i]]
+        if not self._left:
+            yield
+            return
+        weights = self._message.weights.data
+        decays = any(group["weight_decay"] for group in self._optimizer.param_groups)
+        before = {i: weights[self._spans[i]].clone() for i in self._left if decays}
+        yield
+        for i, old in before.items():
+            span, used = self._spans[i], self._flags[i]
+            weights[span].copy_(torch.where(used, weights[span], old))
+            group, span = self._homes[i]
+            for tensor in self._optimizer.state[group].values():
+                if tensor.shape == group.shape:
+                    tensor[span].masked_fill_(~used, 0)
+
+    def names(self) -> list[str]:
+        """Names of the parameters without a gradient so far (synchronizes with the device)."""
+        segments = zip(self._message.layout.segments, self.used.tolist(), strict=True)
+        return [segment.name for segment, used in segments if not used]

@@ -1,0 +1,126 @@
+"""Construction of the trainer of a phase: statistics, message, optimizer, reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hpctrain import __version__
+from hpctrain.config import Config
+from hpctrain.data.loader import Prepare
+from hpctrain.data.split import Split
+from hpctrain.inference.tasks import Task
+from hpctrain.parallel.batchnorm import BatchNorms, Probe
+from hpctrain.parallel.choose import choose_reduce
+from hpctrain.parallel.device import hardware_key
+from hpctrain.parallel.message import Message
+from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root, check_equal_on_all
+from hpctrain.parallel.reduce import Reduce, broadcast
+from hpctrain.parallel.transport import Transport
+from hpctrain.plan import Plan
+from hpctrain.streams import IN_FLIGHT
+from hpctrain.training.compute import make_backward
+from hpctrain.training.finetune import Frozen, parameter_groups
+from hpctrain.training.optimizer import make_optimizer
+from hpctrain.training.replay import probe_model
+from hpctrain.training.step import Trainer, hash_tensors
+
+
+def probe_norms(
+    model: nn.Module, task: Task, source: Split, prepare: Prepare, config: Config, comm: Comm
+) -> tuple[BatchNorms, Probe]:
+    """Make the batch-norm statistics of the layers that are trained now. Collective.
+
+    Also returns what these layers see of the first samples. Raises UsageError as `probe_model`.
+    """
+    norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
+    return norms, call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
+
+
+def probe_phases(
+    model: nn.Module,
+    frozen: Frozen,
+    last: bool,
+    task: Task,
+    source: Split,
+    prepare: Prepare,
+    config: Config,
+    comm: Comm,
+) -> tuple[BatchNorms, Probe]:
+    """As `probe_norms`, for the phase that a launch begins in: the `last` one, or the first.
+
+    The number of samples that a shard needs is that of all phases. Sets what is trained.
+    """
+    least = 1
+    if config.unfreeze_epoch is not None:  # what would fail later fails now
+        frozen.set_trained(True)
+        norms, probe = probe_norms(model, task, source, prepare, config, comm)
+        least = probe.min_samples
+        norms.release()
+    frozen.set_trained(last)
+    norms, probe = probe_norms(model, task, source, prepare, config, comm)
+    return norms, probe._replace(min_samples=max(least, probe.min_samples))
+
+
+def make_trainer(
+    norms: BatchNorms,
+    task: Task,
+    config: Config,
+    plan: Plan,
+    frozen: Frozen,
+    transport: Transport,
+    runs: Sequence[range],
+    overlap: int,
+) -> Trainer:
+    """Lay out the message, compare layouts, and broadcast rank 0's weights. Collective.
+
+    The ranks carry the shards `runs`; `overlap` is the number of segments, 0 = one sum.
+    """
+    comm, model = transport.comm, norms.model
+
+    def lay_out_message() -> Message:
+        groups = parameter_groups(model, config, frozen)
+        return Message(model, norms.channels, comm.rank, comm.size, groups)
+
+    message = call_on_all(comm, lay_out_message)
+    fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+    check_equal_on_all(
+        comm,
+        {
+            "hpctrain": __version__,
+            "torch": torch.__version__,
+            "the layout of the parameters": message.layout.digest(),
+            "the model's fixed state": hash_tensors(fixed).hexdigest()[:16],
+        },
+    )
+    if plan.deterministic:
+        check_equal_on_all(comm, {"the kind of hardware": hardware_key(message.device)})
+    backward = call_on_all(
+        comm, lambda: make_backward(model, task, message, config.compile, config.graphs)
+    )
+    broadcast(comm, message.weights)
+    norms.first_shard = runs[comm.rank].start
+    return Trainer(
+        model,
+        message,
+        norms,
+        make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups),
+        call_on_all(comm, lambda: reduce_for(plan, overlap, message, runs, transport)),
+        backward,
+        config.clip_norm,
+        config.skip_bad,
+        config.local_buffers,
+        overlap,
+        IN_FLIGHT[message.device.type],
+        task.weights,
+    )
+
+
+def reduce_for(
+    plan: Plan, overlap: int, message: Message, runs: Sequence[range], transport: Transport
+) -> Reduce:
+    """Make the reduction for ranks that carry the shards `runs`."""
+    in_order = runs if plan.deterministic else None
+    return choose_reduce(transport.comm, message, in_order, plan.comm_dtype, transport, overlap)

@@ -1,0 +1,298 @@
+"""Fine-tuning against plain torch in float64: frozen parts, groups, schedules, phases."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.config import Config, check_settings
+from hpctrain.errors import UsageError
+from hpctrain.models import read_model
+from hpctrain.parallel.layout import Group, lay_out
+from hpctrain.parallel.overlap import cut
+from hpctrain.training.finetune import Frozen, freeze, parameter_groups
+from hpctrain.training.setup import make_model, set_up
+from hpctrain.training.train import train
+from tests.training.runs import leave_after
+
+MODEL = "tests.training.test_finetune:network"
+STEPS, EPOCHS = 7, 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(2, 6)
+
+    def forward(self, x):
+        return x + torch.tanh(self.norm(self.conv(x)))
+
+
+class Network(nn.Module):
+    """Layers of a fine-tuned network, in float64: a stem, two blocks, a classifier."""
+
+    def __init__(self, channels, classes):
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(channels, 6, 3, stride=2, bias=False), nn.BatchNorm2d(6)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.shift = nn.Parameter(torch.zeros(6))
+        self.fc = nn.Linear(6, classes)
+
+    def forward(self, x):
+        x = self.blocks(torch.tanh(self.bn(self.stem(x))))
+        return self.fc(x.mean((2, 3)) + self.shift)
+
+
+def network(image_shape, classes):
+    return Network(image_shape[2], classes).double()
+
+
+def sgd(groups):
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
+
+
+def nesterov(groups):
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, foreach=False)
+
+
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=0.1, foreach=False)
+
+
+def layer(name):
+    """The number of a parameter's layer: the stem with its norm, two blocks, the classifier."""
+    return 3 if name.startswith("fc") else 1 + int(name[7]) if name.startswith("blocks") else 0
+
+
+def undecayed(name):
+    return name.endswith("bias") or "norm" in name or name.startswith("bn") or name == "shift"
+
+
+@dataclasses.dataclass
+class Case:
+    """Settings, and the same as a user of torch alone writes them."""
+
+    settings: dict
+    optimizer: object = sgd
+    scale: object = lambda name: 1.0
+    decay: object = lambda name: 0.0
+    frozen: object = lambda name: False
+    schedule: object = None  # of the optimizer, to a scheduler that is stepped after each step
+
+
+CASES = {
+    "freeze": Case(
+        {"freeze": "stem,bn,blocks.0.*"}, frozen=lambda n: n.startswith(("stem", "bn", "blocks.0"))
+    ),
+    "unfreeze": Case(
+        {"freeze": "stem, bn ,blocks.0", "unfreeze_epoch": 1},
+        frozen=lambda n: n.startswith(("stem", "bn", "blocks.0")),
+    ),
+    "unfreeze, groups": Case(
+        {
+            "freeze": "stem,bn",
+            "unfreeze_epoch": 2,
+            "optimizer": "adamw",
+            "weight_decay": 0.3,
+            "no_decay": "norm,bias,shift",
+            "lr_scale": "*=0.5,blocks.1=0.25,fc.bias=2",
+            "overlap": "3",
+        },
+        adamw,
+        lambda n: 2 if n == "fc.bias" else 0.25 if n.startswith("blocks.1") else 0.5,
+        lambda n: 0.0 if undecayed(n) else 0.3,
+        lambda n: n.startswith(("stem", "bn")),
+    ),
+    "layer decay, Nesterov": Case(
+        {"layer_decay": 0.5, "nesterov": True}, nesterov, lambda n: 0.5 ** (3 - layer(n))
+    ),
+    "no decay, smallest rate": Case(
+        {"weight_decay": 0.3, "no_decay": "bias", "schedule": "cosine", "min_lr": 0.02},
+        decay=lambda n: 0.0 if n.endswith("bias") else 0.3,
+        schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS * EPOCHS, 0.02),
+    ),
+    "one cycle": Case(
+        {"schedule": "one-cycle"},
+        schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(
+            o, 0.1, STEPS * EPOCHS, cycle_momentum=False
+        ),
+    ),
+}
+
+
+@pytest.fixture
+def settings(small_settings):
+    own = {"model": MODEL, "shards": 5, "epochs": EPOCHS, "lr": 0.1, "test": False}
+    return dataclasses.replace(small_settings, **own)
+
+
+def plain_torch(case, config, alone):
+    """The same batches by shards in one process, with nothing of hpctrain's optimizer or layout."""
+    job = set_up(dataclasses.replace(config, overlap="0", freeze=None, unfreeze_epoch=None), alone)
+    model, _ = make_model(config, job.pack)
+    parameters = dict(model.named_parameters())
+    frozen = [name for name in parameters if case.frozen(name)]
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    model.bn.train(not any(name.startswith("bn") for name in frozen))
+    before = copy.deepcopy(model.bn.state_dict())
+
+    def group(name):
+        own = {"lr": 0.1 * case.scale(name), "weight_decay": case.decay(name)}
+        return {"params": [parameters[name]], **own}
+
+    optimizer = case.optimizer([group(name) for name in parameters if name not in frozen])
+    scheduler = case.schedule(optimizer) if case.schedule else None
+    for epoch in range(EPOCHS):
+        if config.unfreeze_epoch == epoch:
+            assert all(map(torch.equal, before.values(), model.bn.state_dict().values()))
+            for name in frozen:
+                parameters[name].requires_grad_(True)
+                optimizer.add_param_group(group(name))
+            model.bn.train()
+        for number, batches in enumerate(job.loader.epoch(epoch)):
+            optimizer.zero_grad()
+            for batch in batches:
+                scores = model(batch.images.double())
+                loss = nn.functional.cross_entropy(scores, batch.targets, reduction="sum")
+                (loss / job.plan.partition.total(number)).backward()
+            optimizer.step()
+            if scheduler:
+                scheduler.step()
+    job.loader.close()
+    return {name: p.detach() for name, p in parameters.items()}, before
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", CASES)
+def test_it_learns_what_plain_torch_learns_in_float64(comm, one_rank, settings, name, shared_tmp):
+    case = CASES[name]
+    config = dataclasses.replace(settings, run=name, **case.settings)
+    assert train(config, comm) == 0
+    if comm.rank == 0:
+        found, _ = read_model(shared_tmp / "runs" / name / "model.safetensors")
+        expected, statistics = plain_torch(case, config, one_rank)
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
+        if config.freeze:
+            kept = [torch.equal(found[f"bn.{key}"], value) for key, value in statistics.items()]
+            assert not any(kept[2:]) if config.unfreeze_epoch else all(kept)
+    comm.Barrier()
+
+
+@pytest.mark.mpi
+def test_a_run_that_ends_where_a_phase_ends_goes_on_in_the_next_one(comm, settings, shared_tmp):
+    how = {"freeze": "stem,bn", "unfreeze_epoch": 1, "optimizer": "adam", "deterministic": True}
+    config = dataclasses.replace(settings, threads=None, validate_steps=3, output="best", **how)
+    assert train(dataclasses.replace(config, run="whole"), comm) == 0
+    with leave_after(STEPS, STEPS + 1, STEPS + 3):
+        codes = [train(dataclasses.replace(config, run="cut"), comm) for _ in range(4)]
+    assert codes == [75, 75, 75, 0]
+    if comm.rank == 0:
+        files = [shared_tmp / "runs" / run / "model.safetensors" for run in ("whole", "cut")]
+        whole, cut = (read_model(file)[0] for file in files)
+        assert all(torch.equal(whole[key], cut[key]) for key in whole)
+    comm.Barrier()
+
+
+def test_the_message_holds_no_gradient_of_a_frozen_part():
+    model = network((12, 12, 1), 10)
+    whole = lay_out(model)
+    frozen = freeze(model, "stem,bn,blocks")
+    assert lay_out(model).length == 64 * (1 + 1 + 1)  # shift, fc.weight and fc.bias
+    assert not model.bn.training and model.blocks.training
+    frozen.set_trained(True)
+    assert lay_out(model) == whole and model.bn.training
+
+
+def test_groups_are_contiguous_and_a_later_phase_is_appended():
+    model = network((12, 12, 1), 10)
+    config = Config(weight_decay=0.1, no_decay="bias", lr_scale="fc=2")
+    frozen = freeze(model, "blocks")
+    first = lay_out(model, parameter_groups(model, config, frozen))
+    frozen.set_trained(True)
+    second = lay_out(model, parameter_groups(model, config, frozen))
+    assert [group for group, _ in second.groups] == [
+        *(Group(0, scale, decay) for scale in (1.0, 2.0) for decay in (0.0, 0.1)),
+        *(Group(1, 1.0, decay) for decay in (0.0, 0.1)),
+    ]
+    ends = [0, *(span.stop for _, span in second.groups)]
+    assert [span.start for _, span in second.groups] == ends[:-1] and ends[-1] == second.length
+    names = [(s.name, s.offset) for s in second.segments]
+    assert names[: len(first.segments)] == [(s.name, s.offset) for s in first.segments]
+    assert first.groups == second.groups[:4]
+
+
+def test_segments_are_summed_in_the_order_in_which_backward_completes_them():
+    model = network((12, 12, 1), 10)
+    frozen = freeze(model, "stem,blocks.0")
+    frozen.set_trained(True)
+    layout = lay_out(model, parameter_groups(model, Config(), frozen))
+    spans = cut(layout, 4)
+    first = [min(s.number for s in layout.segments if s.offset in span) for span in spans]
+    assert len(spans) > 2 and first == sorted(first, reverse=True) and first[-1] == 0
+    assert [span.start for span in spans] != sorted((s.start for s in spans), reverse=True)
+
+
+def test_layers_of_a_network_of_several_kinds():
+    norms = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3, bias=False))
+    norms.append(nn.ModuleDict({"x": nn.Linear(3, 2)}))
+    groups = parameter_groups(norms, Config(layer_decay=0.1), Frozen({}, ()))
+    scales = {name: round(math.log10(group.lr_scale)) for name, group in groups.items()}
+    assert scales == {
+        **{"0.weight": -2, "0.bias": -2, "1.weight": -2, "1.bias": -2, "2.weight": -1},
+        **{"3.x.weight": 0, "3.x.bias": 0},
+    }
+
+
+REFUSED = {
+    "no name in the network matches; did you mean blocks": {"freeze": "block"},
+    "x*: no name in the network matches; the network has shift, stem, bn": {"freeze": "x*"},
+    "it freezes all parameters": {"freeze": "*"},
+    "--lr-scale blocks.2: no name": {"lr_scale": "blocks.2=0.1"},
+    "--no-decay embed: no name": {"no_decay": "norm,embed", "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_pattern_that_matches_nothing_is_refused(words):
+    config, model = Config(**REFUSED[words]), network((12, 12, 1), 10)
+    check_settings(config)
+    with pytest.raises(UsageError) as caught:
+        parameter_groups(model, config, freeze(model, config.freeze))
+    assert words in str(caught.value)
+
+
+CONFLICTS = {
+    "--nesterov is for sgdm with --momentum: this is adam": dict(nesterov=True, optimizer="adam"),
+    "--nesterov is for sgdm with --momentum: this is sgdm with 0": dict(
+        nesterov=True, momentum=0.0
+    ),
+    "--no-decay bias needs a --weight-decay": {"no_decay": "bias"},
+    "--min-lr is for --schedule cosine or step": {"min_lr": 0.1},
+    "--schedule one-cycle has a warm-up": {"schedule": "one-cycle", "warmup_epochs": 1.0},
+    "--unfreeze-epoch 2 goes with --freeze": {"unfreeze_epoch": 2},
+    "--lr-scale fc: give patterns": {"lr_scale": "fc"},
+    "--lr-scale fc=0: give patterns": {"lr_scale": "fc=0"},
+    "--lr-scale fc=nan: give patterns": {"lr_scale": "fc=nan"},
+    "--freeze 'a,,b': give patterns": {"freeze": "a,,b"},
+}
+
+
+@pytest.mark.parametrize("words", CONFLICTS)
+def test_settings_that_contradict_each_other_are_refused(words):
+    with pytest.raises(UsageError) as caught:
+        check_settings(Config(**CONFLICTS[words]))
+    assert words in str(caught.value)
+
+
+@pytest.mark.mpi
+def test_a_run_too_short_to_unfreeze_is_refused(comm, settings):
+    config = dataclasses.replace(settings, freeze="bn", unfreeze_epoch=EPOCHS)
+    with pytest.raises(UsageError, match="the run ends after 3 epochs"):
+        train(config, comm)
