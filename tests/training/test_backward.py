@@ -13,7 +13,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.tasks import Classification
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.message import Message
-from hpctrain.training import setup
+from hpctrain.training import trainer
 from hpctrain.training.compute import MOST_GRAPHS, WARM, Compiled, Eager, Graphs, make_backward
 from tests.training.runs import digest
 
@@ -141,7 +141,7 @@ def test_a_run_with_graphs_is_the_same_run(comm, settings, monkeypatch):
     def made(model, loss, message, compiled, graphs):
         return Graphs(Eager(model, loss, message), recorder)
 
-    monkeypatch.setattr(setup, "make_backward", made)
+    monkeypatch.setattr(trainer, "make_backward", made)
     assert digest(config, comm, "graphs") == plain
     assert recorder.replayed > 10
     assert digest(dataclasses.replace(config, seed=1), comm, "other") != plain

@@ -19,8 +19,8 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate, predict
 from hpctrain.models import read_model
 from hpctrain.report.record import read_records
+from hpctrain.streams import IN_FLIGHT
 from hpctrain.training import loop as inner
-from hpctrain.training import setup
 from hpctrain.training import train as loop
 from hpctrain.training.setup import set_up
 from hpctrain.training.steps import NonFinite
@@ -343,7 +343,7 @@ def rows_of(config, split):
 def test_a_training_image_that_is_not_finite_is_named_with_its_row(
     comm, settings, shuffle, late, monkeypatch
 ):
-    monkeypatch.setitem(setup.IN_FLIGHT, "cpu", late)
+    monkeypatch.setitem(IN_FLIGHT, "cpu", late)
     config = with_nan(dataclasses.replace(settings, shuffle=shuffle), comm, [], 0)
     row = int(rows_of(config, "train")[97])
     for value in (np.nan, -np.inf):

@@ -17,8 +17,8 @@ from hpctrain.data.loader import Batch
 from hpctrain.models import build
 from hpctrain.parallel.message import Message
 from hpctrain.report.record import read_records
+from hpctrain.streams import IN_FLIGHT
 from hpctrain.training import loop as steps_module
-from hpctrain.training import setup
 from hpctrain.training.checkpoint import Writer, steps
 from hpctrain.training.control import StepFlags
 from hpctrain.training.step import rank_digest, slot_value
@@ -34,7 +34,7 @@ WAITING = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_sele
 @pytest.fixture
 def late(monkeypatch):
     """A function that sets how many steps are begun before the totals of one are read."""
-    return lambda number: monkeypatch.setitem(setup.IN_FLIGHT, "cpu", number)
+    return lambda number: monkeypatch.setitem(IN_FLIGHT, "cpu", number)
 
 
 @pytest.fixture
