@@ -80,6 +80,16 @@ class OptimizerSettings:
     step_factor: float = option(
         0.1, "factor of each drop of --schedule step", OPTIMIZER, Bounds(0, 1, "(]")
     )
+    ema: float | None = option(
+        None,
+        "average the weights over the steps with this decay, such as 0.999 (exponential moving"
+        " average), for --output ema",
+        OPTIMIZER,
+        Bounds(0, 1, "()"),
+    )
+    ema_every: int = option(
+        1, "add the weights to the average of --ema every this many steps", OPTIMIZER, AT_LEAST_1
+    )
     clip_norm: float | None = option(
         None, "clip the L2 norm of the gradient to this; default: no clipping", OPTIMIZER, POSITIVE
     )

@@ -208,6 +208,15 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
         yield f"--min-lr is for --schedule cosine or step, not {config.schedule}"
     if config.warmup_epochs and config.schedule == "one-cycle":
         yield "--schedule one-cycle has a warm-up of its own: give no --warmup-epochs"
+    if (config.ema is None) != (config.output != "ema"):
+        yield (
+            f"--output {config.output} with --ema {config.ema}: the average is tested and saved"
+            " with --output ema and --ema DECAY, such as 0.999"
+        )
+    if config.ema_every > 1 and config.ema is None:
+        yield f"--ema-every {config.ema_every} goes with --ema"
+    if config.ema is not None and config.batch_norm == "local":
+        yield "--ema and --batch-norm local exclude each other: each rank would average its own"
     if config.unfreeze_epoch is not None and config.freeze is None:
         yield f"--unfreeze-epoch {config.unfreeze_epoch} goes with --freeze: nothing is frozen"
 

@@ -119,9 +119,10 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
     )
     output: str = option(
         "last",
-        "test and save the network of the last step, or of the smallest validation loss",
+        "test and save the network of the last step, of the smallest validation loss (best), or"
+        " the average of --ema, which is then validated too",
         RECORD,
-        choices=("last", "best"),
+        choices=("last", "best", "ema"),
     )
     digest_every: int = option(
         100, "steps between comparisons of all ranks by digest; 0 = never", RECORD, AT_LEAST_0

@@ -42,6 +42,8 @@ def train_epochs(run: Run) -> None:
                 flags, digest, found = collect_flags(run, step, batches, waited)
                 wait = partial(doing, f"waiting for all in step {step}")
                 report = train_step(job.trainer, batches, rows, flags, wait, rate)
+                if job.trainer.average is not None and step % job.config.ema_every == 0:
+                    job.trainer.average.update()
                 copy = None if digest is None else Snapshot(digest)
                 pending.append(PendingStep(step, rows, rate, copy, found, report))
                 finish_step(run, pending)

@@ -134,8 +134,10 @@ class Progress:
         return True
 
     def restore_best(self, trainer: Trainer) -> None:
-        """Choose the final network of the run: the best one if it was kept, else the last."""
+        """Choose the final network of the run: the average, the best one if kept, or the last."""
         self.chosen = True
+        if trainer.average is not None:
+            trainer.average.swap()
         if self.best is not None:
             for name, tensor in trainer.model.state_dict().items():
                 if tensor.shape == self.best[name].shape:

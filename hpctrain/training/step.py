@@ -31,6 +31,7 @@ from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.message import Message, Report
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.streams import Clock
+from hpctrain.training.average import Average
 from hpctrain.training.compute import Backward
 from hpctrain.training.control import StepFlags
 from hpctrain.training.optimizer import (
@@ -59,6 +60,7 @@ class Trainer:
     segments: int = 0  # number of segments in which the reduction overlaps backward
     in_flight: int = 0  # number of steps that are started before the totals of one are read
     class_weights: torch.Tensor | None = None  # (K,) with which the loss weighs samples
+    average: Average | None = None
     clock: Clock = field(init=False)
     unused: UnusedParameters = field(init=False)
     buffers: frozenset[str] = field(init=False)  # names of those that exist before the first step
@@ -81,6 +83,8 @@ class Trainer:
                     found[f"optimizer.{group}{name}"] = value
         norms = {name: getattr(self.norms, name) for name in ("running", "shift", "updates")}
         found |= {f"norms.{name}": tensor for name, tensor in norms.items()}
+        if self.average is not None:
+            found |= {"ema.weights": self.average.weights, "ema.running": self.average.running}
         return found | {"used": self.unused.used}
 
     def constants(self) -> dict[str, torch.Tensor]:
@@ -109,6 +113,8 @@ class Trainer:
             self.optimizer.state[own] = earlier.optimizer.state[old]
         used = earlier.unused.used
         self.unused.used[: len(used)] = used
+        if self.average is not None and earlier.average is not None:
+            self.average.continue_from(earlier.average)
 
     def close(self) -> None:
         """Release the hooks and the thread of the reduction, after the last step."""

@@ -21,6 +21,7 @@ from hpctrain.parallel.reduce import Reduce, broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
 from hpctrain.streams import IN_FLIGHT
+from hpctrain.training.average import Average
 from hpctrain.training.compute import make_backward
 from hpctrain.training.finetune import Frozen, parameter_groups
 from hpctrain.training.optimizer import make_optimizer
@@ -115,6 +116,7 @@ def make_trainer(
         overlap,
         IN_FLIGHT[message.device.type],
         task.weights,
+        None if config.ema is None else Average(message, norms, config.ema),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -97,7 +97,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     model, prepare, block = job.trainer.model, job.prepare, job.plan.evaluation_rows
     try:
         source = call_on_all(comm, lambda: job.reading.split(split))
-        with source, statistics_of_rank_0(run):
+        with source, statistics_of_rank_0(run), evaluated_network(run):
             result = evaluate(model, source, job.task, prepare, comm, block, go_on, kept)
     except Failure as error:
         if not error.agreed:
@@ -127,6 +127,12 @@ def show_mistakes(run: Run, split: str, mistakes: list[Answer]) -> None:
     with run.job.reading.split(split) as source:
         picture = draw_answers(read_rows(source, mistakes), mistakes, run.job.pack.classes)
     run.recorder.picture(f"{split}/mistakes", run.state.network.step, picture)
+
+
+def evaluated_network(run: Run) -> AbstractContextManager[None]:
+    """Let the model be the average of --ema in a block, until it is chosen as the final network."""
+    average = run.job.trainer.average
+    return nullcontext() if average is None or run.state.chosen else average.in_model()
 
 
 @contextmanager

@@ -6,15 +6,22 @@ import copy
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpctrain.config import Config, check_settings
+from hpctrain.data.pack import write_pack
 from hpctrain.errors import UsageError
 from hpctrain.models import read_model
+from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.layout import Group, lay_out
+from hpctrain.parallel.message import Message
 from hpctrain.parallel.overlap import cut
+from hpctrain.report.record import read_records
+from hpctrain.training.average import Average
 from hpctrain.training.finetune import Frozen, freeze, parameter_groups
 from hpctrain.training.setup import make_model, set_up
 from hpctrain.training.train import train
@@ -83,6 +90,7 @@ class Case:
     decay: object = lambda name: 0.0
     frozen: object = lambda name: False
     schedule: object = None  # of the optimizer, to a scheduler that is stepped after each step
+    average: object = None  # of the model, to a torch AveragedModel of it
 
 
 CASES = {
@@ -116,6 +124,19 @@ CASES = {
         decay=lambda n: 0.0 if n.endswith("bias") else 0.3,
         schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS * EPOCHS, 0.02),
     ),
+    "average, unfreeze": Case(
+        {
+            "freeze": "stem,bn",
+            "unfreeze_epoch": 1,
+            "ema": 0.8,
+            "ema_every": 2,
+            "output": "ema",
+            "optimizer": "adamw",
+        },
+        adamw,
+        frozen=lambda n: n.startswith(("stem", "bn")),
+        average=lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)),
+    ),
     "one cycle": Case(
         {"schedule": "one-cycle"},
         schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(
@@ -148,6 +169,9 @@ def plain_torch(case, config, alone):
 
     optimizer = case.optimizer([group(name) for name in parameters if name not in frozen])
     scheduler = case.schedule(optimizer) if case.schedule else None
+    average, steps = case.average(model) if case.average else None, 0
+    if average:
+        average.update_parameters(model)  # the first one copies
     for epoch in range(EPOCHS):
         if config.unfreeze_epoch == epoch:
             assert all(map(torch.equal, before.values(), model.bn.state_dict().values()))
@@ -162,10 +186,14 @@ def plain_torch(case, config, alone):
                 loss = nn.functional.cross_entropy(scores, batch.targets, reduction="sum")
                 (loss / job.plan.partition.total(number)).backward()
             optimizer.step()
+            steps += 1
             if scheduler:
                 scheduler.step()
+            if average and steps % config.ema_every == 0:
+                average.update_parameters(model)
     job.loader.close()
-    return {name: p.detach() for name, p in parameters.items()}, before
+    learnt = average.module if average else model
+    return {name: p.detach() for name, p in learnt.named_parameters()}, before
 
 
 @pytest.mark.mpi
@@ -198,6 +226,46 @@ def test_a_run_that_ends_where_a_phase_ends_goes_on_in_the_next_one(comm, settin
         whole, cut = (read_model(file)[0] for file in files)
         assert all(torch.equal(whole[key], cut[key]) for key in whole)
     comm.Barrier()
+
+
+@pytest.mark.mpi
+def test_the_average_is_what_is_validated_saved_and_tested(comm, settings, shared_tmp):
+    if comm.rank == 0:
+        images = np.random.default_rng(1).integers(0, 255, (124, 12, 12, 1), dtype=np.uint8)
+        labels = np.arange(124) % 10
+        same = images[101:], labels[101:]
+        splits = {"train": (images[:101], labels[:101]), "validation": same, "test": same}
+        write_pack(shared_tmp / "same.h5", splits, tuple("abcdefghij"), {"source": "test"})
+    comm.Barrier()
+    own = {"data": str(shared_tmp / "same.h5"), "ema": 0.999, "output": "ema", "test": True}
+    assert train(dataclasses.replace(settings, **own), comm) == 0
+    if comm.rank == 0:
+        found = [r for r in read_records(shared_tmp / "runs" / "a") if r["kind"] == "evaluation"]
+        last = {record["split"]: record["loss"] for record in found}
+        assert last["validation"] == last["test"]
+        assert max(r["loss"] for r in found) - min(r["loss"] for r in found) < 0.1  # barely moves
+    comm.Barrier()
+
+
+def test_running_statistics_are_averaged_and_a_skipped_step_is_not():
+    model = network((12, 12, 1), 10)
+    norms = BatchNorms(model)
+    message = Message(model, norms.channels, 0, 1)
+    average, first = (
+        Average(message, norms, 0.75),
+        [message.weights.data.clone(), norms.running + 0],
+    )
+    for skipped in (0, 1):
+        message.weights.data.add_(4.0)
+        norms.running.add_(8.0)
+        message.skipped.fill_(skipped)
+        average.update()
+    with average.in_model():
+        found = message.weights.data, norms.running, model.bn.running_mean
+        expected = first[0] + 1, first[1] + 2, first[1][0] + 2
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found = message.weights.data, model.bn.running_mean
+    torch.testing.assert_close(found, (first[0] + 8, first[1][0] + 16), rtol=1e-12, atol=1e-12)
 
 
 def test_the_message_holds_no_gradient_of_a_frozen_part():
@@ -277,6 +345,10 @@ CONFLICTS = {
     "--min-lr is for --schedule cosine or step": {"min_lr": 0.1},
     "--schedule one-cycle has a warm-up": {"schedule": "one-cycle", "warmup_epochs": 1.0},
     "--unfreeze-epoch 2 goes with --freeze": {"unfreeze_epoch": 2},
+    "--output last with --ema 0.9: ": {"ema": 0.9},
+    "--output ema with --ema None: ": {"output": "ema"},
+    "--ema-every 2 goes with --ema": {"ema_every": 2},
+    "--ema and --batch-norm local exclude": dict(ema=0.9, output="ema", batch_norm="local"),
     "--lr-scale fc: give patterns": {"lr_scale": "fc"},
     "--lr-scale fc=0: give patterns": {"lr_scale": "fc=0"},
     "--lr-scale fc=nan: give patterns": {"lr_scale": "fc=nan"},

@@ -56,6 +56,14 @@ CASES = {
         "validate_steps": 3,
         "output": "best",
     },
+    "ema": {
+        "ema": 0.9,
+        "ema_every": 2,
+        "output": "ema",
+        "validate_steps": 3,
+        "freeze": "conv1,bn1",
+        "unfreeze_epoch": 1,
+    },
     "unused": {"model": "tests.odd_models:branches", "weight_decay": 0.1},
 }
 

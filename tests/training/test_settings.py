@@ -69,7 +69,17 @@ ELSEWHERE = {  # flag -> where it is tested
     "timeout": "tests/training/test_watchdog.py",
     "test": "tests/training/test_validate.py",
     **dict.fromkeys(
-        ("freeze", "unfreeze_epoch", "lr_scale", "layer_decay", "no_decay", "nesterov", "min_lr"),
+        (
+            "freeze",
+            "unfreeze_epoch",
+            "lr_scale",
+            "layer_decay",
+            "no_decay",
+            "nesterov",
+            "min_lr",
+            "ema",
+            "ema_every",
+        ),
         "tests/training/test_finetune.py",
     ),
 }
