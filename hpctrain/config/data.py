@@ -37,6 +37,12 @@ class DataSettings:
         DATA,
         Bounds(0, 1, "[]"),
     )
+    augment: str | None = option(
+        None,
+        "augment by your own function, too: package.module:function, called with a batch of input"
+        " images (n, C, H, W) and a torch.Generator",
+        DATA,
+    )
     images: str | None = option(
         None, "read images from this dataset, such as x, {split}/x or FILE:x, of an HDF5 file", DATA
     )

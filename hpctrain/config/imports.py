@@ -10,11 +10,14 @@ import difflib
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hpctrain.errors import UsageError
+
+T = TypeVar("T")
+SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
 
 
 class Imported(NamedTuple):
@@ -24,9 +27,17 @@ class Imported(NamedTuple):
     function: Callable[..., Any]
     source: str  # the file of its module
 
-    def cause(self, error: BaseException) -> str:
-        """Return an error of the function in one line, with the line of its file that raised it."""
-        return _cause(error, self.source)
+    def call(self, work: Callable[[], T]) -> T:
+        """Return `work()`, which calls the function.
+
+        Raises UsageError if it fails, with the line of the function's file that raised the error.
+        """
+        try:
+            return work()
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{self.setting} failed: {_cause(error, self.source)}") from error
 
 
 def import_function(name: str, flag: str) -> Imported:
@@ -65,15 +76,33 @@ def import_function(name: str, flag: str) -> Imported:
     return Imported(setting, function, source)
 
 
-def check_imports(who: str, named: Collection[str], allowed: Collection[str], retry: str) -> None:
-    """Raise UsageError if a file names custom networks, module:function, that are not allowed.
+def own_functions(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of `settings`, by name, that name a function of the user's own."""
+    named = {name: settings.get(name) or "" for name in SETTINGS}
+    return {name: value for name, value in named.items() if is_own_function(value)}
 
-    The file may have been written by others. A module is imported only if --model names it too.
+
+def is_own_function(name: str) -> bool:
+    """Whether a name is that of a function, module:function."""
+    return ":" in name
+
+
+def check_imports(
+    who: str,
+    named: Collection[str],
+    allowed: Collection[str],
+    retry: str,
+    what: str = "network",
+) -> None:
+    """Raise UsageError if a file names functions, module:function, that are not allowed.
+
+    The file may have been written by others. A module is imported only if the command line names
+    it too. `what` these functions are is part of the message.
     """
-    if any(":" in name and name not in allowed for name in named):
+    if any(is_own_function(name) and name not in allowed for name in named):
         plural = "s" if len(named) > 1 else ""
         raise UsageError(
-            f"{who} names the network{plural} {', '.join(map(repr, named))}, and no module is"
+            f"{who} names the {what}{plural} {', '.join(map(repr, named))}, and no module is"
             f" imported because a file says so: if you trust it, {retry}"
         )
 
@@ -84,8 +113,8 @@ def one_line(error: BaseException) -> str:
 
 
 def _cause(error: BaseException, source: str = "") -> str:
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the caller's
+    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == source]
-    own = own or [frame for frame in frames if "importlib" not in frame.filename]
+    own = own or [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return one_line(error) + place

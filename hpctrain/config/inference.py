@@ -57,6 +57,16 @@ class NetworkConfig(SavedConfig):
 class EvaluateConfig(NetworkConfig):
     """Settings of ``hpctrain evaluate``: loss, accuracy and tables over one split."""
 
+    loss: str | None = option(
+        None,
+        "compute this loss, package.module:function; required for a network trained with your own",
+        "What",
+    )
+    metric: str | None = option(
+        None,
+        "compute your own metric, package.module:function; required for a run that had one",
+        "What",
+    )
     output: str | None = option(
         None, "write the figures to this JSON file too", "Output", check_file_name
     )

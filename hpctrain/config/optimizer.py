@@ -96,6 +96,12 @@ class OptimizerSettings:
     label_smoothing: float = option(
         0.0, "label smoothing of the cross-entropy loss", OPTIMIZER, Bounds(0, 1)
     )
+    loss: str | None = option(
+        None,
+        "minimize your own loss, package.module:function, called with outputs and targets; it"
+        " returns one value a sample; default: cross-entropy, for denoise mean squared error",
+        OPTIMIZER,
+    )
     class_weights: str | None = option(
         None,
         "weigh classes in the loss: balanced = images / (classes x images of the class); or numbers"

@@ -111,8 +111,8 @@ class SweepConfig:
     )
     model: str | None = option(
         None,
-        "allow the import of your own networks that the file of a sweep names, as"
-        " package.module:function,...",
+        "allow the import of your own functions that the file of a sweep names (networks, losses,"
+        " augmentations, metrics), as package.module:function,...",
         "What",
     )
     name: str | None = option(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpctrain.config.imports import check_imports
+from hpctrain.config.imports import check_imports, own_functions
 from hpctrain.config.option import flag_of, renamed, segments
 from hpctrain.config.train import Config
 from hpctrain.errors import UsageError, did_you_mean
@@ -62,9 +62,12 @@ def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]
     for path in flags.pop("config", []):
         table = read_table(load_toml(path, "--config "), settings, path)
         of_a_run = any(Path(path).with_name(n).is_file() for n in ("plan.json", "sweep.toml"))
-        if of_a_run and "model" in table and "model" not in flags:
-            retry = f"add --model {shlex.quote(table['model'])}"
-            check_imports(f"{path} lies in the folder of a run and", [table["model"]], [], retry)
+        named = {n: own for n, own in own_functions(table).items() if n not in flags}
+        if of_a_run and named:
+            retry = " ".join(["add", *(f"--{n} {shlex.quote(own)}" for n, own in named.items())])
+            what = "network" if list(named) == ["model"] else "function"
+            who = f"{path} lies in the folder of a run and"
+            check_imports(who, list(named.values()), [], retry, what)
         given_in_files |= table
     found_settings = settings(**given_in_files | flags)
     check_settings(found_settings)
@@ -256,16 +259,12 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
             " come at once"
         )
-    if config.task == "denoise" and config.class_weights:
-        yield "--class-weights has no meaning for --task denoise: its loss knows no classes"
+    yield from _loss_conflicts(config)
     if config.checkpoint_activations and config.compile:
         yield (
             "--checkpoint-activations and --compile exclude each other: the compiler chooses itself"
             " what it recomputes"
         )
-    if config.task == "denoise" and (config.normalize != "unit" or config.label_smoothing):
-        flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
-        yield f"{flag} has no meaning for --task denoise: images stay in [0, 1]"
     if config.deterministic and config.comm_dtype != "fp32":
         yield (
             f"--deterministic and --comm-dtype {config.comm_dtype} exclude each other: what is"
@@ -278,3 +277,17 @@ def _conflicts(config: Config) -> Iterator[str]:
         )
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield "--tensorboard needs its package: pip install 'hpctrain[tensorboard]'"
+
+
+def _loss_conflicts(config: Config) -> Iterator[str]:
+    """Yield one line for each conflict between options of the task and of its loss."""
+    if config.loss and config.label_smoothing:
+        yield (
+            f"--loss {config.loss} and --label-smoothing exclude each other: smoothing is part of"
+            " the cross-entropy loss"
+        )
+    if config.task == "denoise" and config.class_weights:
+        yield "--class-weights has no meaning for --task denoise: its loss knows no classes"
+    if config.task == "denoise" and (config.normalize != "unit" or config.label_smoothing):
+        flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
+        yield f"{flag} has no meaning for --task denoise: images stay in [0, 1]"

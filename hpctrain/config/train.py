@@ -108,6 +108,12 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
     evaluate_every: int = option(
         1, "validate every this many epochs; 0 = only at the end", RECORD, AT_LEAST_0
     )
+    metric: str | None = option(
+        None,
+        "evaluate by your own function, too: package.module:function, called with outputs and"
+        " targets; it returns one value a sample, or a dict of these",
+        RECORD,
+    )
     validate_steps: int | None = option(
         None, "validate every this many steps, in place of epochs", RECORD, AT_LEAST_1
     )

@@ -36,7 +36,8 @@ from hpctrain.inference.gallery import (
     picture_path,
     read_rows,
 )
-from hpctrain.inference.opening import first_touch, open_network, open_pack_for
+from hpctrain.inference.opening import first_touch, open_network, open_pack_for, own_task
+from hpctrain.inference.own import TAKEN
 from hpctrain.inference.tasks import Task
 from hpctrain.models import evaluating
 from hpctrain.parallel.device import fork_rng, torch_settings
@@ -55,6 +56,7 @@ class Evaluation:
 
     rows: int
     means: dict[str, float]  # over samples, of the task's figures
+    metrics: dict[str, float]  # figures of --metric
     confusion: np.ndarray | None  # (K, K) int64: samples of true class i predicted as class j
     mistakes: list[Answer]  # the wrong answers of the largest probability, largest first
     classes: tuple[str, ...] = ()  # names of the K classes
@@ -77,7 +79,8 @@ class Evaluation:
 
     def figures(self) -> dict[str, Any]:
         """Return the figures as they are recorded and written."""
-        return {"rows": self.rows, **self.means, "accuracy": self.accuracy}
+        own = {"metrics": self.metrics} if self.metrics else {}
+        return {"rows": self.rows, **self.means, "accuracy": self.accuracy, **own}
 
 
 def main(settings: EvaluateConfig) -> int:
@@ -87,7 +90,8 @@ def main(settings: EvaluateConfig) -> int:
     result = evaluate_saved(settings, comm)
     if comm.rank == 0:
         figures = {**result.figures(), "balanced_accuracy": result.balanced_accuracy}
-        print_evaluation(figures, result.confusion, result.classes, settings.split)
+        loss = "loss" if settings.loss else "mean squared error"
+        print_evaluation(figures, result.confusion, result.classes, settings.split, loss)
     return 0
 
 
@@ -110,7 +114,8 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm) -> Evaluation:
         exact,
     ):
         how = network.prepare, comm, network.block, go_on, settings.mistakes
-        result = evaluate(network.model, source, network.task, *how)
+        task = own_task(network, settings, source, comm)
+        result = evaluate(network.model, source, task, *how)
         assert result is not None  # go_on always returns True
         call_on_root(comm, partial(write_mistakes, result, source, settings))
     if settings.output:
@@ -185,12 +190,13 @@ def combine(
     names = next(part.names for part in parts if part.names)
     sums = [*map(sum, zip(*(each for part in parts for each in part.sums), strict=True))]
     pairs = zip(names, sums[::2], sums[1::2], strict=True)
-    means = {name: total / weight if weight else math.nan for name, total, weight in pairs}
+    found = {name: total / weight if weight else math.nan for name, total, weight in pairs}
+    means = {name: found.pop(name) for name in names if name in TAKEN}
     mistakes = most_confident((each for part in parts for each in part.mistakes), kept)
     if not task.classes:
-        return Evaluation(rows, means, None, mistakes)
+        return Evaluation(rows, means, found, None, mistakes)
     allreduce(comm, confusion)
-    return Evaluation(rows, means, confusion.astype(np.int64), mistakes)
+    return Evaluation(rows, means, found, confusion.astype(np.int64), mistakes)
 
 
 def evaluate(

@@ -55,6 +55,8 @@ def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> d
         "channels_last": plan.channels_last,
         "evaluation_rows": plan.evaluation_rows,
         "class_weights": list(plan.class_weights) or None,
+        "own_loss": config.loss,
+        "own_metric": config.metric,
         **state,
     }
 
@@ -174,12 +176,18 @@ def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
         "evaluation_rows": numbers([_block(metadata)], int, 1, 0),
         "class_weights": weights is None
         or (isinstance(classes, list) and numbers(weights, float, len(classes), 0.0, math.inf)),
+        "own_loss": _is_name(metadata.get("own_loss")),
+        "own_metric": _is_name(metadata.get("own_metric")),
         "channels_last": isinstance(metadata.get("channels_last", True), bool),
         "task": metadata.get("task", "classify") in ("classify", "denoise"),
     }
     for name, fine in good.items():
         if not fine:
             raise UsageError(f"{path}: its metadata are corrupt, {name} is {metadata.get(name)!r}")
+
+
+def _is_name(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.isprintable())
 
 
 def _block(metadata: dict[str, Any]) -> Any:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from hpctrain.config import (
     EvaluateConfig,
     PredictConfig,
     SavedConfig,
     as_words,
+    check_imports,
     check_settings,
+    command_line,
 )
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks, Sums
+from hpctrain.data.loader import read_samples
 from hpctrain.data.pack_format import Pack
+from hpctrain.data.partition import random_key
+from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.network import Network, Saved, find_model, ready_network, restore
+from hpctrain.inference.own import import_functions
+from hpctrain.inference.own_check import check_task
+from hpctrain.inference.tasks import Task
 from hpctrain.parallel.choose import open_device
 from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root
 from hpctrain.text import listed
+
+CHECKED_ROWS = 32
 
 
 def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Network:
@@ -31,6 +45,33 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     words = command, *as_words(settings, without=("model",))
     saved = call_on_all(comm, lambda: restore(path, settings.model, words))
     return ready_network(saved, device, settings.precision, settings.batch)
+
+
+def own_task(network: Network, settings: EvaluateConfig, source: Split, comm: Comm) -> Task:
+    """Return the task of a network with the functions of --loss and --metric. Collective.
+
+    Raises UsageError if the network was trained with others that the command line does not name,
+    and as `check_task` does, which calls them with the first samples of `source`.
+    """
+    path, metadata = str(network.saved.path), network.saved.metadata
+    saved = {"loss": metadata.get("own_loss"), "metric": metadata.get("own_metric")}
+    named = {name: own for name, own in saved.items() if own and not getattr(settings, name)}
+    words = "evaluate", *as_words(settings), *(f"--{name}={own}" for name, own in named.items())
+    retry = f"type {command_line(*words)}"
+    call_on_root(comm, lambda: check_imports(path, list(named.values()), [], retry, "function"))
+    own = call_on_all(comm, lambda: import_functions(settings.loss, settings.metric))
+    task = replace(network.task, own=own)
+    key = random_key("own functions")
+
+    def check() -> None:
+        rows = np.arange(min(CHECKED_ROWS, len(source.labels)))
+        images = read_samples(source, rows, network.prepare)
+        labels = torch.from_numpy(source.labels[rows]).to(images.device)
+        check_task(task, network.model, *task.pair(images, labels, key))
+
+    if any(own):
+        call_on_root(comm, check)
+    return task
 
 
 def first_touch(pack: Pack, comm: Comm) -> Checks:

@@ -22,10 +22,10 @@ from torch import nn
 
 from hpctrain.data.augment import add_noise
 from hpctrain.data.partition import random_key
+from hpctrain.inference.own import NONE, Functions, Sums, compute_losses, sum_metric
 
 Tensor = torch.Tensor
 Answers = tuple[Tensor, Tensor]  # predicted classes (n,) and their probabilities (n,)
-Sums = dict[str, tuple[Tensor, Tensor]]  # by figure: the sums of its values and of their weights
 
 
 def network_output(model: nn.Module, inputs: Tensor, precision: str) -> Tensor:
@@ -47,6 +47,7 @@ class Classification:
     label_smoothing: float = 0.0
     classes: int = 0  # of the confusion matrix
     weights: Tensor | None = None  # (classes,) of the classes in the loss; None = all alike
+    own: Functions = NONE  # the user's
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return the images and their labels."""
@@ -55,10 +56,7 @@ class Classification:
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return loss sum and number of correct predictions of a batch, both on the device."""
         scores = network_output(model, inputs, self.precision)  # (n, classes)
-        smoothing = self.label_smoothing
-        loss = F.cross_entropy(
-            scores, targets, self.weights, reduction="sum", label_smoothing=smoothing
-        )
+        loss = self._loss(scores, targets, self.weights, self.label_smoothing)
         return loss, (scores.detach().argmax(1) == targets).sum()
 
     def evaluate(
@@ -66,12 +64,24 @@ class Classification:
     ) -> tuple[Sums, Answers | None]:
         """Return the sums of the loss, without smoothing, and the answers."""
         scores = network_output(model, inputs, self.precision)
-        plain = _summed(F.cross_entropy(scores, targets, reduction="sum"), targets)
-        if self.weights is None:
-            return {"loss": plain}, _answers(scores)
-        weighted = F.cross_entropy(scores, targets, self.weights, reduction="sum")
-        sums = {"loss": (weighted, self.weights[targets].sum()), "unweighted_loss": plain}
+        sums = {"loss": _summed(self._loss(scores, targets, None), targets)}
+        if self.weights is not None:
+            weighted = self._loss(scores, targets, self.weights), self.weights[targets].sum()
+            sums = {"loss": weighted, "unweighted_loss": sums["loss"]}
+        if self.own.metric:
+            sums |= sum_metric(self.own.metric, scores, targets)
         return sums, _answers(scores)
+
+    def _loss(
+        self, scores: Tensor, targets: Tensor, weights: Tensor | None, smoothing: float = 0.0
+    ) -> Tensor:
+        """Return the sum of the samples' losses, weighted by class if there are `weights`."""
+        if self.own.loss is None:
+            return F.cross_entropy(
+                scores, targets, weights, reduction="sum", label_smoothing=smoothing
+            )
+        losses = compute_losses(self.own.loss, scores, targets)
+        return (losses if weights is None else losses * weights[targets]).sum()
 
 
 @dataclass(frozen=True)
@@ -83,29 +93,41 @@ class Denoising:
     level: float = 0.1
     classes: int = 0  # no confusion matrix
     weights: None = None  # no classes
+    own: Functions = NONE  # the user's
 
     def pair(self, images: Tensor, labels: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Return the images with noise drawn by `key`, and the clean images."""
         return add_noise(images, self.noise, self.level, random_key(key, "noise")), images
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the samples' mean squared errors; no prediction counts as correct."""
+        """Return the sum of the samples' losses; no prediction counts as correct."""
         restored = network_output(model, inputs, self.precision)
-        return _squared_error(restored, targets), inputs.new_zeros((), dtype=torch.int64)
+        return self._loss(restored, targets), inputs.new_zeros((), dtype=torch.int64)
 
     def evaluate(
         self, model: nn.Module, inputs: Tensor, targets: Tensor
     ) -> tuple[Sums, Answers | None]:
-        """Return the sums of mean squared errors after and before restoration, and no classes."""
+        """Return the sums of losses after and before restoration, and no classes."""
         restored = network_output(model, inputs, self.precision)
-        errors = {"loss": _squared_error(restored, targets)}
-        errors["noisy"] = _squared_error(inputs, targets)
-        return {name: _summed(error, targets) for name, error in errors.items()}, None
+        losses = {"loss": self._loss(restored, targets), "noisy": self._loss(inputs, targets)}
+        sums = {name: _summed(loss, targets) for name, loss in losses.items()}
+        if self.own.metric:
+            sums |= sum_metric(self.own.metric, restored, targets)
+        return sums, None
+
+    def _loss(self, images: Tensor, clean: Tensor) -> Tensor:
+        """Return the sum of the samples' losses, by default their mean squared errors."""
+        if self.own.loss is None:
+            return F.mse_loss(images, clean, reduction="sum") / clean[0].numel()
+        return compute_losses(self.own.loss, images, clean).sum()
 
 
 def _summed(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of a figure's values, and that of their weights, the number of samples."""
     return values, values.new_full((), len(targets))
+
+
+Task = Classification | Denoising
 
 
 def _answers(scores: Tensor) -> Answers:
@@ -114,27 +136,22 @@ def _answers(scores: Tensor) -> Answers:
     return answers, scores.softmax(1).gather(1, answers[:, None]).squeeze(1)
 
 
-def _squared_error(images: Tensor, clean: Tensor) -> Tensor:
-    return F.mse_loss(images, clean, reduction="sum") / clean[0].numel()
-
-
-Task = Classification | Denoising
-
-
-def make_task(settings: dict[str, Any], classes: int, like: Tensor) -> Task:
+def make_task(settings: dict[str, Any], classes: int, like: Tensor, own: Functions = NONE) -> Task:
     """Make the task for `classes` classes, as a plan or a saved network's metadata describe it.
 
-    The task computes on the device and in the dtype of `like`, a parameter of the network.
+    The task computes on the device and in the dtype of `like`, a parameter of the network. Its
+    loss is hpctrain's unless `own` has another, whatever the settings name.
     """
     precision = settings["precision"]
     if settings.get("task", "classify") == "denoise":
-        return Denoising(precision, settings["noise"], settings["noise_level"])
+        return Denoising(precision, settings["noise"], settings["noise_level"], own=own)
     weights = settings.get("class_weights")
     return Classification(
         precision,
         settings.get("label_smoothing", 0.0),
         classes,
         like.new_tensor(weights) if weights else None,
+        own,
     )
 
 

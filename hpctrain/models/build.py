@@ -144,12 +144,7 @@ def _call(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Modu
             f"--model {name}: must be callable as function(image_shape=(H, W, C), classes=K):"
             f" {error}"
         ) from error
-    try:
-        model = function(image_shape=image_shape, classes=classes)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"--model {name} failed: {imported.cause(error)}") from error
+    model = imported.call(lambda: function(image_shape=image_shape, classes=classes))
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model {name} must return a torch.nn.Module, not {_kind(model)}")
     if next(model.parameters(), None) is None:

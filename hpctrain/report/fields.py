@@ -101,6 +101,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
         "accuracy": ACCURACY,
         "balanced_accuracy": Field(float, deterministic=True, scalar=True),  # mean recall, where
         # classes are weighted or sampled alike
+        "metrics": Field(float, is_object=True, deterministic=True, scalar=True),  # of --metric
         "rows": EXACT_COUNT,
         "seconds": SECONDS,
     },

@@ -262,6 +262,7 @@ def figures(record: Record) -> str:
         "" if loss is None else f"loss {short_number(loss):>8}",
         "" if accuracy is None else f"accuracy {accuracy:.4f}",
         "" if balanced is None else f"balanced {balanced:.4f}",
+        *(f"{name} {value:.4f}" for name, value in (record.get("metrics") or {}).items()),
         "" if speed is None else f"{rate(speed):>7} images/s",
     ]
     return _joined(columns, "  ")

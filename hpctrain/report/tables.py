@@ -28,21 +28,30 @@ def write_json(path: Path, metrics: dict[str, Any]) -> None:
 
 
 def print_evaluation(
-    metrics: dict[str, Any], confusion: np.ndarray | None, classes: tuple[str, ...], split: str
+    metrics: dict[str, Any],
+    confusion: np.ndarray | None,
+    classes: tuple[str, ...],
+    split: str,
+    loss: str = "mean squared error",
 ) -> None:
-    """Print the metrics of a split; with a confusion matrix (K, K), also the tables by class."""
+    """Print the metrics of a split; with a confusion matrix (K, K), also the tables by class.
+
+    `loss` is the name of the loss of a network that restores images.
+    """
     console, classes = make_console(), told_apart(classes)
     if confusion is None:
         errors = [metrics["loss"], metrics["noisy"]]
-        after, before = (f"{e:.5f} ({psnr(e):.1f} dB)" for e in errors)
-        text = f"mean squared error {after}, of the noisy images {before}"
+        squared = loss == "mean squared error"
+        after, before = (f"{e:.5f}" + f" ({psnr(e):.1f} dB)" * squared for e in errors)
+        text = f"{loss} {after}, of the noisy images {before}"
     else:
         console.print(_class_table(confusion, classes))
         few = len(classes) <= WIDEST
         console.print((_confusion_table if few else _mistakes_table)(confusion, classes))
         names = ("loss", "unweighted_loss", "accuracy", "balanced_accuracy")
         text = ", ".join(f"{n.replace('_', ' ')} {metrics[n]:.4f}" for n in names if n in metrics)
-    console.print(f"{split}: {metrics['rows']:,} images, {text}")
+    own = "".join(f", {name} {value:.4f}" for name, value in metrics.get("metrics", {}).items())
+    console.print(f"{split}: {metrics['rows']:,} images, {text}{own}")
 
 
 def psnr(error: float) -> float:

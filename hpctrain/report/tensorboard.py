@@ -45,8 +45,11 @@ class EventWriter:
             self._call("file_writer.add_summary", session_end(record), 0)
         group = printable("training" if kind == "step" else record.get("split", ""))
         for name in fields_marked(kind, "scalar"):
-            if record.get(name) is not None:
-                self._call("add_scalar", f"{group}/{name}", record[name], record["step"])
+            value = record.get(name)
+            values = value if isinstance(value, dict) else {name: value}
+            for own, number in values.items():
+                if number is not None:
+                    self._call("add_scalar", f"{group}/{printable(own)}", number, record["step"])
 
     def picture(self, name: str, step: int, image: np.ndarray) -> None:
         """Write an image (H, W, 3) of uint8."""

@@ -98,7 +98,8 @@ def allow_imports(settings: SweepConfig, file: Path, sweep: Sweep) -> None:
     who = f"--model {settings.model}: " if settings.model else ""
     words = "sweep", *as_words(settings, without=("model",)), "--model", ",".join(sweep.imported)
     allowed = (settings.model or "").split(",")
-    check_imports(f"{who}{file}", sweep.imported, allowed, f"type {command_line(*words)}")
+    what = "network" if all(n.imported.keys() <= {"model"} for n in sweep.networks) else "function"
+    check_imports(f"{who}{file}", sweep.imported, allowed, f"type {command_line(*words)}", what)
 
 
 def check_data(sweep: Sweep, prune: bool) -> None:

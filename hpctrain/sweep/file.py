@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config import Config, check_settings, load_toml, read_table, renamed
+from hpctrain.config import Config, check_settings, load_toml, own_functions, read_table, renamed
 from hpctrain.config.option import RENAMED
 from hpctrain.errors import UsageError, did_you_mean
 
@@ -40,10 +40,9 @@ class SweepNetwork:
     config: Config
 
     @property
-    def imported(self) -> str | None:
-        """The function "module:name" that makes the model; None for hpctrain's own models."""
-        model = self.config.model
-        return model if model and ":" in model else None
+    def imported(self) -> dict[str, str]:
+        """The functions "module:name" of the user's own, by setting."""
+        return own_functions(dataclasses.asdict(self.config))
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class Sweep:
 
     @property
     def imported(self) -> list[str]:
-        """The functions that make models, each once."""
-        return list(dict.fromkeys(n.imported for n in self.networks if n.imported))
+        """The functions of the user's own, each once."""
+        return list(dict.fromkeys(name for n in self.networks for name in n.imported.values()))
 
     @property
     def tasks(self) -> list[str]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.config import SweepConfig
+from hpctrain.config.imports import SETTINGS as OWN
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
 from hpctrain.launch import UNBOUND, mpirun
@@ -41,12 +42,13 @@ TEMPLATE = """\
 #SBATCH --output={logs}
 sweep={folder}
 hpctrain=({program})
-models=({models})
+{functions}
 [ ! -e "$sweep/STOP" ] || exit 0
+n=$SLURM_ARRAY_TASK_ID
 settings=$(echo "$sweep"/$(printf %0{digits}d "$SLURM_ARRAY_TASK_ID")-*.toml)
 srun --mpi="${{HPCTRAIN_PMI:-pmix}}" --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\
     --kill-on-bad-exit=1 "${{hpctrain[@]}}" train --config "$settings" \\
-    ${{models[$SLURM_ARRAY_TASK_ID]:+--model "${{models[$SLURM_ARRAY_TASK_ID]}}"}} \\
+    {words} \\
     >>"${{settings%.toml}}.log" 2>&1 &
 step=$!
 trap 'kill -USR2 $step' USR2        # of --sbatch=--signal=B:USR2@120
@@ -94,7 +96,7 @@ class Machine:
         return [
             *self.launcher,
             *words,
-            *(["--model", network.imported] if network.imported else []),
+            *(word for name, own in network.imported.items() for word in (f"--{name}", own)),
         ]
 
 
@@ -217,7 +219,8 @@ def write_array_script(
         logs=shlex.quote(logs),
         folder=shlex.quote(str(whole)),
         program=" ".join(map(shlex.quote, python_program())),
-        models=" ".join(f"[{n.number}]={shlex.quote(n.imported)}" for n in networks if n.imported),
+        functions="\n".join(_bash_array(name, networks) for name in OWN),
+        words=" ".join(f'${{{name}[$n]:+--{name} "${{{name}[$n]}}"}}' for name in OWN),
         digits=len(networks[0].name.partition("-")[0]),
         requeues=MOST_REQUEUES,
     )
@@ -225,3 +228,9 @@ def write_array_script(
     with writing(path):
         write_whole(path, text)
     return path
+
+
+def _bash_array(name: str, networks: Sequence[SweepNetwork]) -> str:
+    """Return a line that sets a bash array: the function for this setting, by network."""
+    named = {n.number: n.imported[name] for n in networks if name in n.imported}
+    return f"{name}=({' '.join(f'[{number}]={shlex.quote(own)}' for number, own in named.items())})"

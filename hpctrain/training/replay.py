@@ -35,6 +35,7 @@ from hpctrain.data.loader import Batch, Prepare, read_samples
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
+from hpctrain.inference.own_check import check_task
 from hpctrain.inference.tasks import Task, output_shape
 from hpctrain.models import ModelState, check_names, checked_output, evaluating, held_values
 from hpctrain.parallel.batchnorm import BatchNorms, Probe
@@ -244,6 +245,7 @@ def probe_model(
     labels = torch.from_numpy(source.labels[rows]).to(images.device)
     key = random_key(config.seed, "probe")
     inputs, targets = task.pair(images, labels, key)
+    check_task(task, model, inputs, targets)
     output = output_shape(config.task, source.image_shape, task.classes)
     torch.manual_seed(key)
     before = ModelState(model)

@@ -8,21 +8,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hpctrain.config import Config, byte_count, segments
+from hpctrain.config.imports import import_function
 from hpctrain.data.augment import Augmentation, normalization
 from hpctrain.data.cache import sample_bytes
 from hpctrain.data.imbalance import find_class_weights
 from hpctrain.data.jpeg import decoder_versions
-from hpctrain.data.loader import Loader, Prepare, make_prepare
+from hpctrain.data.loader import Loader, Prepare, make_prepare, read_samples
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.inference.network import find_model
+from hpctrain.inference.own import import_functions, with_augment
+from hpctrain.inference.own_check import check_augment
 from hpctrain.inference.tasks import Task, make_task, output_shape
 from hpctrain.models import InitialWeights, build, check_forward, checkpoint_activations, load_init
 from hpctrain.parallel.batchnorm import Probe
@@ -52,6 +55,7 @@ from hpctrain.training.reading import (
     order_of,
     staged,
 )
+from hpctrain.training.replay import PROBE_ROWS
 from hpctrain.training.step import Trainer
 from hpctrain.training.trainer import make_trainer, probe_norms, probe_phases, reduce_for
 from hpctrain.watchdog import doing
@@ -101,8 +105,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
     frozen = call_on_all(comm, lambda: freeze(model, config.freeze))
     checks = make_checks(config, pack, comm)
     source = call_on_all(comm, lambda: Split(pack, "train", checks=checks))
-    settings = call_on_root(comm, lambda: task_settings(config, earlier, source))
-    task = make_task(settings, len(pack.classes), next(model.parameters()))
+    task, weights = task_of(config, earlier, source, next(model.parameters()), comm)
     if pack.encoded:
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     scaling = call_on_all(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
@@ -111,8 +114,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
     norms, probe = probe_phases(model, frozen, last, task, source, prepare, config, comm)
 
     held = sample_bytes(source, config.random_crop > 0)
-    facts = facts_of(pack, held, (comm.size, device.type, threads), probe.min_samples)
-    facts = dataclasses.replace(facts, class_weights=settings["class_weights"])
+    facts = facts_of(pack, held, (comm.size, device.type, threads), probe.min_samples, weights)
     plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
@@ -127,6 +129,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
         moving = config.worker_load == "auto"  # any shard may move to any host
         reading = staged(config.stage, reading, range(plan.shards) if moving else shards, comm)
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
+    augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
     texts = sharing, init.describe() if init else None, frozen.describe(trainer.message)
     made = pack, reading, choice, task, frozen, trainer, loader, prepare, init
@@ -154,7 +157,26 @@ def make_loader(
     )
 
 
-def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], min_samples: int) -> Facts:
+def with_own_augment(name: str | None, prepare: Prepare, source: Split, comm: Comm) -> Prepare:
+    """Return `prepare` followed by the function of --augment, if any. Collective.
+
+    Raises UsageError if the function breaks a rule.
+    """
+    if name is None:
+        return prepare
+    own = call_on_all(comm, lambda: import_function(name, "--augment"))
+    rows, key = np.arange(min(PROBE_ROWS, len(source.labels))), random_key("own functions")
+    call_on_root(comm, lambda: check_augment(own, read_samples(source, rows, prepare), key))
+    return with_augment(own, prepare)
+
+
+def facts_of(
+    pack: Pack,
+    held: int,
+    machine: tuple[int, str, int],
+    min_samples: int,
+    class_weights: tuple[float, ...],
+) -> Facts:
     """Return the facts that the plan depends on besides the settings.
 
     `held`: host memory of a buffered sample, in bytes; `machine`: number of ranks, type of device,
@@ -172,19 +194,29 @@ def facts_of(pack: Pack, held: int, machine: tuple[int, str, int], min_samples: 
         min_samples=min_samples,
         run_rows=external.block_rows if external else 0,
         chunk_rows=external.chunk_rows if external else 0,
+        class_weights=class_weights,
     )
 
 
-def task_settings(config: Config, earlier: Plan | None, source: Split) -> dict[str, Any]:
-    """Return the settings for `make_task`: those of `config`, with a number for each class weight.
+def task_of(
+    config: Config, earlier: Plan | None, source: Split, like: torch.Tensor, comm: Comm
+) -> tuple[Task, tuple[float, ...]]:
+    """Make the task, for a network with the parameter `like`. Collective.
 
-    An `earlier` launch has resolved the precision. Raises UsageError.
+    Also returns the weights of the classes, () without --class-weights. An `earlier` launch has
+    resolved the precision.
     """
-    weights: tuple[float, ...] = ()
-    if config.class_weights is not None:
-        weights = find_class_weights(config.class_weights, source.pack.classes, source.labels)
+
+    def find() -> tuple[float, ...]:
+        given, classes = config.class_weights, source.pack.classes
+        return () if given is None else find_class_weights(given, classes, source.labels)
+
+    weights = call_on_root(comm, find)
+    own = call_on_all(comm, lambda: import_functions(config.loss, config.metric))
     precision = earlier.precision if earlier else config.precision
-    return {**dataclasses.asdict(config), "precision": precision, "class_weights": weights}
+    resolved = {"precision": precision, "class_weights": weights}
+    settings = {**dataclasses.asdict(config), **resolved}
+    return make_task(settings, len(source.pack.classes), like, own), weights
 
 
 def make_model(

@@ -40,10 +40,14 @@ def test_a_folder_that_is_no_sweep_is_named(tmp_path):
         sweep(SweepConfig(file="a", runs_dir=str(tmp_path)))
 
 
-@pytest.mark.parametrize(("task", "model"), [(1, ""), (2, " --model mynets:net")])
-def test_a_task_names_the_network_that_is_imported(tmp_path, monkeypatch, task, model):
+LOSS = " --loss my_losses:focal --metric m:f1"
+
+
+@pytest.mark.parametrize(("task", "model"), [(1, ""), (2, " --model mynets:net"), (3, LOSS)])
+def test_a_task_names_the_functions_that_are_imported(tmp_path, monkeypatch, task, model):
     file = tmp_path / "sweep.toml"
-    file.write_text('[[variant]]\nseed = 1\n[[variant]]\nseed = 2\nmodel = "mynets:net"\n')
+    text = '[[variant]]\nseed = 1\n[[variant]]\nseed = 2\nmodel = "mynets:net"\n'
+    file.write_text(f'{text}[[variant]]\nloss = "my_losses:focal"\nmetric = "m:f1"\n')
     networks = read_sweep(file).networks
     monkeypatch.setattr(machine, "python_program", lambda: ["echo", "hpctrain"])
     script = machine.write_array_script(SweepConfig(), tmp_path, networks)

@@ -1,0 +1,157 @@
+"""Losses, metrics and augmentations as users write them, right ones and wrong ones."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+CALLS = []
+
+
+def focal(outputs, targets):
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return (1 - torch.exp(-losses)) ** 2 * losses
+
+
+def cross_entropy(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def absolute(images, clean):
+    return (images - clean).abs().flatten(1).mean(1)
+
+
+def mean(outputs, targets):
+    return F.cross_entropy(outputs, targets)
+
+
+def per_class(outputs, targets):
+    return outputs.softmax(1)
+
+
+def number(outputs, targets):
+    return F.cross_entropy(outputs, targets).item()
+
+
+def failing(outputs, targets):
+    return outputs[:, 1000] - targets
+
+
+def draws_from_torch(outputs, targets):
+    return cross_entropy(outputs + torch.rand_like(outputs), targets)
+
+
+def draws_from_numpy(outputs, targets):
+    return cross_entropy(outputs, targets) * np.random.rand()
+
+
+def draws_from_python(outputs, targets):
+    return cross_entropy(outputs, targets) * random.random()
+
+
+def draws_of_its_own(outputs, targets):
+    return cross_entropy(outputs, targets) * float(np.random.default_rng().random())
+
+
+def counts_calls(outputs, targets):
+    CALLS.append(len(outputs))
+    return cross_entropy(outputs, targets) * len(CALLS)
+
+
+def every_third(outputs, targets):
+    CALLS.append(len(outputs))
+    return cross_entropy(outputs, targets) * (1 + (len(CALLS) > 3))
+
+
+def of_the_batch(outputs, targets):
+    losses = cross_entropy(outputs, targets)
+    return losses / losses.mean()
+
+
+def in_place(outputs, targets):
+    outputs -= outputs.logsumexp(1, keepdim=True)
+    return -outputs.gather(1, targets[:, None])[:, 0]
+
+
+def detached(outputs, targets):
+    return cross_entropy(outputs.detach(), targets)
+
+
+def not_finite(outputs, targets):
+    return cross_entropy(outputs, targets) / 0
+
+
+def steep(outputs, targets):
+    return torch.sqrt(cross_entropy(outputs, targets) * 0)
+
+
+def correct(outputs, targets):
+    return outputs.argmax(1) == targets
+
+
+def top3(outputs, targets):
+    return (outputs.topk(3).indices == targets[:, None]).any(1)
+
+
+def counts(outputs, targets):
+    """F1 of class 0, from counts, and two means."""
+    found, true = outputs.argmax(1) == 0, targets == 0
+    hits = found & true
+    brier = ((outputs.softmax(1) - F.one_hot(targets, outputs.shape[1])) ** 2).sum(1)
+    return {
+        "f1": (2 * hits, found.double() + true),
+        "recall of none": (targets * 0, targets * 0),
+        "top3": top3(outputs, targets),
+        "brier": brier,
+    }
+
+
+def largest(outputs, targets):
+    return {"largest": outputs.max()}
+
+
+def taken(outputs, targets):
+    return {"accuracy": correct(outputs, targets)}
+
+
+def nothing(outputs, targets):
+    return {}
+
+
+def mirror(images, generator):
+    """Mirrors half of the images, and adds noise."""
+    chosen = torch.rand(len(images), generator=generator, device=images.device) < 0.5
+    images = torch.where(chosen[:, None, None, None], images.flip(3), images)
+    noise = torch.randn(images.shape, generator=generator, device=images.device)
+    return images + 0.01 * noise
+
+
+def darken(images, generator):
+    return images.mul_(0.5)
+
+
+def mirror_by_torch(images, generator):
+    return images.flip(3) if torch.rand(()) < 0.5 else images
+
+
+def mirror_by_numpy(images, generator):
+    return images * float(np.random.default_rng().random())
+
+
+def crop(images, generator):
+    return images[:, :, 1:]
+
+
+def to_double(images, generator):
+    return images.double()
+
+
+def to_nothing(images, generator):
+    return None
+
+
+def overflow(images, generator):
+    return images / 0

@@ -1,0 +1,275 @@
+"""--loss, --augment and --metric: right ones in whole runs, wrong ones refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hpctrain.cli import main
+from hpctrain.config import Config
+from hpctrain.data.loader import read_samples
+from hpctrain.errors import UsageError
+from hpctrain.report.record import read_records
+from hpctrain.training.setup import set_up
+from hpctrain.training.train import train
+from tests import own_functions
+from tests.training.runs import digest
+
+HERE = "tests.own_functions"
+
+
+def own(name):
+    return f"{HERE}:{name}"
+
+
+def run_with(settings, comm, **flags):
+    return train(dataclasses.replace(settings, epochs=1, **flags), comm)
+
+
+def records(settings, kind):
+    return [r for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == kind]
+
+
+@pytest.mark.mpi
+def test_torchs_own_loss_as_a_function_gives_the_same_run(comm, small_settings):
+    """Bit by bit: the sum of its values is that of torch's sum."""
+    plain = set_up(small_settings, comm)
+    same = set_up(dataclasses.replace(small_settings, loss=own("cross_entropy")), comm)
+    batches = next(plain.loader.epoch(0))
+    for batch in batches:
+        torch.manual_seed(0)
+        found = plain.trainer.backward(batch.images, batch.targets, 16)
+        torch.manual_seed(0)
+        other = same.trainer.backward(batch.images, batch.targets, 16)
+        torch.testing.assert_close(found, other)
+    gradients = [job.trainer.message.gradients for job in (plain, same)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+    assert comm.allreduce(gradients[0].norm().item()) > 0
+
+
+@pytest.mark.mpi
+def test_class_weights_weigh_the_values_of_a_loss(comm, small_settings):
+    weights = {"class_weights": "1,2,3,4,5,6,7,8,9,10"}
+    jobs = [
+        set_up(dataclasses.replace(small_settings, **weights, loss=loss), comm)
+        for loss in (None, own("cross_entropy"))
+    ]
+    for batch in next(jobs[0].loader.epoch(0)):
+        for job in jobs:
+            torch.manual_seed(0)
+            job.trainer.backward(batch.images, batch.targets, 16)
+    gradients = [job.trainer.message.gradients for job in jobs]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.mpi
+def test_a_loss_and_a_metric_are_evaluated_as_in_one_process(comm, small_settings):
+    flags = {"loss": own("focal"), "metric": own("counts"), "output": "best"}
+    assert run_with(small_settings, comm, **flags) == 0
+    folder = Path(small_settings.runs_dir) / "a"
+    words = ["evaluate", str(folder), "--loss", own("focal"), "--metric", own("counts")]
+    assert main([*words, "--output", str(folder / "again.json")]) == 0
+    job = set_up(dataclasses.replace(small_settings, init=str(folder)), comm)
+    if comm.rank:
+        return
+    with job.reading.split("test") as source:
+        images = read_samples(source, np.arange(len(source.labels)))
+        targets = torch.from_numpy(source.labels)
+    with torch.no_grad():
+        outputs = job.trainer.model.eval()(images)
+    expected = {
+        name: (values[0].sum() / values[1].sum() if isinstance(values, tuple) else values)
+        for name, values in own_functions.counts(outputs, targets).items()
+    }
+    expected = {name: value.double().mean().item() for name, value in expected.items()}
+    del expected["recall of none"]  # 0 / 0
+    found = json.loads((folder / "evaluation-test.json").read_text())
+    again = json.loads((folder / "again.json").read_text())
+    (recorded,) = [r for r in records(small_settings, "evaluation") if r["split"] == "test"]
+    for figures in (found, again, recorded):
+        own_figures = dict(figures["metrics"])
+        assert own_figures.pop("recall of none") != 0
+        assert own_figures == pytest.approx(expected, rel=1e-4)
+        loss = own_functions.focal(outputs, targets).mean().item()
+        assert figures["loss"] == pytest.approx(loss, rel=1e-4)
+        assert figures["accuracy"] == found["accuracy"]
+    assert abs(loss - F.cross_entropy(outputs, targets).item()) > 1e-3
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["correct", "top3"])
+def test_a_metric_of_one_figure_has_the_name_of_its_function(comm, small_settings, name, capsys):
+    assert run_with(small_settings, comm, metric=own(name), progress="plain") == 0
+    if comm.rank == 0:
+        for each in records(small_settings, "evaluation"):
+            assert list(each["metrics"]) == [name]
+            assert name == "top3" or each["metrics"][name] == each["accuracy"]
+        assert f"  {name} 0." in capsys.readouterr().out
+
+
+@pytest.mark.mpi
+def test_a_denoising_run_with_a_loss_of_its_own(comm, small_settings, capsys):
+    flags = {"task": "denoise", "model": "autoencoder", "loss": own("absolute")}
+    assert run_with(small_settings, comm, **flags) == 0
+    folder = Path(small_settings.runs_dir) / "a"
+    assert main(["evaluate", str(folder), "--loss", own("absolute")]) == 0
+    if comm.rank == 0:
+        printed = capsys.readouterr().out
+        (test,) = [r for r in records(small_settings, "evaluation") if r["split"] == "test"]
+        found = float(printed.rpartition("loss ")[2].partition(",")[0])
+        assert found == pytest.approx(test["loss"], rel=1e-3) and "dB" not in printed
+
+
+@pytest.mark.mpi
+def test_an_augmentation_works_on_what_the_network_gets(comm, small_settings):
+    plain, darker, mirrored = (
+        [b for step in set_up(replaced, comm).loader.epoch(0) for b in step]
+        for replaced in (
+            dataclasses.replace(small_settings, flip=True, augment=name)
+            for name in (None, own("darken"), own("mirror"))
+        )
+    )
+    flipped = 0
+    for before, dark, after in zip(plain, darker, mirrored, strict=True):
+        assert torch.equal(dark.images, before.images * 0.5)  # in place: the batch is a copy
+        assert dark.images.stride() == before.images.stride() == after.images.stride()
+        for one, other in zip(before.images, after.images, strict=True):
+            near = [torch.allclose(other, each, atol=0.1) for each in (one, one.flip(2))]
+            assert any(near)
+            flipped += near == [False, True]
+        assert not torch.equal(after.images, before.images)
+    assert 20 < comm.allreduce(flipped) < 81
+    noise = {
+        after.images[0, 0, 0].sum().item() - b.images[0, 0, 0].sum().item()
+        for b, after in zip(plain, mirrored, strict=True)
+    }
+    assert len(noise) == len(plain), "the generator depends on step and shard"
+    job = set_up(dataclasses.replace(small_settings, augment=own("mirror")), comm)
+    black = job.prepare(torch.zeros(1, 12, 12, 1, dtype=torch.uint8), 0)
+    assert not black.any(), "an evaluation augments nothing"
+
+
+CASES = {
+    "loss": {"loss": own("focal"), "class_weights": "balanced"},
+    "augment": {"augment": own("mirror"), "flip": True},
+    "metric": {"metric": own("counts")},
+}
+
+
+@pytest.fixture
+def deterministic(small_settings):
+    own = {"shards": 5, "deterministic": True, "digest_every": 3, "threads": None, "epochs": 2}
+    return dataclasses.replace(small_settings, run=None, **own)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_on_any_number_of_ranks(comm, one_rank, deterministic, case):
+    config = dataclasses.replace(deterministic, **CASES[case])
+    together = digest(config, comm, "together")
+    if comm.rank == 0:
+        assert digest(config, one_rank, "alone") == together
+        assert digest(deterministic, one_rank, "without") != together
+
+
+WRONG = {
+    "mean": r"returned a tensor of shape \(\) for \d+ samples: return one value a sample, not their"
+    r" mean or sum \(torch's losses: reduction='none'\)",
+    "per_class": r"returned a tensor of shape \(\d+, 10\) for \d+ samples: return one value a",
+    "number": "must return a tensor of one value a sample, not float",
+    "failing": r"failed: IndexError: .* \(own_functions.py, line \d+\)",
+    "draws_from_torch": "draws random numbers from torch's global generator",
+    "draws_from_numpy": "draws random numbers from numpy.random",
+    "draws_from_python": "draws random numbers from Python's random",
+    "draws_of_its_own": "gave samples other values in half of the batch .* nor on earlier calls",
+    "counts_calls": "gave samples other values in half of the batch .* nor on earlier calls",
+    "every_third": "returned other values when it was called again with the same samples",
+    "of_the_batch": "gave samples other values in half of the batch",
+    "in_place": "changed the outputs that it was given",
+    "detached": "is not differentiable",
+    "correct": "is not differentiable",
+    "not_finite": "returned a value that is not finite",
+    "steep": "has a gradient that is not finite with respect to the outputs",
+    "absent": f"{HERE} has no absent",
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", WRONG)
+def test_a_loss_that_breaks_the_rule_is_refused_by_name(comm, small_settings, name):
+    own_functions.CALLS.clear()
+    with pytest.raises(UsageError, match=f"--loss {own(name)}:? {WRONG[name]}"):
+        set_up(dataclasses.replace(small_settings, loss=own(name)), comm)
+
+
+WRONG_METRICS = {
+    "mean": r"mean returned a tensor of shape \(\) for \d+ samples: return one value a sample, not",
+    "largest": r"largest returned a tensor of shape \(\) for",
+    "taken": "named a figure 'accuracy': give it another name",
+    "nothing": "gave 0 figures, not 1 to 32",
+    "of_the_batch": r"gave samples other values in half of the batch \(of_the_batch\)",
+    "draws_from_torch": "draws random numbers from torch's global generator",
+    "in_place": "changed the outputs",
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", WRONG_METRICS)
+def test_a_metric_that_breaks_the_rule_is_refused_by_name(comm, small_settings, name):
+    with pytest.raises(UsageError, match=f"--metric {own(name)}:? {WRONG_METRICS[name]}"):
+        set_up(dataclasses.replace(small_settings, metric=own(name)), comm)
+
+
+WRONG_AUGMENTATIONS = {
+    "mirror_by_torch": "draws random numbers from torch's global generator: .* from the generator",
+    "mirror_by_numpy": "returned other images when it was called again with the same images",
+    "crop": r"returned images of shape \(\d+, 1, 11, 12\), not \(\d+, 1, 12, 12\) as it got",
+    "to_double": r"returned images of dtype torch.float64, not torch.float32",
+    "to_nothing": "must return images, not NoneType",
+    "overflow": "returned an image with NaN or infinity",
+    "failing": r"failed: IndexError: .* \(own_functions.py, line \d+\)",
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", WRONG_AUGMENTATIONS)
+def test_an_augmentation_that_breaks_the_rule_is_refused_by_name(comm, small_settings, name):
+    with pytest.raises(UsageError, match=f"--augment {own(name)}:? {WRONG_AUGMENTATIONS[name]}"):
+        set_up(dataclasses.replace(small_settings, augment=own(name)), comm)
+
+
+def test_nothing_is_imported_because_a_file_says_so(comm, small_settings, capsys):
+    """evaluate needs the functions again, and so does --config in the folder of a run."""
+    flags = {"loss": own("focal"), "metric": own("top3"), "augment": own("darken")}
+    assert run_with(small_settings, comm, **flags) == 0
+    folder = Path(small_settings.runs_dir) / "a"
+    capsys.readouterr()
+    assert main(["evaluate", str(folder)]) == 2
+    line = f"python -m hpctrain evaluate {folder} --loss={own('focal')} --metric={own('top3')}"
+    assert f"names the functions '{own('focal')}', '{own('top3')}', and no" in (
+        error := capsys.readouterr().err
+    )
+    assert error.rstrip().endswith(f"if you trust it, type {line}")
+    assert main(line.split()[3:]) == 0
+    assert f"top3 {records(small_settings, 'evaluation')[-1]['metrics']['top3']:.4f}" in (
+        capsys.readouterr().out
+    )
+    assert main(["predict", str(folder), "--output", str(folder / "answers.csv")]) == 0
+    words = ["train", "--config", str(folder / "config.toml"), "--dry-run"]
+    assert main(words) == 2
+    given = [f"--{name} {flags[name]}" for name in ("loss", "augment", "metric")]
+    assert capsys.readouterr().err.rstrip().endswith(f"if you trust it, add {' '.join(given)}")
+    assert main([*words, *" ".join(given).split()]) == 0
+
+
+def test_smoothing_belongs_to_cross_entropy(capsys):
+    words = ["train", "--data", "no.h5", "--loss", own("focal"), "--label-smoothing", "0.1"]
+    assert main(words) == 2
+    assert f"--loss {own('focal')} and --label-smoothing exclude" in capsys.readouterr().err
+    assert Config().loss is Config().metric is Config().augment is None
