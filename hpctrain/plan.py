@@ -13,7 +13,13 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpctrain.config import DEFAULT_LEARNING_RATES, Config, byte_count, worker_loads
+from hpctrain.config import (
+    DEFAULT_LEARNING_RATES,
+    Config,
+    byte_count,
+    images_per_rank,
+    worker_loads,
+)
 from hpctrain.config.others import evaluation_rows
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
@@ -178,9 +184,7 @@ def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
 def resolve(config: Config, facts: Facts) -> Plan:
     """Resolve the plan of a first launch. Raises UsageError if the numbers are inconsistent."""
     model = model_name(config, facts.image_shape)
-    loads = worker_loads(config.worker_load)
-    usual = SHARDS_TO_MOVE * facts.ranks if config.worker_load == "auto" else facts.ranks
-    shards = config.shards or (round(sum(loads)) if loads else usual)
+    loads, shards = worker_loads(config.worker_load), shard_count(config, facts.ranks)
     runs = assign_shards(shards, facts.ranks, loads)
     partition = _cut(config, facts, shards)
     row_bytes = facts.buffered_bytes or math.prod(facts.image_shape) * facts.value_bytes
@@ -233,6 +237,13 @@ def resolve(config: Config, facts: Facts) -> Plan:
     )
 
 
+def shard_count(config: Config, ranks: int) -> int:
+    """Return the number of shards on `ranks` ranks: --shards, or its default."""
+    loads = worker_loads(config.worker_load)
+    usual = SHARDS_TO_MOVE * ranks if config.worker_load == "auto" else ranks
+    return config.shards or (round(sum(loads)) if loads else usual)
+
+
 def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> int:
     """Return the CPU threads per rank: --threads, else 1 if deterministic, else `allowed`. Bits of
     a deterministic run depend on them, so it keeps those of an `earlier` launch.
@@ -253,8 +264,12 @@ def rate_growth(config: Config, batch_size: int) -> float:
     It is linear (Goyal et al. 2017, arXiv:1706.02677) or the square root (Krizhevsky 2014,
     arXiv:1404.5997; usual for adam).
     """
-    times = batch_size / (config.batch_per_rank or usual_batch(config))
+    times = batch_size / (_own_batch(config) or usual_batch(config))
     return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.lr_scaling]
+
+
+def _own_batch(config: Config) -> int | None:
+    return None if config.batch_per_rank is None else images_per_rank(config.batch_per_rank)
 
 
 def _cut(config: Config, facts: Facts, shards: int) -> Partition:
@@ -274,8 +289,8 @@ def _batch_size(config: Config, facts: Facts, shards: int) -> int:
             " exclude each other: give one"
         )
     workers = shards if config.shards else facts.ranks
-    if config.batch_per_rank is not None:
-        return config.batch_per_rank * workers
+    if own := _own_batch(config):
+        return own * workers
     if config.batch_size is not None:
         return config.batch_size
     return usual_batch(config) * (workers if facts.device == "cuda" else 1)

@@ -22,6 +22,7 @@ from hpctrain.config.option import (
     duration,
     fold_number,
     image_size,
+    images_per_rank,
     renamed,
     segments,
     split_shares,

@@ -224,6 +224,28 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
         yield f"--unfreeze-epoch {config.unfreeze_epoch} goes with --freeze: nothing is frozen"
 
 
+def _machine_conflicts(config: Config) -> Iterator[str]:
+    """Yield one line for each conflict between options of computing, or with this machine."""
+    cores = os.cpu_count() or 1
+    if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
+        yield f"--threads {config.threads}: this machine has {cores} cores"
+    if segments(config.overlap) != 0 and config.graphs:
+        yield (
+            f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
+            " come at once"
+        )
+    if config.batch_per_rank == "auto" and config.graphs:
+        yield (
+            "--batch-per-rank auto and --graphs exclude each other: each graph keeps memory of its"
+            " own, which is not measured"
+        )
+    if config.checkpoint_activations and config.compile:
+        yield (
+            "--checkpoint-activations and --compile exclude each other: the compiler chooses itself"
+            " what it recomputes"
+        )
+
+
 def _conflicts(config: Config) -> Iterator[str]:
     """Yield one line for each conflict between options of training, or with this machine."""
     for name, value in dataclasses.asdict(config).items():
@@ -251,20 +273,8 @@ def _conflicts(config: Config) -> Iterator[str]:
             " holds none: use unit or imagenet"
         )
     yield from _optimizer_conflicts(config)
-    cores = os.cpu_count() or 1
-    if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
-        yield f"--threads {config.threads}: this machine has {cores} cores"
-    if segments(config.overlap) != 0 and config.graphs:
-        yield (
-            f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
-            " come at once"
-        )
+    yield from _machine_conflicts(config)
     yield from _loss_conflicts(config)
-    if config.checkpoint_activations and config.compile:
-        yield (
-            "--checkpoint-activations and --compile exclude each other: the compiler chooses itself"
-            " what it recomputes"
-        )
     if config.deterministic and config.comm_dtype != "fp32":
         yield (
             f"--deterministic and --comm-dtype {config.comm_dtype} exclude each other: what is"

@@ -13,6 +13,7 @@ from hpctrain.config.option import (
     Interval,
     check_folder_name,
     duration,
+    images_per_rank,
     option,
     segments,
     worker_loads,
@@ -38,11 +39,12 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
         COMMON,
         AT_LEAST_1,
     )
-    batch_per_rank: int | None = option(
+    batch_per_rank: str | None = option(
         None,
-        "batch size per rank, or with --shards per shard; instead of --batch-size",
+        "batch size per rank, or with --shards per shard, instead of --batch-size; auto = the"
+        " largest power of two that fits in memory, with --batch-size as many --shards as needed",
         BATCH,
-        AT_LEAST_1,
+        images_per_rank,
     )
     shards: int | None = option(
         None,

@@ -282,7 +282,7 @@ def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None
         old, new = getattr(before, field.name), getattr(config, field.name)
         if field.name == "precision":
             old = new if new == field.default else plan.precision  # the default keeps the plan's
-        if field.name not in FREE and old != new:
+        if field.name not in FREE and _setting(old) != _setting(new):
             flag = "--" + field.name.replace("_", "-")
             raise UsageError(
                 f"the run {folder} was begun with {flag} {_setting(old)}, not {_setting(new)}: give"

@@ -41,6 +41,7 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.placement import Choice
 from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
 from hpctrain.plan_check import go_on
+from hpctrain.training.batch_fit import MemoryTrial, fit_batch
 from hpctrain.training.finetune import (
     Frozen,
     check_phases,
@@ -115,8 +116,10 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
 
     held = sample_bytes(source, config.random_crop > 0)
     facts = facts_of(pack, held, (comm.size, device.type, threads), probe.min_samples, weights)
+    trial = MemoryTrial(norms, frozen, task, source, prepare, config, comm)
+    asked, fitted = (config, "") if earlier else fit_batch(config, facts, trial)
     plan = call_on_root(
-        comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
+        comm, lambda: go_on(earlier, config, facts) if earlier else resolve(asked, facts)
     )
     call_on_all(comm, lambda: check_phases(config, plan))
     norms.start(probe)
@@ -131,7 +134,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
-    texts = sharing, init.describe() if init else None, frozen.describe(trainer.message)
+    texts = fitted, sharing, init.describe() if init else None, frozen.describe(trainer.message)
     made = pack, reading, choice, task, frozen, trainer, loader, prepare, init
     return Job(config, plan, *made, tuple(filter(None, texts)))
 
