@@ -47,12 +47,12 @@ class Network(nn.Module):
         super().__init__()
         self.stem, self.bn = nn.Conv2d(channels, 6, 3, stride=2, bias=False), nn.BatchNorm2d(6)
         self.blocks = nn.Sequential(Block(), Block())
-        self.shift = nn.Parameter(torch.zeros(6))
+        self.last, self.shift = nn.BatchNorm2d(6), nn.Parameter(torch.zeros(6))
         self.fc = nn.Linear(6, classes)
 
     def forward(self, x):
         x = self.blocks(torch.tanh(self.bn(self.stem(x))))
-        return self.fc(x.mean((2, 3)) + self.shift)
+        return self.fc(self.last(x).mean((2, 3)) + self.shift)
 
 
 def network(image_shape, classes):
@@ -73,11 +73,17 @@ def adamw(groups):
 
 def layer(name):
     """The number of a parameter's layer: the stem with its norm, two blocks, the classifier."""
-    return 3 if name.startswith("fc") else 1 + int(name[7]) if name.startswith("blocks") else 0
+    layers = {"blocks.0": 1, "blocks.1": 2, "last": 2, "fc": 3}  # a norm counts with the one before
+    return next((n for start, n in layers.items() if name.startswith(start)), 0)
 
 
 def undecayed(name):
-    return name.endswith("bias") or "norm" in name or name.startswith("bn") or name == "shift"
+    return (
+        name.endswith("bias")
+        or "norm" in name
+        or name.startswith(("bn", "last"))
+        or name == "shift"
+    )
 
 
 @dataclasses.dataclass
@@ -135,7 +141,9 @@ CASES = {
         },
         adamw,
         frozen=lambda n: n.startswith(("stem", "bn")),
-        average=lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)),
+        average=lambda model: AveragedModel(
+            model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True
+        ),
     ),
     "one cycle": Case(
         {"schedule": "one-cycle"},
@@ -192,8 +200,7 @@ def plain_torch(case, config, alone):
             if average and steps % config.ema_every == 0:
                 average.update_parameters(model)
     job.loader.close()
-    learnt = average.module if average else model
-    return {name: p.detach() for name, p in learnt.named_parameters()}, before
+    return (average.module if average else model).state_dict(), before
 
 
 @pytest.mark.mpi
@@ -205,12 +212,26 @@ def test_it_learns_what_plain_torch_learns_in_float64(comm, one_rank, settings, 
     if comm.rank == 0:
         found, _ = read_model(shared_tmp / "runs" / name / "model.safetensors")
         expected, statistics = plain_torch(case, config, one_rank)
-        for key, value in expected.items():
+        for key in dict(network((12, 12, 1), 10).named_parameters()):
+            value = expected[key]
             torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
         if config.freeze:
             kept = [torch.equal(found[f"bn.{key}"], value) for key, value in statistics.items()]
             assert not any(kept[2:]) if config.unfreeze_epoch else all(kept)
     comm.Barrier()
+
+
+@pytest.mark.parametrize("name", ["unfreeze", "average, unfreeze"])
+def test_running_statistics_are_those_of_torch_in_both_phases(one_rank, settings, name, shared_tmp):
+    """With one shard, pooled statistics are those of torch."""
+    case = CASES[name]
+    config = dataclasses.replace(settings, run=name, shards=1, **case.settings)
+    assert train(config, one_rank) == 0
+    found, _ = read_model(shared_tmp / "runs" / name / "model.safetensors")
+    expected, _ = plain_torch(case, config, one_rank)
+    for key in expected:
+        if "running" in key:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.mpi
@@ -262,16 +283,16 @@ def test_running_statistics_are_averaged_and_a_skipped_step_is_not():
         average.update()
     with average.in_model():
         found = message.weights.data, norms.running, model.bn.running_mean
-        expected = first[0] + 1, first[1] + 2, first[1][0] + 2
+        expected = first[0] + 1, first[1] + 2, first[1][0, :6] + 2
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     found = message.weights.data, model.bn.running_mean
-    torch.testing.assert_close(found, (first[0] + 8, first[1][0] + 16), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, (first[0] + 8, first[1][0, :6] + 16), rtol=1e-12, atol=1e-12)
 
 
 def test_the_message_holds_no_gradient_of_a_frozen_part():
     model = network((12, 12, 1), 10)
     whole = lay_out(model)
-    frozen = freeze(model, "stem,bn,blocks")
+    frozen = freeze(model, "stem,bn,blocks,last")
     assert lay_out(model).length == 64 * (1 + 1 + 1)  # shift, fc.weight and fc.bias
     assert not model.bn.training and model.blocks.training
     frozen.set_trained(True)
