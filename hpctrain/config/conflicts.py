@@ -1,0 +1,116 @@
+"""Options of training that exclude or require each other, found before any data is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator
+
+from hpctrain.config.option import flag_of, segments
+from hpctrain.config.train import Config
+
+MOST_THREADS = 64  # that a run may use on a small machine, to repeat a run of a larger one
+
+
+def conflicts(config: Config) -> Iterator[str]:
+    """Yield one line for each conflict between options of training, or with this machine."""
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            # config.toml could not hold it: the run could not be resumed
+            yield f"{flag_of(name)} {value}: this name is not UTF-8, give it another one"
+    if (config.images is None) != (config.labels is None):
+        there, missing = ("labels", "images") if config.images is None else ("images", "labels")
+        yield f"--{there} goes with --{missing}: name both datasets of the file"
+    if config.images is None:
+        for name in ("layout", "split", "scale", "label_gaps"):
+            if getattr(config, name) is not None:
+                yield (
+                    f"{flag_of(name)} goes with --images and --labels, for a file that is no pack:"
+                    " packs have theirs"
+                )
+    elif config.skip_bad:
+        yield (
+            "--skip-bad leaves out samples of a pack whose checksums differ: the file of --images"
+            " has no checksums"
+        )
+    elif config.normalize == "pack":
+        yield (
+            "--normalize pack takes the mean and std that a pack holds, and the file of --images"
+            " holds none: use unit or imagenet"
+        )
+    yield from _optimizer_conflicts(config)
+    yield from _machine_conflicts(config)
+    yield from _loss_conflicts(config)
+    if config.deterministic and config.comm_dtype != "fp32":
+        yield (
+            f"--deterministic and --comm-dtype {config.comm_dtype} exclude each other: what is"
+            " rounded on the way depends on the number of ranks"
+        )
+    if config.deterministic and config.local_buffers:
+        yield (
+            "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"
+            " for itself depend on the number of ranks"
+        )
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield "--tensorboard needs its package: pip install 'hpctrain[tensorboard]'"
+
+
+def _optimizer_conflicts(config: Config) -> Iterator[str]:
+    """Yield one line for each conflict between options of the optimizer."""
+    optimizer = config.optimizer or ("adam" if config.task == "denoise" else "sgdm")
+    if config.nesterov and (optimizer != "sgdm" or not config.momentum):
+        yield f"--nesterov is for sgdm with --momentum: this is {optimizer} with {config.momentum}"
+    if config.no_decay and not config.weight_decay:
+        yield f"--no-decay {config.no_decay} needs a --weight-decay above 0"
+    if config.min_lr and config.schedule not in ("cosine", "step"):
+        yield f"--min-lr is for --schedule cosine or step, not {config.schedule}"
+    if config.warmup_epochs and config.schedule == "one-cycle":
+        yield "--schedule one-cycle has a warm-up of its own: give no --warmup-epochs"
+    if (config.ema is None) != (config.output != "ema"):
+        yield (
+            f"--output {config.output} with --ema {config.ema}: the average is tested and saved"
+            " with --output ema and --ema DECAY, such as 0.999"
+        )
+    if config.ema_every > 1 and config.ema is None:
+        yield f"--ema-every {config.ema_every} goes with --ema"
+    if config.ema is not None and config.batch_norm == "local":
+        yield "--ema and --batch-norm local exclude each other: each rank would average its own"
+    if config.unfreeze_epoch is not None and config.freeze is None:
+        yield f"--unfreeze-epoch {config.unfreeze_epoch} goes with --freeze: nothing is frozen"
+
+
+def _machine_conflicts(config: Config) -> Iterator[str]:
+    """Yield one line for each conflict between options of computing, or with this machine."""
+    cores = os.cpu_count() or 1
+    if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
+        yield f"--threads {config.threads}: this machine has {cores} cores"
+    if segments(config.overlap) != 0 and config.graphs:
+        yield (
+            f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
+            " come at once"
+        )
+    if config.batch_per_rank == "auto" and config.graphs:
+        yield (
+            "--batch-per-rank auto and --graphs exclude each other: each graph keeps memory of its"
+            " own, which is not measured"
+        )
+    if config.checkpoint_activations and config.compile:
+        yield (
+            "--checkpoint-activations and --compile exclude each other: the compiler chooses itself"
+            " what it recomputes"
+        )
+
+
+def _loss_conflicts(config: Config) -> Iterator[str]:
+    """Yield one line for each conflict between options of the task and of its loss."""
+    if config.loss and config.label_smoothing:
+        yield (
+            f"--loss {config.loss} and --label-smoothing exclude each other: smoothing is part of"
+            " the cross-entropy loss"
+        )
+    if config.task == "denoise" and config.class_weights:
+        yield "--class-weights has no meaning for --task denoise: its loss knows no classes"
+    if config.task == "denoise" and (config.normalize != "unit" or config.label_smoothing):
+        flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
+        yield f"{flag} has no meaning for --task denoise: images stay in [0, 1]"
