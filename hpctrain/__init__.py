@@ -1,28 +1,58 @@
 """Train image networks data-parallel on HPC machines: one command, one Allreduce per step.
 
-Importing hpctrain imports neither MPI nor torch and does not initialize CUDA. The building blocks
-of a custom training loop are exported here and imported on first use (PEP 562). Everything else is
-in ``hpctrain.data`` (image files -> pack -> batches), ``hpctrain.parallel`` (all communication
-between ranks), ``hpctrain.models``, ``hpctrain.training`` and ``hpctrain.report``.
+In Python:
+
+    import hpctrain as hp
+
+    result = hp.train(data="photos.h5", model="resnet18", epochs=5, run="first")
+    network = hp.load("first")
+    answers = network.predict("new_photos/")
+
+* `train`, `evaluate`: what the subcommands do, on all ranks of an MPI launch or on one
+* `load`: a trained network, to predict with; `history`: the record of a run as tables
+* `Config`: all settings of a run; `UsageError`, `RunError`: what is raised
+* `read_pack`, `Split`, `cut_epoch`, `Loader`, `make_prepare`, `read_samples`, `build`,
+  `BatchNorms`, `Message`, `choose_reduce`, `start_mpi`: for a training loop of your own
+
+docs/python.md describes all of them. Importing hpctrain imports neither MPI nor torch and does not
+initialize CUDA: each name is imported on first use (PEP 562).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpctrain.api import History, evaluate, history, train
+    from hpctrain.config import Config
     from hpctrain.data.loader import Loader, make_prepare, read_samples
     from hpctrain.data.packed import read_pack
     from hpctrain.data.partition import cut_epoch
     from hpctrain.data.split import Split
+    from hpctrain.errors import RunError, UsageError
+    from hpctrain.inference.evaluate import Evaluation
+    from hpctrain.inference.trained import Predictions, TrainedNetwork, load
     from hpctrain.models import build
     from hpctrain.parallel.batchnorm import BatchNorms
     from hpctrain.parallel.choose import choose_reduce
     from hpctrain.parallel.message import Message
     from hpctrain.parallel.mpi import start_mpi
+    from hpctrain.training.train import TrainingResult
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "train": "api",
+    "evaluate": "api",
+    "load": "inference.trained",
+    "history": "api",
+    "Config": "config",
+    "UsageError": "errors",
+    "RunError": "errors",
+    "TrainingResult": "training.train",
+    "Evaluation": "inference.evaluate",
+    "TrainedNetwork": "inference.trained",
+    "Predictions": "inference.trained",
+    "History": "api",
     "Loader": "data.loader",
     "make_prepare": "data.loader",
     "read_samples": "data.loader",
@@ -35,7 +65,31 @@ _HOME = {
     "start_mpi": "parallel.mpi",
     "choose_reduce": "parallel.choose",
 }
-__all__ = list(_HOME)
+__all__ = [  # type checkers read it
+    "BatchNorms",
+    "Config",
+    "Evaluation",
+    "History",
+    "Loader",
+    "Message",
+    "Predictions",
+    "RunError",
+    "Split",
+    "TrainedNetwork",
+    "TrainingResult",
+    "UsageError",
+    "build",
+    "choose_reduce",
+    "cut_epoch",
+    "evaluate",
+    "history",
+    "load",
+    "make_prepare",
+    "read_pack",
+    "read_samples",
+    "start_mpi",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -45,4 +99,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

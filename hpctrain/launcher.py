@@ -16,7 +16,9 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 
 from hpctrain.errors import RunError
@@ -74,6 +76,25 @@ def catch_signals() -> None:
         signal.signal(number, _on_signal)
 
 
+@contextmanager
+def signals_caught() -> Iterator[None]:
+    """Catch the notices in a block of a user's own program, if this is the main thread.
+
+    At the end the handlers of before are restored, and notices that were received are forgotten.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in notice_signals()}
+    catch_signals()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _received.clear()
+
+
 def received_signal() -> str | None:
     """Return the name of the first notice that was received, if any."""
     return signal.Signals(_received[0]).name if _received else None
@@ -101,6 +122,12 @@ def launched_size() -> int | None:
 def launched_rank() -> int:
     """Return the rank that the launcher gave this process; 0 without a launcher."""
     return _first_number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0
+
+
+def launched_local_rank() -> int:
+    """Return the number of this process among the launch's on this host; 0 without a launcher."""
+    names = "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
+    return _first_number(*names) or 0
 
 
 def launch_name() -> str | None:

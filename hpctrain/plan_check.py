@@ -1,6 +1,6 @@
-"""Read a plan back from its file, check it, and adapt it to another launch of the run.
+"""Read the settings and the plan of a run from their files, and adapt the plan to another launch.
 
-It is checked because steps and memory depend on its numbers.
+The plan is checked, because steps and memory depend on its numbers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,22 @@ from hpctrain.config import Config, renamed, worker_loads
 from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.plan import VERSION, Facts, Plan, cpu_threads, model_name
-from hpctrain.typed import from_fields
+from hpctrain.typed import from_fields, parse_toml
 
 MOST_CORES = 1 << 16  # of any machine
 POSITIVE = ("epochs", "rows", "classes", "block_rows", "window_blocks", "evaluation_rows")
+
+
+def read_config(text: bytes) -> Config:
+    """Return the settings of a run from the text of its config.toml, also an earlier version's.
+
+    Raises ValueError that names the field if one is of another type.
+    """
+    known = Config.__dataclass_fields__
+    given = {name: value for name, value in renamed(parse_toml(text)).items() if name in known}
+    if type(given.get("overlap")) is int:  # as written before "auto" existed
+        given["overlap"] = str(given["overlap"])
+    return from_fields(Config, given)
 
 
 def read_plan(fields: Any) -> Plan:

@@ -81,14 +81,14 @@ def csv_cell(value: object) -> object:
     return f"'{value}" if is_formula else value
 
 
-def told_apart(names: Sequence[str]) -> tuple[str, ...]:
-    """Return distinct names of classes.
+def told_apart(names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return distinct names of classes, none of which is `taken`.
 
     Equal names, and names that look alike in Unicode (NFKC), get the number of their class:
     "x (0)", "x (3)".
     """
     looks = [unicodedata.normalize("NFKC", name) for name in names]
-    shared = {look for look, count in Counter(looks).items() if count > 1}
+    shared = {look for look, count in Counter([*looks, *taken]).items() if count > 1}
     return tuple(
         f"{name} ({number})" if look in shared else name
         for number, (name, look) in enumerate(zip(names, looks, strict=True))

@@ -108,6 +108,15 @@ def fit_pixels(pixels: bytes, shape: tuple[int, int, int], fit: Fit) -> bytes:
     return resized(image, (0, 0, width, height), fit, 1).tobytes()
 
 
+def fit_image(image: Image.Image, fit: Fit) -> bytes:
+    """Convert an image of Pillow to `fit`, as `decode` does. The image itself is not changed.
+
+    Raises BadImage.
+    """
+    with bad_images():
+        return _decode(image.copy(), fit)
+
+
 def as_jpeg(data: bytes) -> bytes:
     """Convert an image file to an upright JPEG file, gray or YCbCr, of the same size.
 

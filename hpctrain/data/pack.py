@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.config import PackConfig, split_shares
+from hpctrain.config import PackConfig, check_settings, split_shares
 from hpctrain.data.builtin import BUILT_IN, generate
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packed import read_pack, verify
@@ -79,6 +79,7 @@ def make_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
     Raises UsageError if the source or the settings cannot be used, RunError if the disk is full.
     After an error or an interruption, no file exists under the pack's name.
     """
+    check_settings(config)
     if config.source is None:
         raise UsageError("pack what? Give a folder, .tgz, .zip, idx, .npz, flowers or digits")
     output = output_path(config)

@@ -118,7 +118,7 @@ def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> 
 
     Raises UsageError for a file not written by hpctrain, and if it names a network that is neither
     hpctrain's nor equal to `model` (--model). `words` are those of the command line, without
-    --model, for the message.
+    --model, for the message; without them, it is for a caller of hpctrain.load.
     """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
     if isinstance(earlier := metadata.pop("foreign", None), dict):
@@ -126,8 +126,9 @@ def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> 
     check_metadata(path, metadata)
     height, width, channels = metadata["image_shape"]
     shape, classes = (height, width, channels), tuple(metadata["classes"])
-    name = trusted_name(path, metadata["model"], model, words or ("evaluate", str(path)))
-    network = build(name, shape, len(classes), metadata.get("small_stem", False))
+    name = trusted_name(path, metadata["model"], model, words)
+    with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
+        network = build(name, shape, len(classes), metadata.get("small_stem", False))
     load_weights(network, state, path)
     scaling = None
     if metadata.get("mean"):
@@ -143,7 +144,8 @@ def trusted_name(path: Path, named: str, model: str | None, words: Sequence[str]
     if model is not None and model != named:
         raise UsageError(f"--model {model}: {path} names the network {named!r}")
     allowed = [] if model is None else [model]
-    check_imports(str(path), [named], allowed, f"type {command_line(*words, '--model', named)}")
+    typed = f"type {command_line(*words, '--model', named)}"
+    check_imports(str(path), [named], allowed, typed if words else f"give model={named!r}")
     return named
 
 

@@ -31,10 +31,13 @@ def dumb_terminal() -> bool:
 
 def terminal_columns() -> int | None:
     """Return the width of the terminal that shows this process's output; None if none does."""
+    replaced = sys.stdout is not sys.__stdout__  # in a notebook: the terminal is the server's
+    if replaced:
+        return None
     try:
         output = sys.stdout.fileno()
         mode = os.fstat(output).st_mode
-    except (OSError, ValueError):  # closed, or replaced by an object without a descriptor
+    except (OSError, ValueError):  # closed
         return None
     if os.isatty(output):
         columns = os.get_terminal_size(output).columns

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,11 @@ def _mistakes_table(confusion: np.ndarray, classes: tuple[str, ...], most: int =
     return table
 
 
+def answer_columns(classes: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of the classes' probabilities, distinct from all others of a table."""
+    return told_apart(classes, ("file", "row", "class", "label", "prediction", "probability"))
+
+
 def write_predictions(
     output: str,
     names: list[str],
@@ -121,7 +126,7 @@ def write_predictions(
     """
     names = [names[row] for row in rows]
     labels = None if labels is None else labels[rows]
-    lines = _prediction_lines(names, labels, probabilities, told_apart(classes))
+    lines = _prediction_lines(names, labels, probabilities, answer_columns(classes))
     cells = (map(csv_cell, line) for line in lines)
     if output == "-":
         text = io.StringIO()

@@ -15,12 +15,13 @@ import errno
 import fcntl
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpctrain.config import duration
+from hpctrain.config import Config, Interval, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
 from hpctrain.launcher import job_end, received_signal
@@ -59,13 +60,15 @@ class Control:
         self.slowest_step = self.slowest_evaluation = self.saving = 0.0  # seconds, measured
 
     def __enter__(self) -> Control:
-        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+        if threading.current_thread() is threading.main_thread():  # others cannot set a handler
+            self._before = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._before)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._interrupted:  # a second Ctrl-C ends the run at once
@@ -122,6 +125,22 @@ def deadline(limit: str | None) -> tuple[float | None, str | None]:
             " in time only on a signal (sbatch --signal)"
         )
     return min(ends, default=None), note
+
+
+class TimeLimits(NamedTuple):
+    """The time limits of a run, and the interval of its checkpoints."""
+
+    timeout: float  # seconds without progress after which a rank counts as hung
+    ends: float | None  # deadline of the run, in seconds since 1970
+    checkpoints: Interval
+    note: str | None = None  # why the deadline may be incomplete
+
+
+def read_times(config: Config) -> TimeLimits:
+    """Parse the settings about time. Raises UsageError if one is invalid."""
+    timeout = duration(config.timeout, "--timeout")
+    ends, note = deadline(config.time_limit)
+    return TimeLimits(timeout, ends, Interval.parse(config.checkpoint_every), note)
 
 
 def request_stop(folder: Path) -> None:

@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 
 from hpctrain import __version__, heartbeats
-from hpctrain.config import Config, renamed, to_toml
+from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import Comm, allgather, host_name, library
 from hpctrain.plan import Plan
-from hpctrain.plan_check import check_recorded, read_plan
+from hpctrain.plan_check import check_recorded, read_config, read_plan
 from hpctrain.report.find import evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
 from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, truncate_record
@@ -36,7 +36,7 @@ from hpctrain.training.checkpoint import FOLDER, Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.setup import Job
 from hpctrain.training.state import Progress
-from hpctrain.typed import from_fields, parse_json, parse_toml
+from hpctrain.typed import parse_json
 
 
 def make_run_folder(job: Job, lock: RunLock) -> Path:
@@ -256,12 +256,7 @@ def read_settings(folder: Path) -> tuple[Config, Plan]:
     """
     path = folder / "config.toml"
     try:
-        known = Config.__dataclass_fields__
-        given = renamed(parse_toml(path.read_bytes()))
-        given = {name: value for name, value in given.items() if name in known}
-        if type(given.get("overlap")) is int:  # as written before "auto" existed
-            given["overlap"] = str(given["overlap"])
-        config = from_fields(Config, given)
+        config = read_config(path.read_bytes())
         path = folder / "plan.json"
         return config, read_plan(parse_json(path.read_bytes()))
     except FileNotFoundError as error:

@@ -9,10 +9,11 @@ import dataclasses
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
 
-from hpctrain.config import Config, Interval, check_settings, duration
+from hpctrain.config import Config, check_settings
 from hpctrain.data.external import reading_note
 from hpctrain.data.staging import remove_copies
 from hpctrain.errors import Failure, RunError, UsageError
@@ -37,7 +38,7 @@ from hpctrain.parallel.placement import Balance
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import say
 from hpctrain.training.checkpoint import Writer
-from hpctrain.training.control import Control, RunLock, deadline
+from hpctrain.training.control import Control, RunLock, TimeLimits, read_times
 from hpctrain.training.folder import (
     PreviousLaunch,
     find_previous_launch,
@@ -57,21 +58,33 @@ from hpctrain.watchdog import Watchdog, current, doing, keep_in, started, waitin
 SLOW_DISK = 100e6  # bytes/s, assumed until the first checkpoint is timed
 
 
-class TimeLimits(NamedTuple):
-    """The time limits of a run, and the interval of its checkpoints."""
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a launch of a run ended, the same on all ranks.
 
-    timeout: float  # seconds without progress after which a rank counts as hung
-    ends: float | None  # deadline of the run, in seconds since 1970
-    checkpoints: Interval
-    note: str | None = None  # why the deadline may be incomplete
+    `status` is "done", "stopped" (on request), "preempted" (the same call resumes the run) or
+    "planned" (``dry_run``). `exit_code` is that of the command line: 0, or 75 if preempted.
+    """
+
+    folder: Path | None  # of the run; None if planned only
+    status: str
+    exit_code: int = 0
+    step: int = 0  # steps and epochs after which the network was saved
+    epoch: int = 0
+    figures: dict[str, float | None] = field(default_factory=dict)  # loss, accuracy, and those of
+    # each split, such as test_accuracy
 
 
 def train(config: Config, comm: Comm | None = None) -> int:
-    """``hpctrain train``: train a run, from where its last launch ended, if any. Collective.
+    """``hpctrain train``: train a run and return the exit code, as `run_training`. Collective."""
+    return run_training(config, comm).exit_code
 
-    Returns the exit code: 0 at the end or on a request to stop, 75 if the run is preempted. torch's
-    settings are restored. Starts MPI if `comm` is None. Raises UsageError or RunError, the same on
-    all ranks unless a single rank fails.
+
+def run_training(config: Config, comm: Comm | None = None) -> TrainingResult:
+    """Train a run, from where its last launch ended, if any. Collective.
+
+    torch's settings are restored. Starts MPI if `comm` is None. Raises UsageError or RunError, the
+    same on all ranks unless a single rank fails.
     """
     comm = start_mpi() if comm is None else comm
     config = call_on_root(comm, lambda: config)
@@ -88,8 +101,7 @@ def train(config: Config, comm: Comm | None = None) -> int:
         started("setting up")
         earlier = call_on_root(comm, lambda: find_previous_launch(config, lock))
         if earlier and earlier.finished and earlier.plan.epochs >= (config.epochs or 0):
-            call_on_root(comm, partial(say_finished, earlier))
-            return 0
+            return call_on_root(comm, partial(say_finished, earlier))
         precision = earlier.plan.precision if earlier else config.precision
         if earlier:
             config = dataclasses.replace(config, precision=earlier.precision)
@@ -100,7 +112,7 @@ def train(config: Config, comm: Comm | None = None) -> int:
         if config.dry_run:
             notes = (f"note           {note}" for note in job.notes)
             call_on_root(comm, lambda: say("\n".join([*job.plan.lines(), *notes])))
-            return 0
+            return TrainingResult(None, "planned")
         run = stack.enter_context(open_run(job, comm, earlier, lock, times))
         first = run.state.step
         train_epochs(run)
@@ -110,25 +122,20 @@ def train(config: Config, comm: Comm | None = None) -> int:
 main = train
 
 
-def read_times(config: Config) -> TimeLimits:
-    """Parse the settings about time. Raises UsageError if one is invalid."""
-    timeout = duration(config.timeout, "--timeout")
-    ends, note = deadline(config.time_limit)
-    return TimeLimits(timeout, ends, Interval.parse(config.checkpoint_every), note)
-
-
-def say_finished(earlier: PreviousLaunch) -> None:
-    """Print that nothing is left to do (rank 0).
+def say_finished(earlier: PreviousLaunch) -> TrainingResult:
+    """Print that nothing is left to do, and return how the run has ended (rank 0).
 
     Raises RunError if the network of the finished run is missing or corrupt.
     """
     text = f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs"
     try:
-        read_model(earlier.folder / MODEL_FILE)
+        _, known = read_model(earlier.folder / MODEL_FILE)
     except UsageError as error:
         advice = "bring that file back, or train anew under another --run"
         raise RunError(f"{text}, but {error}: {advice}") from error
     say(f"{text}: a larger --epochs extends it")
+    reached = known.get("step", 0), known.get("epoch", 0), known.get("figures", {})
+    return TrainingResult(earlier.folder, "done", 0, *reached)
 
 
 @contextmanager
@@ -234,17 +241,20 @@ def wait_for_writer(run: Run) -> None:
         run.writer.wait()
 
 
-def end_preempted(run: Run, done: int) -> int:
-    """Record a preemption; return 75 if the launch did and saved any step, else 1. Collective."""
+def end_preempted(run: Run, done: int) -> TrainingResult:
+    """Record a preemption. Collective.
+
+    The exit code is 75 if the launch did and saved any step, else 1.
+    """
     why = next(filter(None, allgather(run.comm, run.control.preempted_by())), "a signal")
     run.recorder.end("preempted", f"{why}; saved", steps=run.state.step)
     if why == signal.SIGTERM.name:  # what scancel sends
         remove_copies(run.job.config.stage)
-    return LEFT if done > 0 else 1
+    return TrainingResult(run.folder, "preempted", LEFT if done > 0 else 1, *run.state.network)
 
 
-def finish(run: Run, first: int) -> int:
-    """Finish a launch that began after step `first`, and return the exit code. Collective.
+def finish(run: Run, first: int) -> TrainingResult:
+    """Finish a launch that began after step `first`, and return how it ended. Collective.
 
     Saves a checkpoint, validates, chooses the final network, saves and tests it, and closes the
     record.
@@ -269,8 +279,9 @@ def finish(run: Run, first: int) -> int:
         return end_preempted(run, state.step - first)
     call_on_root(comm, partial(save_network, run))
     call_on_root(comm, partial(show_work, run))
+    status = "stopped" if stopped else "done"
     run.recorder.end(
-        "stopped" if stopped else "done",
+        status,
         state.ended if stopped else state.reason,
         steps=state.step,
         digest=run_digest(trainer, state.chain) if comm.rank == 0 else None,
@@ -278,4 +289,4 @@ def finish(run: Run, first: int) -> int:
         **tests,
     )
     run.control.ended()
-    return 0
+    return TrainingResult(run.folder, status, 0, *state.network)

@@ -76,8 +76,9 @@ def save_best(run: Run) -> None:
 def describe_network(run: Run, name: str) -> dict[str, Any]:
     """Return the metadata of the network that the model holds."""
     job, reached = run.job, run.state.network
-    figures = {"run": name, "step": reached.step, "epoch": reached.epoch, **reached.figures}
-    return describe(job.config, job.plan, job.pack, figures)
+    where = {"run": name, "step": reached.step, "epoch": reached.epoch}
+    known = {**where, **reached.figures, "figures": reached.figures}
+    return describe(job.config, job.plan, job.pack, known)
 
 
 def evaluation(run: Run, split: str) -> Evaluation | None:

@@ -11,11 +11,11 @@ from functools import cache
 import pytest
 import torch
 
+from hpctrain import plan_check
 from hpctrain.config import Config, Interval, to_toml
 from hpctrain.errors import UsageError
 from hpctrain.plan import resolve
 from hpctrain.plan_check import go_on
-from hpctrain.training import folder
 from hpctrain.training.checkpoint import Writer, newest
 from hpctrain.training.folder import check_same, read_settings
 from hpctrain.training.state import Progress
@@ -30,7 +30,8 @@ CONFIG = Config(data="flowers.h5", run="a", lr=0.017, momentum=0.875, flip=True,
 
 @pytest.mark.parametrize("name", ["plan.json", "config.toml"])
 def test_every_flipped_bit_is_refused_or_has_no_effect(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(folder, "parse_toml", cache(folder.parse_toml))  # the other file's is slow
+    parse_toml = cache(plan_check.parse_toml)  # the other file's is slow
+    monkeypatch.setattr(plan_check, "parse_toml", parse_toml)
     plan = resolve(CONFIG, FACTS)
     (tmp_path / "config.toml").write_text(to_toml(CONFIG))
     (tmp_path / "plan.json").write_text(plan.to_json() + "\n")

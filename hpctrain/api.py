@@ -1,0 +1,174 @@
+"""Runs and trained networks in Python: train, evaluate, load, predict, read the record.
+
+    import hpctrain as hp
+
+    result = hp.train(data="photos.h5", model="resnet18", epochs=5, run="first")
+    network = hp.load("first")
+    answers = network.predict("new_photos/")          # pandas.DataFrame(answers)
+    scores = network.model(network.preprocess("cat.jpg"))
+    epochs = hp.history("first").epochs               # pandas.DataFrame(epochs)
+
+`train` and `evaluate` use all ranks that a launcher started, or one. `load`
+(``inference/trained.py``) and `history` work in a single process without MPI.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from hpctrain.config import Config, EvaluateConfig, check_settings, duration, read_table
+from hpctrain.errors import Failure, UsageError
+from hpctrain.launcher import signals_caught
+from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
+from hpctrain.report.record import read_records
+from hpctrain.watchdog import Watchdog, doing
+
+if TYPE_CHECKING:
+    from hpctrain.inference.evaluate import Evaluation
+    from hpctrain.parallel.mpi import Comm
+    from hpctrain.training.train import TrainingResult
+
+Settings = TypeVar("Settings", Config, EvaluateConfig)
+Table = dict[str, np.ndarray]  # columns of equal length, by name
+
+
+def train(config: Config | None = None, **settings: Any) -> TrainingResult:
+    """Train a run, or resume it, as ``python -m hpctrain`` does. Collective.
+
+    The settings are those of the command line with underscores, such as ``batch_size=64``; they
+    take precedence over those of `config`. ``python -m hpctrain train --help`` describes them. All
+    ranks of an MPI launch must make the call with the same settings. A process without a launcher,
+    such as a notebook, trains on one rank.
+
+    Returns the run's folder, how it ended, its figures and the exit code of the command line.
+    Raises UsageError for a mistake, RunError if the run fails. Ctrl-C or "interrupt the kernel"
+    stops the run after its next step, saved; a second one raises KeyboardInterrupt at once.
+    SIGTERM, SIGUSR1 and SIGUSR2 preempt it (status "preempted"). Signal handlers, torch's settings,
+    threads and random generators are then as before the call.
+    """
+    chosen = _settings(config or Config(), settings, "train")
+    with _all_ranks(chosen) as comm:
+        from hpctrain.training.train import run_training
+
+        return run_training(chosen, comm)
+
+
+def evaluate(run: str | os.PathLike[str], **settings: Any) -> Evaluation:
+    """Evaluate a trained network on a split, as ``python -m hpctrain evaluate`` does. Collective.
+
+    `run` is the name or the folder of a run, or a .safetensors file. The settings are those of the
+    command line, such as ``split="validation"``, ``data="other.h5"`` or ``mistakes=32``. All ranks
+    of an MPI launch must make the call.
+
+    Returns loss, accuracy, confusion matrix and so on, on all ranks; nothing is printed. Raises
+    UsageError and RunError.
+    """
+    chosen = _settings(EvaluateConfig(run=os.fspath(run)), settings, "evaluate")
+    with _all_ranks(chosen) as comm:
+        from hpctrain.inference.evaluate import evaluate_saved
+
+        return evaluate_saved(chosen, comm)
+
+
+def _settings(given: Settings, more: dict[str, Any], name: str) -> Settings:
+    """Return `given` with `more` settings, checked; None leaves one as it is. Raises UsageError."""
+    known = {field.name for field in dataclasses.fields(given)}
+    table = {
+        key: value.item() if isinstance(value, np.generic) else _text(value)
+        for key, value in more.items()
+        if value is not None or key not in known
+    }
+    chosen = dataclasses.replace(given, **read_table(table, type(given), f"hpctrain.{name}"))
+    check_settings(chosen)
+    return chosen
+
+
+def _text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+@contextmanager
+def _all_ranks(settings: Config | EvaluateConfig) -> Iterator[Comm]:
+    """Yield a communicator of all ranks, watched and with signals caught. Collective.
+
+    Without a launcher there is one rank, and every error is raised. Of several ranks, an error that
+    not all have aborts all, as on the command line: the others would wait forever.
+    """
+    import torch
+
+    from hpctrain.parallel.mpi import abort_all, conclude, host_name, start_mpi
+
+    threads, timeout = torch.get_num_threads(), duration(settings.timeout, "--timeout")
+    comm = start_mpi()
+    try:
+        with (
+            signals_caught(),
+            Watchdog(comm.rank, comm.size, host_name(), timeout, abort_all),
+        ):
+            doing("starting")
+            yield comm
+    except BaseException as error:
+        if comm.size > 1 and not getattr(error, "agreed", False):
+            conclude(error)
+        if isinstance(error, Failure):  # no bug: where it was raised is of no interest
+            raise error.with_traceback(None) from None
+        raise
+    finally:
+        torch.set_num_threads(threads)
+        comm.Free()
+
+
+class History(NamedTuple):
+    """The record of a run as tables: columns by name, which pandas.DataFrame takes as they are.
+
+    A number that was not recorded or not finite is NaN. ``time`` is UTC. Fields of several parts
+    have a column for each, such as ``seconds_compute``.
+    """
+
+    steps: Table
+    epochs: Table
+    evaluations: Table  # of all splits, see the column ``split``
+
+
+def history(run: str | os.PathLike[str], runs_dir: str | os.PathLike[str] = "runs") -> History:
+    """Read the record of a run, also while it trains. `run` is its name or its folder.
+
+    hpctrain/report/fields.py lists the fields. Raises UsageError if there is no such run, or if its
+    record is corrupt.
+    """
+    folder = find_run_or_sweep(os.fspath(run), os.fspath(runs_dir))
+    if (folder / SWEEP_FILE).is_file():
+        raise UsageError(f"{folder} is a sweep: name one of its runs")
+    kinds: dict[str, list[dict[str, Any]]] = {"step": [], "epoch": [], "evaluation": []}
+    for record in read_records(folder):
+        if record["kind"] in kinds:
+            kinds[record["kind"]].append(dict(_flat(record)))
+    return History(*map(_table, kinds.values()))
+
+
+def _flat(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a record, those of several parts as name_part."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}_{part}", each) for part, each in value.items())
+        elif name not in ("kind", "nonfinite"):
+            yield name, value
+
+
+def _table(records: list[dict[str, Any]]) -> Table:
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: _column(name, [record.get(name) for record in records]) for name in names}
+
+
+def _column(name: str, values: list[Any]) -> np.ndarray:
+    if name == "time":
+        return np.array([str(value).removesuffix("Z") for value in values], "datetime64[ms]")
+    if any(isinstance(value, str) for value in values):
+        return np.array([value if value is None else str(value) for value in values], object)
+    return np.array([np.nan if value is None else value for value in values])
