@@ -26,7 +26,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
 
 VERSION = 2  # meaning of a plan's numbers. 1, not stored: samples in the order of NumPy's shuffle
-LATER = ("class_weights",)  # fields that plans did not have at first: hashed if not the default
+LATER = ("class_weights", "balanced_sampling")  # hashed only if not the default: added later
 MOST_SHARES = 16  # listed one by one
 SHARDS_TO_MOVE = 4  # shards per rank if they move between ranks (--worker-load auto)
 
@@ -92,6 +92,7 @@ class Plan:
     chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
     version: int = VERSION
     class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
+    balanced_sampling: bool = False  # classes are drawn equally often
 
     @cached_property
     def partition(self) -> Partition:
@@ -119,7 +120,8 @@ class Plan:
     def _order(self) -> str:
         chunks = f"; the file has chunks of {self.chunk_rows:,} images" if self.chunk_rows else ""
         if self.shuffle != "blocks":
-            return self.shuffle + chunks
+            alike = ", classes drawn equally often" if self.balanced_sampling else ""
+            return self.shuffle + alike + chunks
         runs = f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}"
         return runs + chunks
 
@@ -234,6 +236,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         scattered=facts.run_rows > 0,
         chunk_rows=facts.chunk_rows,
         class_weights=facts.class_weights,
+        balanced_sampling=config.balanced_sampling,
     )
 
 

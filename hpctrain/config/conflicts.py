@@ -109,6 +109,11 @@ def _loss_conflicts(config: Config) -> Iterator[str]:
             f"--loss {config.loss} and --label-smoothing exclude each other: smoothing is part of"
             " the cross-entropy loss"
         )
+    if config.balanced_sampling and config.class_weights == "balanced":
+        yield (
+            "--balanced-sampling and --class-weights balanced both make up for unequal classes:"
+            " give one of them"
+        )
     if config.task == "denoise" and config.class_weights:
         yield "--class-weights has no meaning for --task denoise: its loss knows no classes"
     if config.task == "denoise" and (config.normalize != "unit" or config.label_smoothing):

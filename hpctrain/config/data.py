@@ -78,6 +78,12 @@ class DataSettings:
         DATA,
         choices=("partition", "global", "blocks"),
     )
+    balanced_sampling: bool = option(
+        False,
+        "draw all classes equally often: images of rare classes repeat within an epoch, of frequent"
+        " ones some are left out; not with --shuffle blocks",
+        DATA,
+    )
     read_buffer: str = option(
         "256M",
         "buffer at most this much data per rank; a partition that fits is read only once",

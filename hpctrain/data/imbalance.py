@@ -1,4 +1,11 @@
-"""Classes of unequal size: the weights that they get in the loss."""
+"""Classes of unequal size: their weights in the loss, and orders that draw them equally often.
+
+With ``--balanced-sampling``, an epoch has as many samples and steps as without. Its positions are
+dealt to the classes in turn, in random order, so the numbers of positions of two classes differ by
+at most one. The positions of a class go through its samples in an order that is new in every epoch,
+as often as needed: samples of a rare class repeat, and those of a frequent class are partly left
+out. All this is a pure function of seed, epoch and shard.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.config.option import class_weights
+from hpctrain.data.orders import Order, Permutation
+from hpctrain.data.partition import Partition, random_key
 from hpctrain.errors import UsageError, did_you_mean
-from hpctrain.text import brief, listed
+from hpctrain.text import brief, listed, ranges
 
 HEADER = ["class", "weight"]  # allowed as the first line of a file
 
@@ -76,3 +85,82 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+class BalancedOrder(Order):
+    """An order in which every shard draws the classes of its partition equally often.
+
+    With `everywhere`, it draws them from all samples of the split.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        seed: int,
+        labels: np.ndarray,
+        everywhere: bool = False,
+        scattered: bool = False,
+    ) -> None:
+        """`labels` (n,) are those of the split's samples. See `Order` for `scattered`."""
+        super().__init__(partition, seed, scattered)
+        self._global, self.labels = everywhere, labels
+        self.everywhere |= everywhere
+
+    def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
+        """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
+        pool = () if self._global else (shard,)
+        start = first + (self.partition.start(shard) if self._global else 0)
+        turns = self._permutation(epoch, *pool)(np.arange(start, start + count))
+        classes = self.classes(shard)
+        first_class = random_key(self.seed, "first class", epoch, *pool) % len(classes)
+        rounds, numbers = np.divmod(turns, len(classes))
+        numbers = (numbers + first_class) % len(classes)
+        drawn = np.empty(count, np.int64)
+        for number in np.unique(numbers).tolist():
+            own, places = classes[number], np.flatnonzero(numbers == number)
+            order = self._order_within(epoch, number, len(own), *pool)
+            drawn[places] = own[order(rounds[places] % len(own))]
+        return drawn
+
+    def classes(self, shard: int) -> list[np.ndarray]:
+        """Return the samples of each class that the shard draws from, without empty classes."""
+
+        def make() -> list[np.ndarray]:
+            samples = self.pool(shard)
+            labels = self.labels[samples]
+            by_class = np.argsort(labels, kind="stable")
+            return np.split(samples[by_class], np.flatnonzero(np.diff(labels[by_class])) + 1)
+
+        return self._keep_newest(("classes", None if self._global else shard), 0, make)
+
+    def pool(self, shard: int) -> np.ndarray:
+        """Return the samples that the shard draws from, (n,) int64."""
+        if self._global:
+            return np.arange(self.partition.samples)
+        own = np.arange(self.partition.start(shard), self.partition.start(shard + 1))
+        return own if self._scatter is None else self._scatter(own)
+
+    def _order_within(self, epoch: int, number: int, n: int, *pool: int) -> Permutation:
+        """Return the order in which an epoch draws the n samples of a class."""
+        key = random_key(self.seed, "class", epoch, number, *pool)
+        return self._keep_newest(("class", number, pool), epoch, lambda: Permutation(n, key))
+
+
+def describe_missing(order: Order, names: Sequence[str]) -> str | None:
+    """Describe the classes that some shards of a balanced order cannot draw, if any.
+
+    `names` are those of all classes.
+    """
+    if not isinstance(order, BalancedOrder):
+        return None
+    present, lacking = np.unique(order.labels), dict[str, list[int]]()
+    for shard in range(len(order.partition.shares)):
+        for label in np.setdiff1d(present, order.labels[order.pool(shard)]).tolist():
+            lacking.setdefault(names[label], []).append(shard)
+    if not lacking:
+        return None
+    parts = [f"{name} in shard{'s' * (len(n) > 1)} {ranges(n)}" for name, n in lacking.items()]
+    return (
+        "--balanced-sampling: some shards have no image of a class, which is therefore drawn less"
+        f" often ({listed(sorted(parts), 3, '; ')}): use fewer shards, or --shuffle global"
+    )

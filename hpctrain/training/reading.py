@@ -11,11 +11,14 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from hpctrain.config import Config
 from hpctrain.data.augment import check_shift
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks
 from hpctrain.data.external import read_external
+from hpctrain.data.imbalance import BalancedOrder
 from hpctrain.data.orders import Order, make_order
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.split import Split
@@ -61,6 +64,13 @@ def check_data(config: Config, pack: Pack) -> None:
         raise UsageError(
             f"--random-crop cuts JPEG files as they are decoded, but {pack.path} holds pixels: pack"
             " with --encoding jpeg"
+        )
+    chunked = pack.external is not None and pack.external.chunk_rows > 0
+    if config.balanced_sampling and (config.shuffle or ("blocks" if chunked else "")) == "blocks":
+        default = "" if config.shuffle else " (the default for a file of chunks)"
+        raise UsageError(
+            f"--balanced-sampling and --shuffle blocks{default} exclude each other: a block is read"
+            " once per epoch, and images of rare classes repeat: use --shuffle partition"
         )
     needs = {
         "--output best": config.output == "best",
@@ -155,8 +165,11 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     return replace(reading, pack=here, checks=checks, source=opened)
 
 
-def order_of(plan: Plan) -> Order:
-    """Return the order in which the shards read the training samples."""
+def order_of(plan: Plan, labels: np.ndarray) -> Order:
+    """Return the order in which the shards read the training samples with these `labels` (n,)."""
+    if plan.balanced_sampling:
+        everywhere = plan.shuffle == "global"
+        return BalancedOrder(plan.partition, plan.seed, labels, everywhere, plan.scattered)
     runs = plan.block_rows, plan.window_blocks, plan.scattered
     return make_order(plan.shuffle, plan.partition, plan.seed, *runs)
 

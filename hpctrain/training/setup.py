@@ -17,7 +17,7 @@ from hpctrain.config import Config, byte_count, segments
 from hpctrain.config.imports import import_function
 from hpctrain.data.augment import Augmentation, normalization
 from hpctrain.data.cache import sample_bytes
-from hpctrain.data.imbalance import find_class_weights
+from hpctrain.data.imbalance import describe_missing, find_class_weights
 from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_samples
 from hpctrain.data.pack_format import Pack
@@ -127,7 +127,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
     runs, overlap = [range(*run) for run in plan.runs], segments(config.overlap) or 0
     trainer = make_trainer(norms, task, config, plan, frozen, transport, runs, overlap)
     shards = runs[comm.rank]
-    reading = Reading(pack, checks, source, order_of(plan))
+    reading = Reading(pack, checks, source, order_of(plan, source.labels))
     if config.stage and not config.dry_run:
         moving = config.worker_load == "auto"  # any shard may move to any host
         reading = staged(config.stage, reading, range(plan.shards) if moving else shards, comm)
@@ -135,8 +135,9 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
     texts = fitted, sharing, init.describe() if init else None, frozen.describe(trainer.message)
+    lacking = describe_missing(reading.order, pack.classes)
     made = pack, reading, choice, task, frozen, trainer, loader, prepare, init
-    return Job(config, plan, *made, tuple(filter(None, texts)))
+    return Job(config, plan, *made, tuple(filter(None, (*texts, lacking))))
 
 
 def make_loader(

@@ -114,7 +114,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     known[f"{split}_accuracy"] = result.accuracy
     known[f"{split}_loss"] = result.loss
     figures = {"epoch": epoch, "step": step, "split": split, **result.figures()}
-    if job.plan.class_weights:
+    if job.plan.class_weights or job.plan.balanced_sampling:
         figures["balanced_accuracy"] = result.balanced_accuracy
     state.add(figures)
     run.recorder.evaluation(**figures, seconds=seconds)

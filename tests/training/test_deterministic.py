@@ -68,6 +68,8 @@ CASES = {
     },
     "two threads": {"threads": 2},
     "class weights": {"class_weights": "balanced", "label_smoothing": 0.1, "output": "best"},
+    "balanced": {"balanced_sampling": True, "read_buffer": "4K"},
+    "balanced, global": {"balanced_sampling": True, "shuffle": "global"},
     "draws in evaluation": {"model": DRAWING, "validate_steps": 3, "patience": 2, "output": "best"},
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from hpctrain.data.partition import Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.inference.evaluate import evaluate
 from hpctrain.report.record import read_records
+from hpctrain.training.reading import check_data
 from hpctrain.training.setup import set_up
 from hpctrain.training.train import train as train_run
 from tests.training.runs import digest, leave_after
@@ -189,6 +192,50 @@ def test_a_run_is_resumed_with_the_weights_that_it_began_with(comm, small_settin
         digest(dataclasses.replace(config, epochs=3), comm, "parts")
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("shuffle", ["partition", "global"])
+def test_balanced_sampling_in_a_whole_run(comm, small_settings, shared_tmp, shuffle):
+    """The classes of an epoch, and the same bits when staged, resumed in mid-epoch, or by need."""
+    own = {"balanced_sampling": True, "shuffle": shuffle, "shards": 4, "deterministic": True}
+    config = dataclasses.replace(small_settings, **own, threads=None)
+    job = set_up(config, comm)
+    drawn = [b.targets.tolist() for step in job.loader.epoch(0) for b in step]
+    labels = [label for part in comm.allgather(drawn) for each in part for label in each]
+    counts = np.bincount(labels, minlength=10)
+    lacking = [note for note in job.notes if "--balanced-sampling: some shards have no" in note]
+    assert len(labels) == 101 and bool(lacking) == (shuffle == "partition")
+    spread = 1 if shuffle == "global" else 4 + 101 // 10
+    assert counts.max() - counts.min() <= spread
+    plain = np.bincount(job.reading.source.labels, minlength=10)
+    assert plain.max() - plain.min() > counts.max() - counts.min()
+    whole = digest(config, comm, "whole")
+    staged = dataclasses.replace(config, stage=str(shared_tmp / "local"), read_buffer="4K")
+    assert digest(staged, comm, "staged") == whole
+    with leave_after(3):
+        assert train_run(dataclasses.replace(config, run="parts"), comm) == 75
+    assert digest(config, comm, "parts") == whole
+    if comm.rank == 0:
+        last = list(read_records(Path(config.runs_dir) / "whole"))
+        assert all("balanced_accuracy" in r for r in last if r["kind"] == "evaluation")
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "chunks", "message"),
+    [
+        ("blocks", 0, "--shuffle blocks exclude each other: a block is read once"),
+        (None, 5, r"--shuffle blocks \(the default for a file of chunks\) exclude each other"),
+        ("partition", 5, None),
+        (None, 0, None),
+    ],
+)
+def test_blocks_are_not_sampled_by_class(shuffle, chunks, message):
+    external = SimpleNamespace(chunk_rows=chunks) if chunks else None
+    pack = SimpleNamespace(image_shape=(8, 8, 1), external=external, splits={}, encoded=False)
+    config = Config(balanced_sampling=True, shuffle=shuffle)
+    with pytest.raises(UsageError, match=message) if message else nullcontext():
+        check_data(config, pack)
+
+
 def test_balanced_weights_are_those_of_scikit_learn():
     weights = find_class_weights("balanced", CLASSES, LABELS)
     assert weights == pytest.approx((9 / (3 * 6), 9 / (3 * 2), 9 / (3 * 1)))
@@ -248,6 +295,10 @@ def test_weights_that_do_not_fit_are_refused(given, message):
     [
         (["--class-weights", "1,0"], "--class-weights 1,0: give a number above 0 for every class"),
         (["--class-weights", "1,inf"], "give a number above 0"),
+        (
+            ["--class-weights", "balanced", "--balanced-sampling"],
+            "--balanced-sampling and --class-weights balanced both make up for unequal classes",
+        ),
         (["--class-weights", "balanced", "--task", "denoise"], "--class-weights has no meaning"),
     ],
 )

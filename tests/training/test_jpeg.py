@@ -25,6 +25,7 @@ from tests.training.runs import digest, short_run
 CASES = {
     "whole": {},
     "random parts": {"random_crop": 0.08},
+    "balanced": {"balanced_sampling": True, "random_crop": 0.3, "read_buffer": "9K"},
     "in windows": {"random_crop": 0.3, "shuffle": "blocks", "read_buffer": "9K", "flip": True},
 }
 

@@ -49,6 +49,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "noise": "tests/training/test_denoise.py",
     "noise_level": "tests/training/test_denoise.py",
     "shuffle": "tests/data/test_orders.py",
+    "balanced_sampling": "tests/data/test_imbalance.py",
     "comm_dtype": "tests/parallel/test_bf16.py",
     "checkpoint_activations": "tests/models/test_checkpointing.py",
     "overlap": "tests/parallel/test_overlap.py",
