@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from hpctrain.config import Config, byte_count
 from hpctrain.data.loader import Prepare
@@ -32,7 +33,6 @@ from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task
 from hpctrain.models import ModelState
-from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import fork_rng, gpu_uuid
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, host_name
 from hpctrain.plan import Facts, shard_count
@@ -116,7 +116,7 @@ class MemoryTrial:
 
     def __init__(
         self,
-        norms: BatchNorms,
+        model: nn.Module,
         frozen: Frozen,
         task: Task,
         source: Split,
@@ -124,11 +124,11 @@ class MemoryTrial:
         config: Config,
         comm: Comm,
     ) -> None:
-        self._norms, self._task, self._prepare, self._comm = norms, task, prepare, comm
+        self._model, self._task, self._prepare, self._comm = model, task, prepare, comm
         self._frozen, self._unfreezes = frozen, config.unfreeze_epoch is not None
         self._shape = source.image_shape
         self._dtype = torch.from_numpy(np.empty(0, source.dtype)).dtype
-        weights = list(norms.model.parameters())
+        weights = list(model.parameters())
         self._device, self._weights = weights[0].device, sum(weight.nbytes for weight in weights)
         self._image_bytes = math.prod(self._shape) * weights[0].element_size()
         self._buffered = byte_count(config.read_buffer, "--read-buffer")
@@ -176,20 +176,20 @@ class MemoryTrial:
 
     def step(self, images: int) -> None:
         """Run forward and backward with black images, and restore the model."""
-        model = self._norms.model
-        before = ModelState(model)
+        before = ModelState(self._model)
         self._frozen.set_trained(self._unfreezes)  # as in the phase that takes more
         try:
             with fork_rng(self._device):
                 black = torch.zeros((images, *self._shape), dtype=self._dtype)
                 labels = torch.zeros(images, dtype=torch.int64, device=self._device)
-                loss, _ = self._task(model, *self._task.pair(self._prepare(black, 0), labels, 0))
+                loss, _ = self._task(
+                    self._model, *self._task.pair(self._prepare(black, 0), labels, 0)
+                )
                 loss.backward()
         finally:
-            model.zero_grad()
+            self._model.zero_grad()
             self._frozen.set_trained(False)
             before.restore()
-            self._norms.restore()
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
 
     held = sample_bytes(source, config.random_crop > 0)
     facts = facts_of(pack, held, (comm.size, device.type, threads), probe.min_samples, weights)
-    trial = MemoryTrial(norms, frozen, task, source, prepare, config, comm)
+    trial = MemoryTrial(model, frozen, task, source, prepare, config, comm)
     asked, fitted = (config, "") if earlier else fit_batch(config, facts, trial)
     plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(asked, facts)
