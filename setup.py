@@ -34,6 +34,8 @@ EXTRAS = {
     "export": ["onnx", "onnxruntime", "onnxscript"],
     "parquet": ["pyarrow"],  # pack --manifest FILE.parquet
     "plot": ["matplotlib"],
+    "timm": ["timm>=1.0"],  # --model timm:NAME
+    "torchvision": ["torchvision"],  # --model torchvision:NAME
     "sweep": ["optuna"],  # sweep --prune
     "tensorboard": ["tensorboard"],
     "watch": ["textual>=1.0"],

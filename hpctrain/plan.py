@@ -26,7 +26,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
 
 VERSION = 2  # meaning of a plan's numbers. 1, not stored: samples in the order of NumPy's shuffle
-LATER = ("class_weights", "balanced_sampling")  # hashed only if not the default: added later
+LATER = ("class_weights", "balanced_sampling", "scaling")  # added later: hashed if not the default
 MOST_SHARES = 16  # listed one by one
 SHARDS_TO_MOVE = 4  # shards per rank if they move between ranks (--worker-load auto)
 
@@ -48,6 +48,7 @@ class Facts:
     run_rows: int = 0  # samples of the blocks in which a file was assigned to splits; 0 = none
     chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
     class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
+    scaling: tuple[tuple[float, ...], ...] = ()  # mean and std by channel; () = images in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Plan:
     version: int = VERSION
     class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
     balanced_sampling: bool = False  # classes are drawn equally often
+    scaling: tuple[tuple[float, ...], ...] = ()  # mean and std by channel; () = images in [0, 1]
 
     @cached_property
     def partition(self) -> Partition:
@@ -109,9 +111,7 @@ class Plan:
         del fields["ranks"], fields["runs"], fields["comm_dtype"]
         if self.version == 1:
             del fields["version"]  # such plans were hashed without it
-        for name in LATER:
-            if fields[name] == getattr(Plan, name):
-                del fields[name]
+        fields = {n: v for n, v in fields.items() if n not in LATER or v != getattr(Plan, n)}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -122,18 +122,12 @@ class Plan:
         if self.shuffle != "blocks":
             alike = ", classes drawn equally often" if self.balanced_sampling else ""
             return self.shuffle + alike + chunks
-        runs = f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}"
-        return runs + chunks
+        return f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}{chunks}"
 
     def _sums(self) -> str:
         if self.deterministic:
             return "tree order, deterministic"
         return "Allreduce" if self.comm_dtype == "fp32" else f"gradients in {self.comm_dtype}"
-
-    def _weights(self) -> str:
-        if len(self.class_weights) > MOST_SHARES:
-            return f"{min(self.class_weights):.4g} to {max(self.class_weights):.4g}"
-        return ", ".join(f"{weight:.4g}" for weight in self.class_weights)
 
     def rank_shares(self) -> str:
         """Return the images of a full global batch per rank; only their range for many ranks."""
@@ -149,6 +143,7 @@ class Plan:
         return [
             f"task           {self.task}, {width}x{height}x{channels}, {self.classes} classes",
             f"model          {self.model}",
+            *(f"input          {_listed(values)}" for values in self.scaling),  # mean, std
             f"data           {self.rows:,} training images, pack {self.pack_uuid}",
             f"ranks          {self.ranks} on {self.device}, {self.threads} CPU threads each",
             f"shards         {self.shards}, partitions of {_range(sizes)} images,"
@@ -160,7 +155,7 @@ class Plan:
             f" last step of an epoch {sum(self.last)} images",
             f"optimizer      {self.optimizer}, learning rate {self.learning_rate:g}"
             + (f" after {self.warmup_steps:,} steps" if self.warmup_steps else ""),
-            *([f"class weights  {self._weights()}"] if self.class_weights else []),
+            *([f"class weights  {_listed(self.class_weights)}"] if self.class_weights else []),
             f"batch norm     {self.batch_norm}",
             f"precision      {self.precision.replace('default', 'default (TF32 in convolutions)')},"
             f" {'NHWC' if self.channels_last else 'NCHW'}",
@@ -168,6 +163,11 @@ class Plan:
             f"sums           {self._sums()}",
             f"plan           {self.digest()}",
         ]
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    shown = values if len(values) <= MOST_SHARES else (min(values), max(values))
+    return (", " if shown is values else " to ").join(f"{value:.4g}" for value in shown)
 
 
 def _range(numbers: tuple[int, ...]) -> str:
@@ -237,6 +237,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         chunk_rows=facts.chunk_rows,
         class_weights=facts.class_weights,
         balanced_sampling=config.balanced_sampling,
+        scaling=facts.scaling,
     )
 
 

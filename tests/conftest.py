@@ -8,6 +8,7 @@ all of them, because after it the others would wait in a collective for ever.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import io
 import os
 import random
@@ -52,6 +53,17 @@ def own_folders() -> None:
         root = Path(tempfile.gettempdir()) / f"pytest-of-rank-{rank}"
         root.mkdir(exist_ok=True)
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the stand-ins for timm and torchvision importable, where these are not installed."""
+    if importlib.util.find_spec("torchvision"):
+        pytest.skip("torchvision itself is installed")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "libraries"))
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("timm", "torchvision")]:
+        del sys.modules[name]
 
 
 @pytest.fixture

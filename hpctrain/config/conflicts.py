@@ -116,6 +116,7 @@ def _loss_conflicts(config: Config) -> Iterator[str]:
         )
     if config.task == "denoise" and config.class_weights:
         yield "--class-weights has no meaning for --task denoise: its loss knows no classes"
-    if config.task == "denoise" and (config.normalize != "unit" or config.label_smoothing):
-        flag = "--label-smoothing" if config.normalize == "unit" else "--normalize"
+    scaled = config.normalize not in ("auto", "unit")
+    if config.task == "denoise" and (scaled or config.label_smoothing):
+        flag = "--normalize" if scaled else "--label-smoothing"
         yield f"{flag} has no meaning for --task denoise: images stay in [0, 1]"

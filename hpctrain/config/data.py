@@ -22,11 +22,12 @@ class DataSettings:
     )
     data_dir: str = option(*DATA_DIR, DATA)
     normalize: str = option(
-        "unit",
+        "auto",
         "scale inputs: unit = to [0, 1]; pack = by the pack's mean and std; imagenet = by those of"
-        " ImageNet",
+        " ImageNet; auto = as the file of --init says or, for files of other programs, ImageNet's;"
+        " else as a network of timm or torchvision says; else unit",
         DATA,
-        choices=("unit", "pack", "imagenet"),
+        choices=("auto", "unit", "pack", "imagenet"),
     )
     flip: bool = option(False, "augment by random horizontal flips", DATA)
     shift: int = option(0, "augment by random shifts of up to this many pixels in x and y", DATA)

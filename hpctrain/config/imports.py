@@ -18,6 +18,7 @@ from hpctrain.errors import UsageError
 
 T = TypeVar("T")
 SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
+LIBRARIES = ("timm", "torchvision")  # of networks; --model timm:NAME is no function timm:NAME
 
 
 class Imported(NamedTuple):
@@ -79,7 +80,14 @@ def import_function(name: str, flag: str) -> Imported:
 def own_functions(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return those of `settings`, by name, that name a function of the user's own."""
     named = {name: settings.get(name) or "" for name in SETTINGS}
+    if is_of_library(named["model"]):
+        del named["model"]
     return {name: value for name, value in named.items() if is_own_function(value)}
+
+
+def is_of_library(model: str) -> bool:
+    """Whether a network is one of a library, such as timm:NAME, and not the user's own."""
+    return ":" in model and model.partition(":")[0] in LIBRARIES
 
 
 def is_own_function(name: str) -> bool:

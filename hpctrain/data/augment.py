@@ -48,28 +48,28 @@ def check_shift(shift: int, image_shape: tuple[int, int, int]) -> None:
 
 def normalization(
     name: str, pack_mean: Sequence[float], pack_std: Sequence[float]
-) -> tuple[Tensor, Tensor] | None:
-    """Return the mean and standard deviation per channel, (C,) each, or None for "unit".
+) -> tuple[tuple[float, ...], ...]:
+    """Return mean and standard deviation, a number per channel each, or () for "unit" and "auto".
 
     They are those of images in [0, 1]; "pack" takes those of the pack. Raises UsageError for "pack"
     if a channel is constant, and for "imagenet" if there are not three channels.
     """
     channels = len(pack_mean)
-    if name == "unit":
-        return None
+    if name in ("unit", "auto"):
+        return ()
     if name == "imagenet":
         if channels != 3:
             raise UsageError(
                 f"--normalize imagenet is for images of 3 channels; these have {channels}:"
                 " use unit or pack"
             )
-        return torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
+        return IMAGENET_MEAN, IMAGENET_STD
     if not all(std > 0 for std in pack_std):
         raise UsageError(
             f"--normalize pack needs channels that vary; the pack's standard deviations are"
             f" {', '.join(f'{std:g}' for std in pack_std)}: use unit"
         )
-    return torch.tensor(tuple(pack_mean)), torch.tensor(tuple(pack_std))
+    return tuple(pack_mean), tuple(pack_std)
 
 
 def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:

@@ -59,14 +59,14 @@ def make_prepare(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
-    scaling: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scaling: Sequence[torch.Tensor | Sequence[float]] | None = None,
     augmentation: Augmentation = Augmentation(),  # noqa: B008
 ) -> Prepare:
     """Return a function that augments images and scales them to the network's input on `device`.
 
     `scaling` is the mean and standard deviation per channel, (C,) each; None = values in [0, 1].
     """
-    mean, std = (values.to(device) for values in scaling) if scaling else (None, None)
+    mean, std = (torch.as_tensor(v).to(device) for v in scaling) if scaling else (None, None)
 
     def prepare(images: torch.Tensor, key: int) -> torch.Tensor:
         images = augment(images.to(device), augmentation, random_key(key, "augment"))

@@ -18,6 +18,7 @@ from torch import nn
 
 from hpctrain import __version__
 from hpctrain.config import PRECISIONS, Config, check_imports, command_line
+from hpctrain.config.imports import is_of_library
 from hpctrain.config.others import EVALUATION_ROWS
 from hpctrain.data.augment import normalization
 from hpctrain.data.loader import Prepare, make_prepare
@@ -35,15 +36,15 @@ FILE, BEST = "model.safetensors", "best.safetensors"
 
 def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a network; `state` holds its run, step and figures."""
-    scaling = normalization(config.normalize, pack.mean, pack.std)
+    scaling = plan.scaling or normalization(config.normalize, pack.mean, pack.std)
     return {
         "hpctrain": __version__,
         "model": plan.model,
         "small_stem": config.small_stem,
         "image_shape": list(plan.image_shape),
         "classes": list(pack.classes),
-        "mean": scaling[0].tolist() if scaling else None,
-        "std": scaling[1].tolist() if scaling else None,
+        "mean": list(scaling[0]) if scaling else None,
+        "std": list(scaling[1]) if scaling else None,
         "pack": str(Path(pack.path).resolve()),
         "pack_uuid": pack.uuid,
         "provenance": pack.provenance,
@@ -143,7 +144,7 @@ def trusted_name(path: Path, named: str, model: str | None, words: Sequence[str]
     """
     if model is not None and model != named:
         raise UsageError(f"--model {model}: {path} names the network {named!r}")
-    allowed = [] if model is None else [model]
+    allowed = [named] if is_of_library(named) else [] if model is None else [model]
     typed = f"type {command_line(*words, '--model', named)}"
     check_imports(str(path), [named], allowed, typed if words else f"give model={named!r}")
     return named

@@ -9,6 +9,7 @@ from hpctrain.models.build import (
     checkpoint_activations,
 )
 from hpctrain.models.init import InitialWeights, load_init
+from hpctrain.models.libraries import own_input
 from hpctrain.models.state import ModelState, evaluating, held_values
 from hpctrain.models.weights import (
     as_bytes,
@@ -33,6 +34,7 @@ __all__ = [
     "held_values",
     "load_init",
     "load_weights",
+    "own_input",
     "read_model",
     "save_model",
     "save_tensors",

@@ -1,5 +1,6 @@
 """Networks by name: ``build("resnet50", image_shape, classes)``, or the user's own function.
 
+``timm:NAME`` and ``torchvision:NAME`` are networks of these libraries (libraries.py). Any other
 ``package.module:function`` is imported and called as
 ``function(image_shape=(H, W, C), classes=K)``; it returns a torch module that maps images
 (N, C, H, W) to scores (N, K), or to images (N, C, H, W) for a task that restores images.
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from hpctrain.config.imports import import_function, one_line
+from hpctrain.config.imports import Imported, import_function, is_of_library, one_line
 from hpctrain.errors import UsageError
+from hpctrain.models.libraries import library_function, library_with, size_hint
 from hpctrain.models.resnet import ResNet, resnet18, resnet34, resnet50
 from hpctrain.models.small import autoencoder, digits
 from hpctrain.models.state import ModelState, evaluating
@@ -45,7 +47,9 @@ def build(
     if small_stem and name not in STEMS:
         raise UsageError(f"--small-stem is for {', '.join(STEMS)}; --model is {name}")
     if ":" in name:
-        return _call(name, image_shape, classes)
+        of_library = is_of_library(name)
+        own = library_function(name) if of_library else import_function(name, "--model")
+        return _call(own, image_shape, classes)
     if name not in NETWORKS:
         raise UsageError(f"--model {name}: no such network{_hint(name)}")
     if small_stem:
@@ -97,7 +101,7 @@ def check_forward(
     except Exception as error:
         raise UsageError(
             f"the network cannot take images of {width}x{height}x{channels} (width, height,"
-            f" channels): {one_line(error)}"
+            f" channels): {one_line(error)}{size_hint(model, image_shape)}"
         ) from error
     finally:
         before.restore()
@@ -134,26 +138,29 @@ def checked_output(found: Any, rows: int, output: tuple[int, ...], mode: str) ->
     return found
 
 
-def _call(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    imported = import_function(name, "--model")
+def _call(imported: Imported, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
     function = imported.function
     try:
         inspect.signature(function).bind(image_shape=image_shape, classes=classes)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"--model {name}: must be callable as function(image_shape=(H, W, C), classes=K):"
+            f"{imported.setting}: must be callable as function(image_shape=(H, W, C), classes=K):"
             f" {error}"
         ) from error
     model = imported.call(lambda: function(image_shape=image_shape, classes=classes))
     if not isinstance(model, nn.Module):
-        raise UsageError(f"--model {name} must return a torch.nn.Module, not {_kind(model)}")
+        raise UsageError(f"{imported.setting} must return a torch.nn.Module, not {_kind(model)}")
     if next(model.parameters(), None) is None:
-        raise UsageError(f"--model {name} returned a {_kind(model)} without parameters to train")
+        raise UsageError(
+            f"{imported.setting} returned a {_kind(model)} without parameters to train"
+        )
     other = [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if other:
-        raise UsageError(f"--model {name}: {other[0]} is no tensor, which weight files cannot hold")
+        raise UsageError(
+            f"{imported.setting}: {other[0]} is no tensor, which weight files cannot hold"
+        )
     for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-        check_type(f"--model {name}: {key}", tensor)
+        check_type(f"{imported.setting}: {key}", tensor)
         if not is_lazy(tensor) and _overlaps_itself(tensor):  # such as expanded ones
             tensor.data = tensor.data.clone()  # torch refuses to write into overlapping ones
     return model
@@ -171,13 +178,16 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _hint(name: str) -> str:
+    if other := library_with(name):
+        return f"; there is {other}"
     near = difflib.get_close_matches(name.lower(), NETWORKS, n=1)
     if near:
         return f"; did you mean {near[0]}?"
     if "." in name and "/" not in name:
         module, _, function = name.rpartition(".")
         return f"; a function of your own is written {module}:{function}"
-    return f"; there are {', '.join(NETWORKS)}, or package.module:function of your own"
+    own = "timm:NAME, torchvision:NAME, or package.module:function of your own"
+    return f"; there are {', '.join(NETWORKS)}, {own}"
 
 
 def _kind(thing: object) -> str:

@@ -1,45 +1,30 @@
-"""Initial weights, ``--init``: files of hpctrain, and of other programs for the same network.
+"""Initial weights, ``--init``: from files of hpctrain, and of other programs for the same network.
 
-safetensors files, and those of ``torch.save``. Of the latter only tensors and plain values are read
-(``weights_only``), so that no code of the file is executed. The tensors may lie in an entry such as
-"state_dict", and their names may have a prefix: "module." (DataParallel), "model." (Lightning),
-"backbone.". The prefix is found, not listed: it is the one with which most names fit the network.
+Names may have a prefix: "module." (DataParallel), "model." (Lightning), "backbone.". It is found,
+not listed: it is the one with which most names are those of the network.
 """
 
 from __future__ import annotations
 
-import argparse
-import pickle
-import struct
-import warnings
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.config.imports import one_line
 from hpctrain.errors import UsageError
 from hpctrain.models.build import STEMS, build
-from hpctrain.models.weights import load_weights, read_model
+from hpctrain.models.libraries import AUXILIARIES, convert, own_input, relatives
+from hpctrain.models.torch_file import read_weights
+from hpctrain.models.weights import load_weights
 from hpctrain.text import listed
 from hpctrain.typed import typed
 
-# Entries of a checkpoint that hold weights. Averaged ones come first, as in timm.
-ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
-ARGUMENTS = argparse.Namespace  # stored by training scripts of timm and torchvision; runs no code
 COUNTER = "num_batches_tracked"  # of a batch-norm layer; old files lack it
 NEAR = 0.8  # share of equal tensors from which a network is named as the nearest
-DAMAGED = (
-    *(pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError),
-    *(TypeError, LookupError, AttributeError, AssertionError, ImportError, OverflowError),
-    *(MemoryError, struct.error, zlib.error),
-)
 Tensors = dict[str, Tensor]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean, std by channel
 
@@ -58,10 +43,11 @@ class InitialWeights:
     # the file's; 0 if it has none
     adapted: dict[str, int]  # first convolutions, and the channels of the file's
     left_out: tuple[str, ...]  # tensors of the file
+    resized: tuple[str, ...]  # tensors for another size of images, such as position embeddings
     named: bool  # whether the file says how its images were normalized
     statistics: Statistics | None  # which it names; None: images in [0, 1]
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Return one line: what was loaded, replaced, and left out."""
         place = f"{self.entry} of {self.path}" if self.entry else self.path
         text = f"--init {place}: {self.tensors - len(self.fresh)} of {self.tensors} tensors loaded"
@@ -74,13 +60,15 @@ class InitialWeights:
             text += f"; classifier {layers} ({self.classes} classes) starts fresh: {why}"
         for name, theirs in self.adapted.items():
             text += f"; {name} adapted from {theirs} to {self.channels} channels"
+        if self.resized:
+            text += f"; resized for images of this size: {listed(self.resized, 3)}"
         if self.left_out:
             text += f"; left out: {listed(self.left_out, 3)}"
         return text
 
     def facts(self) -> dict[str, Any]:
         """Return the same for the record."""
-        names = ("path", "entry", "prefix", "tensors", "fresh", "adapted", "left_out")
+        names = ("path", "entry", "prefix", "tensors", "fresh", "adapted", "left_out", "resized")
         return {name: getattr(self, name) for name in names}
 
 
@@ -95,12 +83,43 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
     """
     found, metadata, entry = read_weights(path)
     named = "mean" in metadata, _statistics(path, metadata)
+    tensors, prefix = rename(found, model.state_dict())
+    outside = tuple(name for name in found if prefix and not name.startswith(prefix))
+    resized: tuple[str, ...] = ()
+    try:
+        loaded = _load(model, path, tensors, classes, channels)
+    except UsageError as error:
+        converted = convert(model, dict(tensors))
+        try:
+            if converted is None:
+                raise
+            loaded = _load(model, path, converted, classes, channels)
+        except UsageError:
+            hint = _hint(model, found, metadata.get("model"))
+            raise UsageError(f"{error}{hint}") from None
+        resized = tuple(n for n in tensors if n in converted and _differs(n, tensors, converted))
+        outside += tuple(name for name in tensors if name.startswith(AUXILIARIES))
+    counted = sum(not name.endswith(COUNTER) for name in model.state_dict())
+    loaded = loaded._replace(left_out=outside + loaded.left_out)
+    own = str(path), classes, channels, entry, prefix, counted
+    return InitialWeights(*own, *loaded, resized, *named)
+
+
+class Loaded(NamedTuple):
+    """Tensors that a network did not get as they were."""
+
+    fresh: dict[str, int]
+    adapted: dict[str, int]
+    left_out: tuple[str, ...]
+
+
+def _load(
+    model: nn.Module, path: str | Path, tensors: Tensors, classes: int, channels: int
+) -> Loaded:
+    """Load tensors that fit, but for the exceptions of `load_init`, into `model`."""
     state = model.state_dict()
-    tensors, prefix = rename(found, state)
-    left_out = [name for name in found if prefix and not name.startswith(prefix)]
     fresh = _fresh_classifier(model, tensors, classes)
-    if fresh and not max(fresh.values()):
-        left_out += _other_classifier(tensors, state)
+    left_out = [] if not fresh or max(fresh.values()) else _other_classifier(tensors, state)
     adapted = {
         name: tensors[name].shape[1]
         for name, own in state.items()
@@ -109,15 +128,8 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
     fitting = {name: value for name, value in tensors.items() if name not in left_out}
     fitting |= {name: state[name] for name in fresh}
     fitting |= {name: adapt_channels(tensors[name], channels) for name in adapted}
-    try:
-        load_weights(model, fitting, path)
-    except UsageError as error:
-        raise UsageError(f"{error}{_hint(found, metadata.get('model'))}") from None
-    counted = sum(not name.endswith(COUNTER) for name in state)
-    return InitialWeights(
-        *(str(path), classes, channels, entry, prefix, counted, fresh, adapted, tuple(left_out)),
-        *named,
-    )
+    load_weights(model, fitting, path)
+    return Loaded(fresh, adapted, tuple(left_out))
 
 
 def _statistics(path: str | Path, metadata: Mapping[str, Any]) -> Statistics | None:
@@ -135,63 +147,6 @@ def _statistics(path: str | Path, metadata: Mapping[str, Any]) -> Statistics | N
     return mean, std
 
 
-def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
-    """Read the tensors of a file, its metadata, and the name of the entry in which they lie.
-
-    Raises UsageError if it is neither a safetensors file nor one of torch.save, is damaged, or
-    holds objects that only code of the file could make.
-    """
-    try:
-        with open(path, "rb") as file:
-            head = file.read(4)
-    except OSError as error:
-        raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
-    if head != b"PK\x03\x04" and (head[:1], head[2:]) != (b"\x80", b"\x8a\n"):  # of torch.save
-        return *read_model(path), ""
-    try:
-        if head[:2] == b"PK":
-            with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():  # torch.load does not compare the checksums
-                    raise ValueError(f"{damaged} does not match its CRC-32")
-                if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                    raise ValueError("it is TorchScript, which is code: save its .state_dict()")
-        with torch.serialization.safe_globals([ARGUMENTS]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old formats
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "GLOBAL" not in str(error):
-            raise UsageError(f"{path} is damaged: {one_line(error)[:200]}") from error
-        raise UsageError(_refused_pickle(path, str(error))) from error
-    except DAMAGED as error:
-        raise UsageError(
-            f"{path} is no file of weights, or is damaged: {one_line(error)[:200]}"
-        ) from error
-    return _tensors_of(path, found)
-
-
-def _refused_pickle(path: str | Path, message: str) -> str:
-    named = message.partition("GLOBAL ")[2].split()[0]
-    return (
-        f"{path} holds an object of the type {named}, and no code of a file is executed to make it."
-        " If you trust it, save its weights alone: torch.save(torch.load(FILE,"
-        " weights_only=False)['state_dict'], NEW), or the .state_dict() of a whole network"
-    )
-
-
-def _tensors_of(path: str | Path, found: Any) -> tuple[Tensors, dict[str, Any], str]:
-    """Find the tensors among the contents of a file of torch.save."""
-    homes = {"": found, **{e: found[e] for e in ENTRIES if isinstance(found, dict) and e in found}}
-    if isinstance(found, dict):
-        homes |= {name: value for name, value in found.items() if isinstance(name, str)}
-    for entry in (*ENTRIES, *homes):
-        home = homes.get(entry)
-        held = home.items() if isinstance(home, Mapping) else ()
-        tensors = {n: t for n, t in held if isinstance(n, str) and isinstance(t, Tensor)}
-        if any(tensor.dim() > 1 for tensor in tensors.values()):
-            return tensors, {}, entry
-    raise UsageError(f"{path} holds no weights: no tensors by name, also not in an entry of it")
-
-
 def rename(found: Tensors, wanted: Iterable[str]) -> tuple[Tensors, str]:
     """Return the tensors whose names begin with a prefix, without it, and the prefix.
 
@@ -205,6 +160,10 @@ def rename(found: Tensors, wanted: Iterable[str]) -> tuple[Tensors, str]:
                 counts["".join(f"{part}." for part in parts[:first])] += 1
     prefix = max(counts, key=counts.__getitem__)
     return {n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)}, prefix
+
+
+def _differs(name: str, first: Tensors, second: Tensors) -> bool:
+    return first[name].shape != second[name].shape
 
 
 def _fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[str, int]:
@@ -246,27 +205,36 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
     return weight.repeat(1, times, 1, 1)[:, :channels] * (theirs / channels)
 
 
-def _hint(tensors: Tensors, named: Any) -> str:
+def _hint(model: nn.Module, tensors: Tensors, named: Any) -> str:
     """Return which network the tensors belong to, as far as it is known."""
     if isinstance(named, str):
         return f"; it was saved for --model {named}"
     best, share = "", 0.0
-    for words, model in _candidates():
-        state, (theirs, _) = model.state_dict(), rename(tensors, model.state_dict())
+    for words, other in _candidates(model):
+        state, (theirs, _) = other.state_dict(), rename(tensors, other.state_dict())
         equal = sum(n in theirs and t.shape[1:] == theirs[n].shape[1:] for n, t in state.items())
         counters = sum(n.endswith(COUNTER) and n not in theirs for n in state)
         found = equal / (len(state.keys() | theirs.keys()) - counters)
         if found > share:
             best, share = words, found
+        if share == 1.0:
+            break
     if share < NEAR:
         return ""
+    if (same := own_input(model).get("architecture")) and best.endswith(f":{same}"):
+        return "; it holds this network for images of another size"
     return f"; it holds a {best}" if share == 1.0 else f"; the nearest network is {best}"
 
 
-def _candidates() -> Iterator[tuple[str, nn.Module]]:
-    """Yield networks without memory for their weights, and the words that name them."""
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield networks like `model` without memory for weights, and the words that name them."""
+    from_library = ((f"{name}: --model {name}", other) for name, other in relatives(model))
+    if own_input(model):
+        yield from from_library
     for name in STEMS:
         for small in (False, True):
             with torch.device("meta"):
-                words = f"{name}: --model {name}{' --small-stem' * small}"
-                yield words, build(name, (224, 224, 3), 1000, small)
+                other = build(name, (224, 224, 3), 1000, small)
+            yield f"{name}: --model {name}{' --small-stem' * small}", other
+    if not own_input(model):
+        yield from from_library

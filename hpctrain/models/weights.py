@@ -222,8 +222,9 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: str | Pat
     for name, value in tensors.items():
         if not _finite(value) and _finite(state[name]):  # a mask may hold -inf by design
             raise UsageError(f"{source}: {name} holds values that are not finite")
+    state.update(tensors)  # keeps the versions of modules, which some ask for when they load
     with torch.no_grad():
-        model.load_state_dict(tensors, strict=False)
+        model.load_state_dict(state)
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -277,6 +277,8 @@ def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None
         old, new = getattr(before, field.name), getattr(config, field.name)
         if field.name == "precision":
             old = new if new == field.default else plan.precision  # the default keeps the plan's
+        if field.name == "normalize" and (old, new) == ("unit", "auto"):
+            old = new  # "unit" was the default before there was "auto", and is kept
         if field.name not in FREE and _setting(old) != _setting(new):
             flag = "--" + field.name.replace("_", "-")
             raise UsageError(

@@ -15,7 +15,7 @@ from torch import nn
 
 from hpctrain.config import Config, byte_count, segments
 from hpctrain.config.imports import import_function
-from hpctrain.data.augment import Augmentation, normalization
+from hpctrain.data.augment import Augmentation
 from hpctrain.data.cache import sample_bytes
 from hpctrain.data.imbalance import describe_missing, find_class_weights
 from hpctrain.data.jpeg import decoder_versions
@@ -57,6 +57,7 @@ from hpctrain.training.reading import (
     staged,
 )
 from hpctrain.training.replay import PROBE_ROWS
+from hpctrain.training.scaling import Scaling, choose_scaling
 from hpctrain.training.step import Trainer
 from hpctrain.training.trainer import make_trainer, probe_norms, probe_phases, reduce_for
 from hpctrain.watchdog import doing
@@ -109,13 +110,14 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
     task, weights = task_of(config, earlier, source, next(model.parameters()), comm)
     if pack.encoded:
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
-    scaling = call_on_all(comm, lambda: normalization(config.normalize, pack.mean, pack.std))
+    scaling, why = call_on_all(comm, lambda: choose_scaling(config, earlier, pack, model, init))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
     last = bool(earlier and done and in_last_phase(config, earlier, done))
     norms, probe = probe_phases(model, frozen, last, task, source, prepare, config, comm)
 
     held = sample_bytes(source, config.random_crop > 0)
-    facts = facts_of(pack, held, (comm.size, device.type, threads), probe.min_samples, weights)
+    machine = comm.size, device.type, threads
+    facts = facts_of(pack, held, machine, probe.min_samples, weights, scaling)
     trial = MemoryTrial(model, frozen, task, source, prepare, config, comm)
     asked, fitted = (config, "") if earlier else fit_batch(config, facts, trial)
     plan = call_on_root(
@@ -134,10 +136,10 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
-    texts = fitted, sharing, init.describe() if init else None, frozen.describe(trainer.message)
     lacking = describe_missing(reading.order, pack.classes)
+    texts = fitted, sharing, init, why, frozen.describe(trainer.message), lacking
     made = pack, reading, choice, task, frozen, trainer, loader, prepare, init
-    return Job(config, plan, *made, tuple(filter(None, (*texts, lacking))))
+    return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
 
 
 def make_loader(
@@ -180,6 +182,7 @@ def facts_of(
     machine: tuple[int, str, int],
     min_samples: int,
     class_weights: tuple[float, ...],
+    scaling: Scaling,
 ) -> Facts:
     """Return the facts that the plan depends on besides the settings.
 
@@ -199,6 +202,7 @@ def facts_of(
         run_rows=external.block_rows if external else 0,
         chunk_rows=external.chunk_rows if external else 0,
         class_weights=class_weights,
+        scaling=scaling,
     )
 
 

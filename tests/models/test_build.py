@@ -92,7 +92,10 @@ def test_lazy_layers_get_their_shapes(module: Write) -> None:
     [
         ("resnet5", "--model resnet5: no such network; did you mean resnet50?"),
         ("Digits", "did you mean digits?"),
-        ("vit", "there are autoencoder, digits, resnet18, resnet34, resnet50, or package.module"),
+        (
+            "vit",
+            "resnet50, timm:NAME, torchvision:NAME, or package.module",
+        ),
         ("mine.nets.net", "a function of your own is written mine.nets:net"),
         ("no_such_package.net:f", "no module no_such_package, installed or in "),
         ("hpctrain.nets:f", "no module hpctrain.nets, installed or in "),

@@ -14,7 +14,8 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.models import build, load_init, load_weights, read_model, save_model
-from hpctrain.models.init import adapt_channels, read_weights
+from hpctrain.models.init import adapt_channels
+from hpctrain.models.torch_file import read_weights
 from tests.flips import flip_each_bit
 from tests.models.test_weights import METADATA, net
 
@@ -53,7 +54,7 @@ def test_a_classifier_for_other_classes_starts_fresh(tmp_path: Path) -> None:
     assert found.fresh == {"4.weight": 13, "4.bias": 13}
     check_loaded(model, source.state_dict(), ("4.weight", "4.bias"))
     said = f"--init {path}: 8 of 10 tensors loaded; classifier 4 (7 classes) starts fresh:"
-    assert found.describe() == f"{said} the file's has 13"
+    assert str(found) == f"{said} the file's has 13"
     with pytest.raises(UsageError, match=r"4\.weight is 13x2, the model's 7x2; 4\.bias is 13"):
         load_weights(model, read_model(path)[0], path)
 
@@ -76,7 +77,7 @@ def test_weights_are_found_in_files_of_torch(
     assert found.fresh == {"fc.weight": 11, "fc.bias": 11}
     assert found.left_out == (("criterion.weight",) if prefix else ())
     assert torch.equal(model.get_parameter("conv1.weight"), tensors["conv1.weight"])
-    said = found.describe()
+    said = str(found)
     assert f"{entry} of " in said if entry else f"--init {tmp_path}" in said
     assert "100 of 102 tensors loaded" in said
     assert not prefix or f"names without '{prefix}'" in said
@@ -99,7 +100,7 @@ def test_a_file_without_classifier_or_with_another(tmp_path: Path) -> None:
         model = net()
         found = load_init(model, saved(tmp_path / "m", source | extra), 7, 3)
         assert found.fresh == {"4.weight": 0, "4.bias": 0} and found.left_out == tuple(extra)
-        assert "classifier 4 (7 classes) starts fresh: the file has none" in found.describe()
+        assert "classifier 4 (7 classes) starts fresh: the file has none" in str(found)
         state = model.state_dict()
         check_loaded(
             model,
@@ -121,7 +122,7 @@ def test_a_first_convolution_is_adapted_to_other_channels(tmp_path: Path, channe
     weight, theirs = model.get_parameter("conv1.weight"), source.get_parameter("conv1.weight")
     assert found.adapted == ({} if channels == 3 else {"conv1.weight": 3})
     said = f"conv1.weight adapted from 3 to {channels} channels"
-    assert (said in found.describe()) == (channels != 3)
+    assert (said in str(found)) == (channels != 3)
     gray = torch.rand(2, 1, 9, 9)  # equal channels give equal sums, whatever their number
     outputs = [
         nn.functional.conv2d(gray.expand(-1, n, -1, -1), w)

@@ -1,0 +1,91 @@
+"""Weights in files of ``torch.save``: .pth, .pt, .ckpt.
+
+Only tensors and plain values are read (``weights_only``), so that no code of a file is executed.
+The tensors may lie in an entry of the file, such as "state_dict".
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.config.imports import one_line
+from hpctrain.errors import UsageError
+from hpctrain.models.weights import read_model
+
+# Entries of a checkpoint that hold weights. Averaged ones come first, as in timm.
+ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
+ARGUMENTS = argparse.Namespace  # stored by training scripts of timm and torchvision; runs no code
+DAMAGED = (
+    *(pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError),
+    *(TypeError, LookupError, AttributeError, AssertionError, ImportError, OverflowError),
+    *(MemoryError, struct.error, zlib.error),
+)
+Tensors = dict[str, Tensor]
+
+
+def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
+    """Read the tensors of a file, its metadata, and the name of the entry in which they lie.
+
+    Raises UsageError if it is neither a safetensors file nor one of torch.save, is damaged, or
+    holds objects that only code of the file could make.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4)
+    except OSError as error:
+        raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
+    if head != b"PK\x03\x04" and (head[:1], head[2:]) != (b"\x80", b"\x8a\n"):  # of torch.save
+        return *read_model(path), ""
+    try:
+        if head[:2] == b"PK":
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():  # torch.load does not compare the checksums
+                    raise ValueError(f"{damaged} does not match its CRC-32")
+                if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                    raise ValueError("it is TorchScript, which is code: save its .state_dict()")
+        with torch.serialization.safe_globals([ARGUMENTS]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old formats
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "GLOBAL" not in str(error):
+            raise UsageError(f"{path} is damaged: {one_line(error)[:200]}") from error
+        raise UsageError(_refused_pickle(path, str(error))) from error
+    except DAMAGED as error:
+        raise UsageError(
+            f"{path} is no file of weights, or is damaged: {one_line(error)[:200]}"
+        ) from error
+    return _tensors_of(path, found)
+
+
+def _refused_pickle(path: str | Path, message: str) -> str:
+    named = message.partition("GLOBAL ")[2].split()[0]
+    return (
+        f"{path} holds an object of the type {named}, and no code of a file is executed to make it."
+        " If you trust it, save its weights alone: torch.save(torch.load(FILE,"
+        " weights_only=False)['state_dict'], NEW), or the .state_dict() of a whole network"
+    )
+
+
+def _tensors_of(path: str | Path, found: Any) -> tuple[Tensors, dict[str, Any], str]:
+    """Find the tensors among the contents of a file of torch.save."""
+    homes = {"": found, **{e: found[e] for e in ENTRIES if isinstance(found, dict) and e in found}}
+    if isinstance(found, dict):
+        homes |= {name: value for name, value in found.items() if isinstance(name, str)}
+    for entry in (*ENTRIES, *homes):
+        home = homes.get(entry)
+        held = home.items() if isinstance(home, Mapping) else ()
+        tensors = {n: t for n, t in held if isinstance(n, str) and isinstance(t, Tensor)}
+        if any(tensor.dim() > 1 for tensor in tensors.values()):
+            return tensors, {}, entry
+    raise UsageError(f"{path} holds no weights: no tensors by name, also not in an entry of it")
