@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import dataclasses
+import io
 import json
 import os
 import pydoc
@@ -27,6 +28,7 @@ from hpctrain.data.pack import write_pack
 from hpctrain.inference import evaluate as evaluating
 from hpctrain.inference import predict as predicting
 from hpctrain.launcher import notice_signals
+from hpctrain.report.bar import terminal_columns
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
 from hpctrain.training.control import is_locked
@@ -254,11 +256,35 @@ def test_images_that_cannot_be_read(trained, photos):
 
 
 def test_the_network_is_put_back_into_its_mode(trained):
-    network = hp.load(trained)
+    network, images = hp.load(trained), np.full((2, 28, 28, 3), [[[[9]]], [[[200]]]], np.uint8)
     assert not network.model.training
+    expected = network.predict(images).probabilities
     network.model.train()
-    network.predict(np.zeros((28, 28, 3), np.uint8))
+    assert np.array_equal(network.predict(images).probabilities, expected)
     assert network.model.training
+
+
+def test_images_are_cropped_where_the_pack_cropped_them(trained, photos):
+    network = hp.load(trained)
+    stretched = network.preprocess(photos)
+    network.metadata["provenance"]["fit"] = "crop"
+    files = sorted(photos.rglob("*.png"))
+    cropped = network.preprocess(photos)
+    assert not torch.equal(cropped, stretched)
+    for given in ([Image.open(file) for file in files], [np.asarray(Image.open(f)) for f in files]):
+        assert torch.equal(network.preprocess(given), cropped)
+
+
+def test_the_terminal_of_a_notebooks_server_is_not_that_of_the_notebook(monkeypatch):
+    master, terminal = os.openpty()
+    output = io.TextIOWrapper(os.fdopen(terminal, "wb"))
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "__stdout__", output)
+    assert terminal_columns() is not None
+    monkeypatch.setattr(sys, "__stdout__", None)
+    assert terminal_columns() is None
+    output.close()
+    os.close(master)
 
 
 def test_classes_of_any_names_have_columns_of_their_own():
@@ -473,11 +499,11 @@ def place(tmp_path):
 
 
 def test_the_programs_of_the_page_run(place):
-    program, ranks = blocks()
+    program, ranks = (block.replace('"resnet18"', '"digits"') for block in blocks())  # is faster
     (place / "page.py").write_text(program)
     done = run([sys.executable, "page.py"], cwd=place, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "runs/first done" in done.stdout and (place / "tested.png").is_file()
+    assert "runs/first done" in done.stdout and (place / "tested.json").is_file()
     (place / "program.py").write_text(ranks)
     done = run_mpi(2, ["program.py"], cwd=place, timeout=100, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
