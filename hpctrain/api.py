@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from hpctrain.config import Config, EvaluateConfig, check_settings, duration, read_table
-from hpctrain.errors import Failure, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.launcher import signals_caught
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
 from hpctrain.report.record import read_records
@@ -116,8 +116,6 @@ def _all_ranks(settings: Config | EvaluateConfig) -> Iterator[Comm]:
     except BaseException as error:
         if comm.size > 1 and not getattr(error, "agreed", False):
             conclude(error)
-        if isinstance(error, Failure):  # no bug: where it was raised is of no interest
-            raise error.with_traceback(None) from None
         raise
     finally:
         torch.set_num_threads(threads)
