@@ -165,6 +165,7 @@ def test_a_network_that_restores_images_takes_and_gives_bytes(folder, tmp_path, 
     found = run(str(output), image[None, :, :, None])
     assert found.dtype == np.uint8 and found.shape == (1, 28, 28, 1)
     assert expected.std() > 1 and np.abs(found[0, :, :, 0] - expected).max() <= 1
+    assert (found[0, :, :, 0] == expected).mean() > 0.9  # not cut off instead of rounded
 
 
 @pytest.mark.parametrize("model", ["resnet18", "tests.odd_models:with_dropout", "autoencoder"])
