@@ -44,8 +44,8 @@ def conflicts(config: Config) -> Iterator[str]:
     yield from _loss_conflicts(config)
     if config.deterministic and config.comm_dtype != "fp32":
         yield (
-            f"--deterministic and --comm-dtype {config.comm_dtype} exclude each other: what is"
-            " rounded on the way depends on the number of ranks"
+            f"--deterministic and --comm-dtype {config.comm_dtype} exclude each other: how"
+            " sums of bfloat16 numbers are rounded depends on the number of ranks"
         )
     if config.deterministic and config.local_buffers:
         yield (
