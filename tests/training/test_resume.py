@@ -50,6 +50,8 @@ CASES = {
         "optimizer": "adamw",
         "weight_decay": 0.1,
         "no_decay": "norm",
+        "schedule": "cosine",
+        "min_lr": 1e-4,
         "freeze": "conv1,bn1",
         "unfreeze_epoch": 1,
         "lr_scale": "fc=2",
@@ -59,6 +61,9 @@ CASES = {
     "ema": {
         "ema": 0.9,
         "ema_every": 2,
+        "nesterov": True,
+        "layer_decay": 0.8,
+        "schedule": "one-cycle",
         "output": "ema",
         "validate_steps": 3,
         "freeze": "conv1,bn1",
