@@ -74,10 +74,12 @@ def lay_out(model: nn.Module, groups: Mapping[str, Group] | None = None) -> Layo
     for number, name in enumerate(trained):
         group = groups[name] if groups else Group()
         members.setdefault(group, []).append((number, name))
-    scales = list(dict.fromkeys(group.lr_scale for group in members))
+    rates = list(dict.fromkeys((group.phase, group.lr_scale) for group in members))
     # Groups of one learning rate are next to each other, the smallest weight decay first: with
     # --no-decay these are the small ones, whose gradients become ready last of all (overlap.py).
-    ordered = sorted(members, key=lambda g: (g.phase, scales.index(g.lr_scale), g.weight_decay))
+    ordered = sorted(
+        members, key=lambda g: (g.phase, rates.index((g.phase, g.lr_scale)), g.weight_decay)
+    )
     segments, length, found = [], 0, []
     for group in ordered:
         start = length

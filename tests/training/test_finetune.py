@@ -317,6 +317,15 @@ def test_groups_are_contiguous_and_a_later_phase_is_appended():
     assert first.groups == second.groups[:4]
 
 
+def test_a_frozen_part_that_comes_first_does_not_change_the_order_of_the_groups():
+    model = network((12, 12, 1), 10)
+    config, frozen = Config(lr_scale="bn=0.5"), freeze(model, "shift,stem")
+    first = lay_out(model, parameter_groups(model, config, frozen))
+    frozen.set_trained(True)
+    second = lay_out(model, parameter_groups(model, config, frozen))
+    assert len(first.groups) == 2 and first.groups == second.groups[:2]
+
+
 def test_segments_are_summed_in_the_order_in_which_backward_completes_them():
     model = network((12, 12, 1), 10)
     frozen = freeze(model, "stem,blocks.0")
