@@ -15,6 +15,7 @@ from hpctrain.errors import UsageError
 from hpctrain.inference import evaluate, predict
 from hpctrain.inference.opening import open_network
 from hpctrain.models import build, read_model
+from hpctrain.plan_check import read_plan
 from hpctrain.report.record import read_records
 from hpctrain.training import train as program
 from hpctrain.training.setup import set_up
@@ -90,6 +91,10 @@ def test_a_resumed_run_keeps_its_scaling(given, comm):
     assert known["mean"] == list(IMAGENET_MEAN) and known["epoch"] == 2
     notes = [line["text"] for line in read_records(Path("runs/a")) if line["kind"] == "note"]
     assert [note.startswith("--normalize auto") for note in notes].count(True) == 1
+    plan = read_plan(json.loads(Path("runs/a/plan.json").read_text()))
+    black = set_up(config, comm, plan, 3).prepare(torch.zeros(1, 16, 16, 3, dtype=torch.uint8), 0)
+    expected = [-m / s for m, s in zip(*IMAGENET, strict=True)]
+    torch.testing.assert_close(black[0, :, 0, 0], torch.tensor(expected))
     with pytest.raises(UsageError, match="was begun with --normalize auto, not unit"):
         program.train(dataclasses.replace(config, epochs=3, normalize="unit"), comm)
 
