@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -74,12 +75,16 @@ def freeze(model: nn.Module, names: str | None) -> Frozen:
     """
     if names is None:
         return Frozen({}, ())
+    first = _first_names(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    known = [*dict.fromkeys([*model.state_dict(), *trained])]
-    matched = set().union(
-        *(select("--freeze", each, known) for each in patterns(names, "--freeze"))
-    )
-    layers = [m for n, m in model.named_modules() if f"{n}.running_mean".lstrip(".") in matched]
+    known = [*dict.fromkeys([*model.state_dict(), *first])]
+    found = set().union(*(select("--freeze", each, known) for each in patterns(names, "--freeze")))
+    matched = {first.get(name, name) for name in found}
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if f"{name}.running_mean".lstrip(".") in matched and module.training
+    ]
     frozen = Frozen({n: p for n, p in trained.items() if n in matched}, tuple(layers))
     if len(frozen.parameters) == len(trained):
         raise UsageError(f"--freeze {names}: it freezes all parameters of the network")
@@ -87,9 +92,11 @@ def freeze(model: nn.Module, names: str | None) -> Frozen:
     return frozen
 
 
-def in_last_phase(config: Config, plan: Plan, done: int) -> bool:
-    """Whether the last of `done` steps trained the parameters of --freeze too."""
-    return config.unfreeze_epoch is not None and done > config.unfreeze_epoch * plan.steps_per_epoch
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return the name by which `named_parameters` yields each parameter, tied ones by any name."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in every}
 
 
 def check_phases(config: Config, plan: Plan) -> None:
@@ -108,13 +115,14 @@ def parameter_groups(model: nn.Module, config: Config, frozen: Frozen) -> dict[s
     UsageError if a pattern matches nothing.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    every = [name for name, _ in model.named_parameters()]
+    first = _first_names(model)
     factors = _layer_factors(model, config.layer_decay)
-    scales = {name: 1.0 for name in every}
+    scales = dict.fromkeys(first.values(), 1.0)
     if config.lr_scale:
         for pattern, factor in learning_rate_factors(config.lr_scale):
-            scales |= dict.fromkeys(select("--lr-scale", pattern, every), factor)
-    undecayed = _undecayed(model, config.no_decay, every)
+            matched = select("--lr-scale", pattern, [*first])
+            scales |= {first[name]: factor for name in matched}
+    undecayed = {first[name] for name in _undecayed(model, config.no_decay, [*first])}
     return {
         name: Group(
             int(name in frozen.parameters),
@@ -155,19 +163,26 @@ def _layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
     It is 1 in the last layer, `decay` in the one before, `decay`^2 in the one before that, and so
     on (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; Bao et al. 2022, arXiv:2106.08254). A
     layer is a child of the outermost nn.Sequential or nn.ModuleList, or else of the network.
-    Normalization layers count with the layer before; parameters of the network itself, such as a
-    position embedding, with the first layer.
+    Normalization layers count with the layer before, and so do parameters of a module that holds
+    layers, such as a position embedding; those of the network itself count with the first layer.
     """
-    modules, norms = dict(model.named_modules()), _of_normalization(model)
-    depth, index = {"": 0}, {}
-    for name, _ in model.named_parameters():
-        layer = _layer(name, modules)
-        if layer not in depth:
-            new = len(depth) > 1 and name not in norms
-            depth[layer] = max(depth.values()) + new
-        index[name] = depth[layer]
-    last = max(index.values())
-    return {name: decay ** (last - number) for name, number in index.items()}
+    modules, names = dict(model.named_modules()), [name for name, _ in model.named_parameters()]
+    joined = _of_normalization(model) | {name for name in names if _is_of_holder(name, modules)}
+    index: dict[str, int] = {}
+    number, begun = 0, False
+    for layer, group in groupby(names, lambda name: _layer(name, modules)):
+        members = list(group)
+        number += begun and not joined.issuperset(members)
+        begun = begun or bool(layer)
+        index |= dict.fromkeys(members, number)
+    return {name: decay ** (number - own) for name, own in index.items()}
+
+
+def _is_of_holder(parameter: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a parameter belongs directly to a child of the network that holds its layers."""
+    owner, _, _ = parameter.rpartition(".")
+    kinds = nn.Sequential | nn.ModuleList
+    return "." not in owner and any(isinstance(part, kinds) for part in modules[owner].children())
 
 
 def _layer(parameter: str, modules: dict[str, nn.Module]) -> str:
