@@ -10,7 +10,13 @@ from hpctrain.models.build import (
 )
 from hpctrain.models.init import InitialWeights, load_init
 from hpctrain.models.libraries import own_input
-from hpctrain.models.state import ModelState, evaluating, held_values
+from hpctrain.models.state import (
+    ModelState,
+    buffer_owner,
+    evaluating,
+    held_values,
+    replace_buffer,
+)
 from hpctrain.models.weights import (
     as_bytes,
     load_weights,
@@ -25,6 +31,7 @@ __all__ = [
     "InitialWeights",
     "ModelState",
     "as_bytes",
+    "buffer_owner",
     "build",
     "check_forward",
     "check_names",
@@ -36,6 +43,7 @@ __all__ = [
     "load_weights",
     "own_input",
     "read_model",
+    "replace_buffer",
     "save_model",
     "save_tensors",
     "snapshot",

@@ -46,14 +46,35 @@ class ModelState:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set all modules to evaluation mode in the block, and each back to its own mode after it."""
+    """Set all modules to evaluation mode in the block, and each back to its own mode after it.
+
+    A network's own `train` is called for both; it may do more than set the mode.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
+        model.train(modes[model])
         for module, training in modes.items():
             module.training = training
+
+
+def buffer_owner(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the module that has the buffer `name`, which may still be None; None if none has."""
+    owner, _, own = name.rpartition(".")
+    module = dict(model.named_modules()).get(owner)
+    return None if module is None or own not in module._buffers else module
+
+
+def replace_buffer(model: nn.Module, name: str, value: Tensor) -> bool:
+    """Set a buffer that forward creates, or replaces by one of another shape, to `value`.
+
+    Returns whether the model has a buffer of this name.
+    """
+    if (module := buffer_owner(model, name)) is not None:
+        setattr(module, name.rpartition(".")[2], value.to(next(model.parameters()).device))
+    return module is not None
 
 
 def held_values(model: nn.Module) -> Iterator[tuple[str, Any]]:

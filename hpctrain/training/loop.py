@@ -29,7 +29,7 @@ def train_epochs(run: Run) -> None:
     with closing(job.loader) as loader:
         while state.epoch < job.plan.epochs and not state.ended:
             first = state.step - state.epoch * per_epoch
-            if state.epoch == job.config.unfreeze_epoch and not first:
+            if state.epoch == job.config.unfreeze_epoch and not state.unfrozen:
                 begin_last_phase(run)
             pending.restart_clock()
             began = time.perf_counter()
@@ -88,6 +88,9 @@ def begin_last_phase(run: Run) -> None:
     """Train the parameters of --freeze too from the next step on. Collective."""
     doing("unfreezing")
     run.recorder.note(unfreeze(run.job, shards_of_ranks(run), run.comm))
+    run.state.unfrozen = True
+    if run.overlap:  # what was measured holds for a shorter message
+        run.overlap = OverlapTrial(run.state.step)
     if run.replay:
         run.replay = RunReplay(run.job.trainer, run.job.task, run.job.plan)
 

@@ -6,8 +6,9 @@ The order is: pack, device, network, plan, then the message and the objects that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,12 +43,7 @@ from hpctrain.parallel.placement import Choice
 from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
 from hpctrain.plan_check import go_on
 from hpctrain.training.batch_fit import MemoryTrial, fit_batch
-from hpctrain.training.finetune import (
-    Frozen,
-    check_phases,
-    freeze,
-    in_last_phase,
-)
+from hpctrain.training.finetune import Frozen, check_phases, freeze
 from hpctrain.training.reading import (
     Reading,
     check_data,
@@ -59,7 +55,13 @@ from hpctrain.training.reading import (
 from hpctrain.training.replay import PROBE_ROWS
 from hpctrain.training.scaling import Scaling, choose_scaling
 from hpctrain.training.step import Trainer
-from hpctrain.training.trainer import make_trainer, probe_norms, probe_phases, reduce_for
+from hpctrain.training.trainer import (
+    check_fixed_state,
+    make_trainer,
+    probe_norms,
+    probe_phases,
+    reduce_for,
+)
 from hpctrain.watchdog import doing
 
 
@@ -85,12 +87,17 @@ class Job:
         self.trainer.close()
 
 
-def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | None = None) -> Job:
+def set_up(
+    config: Config,
+    comm: Comm,
+    earlier: Plan | None = None,
+    saved: Mapping[str, Any] | None = None,
+) -> Job:
     """Build a job from a configuration that passed `check_settings`. Collective.
 
-    `earlier` is the plan of the run's first launch, if this launch resumes it, and `done` the step
-    of its checkpoint, if any: --init is then ignored, because the checkpoint provides the weights.
-    Raises the same error on all ranks.
+    `earlier` is the plan of the run's first launch, if this launch resumes it, and `saved` the
+    state in its checkpoint, if any: --init is then ignored, because the checkpoint provides the
+    weights. Raises the same error on all ranks.
     """
     pack = open_pack(config, "train", comm)
     doing("setting up")  # replaces the last block of the pack that rank 0 compared
@@ -101,7 +108,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
     if config.overlap == "auto" and comm.size > 1:
         call_on_all(comm, lambda: check_threads("--overlap"))
 
-    model, init = call_on_all(comm, lambda: make_model(config, pack, done is None))
+    model, init = call_on_all(comm, lambda: make_model(config, pack, saved is None))
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
     frozen = call_on_all(comm, lambda: freeze(model, config.freeze))
@@ -112,7 +119,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     scaling, why = call_on_all(comm, lambda: choose_scaling(config, earlier, pack, model, init))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
-    last = bool(earlier and done and in_last_phase(config, earlier, done))
+    last = bool(saved and saved.get("unfrozen"))
     norms, probe = probe_phases(model, frozen, last, task, source, prepare, config, comm)
 
     held = sample_bytes(source, config.random_crop > 0)
@@ -128,6 +135,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, done: int | 
     transport, choice, sharing = open_transport(comm, device, config.reduce)
     runs, overlap = [range(*run) for run in plan.runs], segments(config.overlap) or 0
     trainer = make_trainer(norms, task, config, plan, frozen, transport, runs, overlap)
+    check_fixed_state(model, comm)
     shards = runs[comm.rank]
     reading = Reading(pack, checks, source, order_of(plan, source.labels))
     if config.stage and not config.dry_run:
@@ -255,10 +263,13 @@ def unfreeze(job: Job, runs: Sequence[range], comm: Comm) -> str:
     old.close()
     old.norms.release()
     job.frozen.set_trained(True)
+    # `probe_phases` has tested this phase by replays; forward may have created buffers since then.
+    config = dataclasses.replace(job.config, local_buffers=True)
     with call_on_all(comm, lambda: job.reading.split("train")) as source:
-        norms, probe = probe_norms(old.model, job.task, source, job.prepare, job.config, comm)
+        norms, probe = probe_norms(old.model, job.task, source, job.prepare, config, comm)
     norms.start(probe)
-    how = job.config, job.plan, job.frozen, old.reduce.transport, runs, old.segments
+    overlap = segments(job.config.overlap) or 0
+    how = job.config, job.plan, job.frozen, old.reduce.transport, runs, overlap
     job.trainer = make_trainer(norms, job.task, *how)
     job.trainer.continue_from(old)
     return job.frozen.describe(job.trainer.message)

@@ -17,6 +17,7 @@ import torch
 
 from hpctrain.config import Interval
 from hpctrain.errors import UsageError
+from hpctrain.models import buffer_owner, replace_buffer
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
 from hpctrain.parallel.overlap import OverlapTrial
@@ -76,6 +77,7 @@ class Progress:
     sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the current epoch: loss,
     # correct, samples, seconds
     weight: float = 0.0  # of the current epoch: sum of the samples' class weights
+    unfrozen: bool = False  # the parameters of --freeze are trained too
 
     def is_preempted(self) -> bool:
         """Whether the run has been preempted."""
@@ -139,11 +141,12 @@ class Progress:
         if trainer.average is not None:
             trainer.average.swap()
         if self.best is not None:
-            for name, tensor in trainer.model.state_dict().items():
-                if tensor.shape == self.best[name].shape:
-                    tensor.copy_(self.best[name])
+            tensors = trainer.model.state_dict()
+            for name, kept in self.best.items():
+                if name in tensors and tensors[name].shape == kept.shape:
+                    tensors[name].copy_(kept)
                 else:
-                    _replace_buffer(trainer.model, name, self.best[name])
+                    replace_buffer(trainer.model, name, kept)
             trainer.norms.read()
             self.went_back = True
 
@@ -252,7 +255,9 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
         else:
             expected = places.get(name, kept.get(name))
         if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
-            if kind == "model" and _replace_buffer(trainer.model, rest, tensor):
+            if kind == "model" and replace_buffer(trainer.model, rest, tensor):
+                continue
+            if kind == "best" and buffer_owner(trainer.model, rest) is not None:
                 continue
             has = f"{tuple(tensor.shape)} of {tensor.dtype}"
             raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
@@ -260,7 +265,7 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
             trainer.optimizer.state[weights][entry] = tensor.to(trainer.message.device)
         elif name in places:
             places[name].copy_(tensor)
-    best = {name: tensors[name] for name in kept if name in tensors}
+    best = {name: tensor for name, tensor in tensors.items() if name.startswith("best.")}
     if missing := [name for name in (*places, *(kept if best else ())) if name not in tensors]:
         raise ValueError(f"it lacks the tensor {missing[0]!r}")
     device = trainer.message.device
@@ -271,9 +276,13 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
 def _name_best(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert the best network of an earlier version, as vectors, to tensors by name.
 
-    Overwrites the network. Raises ValueError as `_put` does.
+    Its other tensors were those of the last network. Overwrites the network. Raises ValueError as
+    `_put` does.
     """
     own, rest = trainer.tensors(), dict(tensors)
+    for name, constant in trainer.constants().items():
+        if (saved := tensors.get(f"model.{name}")) is not None and saved.shape == constant.shape:
+            constant.copy_(saved)
     for number, name in enumerate(NETWORK):
         saved = rest.pop(f"best.{number}", None)
         if saved is None:
@@ -284,16 +293,3 @@ def _name_best(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, 
         own[name].copy_(saved)
     trainer.norms.restore()
     return rest | {f"best.{name}": tensor for name, tensor in _copy_network(trainer).items()}
-
-
-def _replace_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> bool:
-    """Set a buffer that forward creates, or replaces by one of another shape, to `value`.
-
-    Returns whether the model has a buffer of this name.
-    """
-    owner, _, own = name.rpartition(".")
-    module = dict(model.named_modules()).get(owner)
-    if module is None or own not in module._buffers:
-        return False
-    setattr(module, own, value.to(next(model.parameters()).device))
-    return True

@@ -101,7 +101,7 @@ class Trainer:
         return self.tensors() | constants
 
     def continue_from(self, earlier: Trainer) -> None:
-        """Take over the optimizer state of a trainer of an earlier phase, with fewer parameters.
+        """Take over the state of a trainer of an earlier phase, with fewer parameters.
 
         Its groups are the first of this one (`lay_out`).
         """
@@ -111,8 +111,8 @@ class Trainer:
             if (group, own.shape) != (before, old.shape):
                 raise RuntimeError(f"the parameters of {before} were laid out in another order")
             self.optimizer.state[own] = earlier.optimizer.state[old]
-        used = earlier.unused.used
-        self.unused.used[: len(used)] = used
+        self.buffers = earlier.buffers
+        self.unused.used[: len(earlier.unused.used)] = earlier.unused.used
         if self.average is not None and earlier.average is not None:
             self.average.continue_from(earlier.average)
 

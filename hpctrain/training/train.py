@@ -52,7 +52,13 @@ from hpctrain.training.setup import Job, set_up
 from hpctrain.training.state import EndReason, Progress, Run, restore
 from hpctrain.training.step import run_digest
 from hpctrain.training.steps import CannotContinue, compare_at_end
-from hpctrain.training.validate import describe_network, show_work, test, validate
+from hpctrain.training.validate import (
+    describe_network,
+    evaluated_network,
+    show_work,
+    test,
+    validate,
+)
 from hpctrain.watchdog import Watchdog, current, doing, keep_in, started, waiting
 
 SLOW_DISK = 100e6  # bytes/s, assumed until the first checkpoint is timed
@@ -108,7 +114,7 @@ def run_training(config: Config, comm: Comm | None = None) -> TrainingResult:
         stack.enter_context(torch_settings(precision, config.deterministic))
         plan = earlier.plan if earlier else None
         checkpoint = earlier.checkpoint if earlier else None
-        job = set_up(config, comm, plan, checkpoint.step if checkpoint else None)
+        job = set_up(config, comm, plan, checkpoint.state if checkpoint else None)
         if config.dry_run:
             notes = (f"note           {note}" for note in job.notes)
             call_on_root(comm, lambda: say("\n".join([*job.plan.lines(), *notes])))
@@ -225,7 +231,8 @@ def record_failure(run: Run, error: CannotContinue) -> Failure:
 def save_all(run: Run) -> None:
     """Save a checkpoint and the network, and wait for both (rank 0). Raises RunError."""
     save_checkpoint(run)
-    save_network(run)
+    with evaluated_network(run):
+        save_network(run)
     wait_for_writer(run)
 
 

@@ -86,14 +86,12 @@ def make_trainer(
         return Message(model, norms.channels, comm.rank, comm.size, groups)
 
     message = call_on_all(comm, lay_out_message)
-    fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
     check_equal_on_all(
         comm,
         {
             "hpctrain": __version__,
             "torch": torch.__version__,
             "the layout of the parameters": message.layout.digest(),
-            "the model's fixed state": hash_tensors(fixed).hexdigest()[:16],
         },
     )
     if plan.deterministic:
@@ -118,6 +116,16 @@ def make_trainer(
         task.weights,
         None if config.ema is None else Average(message, norms, config.ema),
     )
+
+
+def check_fixed_state(model: nn.Module, comm: Comm) -> None:
+    """Raise UsageError on all ranks if buffers or frozen parameters differ before the first step.
+
+    Collective. Later some buffers may differ: with --batch-norm local or --local-buffers, and those
+    that forward creates.
+    """
+    fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+    check_equal_on_all(comm, {"the model's fixed state": hash_tensors(fixed).hexdigest()[:16]})
 
 
 def reduce_for(

@@ -67,7 +67,8 @@ def validate(run: Run) -> None:
 def save_best(run: Run) -> None:
     """Write the network with the smallest validation loss so far in the background (rank 0)."""
     if run.writer is not None:
-        tensors = snapshot(run.job.trainer.model)
+        with evaluated_network(run):
+            tensors = snapshot(run.job.trainer.model)
         folder = run.writer.folder.parent
         metadata = describe_network(run, folder.name)
         run.writer.begin(lambda: save_tensors(folder / BEST, tensors, metadata))
