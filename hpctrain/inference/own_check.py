@@ -19,6 +19,7 @@ from hpctrain.config.imports import Imported
 from hpctrain.errors import UsageError
 from hpctrain.inference.own import augment_by, read_loss, read_metric
 from hpctrain.inference.tasks import Task, network_output
+from hpctrain.models import evaluating
 from hpctrain.parallel.device import fork_rng
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-5  # of a value in half the batch: kernels may round differently
@@ -32,12 +33,8 @@ def check_task(task: Task, model: nn.Module, inputs: Tensor, targets: Tensor) ->
     """
     if not any(task.own):
         return
-    training = model.training
-    try:
-        with torch.no_grad(), fork_rng(inputs.device):
-            outputs = network_output(model.eval(), inputs, task.precision)
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad(), fork_rng(inputs.device):
+        outputs = network_output(model, inputs, task.precision)
     if not outputs.isfinite().all():
         return  # a first step will report it
     if loss := task.own.loss:

@@ -19,6 +19,7 @@ from hpctrain.inference.blocks import classify_blocks, describe_unusable
 from hpctrain.inference.image_files import open_images
 from hpctrain.inference.network import Network, find_model, ready_network, restore
 from hpctrain.launcher import launched_local_rank
+from hpctrain.models import evaluating
 from hpctrain.parallel.device import choose_device, torch_settings
 from hpctrain.plan_check import read_config
 from hpctrain.report.find import SETTINGS_FILE
@@ -143,13 +144,8 @@ class TrainedNetwork:
             raise UsageError(f"batch {batch}: give 1 or more")
         names, read, dtype, are_files = open_images(self._network.saved, images)
         network = dataclasses.replace(self._network, block=batch or self._network.block)
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch_settings(network.precision, benchmark=False):
-                blocks, bad = classify_blocks(network, names, read, dtype)
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), torch_settings(network.precision, benchmark=False):
+            blocks, bad = classify_blocks(network, names, read, dtype)
         if bad and not skip_bad:
             raise RunError(describe_unusable(bad, len(names), ": skip_bad=True leaves them out"))
         rows = [row for row in range(len(names)) if row not in bad]

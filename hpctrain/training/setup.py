@@ -88,10 +88,7 @@ class Job:
 
 
 def set_up(
-    config: Config,
-    comm: Comm,
-    earlier: Plan | None = None,
-    saved: Mapping[str, Any] | None = None,
+    config: Config, comm: Comm, earlier: Plan | None = None, saved: Mapping[str, Any] | None = None
 ) -> Job:
     """Build a job from a configuration that passed `check_settings`. Collective.
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models import build, check_forward
+from hpctrain.models import build, check_forward, evaluating
 from hpctrain.models.small import DigitsNet
 
 SHAPE = (13, 11, 3)
@@ -231,3 +231,21 @@ def test_check_forward_leaves_no_trace(shape: tuple[int, int, int]) -> None:
     model(torch.rand(2, 3, 5, 5))  # negative control: a plain forward does leave traces
     assert model.count == 1 and model.mean == 1
     assert not torch.equal(torch.get_rng_state(), generator)
+
+
+class Merging(torch.nn.BatchNorm1d):
+    """Notes the calls of `train`, as a layer does that merges its weights for evaluation."""
+
+    merged = False
+
+    def train(self, mode=True):
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_a_network_s_own_train_is_called_before_and_after_an_evaluation():
+    model = torch.nn.Sequential(Merging(2), Merging(2)).train()
+    torch.nn.Module.train(model[1], False)
+    with evaluating(model):
+        assert all(layer.merged and not layer.training for layer in model)
+    assert [(layer.merged, layer.training) for layer in model] == [(False, True), (False, False)]

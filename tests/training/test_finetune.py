@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpctrain.config import Config, check_settings
 from hpctrain.data.pack import write_pack
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.models import read_model
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.layout import Group, lay_out
@@ -268,6 +268,16 @@ def test_the_average_is_what_is_validated_saved_and_tested(comm, settings, share
     comm.Barrier()
 
 
+@pytest.mark.mpi
+def test_the_best_network_is_an_average_too(comm, settings, shared_tmp):
+    assert train(dataclasses.replace(settings, epochs=1, ema=0.9, output="ema"), comm) == 0
+    if comm.rank == 0:
+        files = [shared_tmp / "runs" / "a" / f"{name}.safetensors" for name in ("best", "model")]
+        best, final = (read_model(file)[0] for file in files)
+        assert all(torch.equal(best[key], final[key]) for key in final)
+    comm.Barrier()
+
+
 def test_running_statistics_are_averaged_and_a_skipped_step_is_not():
     model = network((12, 12, 1), 10)
     norms = BatchNorms(model)
@@ -348,6 +358,128 @@ def test_layers_of_a_network_of_several_kinds():
     }
 
 
+class Transformer(nn.Module):
+    """Blocks that begin with their norm, inside a module with a position embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.patches, self.encoder = (
+            nn.Parameter(torch.zeros(4)),
+            nn.Linear(4, 4),
+            nn.Module(),
+        )
+        self.encoder.position = nn.Parameter(torch.zeros(4))
+        blocks = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3)]
+        self.encoder.blocks, self.encoder.norm = nn.Sequential(*blocks), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 2)
+
+
+def test_each_block_of_a_transformer_is_a_layer():
+    groups = parameter_groups(Transformer(), Config(layer_decay=0.1), Frozen({}, ()))
+    scales = {name: round(math.log10(group.lr_scale)) for name, group in groups.items()}
+    first = dict.fromkeys(("token", "patches.weight", "patches.bias", "encoder.position"), -4)
+    assert scales == {
+        **first,
+        **{n: -3 + int(n.split(".")[2]) for n in scales if n.startswith("encoder.blocks")},
+        **{"encoder.norm.weight": -1, "encoder.norm.bias": -1, "head.weight": 0, "head.bias": 0},
+    }
+
+
+class Tied(Network):
+    def __init__(self, channels, classes):
+        super().__init__(channels, classes)
+        self.blocks[1].conv.weight = self.blocks[0].conv.weight
+
+
+def test_tied_parameters_are_named_by_either_name():
+    model = Tied(1, 10)
+    config = Config(lr_scale="blocks.1.conv.weight=0.5", no_decay="blocks.1", weight_decay=0.1)
+    groups = parameter_groups(model, config, Frozen({}, ()))
+    assert groups["blocks.0.conv.weight"] == Group(0, 0.5, 0.0)
+    freeze(model, "blocks.1.conv")
+    assert not model.blocks[0].conv.weight.requires_grad
+
+
+def test_a_layer_that_the_network_itself_keeps_in_evaluation_mode_stays_so():
+    model = network((12, 12, 1), 10)
+    model.bn.eval()
+    frozen = freeze(model, "stem,bn")
+    frozen.set_trained(True)
+    assert not model.bn.training and model.stem.weight.requires_grad
+
+
+def test_a_factor_of_the_frozen_part_does_not_reorder_the_groups_of_the_rest():
+    model = network((12, 12, 1), 10)
+    config = Config(lr_scale="blocks.0=0.5")
+    frozen = freeze(model, "shift,stem,bn")
+    first = lay_out(model, parameter_groups(model, config, frozen))
+    frozen.set_trained(True)
+    second = lay_out(model, parameter_groups(model, config, frozen))
+    assert second.groups[: len(first.groups)] == first.groups
+    assert second.segments[0][2:] == first.segments[0][2:]
+
+
+def exploding(image_shape, classes):
+    return Exploding(image_shape[2], classes).double()
+
+
+class Exploding(Network):
+    """The gradient of its stem is not finite, which is noticed when it is no longer frozen."""
+
+    def forward(self, x):
+        y = torch.tanh(torch.sqrt(0 * self.bn(self.stem(x))))
+        x = self.blocks(y + torch.ones_like(y))
+        return self.fc(self.last(x).mean((2, 3)) + self.shift)
+
+
+class Caching(Network):
+    """Makes a buffer in forward that differs between ranks."""
+
+    def __init__(self, channels, classes):
+        super().__init__(channels, classes)
+        self.register_buffer("seen", None, persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.seen = x.detach().mean((0, 2, 3))
+        return super().forward(x)
+
+
+def caching(image_shape, classes):
+    return Caching(image_shape[2], classes).double()
+
+
+def own_loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+PHASES = {
+    "local": {"batch_norm": "local", "output": "best"},
+    "made later": {"model": "tests.training.test_finetune:caching"},
+    "local buffers": {"model": "tests.training.test_finetune:caching", "local_buffers": True},
+    "own loss": {"loss": "tests.training.test_finetune:own_loss"},
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", PHASES)
+def test_a_phase_begins_with_what_may_differ_between_ranks(comm, settings, name):
+    how = {"freeze": "stem,bn,last", "unfreeze_epoch": 1, "epochs": 2, "digest_every": 2}
+    assert train(dataclasses.replace(settings, **how, **PHASES[name]), comm) == 0
+
+
+@pytest.mark.mpi
+def test_a_failure_in_the_first_step_of_a_phase_is_met_again_when_resumed(comm, settings):
+    how = {
+        "freeze": "stem,bn",
+        "unfreeze_epoch": 1,
+        "model": f"{MODEL.partition(':')[0]}:exploding",
+    }
+    for _ in range(2):
+        with pytest.raises(RunError, match="step 8 .* is not finite"):
+            train(dataclasses.replace(settings, **how), comm)
+
+
 REFUSED = {
     "no name in the network matches; did you mean blocks": {"freeze": "block"},
     "x*: no name in the network matches; the network has shift, stem, bn": {"freeze": "x*"},
@@ -373,6 +505,7 @@ CONFLICTS = {
     ),
     "--no-decay bias needs a --weight-decay": {"no_decay": "bias"},
     "--min-lr is for --schedule cosine or step": {"min_lr": 0.1},
+    "--min-lr 0.1 is above --lr 0.01": {"min_lr": 0.1, "schedule": "cosine"},
     "--schedule one-cycle has a warm-up": {"schedule": "one-cycle", "warmup_epochs": 1.0},
     "--unfreeze-epoch 2 goes with --freeze": {"unfreeze_epoch": 2},
     "--output last with --ema 0.9: ": {"ema": 0.9},
