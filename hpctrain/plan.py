@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-from dataclasses import dataclass
 from functools import cached_property
 
 from hpctrain.config import (
@@ -31,7 +30,7 @@ MOST_SHARES = 16  # listed one by one
 SHARDS_TO_MOVE = 4  # shards per rank if they move between ranks (--worker-load auto)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Facts:
     """Everything besides the configuration that a plan depends on."""
 
@@ -51,7 +50,7 @@ class Facts:
     scaling: tuple[tuple[float, ...], ...] = ()  # mean and std by channel; () = images in [0, 1]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The resolved numbers of one run."""
 
@@ -197,7 +196,8 @@ def resolve(config: Config, facts: Facts) -> Plan:
     optimizer = config.optimizer or ("adam" if denoise else "sgdm")
     rate = DEFAULT_LEARNING_RATES[optimizer] if config.lr is None else config.lr
     growth = rate_growth(config, partition.batch_size)
-    warm = config.warmup_epochs if config.warmup_epochs is not None else 5.0 * (growth > 1)
+    usual = 5.0 * (growth > 1 and config.schedule != "one-cycle")  # which has a warm-up itself
+    warm = usual if config.warmup_epochs is None else config.warmup_epochs
     return Plan(
         task=config.task,
         model=model,

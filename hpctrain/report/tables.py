@@ -51,7 +51,7 @@ def print_evaluation(
         names = ("loss", "unweighted_loss", "accuracy", "balanced_accuracy")
         text = ", ".join(f"{n.replace('_', ' ')} {metrics[n]:.4f}" for n in names if n in metrics)
     own = "".join(f", {name} {value:.4f}" for name, value in metrics.get("metrics", {}).items())
-    console.print(f"{split}: {metrics['rows']:,} images, {text}{own}")
+    console.print(f"{split}: {metrics['rows']:,} images, {text}{own}", soft_wrap=True)
 
 
 def psnr(error: float) -> float:

@@ -58,7 +58,7 @@ class Frozen:
         frozen = [p for p in self.parameters.values() if not p.requires_grad]
         size = f"the message of a step has {message.tensor.nbytes / 1e6:,.3f} MB"
         if not frozen:
-            return f"all {len(parameters)} parameters are trained now: {size}"
+            return f"the parameters of --freeze are trained now: {size}"
         less = sum(p.nbytes for p in frozen) / 1e6
         return (
             f"--freeze: {len(frozen)} of {len(parameters)} parameters are frozen: {size}, without"

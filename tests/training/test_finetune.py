@@ -498,6 +498,14 @@ def test_a_pattern_that_matches_nothing_is_refused(words):
     assert words in str(caught.value)
 
 
+@pytest.mark.mpi
+def test_one_cycle_has_no_other_warm_up(comm, settings):
+    how = {"schedule": "one-cycle", "lr_scaling": "linear", "batch_size": None}
+    config = dataclasses.replace(settings, batch_per_rank=2, **how)
+    assert set_up(config, comm).plan.warmup_steps == 0
+    assert set_up(dataclasses.replace(config, schedule="cosine"), comm).plan.warmup_steps > 0
+
+
 CONFLICTS = {
     "--nesterov is for sgdm with --momentum: this is adam": dict(nesterov=True, optimizer="adam"),
     "--nesterov is for sgdm with --momentum: this is sgdm with 0": dict(
