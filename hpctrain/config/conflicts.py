@@ -72,11 +72,10 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
             yield f"--min-lr {config.min_lr} is above --lr {lr}, from which the schedule falls"
     if config.warmup_epochs and config.schedule == "one-cycle":
         yield "--schedule one-cycle has a warm-up of its own: give no --warmup-epochs"
-    if (config.ema is None) != (config.output != "ema"):
-        yield (
-            f"--output {config.output} with --ema {config.ema}: the average is tested and saved"
-            " with --output ema and --ema DECAY, such as 0.999"
-        )
+    if config.ema is not None and config.output != "ema":
+        yield f"--ema {config.ema} needs --output ema, which tests and saves the average"
+    if config.output == "ema" and config.ema is None:
+        yield "--output ema needs the decay of the average, such as --ema 0.999"
     if config.ema_every > 1 and config.ema is None:
         yield f"--ema-every {config.ema_every} goes with --ema"
     if config.ema is not None and config.batch_norm == "local":

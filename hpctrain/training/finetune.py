@@ -87,7 +87,8 @@ def freeze(model: nn.Module, names: str | None) -> Frozen:
     ]
     frozen = Frozen({n: p for n, p in trained.items() if n in matched}, tuple(layers))
     if len(frozen.parameters) == len(trained):
-        raise UsageError(f"--freeze {names}: it freezes all parameters of the network")
+        last = [*trained][-1].rpartition(".")[0]
+        raise UsageError(f"--freeze {names}: it freezes all parameters; leave out {last}, say")
     frozen.set_trained(False)
     return frozen
 

@@ -279,13 +279,13 @@ def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None
             old = new if new == field.default else plan.precision  # the default keeps the plan's
         if field.name == "normalize" and (old, new) == ("unit", "auto"):
             old = new  # "unit" was the default before there was "auto", and is kept
-        if field.name not in FREE and _setting(old) != _setting(new):
-            flag = "--" + field.name.replace("_", "-")
+        flag = "--" + field.name.replace("_", "-")
+        if field.name not in FREE and _setting(flag, old) != _setting(flag, new):
             raise UsageError(
-                f"the run {folder} was begun with {flag} {_setting(old)}, not {_setting(new)}: give"
+                f"the run {folder} was begun {_setting(flag, old)}, not {_setting(flag, new)}: give"
                 " the same settings to continue it, or another name with --run"
             )
 
 
-def _setting(value: object) -> str:
-    return "not set" if value is None else str(value)
+def _setting(flag: str, value: object) -> str:
+    return f"without {flag}" if value is None else f"with {flag} {value}"

@@ -284,9 +284,9 @@ def test_a_run_with_the_older_order_of_rows_does_not_go_on(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shards": 7}, "was begun with --shards 8, not 7"),
-        ({"lr": 0.5}, "was begun with --lr not set, not 0.5"),
-        ({"model": "resnet18"}, "was begun with --model digits, not resnet18"),
+        ({"shards": 7}, "was begun with --shards 8, not with --shards 7"),
+        ({"lr": 0.5}, "was begun without --lr, not with --lr 0.5"),
+        ({"model": "resnet18"}, "was begun with --model digits, not with --model resnet18"),
         ({"resume": "never"}, "exists: choose another name with --run"),
         ({"data": "other.h5"}, "was begun with pack .*-.*, not .*: it cannot go on"),
     ],
