@@ -70,6 +70,7 @@ class RunCurves:
     training: dict[str, np.ndarray]
     validation: dict[str, np.ndarray]
     test: Metrics
+    loss: str  # the kind of loss, such as cross-entropy
 
     @property
     def panels(self) -> list[str]:
@@ -167,7 +168,18 @@ def read_curves(folder: Path, name: str) -> RunCurves:
         {field: curve for field, curve in training.items() if len(curve)},
         {field: curve for field, curve in validation.items() if len(curve)},
         history.test,
+        loss_kind(history.facts.get("settings"), len(training["accuracy"]) > 0),
     )
+
+
+def loss_kind(settings: Any, classifies: bool) -> str:
+    """Return what the loss of a run is, from the settings in its record."""
+    given = settings if isinstance(settings, dict) else {}
+    if given.get("loss"):
+        return str(given["loss"])
+    if not classifies:
+        return "mean squared error"
+    return "weighted cross-entropy" if given.get("class_weights") else "cross-entropy"
 
 
 def _values(curve: Curve, field: str, per_epoch: float) -> np.ndarray:
@@ -196,9 +208,9 @@ def plot_training(networks: Sequence[RunCurves]) -> Any:
             name: figure.add_subplot(cells[first + i * each : first + (i + 1) * each, column])
             for i, name in enumerate(network.panels)
         }
-        alike = [other for other in networks if other.classifies == network.classifies]
+        alike = [other for other in networks if other.loss == network.loss]
         limits = {name: find_limits(alike, name) for name in axes}
-        outer = column == 0 or networks[number - 1].classifies != network.classifies
+        outer = column == 0 or networks[number - 1].loss != network.loss
         _draw(axes, network, limits, epochs, outer, is_alone)
     lines = [Line2D([], [], color=BLUE, linewidth=1.3, label="training")]
     if any(network.validation for network in networks):
@@ -240,7 +252,6 @@ def _draw(
     from matplotlib.ticker import MaxNLocator
 
     first, *_, last = [*panels.values()] * 2
-    kind = "cross-entropy" if network.classifies else "mean squared error"
     for name, axes in panels.items():
         axes.set_yscale(limits[name].scale)  # sets ticks of its own
         if name == "accuracy":
@@ -248,7 +259,7 @@ def _draw(
         axes.set_ylim(limits[name].low, limits[name].high)
         _draw_curves(axes, network.training.get(name), network.validation.get(name))
         if outer:
-            axes.set_ylabel(f"loss ({kind})" if name == "loss" else LABELS[name])
+            axes.set_ylabel(f"loss ({network.loss})" if name == "loss" else LABELS[name])
         axes.tick_params(which="both", labelleft=outer)
         axes.set_xlim(0, epochs * 1.02)
         locator = MaxNLocator(10 if wide else 5, steps=STEPS, integer=epochs >= 3)

@@ -65,7 +65,12 @@ def test_the_commands_of_the_page_run(folder, monkeypatch, capsys):
     sys.modules.pop("mine", None)
     answers = capsys.readouterr().out
     assert "balanced accuracy" in answers and "('daisy', 'rose', 'tulip')" in answers
-    made = ["answers.csv", "answers.png", "mistakes.png", "runs/exact/model.safetensors"]
+    made = [
+        "answers.csv",
+        "answers.png",
+        "runs/weighted/mistakes.png",
+        "runs/exact/model.safetensors",
+    ]
     assert [name for name in made if not (folder / name).is_file()] == []
 
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.cli import main
-from hpctrain.plot import read_curves
+from hpctrain.plot import loss_kind, read_curves
 from hpctrain.report.figures import columns_for, wrapped
 from hpctrain.report.find import distinct_names
 from tests.launch import run
@@ -306,3 +306,10 @@ def test_long_names_are_wrapped_and_shortened_in_the_middle():
 def test_runs_of_one_name_are_told_apart_by_the_folder_above(tmp_path):
     folders = [tmp_path / "s/01", tmp_path / "t/01", tmp_path / "t/02"]
     assert distinct_names(folders) == ["s/01", "t/01", "02"]
+
+
+def test_the_loss_is_named_as_the_record_says():
+    assert loss_kind({"loss": "mine:focal", "class_weights": "balanced"}, True) == "mine:focal"
+    assert loss_kind({"class_weights": "balanced"}, True) == "weighted cross-entropy"
+    assert loss_kind(None, True) == "cross-entropy"
+    assert loss_kind({}, False) == "mean squared error"

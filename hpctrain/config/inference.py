@@ -73,7 +73,7 @@ class EvaluateConfig(NetworkConfig):
     mistakes: int = option(
         0,
         "draw this many mistakes, the most confident ones, with true class, answer and probability"
-        " into a .png beside --output, else mistakes.png",
+        " into a .png beside --output, by default mistakes.png beside the weights",
         "Output",
         IMAGES_DRAWN,
     )

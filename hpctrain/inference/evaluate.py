@@ -117,22 +117,25 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm) -> Evaluation:
         task = own_task(network, settings, source, comm)
         result = evaluate(network.model, source, task, *how)
         assert result is not None  # go_on always returns True
-        call_on_root(comm, partial(write_mistakes, result, source, settings))
+        call_on_root(comm, partial(write_mistakes, result, source, settings, network.saved.path))
     if settings.output:
         found = as_json(result, pack, network.saved.path, settings.split)
         call_on_root(comm, partial(write_json, Path(settings.output), found))
     return dataclasses.replace(result, classes=pack.classes)
 
 
-def write_mistakes(result: Evaluation, source: Split, settings: EvaluateConfig) -> None:
-    """Write the picture of --mistakes, if there are any (rank 0)."""
+def write_mistakes(
+    result: Evaluation, source: Split, settings: EvaluateConfig, weights: Path
+) -> None:
+    """Write the picture of --mistakes, if there are any: by default beside `weights` (rank 0)."""
     if not settings.mistakes or result.confusion is None:
         return
     total = result.rows - int(np.trace(result.confusion))
     if not total:
         say(f"{settings.split}: no mistakes to draw")
         return
-    path, classes = picture_path(settings.output, "mistakes.png"), source.pack.classes
+    path = picture_path(settings.output, weights.with_name("mistakes.png"))
+    classes = source.pack.classes
     write_image(path, draw_answers(read_rows(source, result.mistakes), result.mistakes, classes))
     say(f"{path}: the {len(result.mistakes):,} most confident of {total:,} mistakes")
 

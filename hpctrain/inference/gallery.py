@@ -61,9 +61,9 @@ def draw_answers(
     return draw_captioned(shown_values(images), captions, wrong)
 
 
-def picture_path(output: str | None, default: str) -> Path:
+def picture_path(output: str | None, default: Path) -> Path:
     """Return the name of the picture beside the file --output, or `default` if there is none."""
     if output in (None, "-"):
-        return Path(default)
+        return default
     path = Path(str(output))
     return path.with_suffix(".png") if path.suffix.lower() in TABLES else Path(f"{path}.png")

@@ -81,7 +81,7 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         answers = [answer_of(rows[place], labels, found[place]) for place in shown]
         images = np.empty((len(shown), *network.saved.image_shape), dtype)
         read(np.array([each.row for each in answers]), images)
-        path = picture_path(output, "predictions.png")
+        path = picture_path(output, Path("predictions.png"))
         own = [Path(names[each.row]).name for each in answers]
         write_image(path, draw_answers(images, answers, classes, own))
         text = f"{path}: {len(shown):,} images with their answers"

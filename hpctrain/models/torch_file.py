@@ -63,7 +63,8 @@ def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
         raise UsageError(_refused_pickle(path, str(error))) from error
     except DAMAGED as error:
         raise UsageError(
-            f"{path} is no file of weights, or is damaged: {one_line(error)[:200]}"
+            f"{path} is no file of weights, or was cut short ({Path(path).stat().st_size:,} bytes):"
+            f" copy it again ({one_line(error)[:200]})"
         ) from error
     return _tensors_of(path, found)
 

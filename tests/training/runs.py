@@ -13,6 +13,33 @@ from hpctrain.training.control import Control
 from hpctrain.training.state import Progress, Run
 from hpctrain.training.train import train
 
+# in two phases, with groups of parameters; and averaged
+FINE_TUNING = {
+    "unfreeze": {
+        "optimizer": "adamw",
+        "weight_decay": 0.1,
+        "no_decay": "norm",
+        "schedule": "cosine",
+        "min_lr": 1e-4,
+        "freeze": "conv1,bn1",
+        "unfreeze_epoch": 1,
+        "lr_scale": "fc=2",
+        "validate_steps": 3,
+        "output": "best",
+    },
+    "ema": {
+        "ema": 0.9,
+        "ema_every": 2,
+        "nesterov": True,
+        "layer_decay": 0.8,
+        "schedule": "one-cycle",
+        "output": "ema",
+        "validate_steps": 3,
+        "freeze": "conv1,bn1",
+        "unfreeze_epoch": 1,
+    },
+}
+
 
 def short_run(folder, pack, **settings):
     """Settings of one epoch over a pack in this folder, which gets the runs too; prints nothing."""

@@ -26,7 +26,7 @@ from hpctrain.training.step import (
 )
 from tests.launch import mpirun, run
 from tests.packs import make_pack
-from tests.training.runs import digest
+from tests.training.runs import FINE_TUNING, digest
 from tests.training.test_step import Config, make_trainer, small_model
 
 ROWS = {"train": 101, "validation": 13, "test": 23}
@@ -48,29 +48,7 @@ CASES = {
     "global": {"shuffle": "global"},
     "blocks": {"shuffle": "blocks", "read_buffer": "60K"},
     "denoise": {"task": "denoise", "model": "autoencoder", "validate_steps": 3, "output": "best"},
-    "unfreeze": {
-        "optimizer": "adamw",
-        "weight_decay": 0.1,
-        "no_decay": "norm",
-        "schedule": "cosine",
-        "min_lr": 1e-4,
-        "freeze": "conv1,bn1",
-        "unfreeze_epoch": 1,
-        "lr_scale": "fc=2",
-        "validate_steps": 3,
-        "output": "best",
-    },
-    "ema": {
-        "ema": 0.9,
-        "ema_every": 2,
-        "nesterov": True,
-        "layer_decay": 0.8,
-        "schedule": "one-cycle",
-        "output": "ema",
-        "validate_steps": 3,
-        "freeze": "conv1,bn1",
-        "unfreeze_epoch": 1,
-    },
+    **FINE_TUNING,
     "two threads": {"threads": 2},
     "class weights": {"class_weights": "balanced", "label_smoothing": 0.1, "output": "best"},
     "balanced": {"balanced_sampling": True, "read_buffer": "4K"},

@@ -191,7 +191,7 @@ def test_no_mistakes_no_picture(comm, made, drawn, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "evaluate", never_wrong)
     monkeypatch.chdir(made.parent)
     assert evaluate.main(EvaluateConfig(run=str(made), mistakes=6, threads=1)) == 0
-    assert drawn == [] and not (made.parent / "mistakes.png").exists()
+    assert drawn == [] and not (made / "mistakes.png").exists()
     assert comm.rank or capsys.readouterr().out.startswith("test: no mistakes to draw")
 
 
