@@ -77,8 +77,10 @@ class TrainingResult:
     exit_code: int = 0
     step: int = 0  # steps and epochs after which the network was saved
     epoch: int = 0
-    figures: dict[str, float | None] = field(default_factory=dict)  # loss, accuracy, and those of
-    # each split, such as test_accuracy
+    figures: dict[str, float | None] = field(default_factory=dict)  # loss, test_accuracy, ...
+
+    def __int__(self) -> int:
+        return self.exit_code
 
 
 def train(config: Config, comm: Comm | None = None) -> int:
@@ -112,8 +114,7 @@ def run_training(config: Config, comm: Comm | None = None) -> TrainingResult:
         if earlier:
             config = dataclasses.replace(config, precision=earlier.precision)
         stack.enter_context(torch_settings(precision, config.deterministic))
-        plan = earlier.plan if earlier else None
-        checkpoint = earlier.checkpoint if earlier else None
+        plan, checkpoint = (earlier.plan, earlier.checkpoint) if earlier else (None, None)
         job = set_up(config, comm, plan, checkpoint.state if checkpoint else None)
         if config.dry_run:
             notes = (f"note           {note}" for note in job.notes)
@@ -125,7 +126,7 @@ def run_training(config: Config, comm: Comm | None = None) -> TrainingResult:
         return finish(run, first)
 
 
-main = train
+main = run_training
 
 
 def say_finished(earlier: PreviousLaunch) -> TrainingResult:

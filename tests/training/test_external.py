@@ -142,7 +142,7 @@ def test_every_training_row_once_and_every_batch_mixed(comm, settings, case, shu
 def test_a_run_goes_on_only_with_the_same_file(comm, settings):
     assert loop.train(settings, comm) == 0
     longer = dataclasses.replace(settings, epochs=3)
-    with pytest.raises(UsageError, match="begun with --split not set, not 0.8,0.2"):
+    with pytest.raises(UsageError, match="begun without --split, not with --split 0.8,0.2"):
         loop.train(dataclasses.replace(longer, split="0.8,0.2"), comm)
     if comm.rank == 0:
         changed = IMAGES.copy()

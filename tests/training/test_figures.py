@@ -217,7 +217,7 @@ def test_a_network_that_restores_images_has_no_answers(comm, shared_tmp):
     ],
 )
 def test_the_picture_lies_beside_the_output(output, picture):
-    assert picture_path(output, "default.png") == Path(picture)
+    assert picture_path(output, Path("default.png")) == Path(picture)
 
 
 def test_a_page_holds_so_many_images():
