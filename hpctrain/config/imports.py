@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -38,7 +39,20 @@ class Imported(NamedTuple):
         except UsageError:
             raise
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{self.setting} failed: {_cause(error, self.source)}") from error
+            raise self.failure(error) from error
+
+    def failure(self, error: BaseException) -> UsageError:
+        """Return the error to raise if the function raised `error`."""
+        return UsageError(f"{self.setting} failed: {_cause(error, self.source)}")
+
+    def check_arguments(self, form: str, *given: Any, **named: Any) -> None:
+        """Raise UsageError unless the function can be called with these arguments, as in `form`."""
+        try:
+            inspect.signature(self.function).bind(*given, **named)
+        except ValueError:  # some functions in C do not tell their arguments
+            return
+        except TypeError as error:
+            raise UsageError(f"{self.setting}: must be callable as {form}: {error}") from error
 
 
 def import_function(name: str, flag: str) -> Imported:
@@ -49,7 +63,9 @@ def import_function(name: str, flag: str) -> Imported:
     setting = f"{flag} {name}"
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute or ":" in attribute:
-        raise UsageError(f"{setting}: write package.module:function")
+        place, _, last = name.rpartition(".")
+        hint = f", here {place}:{last}" if ":" not in name and place and last != "py" else ""
+        raise UsageError(f"{setting}: write package.module:function{hint}")
     if module_name.endswith(".py"):
         proper = module_name.removesuffix(".py").replace("/", ".")
         raise UsageError(f"{setting}: write the module, not the file: {proper}:{attribute}")
@@ -123,6 +139,8 @@ def one_line(error: BaseException) -> str:
 def _cause(error: BaseException, source: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == source]
-    own = own or [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+    package = str(Path(__file__).parents[1])  # the caller of a function is not its error's place
+    others = [f for f in frames if not f.filename.startswith(package)]
+    own = own or [f for f in others if "importlib" not in f.filename]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return one_line(error) + place

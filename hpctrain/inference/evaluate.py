@@ -37,7 +37,7 @@ from hpctrain.inference.gallery import (
     read_rows,
 )
 from hpctrain.inference.opening import first_touch, open_network, open_pack_for, own_task
-from hpctrain.inference.own import TAKEN
+from hpctrain.inference.own import TAKEN, refuse_names
 from hpctrain.inference.tasks import Task
 from hpctrain.models import evaluating
 from hpctrain.parallel.device import fork_rng, torch_settings
@@ -154,13 +154,14 @@ def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str
     }
 
 
+BlockSums = dict[str, list[float]]  # by figure: the sums of its values and of their weights
+
+
 @dataclass
 class RankPart:
     """The results of one rank, without its confusion matrix."""
 
-    sums: list[list[float]] = field(default_factory=list)  # of its nonempty blocks, in order:
-    # those of values and weights of each figure, one after another
-    names: list[str] = field(default_factory=list)  # of the figures
+    sums: list[BlockSums] = field(default_factory=list)  # of its nonempty blocks, in order
     rows: int = 0
     bad: dict[int, str] = field(default_factory=dict)
     mistakes: list[Answer] = field(default_factory=list)  # the most confident ones
@@ -181,7 +182,8 @@ def combine(
 ) -> Evaluation | None:
     """Combine the results of all ranks; None if one of them is not complete. Collective.
 
-    Raises RunError on all ranks for samples that are not finite, or if no sample is usable.
+    Raises RunError on all ranks for samples that are not finite, or if no sample is usable, and
+    UsageError if the metric did not name the same figures for all blocks.
     """
     parts = allgather(comm, own)
     if bad := describe_first(part.bad for part in parts):
@@ -190,11 +192,14 @@ def combine(
         return None
     if not (rows := sum(part.rows for part in parts)):
         raise agreed(RunError("no row of the split can be used"))
-    names = next(part.names for part in parts if part.names)
-    sums = [*map(sum, zip(*(each for part in parts for each in part.sums), strict=True))]
-    pairs = zip(names, sums[::2], sums[1::2], strict=True)
-    found = {name: total / weight if weight else math.nan for name, total, weight in pairs}
-    means = {name: found.pop(name) for name in names if name in TAKEN}
+    blocks, found = [each for part in parts for each in part.sums], dict[str, float]()
+    for other in blocks:
+        if error := refuse_names(task.own.metric, blocks[0], other):
+            raise agreed(error)
+    for name in blocks[0]:
+        total, weight = map(sum, zip(*(each[name] for each in blocks), strict=True))
+        found[name] = total / weight if weight else math.nan
+    means = {name: found.pop(name) for name in blocks[0] if name in TAKEN}
     mistakes = most_confident((each for part in parts for each in part.mistakes), kept)
     if not task.classes:
         return Evaluation(rows, means, found, None, mistakes)
@@ -221,6 +226,7 @@ def evaluate(
     total, device = len(source.labels), next(model.parameters()).device
     upload = Upload((min(block, total), *source.image_shape), source.dtype, device)
     confusion, own = np.zeros((task.classes, task.classes)), RankPart()
+    names: list[list[str]] = []  # of the figures, by block: one more may be under way
 
     def load(number: int, rows: np.ndarray) -> Block:
         images = upload.buffer(len(rows))
@@ -232,7 +238,7 @@ def evaluate(
 
     def compute(block: Block) -> torch.Tensor:
         found, answers = task.evaluate(model, *block.tensors)
-        own.names = list(found)
+        names.append(list(found))
         sums = torch.stack([each.double() for pair in found.values() for each in pair])
         return torch.cat([sums, *(part.double() for part in answers or ())])
 
@@ -243,8 +249,9 @@ def evaluate(
     def add_own() -> None:
         parts = blocks_of(total, block, comm.size, comm.rank)
         for each, values in compute_blocks(load, compute, parts, upload, go_on_here):
-            sums, rest = np.split(values, [2 * len(own.names)])
-            own.sums.append(sums.tolist())
+            figures = names[len(own.sums)]
+            sums, rest = np.split(values, [2 * len(figures)])
+            own.sums.append(dict(zip(figures, sums.reshape(-1, 2).tolist(), strict=True)))
             own.rows += len(each.rows)
             own.bad |= each.bad
             if task.classes:

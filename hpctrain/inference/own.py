@@ -15,7 +15,7 @@ start of a run; shapes are tested in every call, which does not synchronize with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from hpctrain.config.imports import Imported, import_function
 from hpctrain.data.loader import Prepare
 from hpctrain.data.partition import random_key
 from hpctrain.errors import UsageError
+from hpctrain.text import listed
 
 MOST_FIGURES = 32  # of a metric
 TAKEN = ("loss", "unweighted_loss", "noisy", "accuracy", "balanced_accuracy", "rows")  # figures
@@ -45,14 +46,37 @@ NONE = Functions()
 def import_functions(loss: str | None, metric: str | None) -> Functions:
     """Import the functions that --loss and --metric name. Raises UsageError."""
     return Functions(
-        import_function(loss, "--loss") if loss else None,
-        import_function(metric, "--metric") if metric else None,
+        import_own(loss, "--loss", "outputs", "targets") if loss else None,
+        import_own(metric, "--metric", "outputs", "targets") if metric else None,
     )
+
+
+def import_own(name: str, flag: str, *arguments: str) -> Imported:
+    """Import a function of these positional arguments. Raises UsageError."""
+    own = import_function(name, flag)
+    if isinstance(own.function, type):
+        last = name.rpartition(":")[2]
+        raise UsageError(
+            f"{own.setting}: {last} is a class: name a function, or an object that a module of"
+            f" yours makes, such as {flag.lstrip('-')} = {last}()"
+        )
+    own.check_arguments(f"function({', '.join(arguments)})", *arguments)
+    return own
+
+
+def call(own: Imported, *given: Any) -> Any:
+    """Call the function. Raises UsageError, with the line of its file, if it fails."""
+    try:
+        return own.function(*given)
+    except (UsageError, MemoryError, torch.OutOfMemoryError):  # which may be no fault of it
+        raise
+    except (Exception, SystemExit) as error:
+        raise own.failure(error) from error
 
 
 def compute_losses(own: Imported, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the losses (n,) of samples. Raises UsageError if the function gives no such tensor."""
-    return read_loss(own, own.function(outputs, targets), len(outputs))
+    return read_loss(own, call(own, outputs, targets), len(outputs))
 
 
 def read_loss(own: Imported, found: Any, n: int) -> Tensor:
@@ -84,18 +108,32 @@ def _per_sample(found: Any, n: int, what: str) -> Tensor:
             f"{what} must return a tensor of one value a sample, not {type(found).__name__}"
         )
     if found.shape != (n,):
-        mean = " not their mean or sum" if found.ndim == 0 else ""
-        hint = " (torch's losses: reduction='none')" if found.ndim == 0 else ""
+        hint = f"shape ({n},)"
+        if found.ndim == 0:
+            hint = "not their mean or sum (torch's losses: reduction='none')"
+            hint = hint if n > 1 else "shape (1,): does it call squeeze()?"
         raise UsageError(
-            f"{what} returned a tensor of shape {tuple(found.shape)} for {n} samples: return one"
-            f" value a sample,{mean or f' shape ({n},)'}{hint}"
+            f"{what} returned a tensor of shape {tuple(found.shape)} for {n} sample{'s' * (n > 1)}:"
+            f" return one value a sample, {hint}"
         )
     return found
 
 
+def refuse_names(
+    own: Imported | None, names: Collection[str], others: Collection[str]
+) -> UsageError | None:
+    """Return the error to raise if a metric named other figures for another batch."""
+    if own is None or not (differ := sorted(set(names) ^ set(others))):
+        return None
+    return UsageError(
+        f"{own.setting} gave {listed(differ, 3)} for one batch and not for another: it must give"
+        " the same figures for each"
+    )
+
+
 def sum_metric(own: Imported, outputs: Tensor, targets: Tensor) -> Sums:
     """Return the sums of the figures that the metric gives for a block of samples."""
-    found = read_metric(own, own.function(outputs, targets), len(outputs))
+    found = read_metric(own, call(own, outputs, targets), len(outputs))
     count = torch.full((), len(outputs), dtype=torch.float64, device=outputs.device)
     return {
         name: (values.double().sum(), count if weights is None else weights.double().sum())
@@ -111,7 +149,7 @@ def augment_by(own: Imported, images: Tensor, key: int) -> Tensor:
     """
     generator = torch.Generator(images.device).manual_seed(random_key(key, "own augmentation"))
     shape, strides = images.shape, images.stride()
-    found = own.function(images, generator)
+    found = call(own, images, generator)
     if not isinstance(found, Tensor):
         raise UsageError(f"{own.setting} must return images, not {type(found).__name__}")
     for what, had, has in (

@@ -1,14 +1,15 @@
 """Tests of the user's own functions before their first use; what breaks a rule is named.
 
-A loss and a metric are called with the network's outputs for a few samples: for all of them, for
-each half, and again for all. An augmentation is called with one key, with another, and with the
-first again.
+A loss and a metric are called with the network's outputs for a few samples: for all of them, in
+parts, one of which is a single sample, and again for all. An augmentation is called with one key,
+with another, with the first again, and with a single image.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 
 from hpctrain.config.imports import Imported
 from hpctrain.errors import UsageError
-from hpctrain.inference.own import augment_by, read_loss, read_metric
+from hpctrain.inference.own import augment_by, call, read_loss, read_metric, refuse_names
 from hpctrain.inference.tasks import Task, network_output
 from hpctrain.models import evaluating
 from hpctrain.parallel.device import fork_rng
 
-RELATIVE, ABSOLUTE = 1e-3, 1e-5  # of a value in half the batch: kernels may round differently
+RELATIVE, ABSOLUTE = 1e-3, 1e-5  # of a value in a part: kernels may round differently
 Values = dict[str, Tensor]  # what a function returned: one value a sample, by name
 
 
@@ -61,14 +62,15 @@ def check_values(
 
     `read` turns its result for n samples into named tensors (n,).
     """
-    n, middle = len(outputs), len(outputs) // 2
+    n = len(outputs)
+    ends = sorted({0, min(1, n), n // 2, n})  # of the parts
     held, goals = outputs.clone(), targets.clone()
 
     def values(outputs: Tensor, first: int = 0, end: int = n) -> Values:
         return read(call_quietly(own, outputs[first:end], goals[first:end]), end - first)
 
-    def halves(outputs: Tensor) -> list[Values]:
-        return [values(outputs, 0, middle), values(outputs, middle)] if middle else []
+    def parts(outputs: Tensor) -> list[Values]:
+        return [values(outputs, *bounds) for bounds in pairwise(ends)]
 
     with torch.no_grad():
         whole = values(held)
@@ -78,7 +80,7 @@ def check_values(
                     f"{own.setting} changed the {what} that it was given: compute without in-place"
                     " operations on them"
                 )
-        compare_halves(own, whole, halves(held))
+        compare_parts(own, whole, parts(held))
         again = values(held)
         for name, found in whole.items():
             if not found.isfinite().all():
@@ -91,23 +93,25 @@ def check_values(
         # A network with its first weights often gives all samples nearly the same outputs.
         varied = vary(outputs)
         try:
-            whole, parts = values(varied), halves(varied)
+            whole, again_apart = values(varied), parts(varied)
         except UsageError:  # it cannot take these, such as the logarithm of a negative number
             return
-        compare_halves(own, whole, parts)
+        compare_parts(own, whole, again_apart)
 
 
-def compare_halves(own: Imported, whole: Values, halves: list[Values]) -> None:
-    """Raise UsageError if samples have other values (n,) in `halves` of the batch."""
-    for name, found in whole.items() if halves else ():
-        parts = [half[name] for half in halves if name in half]
-        if len(parts) == len(halves):
-            close = torch.isclose(torch.cat(parts).double(), found.double(), RELATIVE, ABSOLUTE)
-            if close.logical_or(~found.isfinite()).all():
-                continue
+def compare_parts(own: Imported, whole: Values, parts: list[Values]) -> None:
+    """Raise UsageError if samples have other values (n,) in `parts` of the batch."""
+    for part in parts:
+        if error := refuse_names(own, whole, part):
+            raise error
+    for name, found in whole.items():
+        apart = torch.cat([part[name] for part in parts])
+        close = torch.isclose(apart.double(), found.double(), RELATIVE, ABSOLUTE)
+        if close.logical_or(~found.isfinite()).all():
+            continue
         raise UsageError(
-            f"{own.setting} gave samples other values in half of the batch ({name}): the value of a"
-            " sample must not depend on the others, because batches are cut into shards, nor on"
+            f"{own.setting} gave samples other values in a part of the batch ({name}): the value of"
+            " a sample must not depend on the others, because batches are cut into shards, nor on"
             " earlier calls"
         )
 
@@ -140,10 +144,11 @@ def check_gradient(own: Imported, outputs: Tensor, targets: Tensor) -> None:
 def check_augment(own: Imported, images: Tensor, key: int) -> None:
     """Test that images (n, C, H, W) are augmented by the generator alone. Raises UsageError."""
 
-    def augmented(key: int) -> Tensor:
-        return own.call(lambda: watch_generators(own, lambda: augment_by(own, images.clone(), key)))
+    def augmented(key: int, images: Tensor = images) -> Tensor:
+        return watch_generators(own, lambda: augment_by(own, images.clone(), key))
 
     first, _, again = (augmented(each) for each in (key, key + 1, key))
+    augmented(key, images[:1])
     if images.isfinite().all() and not first.isfinite().all():
         raise UsageError(f"{own.setting} returned an image with NaN or infinity")
     if not torch.equal(first, again):
@@ -155,7 +160,7 @@ def check_augment(own: Imported, images: Tensor, key: int) -> None:
 
 def call_quietly(own: Imported, *tensors: Tensor) -> Any:
     """Call a function that must not draw random numbers. Raises UsageError if it fails."""
-    return own.call(lambda: watch_generators(own, lambda: own.function(*tensors)))
+    return watch_generators(own, lambda: call(own, *tensors))
 
 
 def watch_generators(own: Imported, work: Callable[[], Any]) -> Any:

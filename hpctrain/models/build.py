@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -139,15 +138,9 @@ def checked_output(found: Any, rows: int, output: tuple[int, ...], mode: str) ->
 
 
 def _call(imported: Imported, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    function = imported.function
-    try:
-        inspect.signature(function).bind(image_shape=image_shape, classes=classes)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{imported.setting}: must be callable as function(image_shape=(H, W, C), classes=K):"
-            f" {error}"
-        ) from error
-    model = imported.call(lambda: function(image_shape=image_shape, classes=classes))
+    given = {"image_shape": image_shape, "classes": classes}
+    imported.check_arguments("function(image_shape=(H, W, C), classes=K)", **given)
+    model = imported.call(lambda: imported.function(**given))
     if not isinstance(model, nn.Module):
         raise UsageError(f"{imported.setting} must return a torch.nn.Module, not {_kind(model)}")
     if next(model.parameters(), None) is None:

@@ -168,22 +168,26 @@ def encode_record(record: Record) -> bytes:
         text = _ENCODER.encode(record)
     except ValueError:  # a number that JSON cannot hold
         found: list[str] = []
-        text = _ENCODER.encode({**_replace_nonfinite(record, "", found), "nonfinite": found})
+        text = _ENCODER.encode({**without_nonfinite(record, found), "nonfinite": found})
     return text.encode("ascii") + b"\n"
 
 
-def _replace_nonfinite(value: Any, name: str, found: list[str]) -> Any:
-    """Copy `value` with None for NaN and infinity; their dotted names are appended to `found`."""
+def without_nonfinite(value: Any, found: list[str] | None = None, name: str = "") -> Any:
+    """Copy a value for JSON, with None for NaN and infinity.
+
+    Their dotted names are appended to `found`; `name` is that of the value itself.
+    """
     if isinstance(value, Mapping):
-        items = value.items()
-        return {key: _replace_nonfinite(item, f"{name}.{key}", found) for key, item in items}
+        parts = value.items()
+        return {key: without_nonfinite(each, found, f"{name}.{key}") for key, each in parts}
     if isinstance(value, list | tuple):
-        return [_replace_nonfinite(v, f"{name}.{i}", found) for i, v in enumerate(value)]
+        return [without_nonfinite(v, found, f"{name}.{i}") for i, v in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        found.append(name.removeprefix("."))
+        if found is not None:
+            found.append(name.removeprefix("."))
         return None
     if not isinstance(value, str | int | float | None):
-        return _replace_nonfinite(_to_json_type(value), name, found)
+        return without_nonfinite(_to_json_type(value), found, name)
     return value
 
 

@@ -16,15 +16,16 @@ from rich.table import Table
 from hpctrain.console import styled
 from hpctrain.files import as_text, whole_file, write_whole, writing
 from hpctrain.report.bar import make_console
+from hpctrain.report.fields import without_nonfinite
 from hpctrain.text import csv_cell, say, told_apart
 
 WIDEST = 12  # classes of the largest confusion matrix that fits a terminal
 
 
 def write_json(path: Path, metrics: dict[str, Any]) -> None:
-    """Write metrics as one JSON object, atomically. Raises RunError."""
+    """Write metrics as one JSON object, atomically; NaN and infinity as null. Raises RunError."""
     with writing(path):
-        write_whole(path, json.dumps(metrics, indent=1) + "\n")
+        write_whole(path, json.dumps(without_nonfinite(metrics), indent=1) + "\n")
 
 
 def print_evaluation(

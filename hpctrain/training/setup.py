@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hpctrain.config import Config, byte_count, segments
-from hpctrain.config.imports import import_function
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.cache import sample_bytes
 from hpctrain.data.imbalance import describe_missing, find_class_weights
@@ -25,7 +24,7 @@ from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.inference.network import find_model
-from hpctrain.inference.own import import_functions, with_augment
+from hpctrain.inference.own import import_functions, import_own, with_augment
 from hpctrain.inference.own_check import check_augment
 from hpctrain.inference.tasks import Task, make_task, output_shape
 from hpctrain.models import InitialWeights, build, check_forward, checkpoint_activations, load_init
@@ -175,7 +174,7 @@ def with_own_augment(name: str | None, prepare: Prepare, source: Split, comm: Co
     """
     if name is None:
         return prepare
-    own = call_on_all(comm, lambda: import_function(name, "--augment"))
+    own = call_on_all(comm, lambda: import_own(name, "--augment", "images", "generator"))
     rows, key = np.arange(min(PROBE_ROWS, len(source.labels))), random_key("own functions")
     call_on_root(comm, lambda: check_augment(own, read_samples(source, rows, prepare), key))
     return with_augment(own, prepare)

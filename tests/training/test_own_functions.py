@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,15 @@ from torch.nn import functional as F
 
 from hpctrain.cli import main
 from hpctrain.config import Config
+from hpctrain.config.imports import Imported, import_function
 from hpctrain.data.loader import read_samples
-from hpctrain.errors import UsageError
+from hpctrain.errors import Failure, UsageError
+from hpctrain.inference.evaluate import evaluate
+from hpctrain.inference.own import compute_losses, import_functions
 from hpctrain.report.record import read_records
 from hpctrain.training.setup import set_up
 from hpctrain.training.train import train
+from hpctrain.typed import parse_json
 from tests import own_functions
 from tests.training.runs import digest
 
@@ -89,12 +92,12 @@ def test_a_loss_and_a_metric_are_evaluated_as_in_one_process(comm, small_setting
     }
     expected = {name: value.double().mean().item() for name, value in expected.items()}
     del expected["recall of none"]  # 0 / 0
-    found = json.loads((folder / "evaluation-test.json").read_text())
-    again = json.loads((folder / "again.json").read_text())
+    found = parse_json((folder / "evaluation-test.json").read_text())
+    again = parse_json((folder / "again.json").read_text())
     (recorded,) = [r for r in records(small_settings, "evaluation") if r["split"] == "test"]
     for figures in (found, again, recorded):
         own_figures = dict(figures["metrics"])
-        assert own_figures.pop("recall of none") != 0
+        assert own_figures.pop("recall of none") is None
         assert own_figures == pytest.approx(expected, rel=1e-4)
         loss = own_functions.focal(outputs, targets).mean().item()
         assert figures["loss"] == pytest.approx(loss, rel=1e-4)
@@ -111,6 +114,35 @@ def test_a_metric_of_one_figure_has_the_name_of_its_function(comm, small_setting
             assert list(each["metrics"]) == [name]
             assert name == "top3" or each["metrics"][name] == each["accuracy"]
         assert f"  {name} 0." in capsys.readouterr().out
+
+
+@pytest.mark.mpi
+def test_the_figures_of_blocks_are_added_by_name(comm, small_settings):
+    job = set_up(dataclasses.replace(small_settings, metric=own("in_any_order")), comm)
+    by_class = import_functions(None, own("by_class"))
+    with job.reading.split("test") as source:
+        how = job.trainer.model, source
+        result = evaluate(*how, job.task, job.prepare, comm, 2)
+        assert result.metrics == {"one": 1, "two": 2}
+        task = dataclasses.replace(job.task, own=by_class)
+        with pytest.raises(UsageError, match="by_class gave .* for one batch and not for another"):
+            evaluate(*how, task, job.prepare, comm, 2)
+
+
+@pytest.mark.parametrize("name", ["loss", "metric", "augment"])
+def test_a_function_that_fails_later_is_one_line(comm, small_settings, name):
+    with pytest.raises(Failure, match=r"failed: IndexError: no .* \(own_functions.py, line \d+\)"):
+        run_with(small_settings, comm, **{name: own("fails_later")})
+
+
+def test_a_memory_error_passes_a_function(comm):
+    """--batch-per-rank auto waits for it."""
+
+    def full(outputs, targets):
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        compute_losses(Imported("--loss a:b", full, ""), torch.zeros(1, 2), torch.zeros(1))
 
 
 @pytest.mark.mpi
@@ -187,16 +219,19 @@ WRONG = {
     "draws_from_torch": "draws random numbers from torch's global generator",
     "draws_from_numpy": "draws random numbers from numpy.random",
     "draws_from_python": "draws random numbers from Python's random",
-    "draws_of_its_own": "gave samples other values in half of the batch .* nor on earlier calls",
-    "counts_calls": "gave samples other values in half of the batch .* nor on earlier calls",
-    "every_third": "returned other values when it was called again with the same samples",
-    "of_the_batch": "gave samples other values in half of the batch",
+    "draws_of_its_own": "gave samples other values in a part of the batch .* nor on earlier calls",
+    "counts_calls": "gave samples other values in a part of the batch .* nor on earlier calls",
+    "every_fifth": "returned other values when it was called again with the same samples",
+    "of_the_batch": "gave samples other values in a part of the batch",
     "in_place": "changed the outputs that it was given",
     "detached": "is not differentiable",
     "correct": "is not differentiable",
     "not_finite": "returned a value that is not finite",
     "steep": "has a gradient that is not finite with respect to the outputs",
     "absent": f"{HERE} has no absent",
+    "squeezed": r"returned a tensor of shape \(\) for 1 sample: .* \(1,\): does it call squeeze",
+    "of_three": r"must be callable as function\(outputs, targets\): missing .* 'gamma'",
+    "Focal": r"Focal is a class: name a function, or an object .*, such as loss = Focal\(\)",
 }
 
 
@@ -213,9 +248,10 @@ WRONG_METRICS = {
     "largest": r"largest returned a tensor of shape \(\) for",
     "taken": "named a figure 'accuracy': give it another name",
     "nothing": "gave 0 figures, not 1 to 32",
-    "of_the_batch": r"gave samples other values in half of the batch \(of_the_batch\)",
+    "of_the_batch": r"gave samples other values in a part of the batch \(of_the_batch\)",
     "draws_from_torch": "draws random numbers from torch's global generator",
     "in_place": "changed the outputs",
+    "by_class": r"gave class \d, .* for one batch and not for another",
 }
 
 
@@ -266,6 +302,15 @@ def test_nothing_is_imported_because_a_file_says_so(comm, small_settings, capsys
     given = [f"--{name} {flags[name]}" for name in ("loss", "augment", "metric")]
     assert capsys.readouterr().err.rstrip().endswith(f"if you trust it, add {' '.join(given)}")
     assert main([*words, *" ".join(given).split()]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("mine.focal", ", here mine:focal"), ("focal", ""), ("mine.py", "")]
+)
+def test_the_name_of_a_function_has_a_colon(name, hint):
+    with pytest.raises(UsageError) as caught:
+        import_function(name, "--loss")
+    assert str(caught.value) == f"--loss {name}: write package.module:function{hint}"
 
 
 def test_smoothing_belongs_to_cross_entropy(capsys):
