@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,7 +26,7 @@ import numpy as np
 
 from hpctrain.config import Config, EvaluateConfig, check_settings, duration, read_table
 from hpctrain.errors import UsageError
-from hpctrain.launcher import signals_caught
+from hpctrain.launcher import launched_rank, launched_size, signals_caught
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
 from hpctrain.report.record import read_records
 from hpctrain.watchdog import Watchdog, doing
@@ -52,8 +54,8 @@ def train(config: Config | None = None, **settings: Any) -> TrainingResult:
     SIGTERM, SIGUSR1 and SIGUSR2 preempt it (status "preempted"). Signal handlers, torch's settings,
     threads and random generators are then as before the call.
     """
-    chosen = _settings(config or Config(), settings, "train")
-    with _all_ranks(chosen) as comm:
+    chosen = _settings(Config() if config is None else config, settings, "train")
+    with _all_ranks(chosen, "train") as comm:
         from hpctrain.training.train import run_training
 
         return run_training(chosen, comm)
@@ -70,7 +72,7 @@ def evaluate(run: str | os.PathLike[str], **settings: Any) -> Evaluation:
     UsageError and RunError.
     """
     chosen = _settings(EvaluateConfig(run=os.fspath(run)), settings, "evaluate")
-    with _all_ranks(chosen) as comm:
+    with _all_ranks(chosen, "evaluate") as comm:
         from hpctrain.inference.evaluate import evaluate_saved
 
         return evaluate_saved(chosen, comm)
@@ -94,32 +96,33 @@ def _text(value: Any) -> Any:
 
 
 @contextmanager
-def _all_ranks(settings: Config | EvaluateConfig) -> Iterator[Comm]:
-    """Yield a communicator of all ranks, watched and with signals caught. Collective.
+def _all_ranks(settings: Config | EvaluateConfig, name: str) -> Iterator[Comm]:
+    """Yield a communicator of all ranks for hpctrain.`name`, with signals caught. Collective.
 
-    Without a launcher there is one rank, and every error is raised. Of several ranks, an error that
-    not all have aborts all, as on the command line: the others would wait forever.
+    A watchdog ends the ranks that make the call if others do not. Without a launcher there is one
+    rank, and every error is raised. Of several ranks, an error that not all have aborts all, as on
+    the command line: the others would wait forever.
     """
     import torch
 
-    from hpctrain.parallel.mpi import abort_all, conclude, host_name, start_mpi
-
     threads, timeout = torch.get_num_threads(), duration(settings.timeout, "--timeout")
-    comm = start_mpi()
-    try:
-        with (
-            signals_caught(),
-            Watchdog(comm.rank, comm.size, host_name(), timeout, abort_all),
-        ):
+    place = launched_rank(), launched_size() or 1, socket.gethostname()
+    with signals_caught(), warnings.catch_warnings(), Watchdog(*place, timeout) as watchdog:
+        doing(f"hpctrain.{name}")
+        from hpctrain.parallel.mpi import abort_all, conclude, start_mpi
+
+        watchdog.abort = abort_all
+        comm = start_mpi()
+        try:
             doing("starting")
             yield comm
-    except BaseException as error:
-        if comm.size > 1 and not getattr(error, "agreed", False):
-            conclude(error)
-        raise
-    finally:
-        torch.set_num_threads(threads)
-        comm.Free()
+        except BaseException as error:
+            if comm.size > 1 and not getattr(error, "agreed", False):
+                conclude(error)
+            raise
+        finally:
+            torch.set_num_threads(threads)
+            comm.Free()
 
 
 class History(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import csv
 import dataclasses
 import io
@@ -13,6 +14,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +73,17 @@ def state_of_process():
     handlers = [signal.getsignal(number) for number in SIGNALS]
     alive = {thread.name for thread in threading.enumerate()}
     flags = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    return handlers, alive, flags, torch.get_num_threads(), torch.get_rng_state().tolist()
+    torchs = flags, torch.get_num_threads(), torch.get_rng_state().tolist()
+    return handlers, alive, opened_files(), [*warnings.filters], torchs
+
+
+def opened_files():
+    """The open files of runs and packs."""
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(name for name in names if name.endswith(".h5") or "/runs/" in name)
 
 
 @pytest.mark.mpi
@@ -240,6 +252,7 @@ def test_images_that_no_network_takes(trained, message):
 
 def test_images_that_cannot_be_read(trained, photos):
     network = hp.load(trained)
+    before = state_of_process()
     (photos / "0/x/001.png").write_bytes(b"no image")
     for take in (network.predict, network.preprocess):
         with pytest.raises(hp.RunError, match="1 of 9 images cannot be used") as caught:
@@ -248,6 +261,7 @@ def test_images_that_cannot_be_read(trained, photos):
     answers = network.predict(photos, skip_bad=True)
     assert len(answers["file"]) == len(answers.probabilities) == 8
     assert [Path(name).name for name in answers.unusable] == ["001.png"]
+    assert state_of_process() == before
     broken = np.zeros((3, 28, 28, 3), np.float32)
     broken[1] = np.nan
     with pytest.raises(hp.RunError, match="image 1: the network's answer is not finite"):
@@ -362,6 +376,16 @@ def test_signals_end_a_run_and_leave_nothing_behind(data, monkeypatch, numbers, 
     assert (done.status, done.step, done.exit_code) == ("done", 6, 0)
 
 
+def test_a_run_over_jpeg_files_leaves_nothing_behind(data, tmp_path):
+    folder = class_folders(tmp_path / "jpeg", {"a": 9, "b": 9}, ".jpg", width=28, height=28)
+    settings = PackConfig(str(folder), encoding="jpeg", output=str(tmp_path / "jpeg.h5"))
+    given = {**data, "data": str(pack_images(settings)), "batch_size": 8}
+    before = state_of_process()
+    for dry_run in (True, False):
+        hp.train(**given, run="jpeg", dry_run=dry_run)
+        assert state_of_process() == before
+
+
 def test_a_second_interrupt_ends_at_once_and_the_run_can_be_resumed(data, monkeypatch):
     before = state_of_process()
     with monkeypatch.context() as patched:
@@ -450,6 +474,21 @@ def test_an_error_of_one_rank_ends_all(data):
     assert done.returncode == 1, done.stderr
     assert sorted(re.findall(r"told (\d) ", done.stdout)) == ["0", "1"]
     assert "ValueError: only here" in done.stderr and "not reached" not in done.stdout
+
+
+ONE_CALLS = """
+import hpctrain as hp
+
+if hp.start_mpi().rank == 0:
+    hp.evaluate("a", timeout="2s")
+"""
+
+
+def test_a_call_that_one_rank_does_not_make_ends_all(tmp_path):
+    (tmp_path / "calls.py").write_text(ONE_CALLS)
+    done = run_mpi(2, ["calls.py"], cwd=tmp_path, timeout=40)
+    assert done.returncode == 1, done.stderr
+    assert "nothing new for 2 s while in: waiting for all in hpctrain.evaluate" in done.stderr
 
 
 def test_all_names_are_known_to_type_checkers_and_have_docstrings():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,7 +126,6 @@ def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
 def file_reader(saved: Saved, files: Sequence[Path]) -> Read:
     """Return a function that decodes files in several threads and resizes them as for the pack."""
     shape, crop = saved.image_shape, saved.crop
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # on unusual metadata
     return reader(lambda row: read_image(str(files[row]), shape, crop), lambda row: str(files[row]))
 
 

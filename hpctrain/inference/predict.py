@@ -9,6 +9,7 @@ number of ranks; rank 0 gathers them in order and writes the file.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     if settings.images:
         files = call_on_root(comm, lambda: list_images(settings.images))
         read, dtype = file_reader(network.saved, files), np.dtype(np.uint8)
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
         if restores:
             return restore_files(network, files, read, settings, comm)
         names, labels = [str(f) for f in files], None

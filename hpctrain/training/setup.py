@@ -82,8 +82,10 @@ class Job:
     notes: tuple[str, ...]  # on these choices, for the user
 
     def close(self) -> None:
-        """Release the hooks and the thread of the reduction, after the last step."""
+        """Release the hooks and the threads, and close the training split, after the last step."""
         self.trainer.close()
+        self.loader.close()
+        self.reading.source.close()
 
 
 def set_up(

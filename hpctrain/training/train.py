@@ -115,7 +115,8 @@ def run_training(config: Config, comm: Comm | None = None) -> TrainingResult:
             config = dataclasses.replace(config, precision=earlier.precision)
         stack.enter_context(torch_settings(precision, config.deterministic))
         plan, checkpoint = (earlier.plan, earlier.checkpoint) if earlier else (None, None)
-        job = set_up(config, comm, plan, checkpoint.state if checkpoint else None)
+        saved = checkpoint.state if checkpoint else None
+        job = stack.enter_context(closing(set_up(config, comm, plan, saved)))
         if config.dry_run:
             notes = (f"note           {note}" for note in job.notes)
             call_on_root(comm, lambda: say("\n".join([*job.plan.lines(), *notes])))
@@ -151,8 +152,7 @@ def open_run(
 ) -> Iterator[Run]:
     """Open a run in its folder, restored from the checkpoint of an `earlier` launch. Collective.
 
-    At the end everything that was opened is closed; if training cannot continue, the reason is
-    recorded.
+    If training cannot continue, the reason is recorded.
     """
     config, state = job.config, Progress(planned=job.plan.epochs)
     notes = restore(earlier, job.trainer, state, comm)
@@ -163,7 +163,6 @@ def open_run(
     call_on_all(comm, lambda: keep_in(folder / HEARTBEATS))
     mine = folder if comm.rank == 0 else None
     with (
-        closing(job),
         together(comm),
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
         Control(mine, times.ends) as control,
