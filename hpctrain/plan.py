@@ -1,7 +1,6 @@
 """The plan of a run: all that follows from configuration, ranks, machine, model and pack.
 
-Rank 0 resolves it once, with a pure function: the same facts give the same plan. `--dry-run`
-prints it; every run stores it beside its configuration.
+Rank 0 resolves it once, with a pure function. `--dry-run` prints it, and every run stores it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from hpctrain.config.others import evaluation_rows
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
+from hpctrain.text import counted
 
 VERSION = 2  # meaning of a plan's numbers. 1, not stored: samples in the order of NumPy's shuffle
 LATER = ("class_weights", "balanced_sampling", "scaling")  # added later: hashed if not the default
@@ -150,8 +150,8 @@ class Plan:
             f"order          {self._order()}",
             f"mini-batch     {self.batch_size}, shares of {_range(self.shares)} images;"
             f" {self.rank_shares()}",
-            f"steps          {self.epochs} epochs x {self.steps_per_epoch} = {self.steps:,};"
-            f" last step of an epoch {sum(self.last)} images",
+            f"steps          {counted(self.epochs, 'epoch')} x {self.steps_per_epoch} ="
+            f" {self.steps:,}; last step of an epoch {sum(self.last)} images",
             f"optimizer      {self.optimizer}, learning rate {self.learning_rate:g}"
             + (f" after {self.warmup_steps:,} steps" if self.warmup_steps else ""),
             *([f"class weights  {_listed(self.class_weights)}"] if self.class_weights else []),

@@ -55,6 +55,11 @@ def listed(names: Iterable[object], most: int = 8, separator: str = ", ") -> str
     return f"{shown}{separator.strip(', ')} and {len(texts) - most:,} more"
 
 
+def counted(number: int | None, noun: str) -> str:
+    """Return a number with its noun: "1 rank", "4 ranks"; empty for None."""
+    return "" if number is None else f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Join sorted numbers in one line, consecutive ones as a range: "1, 3-7"."""
     breaks = [i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1]

@@ -35,8 +35,7 @@ from hpctrain.doctor.machine import RankFacts, collect, launcher_name
 from hpctrain.errors import UsageError, first_line
 from hpctrain.launcher import launched_rank
 from hpctrain.report.bar import make_console
-from hpctrain.report.progress import counted
-from hpctrain.text import discard_stdout
+from hpctrain.text import counted, discard_stdout
 
 SIZES = (4, KIB, 32 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes of the messages timed
 SLOW_NUMBER, SLOW_BANDWIDTH = 1e-3, 1e8  # an Allreduce of 4 B in s, of 1 MiB or more in bytes/s

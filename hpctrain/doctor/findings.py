@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from hpctrain.doctor.machine import RankFacts
 from hpctrain.heartbeats import name_ranks
 from hpctrain.parallel.placement import RankDevice, choose_transport, describe_sharing
-from hpctrain.report.progress import counted
-from hpctrain.text import listed
+from hpctrain.text import counted, listed
 
 VERDICTS = ("ok", "note", "warn", "fail")
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -87,16 +87,23 @@ def main(settings: EvaluateConfig) -> int:
     """``hpctrain evaluate``: loss, accuracy, per-class table, confusion matrix. Collective."""
     comm = start_mpi()
     started("reading the network")
-    result = evaluate_saved(settings, comm)
-    if comm.rank == 0:
+
+    def show(result: Evaluation) -> None:
         figures = {**result.figures(), "balanced_accuracy": result.balanced_accuracy}
         loss = "loss" if settings.loss else "mean squared error"
         print_evaluation(figures, result.confusion, result.classes, settings.split, loss)
+
+    evaluate_saved(settings, comm, show)
     return 0
 
 
-def evaluate_saved(settings: EvaluateConfig, comm: Comm) -> Evaluation:
-    """Evaluate a saved network, and write the files that the settings ask for. Collective."""
+def evaluate_saved(
+    settings: EvaluateConfig, comm: Comm, show: Callable[[Evaluation], None] = lambda result: None
+) -> Evaluation:
+    """Evaluate a saved network, and write the files that the settings ask for. Collective.
+
+    Rank 0 first calls `show`, so that a full disk does not lose what was computed.
+    """
     network = open_network(settings, comm)
     if settings.mistakes and not network.task.classes:
         raise agreed(UsageError("--mistakes shows wrong classes, and this network restores images"))
@@ -115,13 +122,16 @@ def evaluate_saved(settings: EvaluateConfig, comm: Comm) -> Evaluation:
     ):
         how = network.prepare, comm, network.block, go_on, settings.mistakes
         task = own_task(network, settings, source, comm)
-        result = evaluate(network.model, source, task, *how)
-        assert result is not None  # go_on always returns True
+        found = evaluate(network.model, source, task, *how)
+        assert found is not None  # go_on always returns True
+        result = dataclasses.replace(found, classes=pack.classes)
+        if comm.rank == 0:
+            show(result)
         call_on_root(comm, partial(write_mistakes, result, source, settings, network.saved.path))
     if settings.output:
-        found = as_json(result, pack, network.saved.path, settings.split)
-        call_on_root(comm, partial(write_json, Path(settings.output), found))
-    return dataclasses.replace(result, classes=pack.classes)
+        metrics = as_json(result, pack, network.saved.path, settings.split)
+        call_on_root(comm, partial(write_json, Path(settings.output), metrics))
+    return result
 
 
 def write_mistakes(

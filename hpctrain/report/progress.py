@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.report.step_stats import whole_percents
-from hpctrain.text import discard_stdout, say
+from hpctrain.text import counted, discard_stdout, say
 
 if TYPE_CHECKING:
     from hpctrain.report.bar import Bar
@@ -266,11 +266,6 @@ def figures(record: Record) -> str:
         "" if speed is None else f"{rate(speed):>7} images/s",
     ]
     return _joined(columns, "  ")
-
-
-def counted(number: int | None, noun: str) -> str:
-    """Return a number with its noun: "1 rank", "4 ranks"; empty for None."""
-    return "" if number is None else f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float | None) -> str:

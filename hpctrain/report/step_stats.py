@@ -9,6 +9,7 @@ from typing import Any
 
 # Thresholds for advice: shares of a step's time; OFTEN is a share of the steps.
 DATA, REDUCE, IDLE, OFTEN = 0.1, 0.2, 0.1, 0.5
+ENOUGH = 5  # steps, without which there is none: the first ones are slower
 WORTH_NARROWING = 1_000_000  # parameters; fewer take longer to round than to send
 MOST_POINTS = 800  # of a curve; beyond that, neighbouring points are merged
 
@@ -115,8 +116,10 @@ class Costs:
         if len(self._slowest) > 1:
             rank, times = self._slowest.most_common(1)[0]
             found |= {"slowest_rank": rank, "slowest_share": times / self._steps}
-        crowded = crowding(*self.crowd)
-        return {**found, "advice": crowded + bottleneck(found, self.may_narrow, self.may_stage)}
+        advice = crowding(*self.crowd)
+        if self._steps >= ENOUGH:
+            advice += bottleneck(found, self.may_narrow, self.may_stage)
+        return {**found, "advice": advice}
 
 
 def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:

@@ -12,9 +12,9 @@ from hpctrain.console import Console
 from hpctrain.report.bar import dumb_terminal, output_width, terminal_columns
 from hpctrain.report.find import compared_by_accuracy
 from hpctrain.report.history import UNKNOWN, Metrics, RunHistory
-from hpctrain.report.progress import counted
 from hpctrain.sweep.folder import FAILED, NetworkResult
 from hpctrain.sweep.machine import Slot
+from hpctrain.text import counted
 
 
 class SweepDisplay:

@@ -36,8 +36,8 @@ from hpctrain.models import ModelState
 from hpctrain.parallel.device import fork_rng, gpu_uuid
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, host_name
 from hpctrain.plan import Facts, shard_count
-from hpctrain.report.progress import counted
 from hpctrain.streams import IN_FLIGHT
+from hpctrain.text import counted
 from hpctrain.training.finetune import Frozen
 from hpctrain.training.live_bytes import LiveBytes
 from hpctrain.watchdog import doing

@@ -21,7 +21,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.layout import Group
 from hpctrain.parallel.message import Message
 from hpctrain.plan import Plan
-from hpctrain.text import listed
+from hpctrain.text import counted, listed
 
 
 def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
@@ -104,8 +104,8 @@ def check_phases(config: Config, plan: Plan) -> None:
     """Raise UsageError if the run ends before the epoch of --unfreeze-epoch."""
     if config.unfreeze_epoch is not None and config.unfreeze_epoch >= plan.epochs:
         raise UsageError(
-            f"--unfreeze-epoch {config.unfreeze_epoch}: the run ends after {plan.epochs} epochs,"
-            " and nothing would be unfrozen"
+            f"--unfreeze-epoch {config.unfreeze_epoch}: the run ends after"
+            f" {counted(plan.epochs, 'epoch')}, and nothing would be unfrozen"
         )
 
 

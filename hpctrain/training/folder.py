@@ -32,6 +32,7 @@ from hpctrain.report.find import evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
 from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, truncate_record
 from hpctrain.report.recorder import RecordFile
+from hpctrain.text import counted
 from hpctrain.training.checkpoint import FOLDER, Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.setup import Job
@@ -223,8 +224,8 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     check_same(config, before, plan, folder)
     if config.epochs and config.epochs < plan.epochs and not is_done(folder):
         raise UsageError(
-            f"the run {folder} was begun with {plan.epochs} epochs, which --epochs {config.epochs}"
-            " cannot take back: ask it to stop, or choose another name with --run"
+            f"the run {folder} was begun with {counted(plan.epochs, 'epoch')}, which --epochs"
+            f" {config.epochs} cannot take back: ask it to stop, or choose another name with --run"
         )
     lock.take(folder)
     reader = HistoryReader(folder, strict=True)

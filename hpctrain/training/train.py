@@ -36,7 +36,7 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.parallel.placement import Balance
 from hpctrain.report.recorder import Recorder
-from hpctrain.text import say
+from hpctrain.text import counted, say
 from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import Control, RunLock, TimeLimits, read_times
 from hpctrain.training.folder import (
@@ -135,7 +135,7 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
 
     Raises RunError if the network of the finished run is missing or corrupt.
     """
-    text = f"The run {earlier.folder} is finished, {earlier.plan.epochs} epochs"
+    text = f"The run {earlier.folder} is finished, {counted(earlier.plan.epochs, 'epoch')}"
     try:
         _, known = read_model(earlier.folder / MODEL_FILE)
     except UsageError as error:

@@ -17,11 +17,11 @@ from hpctrain.errors import UsageError
 from hpctrain.heartbeats import BEAT_EVERY, FOLDER, is_gone, read_beat
 from hpctrain.report.find import SETTINGS_FILE, distinct_names, find_runs, propose_run
 from hpctrain.report.history import Outcome, RunHistory, find_outcome, number, time_of
-from hpctrain.report.progress import counted, duration
+from hpctrain.report.progress import duration
 from hpctrain.report.record import HistoryReader
 from hpctrain.report.step_stats import whole_percents
 from hpctrain.stop import ask
-from hpctrain.text import printable
+from hpctrain.text import counted, printable
 from hpctrain.training.control import STOP_FILE
 
 GRACE = 10.0  # seconds without change that are always tolerated

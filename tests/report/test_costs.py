@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.report.step_stats import Costs, whole_percents
+from hpctrain.report.step_stats import ENOUGH, Costs, whole_percents
 from hpctrain.training.folder import most_crowded
 
 
@@ -14,6 +14,12 @@ def costs(data, compute, reduce, total=1.0, idle=0.0, slowest=(0,)):
         seconds = {"data": data, "compute": compute, "reduce": reduce, "total": total, "idle": idle}
         found.add(seconds, slowest[number % len(slowest)])
     return found.facts()
+
+
+def add_steps(costs, seconds):
+    """As many equal steps as advice needs."""
+    for _ in range(ENOUGH):
+        costs.add(seconds, 0)
 
 
 def test_shares_are_of_the_whole_step():
@@ -54,6 +60,13 @@ def test_what_would_help(case, words):
     assert all(line.startswith(word) for line, word in zip(advice, words, strict=True))
 
 
+def test_a_few_steps_tell_nothing():
+    found = Costs()
+    for number in range(1, ENOUGH + 1):
+        found.add({"data": 0.9, "compute": 0.1, "reduce": 0.0, "total": 1.0, "idle": 0.0}, 0)
+        assert bool(found.facts()["advice"]) == (number == ENOUGH > 2)
+
+
 LARGE = {"comm_dtype": "fp32", "parameters": 25_000_000}
 
 
@@ -72,14 +85,14 @@ def test_only_what_may_help_and_is_not_done_is_advised(facts, narrow, stage):
     for data, reduce in ((0.3, 0.4), (0.7, 0.3)):
         costs = Costs()
         costs.describe(facts)
-        costs.add({"data": data, "compute": 0.0, "reduce": reduce, "total": 1.0}, 0)
+        add_steps(costs, {"data": data, "compute": 0.0, "reduce": reduce, "total": 1.0})
         told += costs.facts()["advice"]
     disk, more = told
     assert ("(--stage)" in disk) == ("(--stage)" in more) == stage
     assert disk.endswith("use more cores")
     costs = Costs()
     costs.describe(facts)
-    costs.add({"data": 0.0, "compute": 0.3, "reduce": 0.7, "total": 1.0}, 0)
+    add_steps(costs, {"data": 0.0, "compute": 0.3, "reduce": 0.7, "total": 1.0})
     (advice,) = costs.facts()["advice"]
     assert advice.endswith(" or use --comm-dtype bf16") == narrow
 
@@ -87,7 +100,7 @@ def test_only_what_may_help_and_is_not_done_is_advised(facts, narrow, stage):
 def test_more_ranks_than_cores_are_said_before_one_bottleneck():
     costs = Costs()
     costs.describe({"host_ranks": 4, "host_cores": 2})
-    costs.add({"data": 0.3, "compute": 0.0, "reduce": 0.7, "total": 1.0}, 0)
+    add_steps(costs, {"data": 0.3, "compute": 0.0, "reduce": 0.7, "total": 1.0})
     crowd, *others = costs.facts()["advice"]
     assert crowd == "4 ranks share 2 cores of a host: start at most 2 there"
     assert len(others) == 1 and others[0].startswith("communication-bound")

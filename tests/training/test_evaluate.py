@@ -329,6 +329,13 @@ def test_the_command_writes_json(comm, network):
     assert np.sum(figures["confusion"]) == ROWS
 
 
+def test_what_cannot_be_written_is_printed_all_the_same(comm, network, capsys):
+    folder = network[0]
+    with pytest.raises(RunError, match="cannot write .*nowhere/x.json"):
+        evaluate_main(EvaluateConfig(run=str(folder), output=str(folder / "nowhere/x.json")))
+    assert comm.rank or f"test: {ROWS} images, loss" in capsys.readouterr().out
+
+
 def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
     folder, pack, model = network
     settings = PredictConfig(

@@ -474,7 +474,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(comm, settings, capsys):
     printed = capsys.readouterr().out
     if comm.rank == 0:
         assert "shards         4, partitions of " in printed
-        assert "steps          1 epochs x 4 = 4; last step of an epoch 5 images" in printed
+        assert "steps          1 epoch x 4 = 4; last step of an epoch 5 images" in printed
     else:
         assert printed == ""
     comm.Barrier()
