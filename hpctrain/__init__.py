@@ -92,10 +92,12 @@ __all__ = [  # type checkers read it
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
-    return getattr(import_module(f"hpctrain.{_HOME[name]}"), name)
+if not TYPE_CHECKING:  # to which every name would then be known
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
+        return getattr(import_module(f"hpctrain.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from hpctrain.config import Config, EvaluateConfig, check_settings, duration, read_table
+from hpctrain.config.imports import as_setting
 from hpctrain.errors import UsageError
 from hpctrain.launcher import launched_rank, launched_size, signals_caught
 from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
 from hpctrain.report.record import read_records
+from hpctrain.text import brief, counted
 from hpctrain.watchdog import Watchdog, doing
 
 if TYPE_CHECKING:
@@ -80,19 +82,19 @@ def evaluate(run: str | os.PathLike[str], **settings: Any) -> Evaluation:
 
 def _settings(given: Settings, more: dict[str, Any], name: str) -> Settings:
     """Return `given` with `more` settings, checked; None leaves one as it is. Raises UsageError."""
+    if not dataclasses.is_dataclass(given):
+        raise UsageError(
+            f"{brief(given)} is no hpctrain.Config: name settings, such as data='a.h5'"
+        )
     known = {field.name for field in dataclasses.fields(given)}
     table = {
-        key: value.item() if isinstance(value, np.generic) else _text(value)
+        key: as_setting(value)
         for key, value in more.items()
         if value is not None or key not in known
     }
     chosen = dataclasses.replace(given, **read_table(table, type(given), f"hpctrain.{name}"))
     check_settings(chosen)
     return chosen
-
-
-def _text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 @contextmanager
@@ -136,12 +138,18 @@ class History(NamedTuple):
     epochs: Table
     evaluations: Table  # of all splits, see the column ``split``
 
+    def __repr__(self) -> str:
+        """Return the size and the columns of each table; the tables themselves are long."""
+        rows = [len(next(iter(table.values()), ())) for table in self]
+        columns = [f" of {', '.join(table)}" if table else "" for table in self]
+        each = zip(self._fields, rows, columns, strict=True)
+        return "\n".join(f"{name}: {counted(n, 'row')}{names}" for name, n, names in each)
+
 
 def history(run: str | os.PathLike[str], runs_dir: str | os.PathLike[str] = "runs") -> History:
     """Read the record of a run, also while it trains. `run` is its name or its folder.
 
-    hpctrain/report/fields.py lists the fields. Raises UsageError if there is no such run, or if its
-    record is corrupt.
+    Raises UsageError if there is no such run, or if its record is corrupt.
     """
     folder = find_run_or_sweep(os.fspath(run), os.fspath(runs_dir))
     if (folder / SWEEP_FILE).is_file():

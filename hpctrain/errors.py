@@ -18,6 +18,10 @@ class Failure(Exception):
     def __str__(self) -> str:
         return printable(super().__str__())
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython and Jupyter show instead of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UsageError(Failure):
     """The command line, a file or the data cannot be used; the message gives the values."""

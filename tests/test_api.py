@@ -111,10 +111,26 @@ def test_train_trains_as_the_command_line_does(comm, data, capsys):
 def test_a_configuration_and_settings_that_take_precedence(comm, data):
     config = Config(**data, run="a")
     found = hp.train(config, epochs=1, lr=np.float32(0.5), data=Path(data["data"]), seed=None)
-    network = hp.load(found.folder)
+    network = hp.load(found.folder, device=torch.device("cpu"))
     assert network.config == dataclasses.replace(config, epochs=1, lr=0.5)
     assert hp.train(config, epochs=1, lr=0.5, dry_run=True, run="b").status == "planned"
     assert not (Path(data["runs_dir"]) / "b").exists()
+
+
+def tiny(image_shape, classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(28 * 28 * 3, classes))
+
+
+@pytest.mark.mpi
+def test_settings_of_python_types_are_those_of_the_command_line(comm, data):
+    given = {**data, "epochs": 1, "model": tiny, "class_weights": [1, 2, 3, 4, 5.5], "run": "a"}
+    folder = hp.train(**given).folder
+    network = hp.load(folder, model=tiny)
+    assert network.config.model == f"{__name__}:tiny"
+    assert network.config.class_weights == "1,2,3,4,5.5"
+    assert hp.evaluate(folder, model=tiny, threads=1).rows == ROWS["test"]
+    with pytest.raises(hp.UsageError, match="test_api has no .*lambda"):
+        hp.train(**{**given, "model": lambda shape, classes: tiny(shape, classes), "run": "b"})
 
 
 @pytest.mark.mpi
@@ -132,6 +148,9 @@ def test_mistakes_are_usage_errors_of_one_line_on_all_ranks(comm, data, trained)
         with pytest.raises(hp.UsageError, match=message) as caught:
             hp.train(**{**data, **wrong})
         assert "\n" not in str(caught.value)
+        assert caught.value._render_traceback_() == [f"UsageError: {caught.value}"]  # by IPython
+    with pytest.raises(hp.UsageError, match="a.h5 is no hpctrain.Config"):
+        hp.train("a.h5")
     with pytest.raises(hp.UsageError, match="no split 'nope'"):
         hp.evaluate("a", runs_dir=data["runs_dir"], split="nope", threads=1)
     for wrong in (lambda: hp.load("b", runs_dir=data["runs_dir"]), lambda: hp.evaluate("b")):
@@ -197,7 +216,8 @@ def test_predict_answers_as_the_command_does(comm, trained, photos):
     assert np.array_equal(answers.probabilities[:, 2], answers[network.classes[2]])
     files = sorted(photos.rglob("*.png"))
     images = [Image.open(file) for file in files]
-    for given in (files, [*map(str, files)], images, [*map(np.asarray, images)]):
+    names = [*map(str, files)]
+    for given in (files, names, iter(files), np.array(names), images, [*map(np.asarray, images)]):
         found = network.predict(given, batch=4)
         assert np.allclose(found.probabilities, answers.probabilities, rtol=1e-5)
     assert found["row"].tolist() == [*range(9)]
@@ -225,13 +245,17 @@ def test_the_split_of_a_pack_given_as_an_array(comm, data, trained):
     mean, std = (np.array(network.metadata[name]) for name in ("mean", "std"))
     expected = ((images / 255 - mean) / std).transpose(0, 3, 1, 2)
     assert np.allclose(inputs.numpy(), expected, atol=1e-5) and inputs.shape == (29, 3, 28, 28)
-    floats = network.predict((images / 255).astype(np.float32))
-    assert np.allclose(floats.probabilities, answers.probabilities, rtol=1e-4)
+    for dtype in ("<f4", ">f4"):
+        floats = network.predict((images / 255).astype(dtype))
+        assert np.allclose(floats.probabilities, answers.probabilities, rtol=1e-4)
     assert network.predict(images[:, :, :, 0]).probabilities.shape == (29, 5)  # gray: converted
 
 
 REFUSED = {
     r"shape \(2, 3, 28, 28\)": np.zeros((2, 3, 28, 28), np.uint8),
+    r"shape \(40, 30, 4\): give an image as \(H, W, C\)": np.zeros((40, 30, 4), np.uint8),
+    r"shape \(3, 40, 30\): give an image as \(H, W, C\)": np.zeros((3, 40, 30), np.uint8),
+    "files among arrays": ["nowhere.png", np.zeros((28, 28, 3), np.uint8)],
     r"shape \(4,\): give \(N, H, W, C\)": np.zeros(4, np.uint8),
     "type uint16": np.zeros((2, 28, 28, 3), np.uint16),
     "type bool": np.zeros((2, 28, 28, 3), bool),
@@ -324,6 +348,8 @@ def test_the_record_as_columns(comm, data, trained):
     first = next(record for record in records if record["kind"] == "step")
     assert steps["seconds_compute"][0] == first["seconds"]["compute"]
     assert evaluations["split"].tolist() == ["validation", "validation", "test"]
+    lines = repr(hp.history("a", data["runs_dir"])).splitlines()
+    assert len(lines) == 3 and lines[0].startswith("steps: 6 rows of time, epoch, step, loss, ")
 
 
 def test_numbers_that_were_not_recorded_are_nan(tmp_path):
@@ -337,6 +363,7 @@ def test_numbers_that_were_not_recorded_are_nan(tmp_path):
     assert np.array_equal(steps["loss"], [1, np.nan, 2], equal_nan=True)
     assert np.array_equal(steps["f1"], [np.nan, np.nan, 0.5], equal_nan=True)
     assert hp.history(tmp_path).epochs == {}
+    assert repr(hp.history(tmp_path)).endswith("\nepochs: 0 rows\nevaluations: 0 rows")
     (tmp_path / "sweep.toml").touch()
     with pytest.raises(hp.UsageError, match="is a sweep: name one of its runs"):
         hp.history(tmp_path)
@@ -493,7 +520,8 @@ def test_a_call_that_one_rank_does_not_make_ends_all(tmp_path):
 
 def test_all_names_are_known_to_type_checkers_and_have_docstrings():
     tree = ast.parse((ROOT / "hpctrain/__init__.py").read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    block, hidden = (node for node in tree.body if isinstance(node, ast.If))
+    assert [node.name for node in hidden.body] == ["__getattr__"]  # it would know every name
     checked = {
         alias.name: node.module.removeprefix("hpctrain.")
         for node in block.body

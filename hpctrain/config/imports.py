@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -91,6 +92,20 @@ def import_function(name: str, flag: str) -> Imported:
         kind = type(function).__name__
         raise UsageError(f"{setting}: {attribute} is a {kind}, not a function")
     return Imported(setting, function, source)
+
+
+def as_setting(value: Any) -> Any:
+    """Return a value of a program as the command line takes it.
+
+    A list is "0.2,1", a path a text, and a function or class "package.module:function".
+    """
+    if hasattr(value, "tolist"):  # of NumPy
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return f"{value.__module__}:{value.__qualname__}"
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def own_functions(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,14 +37,19 @@ def open_images(saved: Saved, given: Any) -> Images:
     """
     if isinstance(given, str | os.PathLike):
         given = [given]
-    if isinstance(given, list | tuple) and given and isinstance(given[0], str | os.PathLike):
+    kind = getattr(getattr(given, "dtype", None), "kind", None)
+    if isinstance(given, Iterator) or kind in ("O", "U"):  # as of Path.glob, and of pandas
+        given = list(given)
+    if isinstance(given, list | tuple) and any(isinstance(g, str | os.PathLike) for g in given):
+        if not all(isinstance(each, str | os.PathLike) for each in given):
+            raise UsageError("files among arrays: give files only, or arrays only")
         files = list_images(given)
         read = file_reader(saved, files)
         return Images([str(file) for file in files], read, np.dtype(np.uint8), True)
     if isinstance(given, Image.Image):
         given = [given]
     if not isinstance(given, list | tuple):
-        given = as_batch(np.asarray(given))
+        given = as_batch(np.asarray(given), saved.image_shape[2])
     images = [each if isinstance(each, Image.Image) else as_image(saved, each) for each in given]
     kinds = {each.dtype if isinstance(each, np.ndarray) else np.dtype(np.uint8) for each in images}
     if len(kinds) > 1:
@@ -54,8 +59,16 @@ def open_images(saved: Saved, given: Any) -> Images:
     return Images(names, read, kinds.pop() if kinds else np.dtype(np.uint8), False)
 
 
-def as_batch(array: np.ndarray) -> np.ndarray:
-    """Return an array of images with the axes (N, H, W, C). Raises UsageError."""
+def as_batch(array: np.ndarray, channels: int) -> np.ndarray:
+    """Return an array of images with the axes (N, H, W, C). Raises UsageError.
+
+    An array that may be a single image (C, H, W) or (H, W, 4) is not taken for gray images.
+    """
+    if array.ndim == 3 and (
+        array.shape[2] == 4 or (array.shape[0] == channels == 3 != array.shape[2])
+    ):
+        kind = "(H, W, C), C = 1 (gray) or 3, or gray images as (N, H, W, 1)"
+        raise UsageError(f"an array of shape {tuple(array.shape)}: give an image as {kind}")
     if array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3)):
         array = array[None]  # one image
     if array.ndim == 3:
@@ -69,6 +82,8 @@ def as_batch(array: np.ndarray) -> np.ndarray:
 def as_image(saved: Saved, given: Any) -> np.ndarray:
     """Return one image as an array (H, W, C) of uint8 or floats. Raises UsageError."""
     array = np.asarray(given)
+    if not array.dtype.isnative:  # torch takes no others
+        array = array.astype(array.dtype.newbyteorder("="))
     array = array[..., None] if array.ndim == 2 else array
     if array.ndim != 3 or array.shape[2] not in (1, 3) or 0 in array.shape:
         shape = tuple(array.shape)

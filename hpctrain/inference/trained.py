@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hpctrain.config import Config
+from hpctrain.config.imports import as_setting
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.blocks import classify_blocks, describe_unusable
 from hpctrain.inference.image_files import open_images
@@ -28,20 +29,22 @@ from hpctrain.report.tables import answer_columns
 
 def load(
     run: str | os.PathLike[str],
-    model: str | None = None,
+    model: str | Callable[..., nn.Module] | None = None,
     *,
     runs_dir: str | os.PathLike[str] = "runs",
-    device: str = "auto",
+    device: str | torch.device = "auto",
     best: bool = False,
 ) -> TrainedNetwork:
     """Load a trained network, in this process alone and without MPI.
 
     `run` is the name or the folder of a run, a .safetensors file, or with `best` a sweep, of which
-    the best network is loaded. A network of your own is imported only if `model` names it too, as
-    "package.module:function": a file does not decide what is imported. `device` is "auto", "cpu",
-    "cuda" or "cuda:N". Raises UsageError.
+    the best network is loaded. A network of your own is imported only if `model` names it too, by
+    the function or "package.module:function": a file does not decide what is imported. `device` is
+    "auto", "cpu", "cuda", "cuda:N" or a torch.device. Raises UsageError.
     """
-    saved = restore(find_model(os.fspath(run), os.fspath(runs_dir), best), model)
+    device = str(device)
+    found = find_model(os.fspath(run), os.fspath(runs_dir), best)
+    saved = restore(found, as_setting(model))
     if device.startswith("cuda:"):
         if not device[5:].isdigit() or int(device[5:]) >= torch.cuda.device_count():
             raise UsageError(f"device {device!r}: torch sees {torch.cuda.device_count()} GPUs")
