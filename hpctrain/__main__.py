@@ -2,9 +2,6 @@
 
 import sys
 
-from hpctrain.launcher import catch_signals, end_with_launcher, ignore_signals
-from hpctrain.text import discard_stdout
-
 
 def program() -> int:
     """Run the subcommand, finalize MPI if it was initialized, and return the exit code.
@@ -12,6 +9,9 @@ def program() -> int:
     For training, the signals of the scheduler are caught first. The exit code is 1 if the reader
     of standard output has closed it.
     """
+    from hpctrain.launcher import catch_signals, end_with_launcher, ignore_signals
+    from hpctrain.text import discard_stdout
+
     words = sys.argv[1:]
     trains = not words or words[0] == "train" or words[0].startswith("-")
     if trains:  # before any slow import: a signal may arrive at any time
@@ -37,4 +37,6 @@ def program() -> int:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:  # Python looks for each module in the current folder first
+        sys.path.append(sys.path.pop(0))
     sys.exit(program())

@@ -28,6 +28,7 @@ from hpctrain.launcher import (
     local_size,
     under_mpirun,
 )
+from hpctrain.quick_imports import quick_imports
 from hpctrain.text import say
 from hpctrain.watchdog import Watchdog
 
@@ -168,7 +169,8 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
             call_on_all(comm, check)
             comm.Free()
             watchdog.doing(f"importing {module}")
-            main = importlib.import_module(module).main
+            with quick_imports():
+                main = importlib.import_module(module).main
             watchdog.imported("starting")
             return int(main(settings))
         except BaseException as error:

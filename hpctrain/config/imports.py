@@ -71,7 +71,7 @@ def import_function(name: str, flag: str) -> Imported:
         proper = module_name.removesuffix(".py").replace("/", ".")
         raise UsageError(f"{setting}: write the module, not the file: {proper}:{attribute}")
     folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
+    if sys.path[0] not in (folder, ""):
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)

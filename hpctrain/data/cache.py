@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.data.jpeg import Crop
 from hpctrain.data.orders import BlockOrder, Order
 from hpctrain.data.split import Split
+
+if TYPE_CHECKING:
+    from hpctrain.data.jpeg import Crop
 
 WindowKey = tuple[int, int, int]  # epoch, shard, number of the window
 

@@ -21,7 +21,6 @@ import torch
 
 from hpctrain.data.augment import Augmentation, augment, to_input
 from hpctrain.data.cache import SampleCache
-from hpctrain.data.jpeg import draw_crops
 from hpctrain.data.orders import Order
 from hpctrain.data.partition import Partition, random_key
 from hpctrain.data.split import Split
@@ -283,6 +282,8 @@ class Loader:
             images, first = buffer[used : used + count], step * self.partition.shares[shard]
             crops = None
             if self._random_crop:
+                from hpctrain.data.jpeg import draw_crops
+
                 crops = draw_crops(self._random_crop, count, random_key(key, "crop"))
             indices = self._cache.gather(epoch, shard, first, images, crops)
             indices = keep_usable(self.split, indices, images)

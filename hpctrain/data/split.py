@@ -17,20 +17,20 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpctrain.data.checks import Checks, as_bytes, gather_rows, open_file, read_exactly
-from hpctrain.data.images import BadImage, Fit
-from hpctrain.data.jpeg import Crop, decode_file, decode_threads, map_parts
 from hpctrain.data.pack_format import Pack, SplitLayout
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from hpctrain.data.hdf5_chunks import Chunks
+    from hpctrain.data.jpeg import Crop
 
 WHOLE_FILE = ""  # the name of the split of all samples of an external file
 
@@ -185,9 +185,10 @@ class Split:
                 " pack it again"
             )
         warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-        height, width, channels = self.image_shape
-        self._fit = Fit(width, height, channels, crop=self.pack.fit == "crop")
-        self._offsets, self._threads = offsets, decode_threads(threads)
+        self._jpeg = jpeg = import_module("hpctrain.data.jpeg")  # which imports Pillow
+        (height, width, channels), crop = self.image_shape, self.pack.fit == "crop"
+        self._fit = jpeg.Fit(width, height, channels, crop=crop)
+        self._offsets, self._threads = offsets, jpeg.decode_threads(threads)
 
     def _check_request(self, indices: np.ndarray, out: np.ndarray) -> None:
         """Raise IndexError if the split lacks a sample, ValueError if `out` does not fit."""
@@ -246,21 +247,21 @@ class Split:
         crops: Sequence[Crop] | None,
         files: np.ndarray | None,
     ) -> None:
-        order = np.argsort(indices, kind="stable")  # file order
+        jpeg, order = self._jpeg, np.argsort(indices, kind="stable")  # file order
 
         def decode_part(part: slice) -> None:
             places = order[part]
             read = self._read_files(indices[places]) if files is None else files[places]
             for place, data in zip(places.tolist(), read, strict=True):
                 try:
-                    pixels = decode_file(data, self._fit, crops[place] if crops else None)
+                    pixels = jpeg.decode_file(data, self._fit, crops[place] if crops else None)
                     out[place] = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
-                except BadImage as error:
+                except jpeg.BadImage as error:
                     where = self.describe(int(indices[place]))
                     self.bad.add([int(indices[place])], f"{where} cannot be decoded ({error})")
                     out[place] = 0
 
-        map_parts(threads, decode_part, len(indices))
+        jpeg.map_parts(threads, decode_part, len(indices))
 
     def _read_numbers(self, kind: str, offset: int, count: int) -> np.ndarray:
         """Read (count,) int64 of the column `kind`, which begin at byte `offset`.

@@ -43,7 +43,6 @@ from hpctrain.models import evaluating
 from hpctrain.parallel.device import fork_rng, torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.parallel.reduce import allreduce
-from hpctrain.report.pictures import write_image
 from hpctrain.report.tables import print_evaluation, write_json
 from hpctrain.streams import Upload
 from hpctrain.text import say
@@ -144,6 +143,8 @@ def write_mistakes(
     if not total:
         say(f"{settings.split}: no mistakes to draw")
         return
+    from hpctrain.report.pictures import write_image  # imports Pillow
+
     path = picture_path(settings.output, weights.with_name("mistakes.png"))
     classes = source.pack.classes
     write_image(path, draw_answers(read_rows(source, result.mistakes), result.mistakes, classes))

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.data.split import Split
-from hpctrain.report.pictures import draw_captioned, shown_values
 
 TABLES = (".csv", ".json")  # suffixes of --output that a picture beside it replaces
 
@@ -52,6 +51,8 @@ def draw_answers(
     A caption is the true class, or else the image's name of `names` (n,), then the predicted class
     and its probability; these two are red if the answer is wrong.
     """
+    from hpctrain.report.pictures import draw_captioned, shown_values  # imports Pillow
+
     captions, wrong = [], []
     for number, (_, label, prediction, probability) in enumerate(answers):
         first = names[number] if label is None else f"true: {classes[label]}"

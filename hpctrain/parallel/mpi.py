@@ -33,6 +33,10 @@ def _prepare_environment() -> None:
     if local_size() > len(os.sched_getaffinity(0)):
         # Otherwise ranks that share a core spin: 8 ms instead of 5 us for one number.
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if local_size() == (launched_size() or 1):
+        # Its component for networks, which ranks of one host do not use, sleeps for a second when
+        # Open MPI closes it (mca_btl_ofi_component_close).
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     bundled = any(
         os.path.exists(os.path.join(sys.prefix, "lib", name))
         for name in ("libmpi.so.40", "libmpi.so.12")

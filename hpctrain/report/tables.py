@@ -8,16 +8,16 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
-from hpctrain.console import styled
 from hpctrain.files import as_text, whole_file, write_whole, writing
-from hpctrain.report.bar import make_console
 from hpctrain.report.fields import without_nonfinite
 from hpctrain.text import csv_cell, say, told_apart
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 WIDEST = 12  # classes of the largest confusion matrix that fits a terminal
 
@@ -39,6 +39,8 @@ def print_evaluation(
 
     `loss` is the name of the loss of a network that restores images.
     """
+    from hpctrain.report.bar import make_console  # imports rich, which most ranks do not need
+
     console, classes = make_console(), told_apart(classes)
     if confusion is None:
         errors = [metrics["loss"], metrics["noisy"]]
@@ -65,6 +67,8 @@ def psnr(error: float) -> float:
 
 def _class_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
     """Return images, recall (right / true), precision (right / predicted) and F1 by class."""
+    from rich.table import Table
+
     table = Table(title="By class")
     for name in ("class", "images", "recall", "precision", "F1"):
         table.add_column(name, justify="left" if name == "class" else "right")
@@ -81,6 +85,10 @@ def _ratio(part: int, whole: int) -> str:
 
 
 def _confusion_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
+    from rich.table import Table
+
+    from hpctrain.console import styled
+
     table = Table(title="Confusion matrix: true class by row, predicted class by column")
     table.add_column("")
     for name in classes:
@@ -96,6 +104,8 @@ def _confusion_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
 
 def _mistakes_table(confusion: np.ndarray, classes: tuple[str, ...], most: int = 10) -> Table:
     """Return the most frequent mistakes, for more classes than a printed matrix can have."""
+    from rich.table import Table
+
     table = Table(title="Most frequent mistakes (the whole matrix: --output FILE.json)")
     for name in ("true class", "predicted", "images"):
         table.add_column(name, justify="right" if name == "images" else "left")

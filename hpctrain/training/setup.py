@@ -18,7 +18,6 @@ from hpctrain.config import Config, byte_count, segments
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.cache import sample_bytes
 from hpctrain.data.imbalance import describe_missing, find_class_weights
-from hpctrain.data.jpeg import decoder_versions
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_samples
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import random_key
@@ -114,6 +113,8 @@ def set_up(
     source = call_on_all(comm, lambda: Split(pack, "train", checks=checks))
     task, weights = task_of(config, earlier, source, next(model.parameters()), comm)
     if pack.encoded:
+        from hpctrain.data.jpeg import decoder_versions  # imports Pillow
+
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     scaling, why = call_on_all(comm, lambda: choose_scaling(config, earlier, pack, model, init))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)

@@ -24,7 +24,6 @@ from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.find import evaluation_file
-from hpctrain.report.pictures import write_rows
 from hpctrain.report.tables import write_json
 from hpctrain.training.state import EndReason, Run
 from hpctrain.training.steps import CannotContinue
@@ -191,6 +190,8 @@ def show_work(run: Run) -> None:
     with evaluating(model), fork_rng(noisy.device):
         seed_torch(block_key(0), noisy.device)
         restored = network_output(model, noisy, job.plan.precision).clamp(0, 1)
+    from hpctrain.report.pictures import write_rows  # imports Pillow
+
     named = {"noisy": noisy, "restored": restored, "clean": clean}
     arrays = {name: images.permute(0, 2, 3, 1).cpu().numpy() for name, images in named.items()}
     write_rows(run.folder / "denoised.png", arrays)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, JpegImagePlugin
 
-from hpctrain.data import loader
+from hpctrain.data import jpeg
 from hpctrain.data.images import BadImage, Fit, decode
 from hpctrain.data.jpeg import NUMBERS, Crop, decode_file, draw_crops
 from hpctrain.data.loader import Loader, read_samples
@@ -208,9 +208,9 @@ def test_every_batch_has_its_own_key(made, monkeypatch):
     """Else the image at a place would be cut alike in every step or epoch."""
     keys = []
     with Split(made, "train") as rows:
-        draw = loader.draw_crops
+        draw = jpeg.draw_crops
         monkeypatch.setattr(
-            loader, "draw_crops", lambda least, n, key: keys.append(key) or draw(least, n, key)
+            jpeg, "draw_crops", lambda least, n, key: keys.append(key) or draw(least, n, key)
         )
         for epoch in (1, 2):
             batches(rows, 0.08, epoch=epoch)

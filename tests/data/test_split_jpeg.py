@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data import split
+from hpctrain.data import jpeg, split
 from hpctrain.data.images import BadImage
 from hpctrain.data.jpeg import draw_crops
 from hpctrain.data.packed import read_pack, verify
@@ -79,13 +79,13 @@ def test_gather_is_numpy_indexing(made, indices):
 
 def test_any_number_of_threads_gives_the_same_bits(made, monkeypatch):
     seen = set()
-    inner = split.decode_file
+    inner = jpeg.decode_file
 
     def told(*args):
         seen.add(threading.current_thread().name)
         return inner(*args)
 
-    monkeypatch.setattr(split, "decode_file", told)
+    monkeypatch.setattr(jpeg, "decode_file", told)
     indices = np.random.default_rng(0).integers(0, ROWS, 101)
     found, crops = [], []
     for threads in (1, 2, 5):
@@ -193,7 +193,7 @@ def test_no_thread_writes_any_longer_when_an_error_is_raised(made, monkeypatch):
         running.append(-1)
         return bytes(13 * 17 * 3)
 
-    monkeypatch.setattr(split, "decode_file", slow)
+    monkeypatch.setattr(jpeg, "decode_file", slow)
     with Split(made, "train", 3) as rows:
         with pytest.raises(RunError, match="for once"):
             rows.gather(np.arange(ROWS), out_of(ROWS))

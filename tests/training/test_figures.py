@@ -16,9 +16,10 @@ from hpctrain.data.images import read_image
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
-from hpctrain.inference import evaluate, gallery, predict
+from hpctrain.inference import evaluate, predict
 from hpctrain.inference.gallery import picture_path
 from hpctrain.inference.network import restore
+from hpctrain.report import pictures
 from hpctrain.training.train import train
 from tests.data.pictures import class_folders, pack
 from tests.packs import make_pack
@@ -59,13 +60,13 @@ def made(comm, shared_tmp, request):
 def drawn(monkeypatch):
     """What was drawn on this rank: (images, captions, marked) of each picture."""
     found = []
-    original = gallery.draw_captioned
+    original = pictures.draw_captioned
 
     def draw(images, captions, marked):
         found.append((images, captions, [*marked]))
         return original(images, captions, marked)
 
-    monkeypatch.setattr(gallery, "draw_captioned", draw)
+    monkeypatch.setattr(pictures, "draw_captioned", draw)
     return found
 
 

@@ -99,7 +99,7 @@ def test_the_same_weights_as_from_a_pack_of_pixels(comm, jpegs, shared_tmp):
 @pytest.mark.mpi
 def test_ranks_that_decode_otherwise_are_refused(comm, jpegs, monkeypatch):
     version = "old" if comm.rank == comm.size - 1 else "new"
-    monkeypatch.setattr("hpctrain.training.setup.decoder_versions", lambda: version)
+    monkeypatch.setattr("hpctrain.data.jpeg.decoder_versions", lambda: version)
     if comm.size == 1:
         set_up(dataclasses.replace(jpegs, run="a"), comm)
         return
