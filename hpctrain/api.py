@@ -46,9 +46,10 @@ def train(config: Config | None = None, **settings: Any) -> TrainingResult:
     """Train a run, or resume it, as ``python -m hpctrain`` does. Collective.
 
     The settings are those of the command line with underscores, such as ``batch_size=64``; they
-    take precedence over those of `config`. ``python -m hpctrain train --help`` describes them. All
-    ranks of an MPI launch must make the call with the same settings. A process without a launcher,
-    such as a notebook, trains on one rank.
+    take precedence over those of `config`. ``python -m hpctrain train --help`` describes them. A
+    list stands for "0.2,1", a function for "module:function". All ranks of an MPI launch must make
+    the call with the same settings. A process without a launcher, such as a notebook, trains on one
+    rank.
 
     Returns the run's folder, how it ended, its figures and the exit code of the command line.
     Raises UsageError for a mistake, RunError if the run fails. Ctrl-C or "interrupt the kernel"
@@ -70,7 +71,7 @@ def evaluate(run: str | os.PathLike[str], **settings: Any) -> Evaluation:
     command line, such as ``split="validation"``, ``data="other.h5"`` or ``mistakes=32``. All ranks
     of an MPI launch must make the call.
 
-    Returns loss, accuracy, confusion matrix and so on, on all ranks; nothing is printed. Raises
+    Returns loss, accuracy, confusion matrix and so on, on all ranks; no tables are printed. Raises
     UsageError and RunError.
     """
     chosen = _settings(EvaluateConfig(run=os.fspath(run)), settings, "evaluate")

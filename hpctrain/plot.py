@@ -253,7 +253,8 @@ def _draw(
 
     first, *_, last = [*panels.values()] * 2
     for name, axes in panels.items():
-        axes.set_yscale(limits[name].scale)  # sets ticks of its own
+        scale = limits[name].scale  # without "mask", a line to 0 leaves the panel, downwards
+        axes.set_yscale(scale, **({"nonpositive": "mask"} if scale == "log" else {}))
         if name == "accuracy":
             axes.set_yticks(range(0, 101, 20 if wide else 25))
         axes.set_ylim(limits[name].low, limits[name].high)
@@ -262,7 +263,7 @@ def _draw(
             axes.set_ylabel(f"loss ({network.loss})" if name == "loss" else LABELS[name])
         axes.tick_params(which="both", labelleft=outer)
         axes.set_xlim(0, epochs * 1.02)
-        locator = MaxNLocator(10 if wide else 5, steps=STEPS, integer=epochs >= 3)
+        locator = MaxNLocator(10 if wide else 5, steps=STEPS, integer=epochs >= 2)
         axes.xaxis.set_major_locator(locator)
         axes.tick_params(labelbottom=axes is last)
         axes.grid(color="0.88", linewidth=0.6)

@@ -169,6 +169,18 @@ def test_a_loss_that_explodes_takes_a_logarithmic_axis(runs):
     assert panels(tame)[1].get_yscale() == "linear"
 
 
+def test_a_loss_of_zero_does_not_leave_a_logarithmic_panel(runs):
+    record = write_record(runs / "a", epochs=4, factor=30) / "progress.jsonl"
+    lines = record.read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if '"kind": "epoch"' in line)
+    lines[place] = json.dumps(json.loads(lines[place]) | {"loss": 0.0})
+    record.write_text("\n".join(lines) + "\n")
+    axes = panels(runs / "a")[1]
+    assert axes.get_yscale() == "log" and 0 in axes.lines[0].get_ydata()
+    assert axes.get_tightbbox().height < 1.5 * axes.get_window_extent().height
+    assert main(["plot", "a"]) == 0  # no warning of matplotlib
+
+
 def test_runs_that_have_recorded_nothing_are_left_out_of_several(runs, capsys):
     for name in ("a", "b"):
         write_record(runs / name)

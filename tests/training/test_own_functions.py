@@ -235,14 +235,6 @@ WRONG = {
 }
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", WRONG)
-def test_a_loss_that_breaks_the_rule_is_refused_by_name(comm, small_settings, name):
-    own_functions.CALLS.clear()
-    with pytest.raises(UsageError, match=f"--loss {own(name)}:? {WRONG[name]}"):
-        set_up(dataclasses.replace(small_settings, loss=own(name)), comm)
-
-
 WRONG_METRICS = {
     "mean": r"mean returned a tensor of shape \(\) for \d+ samples: return one value a sample, not",
     "largest": r"largest returned a tensor of shape \(\) for",
@@ -255,13 +247,6 @@ WRONG_METRICS = {
 }
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", WRONG_METRICS)
-def test_a_metric_that_breaks_the_rule_is_refused_by_name(comm, small_settings, name):
-    with pytest.raises(UsageError, match=f"--metric {own(name)}:? {WRONG_METRICS[name]}"):
-        set_up(dataclasses.replace(small_settings, metric=own(name)), comm)
-
-
 WRONG_AUGMENTATIONS = {
     "mirror_by_torch": "draws random numbers from torch's global generator: .* from the generator",
     "mirror_by_numpy": "returned other images when it was called again with the same images",
@@ -272,12 +257,17 @@ WRONG_AUGMENTATIONS = {
     "failing": r"failed: IndexError: .* \(own_functions.py, line \d+\)",
 }
 
+BROKEN = {"loss": WRONG, "metric": WRONG_METRICS, "augment": WRONG_AUGMENTATIONS}
+
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", WRONG_AUGMENTATIONS)
-def test_an_augmentation_that_breaks_the_rule_is_refused_by_name(comm, small_settings, name):
-    with pytest.raises(UsageError, match=f"--augment {own(name)}:? {WRONG_AUGMENTATIONS[name]}"):
-        set_up(dataclasses.replace(small_settings, augment=own(name)), comm)
+@pytest.mark.parametrize(
+    ("setting", "name"), [(setting, name) for setting, table in BROKEN.items() for name in table]
+)
+def test_a_function_that_breaks_the_rule_is_refused_by_name(comm, small_settings, setting, name):
+    own_functions.CALLS.clear()
+    with pytest.raises(UsageError, match=f"--{setting} {own(name)}:? {BROKEN[setting][name]}"):
+        set_up(dataclasses.replace(small_settings, **{setting: own(name)}), comm)
 
 
 def test_nothing_is_imported_because_a_file_says_so(comm, small_settings, capsys):
