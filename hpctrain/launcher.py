@@ -91,7 +91,8 @@ def signals_caught() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # of a program that embeds Python: it cannot be restored
+                signal.signal(number, handler)
         _received.clear()
 
 

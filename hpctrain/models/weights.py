@@ -166,6 +166,11 @@ def read_model(
         found = Path(path).read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
+    if found.startswith(b"PK\x03\x04"):  # zip
+        raise UsageError(
+            f"{path} is no safetensors file, but one of torch.save: train from its weights with"
+            f" --init {path}"
+        )
     try:
         tensors = safetensors.torch.load(found)
         header = parse_json(found[8 : 8 + int.from_bytes(found[:8], "little")])

@@ -30,6 +30,18 @@ def notices():
         signal.signal(number, signal.SIG_DFL)
 
 
+def test_a_handler_of_a_program_that_embeds_python_is_no_error(monkeypatch):
+    before = {number: signal.getsignal(number) for number in launcher.notice_signals()}
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "getsignal", lambda number: None)
+        with launcher.signals_caught():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert launcher.received_signal() == "SIGUSR1"
+    assert launcher.received_signal() is None
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
 def test_a_notice_only_sets_a_flag(notices, name):
     control = Control(None)
