@@ -15,6 +15,7 @@ from hpctrain.config import Config, renamed, worker_loads
 from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.plan import VERSION, Facts, Plan, cpu_threads, model_name
+from hpctrain.text import brief
 from hpctrain.typed import from_fields, parse_toml
 
 MOST_CORES = 1 << 16  # of any machine
@@ -106,7 +107,9 @@ def go_on(plan: Plan, config: Config, facts: Facts) -> Plan:
         ("class weights", plan.class_weights, facts.class_weights),
     ):
         if old != new:
-            raise UsageError(f"the run was begun with {what} {old}, not {new}: it cannot go on")
+            raise UsageError(
+                f"the run was begun with {what} {brief(old)}, not {brief(new)}: it cannot go on"
+            )
     runs = assign_shards(plan.shards, facts.ranks, worker_loads(config.worker_load))
     epochs = max(plan.epochs, config.epochs or 0)
     return dataclasses.replace(

@@ -22,6 +22,7 @@ from hpctrain.data.partition import Partition, random_key
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import brief, listed, ranges
 
+MOST_NAMED = 8  # classes whose weights are shown
 HEADER = ["class", "weight"]  # allowed as the first line of a file
 
 
@@ -87,6 +88,17 @@ def _number(text: str) -> float:
         return math.nan
 
 
+def describe_weights(weights: Sequence[float], classes: Sequence[str]) -> str | None:
+    """Describe the weights of --class-weights, if any: of many classes, the extremes."""
+    if not weights:
+        return None
+    named = list(zip(weights, classes, strict=True))
+    if len(named) > MOST_NAMED:
+        (least, common), (most, rare) = min(named), max(named)
+        return f"--class-weights: from {least:.4g} ({common}) to {most:.4g} ({rare})"
+    return "--class-weights: " + ", ".join(f"{name} {weight:.4g}" for weight, name in named)
+
+
 class BalancedOrder(Order):
     """An order in which every shard draws the classes of its partition equally often.
 
@@ -103,13 +115,13 @@ class BalancedOrder(Order):
     ) -> None:
         """`labels` (n,) are those of the split's samples. See `Order` for `scattered`."""
         super().__init__(partition, seed, scattered)
-        self._global, self.labels = everywhere, labels
+        self.draws_from_all, self.labels = everywhere, labels
         self.everywhere |= everywhere
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
-        pool = () if self._global else (shard,)
-        start = first + (self.partition.start(shard) if self._global else 0)
+        pool = () if self.draws_from_all else (shard,)
+        start = first + (self.partition.start(shard) if self.draws_from_all else 0)
         turns = self._permutation(epoch, *pool)(np.arange(start, start + count))
         classes = self.classes(shard)
         first_class = random_key(self.seed, "first class", epoch, *pool) % len(classes)
@@ -131,11 +143,11 @@ class BalancedOrder(Order):
             by_class = np.argsort(labels, kind="stable")
             return np.split(samples[by_class], np.flatnonzero(np.diff(labels[by_class])) + 1)
 
-        return self._keep_newest(("classes", None if self._global else shard), 0, make)
+        return self._keep_newest(("classes", None if self.draws_from_all else shard), 0, make)
 
     def pool(self, shard: int) -> np.ndarray:
         """Return the samples that the shard draws from, (n,) int64."""
-        if self._global:
+        if self.draws_from_all:
             return np.arange(self.partition.samples)
         own = np.arange(self.partition.start(shard), self.partition.start(shard + 1))
         return own if self._scatter is None else self._scatter(own)
@@ -146,12 +158,24 @@ class BalancedOrder(Order):
         return self._keep_newest(("class", number, pool), epoch, lambda: Permutation(n, key))
 
 
+def describe_balance(order: Order) -> str | None:
+    """Describe an epoch of a balanced order."""
+    if not isinstance(order, BalancedOrder):
+        return None
+    counts = np.bincount(order.labels)
+    each, drawn = counts[counts > 0], order.partition.samples
+    return (
+        f"--balanced-sampling: an epoch draws {drawn:,} images, about {drawn / len(each):,.0f} of"
+        f" each class; the data has {each.min():,} to {each.max():,}"
+    )
+
+
 def describe_missing(order: Order, names: Sequence[str]) -> str | None:
     """Describe the classes that some shards of a balanced order cannot draw, if any.
 
     `names` are those of all classes.
     """
-    if not isinstance(order, BalancedOrder):
+    if not isinstance(order, BalancedOrder) or order.draws_from_all:
         return None
     present, lacking = np.unique(order.labels), dict[str, list[int]]()
     for shard in range(len(order.partition.shares)):

@@ -229,11 +229,12 @@ def summary_lines(record: Record, evaluations: dict[str, Record]) -> list[str]:
     for split, last in evaluations.items() if record["status"] in ("done", "stopped") else ():
         name = "loss" if last["accuracy"] is None else "accuracy"
         results[split] = f"{split} {name} {short_number(last[name])}"
+        if (balanced := last.get("balanced_accuracy")) is not None:
+            results[split] += f" (balanced {short_number(balanced)})"
     first = [f"{began} {duration(record['seconds'])}", reason, results.pop("test", None)]
     lines = [_joined(first, ": "), "  " + _joined(list(results.values()))][: 1 + bool(results)]
-    if record["status"] in ("stopped", "preempted"):
-        lines.append("  the same command resumes the run")
-    return lines
+    resumes = record["status"] in ("stopped", "preempted")
+    return lines + ["  the same command resumes the run"] * resumes
 
 
 def cost_lines(record: Record) -> list[str]:

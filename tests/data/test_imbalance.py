@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from hpctrain.config import Config
-from hpctrain.data.imbalance import BalancedOrder, describe_missing
+from hpctrain.data.imbalance import (
+    BalancedOrder,
+    describe_balance,
+    describe_missing,
+    describe_weights,
+)
 from hpctrain.data.orders import Order
 from hpctrain.data.partition import cut_epoch
 from hpctrain.plan import resolve
@@ -64,6 +69,7 @@ def test_any_part_of_an_epoch_is_a_pure_function_of_seed_epoch_and_shard(everywh
     order = make()
     for first, count in ((11, 5), (0, 3), (20, 17), (4, 0)):
         order.samples(1, 2, 0, 9)  # other epochs and shards between
+        order.samples(2, 2, 0, 9)
         assert order.samples(2, 3, first, count).tolist() == whole[first : first + count].tolist()
     others = [epoch_of(make(), 3, 3), epoch_of(make(), 2, 2), epoch_of(make(8), 2, 3)]
     assert all(other.tolist() != whole.tolist() for other in others)
@@ -102,6 +108,25 @@ def test_a_class_that_a_shard_lacks_is_named():
     assert set(epoch_of(order, 0, 1).tolist()) == set(range(5, 10))
     assert describe_missing(BalancedOrder(partition, 0, labels, everywhere=True), "ab") is None
     assert describe_missing(Order(partition, 0), "ab") is None
+
+
+def test_an_epoch_is_described():
+    assert describe_balance(BalancedOrder(CUTS[2], 0, LABELS)) == (
+        "--balanced-sampling: an epoch draws 203 images, about 68 of each class; the data has 13"
+        " to 160"
+    )
+    assert describe_balance(Order(CUTS[2], 0)) is None
+
+
+def test_all_weights_are_described_or_the_extremes():
+    assert describe_weights((), NAMES) is None
+    weights = (0.4229166, 5.205128, 1)
+    assert describe_weights(weights, NAMES) == (
+        "--class-weights: common 0.4229, rare 5.205, usual 1"
+    )
+    assert describe_weights((3, *weights, *range(1, 9)), [f"c{k}" for k in range(12)]) == (
+        "--class-weights: from 0.4229 (c1) to 8 (c11)"
+    )
 
 
 def test_the_plan_says_that_classes_are_drawn_equally_often():

@@ -107,12 +107,17 @@ def test_moments_stay_by_counts(comm, bad):
 
 
 @pytest.mark.mpi
-def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, small_settings):
+def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, small_settings, capsys):
     weights = [0.5, 1, 2, 1, 1, 3, 1, 1, 1, 10]
     config = dataclasses.replace(
-        small_settings, class_weights=",".join(map(str, weights)), epochs=1, output="best"
+        small_settings,
+        class_weights=",".join(map(str, weights)),
+        epochs=1,
+        output="best",
+        progress="plain",
     )
     assert train_run(config, comm) == 0
+    printed = capsys.readouterr().out
     folder = Path(config.runs_dir) / "a"
     assert main(["evaluate", str(folder), "--output", str(folder / "again.json")]) == 0
     comm.Barrier()
@@ -127,6 +132,10 @@ def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, small_s
     for name in ("loss", "unweighted_loss", "accuracy", "balanced_accuracy"):
         assert last[name] == found[name]
     assert abs(found["loss"] - found["unweighted_loss"]) > 1e-4
+    if comm.rank == 0:
+        assert "--class-weights: from 0.5 (class0) to 10 (class9)\n" in printed
+        both = f"{found['accuracy']:.4f} (balanced {found['balanced_accuracy']:.4f})"
+        assert f": test accuracy {both}\n" in printed
     again = json.loads((folder / "again.json").read_text())
     assert again.keys() == found.keys()
     for name in ("loss", "unweighted_loss", "accuracy", "balanced_accuracy"):
@@ -137,7 +146,7 @@ def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, small_s
 def test_the_loss_of_an_epoch_is_the_weighted_mean_also_after_a_resume(comm, small_settings):
     """At a learning rate of nothing, it is the loss of the first weights over all images."""
     weights = "1,2,3,4,5,6,7,8,9,100"
-    own = {"model": "tests.odd_models:frozen", "lr": 1e-12, "epochs": 1}
+    own = {"model": "tests.odd_models:frozen", "lr": 1e-12, "epochs": 2}
     config = dataclasses.replace(small_settings, class_weights=weights, **own)
     job = set_up(config, comm)
     rows = np.arange(len(job.reading.source.labels))
@@ -151,14 +160,14 @@ def test_the_loss_of_an_epoch_is_the_weighted_mean_also_after_a_resume(comm, sma
     assert train_run(config, comm) == 0
     if comm.rank == 0:
         records = read_records(Path(config.runs_dir) / "a")
-        (loss,) = [r["loss"] for r in records if r["kind"] == "epoch"]
-        assert loss == pytest.approx(expected.item(), rel=1e-4)
+        losses = [r["loss"] for r in records if r["kind"] == "epoch"]
+        assert losses == pytest.approx([expected.item()] * 2, rel=1e-4)
 
 
 @pytest.mark.mpi
 def test_losses_of_an_evaluation_are_those_of_torch(comm, small_settings):
-    config = dataclasses.replace(small_settings, class_weights="1,2,3,4,5,6,7,8,9,10")
-    job = set_up(config, comm)
+    own = {"class_weights": "1,2,3,4,5,6,7,8,9,10", "label_smoothing": 0.2}  # for training alone
+    job = set_up(dataclasses.replace(small_settings, **own), comm)
     with job.reading.split("test") as source:
         result = evaluate(job.trainer.model, source, job.task, job.prepare, comm, 5)
         rows = np.arange(len(source.labels))
@@ -202,6 +211,7 @@ def test_balanced_sampling_in_a_whole_run(comm, small_settings, shared_tmp, shuf
     drawn = [b.targets.tolist() for step in job.loader.epoch(0) for b in step]
     labels = [label for part in comm.allgather(drawn) for each in part for label in each]
     counts = np.bincount(labels, minlength=10)
+    assert any(note.startswith("--balanced-sampling: an epoch draws 101") for note in job.notes)
     lacking = [note for note in job.notes if "--balanced-sampling: some shards have no" in note]
     assert len(labels) == 101 and bool(lacking) == (shuffle == "partition")
     spread = 1 if shuffle == "global" else 4 + 101 // 10
