@@ -2,10 +2,11 @@
 
 Only records are read, without MPI, torch or a display. A run may still be training. For every run
 there is a panel of accuracy, below it one of loss, and one for each other recorded field of steps
-that has a label (``report/fields.py``). Training is drawn as a line, validation as dots. All runs
-share their axes, so that they can be compared. Epochs are counted from 0: the third epoch lies
-between 2 and 3. Training is shown by epoch, with each mean at the end of its epoch; by step if
-fewer than two epochs have a mean.
+that has a label (``report/fields.py``), for the balanced accuracy if it is recorded, and for each
+figure of --metric. Training is drawn as a line, validation as dots. All runs share their axes, so
+that they can be compared. Epochs are counted from 0: the third epoch lies between 2 and 3. Training
+is shown by epoch, with each mean at the end of its epoch; by step if fewer than two epochs have a
+mean.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class RunCurves:
     @property
     def panels(self) -> list[str]:
         """The fields with a curve, in drawing order."""
-        names = dict.fromkeys(["accuracy", "loss", *LABELS])
+        names = dict.fromkeys(["accuracy", "loss", *LABELS, *self.validation])
         return [name for name in names if name in self.training or name in self.validation]
 
     @property
@@ -158,8 +159,8 @@ def read_curves(folder: Path, name: str) -> RunCurves:
         else _values(history.step_curves[field], field, per_epoch)
         for field in LABELS
     }
-    splits = history.split_curves.get("validation", {})
-    validation = {field: _values(curve, field, per_epoch) for field, curve in splits.items()}
+    evaluated = history.metric_curves | history.split_curves.get("validation", {})
+    validation = {field: _values(curve, field, per_epoch) for field, curve in evaluated.items()}
     outcome = find_outcome(folder, history)
     return RunCurves(
         name,
@@ -260,7 +261,8 @@ def _draw(
         axes.set_ylim(limits[name].low, limits[name].high)
         _draw_curves(axes, network.training.get(name), network.validation.get(name))
         if outer:
-            axes.set_ylabel(f"loss ({network.loss})" if name == "loss" else LABELS[name])
+            label = f"loss ({network.loss})" if name == "loss" else LABELS.get(name, name)
+            axes.set_ylabel(wrapped(label, 40, 1)[0], parse_math=False)
         axes.tick_params(which="both", labelleft=outer)
         axes.set_xlim(0, epochs * 1.02)
         locator = MaxNLocator(10 if wide else 5, steps=STEPS, integer=epochs >= 2)

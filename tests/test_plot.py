@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import xml.dom.minidom
 
@@ -14,6 +15,7 @@ from hpctrain.cli import main
 from hpctrain.plot import loss_kind, read_curves
 from hpctrain.report.figures import columns_for, wrapped
 from hpctrain.report.find import distinct_names
+from hpctrain.report.recorder import Recorder
 from tests.launch import run
 from tests.report.records import write_record
 
@@ -228,6 +230,23 @@ def test_the_confusion_matrix_is_a_second_figure(runs, capsys):
 def test_a_name_is_no_formula(runs):
     (above, _) = panels(write_record(runs / "a$\\no$b"))
     assert title(above)[0] == "a$\\no$b"
+
+
+def test_each_figure_of_a_metric_has_a_panel(runs):
+    folder = write_record(runs / "a", validation=False, status=None)
+    with Recorder(folder, "none") as recorder:
+        for epoch in (1, 2, 3):
+            own = {"f1 of $x^": math.nan if epoch == 1 else epoch / 8, "none": math.nan}
+            known = {"epoch": epoch, "step": 4 * epoch, "split": "validation", "loss": 1.0}
+            recorder.evaluation(
+                **known, accuracy=0.5, balanced_accuracy=0.25, metrics=own, rows=8, seconds=1.0
+            )
+    found = panels(folder)
+    labels = ["accuracy (%)", "loss (cross-entropy)", "balanced accuracy", "f1 of $x^"]
+    assert [axes.get_ylabel() for axes in found] == labels
+    (dots,) = found[3].lines
+    assert dots.get_xydata().tolist() == [[2, 0.25], [3, 0.375]]
+    assert len(panels(write_record(runs / "b"), folder)) == 6
 
 
 @pytest.mark.parametrize("classes", [2, 10, 30, 100])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.heartbeats import find_cause
-from hpctrain.report.fields import LABELS, Record
+from hpctrain.report.fields import LABELS, MOST_PARTS, Record
 from hpctrain.report.step_stats import Costs, Curve
 from hpctrain.text import listed
 
@@ -89,6 +89,7 @@ class RunHistory:
         self.step_curves = {name: Curve() for name in LABELS}
         self.epoch_curves = {name: Curve() for name in LABELS}  # by epoch, not by step
         self.split_curves: dict[str, dict[str, Curve]] = {}  # of evaluations, by split
+        self.metric_curves: dict[str, Curve] = {}  # of validations: figures of --metric, and more
         self.corruption: str | None = None  # the error of the first line that cannot be read
         self.corrupt_lines = 0
         self._recent: deque[Record] = deque(maxlen=RECENT)
@@ -176,6 +177,10 @@ class RunHistory:
         if split == "validation":
             self.validated = max(self.validated, record["step"])
             self.validations.append(metrics_of(record))
+            own = {"balanced accuracy": record.get("balanced_accuracy")}
+            own |= record.get("metrics") or {}
+            for name in [*own][: MOST_PARTS + 1 - len(self.metric_curves.keys() - own)]:
+                add_point({name: self.metric_curves.setdefault(name, Curve())}, record["step"], own)
         if split in self.split_curves or len(self.split_curves) < MOST_SPLITS:
             self.evaluations[split] = record
             curves = self.split_curves.setdefault(split, {name: Curve() for name in LABELS})
