@@ -17,6 +17,8 @@ from hpctrain.data.loader import read_samples
 from hpctrain.errors import Failure, UsageError
 from hpctrain.inference.evaluate import evaluate
 from hpctrain.inference.own import compute_losses, import_functions
+from hpctrain.inference.own_check import check_task
+from hpctrain.inference.tasks import Classification
 from hpctrain.report.record import read_records
 from hpctrain.training.setup import set_up
 from hpctrain.training.train import train
@@ -251,6 +253,7 @@ WRONG_AUGMENTATIONS = {
     "mirror_by_torch": "draws random numbers from torch's global generator: .* from the generator",
     "mirror_by_numpy": "returned other images when it was called again with the same images",
     "crop": r"returned images of shape \(\d+, 1, 11, 12\), not \(\d+, 1, 12, 12\) as it got",
+    "squeezed_images": r"returned images of shape \(1, 12, 12\), not \(1, 1, 12, 12\) as it got",
     "to_double": r"returned images of dtype torch.float64, not torch.float32",
     "to_nothing": "must return images, not NoneType",
     "overflow": "returned an image with NaN or infinity",
@@ -268,6 +271,26 @@ def test_a_function_that_breaks_the_rule_is_refused_by_name(comm, small_settings
     own_functions.CALLS.clear()
     with pytest.raises(UsageError, match=f"--{setting} {own(name)}:? {BROKEN[setting][name]}"):
         set_up(dataclasses.replace(small_settings, **{setting: own(name)}), comm)
+
+
+@pytest.mark.parametrize(("name", "value"), [("centred", 0.0), ("centred_chances", 0.2)])
+def test_outputs_that_are_alike_hide_nothing(name, value):
+    """As those of a network with its first weights often are."""
+    task = Classification(own=import_functions(own(name), None))
+    outputs, targets = torch.full((8, 5), value), torch.arange(8) % 5
+    with pytest.raises(UsageError, match=f"{name} gave samples other values in a part"):
+        check_task(task, torch.nn.Identity(), outputs, targets)
+    check_task(task, torch.nn.Identity(), outputs / 0, targets)  # a first step will report these
+
+
+def test_the_test_at_the_start_changes_neither_network_nor_generator():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.5)).train()
+    inputs = torch.rand(8, 5)
+    before = [*map(torch.clone, model.state_dict().values()), torch.get_rng_state()]
+    task = Classification(own=import_functions(own("focal"), own("top3")))
+    check_task(task, model, inputs, torch.arange(8) % 5)
+    after = [*model.state_dict().values(), torch.get_rng_state()]
+    assert all(map(torch.equal, before, after)) and model[0].training
 
 
 def test_nothing_is_imported_because_a_file_says_so(comm, small_settings, capsys):
