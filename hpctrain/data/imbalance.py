@@ -88,6 +88,14 @@ def _number(text: str) -> float:
         return math.nan
 
 
+def describe_imbalance(
+    weights: Sequence[float], order: Order, classes: Sequence[str]
+) -> tuple[str | None, ...]:
+    """Return notes on the weights of the classes and on a balanced order, if any."""
+    drawn = describe_balance(order), describe_missing(order, classes)
+    return describe_weights(weights, classes), *drawn
+
+
 def describe_weights(weights: Sequence[float], classes: Sequence[str]) -> str | None:
     """Describe the weights of --class-weights, if any: of many classes, the extremes."""
     if not weights:

@@ -17,12 +17,7 @@ from torch import nn
 from hpctrain.config import Config, byte_count, segments
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.cache import sample_bytes
-from hpctrain.data.imbalance import (
-    describe_balance,
-    describe_missing,
-    describe_weights,
-    find_class_weights,
-)
+from hpctrain.data.imbalance import describe_imbalance, find_class_weights
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_samples
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import random_key
@@ -148,9 +143,8 @@ def set_up(
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
-    weighted = describe_weights(weights, pack.classes)
-    drawn = describe_balance(reading.order), describe_missing(reading.order, pack.classes)
-    texts = fitted, sharing, init, why, frozen.describe(trainer.message), weighted, *drawn
+    balance = describe_imbalance(weights, reading.order, pack.classes)
+    texts = fitted, sharing, init, why, frozen.describe(trainer.message), *balance
     made = pack, reading, choice, task, frozen, trainer, loader, prepare, init
     return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
 

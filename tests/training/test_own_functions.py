@@ -309,6 +309,9 @@ def test_nothing_is_imported_because_a_file_says_so(comm, small_settings, capsys
     assert f"top3 {records(small_settings, 'evaluation')[-1]['metrics']['top3']:.4f}" in (
         capsys.readouterr().out
     )
+    wrong = own("draws_from_torch")
+    assert main(["evaluate", str(folder), f"--loss={own('focal')}", f"--metric={wrong}"]) == 2
+    assert f"--metric {wrong} draws random numbers from torch" in capsys.readouterr().err
     assert main(["predict", str(folder), "--output", str(folder / "answers.csv")]) == 0
     words = ["train", "--config", str(folder / "config.toml"), "--dry-run"]
     assert main(words) == 2
