@@ -260,6 +260,8 @@ def test_a_plan_is_read_back_as_it_was_written():
         ("optimizer", "sgd"),
         ("precision", "fp64"),
         ("shuffle", ""),
+        ("class_weights", [1.0]),
+        ("class_weights", [1.0] * (FACTS.classes - 1) + [0.0]),
     ],
 )
 def test_a_plan_that_does_not_add_up_is_refused(name, value):
