@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.models.build import STEMS, build
-from hpctrain.models.libraries import AUXILIARIES, convert, own_input, relatives
+from hpctrain.models.libraries import AUXILIARIES, convert, own_input, pack_again, relatives
 from hpctrain.models.torch_file import read_weights
 from hpctrain.models.weights import load_weights
 from hpctrain.text import listed
@@ -169,8 +169,8 @@ def _differs(name: str, first: Tensors, second: Tensors) -> bool:
 def _fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[str, int]:
     """Return the classifier's tensors that `tensors` cannot fill, with their number of classes."""
     parameters = dict(model.named_parameters())
-    layers = getattr(model, "pretrained_cfg", None) or {}  # timm's, which may have two heads
-    named = layers.get("classifier") or next(reversed(parameters)).rpartition(".")[0]
+    known = own_input(model).get("classifier")  # timm's networks may have two
+    named = known or next(reversed(parameters)).rpartition(".")[0]
     heads = (named,) if isinstance(named, str) else named
     own = [name for name in parameters if name.rpartition(".")[0] in heads]
     if any(parameters[name].shape[:1] != (classes,) for name in own):
@@ -178,7 +178,9 @@ def _fresh_classifier(model: nn.Module, tensors: Tensors, classes: int) -> dict[
     if not any(name in tensors for name in own):
         return dict.fromkeys(own, 0)
     differing = [n for n in own if n in tensors and tensors[n].shape != parameters[n].shape]
-    alike = all(tensors[n].shape[1:] == parameters[n].shape[1:] for n in differing)
+    alike = all(
+        tensors[n].dim() > 0 and tensors[n].shape[1:] == parameters[n].shape[1:] for n in differing
+    )
     return {name: len(tensors[name]) for name in differing} if alike else {}
 
 
@@ -209,20 +211,23 @@ def _hint(model: nn.Module, tensors: Tensors, named: Any) -> str:
     """Return which network the tensors belong to, as far as it is known."""
     if isinstance(named, str):
         return f"; it was saved for --model {named}"
-    best, share = "", 0.0
+    best, share, best_names = "", 0.0, model.state_dict().keys()
     for words, other in _candidates(model):
         state, (theirs, _) = other.state_dict(), rename(tensors, other.state_dict())
         equal = sum(n in theirs and t.shape[1:] == theirs[n].shape[1:] for n, t in state.items())
         counters = sum(n.endswith(COUNTER) and n not in theirs for n in state)
         found = equal / (len(state.keys() | theirs.keys()) - counters)
         if found > share:
-            best, share = words, found
+            best, share, best_names = words, found, state.keys()
         if share == 1.0:
             break
     if share < NEAR:
         return ""
-    if (same := own_input(model).get("architecture")) and best.endswith(f":{same}"):
-        return "; it holds this network for images of another size"
+    if (known := own_input(model)) and best.endswith(f":{known.get('architecture')}"):
+        size = known["input_size"]
+        return f"; it holds this network for images of another size{pack_again(size[1:])}"
+    if share < 1.0 and best_names == model.state_dict().keys():
+        return ""  # this network itself
     return f"; it holds a {best}" if share == 1.0 else f"; the nearest network is {best}"
 
 

@@ -103,7 +103,7 @@ def _make_timm(timm: Any, name: str, image_shape: tuple[int, int, int], classes:
             raise
         raise UsageError(
             f"--model timm:{name} cannot be made for images of {width}x{height}:"
-            f" {one_line(error)}{_pack_again(config.input_size[1:])}"
+            f" {one_line(error)}{pack_again(config.input_size[1:])}"
         ) from error
     return model
 
@@ -124,7 +124,7 @@ def _make_torchvision(
         if argument == "image_size" and height != width:
             raise UsageError(
                 f"--model torchvision:{name} takes square images, and these have {width}x{height}"
-                f" pixels{_pack_again((own, own))}"
+                f" pixels{pack_again((own, own))}"
             )
         options[argument] = height if argument == "image_size" else (height, width)
     if name in WITH_AUXILIARIES:
@@ -136,7 +136,7 @@ def _make_torchvision(
             raise
         raise UsageError(
             f"--model torchvision:{name} cannot be made for images of {width}x{height}:"
-            f" {one_line(error)}{_pack_again((own, own))}"
+            f" {one_line(error)}{pack_again((own, own))}"
         ) from error
     statistics = {"mean": tuple(published.mean), "std": tuple(published.std)}
     known = {"architecture": name, "input_size": (3, own, own), **statistics}
@@ -144,7 +144,8 @@ def _make_torchvision(
     return model
 
 
-def _pack_again(size: tuple[int, int]) -> str:
+def pack_again(size: tuple[int, int]) -> str:
+    """Return the size (H, W) of published weights, and how to pack for it."""
     return f"; published for {size[1]}x{size[0]}: pack with --size {size[1]}x{size[0]}"
 
 
@@ -157,7 +158,7 @@ def own_input(model: nn.Module) -> Mapping[str, Any]:
 def size_hint(model: nn.Module, image_shape: tuple[int, int, int]) -> str:
     """Return which size to pack with, if a network refuses images that have another size."""
     size = own_input(model).get("input_size")
-    return _pack_again(size[1:]) if size and size[1:] != image_shape[:2] else ""
+    return pack_again(size[1:]) if size and size[1:] != image_shape[:2] else ""
 
 
 def convert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
@@ -200,11 +201,12 @@ def relatives(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if home.startswith("timm."):
         library = "timm"
         names = sys.modules[library].list_models(module=home.rpartition(".")[2])
-    elif importlib.util.find_spec("torchvision"):
-        library = "torchvision"
-        names = _torchvision_names(_import(library, library))
     else:
-        return
+        library = "torchvision"
+        try:
+            names = _torchvision_names(_import(library, library))
+        except UsageError:  # not installed, or for another torch
+            return
     like = own_input(model).get("architecture") or type(model).__name__
     for name in difflib.get_close_matches(like.lower(), names, MOST_RELATIVES, cutoff=0):
         try:

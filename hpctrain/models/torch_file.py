@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpctrain.config.imports import one_line
 from hpctrain.errors import UsageError
-from hpctrain.models.weights import read_model
+from hpctrain.models.weights import is_torch_file, read_model
 
 # Entries of a checkpoint that hold weights. Averaged ones come first, as in timm.
 ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
@@ -31,6 +31,7 @@ DAMAGED = (
     *(TypeError, LookupError, AttributeError, AssertionError, ImportError, OverflowError),
     *(MemoryError, struct.error, zlib.error),
 )
+TORCH_SUFFIXES = (".pth", ".pt", ".ckpt", ".tar", ".bin")
 Tensors = dict[str, Tensor]
 
 
@@ -45,8 +46,17 @@ def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
             head = file.read(4)
     except OSError as error:
         raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
-    if head != b"PK\x03\x04" and (head[:1], head[2:]) != (b"\x80", b"\x8a\n"):  # of torch.save
-        return *read_model(path), ""
+    if not is_torch_file(head):
+        try:
+            return *read_model(path), ""
+        except UsageError as error:
+            if Path(path).suffix not in TORCH_SUFFIXES:
+                raise
+            size = Path(path).stat().st_size
+            raise UsageError(
+                f"{path} ({size:,} bytes) is no file of torch.save, nor a safetensors file: was it"
+                " downloaded completely?"
+            ) from error
     try:
         if head[:2] == b"PK":
             with zipfile.ZipFile(path) as archive:
@@ -83,10 +93,16 @@ def _tensors_of(path: str | Path, found: Any) -> tuple[Tensors, dict[str, Any], 
     homes = {"": found, **{e: found[e] for e in ENTRIES if isinstance(found, dict) and e in found}}
     if isinstance(found, dict):
         homes |= {name: value for name, value in found.items() if isinstance(name, str)}
-    for entry in (*ENTRIES, *homes):
-        home = homes.get(entry)
-        held = home.items() if isinstance(home, Mapping) else ()
-        tensors = {n: t for n, t in held if isinstance(n, str) and isinstance(t, Tensor)}
-        if any(tensor.dim() > 1 for tensor in tensors.values()):
-            return tensors, {}, entry
-    raise UsageError(f"{path} holds no weights: no tensors by name, also not in an entry of it")
+    tensors = {entry: _by_name(homes[entry]) for entry in homes}
+    usual = [entry for entry in ENTRIES if tensors.get(entry)]
+    entry = usual[0] if usual else max(tensors, key=lambda name: len(tensors[name]))
+    if not tensors[entry]:
+        raise UsageError(f"{path} holds no weights: no tensors by name, also not in an entry of it")
+    return tensors[entry], {}, entry
+
+
+def _by_name(home: Any) -> Tensors:
+    """Return the tensors of a dictionary, if there are matrices among them."""
+    held = home.items() if isinstance(home, Mapping) else ()
+    tensors = {n: t for n, t in held if isinstance(n, str) and isinstance(t, Tensor)}
+    return tensors if any(tensor.dim() > 1 for tensor in tensors.values()) else {}

@@ -166,7 +166,7 @@ def read_model(
         found = Path(path).read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
-    if found.startswith(b"PK\x03\x04"):  # zip
+    if is_torch_file(found):
         raise UsageError(
             f"{path} is no safetensors file, but one of torch.save: train from its weights with"
             f" --init {path}"
@@ -200,6 +200,11 @@ def read_model(
     return _in_order(tensors, metadata.pop(ORDER, None)), metadata
 
 
+def is_torch_file(start: bytes) -> bool:
+    """Whether a file that starts so is one of torch.save: a zip file, or an earlier format."""
+    return start[:4] == b"PK\x03\x04" or (start[:1], start[2:4]) == (b"\x80", b"\x8a\n")
+
+
 def _in_order(tensors: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
     """Order the tensors: the library's order differs from process to process."""
     known = isinstance(names, list) and all(isinstance(name, str) for name in names)
@@ -216,6 +221,12 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: str | Pat
     state = model.state_dict()
     differing = [n for n in state if n in tensors and tensors[n].shape != state[n].shape]
     wrong = [f"{n} is {_shape(tensors[n])}, the model's {_shape(state[n])}" for n in differing]
+    wrong += [  # quantized weights, say; torch would copy the integers, and drop imaginary parts
+        f"{n} is {tensors[n].dtype}, the model's {state[n].dtype}"
+        for n in state
+        if n in tensors and not n.endswith("num_batches_tracked")
+        if _kind(tensors[n]) != _kind(state[n])
+    ]
     wrong += [
         f"{n} {_shape(state[n])} is not in the file"
         for n in state
@@ -236,6 +247,10 @@ def _finite(tensor: Tensor) -> bool:
     """Whether all values are finite; torch cannot test the floating-point types of one byte."""
     small = tensor.is_floating_point() and tensor.itemsize == 1
     return bool(torch.isfinite(tensor.float() if small else tensor).all())
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _shape(tensor: Tensor) -> str:

@@ -256,6 +256,43 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     assert silent == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+def test_weights_of_another_kind_of_number_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """torch would copy quantized weights without their scale, and real parts alone."""
+    tensors = net().state_dict()
+    tensors["3.weight"] = tensors["3.weight"].to(dtype)
+    said = refusal(net(), saved(tmp_path / "m", tensors))
+    assert f"3.weight is {dtype}, the model's torch.float32" in said
+    half = {n: t.half() if t.is_floating_point() else t for n, t in net().state_dict().items()}
+    assert load_init(net(), saved(tmp_path / "m", half), 7, 3).fresh == {}
+
+
+def test_a_classifier_without_a_dimension_is_refused(tmp_path: Path) -> None:
+    tensors = net().state_dict()
+    tensors["4.bias"] = torch.tensor(1.0)
+    assert "4.bias is a number, the model's 7" in refusal(net(), saved(tmp_path / "m", tensors))
+
+
+def test_the_entry_with_most_tensors_is_taken(tmp_path: Path) -> None:
+    held = {"criterion": {"weight": torch.ones(3, 3)}, "net": net().state_dict()}
+    assert load_init(net(), saved(tmp_path / "m", held), 7, 3).entry == "net"
+
+
+def test_what_is_no_file_of_weights_is_named_by_what_was_expected(tmp_path: Path) -> None:
+    path = tmp_path / "m.pth"
+    path.write_text("<html>not found</html>")
+    assert "(22 bytes) is no file of torch.save, nor a safetensors" in refusal(net(), path)
+    torch.save(net().state_dict(), path, _use_new_zipfile_serialization=False)
+    with pytest.raises(UsageError, match="but one of torch.save: train from its weights with --in"):
+        read_model(path)
+
+
+def test_the_network_itself_is_not_named_as_the_nearest(tmp_path: Path) -> None:
+    tensors = build("resnet18", SHAPE, 7).state_dict() | {"extra.weight": torch.ones(3, 3)}
+    said = refusal(build("resnet18", SHAPE, 7), saved(tmp_path / "m", tensors))
+    assert said.endswith("extra.weight 3x3 is not in the model")
+
+
 @pytest.mark.parametrize("mean", ["abc", [], [0.5], [0.5, True]])
 def test_statistics_that_nobody_wrote_are_refused(tmp_path: Path, mean: object) -> None:
     path, known = tmp_path / "m", METADATA | {"mean": mean, "std": [0.5, 0.5]}

@@ -49,6 +49,12 @@ def test_a_library_for_another_torch_is_refused(
     monkeypatch.syspath_prepend(str(tmp_path))
     said = "--model timm:a: importing timm failed: RuntimeError: operator nms does not exist"
     assert refusal("timm:a") == said
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator nms')")
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    tensors = build("digits", (28, 28, 1), 5).state_dict()
+    torch.save(tensors, tmp_path / "m")
+    with pytest.raises(UsageError, match="does not fit the model: conv1"):  # why it was refused
+        load_init(build("resnet18", SHAPE, 5), tmp_path / "m", 5, 3)
     monkeypatch.chdir(tmp_path)  # a module beside a file that names the library is not imported
     assert "timm.py is not the installed timm: move it away" in refusal("timm:a")
 
