@@ -62,6 +62,7 @@ def test_a_written_configuration_reads_back_the_same(tmp_path):
         (["--lr", "-1"], "--lr -1.0: give a number above 0"),
         (["doctor", "--mib", "0"], "--mib 0: give 1 or more"),
         (["--timeout", "soon"], "--timeout soon: give a time"),
+        (["--freeze", "conv1", "bn1"], "commas: --freeze 'conv1,bn1'"),
         (["doctor", "mpi"], "unexpected argument 'mpi' for hpctrain doctor"),
         (["--flip=yes"], "--flip.*yes"),
         (["trian"], "no subcommand 'trian', did you mean 'train'"),

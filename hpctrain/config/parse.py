@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 from hpctrain.config.conflicts import conflicts
 from hpctrain.config.imports import check_imports, own_functions
-from hpctrain.config.option import flag_of, renamed
+from hpctrain.config.option import class_weights, flag_of, renamed
+from hpctrain.config.patterns import learning_rate_factors, patterns
 from hpctrain.config.train import Config
 from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.text import brief
@@ -27,6 +28,7 @@ from hpctrain.typed import LARGEST, parse_toml
 KINDS = {int: "an integer", float: "a number", str: "a string"}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 SUPPRESS = argparse.SUPPRESS
+LISTS = (patterns, learning_rate_factors, class_weights)  # checks of options that take lists
 
 
 class Formatter(argparse.HelpFormatter):
@@ -54,7 +56,8 @@ def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]
     if rest:
         given, _, _ = rest[0].partition("=")
         if not given.startswith("-"):
-            raise UsageError(f"unexpected argument {brief(given)!r} for hpctrain {name}")
+            hint = _comma_hint(words, rest[0], settings)
+            raise UsageError(f"unexpected argument {brief(given)!r} for hpctrain {name}{hint}")
         hint = did_you_mean(given, map(flag_of, known))
         raise UsageError(f"unknown option {given!r}{hint}")
     given_in_files: dict[str, Any] = {}
@@ -71,6 +74,13 @@ def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]
     found_settings = settings(**given_in_files | flags)
     check_settings(found_settings)
     return found_settings
+
+
+def _comma_hint(words: Sequence[str], stray: str, settings: type) -> str:
+    """Return how to write a list, if a stray word follows an option that takes one, or ""."""
+    flag, value = ["", "", *words][words.index(stray) :][:2]
+    lists = [flag_of(f.name) for f in dataclasses.fields(settings) if f.metadata["check"] in LISTS]
+    return f"; separate by commas: {flag} '{value},{stray}'" if flag in lists else ""
 
 
 def make_parser(name: str, summary: str, settings: type) -> Parser:

@@ -30,10 +30,13 @@ def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
     if found:
         return found
     modules = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
-    near = difflib.get_close_matches(pattern.rstrip("*."), sorted({*modules, *names}), n=1)
-    tops = dict.fromkeys(name.partition(".")[0] for name in names)
-    hint = f"did you mean {near[0]}?" if near else f"the network has {listed(tops, 12)}"
-    raise UsageError(f"{flag} {pattern}: no name in the network matches; {hint}")
+    known = {*modules, *names, *(["norm", "bias"] if flag == "--no-decay" else [])}
+    stems = {re.sub(r"\d+$", "*", module) for module in modules} if "*" in pattern else set()
+    near = difflib.get_close_matches(pattern, sorted(stems), n=1, cutoff=0.7)
+    near = near or difflib.get_close_matches(pattern.rstrip("*."), sorted(known), n=1)
+    tops = listed(dict.fromkeys(name.partition(".")[0] for name in names), 12)
+    hint = f"did you mean {near[0]}? The" if near else "the"
+    raise UsageError(f"{flag} {pattern}: no name in the network matches; {hint} network has {tops}")
 
 
 @dataclass(frozen=True)
