@@ -132,13 +132,13 @@ class MemoryTrial:
         self._device, self._weights = weights[0].device, sum(weight.nbytes for weight in weights)
         self._image_bytes = math.prod(self._shape) * weights[0].element_size()
         self._buffered = byte_count(config.read_buffer, "--read-buffer")
-        self._free = 0.0  # bytes that this rank may use; 0 = not measured yet
+        self._free: float | None = None  # bytes that this rank may use; None = not measured yet
         self._peaks: dict[int, int] = {}  # bytes of tensors, by number of images
 
     def __call__(self, images: int, shards: int) -> bool:
         """Whether `images` per shard fit on all ranks, with `shards` in all. Collective."""
         comm, gpu = self._comm, self._device.type == "cuda"
-        if not self._free:
+        if self._free is None:  # on all ranks alike
             place = host_name() + (gpu_uuid(self._device) if gpu else "")
             sharing = allgather(comm, place).count(place)  # all have made their networks
             free = call_on_all(comm, lambda: free_on_gpu(self._device) if gpu else free_memory())
@@ -150,6 +150,7 @@ class MemoryTrial:
         return all(allgather(comm, call_on_all(comm, lambda: test(images, held))))
 
     def _fits_cpu(self, images: int, held: int) -> bool:
+        assert self._free is not None
         room = self._free - self._buffered - held
         few, more = SAMPLES
         each = self._peak(few) / few
@@ -165,13 +166,16 @@ class MemoryTrial:
         return self._peaks[images]
 
     def _fits_gpu(self, images: int, held: int) -> bool:
+        assert self._free is not None
         with limited(self._device, GPU_SHARE * self._free):
+            message = None
             try:
                 message = torch.empty(held, dtype=torch.uint8, device=self._device)
                 self.step(images)
-                del message
             except torch.cuda.OutOfMemoryError:
                 return False
+            finally:
+                del message  # before its memory is given back
         return True
 
     def step(self, images: int) -> None:

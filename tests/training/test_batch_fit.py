@@ -163,6 +163,20 @@ def test_a_step_that_may_not_fit_is_not_run(make_trial, monkeypatch):
     assert ran == [4]
 
 
+def test_a_rank_without_free_memory_asks_the_others_once_too(make_trial, monkeypatch):
+    """It is a collective call: a rank that repeats it waits for ever."""
+    trial, _ = make_trial(Config(read_buffer="1M"))
+    asked = []
+
+    def free():
+        asked.append(1)
+        return 0.0
+
+    monkeypatch.setattr(batch_fit, "free_memory", free)
+    assert not trial(1, 1) and not trial(1, 1)
+    assert asked == [1]
+
+
 def test_what_is_unfrozen_later_is_measured(make_trial):
     peaks = []
     for config in (Config(freeze="conv*,bn*"), Config(freeze="conv*,bn*", unfreeze_epoch=1)):
