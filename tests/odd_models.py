@@ -388,6 +388,17 @@ def data_dependent(image_shape, classes):
     return DataDependent(image_shape[0] * image_shape[1] * image_shape[2], classes)
 
 
+class Asking(DataDependent):
+    """Computes in Python with a value of its input."""
+
+    def forward(self, x):
+        return self.fc(x.flatten(1)) * float(x[0, 0, 0, :2].tolist()[0] > -9)
+
+
+def asking(image_shape, classes):
+    return Asking(image_shape[0] * image_shape[1] * image_shape[2], classes)
+
+
 class PairsOnly(DataDependent):
     """Takes two images at a time, as far as torch's exporter can tell."""
 

@@ -23,6 +23,9 @@ Run = Callable[[Tensor], np.ndarray]  # runs an exported file on its input
 METADATA = "hpctrain.json"  # name of the extra file in a .pt2
 INPUT = "images"  # name of the input
 BATCH = "batch_size"  # name of the dimension that may vary
+FIXED = "; try --batch N, a fixed number of images"
+# What torch's exporter raises, and a network's own code on values that are not known yet.
+UNTRACED = RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError
 KEPT = ("hpctrain", "model", "task", "image_shape", "classes", "mean", "std", "run", "step")
 
 
@@ -76,8 +79,8 @@ def tracing() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except (RuntimeError, ValueError) as error:
-        hint = "; try --batch N, a fixed number of images" if BATCH in str(error) else ""
+    except UNTRACED as error:
+        hint = FIXED if BATCH in str(error) else ""
         cause = first_line(error.__cause__ or error)
         raise RunError(f"torch cannot export this network: {cause}{hint}") from error
     finally:
@@ -167,7 +170,10 @@ def open_file(file: BinaryIO, to: str) -> Run | None:
         try:
             yield
         except errors as error:
-            raise RunError(f"onnxruntime cannot run this network: {first_line(error)}") from error
+            hint = FIXED if "invalid dimensions" in str(error) else ""
+            raise RunError(
+                f"onnxruntime cannot run this network: {first_line(error)}{hint}"
+            ) from error
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
