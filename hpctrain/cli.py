@@ -57,6 +57,9 @@ COMMANDS = {
         RANKS_OR_ALONE, "pack", config.PackConfig, "convert image files to one HDF5 pack"
     ),
     "sweep": Command(NO_LAUNCHER, "sweep", config.SweepConfig, "train many networks"),
+    "supervise": Command(
+        NO_LAUNCHER, "supervise", config.SuperviseConfig, "launch a run again until it is done"
+    ),
     "stop": Command(
         ONE_PROCESS, "stop", config.StopConfig, "stop a run or a sweep after its next step, saved"
     ),

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from hpctrain.errors import UsageError
@@ -29,6 +31,8 @@ UNBOUND = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "HYDRA_BINDING": "none",
 }
+CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+REPEATED_AFTER = 1.0  # seconds; schedulers may send the same signal twice in a row
 MOST_READ = 1 << 16  # bytes of a log that are searched for the cause of a failure
 ERROR = re.compile(r"hpctrain: |\b\w*Error\b|\w+Exception\b", re.ASCII)
 SIGNAL = re.compile(r"signal \d+|Killed|out of memory", re.IGNORECASE)
@@ -63,14 +67,33 @@ def own_sessions(folder: str) -> dict[str, str]:
     return {"OMPI_MCA_orte_tmpdir_base": folder, "PRTE_MCA_prte_tmpdir_base": folder}
 
 
+@contextmanager
+def caught_signals() -> Iterator[list[tuple[signal.Signals, float]]]:
+    """Within the block, append each signal in `CAUGHT` and its time to the list yielded."""
+    received: list[tuple[signal.Signals, float]] = []
+
+    def catch(number: int, frame: object) -> None:
+        received.append((signal.Signals(number), time.monotonic()))
+
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
+    before = {n: signal.signal(n, catch) for n in CAUGHT[ignored:]}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def start(
     command: Sequence[str],
-    log: Path,
+    log: Path | None,
     env: Mapping[str, str],
     cores: Collection[int] = (),
     outlives_us: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a launcher on these cores (all if none are given) and append its output to `log`.
+
+    Without a log, it writes where this process writes.
 
     It runs in a session of its own, so that Ctrl-C reaches only this process. Unless it
     `outlives_us`, the kernel kills it when this process dies, even by SIGKILL; the ranks of mpirun
@@ -86,12 +109,12 @@ def start(
         if cores:
             os.sched_setaffinity(0, cores)
 
-    with open(log, "ab", opener=open_itself) as output:
+    with open(log, "ab", opener=open_itself) if log else nullcontext() as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.STDOUT if log else None,
             env=dict(env),
             start_new_session=True,
             preexec_fn=prepare,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import sys
 import time
 
 import pytest
@@ -118,7 +119,7 @@ def site(tmp_path):
     """A folder with programs of a Slurm that is none, and the environment of a job in it."""
     programs = {"srun": FAKE_SRUN, "mpirun": FAKE_SRUN, "scontrol": 'echo $* >"$OUT/requeued"'}
     (tmp_path / "bin").mkdir()
-    for name, text in {**programs, "activate": "", "python": "true"}.items():
+    for name, text in {**programs, "activate": "", "python": f'exec {sys.executable} "$@"'}.items():
         file = tmp_path / "bin" / name
         file.write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}\n")
         file.chmod(0o755)

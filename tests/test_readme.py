@@ -19,7 +19,15 @@ PAGES += DOCS
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 ARCHITECTURE = ROOT / "docs/architecture.md"
 PATH = re.compile(r"(?<![\w./-])(?:[a-z][\w.-]*/)*(?:[a-z]\w*\.py\b|(?<=/)(?![\w.-]))")
-OTHERS = {"--array", "--exact", "--gpus", "--gpus-per-node", "--logdir", "--signal"}  # Slurm's, ...
+OTHERS = {
+    "--array",
+    "--exact",
+    "--gpus",
+    "--gpus-per-node",
+    "--logdir",
+    "--no-kill",
+}  # Slurm's, ...
+OTHERS |= {"--requeue", "--signal"}
 
 CHECK = """
 totals = message.totals()

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,8 @@ SLOW = [*TRAIN, "--model", "tests.odd_models:slow", "--epochs", "30"]  # 210 ste
 class Cluster:
     """The testbed's commands, in a folder that its nodes see."""
 
-    def __init__(self, folder: Path, conf: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, conf: str, testbed: Callable[..., None]) -> None:
+        self.folder, self.testbed = folder, testbed
         self.mark = f"HPCTRAIN_TEST_JOB={folder}"
         own = {"SLURM_CONF": conf, "HPCTRAIN_VENV": sys.prefix, "HPCTRAIN_TEST_JOB": str(folder)}
         self.env = environment(own)
@@ -74,7 +75,8 @@ class Cluster:
             assert time.monotonic() < until, f"{job['JobState']}\n{self.log(number)}"
             if job["JobState"] == "PENDING" and job.get("Reason") == "BeginTime":
                 time.sleep(5)
-                self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
+                with contextlib.suppress(AssertionError):  # it may have begun meanwhile
+                    self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
             time.sleep(0.5)
         return job
 
@@ -115,9 +117,13 @@ def cluster(tmp_path_factory):
     env = environment({"HPCTRAIN_TESTBED": str(home), "HPCTRAIN_TESTBED_KEEP": ":".join(keep)})
     testbed = str(ROOT / "scripts" / "slurm_testbed")
     done = subprocess.run([testbed, "up"], env=env, capture_output=True, text=True, timeout=300)
+
+    def control(*words):
+        subprocess.run([testbed, *words], env=env, check=True, timeout=60)
+
     try:
         assert done.returncode == 0, f"Slurm was asked for and is not there:\n{done.stderr}"
-        yield Cluster(folder, re.search(r"SLURM_CONF=(\S+)", done.stdout)[1])
+        yield Cluster(folder, re.search(r"SLURM_CONF=(\S+)", done.stdout)[1], control)
     finally:
         subprocess.run([testbed, "down"], env=env, capture_output=True, timeout=60)
         shutil.rmtree(home, ignore_errors=True)
@@ -252,16 +258,52 @@ def test_a_job_of_higher_priority_preempts_and_the_first_finishes_after_it(clust
     assert cluster.end("preempted")["digest"] == whole
 
 
-def test_a_killed_rank_fails_the_job_and_the_next_one_goes_on(cluster, whole):
+def test_a_killed_rank_is_launched_again_within_the_job(cluster, whole):
     job = cluster.submit("train.sbatch", *SLOW, "--run", "killed", pace=0.1)
     cluster.wait_for_step("killed", 12)
     os.kill(int(cluster.ranks()[-1]), signal.SIGKILL)
-    began = time.monotonic()
-    cluster.wait(job, "FAILED", seconds=60)
-    assert time.monotonic() - began < 30
-    again = cluster.submit("train.sbatch", *SLOW, "--run", "killed")
-    cluster.wait(again, "COMPLETED")
+    found = cluster.wait(job, "COMPLETED", "FAILED", seconds=120)
+    assert found["JobState"] == "COMPLETED", cluster.log(job)
+    assert re.search(
+        r"supervise: launch 1 died, .*launching again on 2 nodes, after", cluster.log(job)
+    )
     assert cluster.end("killed")["digest"] == whole
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_lost_node_is_excluded_and_a_spare_takes_its_place(cluster, whole, spare):
+    """The processes of a node are killed, its slurmd too: Slurm takes the node for alive."""
+    name, count = f"lost{spare}", 3
+    words = shlex.join([sys.executable, "-m", "hpctrain", "supervise", f"--nodes={count - spare}"])
+    step = "srun --mpi=pmix --kill-on-bad-exit=1 " + shlex.join([sys.executable, "-m", "hpctrain"])
+    run = shlex.join([*SLOW, "--run", name])
+    flags = [f"-N{count}", "--ntasks-per-node=1", "--no-kill", "--output=hpctrain-lost-%j.log"]
+    flags += ["--export=ALL,HPCTRAIN_TEST_PACE=0.1"]
+    wrap = f"--wrap=exec {words} -- {step} {run}"
+    job = cluster.call("sbatch", "--parsable", *flags, wrap)
+    cluster.wait_for_step(name, 12)
+    hosts = {nodes_of(pid): pid for pid in cluster.ranks()}
+    batch = cluster.job(job)["BatchHost"]
+    dead = max(set(hosts) - {batch})
+    cluster.testbed("kill", dead[1:])
+    try:  # the job is completing until the node answers again
+        found = cluster.wait(job, "COMPLETING", "COMPLETED", "FAILED", seconds=150)
+    finally:
+        cluster.testbed("boot", dead[1:])
+    log = cluster.log(job)
+    assert (found["JobState"] != "FAILED", found["ExitCode"]) == (True, "0:0"), log
+    assert f"launching again on 2 nodes, without {dead}, after step" in log
+    assert cluster.end(name)["digest"] == whole
+    until = time.monotonic() + 60
+    while "idle" not in cluster.call("sinfo", "-h", "-n", dead, "-o", "%T"):
+        assert time.monotonic() < until
+        time.sleep(1)
+
+
+def nodes_of(pid: int) -> str:
+    """The node of the Slurm task that a process is."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(v.split(b"=")[1].decode() for v in variables if v.startswith(b"SLURMD_NODENAME="))
 
 
 def test_chain_array_and_staging(cluster):

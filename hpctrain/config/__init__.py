@@ -37,6 +37,7 @@ from hpctrain.config.others import (
     PackConfig,
     PlotConfig,
     StopConfig,
+    SuperviseConfig,
     SweepConfig,
     WatchConfig,
 )

@@ -157,6 +157,30 @@ class SweepConfig:
 
 
 @dataclass(frozen=True)
+class SuperviseConfig:
+    """Settings of ``hpctrain supervise``: launch a run again until it is done."""
+
+    command: tuple[str, ...] = option(
+        (),
+        "command that launches the run, after --: -- mpirun -n 4 python -m hpctrain ...",
+        "What",
+        positional=True,
+    )
+    deaths: int = option(
+        3,
+        "give up after this many launches in succession without a new checkpoint",
+        "Policy",
+        AT_LEAST_1,
+    )
+    nodes: int | None = option(
+        None,
+        "use this many nodes of the Slurm allocation, the others are spares; default: all",
+        "Policy",
+        AT_LEAST_1,
+    )
+
+
+@dataclass(frozen=True)
 class StopConfig:
     """Settings of ``hpctrain stop``: all ranks save and stop after the same step."""
 

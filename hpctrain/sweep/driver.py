@@ -13,8 +13,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +43,6 @@ from hpctrain.training.control import STOP_FILE, is_locked, request_stop
 POLL_PROCESSES_EVERY = 0.1  # seconds
 POLL_FILES_EVERY = 0.5  # seconds between checks of records, locks and the STOP file
 KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
-CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-REPEATED_AFTER = 1.0  # seconds; schedulers may send the same signal twice in a row
-
-
-@contextmanager
-def caught_signals() -> Iterator[list[tuple[signal.Signals, float]]]:
-    """Within the block, append each signal in `CAUGHT` and its time to the list yielded."""
-    received: list[tuple[signal.Signals, float]] = []
-
-    def catch(number: int, frame: object) -> None:
-        received.append((signal.Signals(number), time.monotonic()))
-
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
-    before = {n: signal.signal(n, catch) for n in CAUGHT[ignored:]}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class NetworkProcess:
@@ -206,7 +187,7 @@ class Driver:
         if self._pruner:
             for name, result in self.results.items():  # validations under earlier drivers
                 self._pruner.is_weak(name, result.history.validations)
-        with caught_signals() as signals, self._display.live or nullcontext():
+        with launch.caught_signals() as signals, self._display.live or nullcontext():
             while True:
                 self._obey(signals)
                 for process in list(self._processes):
@@ -235,7 +216,9 @@ class Driver:
         (first, since), *others = signals
         if self._preempted_by is None:
             self._preempt(first.name)
-        insisting = [n for n, at in others if n in CAUGHT[1:3] and at > since + REPEATED_AFTER]
+        insisting = [
+            n for n, at in others if n in launch.CAUGHT[1:3] and at > since + launch.REPEATED_AFTER
+        ]
         for process in self._processes if insisting else ():
             process.kill()
 

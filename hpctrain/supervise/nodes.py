@@ -1,0 +1,146 @@
+"""The nodes of a Slurm allocation: which are alive, and the srun that uses them.
+
+A job with ``--no-kill`` keeps its allocation when a node fails. Slurm notices a dead node only
+after SlurmdTimeout (300 s by default); its ranks' connections break at once. So after a death each
+node is asked to run a step of its own, and those that do not answer are excluded from then on.
+
+``--overlap`` is given to these steps: the step of the dead launch may hold its cores until Slurm
+has noticed (srun(1)).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hpctrain.errors import UsageError
+from hpctrain.launcher import REQUESTS, tasks_by_node
+from hpctrain.text import listed
+
+ANSWER_WITHIN = 15.0  # seconds for a node to run a step
+AT_ONCE = 32  # nodes asked at the same time
+MOST_REQUEUES = 20
+SIZES = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node")  # options of srun
+
+
+class Allocation:
+    """The nodes of this Slurm job, and how many of them the run uses."""
+
+    def __init__(self, nodes: Sequence[str], tasks: int, wanted: int | None) -> None:
+        """`tasks` are the ranks of a node; `wanted` nodes are used, all for None."""
+        self._nodes, self._tasks = list(nodes), tasks
+        self._wanted = wanted or len(nodes)
+        self._spares = len(nodes) > self._wanted
+        self._dead: list[str] = []
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return the launch command for the nodes that are left."""
+        if not self._dead and not self._spares:
+            return list(words)
+        count = min(self._wanted, len(self._nodes))
+        own = [f"--nodes={count}", f"--ntasks={count * self._tasks}"]
+        own += [f"--ntasks-per-node={self._tasks}"]
+        if self._dead:
+            own += ["--overlap", f"--exclude={','.join(self._dead)}"]
+        return [words[0], *own, *words[1:]]
+
+    def exclude_dead(self) -> str:
+        """Ask all nodes for a sign of life; return why the run cannot continue here, or ''."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            alive = dict(zip(self._nodes, pool.map(answers, self._nodes), strict=True))
+        self._dead += [node for node in self._nodes if not alive[node]]
+        self._nodes = [node for node in self._nodes if alive[node]]
+        if 2 * len(self._nodes) < self._wanted:
+            return f"{len(self._nodes)} of {self._wanted} nodes are left ({self._names()} gone)"
+        return ""
+
+    def describe(self) -> str:
+        """Return "on 3 nodes, without n3"."""
+        count = min(self._wanted, len(self._nodes))
+        without = f", without {self._names()}" if self._dead else ""
+        return f"on {count} node{'s' if count > 1 else ''}{without}"
+
+    def _names(self) -> str:
+        return listed(self._dead)
+
+
+def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | None:
+    """Return the allocation whose nodes the command's srun uses; None without srun or Slurm.
+
+    Raises UsageError if `wanted` nodes are not there, or if srun is given sizes of its own.
+    """
+    nodes = nodes_of_job(os.environ)
+    if Path(words[0]).name != "srun" or not nodes:
+        if wanted is not None:
+            raise UsageError("--nodes is for srun in a Slurm job: mpirun gets its hosts itself")
+        return None
+    given = [word for word in words[1:] if word.split("=")[0] in SIZES or word[:2] in ("-n", "-N")]
+    if given:
+        raise UsageError(
+            f"srun {given[0]}: leave nodes and tasks to sbatch and to supervise --nodes, which"
+            " change them when a node is lost"
+        )
+    if wanted is not None and wanted > len(nodes):
+        raise UsageError(f"--nodes {wanted}: the job has {len(nodes)}")
+    return Allocation(nodes, tasks_of_node(os.environ), wanted)
+
+
+def nodes_of_job(env: Mapping[str, str]) -> list[str]:
+    """Return the names of the nodes of this Slurm job; none outside of one."""
+    if not env.get("SLURM_JOB_NODELIST"):
+        return []
+    command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_WITHIN)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split()
+
+
+def tasks_of_node(env: Mapping[str, str]) -> int:
+    """Return the ranks of a node that the job asked for."""
+    if env.get("SLURM_NTASKS_PER_NODE", "").isdigit():
+        return int(env["SLURM_NTASKS_PER_NODE"])
+    return max(tasks_by_node(env.get("SLURM_TASKS_PER_NODE", "1")), default=1)
+
+
+def answers(node: str) -> bool:
+    """Whether a step runs on this node."""
+    command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--mpi=none"]
+    own = (*REQUESTS, "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_CPUS_PER_TASK")
+    env = {name: value for name, value in os.environ.items() if name not in own}
+    try:
+        done = subprocess.run(
+            [*command, f"--nodelist={node}", "true"],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ANSWER_WITHIN,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def requeue() -> str:
+    """Requeue this Slurm job; return what was done, or '' outside of a job.
+
+    A job that was requeued `MOST_REQUEUES` times, or that Slurm refuses to requeue, ends.
+    """
+    job, count = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
+    if not job:
+        return ""
+    if int(count or 0) >= MOST_REQUEUES:
+        return f"job {job} ends, it was requeued {count} times"
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        problem = done.stderr if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    if problem:
+        return f"job {job} ends, it cannot be requeued: {' '.join(problem.split())}"
+    return f"job {job} is requeued"
