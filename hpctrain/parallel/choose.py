@@ -180,7 +180,7 @@ def check_exchange(transport: Transport, device: torch.device) -> None:
 
 
 def _arrives(transport: Transport, length: int, device: torch.device) -> bool:
-    """Whether allreduce, alltoallv and allgatherv give the right numbers. Collective."""
+    """Whether all calls of a transport give the right numbers. Collective."""
     rank, size = transport.comm.rank, transport.comm.size
     width = max(1, length // size)
     numbers = torch.arange(width * size, dtype=torch.float32, device=device)
@@ -197,7 +197,11 @@ def _arrives(transport: Transport, length: int, device: torch.device) -> bool:
         exchanged = torch.equal(received, own + peers)
         vector.zero_()[width * rank : width * (rank + 1)] = rank + 1
         transport.allgatherv(vector, blocks)
-        return summed and exchanged and torch.equal(vector, peers.float() + 1)
+        gathered = torch.equal(vector, peers.float() + 1)
+        before, after = (rank - 1) % size, (rank + 1) % size
+        vector.copy_(numbers + rank)
+        transport.exchange([(after, vector)], [(before, received)])
+        return summed and exchanged and gathered and torch.equal(received, numbers + before)
     except MPI.Exception as error:
         raise RunError(f"--reduce mpi-gpu: MPI refused device memory: {error}") from None
 

@@ -7,7 +7,7 @@
     DeviceMemory   device memory is passed to MPI, which must be GPU-aware ("mpi-gpu")
     nccl.Nccl      NCCL sums and moves device memory, queued on torch's stream
 
-All have the same three calls on vectors, in the order of torch's current stream: work queued before
+All have the same four calls on vectors, in the order of torch's current stream: work queued before
 is complete when the bytes are sent, and work queued afterwards sees the result. `reduce.py` builds
 the one communication of a step from them.
 """
@@ -26,6 +26,7 @@ from hpctrain.streams import Stream, current_stream
 PIECE_BYTES = 16 << 20  # of a staged Allreduce
 TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 Blocks = tuple[Sequence[int], Sequence[int]]  # by rank: counts, and offsets in numbers
+Views = Sequence[tuple[int, torch.Tensor]]  # other ranks, and a contiguous vector for each
 
 
 class Transport:
@@ -39,6 +40,9 @@ class Transport:
 
     def allreduce(self, vector: torch.Tensor) -> None:
         """Sum `vector` over all ranks, in place."""
+
+    def exchange(self, sends: Views, receives: Views) -> None:
+        """Send vectors to some ranks, and receive others. No two of these share memory."""
 
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
@@ -76,6 +80,17 @@ class HostMemory(Transport):
 
     def allreduce(self, vector: torch.Tensor) -> None:
         self.comm.Allreduce(MPI.IN_PLACE, self._message(vector))
+
+    def exchange(self, sends: Views, receives: Views) -> None:
+        if len(sends) == len(receives) == 1:
+            (to, vector), (source, received) = *sends, *receives
+            self.comm.Sendrecv(
+                self._message(vector), to, recvbuf=self._message(received), source=source
+            )
+            return
+        requests = [self.comm.Irecv(self._message(vector), rank) for rank, vector in receives]
+        requests += [self.comm.Isend(self._message(vector), rank) for rank, vector in sends]
+        MPI.Request.Waitall(requests)
 
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
@@ -124,6 +139,22 @@ class Pinned(Transport):
             self._host.allreduce(host[span])
             vector[span].copy_(host[span], non_blocking=True)
 
+    def exchange(self, sends: Views, receives: Views) -> None:
+        """Exchange through one block of host memory, which calls of the same size share."""
+        vectors = [vector for _, vector in (*sends, *receives)]
+        if not vectors:
+            return
+        length, (example, *_) = sum(map(len, vectors)), vectors
+        host = self._host_at(0, length, example).split([len(vector) for vector in vectors])
+        for (_, vector), copy in zip(sends, host, strict=False):
+            copy.copy_(vector, non_blocking=True)
+        current_stream(example.device).synchronize()
+        ranks = [rank for rank, _ in (*sends, *receives)]
+        staged = list(zip(ranks, host, strict=True))
+        self._host.exchange(staged[: len(sends)], staged[len(sends) :])
+        for (_, vector), copy in zip(receives, host[len(sends) :], strict=True):
+            vector.copy_(copy, non_blocking=True)
+
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
     ) -> None:
@@ -147,7 +178,10 @@ class Pinned(Transport):
 
     def _host_of(self, vector: torch.Tensor) -> torch.Tensor:
         """Return host memory of the vector's size, the same one for each call with it."""
-        key = vector.data_ptr(), len(vector), vector.dtype
+        return self._host_at(vector.data_ptr(), len(vector), vector)
+
+    def _host_at(self, address: int, length: int, example: torch.Tensor) -> torch.Tensor:
+        key = address, length, example.dtype
         if key not in self._kept:
-            self._kept[key] = pinned(len(vector), vector.dtype, vector.device)
+            self._kept[key] = pinned(length, example.dtype, example.device)
         return self._kept[key]

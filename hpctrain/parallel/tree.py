@@ -7,15 +7,14 @@ carries a run of shards, and the largest spans of the tree within its run are it
 
 1. While a rank processes its shards, it sums its subtrees (`accumulate`). One buffer is in use for
    each level of the tree that is not complete.
-2. The message is split into one slice per rank. Every rank sends each other rank that rank's slice
-   of each of its subtrees (Alltoallv); the receiver adds them in tree order.
-3. Allgatherv distributes the slices of the sum.
+2. Ranks exchange slices of their subtrees by recursive halving and add them (halving.py), until
+   each has one slice of the sum of all.
+3. The same exchanges in reverse, recursive doubling, distribute the slices of the sum.
 
-MPI only moves data, so the bits do not depend on the library or its algorithms. With N ranks,
-messages of L numbers and P subtrees in total, of which n are its own, a rank sends n L (1 - 1/N)
-numbers and then L (1 - 1/N); if S and N are powers of two, n is 1, and that is what a ring
-Allreduce sends. It then stores log2(S/N) + 1 messages and a part of one that it receives;
-otherwise up to 2 log2(S) subtrees, and P - n received slices.
+MPI only moves data, so the bits do not depend on the library or its algorithms. With N ranks and
+messages of L numbers, a rank that holds one subtree at a time sends 2 L (1 - 1/N) numbers, as in a
+ring Allreduce; this is so if S and N are powers of two. It then stores log2(S/N) + 1 messages and
+a part of one that it receives; otherwise up to 2 log2(S) subtrees, and those that it receives.
 
 The leaf of a shard without samples is zero and is skipped: x + 0 is x, bit by bit, because no leaf
 holds a negative zero (each is a sum that began at +0).
@@ -30,45 +29,9 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain.parallel.device import empty
+from hpctrain.parallel.halving import Round, Span, additions, schedule, subtrees
 from hpctrain.parallel.reduce import Reduce
-from hpctrain.parallel.transport import Transport
-
-Span = tuple[int, int]  # shards lo ... hi-1
-
-
-def middle(span: Span) -> int:
-    """Return where a span of the tree splits: after the largest power of two below its length."""
-    lo, hi = span
-    return lo + (1 << (hi - lo - 1).bit_length() - 1)
-
-
-def subtrees(run: range, span: Span) -> list[Span]:
-    """Return the largest spans of the tree below `span` that lie within a rank's run of shards."""
-    lo, hi = span
-    if hi <= run.start or run.stop <= lo:
-        return []
-    if run.start <= lo and hi <= run.stop:
-        return [span]
-    return subtrees(run, (lo, middle(span))) + subtrees(run, (middle(span), hi))
-
-
-def additions(rows: Sequence[Span]) -> list[tuple[int, int]]:
-    """Return the additions that sum `rows`, subtrees which together form the whole tree.
-
-    They are pairs (i, j) in order: row i += row j. The last i holds the sum.
-    """
-    pairs: list[tuple[int, int]] = []
-    places = {span: place for place, span in enumerate(rows)}
-
-    def add(span: Span) -> int:
-        if span in places:
-            return places[span]
-        left, right = add((span[0], middle(span))), add((middle(span), span[1]))
-        pairs.append((left, right))
-        return left
-
-    add((rows[0][0], rows[-1][1]))
-    return pairs
+from hpctrain.parallel.transport import Transport, Views
 
 
 class Subtrees:
@@ -134,64 +97,97 @@ class Subtrees:
 
 
 class TreeAllreduce:
-    """Sums the subtrees of all ranks, which are vectors like `example`. Calls are collective."""
+    """Sums the subtrees of all ranks by recursive halving and doubling. Calls are collective."""
 
-    def __init__(
-        self, transport: Transport, spans: Sequence[Sequence[Span]], example: torch.Tensor
-    ) -> None:
-        """`spans` are the subtrees of every rank, in order."""
-        self.transport, comm, length = transport, transport.comm, len(example)
-        self.rank, self.size = comm.rank, comm.size
-        self._counts = [len(own) for own in spans]
-        self._starts = [length * r // comm.size for r in range(comm.size)]
-        ends = [*self._starts[1:], length]
-        self._lengths = [end - start for start, end in zip(self._starts, ends, strict=True)]
-        self._own = slice(self._starts[comm.rank], ends[comm.rank])
-        self._pairs = additions([span for own in spans for span in own])
-        # Rows received in one round are adjacent: the row of each subtree (round, rank).
-        rounds, own = range(max(self._counts)), comm.rank
-        subtrees = [
-            (n, r) for n in rounds for r, c in enumerate(self._counts) if n < c and r != own
-        ]
-        self._rows = {subtree: row for row, subtree in enumerate(subtrees)}
-        shape = len(subtrees), self._lengths[comm.rank]
-        self._received = empty(shape, example.dtype, example.device)
-        self._rounds = [self._round(number) for number in rounds]
+    def __init__(self, transport: Transport, runs: Sequence[range], vector: torch.Tensor) -> None:
+        """`runs` are the shards that each rank carries, together 0 ... S-1.
 
-    @property
-    def sent(self) -> int:
-        """Numbers that this rank sends in one call."""
-        own = self._lengths[self.rank]
-        others = sum(self._lengths) - own
-        return self._counts[self.rank] * others + (self.size - 1) * own
+        `vector`, (L,), holds this rank's last subtree, and takes the sum.
+        """
+        self.transport, self._vector = transport, vector
+        self.rounds = schedule(transport.comm.rank, runs, len(vector))
+        self._steps = [Halving(each, vector) for each in self.rounds]
 
     def __call__(self, sums: Sequence[torch.Tensor]) -> None:
-        """Sum this rank's subtrees, (length,) each, and those of all ranks into the last one."""
-        for number, (lengths, counts, places) in enumerate(self._rounds):
-            vector, blocks = sums[min(number, len(sums) - 1)], (lengths, self._starts)
-            self.transport.alltoallv(vector, blocks, self._received.flatten(), (counts, places))
-        received, mine = self._received.unbind(), [s[self._own] for s in sums]
-        before, after = (
-            [received[self._rows[n, r]] for r in ranks for n in range(self._counts[r])]
-            for ranks in (range(self.rank), range(self.rank + 1, self.size))
+        """Sum this rank's subtrees, (L,) each, and those of all ranks into the vector."""
+        rows, start = list(sums), 0
+        for step in self._steps:
+            self.transport.exchange(step.sends(rows, start), step.receives)
+            rows, start = step.add(rows, start), step.own.start
+        for total in rows:
+            if total.data_ptr() != self._vector[start:].data_ptr():  # all but one of several rows
+                self._vector[start : start + len(total)].copy_(total)
+        for step in reversed(self._steps):
+            self.transport.exchange(*step.back)
+
+
+class Halving:
+    """One round of halving of one rank: its messages, their memory, and the additions after it."""
+
+    def __init__(self, each: Round, vector: torch.Tensor) -> None:
+        """`vector` takes the sum."""
+        self.own = each.own
+
+        def new(spans: Sequence[Span], columns: range) -> torch.Tensor:
+            return empty((len(spans), len(columns)), vector.dtype, vector.device)
+
+        self._sends = [  # to whom, which slice, and where several rows are packed
+            (p.rank, p.send, new(each.held, p.send) if len(each.held) > 1 else None)
+            for p in each.partners
+            if p.send and each.held
+        ]
+        self.receives: list[tuple[int, torch.Tensor]] = []
+        self._unpack: list[tuple[torch.Tensor, torch.Tensor]] = []
+        blocks: dict[Span, torch.Tensor] = {}  # of each part of the group: (subtrees, own slice)
+        rows: dict[Span, torch.Tensor | None] = dict.fromkeys(each.held)
+        for peer, _, receive, spans in each.partners:
+            if not receive or not spans:
+                continue
+            if spans[0] not in blocks:  # else another rank of this part sent the rest of them
+                blocks[spans[0]] = new(spans, each.own)
+                rows.update(zip(spans, blocks[spans[0]].unbind(), strict=True))
+            columns = blocks[spans[0]][:, _within(receive, each.own.start)]
+            packed = columns if columns.is_contiguous() else new(spans, receive)
+            self.receives.append((peer, packed.view(-1)))
+            if packed is not columns:
+                self._unpack.append((columns, packed))
+        order = sorted(rows)
+        self._rows = [rows[span] for span in order]  # None = held before
+        self._pairs = additions(order, each.result) if each.own else []
+        firsts = [lo for lo, _ in order]
+        self._kept = [firsts.index(lo) for lo, _ in each.result] if each.own else []
+        self.back = (
+            [(p.rank, vector[_within(p.receive, 0)]) for p in each.partners if p.receive],
+            [(p.rank, vector[_within(p.send, 0)]) for p in each.partners if p.send],
         )
-        rows = [*before, *mine, *after]
-        for number, (i, j) in enumerate(self._pairs, start=1):
-            target = mine[-1] if number == len(self._pairs) else rows[i]
-            torch.add(rows[i], rows[j], out=target)
-        self.transport.allgatherv(sums[-1], (self._lengths, self._starts))
 
-    def _round(self, number: int) -> tuple[list[int], list[int], list[int]]:
-        """Return how to exchange the subtree of this number of every rank.
+    def sends(self, held: Sequence[torch.Tensor], start: int) -> Views:
+        """Return what to send of the rows held before, whose first number is `start`."""
+        found = []
+        for peer, send, packed in self._sends:
+            slices = [row[_within(send, start)] for row in held]
+            if packed is not None:
+                slices = [torch.stack(slices, out=packed).view(-1)]
+            found.append((peer, slices[0]))
+        return found
 
-        That is how many numbers to send to each rank, how many to receive from each, and at which
-        offsets of the received rows.
-        """
-        own, has = self._lengths[self.rank], number < self._counts[self.rank]
-        lengths = [n if has and r != self.rank else 0 for r, n in enumerate(self._lengths)]
-        rows = [self._rows.get((number, r)) for r in range(self.size)]
-        counts = [0 if row is None else own for row in rows]
-        return lengths, counts, [own * (row or 0) for row in rows]
+    def add(self, held: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
+        """Add what was received to the rows held before; return the rows of the own slice."""
+        if not self.own:  # there are more ranks than numbers
+            return []
+        for columns, packed in self._unpack:
+            columns.copy_(packed)
+        mine = iter([row[_within(self.own, start)] for row in held])
+        rows = [next(mine) if row is None else row for row in self._rows]
+        for i, j in self._pairs:
+            into = j if self._rows[i] is not None and self._rows[j] is None else i
+            rows[i] = torch.add(rows[i], rows[j], out=rows[into])
+        return [rows[place] for place in self._kept]
+
+
+def _within(numbers: range, start: int) -> slice:
+    """Return where these numbers are in a row whose first number is `start`."""
+    return slice(numbers.start - start, numbers.stop - start)
 
 
 class TreeReduce(Reduce):
@@ -199,11 +195,9 @@ class TreeReduce(Reduce):
 
     def __init__(self, transport: Transport, vector: torch.Tensor, runs: Sequence[range]) -> None:
         """`runs` are the shards that each rank carries, together 0 ... S-1."""
-        self.transport, rank = transport, transport.comm.rank
-        spans = [subtrees(run, (0, runs[-1].stop)) for run in runs]
-        self.subtrees = Subtrees(runs[rank], spans[rank], vector)
-        self.exchange = TreeAllreduce(transport, spans, vector)
-        self._alone = transport.comm.size == 1
+        self.transport, run = transport, runs[transport.comm.rank]
+        self.subtrees = Subtrees(run, subtrees(run, (0, runs[-1].stop)), vector)
+        self.exchange = TreeAllreduce(transport, runs, vector)
 
     def accumulate(self, shard: int) -> None:
         """Add the leaf of `shard` to the tree; the vector is zero for the next one."""
@@ -212,6 +206,5 @@ class TreeReduce(Reduce):
     def __call__(self) -> None:
         """Sum the vector over all ranks, in place. Collective."""
         sums = self.subtrees.finish()
-        if not self._alone:  # else the tree's root is the vector
-            self.exchange(sums)
+        self.exchange(sums)
         self.subtrees.release(sums)

@@ -25,7 +25,7 @@ from hpctrain.parallel.mpi import Comm, start_mpi
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.reduce import Bfloat16Reduce
 from hpctrain.parallel.transport import HostMemory
-from hpctrain.parallel.tree import TreeAllreduce, subtrees
+from hpctrain.parallel.tree import TreeAllreduce
 
 SECONDS = 3.0  # total time of the sums in tree order, at least
 LEAST, MOST = 11, 2000  # repetitions; MOST has precedence over SECONDS
@@ -41,15 +41,13 @@ def time_call(function: Callable[[], object], comm: Comm) -> float:
 
 def measure_sums(comm: Comm, length: int) -> dict[str, float]:
     """Return the median seconds of each way to sum. Collective."""
-    spans = [subtrees(run, (0, comm.size)) for run in assign_shards(comm.size, comm.size)]
-    cpu = torch.device("cpu")
-    sums = [empty((length,), torch.float32, cpu) for _ in spans[comm.rank]]
+    vector = empty((length,), torch.float32, torch.device("cpu"))
     transport = HostMemory(comm)
-    exchange = TreeAllreduce(transport, spans, sums[0])
+    exchange = TreeAllreduce(transport, assign_shards(comm.size, comm.size), vector)
     message = Message(Linear(1, length, bias=False), 0, comm.rank, comm.size)
     ways: dict[str, Callable[[], object]] = {
-        "Allreduce": lambda: transport.allreduce(sums[-1]),
-        "tree order": lambda: exchange(sums),
+        "Allreduce": lambda: transport.allreduce(vector),
+        "tree order": lambda: exchange([vector]),
         "gradients in bf16": Bfloat16Reduce(
             transport, message.gradients, message.tensor[message.layout.length :]
         ),
@@ -58,7 +56,7 @@ def measure_sums(comm: Comm, length: int) -> dict[str, float]:
     done = 0
     while done <= LEAST or (done < MOST and sum(times["tree order"]) < SECONDS):
         for name, way in ways.items():
-            for tensor in (*sums, message.tensor):
+            for tensor in (vector, message.tensor):
                 tensor.fill_(1)
             times[name].append(time_call(way, comm))
         done += 1

@@ -53,9 +53,13 @@ class Wrong(DeviceMemory):
         super().allgatherv(vector, blocks)
         self.spoil("allgatherv", vector)
 
+    def exchange(self, sends, receives):
+        super().exchange(sends, receives)
+        self.spoil("exchange", receives[0][1])
+
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("call", ["allreduce", "alltoallv", "allgatherv"])
+@pytest.mark.parametrize("call", ["allreduce", "alltoallv", "allgatherv", "exchange"])
 def test_ranks_try_what_they_rely_on_with_each_other(comm, call, monkeypatch):
     """A MPI that moves device memory well within one process may not do so between two."""
     monkeypatch.setattr(choose, "DeviceMemory", lambda comm: Wrong(comm, call))

@@ -22,6 +22,7 @@ from hpctrain.parallel.message import Message
 from hpctrain.parallel.overlap import cut
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.transport import HostMemory
+from hpctrain.parallel.tree import TreeAllreduce
 from tests.parallel.test_transport import MAKERS
 from tests.training.test_step import ROWS, Arrays, make_trainer, parameters, small_model, train
 
@@ -195,26 +196,28 @@ def test_a_gradient_that_grows_after_it_was_summed_is_an_error(comm):
         next(running)
 
 
-def announce(transport, event):
+def announce(transport, event, monkeypatch):
     """Let `event` be set where a sum is complete."""
 
     def announcing(call):
         return lambda *arguments: (call(*arguments), event.set())
 
     transport.allreduce = announcing(transport.allreduce)
-    transport.allgatherv = announcing(transport.allgatherv)
+    monkeypatch.setattr(TreeAllreduce, "__call__", announcing(TreeAllreduce.__call__))
 
 
 @pytest.mark.parametrize("shards_each", [1, 2])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("overlap", [0, 1, 2, MANY])
-def test_segments_are_summed_before_backward_ends(comm, transport, overlap, tree, shards_each):
+def test_segments_are_summed_before_backward_ends(
+    comm, transport, overlap, tree, shards_each, monkeypatch
+):
     """The first layer's backward waits until the last layers' gradients are summed: not before
     their first backward is over, and not while another batch will add to them.
     """
     summed, seen = threading.Event(), []
-    announce(transport, summed)
-    early = overlap > 1 and (comm.size > 1 or not tree)  # else nothing travels before the end
+    announce(transport, summed, monkeypatch)
+    early = overlap > 1  # else nothing travels before the end
     expected = [False, early] if shards_each == 1 else [False, early, False, early]
     model = Layers(barrier=lambda: seen.append(summed.wait(20 if expected[len(seen)] else 0.05)))
     how = {"shards": shards_each * comm.size, "tree": tree, "transport": transport}

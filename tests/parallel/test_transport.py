@@ -78,6 +78,24 @@ def test_blocks_go_where_they_should(comm, transport):
     assert received[-1] == -1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectors_go_to_the_ranks_that_they_are_for(comm, transport, dtype):
+    """Rank r sends r + peer + 1 numbers to every other rank, but rank 0 none to the last one."""
+    size, rank = comm.size, comm.rank
+
+    def vectors(a, b):
+        there = a != b and (a, b) != (0, size - 1)
+        return [numbers(100 * a + b, a + b + 1, dtype)] if there else []
+
+    for _ in range(2):  # the second time with memory that is kept
+        sends = [(peer, v) for peer in range(size) for v in vectors(rank, peer)]
+        expected = [(peer, v) for peer in range(size) for v in vectors(peer, rank)]
+        receives = [(peer, torch.empty_like(v)) for peer, v in expected]
+        transport.exchange(sends, receives)
+        for (_, found), (_, wanted) in zip(receives, expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_everybody_gets_the_blocks_of_all(comm, transport, dtype):
     counts = [rank + 3 for rank in range(comm.size)]
@@ -148,9 +166,15 @@ class Copies(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def test_one_copy_down_and_one_up_however_many_ranks(comm):
+def test_one_copy_down_and_one_up_for_each_message(comm):
     class Watched(Pinned):
         counts = ()
+
+        def exchange(self, sends, receives):
+            with Copies() as copies:
+                super().exchange(sends, receives)
+            self.counts = (*self.counts, copies.count)
+            assert copies.count == len(sends) + len(receives)
 
         def alltoallv(self, *arguments):
             with Copies() as copies:
@@ -158,14 +182,24 @@ def test_one_copy_down_and_one_up_however_many_ranks(comm):
             self.counts = (*self.counts, copies.count)
 
     pinned, message = Watched(comm), message_of(comm, 0)
-    shards = 3 * comm.size - 1  # the last rank has fewer subtrees: it sends nothing in one round
-    spans = [[(n, n + 1) for n in run] for run in assign_shards(shards, comm.size)]
-    sums = [numbers(n, 1009) for n, _ in spans[comm.rank]]
-    TreeAllreduce(pinned, spans, torch.zeros(1009))(sums)
-    assert len(pinned.counts) == max(map(len, spans)) and set(pinned.counts) <= {1, 2}
-    assert comm.size == 1 or pinned.counts[0] == 2
+    runs = assign_shards(3 * comm.size - 1, comm.size)
+    reduce = TreeReduce(pinned, message.tensor, runs)
+    for shard in runs[comm.rank]:
+        reduce.accumulate(shard)
+    reduce()
+    assert sum(pinned.counts) == 2 * sum(
+        bool(p.receive) + bool(p.send) for r in reduce.exchange.rounds for p in r.partners
+    )
     Bfloat16Reduce(pinned, *halves(message))()
     assert comm.size == 1 or pinned.counts[-1] == 2
+
+
+def test_pinned_memory_holds_what_is_sent_and_received(comm):
+    pinned, vector = Pinned(comm), numbers(comm.rank, 1200)
+    exchange = TreeAllreduce(pinned, assign_shards(comm.size, comm.size), vector)
+    for _ in range(2):
+        exchange([vector])
+    assert sum(map(len, pinned._kept.values())) == 2 * 1200 * (comm.size - 1) / comm.size
 
 
 def test_a_group_of_nccl_is_one_launch(comm):
@@ -179,9 +213,10 @@ def test_a_group_of_nccl_is_one_launch(comm):
     library = Counting(built())
     nccl = Nccl(comm, library)
     runs = assign_shards(comm.size, comm.size)
-    exchange = TreeAllreduce(nccl, [[(run.start, run.stop)] for run in runs], torch.empty(10))
-    exchange([numbers(comm.rank, 10)])
-    assert library.calls.count("ncclGroupStart") == library.calls.count("ncclGroupEnd") == 2
+    vector = numbers(comm.rank, 10)
+    TreeAllreduce(nccl, runs, vector)([vector])
+    rounds = 2 * (comm.size > 1) + 2 * (comm.size > 3)
+    assert library.calls.count("ncclGroupStart") == library.calls.count("ncclGroupEnd") == rounds
     assert library.calls.count("ncclAllReduce") == 0
 
 
