@@ -12,10 +12,10 @@ import math
 from functools import cached_property
 
 from hpctrain.config import (
-    DEFAULT_LEARNING_RATES,
     Config,
     byte_count,
     images_per_rank,
+    optimizer_and_rate,
     worker_loads,
 )
 from hpctrain.config.others import evaluation_rows
@@ -193,8 +193,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     buffer = byte_count(config.read_buffer, "--read-buffer")  # holds two windows of every shard
     denoise = config.task == "denoise"
     no_tf32 = config.precision == "default" and facts.device == "cpu"
-    optimizer = config.optimizer or ("adam" if denoise else "sgdm")
-    rate = DEFAULT_LEARNING_RATES[optimizer] if config.lr is None else config.lr
+    optimizer, rate = optimizer_and_rate(config.optimizer, config.lr, config.task)
     growth = rate_growth(config, partition.batch_size)
     usual = 5.0 * (growth > 1 and config.schedule != "one-cycle")  # which has a warm-up itself
     warm = usual if config.warmup_epochs is None else config.warmup_epochs

@@ -13,7 +13,7 @@ from hpctrain.config.inference import (
     PredictConfig,
     SavedConfig,
 )
-from hpctrain.config.optimizer import DEFAULT_LEARNING_RATES
+from hpctrain.config.optimizer import optimizer_and_rate
 from hpctrain.config.option import (
     Interval,
     as_words,

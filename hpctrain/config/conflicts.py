@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from hpctrain.config.optimizer import DEFAULT_LEARNING_RATES
+from hpctrain.config.optimizer import optimizer_and_rate
 from hpctrain.config.option import flag_of, segments
 from hpctrain.config.train import Config
 
@@ -59,17 +59,15 @@ def conflicts(config: Config) -> Iterator[str]:
 
 def _optimizer_conflicts(config: Config) -> Iterator[str]:
     """Yield one line for each conflict between options of the optimizer."""
-    optimizer = config.optimizer or ("adam" if config.task == "denoise" else "sgdm")
+    optimizer, lr = optimizer_and_rate(config.optimizer, config.lr, config.task)
     if config.nesterov and (optimizer != "sgdm" or not config.momentum):
         yield f"--nesterov is for sgdm with --momentum: this is {optimizer} with {config.momentum}"
     if config.no_decay and not config.weight_decay:
         yield f"--no-decay {config.no_decay} needs a --weight-decay above 0"
     if config.min_lr and config.schedule not in ("cosine", "step"):
         yield f"--min-lr is for --schedule cosine or step, not {config.schedule}"
-    if config.lr_scaling == "none":
-        lr = DEFAULT_LEARNING_RATES[optimizer] if config.lr is None else config.lr
-        if config.min_lr > lr:
-            yield f"--min-lr {config.min_lr} is above --lr {lr}, from which the schedule falls"
+    if config.lr_scaling == "none" and config.min_lr > lr:
+        yield f"--min-lr {config.min_lr} is above --lr {lr}, from which the schedule falls"
     if config.warmup_epochs and config.schedule == "one-cycle":
         yield "--schedule one-cycle has a warm-up of its own: give no --warmup-epochs"
     if config.ema is not None and config.output != "ema":

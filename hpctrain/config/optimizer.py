@@ -19,6 +19,12 @@ OPTIMIZER = "Optimizer"
 DEFAULT_LEARNING_RATES = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
 
 
+def optimizer_and_rate(optimizer: str | None, lr: float | None, task: str) -> tuple[str, float]:
+    """Return the optimizer and the learning rate; the usual ones where none are given."""
+    name = optimizer or ("adam" if task == "denoise" else "sgdm")
+    return name, DEFAULT_LEARNING_RATES[name] if lr is None else lr
+
+
 @dataclass(frozen=True)
 class OptimizerSettings:
     """Settings of a training run for its optimizer and loss."""

@@ -17,7 +17,6 @@ minimum and comparison, which IEEE 754 defines to the last bit; no sum has an un
 
 from __future__ import annotations
 
-import difflib
 import math
 import shlex
 from pathlib import Path
@@ -27,7 +26,7 @@ import numpy as np
 
 from hpctrain.data import glyphs
 from hpctrain.data.partition import random_key
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.watchdog import doing
 
 BUILT_IN = ("digits", "flowers")
@@ -85,9 +84,9 @@ def locate(data: str, data_dir: str) -> Path:
         )
     if data and path.exists():
         raise UsageError(f"--data {data} is no regular file: give a pack")
-    near = difflib.get_close_matches(data.lower(), BUILT_IN, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"built in are {' and '.join(BUILT_IN)}"
-    raise UsageError(f"--data {data!r} is no file and no built-in set: {hint}")
+    known = [*BUILT_IN, *(str(file) for file in path.parent.glob("*.h5"))]
+    hint = did_you_mean(data.lower(), known) or f": built in are {' and '.join(BUILT_IN)}"
+    raise UsageError(f"--data {data!r} is no file and no built-in set{hint}")
 
 
 def _digits(folder: Path) -> Path:

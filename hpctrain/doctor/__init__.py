@@ -7,11 +7,9 @@ a launcher of another MPI. The exit code is 1 if any finding is a failure.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -83,12 +81,13 @@ def _examine(settings: DoctorConfig, launcher: str) -> int:
 
 def _require_memory(mib: int, ranks: int) -> None:
     """Raise UsageError if messages of `ranks` and MPI's copies do not fit this host's memory."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    free = int(found[1]) // KIB if found else mib * 3 * ranks  # MiB
+    from hpctrain.parallel.host_memory import free_memory
+
+    free = free_memory() / KIB**2  # MiB
     if 3 * ranks * mib > free:
         raise UsageError(
             f"--mib {mib}: {counted(ranks, 'rank')} would need {3 * ranks * mib:,} MiB of this"
-            f" host's memory, {free:,} MiB are free; choose at most {free // 3 // ranks}"
+            f" host's memory, {free:,.0f} MiB are free; choose at most {free // 3 // ranks:.0f}"
         )
 
 

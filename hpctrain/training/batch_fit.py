@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,6 +32,7 @@ from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task
 from hpctrain.models import ModelState
 from hpctrain.parallel.device import fork_rng, gpu_uuid
+from hpctrain.parallel.host_memory import free_memory
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, host_name
 from hpctrain.plan import Facts, shard_count
 from hpctrain.streams import IN_FLIGHT
@@ -213,33 +212,3 @@ def free_on_gpu(device: torch.device) -> float:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return float(free + torch.cuda.memory_reserved(device))
-
-
-def free_memory(root: Path = Path("/")) -> float:
-    """Return the bytes that are free on this host, or in the control group of this process."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
-    free = [int(found[1]) * 1024] if found else []
-    groups, mounted = (root / "proc/self/cgroup").read_text(), root / "sys/fs/cgroup"
-    for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
-        if controllers == "":
-            folder, names = mounted, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            folder = mounted / "memory"
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        own = folder / path.strip("/")
-        for each in (own, *own.parents):
-            if each.is_relative_to(folder):
-                free += _free_in_group(each, *names)
-    return float(min(free, default=math.inf))
-
-
-def _free_in_group(folder: Path, limit: str, used: str, cached: str) -> list[int]:
-    """Return [free bytes] of a control group, cached files included; [] if it has no limit."""
-    try:
-        most, now = (int((folder / name).read_text()) for name in (limit, used))
-        found = re.search(rf"^{cached} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # no such group here, or the word "max"
-        return []
-    return [most - now + (int(found[1]) if found else 0)]

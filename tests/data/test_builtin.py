@@ -124,15 +124,17 @@ def test_a_file_is_itself(tmp_path, monkeypatch):
         ("a.ZIP", "is an archive"),
         ("train-images-idx3-ubyte.gz", "is an archive"),
         ("/dev/null", "no regular file"),
-        ("digit", r"'digit' is no file.*did you mean digits\?"),
-        ("Flower", r"did you mean flowers\?"),
+        ("digit", r"'digit' is no file.*did you mean 'digits'\?"),
+        ("Flower", r"did you mean 'flowers'\?"),
         ("missing.h5", "no file and no built-in set: built in are digits and flowers"),
+        ("phots.h5", "no file and no built-in set, did you mean 'photos.h5'\\?"),
         ("", "no file"),
     ],
 )
 def test_what_is_no_pack_is_refused(data, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
+    (tmp_path / "photos.h5").touch()
     for name in ("two words.tar.gz", "a.ZIP", "train-images-idx3-ubyte.gz"):
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(UsageError, match=message) as caught:

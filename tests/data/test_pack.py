@@ -144,7 +144,7 @@ def test_sizes(folder, tmp_path):
     mixed = class_folders(tmp_path / "mixed", {"a": 3})
     class_folders(mixed / "b", {"x": 2}, width=17)
     text = refusal(mixed, tmp_path / "4.h5", jobs=1)
-    assert "a/000.png has 13x11 pixels and b/x/000.png 17x11: give one with --size 13x11" in text
+    assert "b/x/000.png 17x11: give one with --size, at most 13x11 to enlarge none" in text
     assert pack(mixed, tmp_path / "4.h5", size="13x11", split="1").splits["train"].samples == 5
 
 

@@ -275,7 +275,7 @@ def _only_size(source: ImageSource, sizes: np.ndarray) -> tuple[int, int]:
         one, other = source.name_of(readable[0]), source.name_of(others[0])
         raise UsageError(
             f"source {source.name}: images differ in size, {one} has {width}x{height} pixels and"
-            f" {other} {'x'.join(map(str, sizes[others[0]]))}: give one with --size"
-            f" {width}x{height}"
+            f" {other} {'x'.join(map(str, sizes[others[0]]))}: give one with --size,"
+            f" at most {'x'.join(map(str, sizes[readable].min(axis=0)))} to enlarge none"
         )
     return width, height
