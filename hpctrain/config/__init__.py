@@ -13,9 +13,9 @@ from hpctrain.config.inference import (
     PredictConfig,
     SavedConfig,
 )
+from hpctrain.config.interval import Interval
 from hpctrain.config.optimizer import optimizer_and_rate
 from hpctrain.config.option import (
-    Interval,
     as_words,
     byte_count,
     command_line,

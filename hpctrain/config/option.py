@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.text import brief
@@ -224,26 +224,6 @@ def fold_number(text: str, flag: str = "--fold") -> tuple[int, int]:
     if len(numbers) != 2 or numbers[1] < 2 or not 1 <= numbers[0] <= numbers[1]:
         raise UsageError(f"{flag} {text}: give K/N, fold K = 1 ... N of N >= 2 folds, as in 1/5")
     return numbers[0], numbers[1]
-
-
-class Interval(NamedTuple):
-    """The interval between two checkpoints: a number of steps, or seconds."""
-
-    steps: int = 0
-    seconds: float = math.inf
-
-    def follows(self, step: int) -> bool:
-        """Whether a checkpoint is due after this step, regardless of the time."""
-        return bool(self.steps) and step % self.steps == 0
-
-    @staticmethod
-    def parse(text: str, flag: str = "--checkpoint-every") -> Interval:
-        """Parse "500" (steps) or a time such as "10m". Raises UsageError."""
-        if not text.isdecimal():
-            return Interval(seconds=duration(text, flag))
-        if len(text) > MOST_DIGITS or int(text) < 1:
-            raise UsageError(f"{flag} {brief(text, 50)}: give 1 step or more, or a time")
-        return Interval(steps=int(text))
 
 
 def to_toml(config: Any) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.data import COMMON, DataSettings
+from hpctrain.config.interval import Interval
 from hpctrain.config.network import NetworkSettings
 from hpctrain.config.optimizer import OptimizerSettings
 from hpctrain.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
-    Interval,
     check_folder_name,
     duration,
     images_per_rank,
@@ -136,7 +136,17 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
         100, "steps between comparisons of all ranks by digest; 0 = never", RECORD, AT_LEAST_0
     )
     checkpoint_every: str = option(
-        "10m", "write a checkpoint this often: a time such as 90s, or steps", RECORD, Interval.parse
+        "10m",
+        "write a checkpoint this often: a time such as 90s, or steps; auto = as the cost of a"
+        " checkpoint and --mttf recommend",
+        RECORD,
+        Interval.parse,
+    )
+    mttf: str = option(
+        "1000h",
+        "mean time to failure of a node, for --checkpoint-every auto",
+        RECORD,
+        duration,
     )
     keep: int = option(2, "keep this many checkpoints", RECORD, AT_LEAST_1)
     resume: str = option(

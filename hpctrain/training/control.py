@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import signal
 import threading
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain.config import Config, Interval, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
-from hpctrain.launcher import job_end, received_signal
+from hpctrain.launcher import job_end, launched_size, local_size, received_signal
 
 if TYPE_CHECKING:  # watch and sweep stop runs without importing it
     import torch
@@ -140,7 +141,11 @@ def read_times(config: Config) -> TimeLimits:
     """Parse the settings about time. Raises UsageError if one is invalid."""
     timeout = duration(config.timeout, "--timeout")
     ends, note = deadline(config.time_limit)
-    return TimeLimits(timeout, ends, Interval.parse(config.checkpoint_every), note)
+    nodes = math.ceil((launched_size() or 1) / local_size())
+    mttf = duration(config.mttf, "--mttf") / nodes
+    return TimeLimits(
+        timeout, ends, Interval.parse(config.checkpoint_every)._replace(mttf=mttf), note
+    )
 
 
 def request_stop(folder: Path) -> None:
