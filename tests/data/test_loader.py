@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.data import jpeg
 from hpctrain.data import loader as module
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.checks import BadSamples
@@ -492,9 +493,9 @@ def test_parts_of_images_are_other_ones_in_every_step_and_epoch(tmp_path, monkey
     source = class_folders(tmp_path / "images", {"a": 9, "b": 9}, ".jpg", width=41, height=37)
     packed = pack(source, tmp_path / "b.h5", size="8x8", encoding="jpeg", split="1")
     keys = []
-    draw = module.draw_crops
+    draw = jpeg.draw_crops
     monkeypatch.setattr(
-        module, "draw_crops", lambda least, n, key: keys.append(key) or draw(least, n, key)
+        jpeg, "draw_crops", lambda least, n, key: keys.append(key) or draw(least, n, key)
     )
     with Split(packed, "train") as rows:
         loader = Loader(rows, cut_epoch(18, 6, 2), range(2), random_crop=0.1)

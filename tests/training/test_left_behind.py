@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
-from hpctrain.inference import gallery
+from hpctrain.report import pictures
 from hpctrain.report.find import evaluation_file
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
@@ -89,7 +89,7 @@ def test_the_mistakes_are_those_of_the_network(comm, settings, monkeypatch):
         shown.append((images, captions))
         return np.zeros((5, 5, 3), np.uint8)
 
-    monkeypatch.setattr(gallery, "draw_captioned", draw)
+    monkeypatch.setattr(pictures, "draw_captioned", draw)
     monkeypatch.setattr(validate, "MISTAKES", 1000)
     loop.train(dataclasses.replace(settings, tensorboard=True, lr=1e-6), comm)
     if comm.rank == 0:
