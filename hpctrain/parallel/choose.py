@@ -200,7 +200,7 @@ def _arrives(transport: Transport, length: int, device: torch.device) -> bool:
         gathered = torch.equal(vector, peers.float() + 1)
         before, after = (rank - 1) % size, (rank + 1) % size
         vector.copy_(numbers + rank)
-        transport.exchange([(after, vector)], [(before, received)])
+        transport.exchange([(after, [vector])], [(before, [received])])
         return summed and exchanged and gathered and torch.equal(received, numbers + before)
     except MPI.Exception as error:
         raise RunError(f"--reduce mpi-gpu: MPI refused device memory: {error}") from None

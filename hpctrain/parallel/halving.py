@@ -26,6 +26,12 @@ most 2 messages in each of at most log2(P) rounds, rounded up, and as many on th
 where a group is of even size, so 2 log2(P) if the number P of ranks is a power of two. It sends
 L (1 - 1/P) numbers on the way back, as in a ring, and as many before for every subtree that it
 holds: one if P and S are powers of two.
+
+The runs of shards of other numbers begin anywhere in the tree, and a rank may hold 2 log2(S/P)
+subtrees. Before the first round it therefore hands some to its neighbours, or receives some, where
+this saves bytes: at most 2 messages more. Fewer bytes than a bound are impossible, whoever adds:
+every addition needs its operands in one place. For 3 ranks and 63 shards the bound is twice the
+bytes of a ring, and it grows with log2(S/P).
 """
 
 from __future__ import annotations
@@ -76,18 +82,20 @@ class Partner(NamedTuple):
     """What a rank exchanges with another one in a round. On the way back, the reverse."""
 
     rank: int
-    send: range  # numbers of the vector, of all subtrees that this rank holds
-    receive: range  # of all subtrees that the partner holds
-    spans: list[Span]  # those subtrees
+    send: range  # numbers of the vector
+    sends: list[Span]  # of these subtrees
+    receive: range
+    receives: list[Span]
 
 
 class Round(NamedTuple):
-    """One round of halving of one rank."""
+    """What one rank does in a round: exchange, then add."""
 
     held: list[Span]  # subtrees that it holds before
     partners: list[Partner]
     own: range  # numbers of its slice after the round
     result: list[Span]  # subtrees that it holds there after the additions
+    comes_back: bool = True  # slices of the sum are exchanged in reverse in the end
 
 
 def halve(starts: Sequence[int], group: range) -> list[range]:
@@ -113,29 +121,74 @@ def rank_at(starts: Sequence[int], group: range, place: int) -> int:
     return group.start
 
 
+class Borders:
+    """Where the shards of each rank begin, before and after neighbours hand over subtrees."""
+
+    def __init__(self, runs: Sequence[range]) -> None:
+        """`runs` are the shards that each rank carries, together 0 ... S-1."""
+        self.ranks, self.root = len(runs), (0, runs[-1].stop)
+        self.starts = [*(run.start for run in runs), runs[-1].stop]
+        self._after = {0: 0, len(runs): runs[-1].stop}
+
+    def path(self, rank: int) -> list[tuple[range, list[range], int]]:
+        """Return the groups of a rank, the largest first: their parts, and which is the rank's."""
+        path, group = [], range(self.ranks)
+        while len(group) > 1:
+            parts = halve(self.starts, group)
+            number = next(n for n, part in enumerate(parts) if rank in part)
+            path.append((group, parts, number))
+            group = parts[number]
+        return path
+
+    def between(self, lo: int, hi: int) -> list[Span]:
+        """Return the largest subtrees within the shards lo ... hi-1; none if hi is smaller."""
+        return subtrees(range(lo, hi), self.root) if lo < hi else []
+
+    def held(self, part: range) -> list[Span]:
+        """Return the subtrees that the ranks of a part hold, after handing over."""
+        return self.between(self.after(part.start), self.after(part.stop))
+
+    def after(self, rank: int) -> int:
+        """Return the first shard of a rank after handing over.
+
+        It may become the end of a span of the tree that contains shards of no other ranks than this
+        one and the one before it, if this saves more than it costs: half of a subtree is sent in
+        every round until the two ranks are in one group, and all of it if it is handed over.
+        """
+        if rank not in self._after:
+            lo, start, hi = self.starts[rank - 1 : rank + 2]
+            group = next(g for g, parts, n in self.path(rank) if g.start < rank == parts[n].start)
+            rounds = (len(group) // 2).bit_length()
+
+            def cost(border: int) -> int:
+                moved = self.between(border, start) + self.between(start, border)
+                held = self.between(lo, border) + self.between(border, hi)
+                return 2 * len(moved) + rounds * len(held)
+
+            places, span = [start], self.root
+            while middle(span) != start:
+                places += span if lo <= span[0] and span[1] <= hi else ()
+                half = middle(span)
+                span = (span[0], half) if start < half else (half, span[1])
+            places += span if lo <= span[0] and span[1] <= hi else ()
+            self._after[rank] = min(places, key=cost)
+        return self._after[rank]
+
+
 def schedule(rank: int, runs: Sequence[range], length: int) -> list[Round]:
     """Return the rounds of a rank, for a vector of `length` numbers.
 
     `runs` are the shards that each rank carries, together 0 ... S-1.
     """
-    starts, root = [run.start for run in runs], (0, runs[-1].stop)
-    path, group = [], range(len(runs))
-    while len(group) > 1:
-        parts = halve(starts, group)
-        number = next(n for n, part in enumerate(parts) if rank in part)
-        path.append((group, parts, number))
-        group = parts[number]
-
-    def held(part: range) -> list[Span]:
-        return subtrees(range(runs[part.start].start, runs[part.stop - 1].stop), root)
+    borders = Borders(runs)
+    rounds = [hand_over(borders, rank, length)]
+    place, own = 0, range(length)
 
     def cut(place: int, ranks: int) -> range:
         return range(length * place // ranks, length * (place + 1) // ranks)
 
-    rounds: list[Round] = []
-    place, own = 0, range(length)
-    for group, parts, number in reversed(path):
-        before, many, size = own, len(parts), len(group)
+    for group, parts, number in reversed(borders.path(rank)):
+        before, many, size, held = own, len(parts), len(group), borders.held(parts[number])
         place = place * many + number
         own = cut(place, size)
         partners = []
@@ -144,10 +197,24 @@ def schedule(rank: int, runs: Sequence[range], length: int) -> list[Round]:
             theirs = cut(other // many, len(part))
             send, receive = overlap(before, cut(other, size)), overlap(theirs, own)
             if other != place and (send or receive):
-                peer = rank_at(starts, group, other)
-                partners.append(Partner(peer, send, receive, held(part)))
-        rounds.append(Round(held(parts[number]), partners, own, held(group)))
-    return rounds
+                peer = rank_at(borders.starts, group, other)
+                partners.append(Partner(peer, send, held, receive, borders.held(part)))
+        rounds.append(Round(held, partners, own, borders.held(group)))
+    return rounds if rounds[0].partners else rounds[1:]
+
+
+def hand_over(borders: Borders, rank: int, length: int) -> Round:
+    """Return the round in which a rank hands subtrees over to its neighbours, or receives some."""
+    partners, everything, starts = [], range(length), borders.starts
+    for peer, border in ((rank - 1, rank), (rank + 1, rank + 1)):
+        lo, hi = starts[border], borders.after(border)
+        down, up = borders.between(lo, hi), borders.between(hi, lo)  # to the lower, the higher rank
+        sends, receives = (down, up) if peer < rank else (up, down)
+        if up or down:
+            partners.append(Partner(peer, everything, sends, everything, receives))
+    held = borders.between(starts[rank], starts[rank + 1])
+    result = borders.held(range(rank, rank + 1))
+    return Round(held, partners, everything, result, comes_back=False)
 
 
 def overlap(a: range, b: range) -> range:
@@ -156,9 +223,23 @@ def overlap(a: range, b: range) -> range:
     return range(lo, max(lo, hi))
 
 
-def sent(rounds: Sequence[Round]) -> tuple[int, int]:
-    """Return how many messages a rank sends in these rounds and back, and how many numbers."""
-    there = [(len(p.send), len(r.held)) for r in rounds for p in r.partners]
-    back = [(len(p.receive), 1) for r in rounds for p in r.partners]
-    lengths = [numbers * rows for numbers, rows in there + back if numbers * rows]
+def in_messages(spans: list[Span], ranks: int) -> list[list[Span]]:
+    """Return the subtrees of each message to a partner, for this number of all ranks.
+
+    They are in one message, so that there are few. Two subtrees of up to 4 ranks are in two: there
+    the time for packing them is longer than that of a message.
+    """
+    return [[span] for span in spans] if ranks <= 4 and len(spans) <= 2 else [spans]
+
+
+def sent(rounds: Sequence[Round], ranks: int) -> tuple[int, int]:
+    """Return how many messages one of the ranks sends in its rounds and back, and numbers."""
+    there = [
+        len(p.send) * len(spans)
+        for r in rounds
+        for p in r.partners
+        for spans in in_messages(p.sends, ranks)
+    ]
+    back = [len(p.receive) for r in rounds if r.comes_back for p in r.partners]
+    lengths = [numbers for numbers in there + back if numbers]
     return len(lengths), sum(lengths)

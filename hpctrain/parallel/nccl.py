@@ -24,7 +24,7 @@ import torch
 from hpctrain.errors import RunError
 from hpctrain.parallel.memory import built_for, torch_library
 from hpctrain.parallel.mpi import Comm, call_on_root
-from hpctrain.parallel.transport import Blocks, Transport, Views
+from hpctrain.parallel.transport import Blocks, Messages, Transport
 from hpctrain.watchdog import waiting
 
 
@@ -118,13 +118,14 @@ class Nccl(Transport):
         self._call("ncclAllReduce", place, place, len(vector), _type(vector), SUM, *where)
         self._check()
 
-    def exchange(self, sends: Views, receives: Views) -> None:
+    def exchange(self, sends: Messages, receives: Messages) -> None:
         """Exchange all vectors in one group, which is a single launch."""
         with self._one_launch():
-            for name, views in (("ncclSend", sends), ("ncclRecv", receives)):
-                for rank, vector in views:
-                    where = rank, self._group, _stream(vector)
-                    self._call(name, vector.data_ptr(), len(vector), _type(vector), *where)
+            for name, messages in (("ncclSend", sends), ("ncclRecv", receives)):
+                for rank, vectors in messages:
+                    for vector in vectors:
+                        where = rank, self._group, _stream(vector)
+                        self._call(name, vector.data_ptr(), len(vector), _type(vector), *where)
         self._check()
 
     def alltoallv(

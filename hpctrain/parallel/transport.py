@@ -14,7 +14,7 @@ the one communication of a step from them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from hpctrain.streams import Stream, current_stream
 PIECE_BYTES = 16 << 20  # of a staged Allreduce
 TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 Blocks = tuple[Sequence[int], Sequence[int]]  # by rank: counts, and offsets in numbers
-Views = Sequence[tuple[int, torch.Tensor]]  # other ranks, and a contiguous vector for each
+Messages = Sequence[tuple[int, list[torch.Tensor]]]  # other ranks, and the vectors of a message
 
 
 class Transport:
@@ -41,8 +41,12 @@ class Transport:
     def allreduce(self, vector: torch.Tensor) -> None:
         """Sum `vector` over all ranks, in place."""
 
-    def exchange(self, sends: Views, receives: Views) -> None:
-        """Send vectors to some ranks, and receive others. No two of these share memory."""
+    def exchange(self, sends: Messages, receives: Messages) -> None:
+        """Send messages to some ranks, and receive others. No two share memory.
+
+        A message consists of vectors, of the same lengths where it is received. Those from one rank
+        are received in the order in which it sends them.
+        """
 
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
@@ -81,16 +85,27 @@ class HostMemory(Transport):
     def allreduce(self, vector: torch.Tensor) -> None:
         self.comm.Allreduce(MPI.IN_PLACE, self._message(vector))
 
-    def exchange(self, sends: Views, receives: Views) -> None:
-        if len(sends) == len(receives) == 1:
-            (to, vector), (source, received) = *sends, *receives
-            self.comm.Sendrecv(
-                self._message(vector), to, recvbuf=self._message(received), source=source
-            )
-            return
-        requests = [self.comm.Irecv(self._message(vector), rank) for rank, vector in receives]
-        requests += [self.comm.Isend(self._message(vector), rank) for rank, vector in sends]
-        MPI.Request.Waitall(requests)
+    def exchange(self, sends: Messages, receives: Messages) -> None:
+        out = [(self._together(vectors), rank) for rank, vectors in sends]
+        into = [(self._together(vectors), rank) for rank, vectors in receives]
+        if len(out) == len(into) == 1:
+            (buffer, rank), (received, source) = *out, *into
+            self.comm.Sendrecv(buffer, rank, recvbuf=received, source=source)
+        else:
+            requests = [self.comm.Irecv(*one) for one in into]
+            requests += [self.comm.Isend(*one) for one in out]
+            MPI.Request.Waitall(requests)
+        for (_, *_, kind), _ in (*out, *into):
+            if not kind.is_predefined:
+                kind.Free()
+
+    def _together(self, vectors: list[torch.Tensor]) -> list[Any]:
+        """Return vectors as one message for mpi4py. MPI packs them, while it sends."""
+        if len(vectors) == 1:
+            return self._message(vectors[0])
+        places = [vector.data_ptr() for vector in vectors]
+        kind = mpi_type(vectors[0]).Create_hindexed([len(v) for v in vectors], places)
+        return [MPI.BOTTOM, 1, kind.Commit()]
 
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
@@ -107,6 +122,28 @@ class DeviceMemory(HostMemory):
     def _buffer(self, vector: torch.Tensor) -> Any:
         current_stream(vector.device).synchronize()  # MPI does not know about streams
         return vector.detach()  # by DLPack, for which mpi4py does not synchronize
+
+    def exchange(self, sends: Messages, receives: Messages) -> None:
+        """Pack vectors on the device: MPI would copy them one by one, if it can at all."""
+        out = [(rank, _packed(vectors)) for rank, vectors in sends]
+        into = [(rank, _packed(vectors)) for rank, vectors in receives]
+        super().exchange(out, into)
+        for (_, vectors), (_, (packed,)) in zip(receives, into, strict=True):
+            for vector, part in _parts(vectors, packed):
+                if vector.data_ptr() != part.data_ptr():
+                    vector.copy_(part)
+
+
+def _packed(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one vector that holds several; it is the same one if there is one."""
+    return vectors if len(vectors) == 1 else [torch.cat(vectors)]
+
+
+def _parts(
+    vectors: list[torch.Tensor], packed: torch.Tensor
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair vectors with their parts of one vector that holds all of them."""
+    return zip(vectors, packed.split([len(vector) for vector in vectors]), strict=True)
 
 
 class Pinned(Transport):
@@ -139,21 +176,24 @@ class Pinned(Transport):
             self._host.allreduce(host[span])
             vector[span].copy_(host[span], non_blocking=True)
 
-    def exchange(self, sends: Views, receives: Views) -> None:
+    def exchange(self, sends: Messages, receives: Messages) -> None:
         """Exchange through one block of host memory, which calls of the same size share."""
-        vectors = [vector for _, vector in (*sends, *receives)]
-        if not vectors:
-            return
-        length, (example, *_) = sum(map(len, vectors)), vectors
-        host = self._host_at(0, length, example).split([len(vector) for vector in vectors])
-        for (_, vector), copy in zip(sends, host, strict=False):
-            copy.copy_(vector, non_blocking=True)
-        current_stream(example.device).synchronize()
         ranks = [rank for rank, _ in (*sends, *receives)]
-        staged = list(zip(ranks, host, strict=True))
+        lengths = [sum(map(len, vectors)) for _, vectors in (*sends, *receives)]
+        if not ranks:
+            return
+        example = (*sends, *receives)[0][1][0]
+        host = self._host_at(0, sum(lengths), example).split(lengths)
+        out, into = host[: len(sends)], host[len(sends) :]
+        for (_, vectors), packed in zip(sends, out, strict=True):
+            for vector, part in _parts(vectors, packed):
+                part.copy_(vector, non_blocking=True)
+        current_stream(example.device).synchronize()
+        staged = [(rank, [packed]) for rank, packed in zip(ranks, host, strict=True)]
         self._host.exchange(staged[: len(sends)], staged[len(sends) :])
-        for (_, vector), copy in zip(receives, host[len(sends) :], strict=True):
-            vector.copy_(copy, non_blocking=True)
+        for (_, vectors), packed in zip(receives, into, strict=True):
+            for vector, part in _parts(vectors, packed):
+                vector.copy_(part, non_blocking=True)
 
     def alltoallv(
         self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks

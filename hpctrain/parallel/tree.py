@@ -29,9 +29,9 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain.parallel.device import empty
-from hpctrain.parallel.halving import Round, Span, additions, schedule, subtrees
+from hpctrain.parallel.halving import Round, Span, additions, in_messages, schedule, subtrees
 from hpctrain.parallel.reduce import Reduce
-from hpctrain.parallel.transport import Transport, Views
+from hpctrain.parallel.transport import Messages, Transport
 
 
 class Subtrees:
@@ -106,7 +106,7 @@ class TreeAllreduce:
         """
         self.transport, self._vector = transport, vector
         self.rounds = schedule(transport.comm.rank, runs, len(vector))
-        self._steps = [Halving(each, vector) for each in self.rounds]
+        self._steps = [Halving(each, vector, transport.comm.size) for each in self.rounds]
 
     def __call__(self, sums: Sequence[torch.Tensor]) -> None:
         """Sum this rank's subtrees, (L,) each, and those of all ranks into the vector."""
@@ -122,61 +122,51 @@ class TreeAllreduce:
 
 
 class Halving:
-    """One round of halving of one rank: its messages, their memory, and the additions after it."""
+    """One round of one rank: its messages, the memory for what it receives, and the additions."""
 
-    def __init__(self, each: Round, vector: torch.Tensor) -> None:
-        """`vector` takes the sum."""
+    def __init__(self, each: Round, vector: torch.Tensor, ranks: int) -> None:
+        """`vector` takes the sum. `ranks` is the number of all ranks."""
         self.own = each.own
-
-        def new(spans: Sequence[Span], columns: range) -> torch.Tensor:
-            return empty((len(spans), len(columns)), vector.dtype, vector.device)
-
-        self._sends = [  # to whom, which slice, and where several rows are packed
-            (p.rank, p.send, new(each.held, p.send) if len(each.held) > 1 else None)
+        self._sends = [
+            (p.rank, p.send, [each.held.index(span) for span in spans])
             for p in each.partners
-            if p.send and each.held
+            for spans in in_messages(p.sends, ranks)
+            if p.send and spans
         ]
-        self.receives: list[tuple[int, torch.Tensor]] = []
-        self._unpack: list[tuple[torch.Tensor, torch.Tensor]] = []
-        blocks: dict[Span, torch.Tensor] = {}  # of each part of the group: (subtrees, own slice)
         rows: dict[Span, torch.Tensor | None] = dict.fromkeys(each.held)
-        for peer, _, receive, spans in each.partners:
+        self.receives: list[tuple[int, list[torch.Tensor]]] = []
+        for peer, _, _, receive, spans in each.partners:
             if not receive or not spans:
                 continue
-            if spans[0] not in blocks:  # else another rank of this part sent the rest of them
-                blocks[spans[0]] = new(spans, each.own)
-                rows.update(zip(spans, blocks[spans[0]].unbind(), strict=True))
-            columns = blocks[spans[0]][:, _within(receive, each.own.start)]
-            packed = columns if columns.is_contiguous() else new(spans, receive)
-            self.receives.append((peer, packed.view(-1)))
-            if packed is not columns:
-                self._unpack.append((columns, packed))
+            if spans[0] not in rows:  # else another rank of the same part sends the rest of them
+                block = empty((len(spans), len(each.own)), vector.dtype, vector.device)
+                rows.update(zip(spans, block, strict=True))
+            part = _within(receive, each.own.start)
+            for message in in_messages(spans, ranks):
+                found = [row[part] for span in message if (row := rows[span]) is not None]
+                self.receives.append((peer, found))
         order = sorted(rows)
         self._rows = [rows[span] for span in order]  # None = held before
         self._pairs = additions(order, each.result) if each.own else []
         firsts = [lo for lo, _ in order]
         self._kept = [firsts.index(lo) for lo, _ in each.result] if each.own else []
+        back = each.partners if each.comes_back else []
         self.back = (
-            [(p.rank, vector[_within(p.receive, 0)]) for p in each.partners if p.receive],
-            [(p.rank, vector[_within(p.send, 0)]) for p in each.partners if p.send],
+            [(p.rank, [vector[_within(p.receive, 0)]]) for p in back if p.receive],
+            [(p.rank, [vector[_within(p.send, 0)]]) for p in back if p.send],
         )
 
-    def sends(self, held: Sequence[torch.Tensor], start: int) -> Views:
+    def sends(self, held: Sequence[torch.Tensor], start: int) -> Messages:
         """Return what to send of the rows held before, whose first number is `start`."""
-        found = []
-        for peer, send, packed in self._sends:
-            slices = [row[_within(send, start)] for row in held]
-            if packed is not None:
-                slices = [torch.stack(slices, out=packed).view(-1)]
-            found.append((peer, slices[0]))
-        return found
+        return [
+            (peer, [held[place][_within(send, start)] for place in places])
+            for peer, send, places in self._sends
+        ]
 
     def add(self, held: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
         """Add what was received to the rows held before; return the rows of the own slice."""
         if not self.own:  # there are more ranks than numbers
             return []
-        for columns, packed in self._unpack:
-            columns.copy_(packed)
         mine = iter([row[_within(self.own, start)] for row in held])
         rows = [next(mine) if row is None else row for row in self._rows]
         for i, j in self._pairs:

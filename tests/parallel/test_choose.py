@@ -55,7 +55,7 @@ class Wrong(DeviceMemory):
 
     def exchange(self, sends, receives):
         super().exchange(sends, receives)
-        self.spoil("exchange", receives[0][1])
+        self.spoil("exchange", receives[0][1][0])
 
 
 @pytest.mark.mpi
