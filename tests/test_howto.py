@@ -54,7 +54,7 @@ def test_the_commands_of_the_page_run(folder, monkeypatch, capsys):
             (folder / re.match(r"# (\w+\.py)\n", text)[1]).write_text(text)
             continue
         for command in commands(text):
-            words = shlex.split(command.removeprefix("mpirun -n 4 "))
+            words = shlex.split(command.replace("mpirun -n 4 ", ""))
             if words[0] == "pip":
                 if importlib.util.find_spec(NEEDS[words[2]]) is None:
                     break  # what follows needs this package
