@@ -185,18 +185,17 @@ def _arrives(transport: Transport, length: int, device: torch.device) -> bool:
     width = max(1, length // size)
     numbers = torch.arange(width * size, dtype=torch.float32, device=device)
     vector, received = (plain_zeros(width * size, torch.float32, device) for _ in range(2))
-    blocks = [width] * size, [width * peer for peer in range(size)]
     try:
         vector.copy_(numbers % 8 + rank)  # exact in any order of addition
         transport.allreduce(vector)
         summed = torch.equal(vector, numbers % 8 * size + size * (size - 1) // 2)
         vector.copy_(numbers + rank)
-        transport.alltoallv(vector, blocks, received, blocks)
+        transport.alltoall(vector, received)
         peers = torch.arange(size, device=device).repeat_interleave(width)
         own = numbers[width * rank : width * (rank + 1)].repeat(size)
         exchanged = torch.equal(received, own + peers)
         vector.zero_()[width * rank : width * (rank + 1)] = rank + 1
-        transport.allgatherv(vector, blocks)
+        transport.allgather(vector)
         gathered = torch.equal(vector, peers.float() + 1)
         before, after = (rank - 1) % size, (rank + 1) % size
         vector.copy_(numbers + rank)

@@ -24,7 +24,7 @@ import torch
 from hpctrain.errors import RunError
 from hpctrain.parallel.memory import built_for, torch_library
 from hpctrain.parallel.mpi import Comm, call_on_root
-from hpctrain.parallel.transport import Blocks, Messages, Transport
+from hpctrain.parallel.transport import Messages, Transport
 from hpctrain.watchdog import waiting
 
 
@@ -43,6 +43,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {  # all return a ncclResult_t, an int
     "ncclGroupEnd": (),
     # send buffer, receive buffer, count, type, operation, communicator, stream
     "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    # send buffer, receive buffer, count of a block, type, communicator, stream
+    "ncclAllGather": (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),
     # buffer, count, type, peer, communicator, stream
     "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
@@ -67,6 +69,13 @@ class Library:
         """Call a function by its name. Raises RunError with NCCL's message if it fails."""
         if code := getattr(self._handle, name)(*arguments):
             self.fail(name, code)
+
+    def has(self, name: str) -> bool:
+        """Whether the library has a function, which takes the arguments of ncclAllGather."""
+        found = hasattr(self._handle, name)
+        if found:
+            getattr(self._handle, name).argtypes = FUNCTIONS["ncclAllGather"]
+        return found
 
     def fail(self, name: str, code: int) -> None:
         """Raise RunError for an error code that the function `name` returned."""
@@ -128,28 +137,21 @@ class Nccl(Transport):
                         self._call(name, vector.data_ptr(), len(vector), _type(vector), *where)
         self._check()
 
-    def alltoallv(
-        self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
-    ) -> None:
-        """Exchange all blocks in one group, which is a single launch."""
-        kind, width, where = _type(vector), vector.element_size(), (self._group, _stream(vector))
-        with self._one_launch():
-            for rank in range(self.comm.size):
-                for name, memory, (counts, starts) in (
-                    ("ncclSend", vector, blocks),
-                    ("ncclRecv", received, places),
-                ):
-                    if counts[rank]:
-                        place = memory.data_ptr() + width * starts[rank]
-                        self._call(name, place, counts[rank], kind, rank, *where)
-        self._check()
+    def alltoall(self, vector: torch.Tensor, received: torch.Tensor) -> None:
+        places, where = (vector.data_ptr(), received.data_ptr()), (self._group, _stream(vector))
+        if self._call.has("ncclAlltoAll"):
+            length = len(vector) // self.comm.size
+            self._call("ncclAlltoAll", *places, length, _type(vector), *where)
+            self._check()
+        else:  # before NCCL 2.28
+            blocks = (v.tensor_split(self.comm.size) for v in (vector, received))
+            self.exchange(*([(rank, [v]) for rank, v in enumerate(each)] for each in blocks))
 
-    def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        counts, starts = blocks
-        own, size = self.comm.rank, self.comm.size
-        send = [0 if r == own else counts[own] for r in range(size)], [starts[own]] * size
-        receive = [0 if r == own else counts[r] for r in range(size)], starts
-        self.alltoallv(vector, send, vector, receive)
+    def allgather(self, vector: torch.Tensor) -> None:
+        length, where = len(vector) // self.comm.size, (self._group, _stream(vector))
+        own = vector.data_ptr() + vector.element_size() * length * self.comm.rank
+        self._call("ncclAllGather", own, vector.data_ptr(), length, _type(vector), *where)
+        self._check()
 
     @contextmanager
     def _one_launch(self) -> Iterator[None]:

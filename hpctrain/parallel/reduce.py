@@ -8,13 +8,13 @@
 A `Transport` moves the bytes (transport.py). Nothing else in a step waits for the device.
 
 MPI has no bfloat16 (Open MPI would add its bytes as numbers without an error). In `Bfloat16Reduce`
-every rank therefore sends each other rank the slice which that rank owns (Alltoallv), the owner
-adds the slices in float32, and the sums return in bfloat16 (Allgatherv). This sends as many bytes
+every rank therefore sends each other rank the slice which that rank owns (Alltoall), the owner
+adds the slices in float32, and the sums return in bfloat16 (Allgather). This sends as many bytes
 as a ring; a gradient is rounded twice, to 8 significant bits. Moments, counts and slots are sent
 unrounded in the same two calls. Every rank owns one block of the send buffer: its slice of the rest
 of the message, then its slice of the gradients. All blocks have the same length, so they are rows
-of matrices: copying and adding all of them takes few operations for any number of ranks. The part
-of the last blocks that is beyond the ends of the vectors is not sent.
+of matrices: copying, sending and adding all of them takes few operations for any number of ranks.
+The last blocks may be longer than what is left of the vectors.
 """
 
 # ruff: noqa: B027 - most reductions have nothing to begin, to keep or to close
@@ -29,7 +29,6 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.device import empty
-from hpctrain.parallel.layout import ALIGNMENT
 from hpctrain.parallel.mpi import MPI, Comm
 from hpctrain.parallel.transport import HostMemory, Transport
 
@@ -89,11 +88,8 @@ class Bfloat16Reduce(Reduce):
                 f"--comm-dtype bf16 is for float32 models; this one is {gradients.dtype}"
             )
         self.transport, self.rank, self.size = transport, transport.comm.rank, transport.comm.size
-        many, few = _width(len(gradients), self.size, ALIGNMENT), _width(len(rest), self.size, 1)
+        many, few = _width(len(gradients), self.size, 2), _width(len(rest), self.size, 1)
         block = 4 * few + 2 * many  # bytes
-        starts = [block * rank for rank in range(self.size)]
-        ends = [_end(rank, (rest, few), (gradients, many)) for rank in range(self.size)]
-        self._blocks, self._places = (ends, starts), ([ends[self.rank]] * self.size, starts)
         # the send buffer, which also takes the result; and the slices received from all ranks
         self._all, self._sent = (
             empty((block * self.size,), torch.uint8, gradients.device).zero_() for _ in range(2)
@@ -115,13 +111,13 @@ class Bfloat16Reduce(Reduce):
             return
         for vector, block in self._copies:
             block.copy_(vector)  # rounds to nearest
-        self.transport.alltoallv(self._all, self._blocks, self._sent, self._places)
+        self.transport.alltoall(self._all, self._sent)
         narrow, plain = self._own
         torch.sum(self._received, 0, out=plain)
         for column, total in self._columns:
             torch.sum(column, 0, dtype=torch.float32, out=total)
         narrow.copy_(self._sums)
-        self.transport.allgatherv(self._all, self._blocks)
+        self.transport.allgather(self._all)
         for vector, block in self._copies:
             vector.copy_(block)
 
@@ -129,14 +125,6 @@ class Bfloat16Reduce(Reduce):
 def _width(length: int, ranks: int, unit: int) -> int:
     """Return the longest slice that a rank has of `length` numbers, a multiple of `unit`."""
     return -(-length // (ranks * unit)) * unit
-
-
-def _end(rank: int, rest: tuple[torch.Tensor, int], gradients: tuple[torch.Tensor, int]) -> int:
-    """Return the bytes of a rank's block that two vectors, given with their widths, fill."""
-    own, wide = (
-        max(0, min(width, len(vector) - rank * width)) for vector, width in (rest, gradients)
-    )
-    return 4 * rest[1] + 2 * wide if wide else 4 * own
 
 
 def _parts(buffer: torch.Tensor, ranks: int, few: int, block: int) -> Pair:

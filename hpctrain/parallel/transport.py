@@ -25,7 +25,6 @@ from hpctrain.streams import Stream, current_stream
 
 PIECE_BYTES = 16 << 20  # of a staged Allreduce
 TYPES = {torch.uint8: MPI.BYTE, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
-Blocks = tuple[Sequence[int], Sequence[int]]  # by rank: counts, and offsets in numbers
 Messages = Sequence[tuple[int, list[torch.Tensor]]]  # other ranks, and the vectors of a message
 
 
@@ -48,16 +47,11 @@ class Transport:
         are received in the order in which it sends them.
         """
 
-    def alltoallv(
-        self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
-    ) -> None:
-        """Send every rank its block of `vector`, and store theirs at their places in `received`.
+    def alltoall(self, vector: torch.Tensor, received: torch.Tensor) -> None:
+        """Send every rank its block of `vector`, and receive one of each; all are equally long."""
 
-        Elements between the places may change.
-        """
-
-    def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        """Send this rank's own block of `vector` to all ranks, and receive theirs in `vector`."""
+    def allgather(self, vector: torch.Tensor) -> None:
+        """Send this rank's block of `vector` to all ranks, and receive theirs in `vector`."""
 
 
 def mpi_type(vector: torch.Tensor) -> MPI.Datatype:
@@ -77,10 +71,10 @@ class HostMemory(Transport):
         """Return the vector as a buffer for mpi4py."""
         return vector.numpy()
 
-    def _message(self, vector: torch.Tensor, *blocks: Blocks) -> list[Any]:
+    def _message(self, vector: torch.Tensor) -> list[Any]:
         """Return the vector as a message for mpi4py. Raises TypeError as `mpi_type` does."""
         kind = mpi_type(vector)
-        return [self._buffer(vector), *blocks, kind]
+        return [self._buffer(vector), kind]
 
     def allreduce(self, vector: torch.Tensor) -> None:
         self.comm.Allreduce(MPI.IN_PLACE, self._message(vector))
@@ -107,13 +101,11 @@ class HostMemory(Transport):
         kind = mpi_type(vectors[0]).Create_hindexed([len(v) for v in vectors], places)
         return [MPI.BOTTOM, 1, kind.Commit()]
 
-    def alltoallv(
-        self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
-    ) -> None:
-        self.comm.Alltoallv(self._message(vector, blocks), self._message(received, places))
+    def alltoall(self, vector: torch.Tensor, received: torch.Tensor) -> None:
+        self.comm.Alltoall(self._message(vector), self._message(received))
 
-    def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        self.comm.Allgatherv(MPI.IN_PLACE, self._message(vector, blocks))
+    def allgather(self, vector: torch.Tensor) -> None:
+        self.comm.Allgather(MPI.IN_PLACE, self._message(vector))
 
 
 class DeviceMemory(HostMemory):
@@ -195,25 +187,19 @@ class Pinned(Transport):
             for vector, part in _parts(vectors, packed):
                 vector.copy_(part, non_blocking=True)
 
-    def alltoallv(
-        self, vector: torch.Tensor, blocks: Blocks, received: torch.Tensor, places: Blocks
-    ) -> None:
+    def alltoall(self, vector: torch.Tensor, received: torch.Tensor) -> None:
         out, into = self._host_of(vector), self._host_of(received)
         out.copy_(vector, non_blocking=True)
         current_stream(vector.device).synchronize()
-        self._host.alltoallv(out, blocks, into, places)
-        parts = [(start, start + count) for count, start in zip(*places, strict=True) if count]
-        if parts:  # one copy, including what lies between them
-            span = slice(min(start for start, _ in parts), max(end for _, end in parts))
-            received[span].copy_(into[span], non_blocking=True)
+        self._host.alltoall(out, into)
+        received.copy_(into, non_blocking=True)
 
-    def allgatherv(self, vector: torch.Tensor, blocks: Blocks) -> None:
-        host = self._host_of(vector)
-        counts, starts = blocks
-        own = slice(starts[self.comm.rank], starts[self.comm.rank] + counts[self.comm.rank])
+    def allgather(self, vector: torch.Tensor) -> None:
+        host, size = self._host_of(vector), len(vector) // self.comm.size
+        own = slice(size * self.comm.rank, size * (self.comm.rank + 1))
         host[own].copy_(vector[own], non_blocking=True)
         current_stream(vector.device).synchronize()
-        self._host.allgatherv(host, blocks)
+        self._host.allgather(host)
         vector.copy_(host, non_blocking=True)
 
     def _host_of(self, vector: torch.Tensor) -> torch.Tensor:

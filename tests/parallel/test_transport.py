@@ -57,25 +57,17 @@ def test_sums(comm, transport, dtype, length):
     assert torch.allclose(vector, total, rtol=1e-5) and vector.data_ptr() == address
 
 
-def test_blocks_go_where_they_should(comm, transport):
-    """Rank r sends r + peer + 1 numbers to each peer; none to itself."""
-    size, rank = comm.size, comm.rank
-
-    def count(a, b):
-        return 0 if a == b else a + b + 1
-
-    lengths = [count(rank, peer) for peer in range(size)]
-    starts = [sum(lengths[:peer]) + 2 for peer in range(size)]  # after two that stay
-    counts = [count(peer, rank) for peer in range(size)]
-    places = [sum(counts[:peer]) for peer in range(size)]
-    vector = 1000.0 * rank + torch.arange(2 + sum(lengths) + 1)
-    received = torch.full((sum(counts) + 1,), -1.0)
-    transport.alltoallv(vector, (lengths, starts), received, (counts, places))
-    for peer in range(size):
-        first = 2 + sum(count(peer, other) for other in range(rank))
-        expected = 1000.0 * peer + torch.arange(first, first + counts[peer])
-        assert torch.equal(received[places[peer] : places[peer] + counts[peer]], expected)
-    assert received[-1] == -1
+@pytest.mark.parametrize("old", [False, True], ids=["", "without ncclAlltoAll"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_blocks_go_where_they_should(comm, transport, dtype, old, monkeypatch):
+    has = Library.has
+    monkeypatch.setattr(Library, "has", lambda library, name: not old and has(library, name))
+    vector = torch.tensor([16 * comm.rank + peer for peer in range(comm.size) for _ in range(3)])
+    received = torch.zeros(3 * comm.size, dtype=dtype)
+    for _ in range(2):
+        transport.alltoall(vector.to(dtype), received)
+    expected = [16 * peer + comm.rank for peer in range(comm.size) for _ in range(3)]
+    assert received.tolist() == expected or comm.size == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -99,15 +91,11 @@ def test_vectors_go_to_the_ranks_that_they_are_for(comm, transport, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_everybody_gets_the_blocks_of_all(comm, transport, dtype):
-    counts = [rank + 3 for rank in range(comm.size)]
-    starts = [sum(counts[:rank]) for rank in range(comm.size)]
-    vector = torch.zeros(sum(counts), dtype=dtype)
-    own = slice(starts[comm.rank], starts[comm.rank] + counts[comm.rank])
-    vector[own] = comm.rank + 1
+    vector = torch.zeros(3 * comm.size, dtype=dtype)
+    vector[3 * comm.rank : 3 * comm.rank + 3] = comm.rank + 1
     for _ in range(2):
-        transport.allgatherv(vector, (counts, starts))
-    expected = [rank + 1 for rank, count in enumerate(counts) for _ in range(count)]
-    assert vector.tolist() == expected
+        transport.allgather(vector)
+    assert vector.tolist() == [rank + 1 for rank in range(comm.size) for _ in range(3)]
 
 
 def message_of(comm, leaf):
@@ -177,9 +165,9 @@ def test_one_copy_down_and_one_up_for_each_vector(comm):
             self.counts = (*self.counts, copies.count)
             assert copies.count == sum(len(vectors) for _, vectors in (*sends, *receives))
 
-        def alltoallv(self, *arguments):
+        def alltoall(self, *arguments):
             with Copies() as copies:
-                super().alltoallv(*arguments)
+                super().alltoall(*arguments)
             self.counts = (*self.counts, copies.count)
 
     pinned, message = Watched(comm), message_of(comm, 0)

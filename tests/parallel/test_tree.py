@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import queue
 import random
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.halving import additions, subtrees
 from hpctrain.parallel.placement import assign_shards
-from hpctrain.parallel.transport import HostMemory
+from hpctrain.parallel.transport import HostMemory, Transport
 from hpctrain.parallel.tree import Subtrees, TreeAllreduce
 
 LENGTH = 101
@@ -119,6 +122,41 @@ def test_a_message_shorter_than_the_ranks_is_summed_too(comm):
     sums = [torch.full((1,), comm.rank + 1.0)]
     TreeAllreduce(HostMemory(comm), runs, sums[0])(sums)
     assert sums[0] == comm.size * (comm.size + 1) / 2
+
+
+class Queues(Transport):
+    """A transport between threads of this process."""
+
+    def __init__(self, rank, size, queues):
+        super().__init__(SimpleNamespace(rank=rank, size=size))
+        self._queues = queues
+
+    def exchange(self, sends, receives):
+        for peer, vectors in sends:
+            self._queues[self.comm.rank, peer].put([vector.clone() for vector in vectors])
+        for peer, vectors in receives:
+            for vector, sent in zip(
+                vectors, self._queues[peer, self.comm.rank].get(timeout=20), strict=True
+            ):
+                vector.copy_(sent)
+
+
+@pytest.mark.parametrize("size", [5, 7, 11])
+@pytest.mark.parametrize("more", [0, 3, 40])
+def test_more_ranks_than_here_get_the_sum_in_tree_order(size, more):
+    """From 5 ranks on, two of them may send a rank its slice of the same subtrees."""
+    shards, leaves = size + more, leaves_of(size + more)
+    runs = assign_shards(shards, size, [1 + rank % 3 for rank in range(size)])
+    queues = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+
+    def work(rank):
+        spans = subtrees(runs[rank], (0, shards))
+        sums = [torch.from_numpy(tree_sum(leaves[lo:hi]).copy()) for lo, hi in spans]
+        TreeAllreduce(Queues(rank, size, queues), runs, sums[-1])(sums)
+        return sums[-1].numpy().tobytes()
+
+    with ThreadPoolExecutor(size) as pool:
+        assert set(pool.map(work, range(size))) == {tree_sum(leaves).tobytes()}
 
 
 class Counted(tuple):
