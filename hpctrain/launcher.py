@@ -1,12 +1,19 @@
-"""Information from mpirun, srun and Slurm: environment variables, signals, the end of the job.
+"""What started this process: environment variables of mpirun, mpiexec, srun and flux run; signals.
 
-Nothing here initializes MPI. The variables of Slurm are documented in sbatch(1) and srun(1). A
-job's requests for GPUs are variables too, which every srun in the job reads as its own options.
+Nothing here initializes MPI. The job around it is in scheduler.py. Sources of the variables:
 
-SIGUSR2 and SIGUSR1 are notices that a batch script asks Slurm to send before the end of the job;
-their handler only records them. SIGTERM is a notice if its sender then waits: Slurm at preemption
-(to the tasks of srun), or a user who signals a single process. Under mpirun it is not a notice:
-the ranks are killed a quarter of a second later.
+* Slurm: sbatch(1) and srun(1). A job's requests for GPUs are variables too, which every srun in
+  the job reads as its own options.
+* PALS, the launcher of HPE Cray systems with PBS: those that HPE's plugin mpi/cray_shasta of Slurm
+  sets in its place. PALS_LOCAL_SIZE is from programs that run on such systems.
+* Flux: flux-environment(7). It tells no local size; that of an even launch is computed.
+
+SIGUSR2 and SIGUSR1 are notices that a batch script asks for before the end of the job (sbatch and
+flux batch --signal); their handler only records them. SIGTERM is a notice if its sender then waits:
+Slurm at preemption (to the tasks of srun), PBS for kill_delay, Flux for kill-timeout when a job is
+cancelled, or a user who signals a single process. Under mpirun it is not a notice: the ranks are
+killed a quarter of a second later. At a time limit Flux sends SIGALRM (flux-config-exec(5)), which
+is no notice: only 5 seconds are left.
 """
 
 from __future__ import annotations
@@ -15,20 +22,20 @@ import ctypes
 import os
 import re
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from hpctrain.errors import RunError
-
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LEFT = 75  # exit code EX_TEMPFAIL of sysexits.h: the state is saved, the same command resumes
-#: Prefixes of the variables that Open MPI, MPICH and Slurm set for the ranks they start.
-LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
+#: Prefixes of the variables that Open MPI, MPICH, Slurm, PALS and Flux set for ranks they start.
+LAUNCHER_PREFIXES = (
+    *("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP"),
+    *("PALS_", "FLUX_TASK_", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES"),
+)
+PALS = "mpiexec (PALS)"
 UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
-SQUEUE_TIMEOUT = 10.0  # seconds for squeue
 #: Requests of a job that a step with requests of its own must not inherit (srun(1), INPUT
 #: ENVIRONMENT): a step that requests all GPUs waits until no other step runs.
 REQUESTS = (
@@ -55,6 +62,23 @@ def _first_number(*names: str) -> int | None:
 def under_mpirun() -> bool:
     """Whether mpirun, rather than srun, started this process."""
     return any(name in os.environ for name in UNDER_MPIRUN)
+
+
+def launcher_name() -> str:
+    """Return the launcher of this process, recognized by its environment variables.
+
+    srun and Flux set variables of PALS too, for the MPI of Cray.
+    """
+    names = (
+        ("OMPI_COMM_WORLD_SIZE", "mpirun (Open MPI)"),
+        ("MPI_LOCALNRANKS", "mpiexec (Hydra)"),
+        ("SLURM_STEP_ID", "srun"),
+        ("FLUX_TASK_RANK", "flux run"),
+        ("PALS_RANKID", PALS),
+        ("PMI_SIZE", "a PMI launcher"),
+        ("SLURM_STEP_NUM_TASKS", "a PMI launcher"),
+    )
+    return next((name for variable, name in names if variable in os.environ), "none")
 
 
 def end_with_launcher() -> None:
@@ -117,18 +141,21 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 def launched_size() -> int | None:
     """Return the number of processes that the launcher started, or None without a launcher."""
-    return _first_number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+    names = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS"
+    return _first_number(*names)
 
 
 def launched_rank() -> int:
     """Return the rank that the launcher gave this process; 0 without a launcher."""
-    return _first_number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0
+    names = "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "SLURM_PROCID", "PALS_RANKID"
+    return _first_number(*names) or 0
 
 
 def launched_local_rank() -> int:
     """Return the number of this process among the launch's on this host; 0 without a launcher."""
-    names = "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
-    return _first_number(*names) or 0
+    names = "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"
+    own = "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID", "PALS_LOCAL_RANKID"
+    return _first_number(*names, *own) or 0
 
 
 def launch_name() -> str | None:
@@ -138,6 +165,8 @@ def launch_name() -> str | None:
     names = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     if not under_mpirun() and all(names):
         return ".".join(names)
+    if launcher_name() == PALS and (application := os.environ.get("PALS_APID")):
+        return application
     if launched_size() == local_size():  # one launcher, or one proxy of it, started them all
         return f"{os.uname().nodename}.{os.getppid()}"
     return None
@@ -145,7 +174,11 @@ def launch_name() -> str | None:
 
 def local_size() -> int:
     """Return the number of the launch's processes on this host; 1 without a launcher."""
-    return _first_number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or tasks_here() or 1
+    names = "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"
+    if found := _first_number(*names) or tasks_here():
+        return found
+    nodes = _first_number("FLUX_JOB_NNODES")  # of an even launch, or the mean rounded up
+    return -(-(_first_number("FLUX_JOB_SIZE") or 1) // nodes) if nodes else 1
 
 
 def tasks_by_node(text: str) -> list[int]:
@@ -171,34 +204,3 @@ def place_in_step(rank: int, size: int, env: Mapping[str, str] = os.environ) -> 
     if (procid, tasks) == (str(rank), str(size)) and node.isdigit() and local.isdigit():
         return int(node), int(local)
     return -1, -1
-
-
-def job_end() -> float | None:
-    """Return the time at which this process's Slurm job ends, in seconds since 1970.
-
-    None without a job, or for a job without a time limit. Slurm 22.05 does not set the variable;
-    then squeue is run. Raises RunError if the time cannot be determined.
-    """
-    job, end = (os.environ.get(f"SLURM_JOB_{name}", "") for name in ("ID", "END_TIME"))
-    if end.isdigit():
-        return float(end)
-    if not job:
-        return None
-    # %A distinguishes the tasks of an array; the last one has the ID of the whole array.
-    command = ["squeue", "--noheader", f"--jobs={job}", "--states=running", "--format=%A %e"]
-    env = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
-    try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT
-        )
-    except OSError as error:
-        raise RunError(f"squeue: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"squeue: no answer in {SQUEUE_TIMEOUT:.0f} s") from error
-    ends = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
-    end = ends.get(job, "").strip()
-    if end.isdigit():
-        return float(end)
-    if end in ("N/A", "Unknown", "NONE"):
-        return None
-    raise RunError(f"squeue: {' '.join((done.stderr or end or 'no such job').split())}")

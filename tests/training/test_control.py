@@ -110,6 +110,7 @@ def test_the_deadline_is_the_earlier_of_limit_and_job(monkeypatch):
     now = time.time()
     assert deadline(None) == (None, None)
     assert deadline("10m") == (pytest.approx(now + 600, abs=5), None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(now + 60)))
     assert deadline("10m") == (pytest.approx(now + 60, abs=2), None)
     assert deadline("30s") == (pytest.approx(now + 30, abs=5), None)
@@ -127,7 +128,7 @@ def test_an_end_that_slurm_does_not_tell_is_a_note_in_the_record(tmp_path, monke
 
     assert train(config, start_mpi()) == 0
     notes = [r["text"] for r in read_records(tmp_path / "runs/a") if r["kind"] == "note"]
-    assert any("end of this Slurm job is unknown (squeue: No such file" in text for text in notes)
+    assert any("end of this job is unknown (squeue: No such file" in text for text in notes)
 
 
 def test_a_run_leaves_with_time_for_a_step_an_evaluation_and_a_save(tmp_path):
