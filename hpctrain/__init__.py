@@ -18,10 +18,14 @@ docs/python.md describes all of them. Importing hpctrain imports neither MPI nor
 initialize CUDA: each name is imported on first use (PEP 562).
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+from importlib import import_module
+
+TYPE_CHECKING = False  # type checkers take it as true; importing typing takes 20 modules
 if TYPE_CHECKING:
+    from typing import Any
+
     from hpctrain.api import History, evaluate, history, train
     from hpctrain.config import Config
     from hpctrain.data.loader import Loader, make_prepare, read_samples

@@ -59,6 +59,8 @@ COMMANDS = {
     "sweep": Command(NO_LAUNCHER, "sweep", config.SweepConfig, "train many networks"),
     "supervise": Command(
         NO_LAUNCHER, "supervise", config.SuperviseConfig, "launch a run again until it is done"
+    "bundle": Command(
+        ONE_PROCESS, "bundle", config.BundleConfig, "copy Python to the disk of every node"
     ),
     "stop": Command(
         ONE_PROCESS, "stop", config.StopConfig, "stop a run or a sweep after its next step, saved"

@@ -32,6 +32,7 @@ from hpctrain.config.option import (
 )
 from hpctrain.config.others import (
     BenchConfig,
+    BundleConfig,
     CompareConfig,
     DoctorConfig,
     PackConfig,
