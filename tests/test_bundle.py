@@ -35,8 +35,9 @@ class Site:
         (self.packages / "own" / "include" / "own.h").write_text("int number;\n")
         (self.venv / "bin" / "tool").write_text(f"#!{self.venv}/bin/python3\nprint('a tool')\n")
         (self.venv / "bin" / "tool").chmod(0o755)
-        self.env = environment({"PYTHONPATH": str(ROOT)})
-        for name in ("SLURM_JOB_ID", "LOCAL_DISK", "VIRTUAL_ENV"):
+        (self.packages / "__editable__.hpctrain-0.1.0.pth").write_text(str(ROOT))
+        self.env = environment()
+        for name in ("SLURM_JOB_ID", "LOCAL_DISK", "VIRTUAL_ENV", "PYTHONPATH"):
             self.env.pop(name, None)
         self.env["PATH"] = f"{self.venv}/bin:{self.env['PATH']}"
 
@@ -85,6 +86,13 @@ def test_a_process_reads_nothing_of_the_original(site):
     shared = (site.venv, Path(sys.base_prefix), ROOT, f'{site.folder}"')
     read = [line for line in trace if any(f'"{path}' in line for path in shared)]
     assert len(read) <= 8, read  # the current folder, in which python -m looks for hpctrain
+
+
+def test_what_is_beside_hpctrain_on_pythonpath_is_found_last(site):
+    """Such as functions of the user in a checkout; other folders stay where they are."""
+    show = "import sys; print(sys.path[1] if len(sys.argv) > 1 else '', sys.path[-1])"
+    done = site.script(f'python -c "{show}" x', PYTHONPATH=f"/nowhere{os.pathsep}{ROOT}")
+    assert done.stdout.split() == ["/nowhere", str(ROOT)], done.stderr
 
 
 def test_headers_are_links_to_the_original(site):

@@ -27,7 +27,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from hpctrain.bundle.archive import OWN, ROOT, make_archive
+from hpctrain.bundle.archive import BESIDE, ROOT, make_archive, python_path
 from hpctrain.config import BundleConfig
 from hpctrain.errors import RunError
 from hpctrain.launcher import REQUESTS, SQUEUE_TIMEOUT
@@ -40,6 +40,7 @@ PATHS = ("PATH", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "OPAL_PREFIX", "PMIX_PREFIX
 #: archive is read. With "stay" it waits until its job step is terminated at the end of the job, and
 #: then for the last process that uses the copy, such as a rank that saves its checkpoint.
 ON_NODE = r"""set -eu; umask 077
+trap '' USR1 USR2; trap 'exit 1' TERM INT HUP
 archive=$1 place=$2 key=$3 queued=$4 stay=$5 job=${2##*-} disk=${2%/*}
 for old in "$disk"/hpctrain-job-*; do  # of jobs that were killed
     [ -n "$queued" ] && [ -O "$old" ] || continue
@@ -58,12 +59,11 @@ if [ ! -O "$place" ] || [ "$(cat "$place/key" 2>/dev/null)" != "$key" ]; then
     mv -T "$part" "$place" 2>/dev/null || [ "$(cat "$place/key")" = "$key" ]
 fi
 rm -f "$disk/hpctrain-job-tar-$job"
+ended=""
+[ "$stay" != stay ] || trap 'ended=yes' TERM INT HUP
 echo ready
 [ "$stay" = stay ] || exit 0
-ended=""
-trap '' USR1 USR2
-trap 'ended=yes' TERM INT HUP
-while [ -z "$ended" ]; do sleep 3600 & wait $! || :; done
+while [ -z "$ended" ]; do sleep 3600 & wait $! || kill $! || :; done
 while ls -l /proc/[0-9]*/exe 2>/dev/null | grep -qF -e "-> $place/"; do sleep 0.2; done
 rm -rf "$place"
 """
@@ -159,8 +159,7 @@ def shell_code(place: Path) -> str:
             lines[name] = os.pathsep.join(moved)
     if f"{new}/bin" not in lines.get("PATH", "").split(os.pathsep):
         lines["PATH"] = os.pathsep.join([f"{new}/bin", os.environ.get("PATH", "")])
-    given = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    others = [part for part in given if part != os.path.dirname(OWN)]  # hpctrain is in the copy
-    if others != given:
+    others = [folder for folder in python_path() if folder != BESIDE]
+    if others != python_path():
         lines["PYTHONPATH"] = os.pathsep.join(others)
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in lines.items())

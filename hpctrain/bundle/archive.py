@@ -24,10 +24,11 @@ from hpctrain.files import whole_file, writing
 from hpctrain.text import counted, say
 
 OWN = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # hpctrain
+BESIDE = os.path.dirname(OWN)  # on PYTHONPATH it comes last in the copy: hpctrain is in there
 ROOT = "base" if sys.prefix == sys.base_prefix else "venv"  # the copy of sys.prefix
 SYSTEM = ("/usr", "/usr/local")  # prefixes of a Python that is on each node already
 LINKED = ("include", "tests", "test")  # folders that stay where they are, behind a link
-PRELOAD = b"import runpy\n"  # before python -m makes the current folder the first to look into
+PRELOAD = "import runpy\n"  # before python -m makes the current folder the first to look into
 READERS = 32  # threads that look up files: each waits for a slow file system
 
 
@@ -54,7 +55,10 @@ def make_archive(folder: Path) -> tuple[Path, str]:
     """
     entries = list_files()
     facts = (f"{e.name}\0{e.size}\0{e.mtime}\0{e.target}\n" for e in entries if not e.compiled)
-    key = hashlib.sha256("".join(facts).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    start = PRELOAD + "".join(f"{folder}\n" for folder in python_path() if folder == BESIDE)
+    key = hashlib.sha256("".join([start, *facts]).encode("utf-8", "surrogateescape")).hexdigest()[
+        :24
+    ]
     owner = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]  # one archive an environment
     archive = folder.absolute() / f"python-{owner}-{key}.tar"
     if archive.exists():
@@ -71,7 +75,7 @@ def make_archive(folder: Path) -> tuple[Path, str]:
         ):
             for entry in list_files():
                 _add(tar, entry)
-            _add_text(tar, f"{ROOT}/{os.path.relpath(packages, sys.prefix)}/runpy.pth", PRELOAD)
+            _add_text(tar, f"{ROOT}/{os.path.relpath(packages, sys.prefix)}/start.pth", start)
         for old in folder.glob(f"python-{owner}-*.tar"):
             if old.name != archive.name:
                 old.unlink(missing_ok=True)
@@ -104,10 +108,15 @@ def _add(tar: tarfile.TarFile, entry: Entry) -> None:
     return tar.addfile(found, io.BytesIO(content))
 
 
-def _add_text(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    found = tarfile.TarInfo(name)
+def _add_text(tar: tarfile.TarFile, name: str, text: str) -> None:
+    found, content = tarfile.TarInfo(name), text.encode("utf-8", "surrogateescape")
     found.size = len(content)
     tar.addfile(found, io.BytesIO(content))
+
+
+def python_path() -> list[str]:
+    """Return the folders of PYTHONPATH."""
+    return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
 
 
 def _relocated(program: bytes, folder: str) -> bytes:
