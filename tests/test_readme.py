@@ -20,6 +20,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 ARCHITECTURE = ROOT / "docs/architecture.md"
 PATH = re.compile(r"(?<![\w./-])(?:[a-z][\w.-]*/)*(?:[a-z]\w*\.py\b|(?<=/)(?![\w.-]))")
 OTHERS = {
+    *("--hostfile", "--map-by"),  # of mpirun
     "--array",
     "--exact",
     "--gpus",

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hpctrain.bundle import ON_NODE
 from hpctrain.bundle.archive import BESIDE, make_archive
-from hpctrain.launch import environment, mpirun
+from hpctrain.launch import environment
 
 NODES, RANKS = 4, 2  # ranks of a node
 CALL = re.compile(r'^\d+ +\w+\(.*?"([^"]+)"')
@@ -94,7 +94,7 @@ def run(folder: Path, pythons: Sequence[str], flags: Sequence[str]) -> float:
     script.chmod(0o755)
     words = ["-m", "hpctrain", "--data", "pack.h5", "--batch-size", "8000", "--epochs", "1"]
     words += ["--run", f"r{time.monotonic_ns()}", "--no-test", "--progress", "none"]
-    command = [mpirun()]
+    command = [str(Path(pythons[0]).with_name("mpirun"))]  # its libraries are beside it
     for number, python in enumerate(pythons):
         command += [":"] * bool(number) + ["-n", str(RANKS), str(script), python, *words]
     env = {**environment(), "PYTHONPATH": "" if pythons[0] != pythons[1] else BESIDE}
