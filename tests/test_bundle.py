@@ -27,6 +27,7 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder, self.disk = folder, folder / "disk"
         self.venv = folder / "venv"
+        self.disk.mkdir()
         base = Path(sys.base_prefix) / "bin" / "python3"
         subprocess.run([base, "-m", "venv", "--without-pip", self.venv], check=True)
         self.packages = next(self.venv.glob("lib/python*/site-packages"))
