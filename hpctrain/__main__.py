@@ -30,7 +30,8 @@ def program() -> int:
                 end_mpi()
             return code
         finally:
-            sys.stdout.flush()
+            if sys.stdout:  # None if it was closed before the start
+                sys.stdout.flush()
     except BrokenPipeError:  # as in `hpctrain --help | head -1`
         discard_stdout()
         return 1

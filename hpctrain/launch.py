@@ -14,9 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
 from hpctrain.launcher import PR_SET_PDEATHSIG
+from hpctrain.report.history import Outcome, RunHistory
+from hpctrain.report.record import HistoryReader
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Allow root, and more ranks than cores. Open MPI 4 and 5 read different names.
@@ -33,6 +35,7 @@ UNBOUND = {
 }
 CAUGHT = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 REPEATED_AFTER = 1.0  # seconds; schedulers may send the same signal twice in a row
+KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
 MOST_READ = 1 << 16  # bytes of a log that are searched for the cause of a failure
 ERROR = re.compile(r"hpctrain: |\b\w*Error\b|\w+Exception\b", re.ASCII)
 SIGNAL = re.compile(r"signal \d+|Killed|out of memory", re.IGNORECASE)
@@ -82,6 +85,61 @@ def caught_signals() -> Iterator[list[tuple[signal.Signals, float]]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def is_repeated(signals: Sequence[tuple[signal.Signals, float]]) -> bool:
+    """Whether Ctrl-C or SIGTERM was received twice: the sender does not want to wait."""
+    times = [at for number, at in signals if number in (signal.SIGINT, signal.SIGTERM)]
+    return bool(times) and times[-1] > times[0] + REPEATED_AFTER
+
+
+class LaunchedRun:
+    """A launcher process that trains the run in `folder`, and what this launch records."""
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path | None = None,
+        cores: Collection[int] = (),
+    ) -> None:
+        """Start the process as `start` does. Raises RunError if it cannot be started."""
+        self.folder = folder
+        self._reader = HistoryReader(folder, "none")
+        self._began_before = self.history().launch.began
+        self._killed_at: float | None = None
+        try:
+            self.process = start(command, log, env, cores)
+        except OSError as error:
+            raise RunError(f"cannot start {command[0]}: {error.strerror}") from error
+
+    def history(self) -> RunHistory:
+        """Read new lines of the run's record and return its history."""
+        self._reader.poll()
+        return self._reader.history
+
+    def has_begun(self) -> bool:
+        """Whether this launch has written to the record. Compares no clocks of two hosts."""
+        return self.history().launch.began != self._began_before
+
+    def recorded(self) -> Outcome:
+        """Return how this launch ended according to its record; an empty outcome if unknown."""
+        return self.history().outcome if self.has_begun() else Outcome()
+
+    def preempt(self) -> None:
+        """Ask the run to save and exit with 75: launchers forward SIGUSR2 to all ranks."""
+        self.process.send_signal(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        """Send SIGTERM, so that the launcher ends its ranks. To be called again until it has ended:
+        SIGKILL follows `KILL_AFTER` seconds later.
+        """
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
+            self.process.terminate()
+        elif time.monotonic() > self._killed_at + KILL_AFTER:
+            self.process.kill()
 
 
 def start(

@@ -3,22 +3,37 @@
 import os
 import re
 import signal
+import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from hpctrain import heartbeats, launch
+from hpctrain.cli import parse
+from hpctrain.config import Config
 from hpctrain.errors import UsageError
 from hpctrain.launcher import LEFT
+from hpctrain.report.history import Outcome
 from hpctrain.report.record import is_done, read_history, read_records
-from hpctrain.supervise import newest_step, nodes
-from hpctrain.supervise.nodes import Allocation, find_allocation, nodes_of_job, requeue
+from hpctrain.supervise import EndedLaunch, Supervisor, newest_step, nodes, parse_command
+from hpctrain.supervise.nodes import (
+    Allocation,
+    find_allocation,
+    nodes_of_job,
+    requeue,
+    tasks_of_nodes,
+)
 from tests.launch import Job, mpirun
 from tests.packs import make_pack
+from tests.records import line
 
 TRAIN = ["--data", "pack.h5", "--run", "a", "--batch-size", "16", "--shards", "4", "--epochs", "4"]
 TRAIN += ["--deterministic", "--progress", "none", "--checkpoint-every", "3"]
-# Rank 1 is killed in its forward pass of some steps, each of them once unless "always".
+# A rank is killed, or raises an error as a GPU does, in its forward pass of some shards, each of
+# them once unless "always".
 KILLING = """
 import os, signal, torch
 from pathlib import Path
@@ -29,8 +44,10 @@ class Net(torch.nn.Linear):
     def forward(self, x):
         Net.calls += self.training
         marker = Path(f"killed-{{Net.calls}}")
-        if launched_rank() == 1 and Net.calls in KILLED and ({always} or not marker.exists()):
+        if KILLED.get(Net.calls) == launched_rank() and ({always} or not marker.exists()):
             marker.touch()
+            if launched_rank() == 0:
+                raise RuntimeError("CUDA error: uncorrectable ECC error")
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x.flatten(1))
 def net(image_shape, classes): return Net(784, classes)
@@ -61,20 +78,21 @@ def finish(job, seconds=120):
     while job.members() and time.monotonic() < until:
         time.sleep(0.1)
     assert job.members() == []
-    lines = [line for line in err.splitlines() if line.startswith("hpctrain supervise: ")]
+    lines = re.findall("hpctrain supervise: .*", err)  # mpirun may leave a NUL before it
     return job.returncode, "\n".join(lines), err
 
 
-def test_a_killed_rank_is_launched_again_with_the_same_bits(supervise, tmp_path):
-    (tmp_path / "killing.py").write_text(KILLING.format(killed={8, 14}, always=False))
+def test_a_rank_that_dies_is_launched_again_with_the_same_bits(supervise, tmp_path):
+    (tmp_path / "killing.py").write_text(KILLING.format(killed={12: 1, 16: 0}, always=False))
     model = ["--model", "killing:net"]
     code, lines, err = finish(supervise(words=model))
     assert code == 0, err
-    deaths = re.findall(
-        r"launch (\d) died, exit code 137: killed, .*rank 1 on .*step (\d+)$", lines, re.M
-    )
-    assert [number for number, _ in deaths] == ["1", "2"], err
-    assert all(int(step) % 3 == 0 and int(step) > 0 for _, step in deaths)
+    deaths = re.findall(r"launch (\d) died, exit code (\d+): (.*); .* step (\d+)$", lines, re.M)
+    assert [death[0] for death in deaths] == ["1", "2"], err
+    causes = {code: cause for _, code, cause, _ in deaths}  # a rank may carry more shards
+    assert re.match("killed, .*rank 1 on ", causes["137"])
+    assert causes["1"] == "RuntimeError: CUDA error: uncorrectable ECC error"  # of rank 0
+    assert all(int(death[3]) % 3 == 0 and int(death[3]) > 0 for death in deaths)
     assert is_done(tmp_path / "runs/a")
     code, _, err = finish(supervise(words=[*model, "--run", "b"]))  # the markers exist: unbroken
     assert code == 0 and "died" not in err
@@ -83,7 +101,7 @@ def test_a_killed_rank_is_launched_again_with_the_same_bits(supervise, tmp_path)
 
 
 def test_it_gives_up_after_deaths_without_a_new_checkpoint(supervise, tmp_path):
-    (tmp_path / "killing.py").write_text(KILLING.format(killed={2}, always=True))
+    (tmp_path / "killing.py").write_text(KILLING.format(killed={2: 1}, always=True))
     code, lines, err = finish(supervise("--deaths", "2", words=["--model", "killing:net"]))
     assert code == 1
     assert "launch 2 died" in lines and "launch 3" not in lines
@@ -146,8 +164,122 @@ def test_a_run_without_a_name_is_given_one_and_the_time_limit_holds_over_launche
     supervisor = module.Supervisor(*module.parse_command(limited), 3, None, [])
     supervisor._number = 2
     monkeypatch.setattr(module.time, "monotonic", lambda: 1045.0)
-    monkeypatch.setattr(module.launch, "start", lambda words, log, env: words)
-    assert supervisor._start()[-4:] == ["--resume", "auto", "--time-limit", "15s"]
+    monkeypatch.setattr(module.launch, "LaunchedRun", lambda folder, words, env: (words, env))
+    words, env = supervisor._start()
+    assert words[-4:] == ["--resume", "auto", "--time-limit", "15s"]
+    assert env == os.environ  # a container has packages of its own, and mpirun its own defaults
+    supervisor._number = 1
+    assert supervisor._start()[0][-4:-2] == ["--resume", "never"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the first launch of a job that was requeued
+    assert supervisor._start()[0][-4:-2] == ["--resume", "auto"]
+    monkeypatch.setattr(module.time, "monotonic", lambda: 1061.0)
+    monkeypatch.setattr(supervisor, "_launch", lambda: ENDED)
+    assert supervisor.run() == LEFT
+
+
+ENDED = EndedLaunch(1, 137, Outcome(), repeats=False, began=True, saved=6, saved_before=3)
+PREEMPTED, FAILED = Outcome("preempted", "the time is up"), Outcome("failed", "the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "code", "text"),
+    [
+        ({"code": 0}, True, 0, ""),
+        ({}, False, None, "launch 1 died, exit code 137: no rank recorded a reason, see above"),
+        ({"code": -9}, False, None, "launch 1 died, SIGKILL: "),
+        ({}, True, LEFT, "ended, exit code 137: .*; the newest checkpoint is of step 6"),
+        ({"code": LEFT}, False, LEFT, "saved after step 6"),
+        ({"code": 143, "outcome": PREEMPTED}, False, LEFT, "saved after step 6"),  # by srun
+        ({"code": 1, "outcome": PREEMPTED, "saved": 3}, False, 1, "not launched.* time is up"),
+        ({"code": 1, "outcome": PREEMPTED, "saved": 3}, True, LEFT, "saved after step 3"),
+        ({"code": 1, "outcome": FAILED}, False, None, "launch 1 died, exit code 1: the disk"),
+        ({"code": 1, "outcome": FAILED, "repeats": True}, False, 1, "not launched again: the disk"),
+        ({"code": 2, "began": False}, False, 2, ""),
+        ({"code": 2, "began": False, "number": 2}, False, None, "launch 2 died, exit code 2"),
+        ({"code": 1, "began": False, "saved": 0}, False, 1, ""),
+        ({"code": 1, "began": False}, False, None, "launch 1 died"),  # hung at a later start
+    ],
+)
+def test_what_follows_a_launch(facts, asked, code, text):
+    got, said = replace(ENDED, **facts).verdict(asked)
+    assert got == code and re.match(f"{text}.*" if text else "$", said), said
+
+
+def supervisor_of(run, script, signals=()):
+    """A supervisor whose launches run a shell script."""
+    config = Config(run=run.name, runs_dir=str(run.parent))
+    return Supervisor(["sh", "-c", script], config, 3, None, list(signals))
+
+
+def test_what_an_earlier_launch_left_is_not_taken_for_the_cause(tmp_path, monkeypatch):
+    """Its heartbeats, by a clock that is ahead, and its crash, which the next launch records."""
+    begun = line("run", time=2e9)
+    (tmp_path / "a/ranks").mkdir(parents=True)
+    (tmp_path / "a/progress.jsonl").write_bytes(begun)
+    beat = heartbeats.Beat(0, "elsewhere", 1, "step 3", 1.0, time.time() + 600, failed="hung")
+    heartbeats.write_beat(tmp_path / "a/ranks", beat)
+    ended = supervisor_of(tmp_path / "a", "exit 1")._launch()
+    assert (ended.outcome, ended.began) == (Outcome(), False)
+    (tmp_path / "end").write_bytes(line("end", status="failed", reason="of the launch before"))
+    script = f"cat {tmp_path}/end >>{tmp_path}/a/progress.jsonl; exit 1"
+    ended = supervisor_of(tmp_path / "a", script)._launch()
+    assert (ended.outcome, ended.began, ended.repeats) == (Outcome(), False, False)
+    own = line("run", time=1e9)  # by a clock that is behind
+    (tmp_path / "end").write_bytes(own + line("end", status="failed", reason="x", repeats=True))
+    ended = supervisor_of(tmp_path / "a", script)._launch()
+    assert ended.began and ended.repeats and ended.outcome.reason == "x"
+
+
+def test_a_launcher_that_does_not_end_is_killed_after_the_second_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "KILL_AFTER", 0.3)
+    script = "trap '' USR2; trap 'echo x >>terms' TERM; touch ready; while :; do sleep 0.05; done"
+    monkeypatch.chdir(tmp_path)
+    twice = [(signal.SIGINT, 0.0), (signal.SIGINT, 2.0)]
+    supervisor = supervisor_of(tmp_path / "a", script)
+
+    def press():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.05)
+        supervisor._signals.extend(twice)
+
+    threading.Thread(target=press, daemon=True).start()
+    assert supervisor._launch().code == -signal.SIGKILL
+    assert (tmp_path / "terms").read_text() == "x\n"  # mpirun ends in disorder at a second one
+    assert not launch.is_repeated(twice[:1])
+    assert not launch.is_repeated([(signal.SIGTERM, 0.0), (signal.SIGTERM, 0.1)])
+    assert not launch.is_repeated([(signal.SIGUSR2, 0.0), (signal.SIGTERM, 9.0)])
+
+
+def test_a_signal_before_a_launch_is_not_lost(tmp_path, capsys):
+    notice = [(signal.SIGUSR2, 0.0)]
+    assert supervisor_of(tmp_path / "a", "touch launched", notice).run() == LEFT
+    assert not (tmp_path / "launched").exists()
+    assert "SIGUSR2 while no launch was running; the same command" in capsys.readouterr().err
+
+
+def test_the_next_launch_waits_for_the_lock_of_the_last_one(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a").mkdir()
+    hold = "import sys, time; from pathlib import Path; from hpctrain.training.control import *;"
+    hold += "RunLock().take(Path(sys.argv[1])); print(flush=True); time.sleep(2)"
+    words = [sys.executable, "-c", hold, str(tmp_path / "a")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        began = time.monotonic()
+        supervisor_of(tmp_path / "a", "")._pause(0.0)
+        assert time.monotonic() > began + 1 and holder.wait() == 0
+    assert f"{tmp_path}/a is still locked: waiting 120 s at most" in capsys.readouterr().err
+    supervisor_of(tmp_path / "b", "")._pause(0.0)  # without a folder
+
+
+def test_a_job_that_is_requeued_finds_its_run(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert parse_command(("srun", "python", "-m", "hpctrain"))[0][-2:] == ["--run", "job-7"]
+
+
+def test_the_word_hpctrain_in_a_path_is_not_the_program():
+    words = ("mpirun", "--wdir", "/home/me/hpctrain", "python", "-m", "hpctrain", "--run", "a")
+    assert parse_command(words)[1].run == "a"
 
 
 @pytest.mark.parametrize(
@@ -160,10 +292,16 @@ def test_a_run_without_a_name_is_given_one_and_the_time_limit_holds_over_launche
     ],
 )
 def test_a_command_that_does_not_train_is_refused(command, message):
-    from hpctrain.supervise import parse_command
-
     with pytest.raises(UsageError, match=re.escape(message)):
         parse_command(command)
+
+
+def test_the_command_comes_after_dashes(capsys):
+    with pytest.raises(UsageError, match=r"'-n': .* after --, as in supervise \[options\] -- COM"):
+        parse(["supervise", "mpirun", "-n", "2", "python", "-m", "hpctrain"])
+    with pytest.raises(SystemExit):
+        parse(["supervise", "--help"])
+    assert "usage: hpctrain supervise [options] -- COMMAND\n" in capsys.readouterr().out
 
 
 def fake_command(folder, name, script):
@@ -177,7 +315,8 @@ def fake_command(folder, name, script):
 def test_dead_nodes_are_excluded_and_spares_take_their_place(tmp_path, monkeypatch):
     script = 'case "$*" in *nodelist=n2*|*nodelist=n4*) exit 1;; *) exit 0;; esac'
     monkeypatch.setenv("PATH", fake_command(tmp_path, "srun", script))
-    spare = Allocation(["n1", "n2", "n3", "n4", "n5"], 2, 4)
+    monkeypatch.setenv("SLURM_GPUS", "10")
+    spare = Allocation(["n1", "n2", "n3", "n4", "n5"], 5 * [2], 4)
     assert spare.command(["srun", "python"])[:3] == ["srun", "--nodes=4", "--ntasks=8"]
     assert spare.exclude_dead() == ""
     words = spare.command(["srun", "--mpi=pmix", "python"])
@@ -187,11 +326,19 @@ def test_dead_nodes_are_excluded_and_spares_take_their_place(tmp_path, monkeypat
         "python",
     ]
     assert spare.describe() == "on 3 nodes, without n2, n4"
-    whole = Allocation(["n1", "n3"], 2, None)
+    assert "SLURM_GPUS" not in spare.environment()
+    whole = Allocation(["n1", "n3"], [2, 2], None)
+    assert whole.environment() == os.environ
     assert whole.exclude_dead() == "" and whole.command(["srun", "x"]) == ["srun", "x"]
-    few = Allocation(["n1", "n2", "n4"], 1, None)
+    uneven = Allocation(["n1", "n2", "n3"], [2, 2, 1], None)
+    assert uneven.exclude_dead() == ""
+    assert uneven.command(["srun"])[1:3] == ["--nodes=2", "--ntasks=3"]
+    assert not any("per-node" in word for word in uneven.command(["srun"]))
+    mute = Allocation(["n2", "n4"], [1, 1], None)  # n2 is this one: Slurm does not answer
+    assert mute.exclude_dead() == "" and mute.command(["srun"]) == ["srun"]
+    few = Allocation(["n1", "n2", "n4"], [1, 1, 1], None)
     assert few.exclude_dead() == "1 of 3 nodes are left (n2, n4 gone)"
-    half = Allocation(["n1", "n2"], 1, None)
+    half = Allocation(["n1", "n2"], [1, 1], None)
     assert half.exclude_dead() == ""
 
 
@@ -204,11 +351,13 @@ def test_a_node_that_does_not_answer_in_time_is_dead(tmp_path, monkeypatch):
 def test_the_size_of_the_job_is_left_to_the_allocation(monkeypatch):
     monkeypatch.setattr(nodes, "nodes_of_job", lambda env: ["n1", "n2"])
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
-    assert find_allocation(["srun", "--nodes", "2"][:1], None)._tasks == 4
+    assert find_allocation(["srun"], None)._tasks == {"n1": 4, "n2": 4}
+    assert find_allocation(["srun", "env", "-n", "python"], None)  # of another command
     assert find_allocation(["mpirun", "-n", "4"], None) is None
     for words, wanted, message in (
         (["srun", "-n4", "python"], None, "srun -n4: leave nodes and tasks"),
         (["srun", "--nodes=2"], None, "srun --nodes=2: leave"),
+        (["srun", "--mpi", "pmix", "-x", "n3", "python"], None, "srun -x: leave"),
         (["srun"], 3, "--nodes 3: the job has 2"),
         (["mpirun"], 1, "--nodes is for srun"),
     ):
@@ -228,8 +377,12 @@ def test_requeue(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", "echo not allowed >&2; exit 1"))
     assert requeue() == "job 7 ends, it cannot be requeued: not allowed"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")  # this task is the last, which has the same ID
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", '[ "$*" = "requeue 7_3" ]'))
+    assert requeue() == "job 7_3 is requeued"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
-    assert requeue() == "job 7 ends, it was requeued 20 times"
+    assert requeue() == "job 7_3 ends, it was requeued 20 times"
 
 
 def test_requeue_in_a_job_of_pbs_or_flux(tmp_path, monkeypatch):
@@ -242,3 +395,9 @@ def test_requeue_in_a_job_of_pbs_or_flux(tmp_path, monkeypatch):
     fake_command(tmp_path, "qrerun", 'echo "qrerun: Unauthorized Request $1" >&2; exit 159')
     refused = "job 5.head ends, it cannot be requeued: qrerun: Unauthorized Request 5.head"
     assert requeue() == refused
+
+
+def test_ranks_of_nodes():
+    assert tasks_of_nodes({"SLURM_NTASKS_PER_NODE": "4"}, 2) == [4, 4]
+    assert tasks_of_nodes({"SLURM_TASKS_PER_NODE": "2(x2),1"}, 3) == [2, 2, 1]
+    assert tasks_of_nodes({}, 2) == [1, 1]

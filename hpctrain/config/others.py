@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hpctrain.config.data import DATA_DIR
 from hpctrain.config.option import (
@@ -160,9 +161,10 @@ class SweepConfig:
 class SuperviseConfig:
     """Settings of ``hpctrain supervise``: launch a run again until it is done."""
 
+    usage: ClassVar[str] = "[options] -- COMMAND"
     command: tuple[str, ...] = option(
         (),
-        "command that launches the run, after --: -- mpirun -n 4 python -m hpctrain ...",
+        "command that launches the run: mpirun -n 4 python -m hpctrain ...",
         "What",
         positional=True,
     )

@@ -59,6 +59,8 @@ def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]
             hint = _comma_hint(words, rest[0], settings)
             raise UsageError(f"unexpected argument {brief(given)!r} for hpctrain {name}{hint}")
         hint = did_you_mean(given, map(flag_of, known))
+        if hasattr(settings, "usage") and "--" not in words:
+            hint = f": options of the command come after --, as in {name} {settings.usage}"
         raise UsageError(f"unknown option {given!r}{hint}")
     given_in_files: dict[str, Any] = {}
     for path in flags.pop("config", []):
@@ -87,9 +89,10 @@ def make_parser(name: str, summary: str, settings: type) -> Parser:
     """Build the parser of one subcommand; options that are not given are not in its result."""
     fields, hints = dataclasses.fields(settings), typing.get_type_hints(settings)
     positional = [f"[{f.name.upper()}] " for f in fields if f.metadata["positional"]]
+    usage = getattr(settings, "usage", f"{''.join(positional)}[options]")
     parser = Parser(
         prog=f"hpctrain {name}",
-        usage=f"hpctrain {name} {''.join(positional)}[options]",
+        usage=f"hpctrain {name} {usage}",
         description=f"{summary[0].upper()}{summary[1:]}.",
         allow_abbrev=False,
         formatter_class=Formatter,

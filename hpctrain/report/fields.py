@@ -31,7 +31,7 @@ class Field(NamedTuple):
     null is allowed, unless the field is required.
     """
 
-    type: type  # int, float or str
+    type: type  # int, float, str or bool
     least: float = -math.inf  # smallest number allowed
     is_object: bool = False  # an object of such values by name: seconds by phase, rows by split
     required: bool = False
@@ -113,6 +113,7 @@ FIELDS: dict[str, dict[str, Field]] = {  # by kind, then by name
     "end": {  # of a launch; metrics of the test may follow
         "status": Field(str, required=True),  # done, stopped, preempted, failed
         "reason": TEXT,
+        "repeats": Field(bool),  # whether another launch would fail in the same way
         "seconds": SECONDS,  # since the line of kind "run"
         "steps": COUNT,
         "step_seconds": NUMBER,  # mean

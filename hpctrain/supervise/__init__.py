@@ -10,55 +10,80 @@ One policy, for a workstation and for a batch job:
 * The allocation is given back, with a requeue in Slurm and exit code 75, when the scheduler
   wants it or fewer than half of the nodes are left. A job whose batch host dies, Slurm requeues.
 * The supervisor ends with 1 after `--deaths` launches in succession without a new checkpoint, and
-  when the run reports that it cannot continue; with the run's own code for a mistake.
+  when loss or gradient is not finite; with the run's own code for a mistake.
 
 The supervisor uses neither MPI nor torch, so that what ends a rank does not end it.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen
 
 from hpctrain import launch
 from hpctrain.config import Config, SuperviseConfig, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import LEFT
-from hpctrain.report.history import Outcome, find_outcome
-from hpctrain.report.record import HistoryReader
-from hpctrain.supervise.nodes import Allocation, find_allocation, requeue
+from hpctrain.report.history import Outcome, RunHistory, find_outcome
+from hpctrain.supervise.nodes import Allocation, find_allocation, requeue, restarts
 from hpctrain.text import say
+from hpctrain.training.control import is_locked
 
 POLL_EVERY = 0.1  # seconds
-KILL_AFTER = 60.0  # seconds from SIGTERM to this process to SIGTERM to the launcher
+LOCKED_FOR = 120.0  # seconds to wait for a lock: NFS keeps that of a lost node for 90 s
 PAUSES = (0.0, 5.0, 30.0)  # seconds before a launch, by earlier ones without a new checkpoint
 
 
-@dataclass
+@dataclass(frozen=True)
 class EndedLaunch:
     """How one launch of the run ended."""
 
+    number: int  # 1, 2, ...
     code: int  # of the launcher; -9 if it was killed
-    outcome: Outcome  # as recorded, or as heartbeats show it
-    recorded: bool  # the run itself recorded its end
-    began: bool  # a run folder exists and this launch wrote to its record
+    outcome: Outcome  # as recorded by this launch, or as its heartbeats show it
+    repeats: bool  # the run recorded that another launch would fail in the same way
+    began: bool  # this launch wrote to the record
     saved: int  # step of the newest checkpoint, 0 without one
+    saved_before: int  # the same when the supervisor began
 
     def cause(self) -> str:
         """Return why the launch ended, in one line."""
         code = f"exit code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
-        return f"{code}: {self.outcome.reason or 'no rank recorded a reason; see above'}"
+        return f"{code}: {self.outcome.reason or 'no rank recorded a reason, see above'}"
+
+    def verdict(self, asked: bool) -> tuple[int | None, str]:
+        """Return the exit code of the supervisor, None to launch again, and what is to be said.
+
+        `asked` is whether the supervisor had asked the run to save and exit.
+        """
+        preempted = self.code == LEFT or self.outcome.status == "preempted"
+        if self.code == 0:
+            return 0, ""
+        if preempted and (asked or self.code == LEFT or self.saved > self.saved_before):
+            return LEFT, f"saved after step {self.saved:,}"
+        if asked:
+            return LEFT, f"ended, {self.cause()}; the newest checkpoint is of step {self.saved:,}"
+        if preempted or self.repeats:
+            return 1, f"not launched again: {self.outcome.reason}"
+        if (
+            self.number == 1
+            and not self.began
+            and (self.code == 2 or (self.code, self.saved) == (1, 0))
+        ):
+            return self.code, ""  # a mistake, which hpctrain has named
+        return None, f"launch {self.number} died, {self.cause()}"
 
 
 def main(settings: SuperviseConfig) -> int:
     """Launch the run until it is done, failed or given back; return the exit code."""
-    words, config = parse_command(settings.command)
-    allocation = find_allocation(words, settings.nodes)
-    with launch.caught_signals() as signals:
+    with launch.caught_signals() as signals:  # first: a notice may come at any time
+        words, config = parse_command(settings.command)
+        allocation = find_allocation(words, settings.nodes)
         return Supervisor(words, config, settings.deaths, allocation, signals).run()
 
 
@@ -74,13 +99,14 @@ def parse_command(command: tuple[str, ...]) -> tuple[list[str], Config]:
     if not places:
         example = "supervise -- mpirun -n 4 python -m hpctrain --data flowers.h5"
         raise UsageError(f"supervise what? Give the launch command after --, as in {example}")
-    name, config = parse(words[places[0] + 1 :])
+    place = next((n for n in places if n and words[n - 1] == "-m"), places[0])  # else in a path
+    name, config = parse(words[place + 1 :])
     if name != "train":
         raise UsageError(f"supervise launches train, not {name}")
-    if config.run is None:
-        run = time.strftime("%Y%m%d-%H%M%S")
-        words += ["--run", run]
-        _, config = parse(words[places[0] + 1 :])
+    if config.run is None:  # a job that is requeued must find its run again
+        job = os.environ.get("SLURM_JOB_ID")
+        words += ["--run", f"job-{job}" if job else time.strftime("%Y%m%d-%H%M%S")]
+        _, config = parse(words[place + 1 :])
     return words, config
 
 
@@ -101,96 +127,73 @@ class Supervisor:
         limit = config.time_limit
         self._deadline = time.monotonic() + duration(limit, "--time-limit") if limit else None
         self._number = 0  # of the launch
+        self._saved_before = newest_step(self._folder)
 
     def run(self) -> int:
         """Launch until a decision to end; return the exit code."""
-        fruitless, saved = 0, newest_step(self._folder)
-        while True:
+        fruitless, saved = 0, self._saved_before
+        while not self._signals:
             ended = self._launch()
-            if (code := self._final(ended)) is not None:
+            code, what = ended.verdict(bool(self._signals))
+            if code == LEFT:
+                return self._give_back(what)
+            if code is not None:
+                if what:
+                    self._say(what)
                 return code
             fruitless = 0 if ended.saved > saved else fruitless + 1
             saved = ended.saved
-            what = f"launch {self._number} died, {ended.cause()}"
             if fruitless >= self._most:
                 self._say(f"{what}; {fruitless} in succession without a new checkpoint: giving up")
                 return 1
-            if self._allocation and (problem := self._allocation.exclude_dead()):
+            problem = self._allocation.exclude_dead() if self._allocation else ""
+            if self._deadline and time.monotonic() > self._deadline:
+                problem = "the time is up"
+            if problem:
                 return self._give_back(f"{what}; {problem}")
             where = f" {self._allocation.describe()}" if self._allocation else ""
-            self._say(f"{what}; launching again{where}, after step {saved:,}")
+            after = f"after step {saved:,}" if saved else "from the start"
+            self._say(f"{what}; launching again{where}, {after}")
             self._pause(PAUSES[min(fruitless, len(PAUSES)) - 1] if fruitless else 0.0)
-            if self._signals:
-                return self._give_back("preempted between two launches")
+        return self._give_back(f"{self._signals[0][0].name} while no launch was running")
 
     def _launch(self) -> EndedLaunch:
         """Launch the run once, and wait for its end; signals are passed on as SIGUSR2."""
         self._number += 1
-        reader = HistoryReader(self._folder, "none")
-        reader.poll()
-        before, began = reader.history.outcome.time, time.time()
-        process = self._start()
-        asked = 0.0
-        while process.poll() is None:
-            asked = self._pass_on(process, asked)
+        before = last_heartbeats(self._folder)  # of an earlier launch
+        run = self._start()
+        asked = False
+        while (code := run.process.poll()) is None:
+            if self._signals and not asked:
+                asked = True
+                if self._ends():
+                    name = self._signals[0][0].name
+                    self._say(f"{name}: the run saves and ends; once more ends it at once")
+                run.preempt()
+            if launch.is_repeated(self._signals):
+                run.kill()
             time.sleep(POLL_EVERY)
-        reader.poll()
-        history = reader.history
-        outcome = find_outcome(self._folder, history, is_over=True)
-        recorded = history.outcome.status != "" and history.outcome.time != before
-        if not recorded and outcome.time < began:  # of an earlier launch
-            outcome = Outcome()
-        first = history.launch.began or 0.0
-        return EndedLaunch(
-            process.returncode, outcome, recorded, first >= began, newest_step(self._folder)
-        )
+        began, outcome = run.has_begun(), run.recorded()
+        repeats = bool(outcome.status and run.history().launch.end.get("repeats"))
+        if not outcome.status:
+            found = last_heartbeats(self._folder)
+            outcome = found if found != before else Outcome()
+        saved = newest_step(self._folder)
+        return EndedLaunch(self._number, code, outcome, repeats, began, saved, self._saved_before)
 
-    def _start(self) -> Popen[bytes]:
-        words = list(self._words)
+    def _start(self) -> launch.LaunchedRun:
+        words, env = list(self._words), dict(os.environ)
         if self._allocation:
-            words = self._allocation.command(words)
-        if self._number > 1:
+            words, env = self._allocation.command(words), self._allocation.environment()
+        if self._number > 1 or restarts():
             words += ["--resume", "auto"]
         if self._deadline is not None:
             words += ["--time-limit", f"{max(self._deadline - time.monotonic(), 1):.0f}s"]
-        try:
-            return launch.start(words, None, launch.environment())
-        except OSError as error:
-            raise RunError(f"cannot start {words[0]}: {error.strerror}") from error
-
-    def _pass_on(self, process: Popen[bytes], asked: float) -> float:
-        """Ask the run to save and exit after a signal; end it after a second one.
-
-        Returns when the run was asked first, 0 if it was not.
-        """
-        if not self._signals:
-            return 0.0
-        if not asked:
-            process.send_signal(signal.SIGUSR2)
-            return time.monotonic()
-        insists = any(n == signal.SIGINT and at > asked + 1 for n, at in self._signals)
-        if insists or (self._ends() and time.monotonic() > asked + KILL_AFTER):
-            process.terminate()
-        return asked
+        return launch.LaunchedRun(self._folder, words, env)
 
     def _ends(self) -> bool:
         """Whether a signal other than a scheduler's notice was received."""
         return any(n not in (signal.SIGUSR1, signal.SIGUSR2) for n, _ in self._signals)
-
-    def _final(self, ended: EndedLaunch) -> int | None:
-        """Return the exit code with which to end after this launch, or None to launch again."""
-        code, status = ended.code, ended.outcome.status if ended.recorded else ""
-        if code == 0:
-            return 0
-        if code == LEFT or self._signals:
-            what = "saved" if code == LEFT else f"ended, {ended.cause()}"
-            return self._give_back(f"{what} after step {ended.saved:,}")
-        if status in ("failed", "preempted"):  # in a way that another launch would repeat
-            self._say(f"not launched again: {ended.outcome.reason}")
-            return 1
-        if self._number == 1 and code in (1, 2) and not ended.began:
-            return code  # a mistake, which hpctrain has named
-        return None
 
     def _give_back(self, why: str) -> int:
         """End with 75; requeue the job if this is one of Slurm and no user ended it."""
@@ -199,13 +202,32 @@ class Supervisor:
         return LEFT
 
     def _pause(self, seconds: float) -> None:
-        """Wait, or until a signal comes."""
+        """Wait, or until a signal comes; then wait for the processes of the last launch."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._signals:
             time.sleep(POLL_EVERY)
+        until, said = time.monotonic() + LOCKED_FOR, False
+        while time.monotonic() < until and not self._signals and is_in_use(self._folder):
+            if not said:
+                self._say(f"{self._folder} is still locked: waiting {LOCKED_FOR:.0f} s at most")
+            said = True
+            time.sleep(10 * POLL_EVERY)
 
     def _say(self, text: str) -> None:
-        say(f"hpctrain supervise: {text}", sys.stderr)
+        with suppress(OSError):  # nobody reads any more: the run is to go on
+            say(f"hpctrain supervise: {text}", sys.stderr)
+
+
+def last_heartbeats(run: Path) -> Outcome:
+    """Return how the launch to which the heartbeats belong ended, without asking its record."""
+    return find_outcome(run, RunHistory(), is_over=True)
+
+
+def is_in_use(run: Path) -> bool:
+    """Whether a process still holds the lock of the run."""
+    with suppress(RunError):  # not begun, or not readable now: the next launch says more
+        return is_locked(run)
+    return False
 
 
 def newest_step(run: Path) -> int:

@@ -11,28 +11,31 @@ has noticed (srun(1)).
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 
 from hpctrain.errors import UsageError
-from hpctrain.launcher import REQUESTS, tasks_by_node
+from hpctrain.launcher import MOST_REQUEUES, REQUESTS, tasks_by_node
 from hpctrain.scheduler import find_job
 from hpctrain.text import listed
 
 ANSWER_WITHIN = 15.0  # seconds for a node to run a step
 AT_ONCE = 32  # nodes asked at the same time
-MOST_REQUEUES = 20
-SIZES = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node")  # options of srun
+#: Options of srun that belong to the supervisor.
+OWN = {"-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node"}
+OWN |= {"-w", "--nodelist", "-x", "--exclude"}
 
 
 class Allocation:
     """The nodes of this Slurm job, and how many of them the run uses."""
 
-    def __init__(self, nodes: Sequence[str], tasks: int, wanted: int | None) -> None:
-        """`tasks` are the ranks of a node; `wanted` nodes are used, all for None."""
-        self._nodes, self._tasks = list(nodes), tasks
+    def __init__(self, nodes: Sequence[str], tasks: Sequence[int], wanted: int | None) -> None:
+        """`tasks` are the ranks of each node; `wanted` nodes are used, all for None."""
+        self._nodes, self._tasks = list(nodes), dict(zip(nodes, tasks, strict=True))
         self._wanted = wanted or len(nodes)
         self._spares = len(nodes) > self._wanted
         self._dead: list[str] = []
@@ -41,17 +44,30 @@ class Allocation:
         """Return the launch command for the nodes that are left."""
         if not self._dead and not self._spares:
             return list(words)
-        count = min(self._wanted, len(self._nodes))
-        own = [f"--nodes={count}", f"--ntasks={count * self._tasks}"]
-        own += [f"--ntasks-per-node={self._tasks}"]
+        tasks = [self._tasks[node] for node in self._nodes[: self._wanted]]
+        own = [f"--nodes={len(tasks)}", f"--ntasks={sum(tasks)}"]
+        own += [f"--ntasks-per-node={tasks[0]}"] if len(set(tasks)) == 1 else []
         if self._dead:
             own += ["--overlap", f"--exclude={','.join(self._dead)}"]
         return [words[0], *own, *words[1:]]
 
+    def environment(self) -> dict[str, str]:
+        """Return the environment of that command: not with the GPUs of all nodes, if it is fewer.
+
+        Without a request of its own, a step gets all GPUs that the job has on its nodes.
+        """
+        fewer = self._dead or self._spares
+        return {n: v for n, v in os.environ.items() if not (fewer and n == "SLURM_GPUS")}
+
     def exclude_dead(self) -> str:
-        """Ask all nodes for a sign of life; return why the run cannot continue here, or ''."""
+        """Ask all nodes for a sign of life; return why the run cannot continue here, or ''.
+
+        If none answers, not even the one of this process, then it is Slurm that does not.
+        """
         with ThreadPoolExecutor(AT_ONCE) as pool:
             alive = dict(zip(self._nodes, pool.map(answers, self._nodes), strict=True))
+        if not any(alive.values()):
+            return ""
         self._dead += [node for node in self._nodes if not alive[node]]
         self._nodes = [node for node in self._nodes if alive[node]]
         if 2 * len(self._nodes) < self._wanted:
@@ -78,15 +94,17 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
         if wanted is not None:
             raise UsageError("--nodes is for srun in a Slurm job: mpirun gets its hosts itself")
         return None
-    given = [word for word in words[1:] if word.split("=")[0] in SIZES or word[:2] in ("-n", "-N")]
-    if given:
-        raise UsageError(
-            f"srun {given[0]}: leave nodes and tasks to sbatch and to supervise --nodes, which"
-            " change them when a node is lost"
-        )
+    # The options of srun end at the first command, such as numactl, which has a -N of its own.
+    options = takewhile(lambda word: word.startswith("-") or not shutil.which(word), words[1:])
+    for word in options:
+        if word.split("=")[0] in OWN or word[:2] in OWN:
+            raise UsageError(
+                f"srun {word}: leave nodes and tasks to sbatch and to supervise --nodes, which"
+                " change them when a node is lost"
+            )
     if wanted is not None and wanted > len(nodes):
         raise UsageError(f"--nodes {wanted}: the job has {len(nodes)}")
-    return Allocation(nodes, tasks_of_node(os.environ), wanted)
+    return Allocation(nodes, tasks_of_nodes(os.environ, len(nodes)), wanted)
 
 
 def nodes_of_job(env: Mapping[str, str]) -> list[str]:
@@ -101,11 +119,12 @@ def nodes_of_job(env: Mapping[str, str]) -> list[str]:
     return done.stdout.split()
 
 
-def tasks_of_node(env: Mapping[str, str]) -> int:
-    """Return the ranks of a node that the job asked for."""
+def tasks_of_nodes(env: Mapping[str, str], count: int) -> list[int]:
+    """Return the ranks of each of `count` nodes for which the job asked."""
     if env.get("SLURM_NTASKS_PER_NODE", "").isdigit():
-        return int(env["SLURM_NTASKS_PER_NODE"])
-    return max(tasks_by_node(env.get("SLURM_TASKS_PER_NODE", "1")), default=1)
+        return count * [int(env["SLURM_NTASKS_PER_NODE"])]
+    tasks = tasks_by_node(env.get("SLURM_TASKS_PER_NODE", ""))
+    return tasks if len(tasks) == count else count * [max(tasks, default=1)]
 
 
 def answers(node: str) -> bool:
@@ -120,10 +139,17 @@ def answers(node: str) -> bool:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=ANSWER_WITHIN,
+            start_new_session=True,  # Ctrl-C does not mean that the node is dead
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
+
+
+def restarts() -> int:
+    """Return how often this job was requeued; 0 outside of a job, or if that is not known."""
+    found = find_job(os.environ)
+    return int(os.environ.get(found[0].restarts) or 0) if found else 0
 
 
 def requeue() -> str:
@@ -134,9 +160,10 @@ def requeue() -> str:
     scheduler, job = find_job(os.environ) or (None, "")
     if scheduler is None or not scheduler.requeue:
         return ""
-    count = os.environ.get(scheduler.restarts, "")
-    if int(count or 0) >= MOST_REQUEUES:
-        return f"job {job} ends, it was requeued {count} times"
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # its last task has the ID of the whole array
+        job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+    if restarts() >= MOST_REQUEUES:
+        return f"job {job} ends, it was requeued {restarts()} times"
     command = [*scheduler.requeue, job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

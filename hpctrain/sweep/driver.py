@@ -22,7 +22,6 @@ from hpctrain import launch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import LEFT
 from hpctrain.report.history import Metrics, RunHistory
-from hpctrain.report.record import HistoryReader
 from hpctrain.sweep.display import SweepDisplay
 from hpctrain.sweep.file import Sweep, SweepNetwork
 from hpctrain.sweep.folder import (
@@ -42,40 +41,31 @@ from hpctrain.training.control import STOP_FILE, is_locked, request_stop
 
 POLL_PROCESSES_EVERY = 0.1  # seconds
 POLL_FILES_EVERY = 0.5  # seconds between checks of records, locks and the STOP file
-KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
 
 
-class NetworkProcess:
+class NetworkProcess(launch.LaunchedRun):
     """A launcher process that trains one network; polled by the driver."""
 
     def __init__(self, folder: Path, network: SweepNetwork, slot: Slot, command: list[str]) -> None:
         """Start the process. Raises RunError if it cannot be started."""
         self.network, self.slot = network, slot
-        self.folder, self.log = folder / network.name, folder / f"{network.name}.log"
+        own, self.log = folder / network.name, folder / f"{network.name}.log"
         self.requested: str | None = None  # preempt, stop or kill
-        self._reader = HistoryReader(self.folder, "none")
-        self._ended_before = self.history().outcome.time
-        self._killed_at = 0.0
-        (self.folder / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
+        (own / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._sessions = tempfile.mkdtemp(prefix="hpctrain-")
-        own = {**slot.environment(), **launch.own_sessions(self._sessions)}
+        env = launch.environment({**slot.environment(), **launch.own_sessions(self._sessions)})
         try:
-            self._process = launch.start(command, self.log, launch.environment(own), slot.cores)
-        except OSError as error:
+            super().__init__(own, command, env, self.log, slot.cores)
+        except RunError:
             shutil.rmtree(self._sessions, ignore_errors=True)
-            raise RunError(f"cannot start {command[0]}: {error.strerror}") from error
-
-    def history(self) -> RunHistory:
-        """Read new lines of the run's record and return its history."""
-        self._reader.poll()
-        return self._reader.history
+            raise
 
     def preempt(self) -> None:
         """Ask the run to save and exit with 75: launchers forward SIGUSR2 to all ranks."""
         if self.requested in (None, "stop"):
             self.requested = "preempt"
-            self._process.send_signal(signal.SIGUSR2)
+            super().preempt()
 
     def stop(self) -> None:
         """Ask the run to stop after its next step. To be called again until its folder exists."""
@@ -84,22 +74,19 @@ class NetworkProcess:
             request_stop(self.folder)
 
     def kill(self) -> None:
-        """Send SIGTERM, so that the launcher ends its ranks; SIGKILL `KILL_AFTER` seconds later."""
-        if self.requested != "kill":
-            self.requested, self._killed_at = "kill", time.monotonic()
-            self._process.terminate()
-        elif time.monotonic() > self._killed_at + KILL_AFTER:
-            self._process.kill()
+        """End the network at once. To be called again until it has ended."""
+        self.requested = "kill"
+        super().kill()
 
     def outcome(self) -> tuple[str, str | None] | None:
         """Return status and reason once it has ended, else None; "preempted" only by others."""
-        code = self._process.poll()
+        code = self.process.poll()
         if code is None:
             return None
         shutil.rmtree(self._sessions, ignore_errors=True)
         (self.folder / STOP_FILE).unlink(missing_ok=True)  # a request may have come too late
         outcome = self.history().outcome
-        own = outcome.status if outcome.time != self._ended_before else ""
+        own = self.recorded().status
         if own == DONE or (code == 0 and outcome.status == DONE):
             return DONE, outcome.reason
         if own == STOPPED:
@@ -213,13 +200,9 @@ class Driver:
         """Preempt all networks on the first signal; kill them on a second Ctrl-C or SIGTERM."""
         if not signals:
             return
-        (first, since), *others = signals
         if self._preempted_by is None:
-            self._preempt(first.name)
-        insisting = [
-            n for n, at in others if n in launch.CAUGHT[1:3] and at > since + launch.REPEATED_AFTER
-        ]
-        for process in self._processes if insisting else ():
+            self._preempt(signals[0][0].name)
+        for process in self._processes if launch.is_repeated(signals) else ():
             process.kill()
 
     def _preempt(self, why: str) -> None:

@@ -51,7 +51,7 @@ from hpctrain.training.replay import RunReplay
 from hpctrain.training.setup import Job, set_up
 from hpctrain.training.state import EndReason, Progress, Run, restore
 from hpctrain.training.step import run_digest
-from hpctrain.training.steps import CannotContinue, compare_at_end
+from hpctrain.training.steps import CannotContinue, NonFinite, compare_at_end
 from hpctrain.training.validate import (
     describe_network,
     evaluated_network,
@@ -223,8 +223,8 @@ def record_failure(run: Run, error: CannotContinue) -> Failure:
         try:
             call_on_root(run.comm, partial(save_all, run))
         except RunError as second:
-            error = CannotContinue(f"{error}; not saved: {second}")
-    run.recorder.end("failed", str(error))
+            error = type(error)(f"{error}; not saved: {second}")
+    run.recorder.end("failed", str(error), repeats=isinstance(error, NonFinite))
     return agreed(error)
 
 
