@@ -115,7 +115,7 @@ def test_the_variable_wins_over_squeue(squeue, monkeypatch):
         (
             # as flux run sets them, here with its plugin for the MPI of Cray
             {"FLUX_JOB_SIZE": "5", "FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "4"}
-            | {"FLUX_TASK_LOCAL_ID": "1", "PALS_RANKID": "4", "PALS_APID": "9"},
+            | {"FLUX_TASK_LOCAL_ID": "1", "PALS_NODEID": "1", "PALS_APID": "9"},
             ("flux run", 5, 4, 1, 3, None),
         ),
         (
@@ -227,6 +227,7 @@ def test_the_end_of_a_flux_job_is_asked_of_flux(command, monkeypatch, tmp_path):
 
 FAKE_SRUN = """#!/bin/bash
 trap 'echo told >>"$OUT/told"; sleep 0.3; exit 75' USR2
+echo "$*" >"$OUT/launched"
 touch "$OUT/begun"
 for _ in $(seq 100); do sleep 0.1; done
 """
@@ -305,6 +306,8 @@ def test_a_notice_to_the_templates_of_pbs_and_flux_reaches_the_ranks(site, name)
         _, err = job.communicate(timeout=20)
         assert (job.returncode, (folder / "told").read_text()) == (75, "told\n")
         if name == "train.pbs":
+            words = "-n 4 --ppn 2 python -m hpctrain --run job-5 --data p.h5 --run first\n"
+            assert (folder / "launched").read_text() == words
             assert (folder / "requeued").read_text() == "5.head\n"
             assert "job 5.head is requeued" in err
         else:
