@@ -185,7 +185,7 @@ def test_a_notice_to_the_batch_shell_alone_saves_and_exits_75(cluster):
 
 FACTS = """
 from hpctrain.parallel.mpi import local_ranks, start_mpi
-from hpctrain.launcher import job_end
+from hpctrain.scheduler import job_end
 comm = start_mpi()
 print("place", comm.rank, *local_ranks(comm), flush=True)
 if comm.rank == 0:
