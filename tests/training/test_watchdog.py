@@ -300,11 +300,11 @@ def test_a_rank_that_stops_before_mpi_runs_ends_all(start):
     code, err, seconds = ended(job, 90)
     assert code not in (0, 75)
     assert seconds < 60
-    (line,) = [line for line in err.splitlines() if "starting; nothing new for 31 s" in line]
+    (line,) = [line for line in err.splitlines() if "starting; nothing new for 3" in line]
     missing = rank_of(ranks[-1], ranks)
     assert "while in: waiting for all in MPI_Init" in line
     assert f"rank {missing} gave no sign at all" in line
-    assert re.search(rf"imports took \d s on rank {1 - missing}.*longer --timeout than 1s", line)
+    assert re.search(rf"imports took \d+ s on rank {1 - missing}.*longer --timeout than 1s", line)
     assert "Thread" not in err and "MPI_Init_thread" not in err, "stacks are in files"
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from textual.pilot import WaitForScreenTimeout
 
 from hpctrain.report.history import RunHistory
 from hpctrain.watch import terminal
@@ -37,7 +38,10 @@ def watch(targets, drive, size=(120, 40)):
             await pilot.pause()
             return await drive(app, pilot)
 
-    return asyncio.run(go())
+    try:
+        return asyncio.run(go())
+    except WaitForScreenTimeout:  # the pilot misses a widget that is replaced while it waits
+        return asyncio.run(go())
 
 
 @pytest.fixture
