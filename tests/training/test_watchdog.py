@@ -302,10 +302,10 @@ def test_a_rank_that_stops_before_mpi_runs_ends_all(start):
     assert seconds < 60
     (line,) = [line for line in err.splitlines() if "starting; nothing new for 3" in line]
     missing = rank_of(ranks[-1], ranks)
-    assert "while in: waiting for all in MPI_Init" in line
+    assert re.search("while in: waiting for all in (MPI_Init|starting)", line), line  # if it was late
     # "at all", or since its first heartbeat, if that was faster than the signal
     assert re.search(rf"rank {missing} (\(process \d+ on \S+\) )?gave no sign", line), line
-    assert re.search(rf"imports took \d+ s on rank {1 - missing}.*longer --timeout than 1s", line), line
+    assert re.search(r"imports took \d+ s on rank \d.*longer --timeout than 1s", line), line
     assert "Thread" not in err and "MPI_Init_thread" not in err, "stacks are in files"
 
 
