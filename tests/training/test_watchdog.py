@@ -302,7 +302,7 @@ def test_a_rank_that_stops_before_mpi_runs_ends_all(start):
     assert seconds < 60
     (line,) = [line for line in err.splitlines() if "starting; nothing new for 3" in line]
     missing = rank_of(ranks[-1], ranks)
-    assert re.search("while in: waiting for all in (MPI_Init|starting)", line), line  # if it was late
+    assert re.search("while in: waiting for all in (MPI_Init|starting)", line), line
     # "at all", or since its first heartbeat, if that was faster than the signal
     assert re.search(rf"rank {missing} (\(process \d+ on \S+\) )?gave no sign", line), line
     assert re.search(r"imports took \d+ s on rank \d.*longer --timeout than 1s", line), line
