@@ -58,7 +58,7 @@ COMMANDS = {
     ),
     "sweep": Command(NO_LAUNCHER, "sweep", config.SweepConfig, "train many networks"),
     "supervise": Command(
-        NO_LAUNCHER, "supervise", config.SuperviseConfig, "launch a run again until it is done"
+        NO_LAUNCHER, "supervise", config.SuperviseConfig, "restart a run after failures"
     ),
     "bundle": Command(
         ONE_PROCESS, "bundle", config.BundleConfig, "copy Python to the disk of every node"

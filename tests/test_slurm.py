@@ -328,7 +328,7 @@ def test_a_killed_rank_is_launched_again_within_the_job(cluster, whole):
     found = cluster.wait(job, "COMPLETED", "FAILED", seconds=120)
     assert found["JobState"] == "COMPLETED", cluster.log(job)
     assert re.search(
-        r"supervise: launch 1 died, .*launching again on 2 nodes, after", cluster.log(job)
+        r"supervise: launch 1 failed, .*restarting on 2 nodes, after", cluster.log(job)
     )
     assert cluster.end("killed")["digest"] == whole
 
@@ -355,7 +355,7 @@ def test_a_lost_node_is_excluded_and_a_spare_takes_its_place(cluster, whole, spa
         cluster.testbed("boot", dead[1:])
     log = cluster.log(job)
     assert (found["JobState"] != "FAILED", found["ExitCode"]) == (True, "0:0"), log
-    assert f"launching again on 2 nodes, without {dead}, after step" in log
+    assert f"restarting on 2 nodes, without {dead}, after step" in log
     assert cluster.end(name)["digest"] == whole
     until = time.monotonic() + 60
     while "idle" not in cluster.call("sinfo", "-h", "-n", dead, "-o", "%T"):

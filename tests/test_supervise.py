@@ -87,24 +87,24 @@ def test_a_rank_that_dies_is_launched_again_with_the_same_bits(supervise, tmp_pa
     model = ["--model", "killing:net"]
     code, lines, err = finish(supervise(words=model))
     assert code == 0, err
-    deaths = re.findall(r"launch (\d) died, exit code (\d+): (.*); .* step (\d+)$", lines, re.M)
-    assert [death[0] for death in deaths] == ["1", "2"], err
-    causes = {code: cause for _, code, cause, _ in deaths}  # a rank may carry more shards
+    failures = re.findall(r"launch (\d) failed, exit code (\d+): (.*); .* step (\d+)$", lines, re.M)
+    assert [failure[0] for failure in failures] == ["1", "2"], err
+    causes = {code: cause for _, code, cause, _ in failures}  # a rank may carry more shards
     assert re.match("killed, .*rank 1 on ", causes["137"])
     assert causes["1"] == "RuntimeError: CUDA error: uncorrectable ECC error"  # of rank 0
-    assert all(int(death[3]) % 3 == 0 and int(death[3]) > 0 for death in deaths)
+    assert all(int(failure[3]) % 3 == 0 and int(failure[3]) > 0 for failure in failures)
     assert is_done(tmp_path / "runs/a")
     code, _, err = finish(supervise(words=[*model, "--run", "b"]))  # the markers exist: unbroken
-    assert code == 0 and "died" not in err
+    assert code == 0 and "failed," not in err
     ends = [list(read_records(tmp_path / "runs" / name))[-1]["digest"] for name in "ab"]
     assert ends[0] == ends[1]
 
 
-def test_it_gives_up_after_deaths_without_a_new_checkpoint(supervise, tmp_path):
+def test_it_gives_up_after_failures_without_a_new_checkpoint(supervise, tmp_path):
     (tmp_path / "killing.py").write_text(KILLING.format(killed={2: 1}, always=True))
-    code, lines, err = finish(supervise("--deaths", "2", words=["--model", "killing:net"]))
+    code, lines, err = finish(supervise("--max-failures", "2", words=["--model", "killing:net"]))
     assert code == 1
-    assert "launch 2 died" in lines and "launch 3" not in lines
+    assert "launch 2 failed" in lines and "launch 3" not in lines
     assert lines.endswith("2 in succession without a new checkpoint: giving up"), err
 
 
@@ -112,13 +112,13 @@ def test_it_gives_up_after_deaths_without_a_new_checkpoint(supervise, tmp_path):
     ("words", "code", "message"),
     [
         (["--data", "no.h5"], 2, "no.h5"),
-        (["--lr", "1e30"], 1, "not launched again: "),
+        (["--lr", "1e30"], 1, "not restarted: "),
     ],
 )
 def test_what_another_launch_would_repeat_is_not_launched_again(supervise, words, code, message):
     got, lines, err = finish(supervise(words=words))
     assert got == code, err
-    assert message in err and "died" not in lines
+    assert message in err and "failed," not in lines
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGTERM, False), (signal.SIGUSR2, True)])
@@ -186,19 +186,19 @@ PREEMPTED, FAILED = Outcome("preempted", "the time is up"), Outcome("failed", "t
     ("facts", "asked", "code", "text"),
     [
         ({"code": 0}, True, 0, ""),
-        ({}, False, None, "launch 1 died, exit code 137: no rank recorded a reason, see above"),
-        ({"code": -9}, False, None, "launch 1 died, SIGKILL: "),
+        ({}, False, None, "launch 1 failed, exit code 137: no rank recorded a reason, see above"),
+        ({"code": -9}, False, None, "launch 1 failed, SIGKILL: "),
         ({}, True, LEFT, "ended, exit code 137: .*; the newest checkpoint is of step 6"),
         ({"code": LEFT}, False, LEFT, "saved after step 6"),
         ({"code": 143, "outcome": PREEMPTED}, False, LEFT, "saved after step 6"),  # by srun
         ({"code": 1, "outcome": PREEMPTED, "saved": 3}, False, 1, "not launched.* time is up"),
         ({"code": 1, "outcome": PREEMPTED, "saved": 3}, True, LEFT, "saved after step 3"),
-        ({"code": 1, "outcome": FAILED}, False, None, "launch 1 died, exit code 1: the disk"),
-        ({"code": 1, "outcome": FAILED, "repeats": True}, False, 1, "not launched again: the disk"),
+        ({"code": 1, "outcome": FAILED}, False, None, "launch 1 failed, exit code 1: the disk"),
+        ({"code": 1, "outcome": FAILED, "repeats": True}, False, 1, "not restarted: the disk"),
         ({"code": 2, "began": False}, False, 2, ""),
-        ({"code": 2, "began": False, "number": 2}, False, None, "launch 2 died, exit code 2"),
+        ({"code": 2, "began": False, "number": 2}, False, None, "launch 2 failed, exit code 2"),
         ({"code": 1, "began": False, "saved": 0}, False, 1, ""),
-        ({"code": 1, "began": False}, False, None, "launch 1 died"),  # hung at a later start
+        ({"code": 1, "began": False}, False, None, "launch 1 failed"),  # hung at a later start
     ],
 )
 def test_what_follows_a_launch(facts, asked, code, text):

@@ -159,7 +159,7 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class SuperviseConfig:
-    """Settings of ``hpctrain supervise``: launch a run again until it is done."""
+    """Settings of ``hpctrain supervise``: restart a run after failures."""
 
     usage: ClassVar[str] = "[options] -- COMMAND"
     command: tuple[str, ...] = option(
@@ -168,7 +168,7 @@ class SuperviseConfig:
         "What",
         positional=True,
     )
-    deaths: int = option(
+    max_failures: int = option(
         3,
         "give up after this many launches in succession without a new checkpoint",
         "Policy",

@@ -1,15 +1,15 @@
-"""``hpctrain supervise -- srun python -m hpctrain ...``: launch a run again until it is done.
+"""``hpctrain supervise -- srun python -m hpctrain ...``: restart a run after failures.
 
     hpctrain supervise -- mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 
 One policy, for a workstation and for a batch job:
 
-* A launch that dies (a rank was killed, memory ran out, a GPU failed, a node was lost or fell
-  silent) is followed by another one, on the nodes that are left (`nodes.py`). It resumes from the
-  newest checkpoint.
+* After a failure (a rank was killed, memory ran out, a GPU failed, a node was lost or fell silent)
+  the run is restarted from its newest checkpoint, on the nodes that are left (`nodes.py`).
 * The allocation is given back, with a requeue in Slurm and exit code 75, when the scheduler
-  wants it or fewer than half of the nodes are left. A job whose batch host dies, Slurm requeues.
-* The supervisor ends with 1 after `--deaths` launches in succession without a new checkpoint, and
+  wants it or fewer than half of the nodes are left. Slurm itself requeues a job that lost its
+  first node.
+* The supervisor ends with 1 after `--max-failures` in succession without a new checkpoint, and
   when loss or gradient is not finite; with the run's own code for a mistake.
 
 The supervisor uses neither MPI nor torch, so that what ends a rank does not end it.
@@ -57,7 +57,7 @@ class EndedLaunch:
         return f"{code}: {self.outcome.reason or 'no rank recorded a reason, see above'}"
 
     def verdict(self, asked: bool) -> tuple[int | None, str]:
-        """Return the exit code of the supervisor, None to launch again, and what is to be said.
+        """Return the exit code of the supervisor, None to restart the run, and what is to be said.
 
         `asked` is whether the supervisor had asked the run to save and exit.
         """
@@ -69,14 +69,14 @@ class EndedLaunch:
         if asked:
             return LEFT, f"ended, {self.cause()}; the newest checkpoint is of step {self.saved:,}"
         if preempted or self.repeats:
-            return 1, f"not launched again: {self.outcome.reason}"
+            return 1, f"not restarted: {self.outcome.reason}"
         if (
             self.number == 1
             and not self.began
             and (self.code == 2 or (self.code, self.saved) == (1, 0))
         ):
             return self.code, ""  # a mistake, which hpctrain has named
-        return None, f"launch {self.number} died, {self.cause()}"
+        return None, f"launch {self.number} failed, {self.cause()}"
 
 
 def main(settings: SuperviseConfig) -> int:
@@ -84,7 +84,7 @@ def main(settings: SuperviseConfig) -> int:
     with launch.caught_signals() as signals:  # first: a notice may come at any time
         words, config = parse_command(settings.command)
         allocation = find_allocation(words, settings.nodes)
-        return Supervisor(words, config, settings.deaths, allocation, signals).run()
+        return Supervisor(words, config, settings.max_failures, allocation, signals).run()
 
 
 def parse_command(command: tuple[str, ...]) -> tuple[list[str], Config]:
@@ -117,11 +117,11 @@ class Supervisor:
         self,
         words: list[str],
         config: Config,
-        deaths: int,
+        max_failures: int,
         allocation: Allocation | None,
         signals: list[tuple[signal.Signals, float]],
     ) -> None:
-        self._words, self._config, self._most = words, config, deaths
+        self._words, self._config, self._max_failures = words, config, max_failures
         self._allocation, self._signals = allocation, signals
         self._folder = Path(config.runs_dir) / str(config.run)
         limit = config.time_limit
@@ -130,7 +130,7 @@ class Supervisor:
         self._saved_before = newest_step(self._folder)
 
     def run(self) -> int:
-        """Launch until a decision to end; return the exit code."""
+        """Launch the run until a verdict ends it; return the exit code."""
         fruitless, saved = 0, self._saved_before
         while not self._signals:
             ended = self._launch()
@@ -143,7 +143,7 @@ class Supervisor:
                 return code
             fruitless = 0 if ended.saved > saved else fruitless + 1
             saved = ended.saved
-            if fruitless >= self._most:
+            if fruitless >= self._max_failures:
                 self._say(f"{what}; {fruitless} in succession without a new checkpoint: giving up")
                 return 1
             problem = self._allocation.exclude_dead() if self._allocation else ""
@@ -153,7 +153,7 @@ class Supervisor:
                 return self._give_back(f"{what}; {problem}")
             where = f" {self._allocation.describe()}" if self._allocation else ""
             after = f"after step {saved:,}" if saved else "from the start"
-            self._say(f"{what}; launching again{where}, {after}")
+            self._say(f"{what}; restarting{where}, {after}")
             self._pause(PAUSES[min(fruitless, len(PAUSES)) - 1] if fruitless else 0.0)
         return self._give_back(f"{self._signals[0][0].name} while no launch was running")
 
@@ -196,7 +196,7 @@ class Supervisor:
         return any(n not in (signal.SIGUSR1, signal.SIGUSR2) for n, _ in self._signals)
 
     def _give_back(self, why: str) -> int:
-        """End with 75; requeue the job if this is one of Slurm and no user ended it."""
+        """End with 75; requeue the job, if there is one and no user ended it."""
         done = "" if self._ends() else requeue()
         self._say(f"{why}; {done or f'the same command with --run {self._config.run} resumes'}")
         return LEFT

@@ -1,7 +1,7 @@
 """The nodes of a Slurm allocation: which are alive, and the srun that uses them.
 
 A job with ``--no-kill`` keeps its allocation when a node fails. Slurm notices a dead node only
-after SlurmdTimeout (300 s by default); its ranks' connections break at once. So after a death each
+after SlurmdTimeout (300 s by default); its ranks' connections break at once. So after a failure each
 node is asked to run a step of its own, and those that do not answer are excluded from then on.
 
 ``--overlap`` is given to these steps: the step of the dead launch may hold its cores until Slurm
