@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-MOST_REQUEUES = 20
 LEFT = 75  # exit code EX_TEMPFAIL of sysexits.h: the state is saved, the same command resumes
 #: Prefixes of the variables that Open MPI, MPICH, Slurm, PALS and Flux set for ranks they start.
 LAUNCHER_PREFIXES = (

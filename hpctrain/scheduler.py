@@ -22,6 +22,7 @@ from hpctrain.errors import RunError
 
 ANSWER_WITHIN = 10.0  # seconds for squeue, qstat and flux
 STARTED = "%a %b %d %H:%M:%S %Y"  # stime of qstat -f, in local time
+MOST_REQUEUES = 20
 FLUX_UNLIMITED = 2**32 - 1  # flux job timeleft without a time limit
 
 
@@ -58,20 +59,21 @@ def find_job(env: Mapping[str, str]) -> tuple[Scheduler, str] | None:
     return None
 
 
-def _ask(*command: str, **variables: str) -> str:
-    """Return the output of a scheduler's command. Raises RunError if it fails."""
+def ask(*command: str, within: float | None = None, **variables: str) -> str:
+    """Return the output of a scheduler's command. Raises RunError if it fails, or takes longer."""
+    within = within or ANSWER_WITHIN
     try:
         done = subprocess.run(
             command,
             env={**os.environ, **variables},
             capture_output=True,
             text=True,
-            timeout=ANSWER_WITHIN,
+            timeout=within,
         )
     except OSError as error:
         raise RunError(f"{command[0]}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"{command[0]}: no answer in {ANSWER_WITHIN:.0f} s") from error
+        raise RunError(f"{command[0]}: no answer in {within:.0f} s") from error
     if done.returncode:
         reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise RunError(f"{command[0]}: {reason}")
@@ -84,7 +86,7 @@ def _slurm_end(job: str) -> float | None:
         return float(end)
     # %A distinguishes the tasks of an array; the last one has the ID of the whole array.
     words = ("--noheader", f"--jobs={job}", "--states=running", "--format=%A %e")
-    lines = _ask("squeue", *words, SLURM_TIME_FORMAT="%s").splitlines()
+    lines = ask("squeue", *words, SLURM_TIME_FORMAT="%s").splitlines()
     end = dict(line.split(maxsplit=1) for line in lines if " " in line).get(job, "").strip()
     if end.isdigit():
         return float(end)
@@ -95,7 +97,7 @@ def _slurm_end(job: str) -> float | None:
 
 def _pbs_end(job: str) -> float | None:
     """The time at which this life of the job started, and its time limit."""
-    found = dict(re.findall(r"^\s*(\S+) = (.*\S)", _ask("qstat", "-f", job), re.MULTILINE))
+    found = dict(re.findall(r"^\s*(\S+) = (.*\S)", ask("qstat", "-f", job), re.MULTILINE))
     limit, start = found.get("Resource_List.walltime"), found.get("stime", "none")
     if limit is None:
         return None
@@ -109,7 +111,7 @@ def _pbs_end(job: str) -> float | None:
 
 def _flux_end(job: str) -> float | None:
     """The command finds the job, or the one whose batch script this is, by itself."""
-    left = _ask("flux", "job", "timeleft").strip()
+    left = ask("flux", "job", "timeleft").strip()
     if not left.isdigit():
         raise RunError(f"flux job timeleft: {left or 'no answer'}")
     return None if int(left) >= FLUX_UNLIMITED else time.time() + int(left)

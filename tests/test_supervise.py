@@ -14,7 +14,7 @@ import pytest
 from hpctrain import heartbeats, launch
 from hpctrain.cli import parse
 from hpctrain.config import Config
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import LEFT
 from hpctrain.report.history import Outcome
 from hpctrain.report.record import is_done, read_history, read_records
@@ -85,7 +85,7 @@ def finish(job, seconds=120):
 def test_a_rank_that_dies_is_launched_again_with_the_same_bits(supervise, tmp_path):
     (tmp_path / "killing.py").write_text(KILLING.format(killed={12: 1, 16: 0}, always=False))
     model = ["--model", "killing:net"]
-    code, lines, err = finish(supervise(words=model))
+    code, lines, err = finish(supervise("--max-failures", "2", words=model))
     assert code == 0, err
     failures = re.findall(r"launch (\d) failed, exit code (\d+): (.*); .* step (\d+)$", lines, re.M)
     assert [failure[0] for failure in failures] == ["1", "2"], err
@@ -191,7 +191,7 @@ PREEMPTED, FAILED = Outcome("preempted", "the time is up"), Outcome("failed", "t
         ({}, True, LEFT, "ended, exit code 137: .*; the newest checkpoint is of step 6"),
         ({"code": LEFT}, False, LEFT, "saved after step 6"),
         ({"code": 143, "outcome": PREEMPTED}, False, LEFT, "saved after step 6"),  # by srun
-        ({"code": 1, "outcome": PREEMPTED, "saved": 3}, False, 1, "not launched.* time is up"),
+        ({"code": 1, "outcome": PREEMPTED, "saved": 3}, False, 1, "not restarted: the time is up"),
         ({"code": 1, "outcome": PREEMPTED, "saved": 3}, True, LEFT, "saved after step 3"),
         ({"code": 1, "outcome": FAILED}, False, None, "launch 1 failed, exit code 1: the disk"),
         ({"code": 1, "outcome": FAILED, "repeats": True}, False, 1, "not restarted: the disk"),
@@ -270,6 +270,16 @@ def test_the_next_launch_waits_for_the_lock_of_the_last_one(tmp_path, monkeypatc
         assert time.monotonic() > began + 1 and holder.wait() == 0
     assert f"{tmp_path}/a is still locked: waiting 120 s at most" in capsys.readouterr().err
     supervisor_of(tmp_path / "b", "")._pause(0.0)  # without a folder
+
+
+def test_a_launch_comes_after_a_pause_which_grows_without_progress(tmp_path, monkeypatch, capsys):
+    supervisor, pauses = supervisor_of(tmp_path / "a", ""), []
+    saved = iter([6, 6, 6, 9, 9, 9, 9])
+    monkeypatch.setattr(supervisor, "_launch", lambda: replace(ENDED, saved=next(saved)))
+    monkeypatch.setattr(supervisor, "_pause", pauses.append)
+    assert supervisor.run() == 1
+    assert pauses == [0.0, 0.0, 5.0, 0.0, 0.0, 5.0]
+    assert "3 in succession without a new checkpoint" in capsys.readouterr().err
 
 
 def test_a_job_that_is_requeued_finds_its_run(monkeypatch):
@@ -371,12 +381,24 @@ def test_nodes_of_a_job_come_from_scontrol(tmp_path, monkeypatch):
     assert nodes_of_job({"SLURM_JOB_NODELIST": "n7"}) == ["n1", "n7"]
 
 
+def test_nodes_that_are_not_known_are_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", "echo no contact >&2; exit 1"))
+    assert find_allocation(["srun", "python"], None) is None
+    text = "lost nodes will not be excluded (scontrol: no contact)"
+    assert f"hpctrain supervise: {text}\n" in capsys.readouterr().err
+    with pytest.raises(RunError, match="scontrol: no contact"):
+        find_allocation(["srun", "python"], 2)
+    assert find_allocation(["mpirun", "python"], None) is None  # does not ask
+    assert capsys.readouterr().err == ""
+
+
 def test_requeue(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert requeue() == ""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", "echo not allowed >&2; exit 1"))
-    assert requeue() == "job 7 ends, it cannot be requeued: not allowed"
+    assert requeue() == "job 7 ends, it cannot be requeued: scontrol: not allowed"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")  # this task is the last, which has the same ID
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", '[ "$*" = "requeue 7_3" ]'))
@@ -393,7 +415,7 @@ def test_requeue_in_a_job_of_pbs_or_flux(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", fake_command(tmp_path, "qrerun", '[ "$*" = 5.head ]'))
     assert requeue() == "job 5.head is requeued"
     fake_command(tmp_path, "qrerun", 'echo "qrerun: Unauthorized Request $1" >&2; exit 159')
-    refused = "job 5.head ends, it cannot be requeued: qrerun: Unauthorized Request 5.head"
+    refused = "job 5.head ends, it cannot be requeued: qrerun: qrerun: Unauthorized Request 5.head"
     assert requeue() == refused
 
 

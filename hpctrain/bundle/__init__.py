@@ -25,16 +25,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.bundle.archive import BESIDE, ROOT, make_archive, python_path
 from hpctrain.config import BundleConfig
 from hpctrain.errors import RunError
 from hpctrain.launcher import REQUESTS
+from hpctrain.scheduler import ask
 from hpctrain.text import say
 
 TIMEOUT = 900.0  # seconds for all nodes to extract
-ASKING = 10.0  # seconds for squeue
 #: Variables with folders in the environment that is copied.
 PATHS = ("PATH", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX")
 #: Runs on each node, with the node's own shell and tar: of the archive's file system, only the
@@ -94,12 +95,9 @@ def main(settings: BundleConfig) -> int:
 
 def _queued_jobs() -> str:
     """Return the numbers of the user's jobs that run or wait, by line; "" if squeue fails."""
-    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%A"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASKING)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return "" if done.returncode else done.stdout.strip()
+    with suppress(RunError):
+        return ask("squeue", "--noheader", f"--user={os.getuid()}", "--format=%A").strip()
+    return ""
 
 
 def _on_node(archive: Path, *words: str, stay: str = "go") -> list[str]:

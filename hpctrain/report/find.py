@@ -1,4 +1,4 @@
-"""Find runs and sweeps by name or path, and the best run of a sweep."""
+"""Find runs and sweeps by name or path, the checkpoints of a run, the best run of a sweep."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hpctrain.typed import parse_toml
 SETTINGS_FILE = "config.toml"  # the settings of a run
 SWEEP_FILE = "sweep.toml"  # marks a folder as that of a sweep
 NETWORK_FILE = "model.safetensors"
+CHECKPOINTS = "checkpoints"  # the folder in that of a run
 
 
 def find_runs(targets: Sequence[str], runs_dir: str) -> list[Path]:
@@ -111,6 +112,12 @@ def best_run(sweep: Path) -> tuple[Path, str]:
     value = metrics[best].accuracy if accurate else metrics[best].loss
     what = f"{'validation' if validated else 'training'} {'accuracy' if accurate else 'loss'}"
     return best, f"{what} {'unknown' if value is None else format(value, '.4g')}"
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, intact or not, in ascending order."""
+    names = [path.stem for path in folder.glob("*.json")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from hpctrain import launch
 from hpctrain.config import Config, SuperviseConfig, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import LEFT
+from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
 from hpctrain.report.history import Outcome, RunHistory, find_outcome
 from hpctrain.supervise.nodes import Allocation, find_allocation, requeue, restarts
 from hpctrain.text import say
@@ -232,5 +233,4 @@ def is_in_use(run: Path) -> bool:
 
 def newest_step(run: Path) -> int:
     """Return the step of the newest checkpoint in the folder of a run, 0 without one."""
-    names = (path.stem for path in (run / "checkpoints").glob("*.json"))
-    return max((int(name) for name in names if name.isdecimal()), default=0)
+    return max(checkpoint_steps(run / CHECKPOINTS), default=0)

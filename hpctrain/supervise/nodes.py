@@ -1,8 +1,8 @@
 """The nodes of a Slurm allocation: which are alive, and the srun that uses them.
 
 A job with ``--no-kill`` keeps its allocation when a node fails. Slurm notices a dead node only
-after SlurmdTimeout (300 s by default); its ranks' connections break at once. So after a failure each
-node is asked to run a step of its own, and those that do not answer are excluded from then on.
+after SlurmdTimeout (300 s by default); its ranks' connections break at once. So after a failure
+each node is asked to run a step of its own, and those that do not answer are excluded.
 
 ``--overlap`` is given to these steps: the step of the dead launch may hold its cores until Slurm
 has noticed (srun(1)).
@@ -13,15 +13,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 
-from hpctrain.errors import UsageError
-from hpctrain.launcher import MOST_REQUEUES, REQUESTS, tasks_by_node
-from hpctrain.scheduler import find_job
-from hpctrain.text import listed
+from hpctrain.errors import RunError, UsageError
+from hpctrain.launcher import REQUESTS, tasks_by_node
+from hpctrain.scheduler import MOST_REQUEUES, ask, find_job
+from hpctrain.text import counted, listed, say
 
 ANSWER_WITHIN = 15.0  # seconds for a node to run a step
 AT_ONCE = 32  # nodes asked at the same time
@@ -78,7 +79,7 @@ class Allocation:
         """Return "on 3 nodes, without n3"."""
         count = min(self._wanted, len(self._nodes))
         without = f", without {self._names()}" if self._dead else ""
-        return f"on {count} node{'s' if count > 1 else ''}{without}"
+        return f"on {counted(count, 'node')}{without}"
 
     def _names(self) -> str:
         return listed(self._dead)
@@ -87,10 +88,18 @@ class Allocation:
 def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | None:
     """Return the allocation whose nodes the command's srun uses; None without srun or Slurm.
 
-    Raises UsageError if `wanted` nodes are not there, or if srun is given sizes of its own.
+    Raises UsageError if `wanted` nodes are not there, or if srun is given sizes of its own, and
+    RunError if `wanted` is given and scontrol does not name the nodes.
     """
-    nodes = nodes_of_job(os.environ)
-    if Path(words[0]).name != "srun" or not nodes:
+    nodes: list[str] = []
+    if Path(words[0]).name == "srun":
+        try:
+            nodes = nodes_of_job(os.environ)
+        except RunError as error:
+            if wanted is not None:
+                raise
+            say(f"hpctrain supervise: lost nodes will not be excluded ({error})", sys.stderr)
+    if not nodes:
         if wanted is not None:
             raise UsageError("--nodes is for srun in a Slurm job: mpirun gets its hosts itself")
         return None
@@ -108,15 +117,10 @@ def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | No
 
 
 def nodes_of_job(env: Mapping[str, str]) -> list[str]:
-    """Return the names of the nodes of this Slurm job; none outside of one."""
+    """Return the names of the nodes of this Slurm job; none outside of one. Raises RunError."""
     if not env.get("SLURM_JOB_NODELIST"):
         return []
-    command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_WITHIN)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split()
+    return ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()
 
 
 def tasks_of_nodes(env: Mapping[str, str], count: int) -> list[int]:
@@ -164,12 +168,8 @@ def requeue() -> str:
         job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
     if restarts() >= MOST_REQUEUES:
         return f"job {job} ends, it was requeued {restarts()} times"
-    command = [*scheduler.requeue, job]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        problem = done.stderr if done.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = str(error)
-    if problem:
-        return f"job {job} ends, it cannot be requeued: {' '.join(problem.split())}"
+        ask(*scheduler.requeue, job, within=60.0)
+    except RunError as error:
+        return f"job {job} ends, it cannot be requeued: {error}"
     return f"job {job} is requeued"

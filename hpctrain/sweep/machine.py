@@ -24,7 +24,8 @@ from hpctrain.config.imports import SETTINGS as OWN
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_whole, writing
 from hpctrain.launch import UNBOUND, mpirun
-from hpctrain.launcher import MOST_REQUEUES, REQUESTS, tasks_by_node
+from hpctrain.launcher import REQUESTS, tasks_by_node
+from hpctrain.scheduler import MOST_REQUEUES
 from hpctrain.sweep.file import SweepNetwork
 from hpctrain.sweep.folder import settings_file
 from hpctrain.text import ranges

@@ -17,7 +17,6 @@ import copy
 import hashlib
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,10 +31,10 @@ from hpctrain.config import Interval
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import sync, whole_file
 from hpctrain.models.weights import content, restore_complex
+from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
 from hpctrain.report.record import FILE_NAME
 from hpctrain.typed import from_fields
 
-FOLDER = "checkpoints"
 FORMAT = 1
 LIBRARY_TEMPORARY = ".tmp" + 6 * "[0-9A-Za-z]"  # by safetensors' writer, used by earlier versions
 Tensors = dict[str, torch.Tensor]
@@ -83,7 +82,7 @@ class Writer:
     """Writes checkpoints of one run in the background and keeps the newest few (rank 0)."""
 
     def __init__(self, folder: Path, interval: Interval, keep: int) -> None:
-        self.folder, self.interval, self.keep = folder / FOLDER, interval, keep
+        self.folder, self.interval, self.keep = folder / CHECKPOINTS, interval, keep
         self._record = folder / FILE_NAME
         self._saved = time.monotonic()  # time of the last checkpoint
         self._last: tuple[int, dict[str, Any]] | None = None  # its step and state
@@ -171,7 +170,7 @@ class Writer:
             described = {"format": FORMAT, "step": step, **known, "state": state}
             described["check"] = _check(described)
             file.write(json.dumps(described, indent=1).encode() + b"\n")
-        for old in steps(self.folder)[: -self.keep]:
+        for old in checkpoint_steps(self.folder)[: -self.keep]:
             _json(self.folder, old).unlink()
         _sweep(self.folder)
 
@@ -181,20 +180,21 @@ def make_ready(run: Path, step: int) -> None:
 
     Removes temporary files of killed writers, and checkpoints after `step`, which were skipped.
     """
-    (run / FOLDER).mkdir(exist_ok=True)
-    hidden = ((run, ".*.tmp"), (run / FOLDER, ".*.tmp"), (run / FOLDER, LIBRARY_TEMPORARY))
-    for stale in (path for folder, names in hidden for path in folder.glob(names)):
+    folder = run / CHECKPOINTS
+    folder.mkdir(exist_ok=True)
+    hidden = ((run, ".*.tmp"), (folder, ".*.tmp"), (folder, LIBRARY_TEMPORARY))
+    for stale in (path for within, names in hidden for path in within.glob(names)):
         stale.unlink()
-    for later in steps(run / FOLDER):
+    for later in checkpoint_steps(folder):
         if later > step:
-            _json(run / FOLDER, later).unlink()
-    _sweep(run / FOLDER)
+            _json(folder, later).unlink()
+    _sweep(folder)
 
 
 def _sweep(folder: Path) -> None:
     """Remove tensor files that no JSON file names."""
     named = set()
-    for step in steps(folder):
+    for step in checkpoint_steps(folder):
         try:
             named.add(json.loads(_json(folder, step).read_text())["file"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -206,12 +206,6 @@ def _sweep(folder: Path) -> None:
 
 def _json(folder: Path, step: int) -> Path:
     return folder / f"{step:08}.json"
-
-
-def steps(folder: Path) -> list[int]:
-    """Return the steps that have a checkpoint, intact or not, in ascending order."""
-    names = [path.name for path in folder.glob("*.json")] if folder.is_dir() else []
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"(\d+)\.json", name)))
 
 
 class CorruptCheckpoint(UsageError):
@@ -229,7 +223,7 @@ def newest(
     """
     corrupt: list[str] = []
     beyond: list[Checkpoint] = []  # ahead of the record
-    for step in reversed(steps(run / FOLDER)):
+    for step in reversed(checkpoint_steps(run / CHECKPOINTS)):
         try:
             found = verify(run, step)
         except CorruptCheckpoint as error:
@@ -253,7 +247,7 @@ def verify(run: Path, step: int) -> Checkpoint:
     Raises CorruptCheckpoint with the reason, UsageError for a newer format, and RunError if it
     cannot be read.
     """
-    described = _json(run / FOLDER, step)
+    described = _json(run / CHECKPOINTS, step)
     try:
         known = json.loads(described.read_bytes())
         if known["format"] > FORMAT:

@@ -28,12 +28,12 @@ from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import Comm, allgather, host_name, library
 from hpctrain.plan import Plan
 from hpctrain.plan_check import check_recorded, read_config, read_plan
-from hpctrain.report.find import evaluation_file
+from hpctrain.report.find import CHECKPOINTS, evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
 from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, truncate_record
 from hpctrain.report.recorder import RecordFile
 from hpctrain.text import counted
-from hpctrain.training.checkpoint import FOLDER, Checkpoint, make_ready, newest
+from hpctrain.training.checkpoint import Checkpoint, make_ready, newest
 from hpctrain.training.control import RunLock
 from hpctrain.training.setup import Job
 from hpctrain.training.state import Progress
@@ -240,7 +240,7 @@ def find_previous_launch(config: Config, lock: RunLock) -> PreviousLaunch | None
     elif checkpoint and not checkpoint.follows(history.epochs, history.validated):
         problems.append("the record has lost the last epoch or validation that was done")
     if checkpoint is None and config.resume == "must":
-        raise UsageError(f"--resume must, but {folder / FOLDER} holds no whole checkpoint")
+        raise UsageError(f"--resume must, but {folder / CHECKPOINTS} holds no whole checkpoint")
     outcome = find_outcome(folder, history, is_over=True)
     unrecorded = outcome.status and history.facts and not history.outcome.status
     crash = outcome if unrecorded and not wrong else None

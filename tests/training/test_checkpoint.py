@@ -15,8 +15,9 @@ from hpctrain.config import Config, check_settings
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import UMASK
 from hpctrain.models import as_bytes
+from hpctrain.report.find import checkpoint_steps
 from hpctrain.training import checkpoint
-from hpctrain.training.checkpoint import Interval, Writer, make_ready, newest, steps, verify
+from hpctrain.training.checkpoint import Interval, Writer, make_ready, newest, verify
 from hpctrain.training.control import read_times
 from tests.flips import flip_each_bit
 from tests.launch import environment
@@ -133,7 +134,7 @@ def test_tensors_of_all_kinds(run):
 def test_the_newest_few_are_kept(run):
     for step in (5, 30, 200, 1000):
         save(run, step)
-    assert steps(run / "checkpoints") == [200, 1000]
+    assert checkpoint_steps(run / "checkpoints") == [200, 1000]
     assert len(list((run / "checkpoints").iterdir())) == 4
     assert step_of(newest(run, 9999)) == (1000, [])
 
@@ -264,7 +265,7 @@ def test_what_a_killed_writer_left_is_removed(run, name):
     make_ready(run, 5)
     assert not (folder / name).exists()
     assert all(other.exists() for other in others)
-    assert steps(folder) == [5]
+    assert checkpoint_steps(run / "checkpoints") == [5]
 
 
 WRITING = """
@@ -286,11 +287,11 @@ def test_a_writer_that_is_killed_leaves_nothing_for_ever(run):
             time.sleep(0.001)
         writer.kill()
     assert hidden
-    newest_step = max(steps(folder), default=0)
+    newest_step = max(checkpoint_steps(folder), default=0)
     make_ready(run, newest_step)
-    known = {path.name for step in steps(folder) for path in folder.glob(f"{step:08}*")}
+    known = {path.name for step in checkpoint_steps(folder) for path in folder.glob(f"{step:08}*")}
     assert {path.name for path in folder.iterdir()} == known
-    assert len(known) == 2 * len(steps(folder))
+    assert len(known) == 2 * len(checkpoint_steps(folder))
 
 
 def test_a_checkpoint_of_a_later_format_is_refused(run):
