@@ -4,6 +4,7 @@ digits, resnet50   hpctrain against the same network without loading and communi
                    and under PyTorch's DistributedDataParallel (``peers.py``)
 data               batches from a pack against a copy in memory, h5py and torch's DataLoader
 allreduce          MPI's Allreduce for messages of 4 B to 64 MiB (``hpctrain doctor`` on all ranks)
+scale              costs of a step on 8 to 16,384 ranks, and its efficiency by a model
 
 hpctrain is measured end to end: whole epochs from the pack, run by the public command, with its
 records written, timed by the wall-clock times in ``progress.jsonl``. In all training jobs the clock
@@ -59,10 +60,15 @@ def main(config: BenchConfig) -> int:
     """Run all rounds of a case and print its table."""
     from hpctrain.console import Console
 
+    if config.plot:
+        from hpctrain.report.figures import check_name
+
+        check_name(Path(config.plot), "--plot")
     console = Console(width=None if sys.stdout.isatty() else 120)
     for line in machine_lines():
         console.print(line)
-    case = {"data": bench_data, "allreduce": bench_allreduce}.get(config.case, bench_training)
+    cases = {"data": bench_data, "allreduce": bench_allreduce, "scale": bench_scale}
+    case = cases.get(config.case, bench_training)
     with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
         case(config, Path(folder), console.print)
     return 0
@@ -185,6 +191,13 @@ def bench_data(config: BenchConfig, folder: Path, show: Show) -> Rates:
     rates = measure(READERS, config.rounds, run, show)
     show(table(f"Reading {pack.name} on one core", rates, COMPARED))
     return rates
+
+
+def bench_scale(config: BenchConfig, folder: Path, show: Show) -> None:
+    """Show the costs of a step on many ranks, and its efficiency by a model."""
+    from hpctrain.bench import scale
+
+    scale.bench_scale(config, folder, show)
 
 
 def bench_allreduce(config: BenchConfig, folder: Path, show: Show) -> None:

@@ -14,6 +14,7 @@ from hpctrain.config.inference import (
     SavedConfig,
 )
 from hpctrain.config.interval import Interval
+from hpctrain.config.machine import BenchConfig, DoctorConfig
 from hpctrain.config.optimizer import optimizer_and_rate
 from hpctrain.config.option import (
     as_words,
@@ -31,10 +32,8 @@ from hpctrain.config.option import (
     worker_loads,
 )
 from hpctrain.config.others import (
-    BenchConfig,
     BundleConfig,
     CompareConfig,
-    DoctorConfig,
     PackConfig,
     PlotConfig,
     StopConfig,

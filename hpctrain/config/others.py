@@ -242,34 +242,6 @@ class PlotConfig:
 
 
 @dataclass(frozen=True)
-class DoctorConfig:
-    """Settings of ``hpctrain doctor``: facts about this machine, each with a verdict."""
-
-    mib: int = option(64, "largest message of the bandwidth test, in MiB", "Test", AT_LEAST_1)
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """Settings of ``hpctrain bench``: hpctrain against the communication-free limit and DDP."""
-
-    case: str = option(
-        "digits",
-        "measure training (digits, resnet50), reading (data) or allreduce",
-        "Case",
-        choices=("digits", "resnet50", "data", "allreduce"),
-        positional=True,
-    )
-    data: str | None = option(
-        None, "read this pack of pixels; default: digits, or made images of 100x100x3", "Case"
-    )
-    data_dir: str = option(*DATA_DIR, "Case")
-    ranks: int = option(2, "ranks of each job, with 1 CPU thread each", "Case", AT_LEAST_1)
-    rounds: int = option(
-        3, "rounds, in each of which all contestants run once; medians count", "Case", AT_LEAST_1
-    )
-
-
-@dataclass(frozen=True)
 class WatchConfig:
     """Settings of ``hpctrain watch``: show runs as they train."""
 
