@@ -1,6 +1,6 @@
 """The message: one flat buffer that holds everything a step sends, summed once over ranks.
 
-    gradients | moments | scalars | slots
+    gradients | moments | scalars | digest | slots
 
 * gradients: of the parameters that are trained, group after group (`Group`), in a group in the
   order of `model.parameters()`, each at a multiple of 64 elements (256 bytes), with the parameter's
@@ -9,7 +9,13 @@
 * moments: two numbers per batch-norm channel (batchnorm.py).
 * scalars: one number each (SCALARS), summed over ranks, or computed from the sum afterwards, as
   `skipped` is.
-* slots: a few numbers per rank (SLOTS), each written by its rank only, so the sum keeps them apart.
+* digest: for each bit of the ranks' digests, in how many it is 1. The digests are equal if every
+  count is 0 or the number of ranks.
+* slots: the seconds (SLOTS) of MOST_SLOTS ranks at most, each written by its rank only, so the sum
+  keeps them apart. More ranks take turns: each sends the mean of its steps since its last turn.
+
+Its length is thus bounded for any number of ranks. The sum of the losses of this rank follows in
+`buffer`, where it is not summed over ranks: if a step is not finite, ranks tell it each other.
 
 Float32 holds integers up to 2^24 exactly, so counts and flags survive the sum.
 """
@@ -18,8 +24,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,14 +44,17 @@ SCALARS: dict[str, type[int] | type[float]] = {
     "stop": int,
     "preempted": int,
     "save": int,
+    "changed": int,
     "skipped": int,
     "weight": float,
 }
-SLOTS = ("compute", "data", "loss", "digest")
+SLOTS = ("compute", "data")
+MOST_SLOTS = 256  # ranks that send their seconds in one step
+DIGEST_BITS = 64
 
 
 class Totals(NamedTuple):
-    """Scalars and slots of a reduced message by name, as Python numbers."""
+    """What a reduced message holds behind the moments, by name; the same on all ranks but `own`."""
 
     loss: float  # sum over samples, with --class-weights weighted
     correct: int
@@ -52,12 +63,13 @@ class Totals(NamedTuple):
     stop: int  # number of ranks that requested it, as are the next two
     preempted: int
     save: int
+    changed: int  # number of ranks whose replay found changed values
     skipped: int  # 1 = the sum held NaN or infinity, and no weight was updated
     weight: float  # sum over samples of the weights of their classes; 0 without --class-weights
-    nonfinite: list[int]  # ranks with a loss that is not finite
-    compute: list[float]  # seconds, by rank
-    data: list[float]  # seconds waiting for data, by rank
-    digests: list[int]  # part of each rank's digest; 0 if it sent none
+    alike: bool  # all ranks sent the same digest, or none did
+    compute: np.ndarray  # seconds by rank, as it sent them last; 0 before that
+    data: np.ndarray  # seconds waiting for data, likewise
+    own: float  # sum of the losses of this rank
 
     @property
     def finite(self) -> bool:
@@ -89,19 +101,26 @@ class Message:
         """
         self.rank, self.layout = rank, lay_out(model, groups)
         self.device = next(model.parameters()).device
-        parts = [self.layout.length, 2 * channels, len(SCALARS), size * len(SLOTS)]
-        self.tensor = plain_zeros(sum(parts), self.layout.dtype, self.device)
-        self.gradients, moments, self.scalars, slots = self.tensor.split(parts)
+        turns = [
+            range(first, min(first + MOST_SLOTS, size)) for first in range(0, size, MOST_SLOTS)
+        ]
+        self._turns, self._turn = cycle(turns), turns[0]
+        self._seconds: list[tuple[float, float]] = []  # of the steps since this rank's last turn
+        self._latest = np.zeros((size, len(SLOTS)))  # seconds by rank
+        sent = len(turns[0]) * len(SLOTS)
+        parts = [self.layout.length, 2 * channels, len(SCALARS), DIGEST_BITS, sent]
+        self.buffer = plain_zeros(sum(parts) + 1, self.layout.dtype, self.device)
+        self.tensor = self.buffer[:-1]
+        self.gradients, moments, self.scalars, self.digest_bits, slots = self.tensor.split(parts)
         self.moments = moments.view(2, channels)
-        self.slots = slots.view(size, len(SLOTS))
-        self._reported = self.tensor[-len(SCALARS) - size * len(SLOTS) :]  # scalars and slots
+        self._reported = self.buffer[-sum(parts[2:]) - 1 :]
         self.scalar = dict(zip(SCALARS, self.scalars.unbind(), strict=True))
         self.skipped = self.scalar["skipped"]
-        self._slot = dict(zip(SLOTS, self.slots[rank].unbind(), strict=True))  # of this rank
-        # the loss among the scalars and that in this rank's slot: one operation adds to both
+        self._slot = list(slots.view(-1, len(SLOTS))[rank % MOST_SLOTS].unbind())
+        # the loss among the scalars and that of this rank: one operation adds to both
         start = self.scalar["loss"].storage_offset()
-        apart = self._slot["loss"].storage_offset() - start
-        self._losses = self.tensor.as_strided((2,), (apart,), start)
+        apart = self.buffer[-1].storage_offset() - start
+        self._losses = self.buffer.as_strided((2,), (apart,), start)
         self.weights = flatten_parameters(model, self.layout)
         self.weights.grad = self.gradients
         self.groups = [(self.weights, group) for group, _ in self.layout.groups]
@@ -127,7 +146,7 @@ class Message:
         Raises RuntimeError if a parameter is no longer a view of `weights`, or if a gradient was
         not added to the message.
         """
-        self.tensor.zero_()
+        self.buffer.zero_()
         for number, (parameter, _) in enumerate(self._views):
             if parameter.data_ptr() != self._addresses[number]:
                 raise RuntimeError(
@@ -173,13 +192,24 @@ class Message:
                 self.scalar[name].fill_(1)
 
     def set_seconds(self, compute: float, data: float) -> None:
-        """Set this rank's seconds of computation and of waiting for data."""
-        torch._foreach_add_([self._slot["compute"], self._slot["data"]], [compute, data])
+        """Set this rank's seconds of computation and of waiting for data, once per step."""
+        self._turn = next(self._turns)
+        self._seconds.append((compute, data))
+        if self.rank in self._turn:
+            columns, steps = zip(*self._seconds, strict=True), len(self._seconds)
+            torch._foreach_add_(self._slot, [sum(column) / steps for column in columns])
+            self._seconds.clear()
 
-    def set_digest(self, digest: torch.Tensor | None) -> None:
-        """Set this rank's slot for a digest to a number of at most 2^24; None leaves it at 0."""
+    def set_digest(self, digest: torch.Tensor | None, changed: torch.Tensor | None = None) -> None:
+        """Set this rank's digest, an int64, and whether its replay found changed values, a bool.
+
+        None leaves the numbers at 0.
+        """
         if digest is not None:
-            self._slot["digest"].copy_(digest)
+            places = torch.arange(DIGEST_BITS, device=self.device)
+            self.digest_bits.copy_(digest >> places & 1)
+        if changed is not None:
+            self.scalar["changed"].copy_(changed)
 
     def rescale(self, part: torch.Tensor, planned: int, by: str) -> torch.Tensor:
         """Rescale a part of the reduced sums, divided by `planned` samples so far, to a mean.
@@ -210,35 +240,40 @@ class Message:
         return finite
 
     def report(self) -> Report:
-        """Copy scalars and slots of the reduced message to the host asynchronously."""
+        """Copy what a reduced message holds behind the moments to the host asynchronously."""
         ended = record_event(self.device, timing=True)  # complete once the copy has arrived
-        return Report(ended, Snapshot(self._reported))
+        return Report(ended, Snapshot(self._reported), self._turn, self._latest)
 
     def totals(self) -> Totals:
-        """Read scalars and slots of the reduced message (synchronizes with the device)."""
+        """Read what a reduced message holds behind the moments (synchronizes with the device)."""
         return self.report().totals()
 
 
 class Report(NamedTuple):
-    """Scalars and slots of a reduced message, being copied to the host."""
+    """What a reduced message holds behind the moments, being copied to the host."""
 
     ended: Event
     snapshot: Snapshot
+    turn: range  # the ranks that sent their seconds
+    latest: np.ndarray  # seconds by rank (size, 2), of the steps whose totals were read
 
     def totals(self) -> Totals:
         """Wait for the copy and return the totals."""
-        numbers, count = self.snapshot.numbers(), len(SCALARS)
+        numbers = self.snapshot.array()
         scalars: dict[str, Any] = {
             name: _whole(number) if kind is int else number
-            for (name, kind), number in zip(SCALARS.items(), numbers, strict=False)
+            for (name, kind), number in zip(SCALARS.items(), numbers.tolist(), strict=False)
         }
-        slots = {name: numbers[count + i :: len(SLOTS)] for i, name in enumerate(SLOTS)}
+        first = len(SCALARS) + DIGEST_BITS  # of the slots
+        counts, slots = numbers[len(SCALARS) : first], numbers[first:-1].reshape(-1, len(SLOTS))
+        self.latest[self.turn.start : self.turn.stop] = slots[: len(self.turn)]
+        compute, data = self.latest.T.copy()
         return Totals(
             **scalars,
-            nonfinite=[rank for rank, n in enumerate(slots["loss"]) if not math.isfinite(n)],
-            compute=slots["compute"],
-            data=slots["data"],
-            digests=[_whole(digest) for digest in slots["digest"]],
+            alike=bool(((counts == 0) | (counts == len(self.latest))).all()),
+            compute=compute,
+            data=data,
+            own=float(numbers[-1]),
         )
 
 

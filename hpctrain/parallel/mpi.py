@@ -17,8 +17,9 @@ import os
 import socket
 import sys
 import traceback
+from array import array
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from hpctrain.errors import Failure, UsageError, first_line
 from hpctrain.launcher import launched_rank, launched_size, local_size, place_in_step
@@ -128,6 +129,35 @@ def allgather(comm: Comm, value: T) -> list[T]:
         return comm.allgather(value)
 
 
+class First(NamedTuple):
+    """The value of the lowest rank that has one."""
+
+    rank: int
+    value: Any
+    ranks: int  # number of ranks that have one
+
+
+def first_of_all(comm: Comm, value: object) -> First | None:
+    """Return the value of the lowest rank that has one, or None if all pass None. Collective.
+
+    All ranks return the same. Besides that value, a rank receives a few numbers.
+    """
+    rank = minimum(comm, comm.size if value is None else comm.rank)[0]
+    if rank == comm.size:
+        return None
+    with waiting():
+        ranks = comm.allreduce(int(value is not None))
+        return First(rank, comm.bcast(value, rank), ranks)
+
+
+def minimum(comm: Comm, *numbers: int) -> list[int]:
+    """Return the smallest over all ranks of each of these 64-bit integers. Collective."""
+    found = array("q", numbers)
+    with waiting():
+        comm.Allreduce(MPI.IN_PLACE, found, MPI.MIN)
+    return found.tolist()
+
+
 def call_on_all(comm: Comm, function: Callable[[], T]) -> T:
     """Run `function` on all ranks; if it fails on any, all raise the first failure. Collective."""
     result: list[T] = []
@@ -136,12 +166,9 @@ def call_on_all(comm: Comm, function: Callable[[], T]) -> T:
         result.append(function())
     except Failure as error:
         failure = error
-    failures = allgather(comm, failure)
-    for rank, first in enumerate(failures):
-        if first is not None:
-            alone = sum(f is not None for f in failures) < comm.size
-            text = f"rank {rank}: {first}" if alone else str(first)
-            raise agreed(type(first)(text))
+    if first := first_of_all(comm, failure):
+        text = str(first.value) if first.ranks == comm.size else f"rank {first.rank}: {first.value}"
+        raise agreed(type(first.value)(text))
     return result[0]
 
 
@@ -153,16 +180,14 @@ def agreed(error: Failure) -> Failure:
 
 def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
     """Raise UsageError if ranks hold different facts (layout, versions, ...). Collective."""
-    gathered = allgather(comm, facts)
-    for rank, theirs in enumerate(gathered):
-        for name, value in gathered[0].items():
-            if theirs.get(name) != value:
-                raise agreed(
-                    UsageError(
-                        f"{name} differs between ranks: {value} on rank 0,"
-                        f" {theirs.get(name)} on rank {rank}"
-                    )
-                )
+    expected = call_on_root(comm, lambda: facts)
+    differing = [
+        f"{name} differs between ranks: {value} on rank 0, {facts.get(name)} on rank {comm.rank}"
+        for name, value in expected.items()
+        if facts.get(name) != value
+    ]
+    if first := first_of_all(comm, differing[0] if differing else None):
+        raise agreed(UsageError(first.value))
 
 
 def comm_of_host(comm: Comm) -> Comm:

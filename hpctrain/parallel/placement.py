@@ -5,7 +5,7 @@ All ranks decide from the same values, so they agree without communication.
 A rank carries a contiguous run of shards, which are logical workers, and processes them one after
 another: more shards than ranks means gradient accumulation. Data, their order and random numbers
 depend on the shard. With --worker-load auto, shards move from slow ranks to fast ones between
-epochs, by the seconds that every step's message reports for each rank.
+epochs, by the seconds that each rank computed since the last one.
 
 Transports:
 
@@ -55,23 +55,23 @@ GAIN = 0.05  # of a step's time; for less, no shard moves
 
 
 class Balance:
-    """The shards of each rank, and the seconds that it computed since shards last moved."""
+    """The shards of each rank, and the seconds that this rank computed since shards could move."""
 
     def __init__(self, runs: Sequence[range]) -> None:
         self.runs = list(runs)
-        self._seconds = [0.0] * len(runs)
-        self._steps = 0
+        self.seconds = 0.0
 
-    def add(self, compute: Sequence[float]) -> None:
-        """Add the seconds of one step, by rank."""
-        self._seconds = [a + b for a, b in zip(self._seconds, compute, strict=True)]
-        self._steps += 1
+    def add(self, compute: float) -> None:
+        """Add this rank's seconds of one step."""
+        self.seconds += compute
 
-    def better(self) -> list[range] | None:
-        """Return a new assignment of shards if it saves time, and restart the measurement."""
-        runs, seconds, steps = self.runs, self._seconds, self._steps
-        self._seconds, self._steps = [0.0] * len(seconds), 0
-        if not steps or min(seconds) <= 0:
+    def better(self, seconds: Sequence[float]) -> list[range] | None:
+        """Return a new assignment of shards if it saves time, and restart the measurement.
+
+        `seconds` are those of all ranks, by rank.
+        """
+        runs, self.seconds = self.runs, 0.0
+        if min(seconds) <= 0:
             return None
         cost = [total / len(run) for total, run in zip(seconds, runs, strict=True)]  # of a shard
         found = assign_shards(runs[-1].stop, len(runs), [1 / each for each in cost])

@@ -43,7 +43,8 @@ class StepFlags(NamedTuple):
     stop: bool = False
     preempted: bool = False
     save: bool = False  # a checkpoint is due
-    digest: torch.Tensor | None = None  # `slot_value` of the digest of its state
+    digest: torch.Tensor | None = None  # of its state
+    changed: torch.Tensor | None = None  # whether its replay found changed values
 
 
 class Control:
@@ -77,9 +78,9 @@ class Control:
             raise KeyboardInterrupt
         self._interrupted = True
 
-    def flags(self, waited: float, save: bool, digest: torch.Tensor | None) -> StepFlags:
+    def flags(self, waited: float, save: bool) -> StepFlags:
         """Return the values that this rank sends to all others in its next step."""
-        return StepFlags(waited, self.asked(), self.preempted_by() is not None, save, digest)
+        return StepFlags(waited, self.asked(), self.preempted_by() is not None, save)
 
     def margin(self, evaluating: bool = False) -> float:
         """Return how many seconds before the deadline to end.

@@ -39,12 +39,12 @@ def train_epochs(run: Run) -> None:
                 doing(f"step {step}")
                 rows = job.plan.partition.total(number)
                 rate = learning_rate(job.config, job.plan, step - 1)
-                flags, digest, found = collect_flags(run, step, batches, waited)
+                flags, found = collect_flags(run, step, batches, waited)
                 wait = partial(doing, f"waiting for all in step {step}")
                 report = train_step(job.trainer, batches, rows, flags, wait, rate)
                 if job.trainer.average is not None and step % job.config.ema_every == 0:
                     job.trainer.average.update()
-                copy = None if digest is None else Snapshot(digest)
+                copy = None if flags.digest is None else Snapshot(flags.digest)
                 pending.append(PendingStep(step, rows, rate, copy, found, report))
                 finish_step(run, pending)
                 if state.ended or number + 1 == per_epoch:
@@ -138,7 +138,9 @@ def end_epoch(run: Run) -> None:
 
 def balance_shards(run: Run) -> None:
     """Assign more shards to fast ranks, if --worker-load asks for it and it saves time."""
-    if run.balance and (runs := run.balance.better()):
+    if not run.balance:
+        return
+    if runs := run.balance.better(allgather(run.comm, run.balance.seconds)):
         reassign_shards(run.job, runs, run.comm)
         counts = ", ".join(str(len(each)) for each in runs)
         run.recorder.note(f"shards by rank from epoch {run.state.epoch + 1} on: {counts}")

@@ -4,8 +4,8 @@ The README shows a custom training loop built from the same parts.
 
 A digest identifies all bits of a run's state. Every `--digest-every` steps each rank reduces its
 weights, optimizer state, running statistics and buffers to a 64-bit checksum on its device, without
-synchronizing. A 24-bit part of it is sent in the rank's slot of the next step's message, and a rank
-that differs is reported. Rank 0 records its digest.
+synchronizing. The next step's message counts its bits over all ranks. If these differ, ranks gather
+their digests, and those that differ are reported. Rank 0 records its digest.
 
 The figures of all steps and evaluations are chained into a hash; together with the saved network
 they give the digest at the end of a run. These hashes are SHA-256 (FIPS 180-4).
@@ -31,6 +31,7 @@ from hpctrain.parallel.device import seed_torch
 from hpctrain.parallel.message import Message, Report
 from hpctrain.parallel.reduce import Reduce
 from hpctrain.streams import Clock
+from hpctrain.text import listed
 from hpctrain.training.average import Average
 from hpctrain.training.compute import Backward
 from hpctrain.training.control import StepFlags
@@ -158,7 +159,7 @@ def train_step(
             message.scalar["weight"].add_(class_weights[batch.targets].sum())
         trainer.reduce.accumulate(batch.shard)
     message.set_flags(flags.stop, flags.preempted, flags.save)
-    message.set_digest(flags.digest)
+    message.set_digest(flags.digest, flags.changed)
     message.set_seconds(clock.computed(), flags.waited)
 
     before_waiting()
@@ -181,8 +182,7 @@ def train_step(
     return message.report()
 
 
-SLOT_VALUES = 2**24 - 1  # a float32 slot holds the integers from 1 to this one exactly
-CHANGED = 2**24
+MOST_LISTED = 16  # ranks in an error
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; 2^64 / golden ratio, so that multiples look random
 AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # words: 512 KiB of int64 stay in a core's cache
@@ -250,15 +250,6 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def slot_value(digest: torch.Tensor, changed: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the part of a digest that is sent in a slot: 1 ... 2^24 - 1 (0: none in this step).
-
-    It is CHANGED instead if `changed`, a bool on the device: the replay found changed values.
-    """
-    value = digest.remainder(SLOT_VALUES) + 1
-    return value if changed is None else torch.where(changed, CHANGED, value)
-
-
 def as_hex(digest: int) -> str:
     """Return a digest as it is recorded: 16 hexadecimal digits."""
     return f"{digest % 2**64:016x}"
@@ -271,16 +262,16 @@ def check_digests(values: list[int], step: int) -> None:
         return
     cause = "a fault of memory or GPU there, or something that changes the model outside the step"
     if 2 * count <= len(values):
-        found = ", ".join(f"{value:06x}" for value in values)
+        found = listed(map(as_hex, values), MOST_LISTED)
         raise RunError(
             f"after step {step} the ranks did not hold the same weights (digests by rank: {found}),"
             f" and no more than half agree: {cause}"
         )
     odd = [rank for rank, value in enumerate(values) if value != usual]
-    names = ", ".join(map(str, odd))
     raise RunError(
-        f"after step {step} rank{'s' if len(odd) > 1 else ''} {names} of {len(values)} held"
-        f" other weights than the rest (digest {values[odd[0]]:06x}, not {usual:06x}): {cause}"
+        f"after step {step} rank{'s' if len(odd) > 1 else ''} {listed(odd, MOST_LISTED)} of"
+        f" {len(values)} held other weights than the rest (digest {as_hex(values[odd[0]])}, not"
+        f" {as_hex(usual)}): {cause}"
     )
 
 

@@ -5,17 +5,17 @@ On GPUs the host starts a step before it reads the totals of the previous one (`
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Batch
 from hpctrain.errors import Failure, RunError
 from hpctrain.parallel.message import Report, Totals
-from hpctrain.parallel.mpi import agreed, allgather, call_on_all
+from hpctrain.parallel.mpi import agreed, allgather, call_on_all, first_of_all, minimum
 from hpctrain.streams import Snapshot, current_stream, record_event
 from hpctrain.text import listed
 from hpctrain.training.control import StepFlags
@@ -23,11 +23,10 @@ from hpctrain.training.reading import order_of
 from hpctrain.training.replay import Differences, changed_error
 from hpctrain.training.state import EndReason, Run
 from hpctrain.training.step import (
-    CHANGED,
+    MOST_LISTED,
     as_hex,
     check_digests,
     rank_digest,
-    slot_value,
     tensor_digests,
 )
 from hpctrain.watchdog import doing
@@ -50,9 +49,10 @@ def check(run: Run, totals: Totals, step: int, rows: int) -> None:
     where, skips_rows = f"step {step} (epoch {run.state.epoch + 1})", run.job.trainer.skips_rows
     if not totals.finite:
         what, ranks = "the gradient", ""
-        if totals.nonfinite:
-            what, ranks = "the loss", f" on rank {', '.join(map(str, totals.nonfinite))}"
         advice = find_bad_image(run, step) or "A lower --lr or --clip-norm may help"
+        finite = allgather(run.comm, math.isfinite(totals.own))
+        if nonfinite := [rank for rank, is_finite in enumerate(finite) if not is_finite]:
+            what, ranks = "the loss", f" on rank {listed(nonfinite, MOST_LISTED)}"
         raise agreed(
             NonFinite(
                 f"{what} of {where} is not finite{ranks}; the weights of step {step - 1} are kept."
@@ -70,16 +70,16 @@ def check(run: Run, totals: Totals, step: int, rows: int) -> None:
 def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
     """Return the seconds of a step by activity of its slowest rank, and that rank.
 
-    The time for which rank 0 waited in the reduction for the slowest rank counts as that rank's
-    computation.
+    They are those that each rank sent last; ranks that sent none yet do not count. The time for
+    which rank 0 waited in the reduction for the slowest rank counts as that rank's computation.
     """
-    busy = [data + compute for data, compute in zip(totals.data, totals.compute, strict=True)]
-    slowest = busy.index(max(busy))
+    busy = totals.data + totals.compute
+    slowest = int(busy.argmax())
     return {
-        "data": totals.data[slowest],
-        "compute": totals.compute[slowest],
-        "reduce": max(0.0, reducing - (busy[slowest] - busy[0])),
-        "idle": max(busy) - sum(busy) / len(busy),
+        "data": float(totals.data[slowest]),
+        "compute": float(totals.compute[slowest]),
+        "reduce": max(0.0, reducing - float(busy[slowest] - busy[0])),
+        "idle": float(busy[slowest] - busy.sum() / max(1, np.count_nonzero(busy))),
     }, slowest
 
 
@@ -134,8 +134,9 @@ class PendingSteps:
             totals = report.totals()
             check(run, totals, step, rows)
             if digest:
-                check_alike(run, totals.digests, found)
-                run.recorder.digest(state.step, as_hex(digest.numbers()))
+                own = digest.numbers()
+                check_alike(run, totals.changed > 0, totals.alike, own, found)
+                run.recorder.digest(state.step, as_hex(own))
             state.step = step
             seconds, self._since = self._since.elapsed_time(report.ended) / 1000, report.ended
             record_step(run, totals, rate, seconds)
@@ -148,21 +149,19 @@ class PendingSteps:
 
 def collect_flags(
     run: Run, step: int, batches: list[Batch], waited: float
-) -> tuple[StepFlags, torch.Tensor | None, Differences | None]:
-    """Return what this rank sends to all others in `step`.
-
-    Also returns the digest of its state and what a replay found, each None unless due.
-    """
-    every, done = run.job.config.digest_every, step - 1
-    digest = found = slot = None
+) -> tuple[StepFlags, Differences | None]:
+    """Return what this rank sends to all others in `step`, and what a replay found, if due."""
+    every, done, found = run.job.config.digest_every, step - 1, None
     if run.replay:
         run.replay.take(batches)
-    if every and done and done % every == 0:
-        digest = rank_digest(run.job.trainer)
-        found = run.replay() if run.replay else None
-        slot = slot_value(digest, found.any() if found else None)
     save = run.writer is not None and run.writer.overdue()
-    return run.control.flags(waited, save, slot), digest, found
+    flags = run.control.flags(waited, save)
+    if every and done and done % every == 0:
+        flags = flags._replace(digest=rank_digest(run.job.trainer))
+        if run.replay:
+            found = run.replay()
+            flags = flags._replace(changed=found.any())
+    return flags, found
 
 
 def find_bad_image(run: Run, step: int) -> str | None:
@@ -196,24 +195,30 @@ def compare_at_end(run: Run) -> None:
     No message of a further step would carry them.
     """
     if run.job.config.digest_every:
+        digest = int(rank_digest(run.job.trainer))
         found = run.replay() if run.replay else None
-        own = slot_value(rank_digest(run.job.trainer), found.any() if found else None).item()
-        check_alike(run, allgather(run.comm, int(own)), found)
+        changed = bool(found and found.names())
+        smallest, largest, none = minimum(run.comm, digest, ~digest, not changed)
+        check_alike(run, not none, smallest == ~largest, digest, found)
 
 
-def check_alike(run: Run, digests: list[int], found: Differences | None) -> None:
-    """Raise the same error on all ranks if a digest differs or a replay found changed values.
+def check_alike(
+    run: Run, changed: bool, alike: bool, digest: int, found: Differences | None
+) -> None:
+    """Raise the same error on all ranks if digests differ or a replay found changed values.
 
-    `found` is what the replay on this rank found. Collective if there is an error.
+    `changed` and `alike` say so of all ranks; `digest` and `found` are of this one. Collective if
+    there is an error.
     """
     step = run.state.step
-    if CHANGED in digests:
-        names = allgather(run.comm, found.names() if found else [])
-        rank = next(rank for rank, changed in enumerate(names) if changed)
-        where = f" (after step {step} on rank {rank} of {run.comm.size})"
-        raise agreed(changed_error(names[rank], where))
+    names = found.names() if changed and found else None
+    if changed and (first := first_of_all(run.comm, names or None)):
+        where = f" (after step {step} on rank {first.rank} of {run.comm.size})"
+        raise agreed(changed_error(first.value, where))
+    if alike:
+        return
     try:
-        check_digests(digests, step)
+        check_digests(allgather(run.comm, digest), step)
     except RunError as error:
         held = allgather(run.comm, tensor_digests(run.job.trainer))
         differ = [
@@ -222,6 +227,12 @@ def check_alike(run: Run, digests: list[int], found: Differences | None) -> None
             if len({each.get(name) for each in held}) > 1
         ]
         raise agreed(RunError(f"{error}; they differ in {listed(differ, 3)}")) from None
+    raise agreed(
+        RunError(
+            f"after step {step} the ranks held the same weights, but the sum of their digests' bits"
+            " says that they do not: a fault of the network or of MPI"
+        )
+    )
 
 
 def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
@@ -245,9 +256,10 @@ def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
     )
     state.weight += totals.weight
     if run.balance:
-        run.balance.add(totals.compute)
+        run.balance.add(run.job.trainer.clock.compute)
     if run.overlap:
-        run.overlap.add(seconds, max(totals.compute), run.job.trainer.clock.reduce)
+        slowest_compute = float(totals.compute.max())
+        run.overlap.add(seconds, slowest_compute, run.job.trainer.clock.reduce)
     if run.writer:
         run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
     run.control.slowest_step = max(run.control.slowest_step, seconds)

@@ -21,27 +21,23 @@ def runs(*counts):
 
 def test_a_rank_that_takes_three_times_as_long_gets_a_third():
     balance = Balance(runs(4, 4))
-    assert balance.better() is None, "nothing measured yet"
+    assert balance.better([0.0, 0.0]) is None, "nothing measured yet"
     for _ in range(7):
-        balance.add([1.0, 3.0])
-    assert balance.better() == runs(6, 2) == balance.runs
-    for _ in range(7):
-        balance.add([1.5, 1.5])
-    assert balance.better() is None, "as good as can be"
-    balance.add([1.5, 0.5])  # fast again
-    assert balance.better() == runs(4, 4)
+        balance.add(1.0)
+    assert balance.seconds == 7.0
+    assert balance.better([7.0, 21.0]) == runs(6, 2) == balance.runs
+    assert balance.seconds == 0.0
+    assert balance.better([10.5, 10.5]) is None, "as good as can be"
+    assert balance.better([1.5, 0.5]) == runs(4, 4), "fast again"
 
 
 def test_what_gains_little_does_not_move():
-    balance = Balance(runs(4, 4))
-    balance.add([1.0, 1.04])
-    assert balance.better() is None
+    assert Balance(runs(4, 4)).better([1.0, 1.04]) is None
 
 
 def test_every_rank_keeps_a_shard():
-    balance = Balance(runs(2, 2, 2))
-    balance.add([1.0, 1000.0, 1.0])
-    assert [len(run) for run in balance.better()] == [3, 1, 2]
+    found = Balance(runs(2, 2, 2)).better([1.0, 1000.0, 1.0])
+    assert [len(run) for run in found] == [3, 1, 2]
 
 
 @pytest.mark.mpi
@@ -53,8 +49,8 @@ def test_shards_move_and_the_bits_stay(comm, settings, monkeypatch, overlap):
     original = Balance.add
 
     def slowed(self, compute):
-        times = [1.0] * (comm.size - 1) + [4.0]
-        original(self, [time * len(run) for time, run in zip(times, self.runs, strict=True)])
+        of_a_shard = 4.0 if comm.rank == comm.size - 1 else 1.0
+        original(self, of_a_shard * len(self.runs[comm.rank]))
 
     monkeypatch.setattr(Balance, "add", slowed)
     close, closed = Overlapped.close, []
@@ -73,7 +69,7 @@ def test_shards_move_and_the_bits_stay(comm, settings, monkeypatch, overlap):
 
 @pytest.mark.mpi
 def test_nothing_moves_after_the_last_epoch(comm, settings, monkeypatch):
-    monkeypatch.setattr(Balance, "better", lambda self: self.runs)
+    monkeypatch.setattr(Balance, "better", lambda self, seconds: self.runs)
     config = dataclasses.replace(settings, worker_load="auto", epochs=2)
     assert loop.train(config, comm) == 0
     if comm.rank == 0:

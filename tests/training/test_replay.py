@@ -15,11 +15,12 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.tasks import Classification
 from hpctrain.models import ModelState, build
 from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.message import Message
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.replay import Replay, Sample
 from hpctrain.training.setup import set_up
-from hpctrain.training.step import CHANGED, checksum, slot_value
+from hpctrain.training.step import checksum
 from tests.training.runs import digest
 
 pytestmark = pytest.mark.mpi
@@ -127,6 +128,42 @@ def test_all_of_the_state_is_compared_at_the_end_and_named(comm, settings, monke
         loop.train(odd(settings, "frozen", local_buffers=True, epochs=2), comm)
 
 
+def test_weights_that_differ_are_named_at_the_next_digest(comm, settings, monkeypatch):
+    """The message only says that they do; ranks then gather their digests."""
+    if comm.size == 1:
+        return
+
+    def spoil(trainer, batches, *args):
+        report = step(trainer, batches, *args)
+        if comm.rank == comm.size - 1:
+            trainer.message.parameters["linear.bias"].data[0] += 1
+        return report
+
+    step = inner.train_step
+    monkeypatch.setattr(inner, "train_step", spoil)
+    words = (
+        rf"rank {comm.size - 1} of {comm.size} held other weights .*\(digest [0-9a-f]{{16}}, not"
+    )
+    if comm.size == 2:
+        words = r"did not hold the same weights \(digests by rank: [0-9a-f]{16}, [0-9a-f]{16}\)"
+    with pytest.raises(RunError, match=f"after step 3 .*{words}.*they differ in linear.bias"):
+        loop.train(odd(settings, "frozen", local_buffers=True, digest_every=3), comm)
+
+
+def test_a_reduction_that_spoils_digests_is_noticed(comm, settings, monkeypatch):
+    def spoiled(self, digest, changed=None):
+        original(self, digest if digest is None or comm.rank else digest ^ 4, changed)
+
+    original = Message.set_digest
+    monkeypatch.setattr(Message, "set_digest", spoiled)
+    config = odd(settings, "frozen", local_buffers=True, digest_every=3)
+    if comm.size == 1:
+        assert loop.train(config, comm) == 0
+        return
+    with pytest.raises(RunError, match="after step 3 the ranks held the same weights, but the sum"):
+        loop.train(config, comm)
+
+
 @pytest.mark.parametrize("changes", [{}, {"deterministic": True, "shards": 4}])
 def test_looking_leaves_no_trace(comm, settings, changes):
     """The digest of weights, buffers, optimizer and all figures is that of a run without."""
@@ -197,14 +234,6 @@ def test_where_sums_come_in_any_order_only_whole_numbers_count(counts):
     found = {exact: Replay(*how, exact, [])(sample, sample).names() for exact in (False, True)}
     assert found[False] == (["attribute calls"] if counts else [])
     assert any(name.startswith("output") for name in found[True])
-
-
-def test_the_slot_tells_a_change_from_every_digest():
-    digests = torch.tensor([0, 1, 2**24 - 2, 2**63 - 1, -1, -(2**63)])
-    assert CHANGED not in slot_value(digests).tolist()
-    assert slot_value(digests, torch.tensor(False)).tolist() == slot_value(digests).tolist()
-    assert slot_value(digests, torch.tensor(True)).tolist() == [CHANGED] * 6
-    assert torch.tensor(float(CHANGED), dtype=torch.float32).item() == CHANGED
 
 
 def test_a_checksum_is_of_any_type():

@@ -288,6 +288,20 @@ def test_a_corrupt_pack_is_refused(comm, settings):
         set_up(settings, comm)
 
 
+def test_the_ranks_whose_loss_is_not_finite_are_named(comm, settings, monkeypatch):
+    def spoil(trainer, batches, *args):
+        for batch in batches[: comm.rank > 0 or comm.size == 1]:
+            batch.images.fill_(float("inf"))
+        return step(trainer, batches, *args)
+
+    step = inner.train_step
+    monkeypatch.setattr(inner, "train_step", spoil)
+    ranks = ", ".join(str(rank) for rank in range(comm.size) if rank or comm.size == 1)
+    said = rf"the loss of step 1 \(epoch 1\) is not finite on rank {ranks}; the weights of step 0"
+    with pytest.raises(RunError, match=said):
+        loop.train(settings, comm)
+
+
 def test_gradients_may_be_finite_where_moments_are_not(comm, settings):
     wild = dataclasses.replace(settings, model="tests.odd_models:overflowing", epochs=1)
     with pytest.raises(RunError, match="step 1 .* is not finite"):

@@ -1,0 +1,165 @@
+"""The message behind the gradients: of bounded length, and read alike on any number of ranks."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.parallel import message as module
+from hpctrain.parallel.message import DIGEST_BITS, MOST_SLOTS, SCALARS, SLOTS, Message
+from hpctrain.training.steps import time_shares
+
+MANY = 16_384
+
+
+def of_rank(rank, size):
+    return Message(nn.Linear(3, 2), 5, rank, size)
+
+
+def add_up(messages):
+    """What an Allreduce does to the messages of all ranks."""
+    total = torch.stack([message.tensor for message in messages]).sum(0)
+    for message in messages:
+        message.tensor.copy_(total)
+
+
+def test_its_length_is_bounded():
+    lengths = {}
+    for size in (1, 4, 64, 1024, MANY):
+        message = of_rank(size - 1, size)
+        lengths[size] = len(message.tensor) - message.layout.length - message.moments.numel()
+        assert len(message.report().snapshot.array()) == lengths[size] + 1
+    rest = len(SCALARS) + DIGEST_BITS
+    assert lengths == {
+        1: rest + 2,
+        4: rest + 8,
+        64: rest + 128,
+        1024: rest + 2 * MOST_SLOTS,
+        MANY: rest + 2 * MOST_SLOTS,
+    }
+    assert len(SLOTS) == 2 and lengths[MANY] < 600
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 10])
+def test_ranks_take_turns_to_tell_their_seconds(size, monkeypatch):
+    monkeypatch.setattr(module, "MOST_SLOTS", 4)
+    messages = [of_rank(rank, size) for rank in range(size)]
+    turns = -(-size // 4)
+    last = {rank: [] for rank in range(size)}  # what a rank measured since its turn
+    expected = np.zeros((size, 2))
+    for step in range(9):
+        for rank, message in enumerate(messages):
+            message.zero()
+            message.set_seconds(rank + step / 8, 1.0 if rank == size // 2 else 0.25)
+            last[rank].append((rank + step / 8, 1.0 if rank == size // 2 else 0.25))
+            if rank // 4 == step % turns:
+                expected[rank] = np.mean(last.pop(rank), 0)
+                last[rank] = []
+        add_up(messages)
+        for message in messages:
+            totals = message.totals()
+            found = np.stack([totals.compute, totals.data], 1)
+            assert np.allclose(found, expected)
+        shares, slowest = time_shares(totals, 100.0)
+        known = min(size, 4 * (step + 1))
+        assert slowest == known - 1
+        busy = (totals.compute + totals.data)[:known]
+        assert shares == pytest.approx(
+            {
+                "data": totals.data[slowest],
+                "compute": totals.compute[slowest],
+                "reduce": 100 - (busy[-1] - busy[0]),
+                "idle": busy[-1] - busy.mean(),
+            }
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [2, 3, 4, 1024, MANY])
+def test_one_bit_of_one_rank_shows_that_digests_differ(size, dtype):
+    message = Message(nn.Linear(3, 2).to(dtype), 5, 0, size)
+
+    def alike(digest, other, ranks):
+        """Whether digests are alike of which `ranks` are `other`."""
+        message.zero()
+        message.set_digest(torch.tensor(other))
+        part = message.tensor.clone()
+        message.zero()
+        message.set_digest(torch.tensor(digest))
+        message.tensor.mul_(size - ranks).add_(part * ranks)  # exact: integers below 2^24
+        return message.totals().alike
+
+    for digest in (0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF):
+        assert alike(digest, digest, 1)
+        for bit in range(64):
+            other = (digest ^ 1 << bit) & 2**64 - 1
+            assert not alike(digest, other - 2**64 if other >= 2**63 else other, 1)
+    # as many bits set in all, in other places
+    assert not alike(0b0110, 0b1001, size // 2)
+    message.zero()
+    assert message.totals().alike, "no digest in this step"
+
+
+def test_a_change_that_a_replay_found_is_counted():
+    messages = [of_rank(rank, 3) for rank in range(3)]
+    for rank, message in enumerate(messages):
+        message.zero()
+        message.set_digest(torch.tensor(7), torch.tensor(rank == 1))
+    add_up(messages)
+    assert messages[0].totals().changed == 1 and messages[0].totals().alike
+
+
+def test_the_loss_of_a_rank_stays_with_it():
+    messages = [of_rank(rank, 3) for rank in range(3)]
+    for rank, message in enumerate(messages):
+        message.zero()
+        message.add_counts(torch.tensor(1.0), 0, 4)
+        message.add_counts(torch.tensor(float("nan") if rank == 1 else 2.0), 0, 4)
+    add_up(messages)
+    totals = [message.totals() for message in messages]
+    assert [total.own for total in totals] == [3.0, pytest.approx(np.nan, nan_ok=True), 3.0]
+    assert all(np.isnan(total.loss) and total.rows == 24 for total in totals)
+    messages[1].zero()
+    assert messages[1].totals().own == 0
+
+
+def opcodes(work):
+    """The number of Python instructions that a call executes."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_step_of_many_ranks_takes_as_many_instructions_as_of_one():
+    found = {}
+    for size in (1, 64, 1024, MANY):
+        message = of_rank(size // 2, size)
+
+        def step(message=message):
+            message.zero()
+            message.set_flags(False)
+            message.set_digest(None)
+            message.set_seconds(1.0, 0.5)
+            time_shares(message.totals(), 0.25)
+
+        for _ in range(64):  # all ranks have sent theirs
+            step()
+        found[size] = opcodes(step)
+    assert found[1] > 200
+    assert max(found.values()) < found[1] + 100, found
