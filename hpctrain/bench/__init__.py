@@ -141,7 +141,7 @@ def write_pixels(data: str | None, path: Path, rows: int) -> None:
             )
         with Split(pack, "train") as source:
             images = source.gather(np.arange(rows), np.empty((rows, *pack.image_shape), np.uint8))
-            labels, classes = source.labels[:rows], pack.classes
+            labels, classes = source.read_labels(np.arange(rows)), pack.classes
     write_pack(path, {"train": (images, labels)}, classes, {"source": "hpctrain bench"})
 
 

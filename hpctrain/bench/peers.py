@@ -156,7 +156,7 @@ def keep_epoch(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[[
             rows = rank * count + np.arange(start, min(start + batch, count))
             images = source.gather(rows, np.empty((len(rows), *pack.image_shape), np.uint8))
             ready = to_input(torch.from_numpy(images), channels_last=job.channels_last)
-            batches.append((ready, torch.from_numpy(source.labels[rows])))
+            batches.append((ready, torch.from_numpy(source.read_labels(rows))))
     return lambda epoch: batches
 
 
@@ -215,7 +215,7 @@ def gathered(path: Path) -> Iterator[int]:
     source = Split(pack := read_pack(path), "train")
     out = np.empty((BATCH, *pack.image_shape), np.uint8)
     for epoch in itertools.count():
-        batches = random_batches(len(source.labels), epoch)
+        batches = random_batches(len(source), epoch)
         yield sum(len(source.gather(rows, out)) for rows in batches)
 
 
@@ -229,7 +229,7 @@ def fancy(path: Path) -> Iterator[int]:
 def loaded(pack: Pack, shuffle: str, keep: bool = False, **options: Any) -> Iterator[int]:
     """Load batches as for training: float32 (n, C, H, W) in [0, 1], NHWC in memory."""
     source = Split(pack, "train", threads=1)
-    partition = cut_epoch(len(source.labels), BATCH, 1)
+    partition = cut_epoch(len(source), BATCH, 1)
     block_rows = pack.external.block_rows if pack.external else BLOCK_ROWS
     blocks = (block_rows, WINDOW_BLOCKS, pack.external is not None)
     order = make_order(shuffle, partition, 0, *blocks)

@@ -45,6 +45,7 @@ class SampleCache:
         self._split, self._order, self._files, self._epochs = split, order, files, epochs
         self._first, self._kept = 0, None
         reach = order.reach(shards)
+        split.hold(reach)
         if len(reach) * sample_bytes(split, files) <= max_bytes:
             self._first = reach.start
             self._kept = self._load(np.arange(reach.start, reach.stop))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.data.pack_format import StoredColumn
+from hpctrain.data.pack_format import Pack, StoredColumn
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_regular
 from hpctrain.watchdog import doing
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 NOT_FINITE = "holds NaN or infinite values: write finite ones, or take it out of the file"
 IOV_MAX = 1024  # most buffers of one preadv(2)
+LISTED = 1 << 16  # rows that are gathered at a time: a list of numbers takes 40 bytes for each
 READ_TOGETHER = 64  # samples read at a time when looking for NaN and infinite values
 UNKNOWN, SOUND, CORRUPT = 0, 1, 2
 # by split and column: the CRC-32 of all blocks, (blocks,), and the number of rows per block
@@ -52,6 +53,23 @@ def open_file(path: str, size: int | None = None) -> int:
             f"{path} has {there:,} bytes here, but {size:,} when it was checked: give every rank"
             " the same finished file"
         )
+    return descriptor
+
+
+def open_pack(pack: Pack) -> int:
+    """Open the file of a pack for reading and return its descriptor.
+
+    Raises UsageError if it is not the file that was checked.
+    """
+    descriptor, identity = open_file(pack.path, pack.file_size), pack.uuid.encode()
+    if pack.uuid_offset >= 0:
+        there = os.pread(descriptor, len(identity), pack.uuid_offset)
+        if there != identity:
+            os.close(descriptor)
+            raise UsageError(
+                f"{pack.path} is not the file that was checked (uuid {pack.uuid}): it was replaced"
+                " or overwritten meanwhile"
+            )
     return descriptor
 
 
@@ -92,8 +110,22 @@ def gather_rows(
         return
     row_bytes = len(out) // len(indices)
     order = np.argsort(indices, kind="stable")
-    rows = indices[order]
-    places, starts = order.tolist(), (offset + rows * row_bytes).tolist()
+    for begin in range(0, len(order), LISTED):
+        part = order[begin : begin + LISTED]
+        _gather_ascending(path, descriptor, offset, indices[part], part.tolist(), row_bytes, out)
+
+
+def _gather_ascending(
+    path: str,
+    descriptor: int,
+    offset: int,
+    rows: np.ndarray,
+    places: list[int],
+    row_bytes: int,
+    out: memoryview,
+) -> None:
+    """Read `rows` (n,), which ascend, into the parts `places` (n,) of `out`."""
+    starts = (offset + rows * row_bytes).tolist()
     cuts = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
     for start, stop in zip([0, *cuts], [*cuts, len(places)], strict=True):
         first, count, at = places[start], stop - start, starts[start]

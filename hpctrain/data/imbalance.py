@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hpctrain.config.option import class_weights
+from hpctrain.data.columns import pieces
 from hpctrain.data.orders import Order, Permutation
 from hpctrain.data.partition import Partition, random_key
 from hpctrain.errors import UsageError, did_you_mean
@@ -26,22 +27,24 @@ MOST_NAMED = 8  # classes whose weights are shown
 HEADER = ["class", "weight"]  # allowed as the first line of a file
 
 
-def find_class_weights(given: str, classes: Sequence[str], labels: np.ndarray) -> tuple[float, ...]:
+def find_class_weights(
+    given: str, classes: Sequence[str], count_classes: Callable[[], np.ndarray]
+) -> tuple[float, ...]:
     """Return the weight of each class that --class-weights asks for.
 
-    `given` is "balanced", for n / (K n_c) with n_c of the n `labels` in class c of K (as
-    scikit-learn defines it), numbers in the order of `classes`, or a CSV file with a line "class
-    name,weight" for each class. Raises UsageError.
+    `given` is "balanced", for n / (K n_c) with n_c of the n samples in class c of K (as
+    scikit-learn defines it; `count_classes` counts them), numbers in the order of `classes`, or a
+    CSV file with a line "class name,weight" for each class. Raises UsageError.
     """
     setting = f"--class-weights {brief(given)}"
     if given == "balanced":
-        counts = np.bincount(labels, minlength=len(classes))
+        counts = count_classes()
         if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
             raise UsageError(
                 f"{setting}: no training image is of class {listed(empty, 3)}, so its weight would"
                 " be infinite: give a number for each class"
             )
-        return tuple((len(labels) / (len(classes) * counts)).tolist())
+        return tuple((counts.sum() / (len(classes) * counts)).tolist())
     weights = class_weights(given) or _read_weights(given, setting, classes)
     if len(weights) != len(classes):
         raise UsageError(
@@ -117,13 +120,13 @@ class BalancedOrder(Order):
         self,
         partition: Partition,
         seed: int,
-        labels: np.ndarray,
+        labels_of: Callable[[np.ndarray], np.ndarray],
         everywhere: bool = False,
         scattered: bool = False,
     ) -> None:
-        """`labels` (n,) are those of the split's samples. See `Order` for `scattered`."""
+        """`labels_of` returns the labels of samples (n,). See `Order` for `scattered`."""
         super().__init__(partition, seed, scattered)
-        self.draws_from_all, self.labels = everywhere, labels
+        self.draws_from_all, self.labels_of = everywhere, labels_of
         self.everywhere |= everywhere
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
@@ -146,19 +149,30 @@ class BalancedOrder(Order):
         """Return the samples of each class that the shard draws from, without empty classes."""
 
         def make() -> list[np.ndarray]:
-            samples = self.pool(shard)
-            labels = self.labels[samples]
+            samples = np.concatenate([*self.pool(shard)])
+            labels = self.labels_of(samples)
             by_class = np.argsort(labels, kind="stable")
             return np.split(samples[by_class], np.flatnonzero(np.diff(labels[by_class])) + 1)
 
         return self._keep_newest(("classes", None if self.draws_from_all else shard), 0, make)
 
-    def pool(self, shard: int) -> np.ndarray:
-        """Return the samples that the shard draws from, (n,) int64."""
+    def pool(self, shard: int) -> Iterator[np.ndarray]:
+        """Yield the samples that the shard draws from in parts, (n,) int64."""
         if self.draws_from_all:
-            return np.arange(self.partition.samples)
-        own = np.arange(self.partition.start(shard), self.partition.start(shard + 1))
-        return own if self._scatter is None else self._scatter(own)
+            yield from pieces(self.partition.samples)
+            return
+        for part in pieces(self.partition.sizes[shard]):
+            own = self.partition.start(shard) + part
+            yield own if self._scatter is None else self._scatter(own)
+
+    def count_classes(self, samples: Iterable[np.ndarray]) -> np.ndarray:
+        """Return the number of samples of each class up to the last one found, (k,) int64."""
+        counts = np.zeros(0, np.int64)
+        for part in samples:
+            found = np.bincount(self.labels_of(part), minlength=len(counts))
+            found[: len(counts)] += counts
+            counts = found
+        return counts
 
     def _order_within(self, epoch: int, number: int, n: int, *pool: int) -> Permutation:
         """Return the order in which an epoch draws the n samples of a class."""
@@ -170,7 +184,7 @@ def describe_balance(order: Order) -> str | None:
     """Describe an epoch of a balanced order."""
     if not isinstance(order, BalancedOrder):
         return None
-    counts = np.bincount(order.labels)
+    counts = order.count_classes(pieces(order.partition.samples))
     each, drawn = counts[counts > 0], order.partition.samples
     return (
         f"--balanced-sampling: an epoch draws {drawn:,} images, about {drawn / len(each):,.0f} of"
@@ -185,9 +199,11 @@ def describe_missing(order: Order, names: Sequence[str]) -> str | None:
     """
     if not isinstance(order, BalancedOrder) or order.draws_from_all:
         return None
-    present, lacking = np.unique(order.labels), dict[str, list[int]]()
-    for shard in range(len(order.partition.shares)):
-        for label in np.setdiff1d(present, order.labels[order.pool(shard)]).tolist():
+    shards, lacking = range(len(order.partition.shares)), dict[str, list[int]]()
+    found = [np.flatnonzero(order.count_classes(order.pool(shard))) for shard in shards]
+    present = np.unique(np.concatenate(found))
+    for shard in shards:
+        for label in np.setdiff1d(present, found[shard]).tolist():
             lacking.setdefault(names[label], []).append(shard)
     if not lacking:
         return None

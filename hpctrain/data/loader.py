@@ -108,7 +108,7 @@ def make_pairs(
     uploaded in one copy, and their labels in another.
     """
     sizes = [len(indices) for indices, _ in parts]
-    labels = torch.from_numpy(split.labels[np.concatenate([indices for indices, _ in parts])])
+    labels = torch.from_numpy(split.read_labels(np.concatenate([part for part, _ in parts])))
 
     def work(images: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         targets_of = copy_to_device(labels, images.device).split(sizes)

@@ -29,7 +29,7 @@ import numpy as np
 from hpctrain.data.partition import Partition, random_key
 
 ORDERS = ("partition", "global", "blocks")
-KEPT = 1 << 22  # largest permutation that is drawn and kept: 32 MiB
+KEPT = 1 << 22  # largest permutation that is drawn and kept: 16 MiB
 ROUNDS = 6
 
 Made = TypeVar("Made")
@@ -203,7 +203,7 @@ class Permutation:
 
     def __init__(self, n: int, key: int, kept: int = KEPT) -> None:
         self.n = n
-        self._drawn = random_order(n, key) if n <= kept else None
+        self._drawn = random_order(n, key).astype(np.uint32) if n <= kept else None
         self._half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))  # bits of each half
         self._mask = np.uint64((1 << int(self._half)) - 1)
         self._keys = [np.uint64(random_key(key, "round", r)) for r in range(ROUNDS)]
@@ -211,7 +211,7 @@ class Permutation:
     def __call__(self, places: np.ndarray) -> np.ndarray:
         """Return the numbers at these positions: an int64 array of the same shape."""
         if self._drawn is not None:
-            return self._drawn[places]
+            return self._drawn[places].astype(np.int64)
         numbers = self._network(places.astype(np.uint64))
         while (beyond := numbers >= self.n).any():
             numbers[beyond] = self._network(numbers[beyond])

@@ -53,7 +53,8 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     """
     pack = _read_attributes(os.path.abspath(path))
     for name in pack.splits:
-        Split(pack, name).close()  # reads and checks labels and offsets
+        with Split(pack, name, threads=1) as split:
+            split.check_columns()
     return pack
 
 

@@ -17,16 +17,18 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.data.checks import Checks, as_bytes, gather_rows, open_file, read_exactly
-from hpctrain.data.pack_format import Pack, SplitLayout
+from hpctrain.data.checks import Checks, as_bytes, gather_rows, open_file, open_pack, read_exactly
+from hpctrain.data.columns import HELD_ROWS, Column, LabelColumn, OffsetColumn, pieces
+from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from hpctrain.data.hdf5_chunks import Chunks
@@ -38,9 +40,10 @@ WHOLE_FILE = ""  # the name of the split of all samples of an external file
 class Split:
     """The samples of one split of a pack or an external HDF5 file. Reading is thread-safe.
 
-    ``labels`` is an (N,) int64 array. Images have the shape ``image_shape`` (H, W, C) and the type
-    ``dtype``: uint8, or the floats of an external file, which are used unchanged. ``bad`` are the
-    unusable samples found so far; for these, ``gather`` returns undefined values.
+    Images have the shape ``image_shape`` (H, W, C) and the type ``dtype``: uint8, or the floats of
+    an external file, which are used unchanged. ``bad`` are the unusable samples found so far; for
+    these, ``gather`` returns undefined values. Labels, and offsets of JPEG files, are read when
+    they are needed; ``hold`` keeps those of some samples.
     """
 
     def __init__(
@@ -49,8 +52,7 @@ class Split:
         """Open a split. JPEG files are decoded by `threads` threads; default: one per usable core,
         at most 8. `checks` are applied while a pack is read.
 
-        Raises UsageError if the file is missing, is not the one that was checked or has labels
-        beyond its classes, and RunError if it cannot be read.
+        Raises UsageError if the file is missing or not the one that was checked.
         """
         if name not in pack.splits and not (name == WHOLE_FILE and pack.external):
             there = ", ".join(pack.splits)
@@ -61,7 +63,8 @@ class Split:
         self.bad = self._checks.bad_samples(name)
         self._source = pack.external_splits.get(name, pack.external)
         self._index: np.ndarray | None = None  # (N,) samples of the file
-        self._offsets: np.ndarray | None = None  # (N + 1,) of JPEG files
+        self._labels: LabelColumn | np.ndarray  # (N,); an array of an external file
+        self._offsets: OffsetColumn | None = None  # (N + 1,) of JPEG files
         self._threads: ThreadPoolExecutor | None = None  # that decode them
         self._chunks: Chunks | None = None
         self._descriptor = -1
@@ -69,9 +72,10 @@ class Split:
             if self._source:
                 self._open_external()
             else:
-                self._open_pack(pack.splits[name])
+                self._descriptor = open_pack(pack)
+                self._labels = LabelColumn(pack, name, self._checks, self._read)
             if pack.encoded:
-                self._open_files(pack.splits[name], threads)
+                self._open_files(threads)
         except BaseException:
             self.close()
             raise
@@ -103,6 +107,41 @@ class Split:
             self._read_pixels(self._in_file(indices), out)
         return out
 
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """The labels of all samples, (N,) int64: of 10^9 samples 8 GB, kept once they are read."""
+        if isinstance(self._labels, Column) and self._descriptor < 0:  # closed
+            with Split(self.pack, self.name, 1, self._checks) as again:
+                return again.labels
+        return self.read_labels(np.arange(len(self)))
+
+    def read_labels(self, indices: np.ndarray) -> np.ndarray:
+        """Return the labels of the samples `indices` (n,), (n,) int64.
+
+        Raises UsageError if a label is beyond the classes, and RunError if one cannot be read.
+        """
+        return self._labels.take(indices)
+
+    def count_classes(self) -> np.ndarray:
+        """Return the number of samples of each class, (K,) int64, reading the labels once."""
+        counts = np.zeros(len(self.pack.classes), np.int64)
+        for part in pieces(len(self)):
+            counts += np.bincount(self.read_labels(part), minlength=len(counts))
+        return counts
+
+    def hold(self, samples: range) -> None:
+        """Keep the labels and offsets of these samples in memory if they are few."""
+        for column in (self._labels, self._offsets):
+            if isinstance(column, Column):
+                column.hold(range(samples.start, samples.stop + column.more))
+
+    def check_columns(self) -> None:
+        """Check labels and offsets, unless they are many and checked when read. Raises Failure."""
+        for part in pieces(len(self)) if len(self) <= HELD_ROWS else ():
+            self.read_labels(part)
+            if self._offsets:
+                self._offsets.spans(part)
+
     def file_bytes(self) -> int:
         """Return the mean size in bytes of the split's JPEG files."""
         layout = self.pack.splits[self.name]
@@ -110,8 +149,9 @@ class Split:
 
     def byte_range(self, samples: range) -> tuple[int, int]:
         """Return the range of these samples among the bytes of the images of a pack's split."""
-        if self._offsets is not None:
-            return int(self._offsets[samples.start]), int(self._offsets[samples.stop])
+        if self._offsets:
+            start, stop = self._offsets.take(np.array([samples.start, samples.stop])).tolist()
+            return start, stop
         return samples.start * self.pack.image_bytes, samples.stop * self.pack.image_bytes
 
     def describe(self, index: int) -> str:
@@ -133,32 +173,13 @@ class Split:
             self._descriptor = -1
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self._labels)
 
     def __enter__(self) -> Split:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.close()
-
-    def _open_pack(self, layout: SplitLayout) -> None:
-        pack = self.pack
-        self._descriptor = open_file(pack.path, pack.file_size)
-        if pack.uuid_offset >= 0:
-            there = os.pread(self._descriptor, len(pack.uuid), pack.uuid_offset)
-            if there != pack.uuid.encode():
-                raise UsageError(
-                    f"{pack.path} is not the file that was checked (uuid {pack.uuid}): it was"
-                    " replaced or overwritten meanwhile"
-                )
-        self.labels = self._read_numbers("labels", layout.labels_offset, layout.samples)  # (N,)
-        low, high = self.labels.min(), self.labels.max()
-        if not 0 <= low <= high < len(pack.classes):
-            raise UsageError(
-                f"{pack.path}: labels of split {self.name!r} go from {low} to {high}, but there are"
-                f" {len(pack.classes)} classes, 0 to {len(pack.classes) - 1}: the file is corrupt,"
-                " pack it again"
-            )
 
     def _open_external(self) -> None:
         from hpctrain.data import external, external_file  # import h5py
@@ -170,25 +191,18 @@ class Split:
         else:
             external_file.check_unchanged(source)
             self._descriptor = open_file(source.path, source.file_size)
-        self.labels, splits = external.split_labels(source)
+        self._labels, splits = external.split_labels(source)
         if self.name != WHOLE_FILE:
             self._index = splits[self.name]
-            self.labels = self.labels[self._index]
+            self._labels = self._labels[self._index]
 
-    def _open_files(self, layout: SplitLayout, threads: int | None) -> None:
-        offsets = self._read_numbers("offsets", layout.offsets_offset, layout.samples + 1)
-        in_order = offsets[0] == 0 and (offsets[1:] > offsets[:-1]).all()
-        if not in_order or offsets[-1] != layout.files_bytes:
-            raise UsageError(
-                f"{self.pack.path}: offsets of split {self.name!r} do not cut its"
-                f" {layout.files_bytes:,} bytes into {layout.samples:,} files: the file is corrupt,"
-                " pack it again"
-            )
+    def _open_files(self, threads: int | None) -> None:
         warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
         self._jpeg = jpeg = import_module("hpctrain.data.jpeg")  # which imports Pillow
         (height, width, channels), crop = self.image_shape, self.pack.fit == "crop"
         self._fit = jpeg.Fit(width, height, channels, crop=crop)
-        self._offsets, self._threads = offsets, jpeg.decode_threads(threads)
+        self._threads = jpeg.decode_threads(threads)
+        self._offsets = OffsetColumn(self.pack, self.name, self._checks, self._read)
 
     def _check_request(self, indices: np.ndarray, out: np.ndarray) -> None:
         """Raise IndexError if the split lacks a sample, ValueError if `out` does not fit."""
@@ -226,18 +240,17 @@ class Split:
 
     def _read_files(self, indices: np.ndarray) -> Iterator[memoryview]:
         """Yield the JPEG files of `indices` (n,), in order; consecutive ones are read together."""
-        if len(indices) == 0:
+        if not (len(indices) and self._offsets):
             return
-        assert self._offsets is not None
-        starts, stops = self._offsets[indices], self._offsets[indices + 1]
+        starts, stops = self._offsets.spans(indices)
         self._verify("bytes", indices, starts, stops)
         apart = (np.diff(indices) != 1) | (np.diff(starts // READ_BYTES) != 0)
         cuts = (np.flatnonzero(apart) + 1).tolist()
         for first, last in zip([0, *cuts], [*cuts, len(indices)], strict=True):
-            ends = self._offsets[int(indices[first]) : int(indices[last - 1]) + 2]
-            data = memoryview(bytearray(int(ends[-1] - ends[0])))
-            self._read([data], self.pack.splits[self.name].images_offset + int(ends[0]))
-            yield from (data[a:b] for a, b in pairwise((ends - ends[0]).tolist()))
+            start, ends = int(starts[first]), (stops[first:last] - starts[first]).tolist()
+            data = memoryview(bytearray(ends[-1]))
+            self._read([data], self.pack.splits[self.name].images_offset + start)
+            yield from (data[a:b] for a, b in pairwise([0, *ends]))
 
     def _decode(
         self,
@@ -262,19 +275,6 @@ class Split:
                     out[place] = 0
 
         jpeg.map_parts(threads, decode_part, len(indices))
-
-    def _read_numbers(self, kind: str, offset: int, count: int) -> np.ndarray:
-        """Read (count,) int64 of the column `kind`, which begin at byte `offset`.
-
-        Raises RunError if they cannot be read or are corrupt: samples are useless without them.
-        """
-        path, column = self.pack.path, self.pack.columns(self.name)[kind]
-        if checksums := self._checks.checksums(self.name, kind, column):
-            for block in checksums.corrupt_blocks(self._read):
-                raise RunError(f"{path}: {checksums.describe(block)}; copy or pack it again")
-        values = np.empty(count, np.int64)
-        self._read([as_bytes(values)], offset)
-        return values
 
     def _verify(
         self, kind: str, indices: np.ndarray, starts: np.ndarray, stops: np.ndarray

@@ -234,7 +234,7 @@ def evaluate(
     the next action; if it returns False on any rank, that rank's remaining blocks are skipped, and
     all ranks return None.
     """
-    total, device = len(source.labels), next(model.parameters()).device
+    total, device = len(source), next(model.parameters()).device
     upload = Upload((min(block, total), *source.image_shape), source.dtype, device)
     confusion, own = np.zeros((task.classes, task.classes)), RankPart()
     names: list[list[str]] = []  # of the figures, by block: one more may be under way
@@ -266,7 +266,7 @@ def evaluate(
             own.rows += len(each.rows)
             own.bad |= each.bad
             if task.classes:
-                labels, (found, sure) = source.labels[each.rows], rest.reshape(2, -1)
+                labels, (found, sure) = source.read_labels(each.rows), rest.reshape(2, -1)
                 found = found.astype(np.int64)
                 np.add.at(confusion, (labels, found), 1)
                 own.add_mistakes(kept, each.rows, labels, found, sure)

@@ -103,7 +103,7 @@ def find_images(saved: Saved, settings: ExportConfig) -> tuple[Tensor, str]:
         checks = Checks(None if pack.external else find_sums(pack))
         with Split(pack, settings.split, checks=checks) as split:
             if split.dtype == np.uint8 or not settings.preprocess:
-                rows = np.arange(count) % len(split.labels)
+                rows = np.arange(count) % len(split)
                 images = split.gather(rows, np.empty((count, *split.image_shape), split.dtype))
                 images[np.isin(rows, list(find_nonfinite(split, rows, images)))] = 0
                 return torch.from_numpy(images), f"{count} images of {settings.split}"

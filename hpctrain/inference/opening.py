@@ -64,9 +64,9 @@ def own_task(network: Network, settings: EvaluateConfig, source: Split, comm: Co
     key = random_key("own functions")
 
     def check() -> None:
-        rows = np.arange(min(CHECKED_ROWS, len(source.labels)))
+        rows = np.arange(min(CHECKED_ROWS, len(source)))
         images = read_samples(source, rows, network.prepare)
-        labels = torch.from_numpy(source.labels[rows]).to(images.device)
+        labels = torch.from_numpy(source.read_labels(rows)).to(images.device)
         check_task(task, network.model, *task.pair(images, labels, key))
 
     if any(own):

@@ -11,8 +11,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from hpctrain.config import Config
 from hpctrain.data.augment import check_shift
 from hpctrain.data.builtin import locate
@@ -135,6 +133,23 @@ def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
     return Checks(sums, warn if config.skip_bad else None)
 
 
+def make_reading(
+    config: Config, plan: Plan, source: Split, checks: Checks, shards: range, comm: Comm
+) -> Reading:
+    """Return how this rank, which carries `shards`, reads the training split. Collective.
+
+    Labels and offsets that it may need are read now if they are few. Raises the same error on all
+    ranks.
+    """
+    reading = Reading(source.pack, checks, source, order_of(plan, source))
+    if config.stage and not config.dry_run:
+        moving = config.worker_load == "auto"  # any shard may move to any host
+        reading = staged(config.stage, reading, range(plan.shards) if moving else shards, comm)
+        reading = replace(reading, order=order_of(plan, reading.source))
+    call_on_all(comm, lambda: reading.source.hold(reading.order.reach(shards)))
+    return reading
+
+
 def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     """Copy training images to `folder` on this host's disk, to be read from there. Collective.
 
@@ -165,11 +180,13 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     return replace(reading, pack=here, checks=checks, source=opened)
 
 
-def order_of(plan: Plan, labels: np.ndarray) -> Order:
-    """Return the order in which the shards read the training samples with these `labels` (n,)."""
+def order_of(plan: Plan, source: Split) -> Order:
+    """Return the order in which the shards read the samples of the training split."""
     if plan.balanced_sampling:
         everywhere = plan.shuffle == "global"
-        return BalancedOrder(plan.partition, plan.seed, labels, everywhere, plan.scattered)
+        return BalancedOrder(
+            plan.partition, plan.seed, source.read_labels, everywhere, plan.scattered
+        )
     runs = plan.block_rows, plan.window_blocks, plan.scattered
     return make_order(plan.shuffle, plan.partition, plan.seed, *runs)
 

@@ -238,11 +238,11 @@ def probe_model(
     operations without a deterministic form.
     """
     model, names = norms.model, set(norms.model.state_dict())
-    rows = np.arange(min(PROBE_ROWS, len(source.labels)))
+    rows = np.arange(min(PROBE_ROWS, len(source)))
     if bad := describe_first([find_nonfinite(source, rows)]):
         raise UsageError(bad)
     images = read_samples(source, rows, prepare)
-    labels = torch.from_numpy(source.labels[rows]).to(images.device)
+    labels = torch.from_numpy(source.read_labels(rows)).to(images.device)
     key = random_key(config.seed, "probe")
     inputs, targets = task.pair(images, labels, key)
     check_task(task, model, inputs, targets)

@@ -46,9 +46,8 @@ from hpctrain.training.reading import (
     Reading,
     check_data,
     make_checks,
+    make_reading,
     open_pack,
-    order_of,
-    staged,
 )
 from hpctrain.training.replay import PROBE_ROWS
 from hpctrain.training.scaling import Scaling, choose_scaling
@@ -136,14 +135,11 @@ def set_up(
     trainer = make_trainer(norms, task, config, plan, frozen, transport, runs, overlap)
     check_fixed_state(model, comm)
     shards = runs[comm.rank]
-    reading = Reading(pack, checks, source, order_of(plan, source.labels))
-    if config.stage and not config.dry_run:
-        moving = config.worker_load == "auto"  # any shard may move to any host
-        reading = staged(config.stage, reading, range(plan.shards) if moving else shards, comm)
+    reading = make_reading(config, plan, source, checks, shards, comm)
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
-    balance = describe_imbalance(weights, reading.order, pack.classes)
+    balance = call_on_root(comm, lambda: describe_imbalance(weights, reading.order, pack.classes))
     texts = fitted, sharing, init, why, frozen.describe(trainer.message), *balance
     made = pack, reading, choice, task, frozen, trainer, loader, prepare, init
     return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
@@ -178,7 +174,7 @@ def with_own_augment(name: str | None, prepare: Prepare, source: Split, comm: Co
     if name is None:
         return prepare
     own = call_on_all(comm, lambda: import_own(name, "--augment", "images", "generator"))
-    rows, key = np.arange(min(PROBE_ROWS, len(source.labels))), random_key("own functions")
+    rows, key = np.arange(min(PROBE_ROWS, len(source))), random_key("own functions")
     call_on_root(comm, lambda: check_augment(own, read_samples(source, rows, prepare), key))
     return with_augment(own, prepare)
 
@@ -224,7 +220,7 @@ def task_of(
 
     def find() -> tuple[float, ...]:
         given, classes = config.class_weights, source.pack.classes
-        return () if given is None else find_class_weights(given, classes, source.labels)
+        return () if given is None else find_class_weights(given, classes, source.count_classes)
 
     weights = call_on_root(comm, find)
     own = call_on_all(comm, lambda: import_functions(config.loss, config.metric))

@@ -173,7 +173,7 @@ def find_bad_image(run: Run, step: int) -> str | None:
     job, partition, epoch = run.job, run.job.plan.partition, run.state.epoch
     doing(f"reading the images of step {step} again")
     current_stream(job.trainer.message.device).synchronize()  # ends all communication in progress
-    order = order_of(job.plan, job.loader.split.labels)  # the loader's own is in use
+    order = order_of(job.plan, job.loader.split)  # the loader's own is in use
     number = step - 1 - epoch * partition.steps
     indices = [
         order.samples(

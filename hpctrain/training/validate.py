@@ -183,7 +183,7 @@ def show_work(run: Run) -> None:
     if not isinstance(job.task, Denoising) or split is None:
         return
     with job.reading.split(split) as source:
-        rows = np.arange(min(SHOWN, len(source.labels)))
+        rows = np.arange(min(SHOWN, len(source)))
         clean = read_samples(source, rows, job.prepare)
     noisy, _ = job.task.pair(clean, torch.empty(0), block_key(0))
     model = job.trainer.model

@@ -42,6 +42,12 @@ class Source:
         self.asked = []
         self.bad = BadSamples()
 
+    def read_labels(self, indices):
+        return self.labels[indices]
+
+    def hold(self, samples):
+        pass
+
     def gather(self, indices, out, crops=None):
         self.asked.append(indices.copy())
         out[:] = self.images[indices]

@@ -130,6 +130,7 @@ def test_long_runs_are_read_in_pieces_few_and_bounded(made, monkeypatch):
         return preadv(descriptor, buffers, offset)
 
     with Split(made, "train") as rows:
+        rows.hold(range(ROWS))
         monkeypatch.setattr(os, "preadv", counted)
         rows.gather(np.arange(ROWS)[::-1].copy(), np.empty(ROWS, object))
         assert len(calls) == 1
@@ -158,7 +159,7 @@ def test_what_is_asked_wrongly_is_an_error_of_the_programmer(made):
 def test_a_row_that_cannot_be_decoded_is_named(copy, crop):
     packed = read_pack(copy)
     with Split(packed, "train") as rows:
-        first, second = (int(rows._offsets[row]) for row in (31, 47))
+        first, second = rows.byte_range(range(31, 47))
     with open(copy, "r+b") as file:
         for start in (first, second):
             file.seek(packed.splits["train"].images_offset + start)
@@ -204,12 +205,12 @@ def test_files_of_other_kinds_are_not_decoded(copy):
     """A pack holds gray and YCbCr alone: no other of Pillow's readers is ever started."""
     packed = read_pack(copy)
     with Split(packed, "train") as rows:
-        start, length = int(rows._offsets[3]), int(np.diff(rows._offsets)[3])
+        start, stop = rows.byte_range(range(3, 4))
     image = Image.new("RGB", (3, 3))
     for kind, mode in (("PNG", "RGB"), ("JPEG", "CMYK")):
         other = io.BytesIO()
         image.convert(mode).save(other, kind)
-        assert len(other.getvalue()) <= length
+        assert len(other.getvalue()) <= stop - start
         with open(copy, "r+b") as file:
             file.seek(packed.splits["train"].images_offset + start)
             file.write(other.getvalue())
@@ -223,7 +224,9 @@ def test_files_of_other_kinds_are_not_decoded(copy):
 def test_a_pack_cut_short_while_in_use(copy):
     packed = read_pack(copy)
     with Split(packed, "train") as rows:
-        os.truncate(copy, packed.splits["train"].images_offset + int(rows._offsets[30]) + 1)
+        rows.hold(range(ROWS))
+        end = rows.byte_range(range(30))[1]
+        os.truncate(copy, packed.splits["train"].images_offset + end + 1)
         rows.gather(np.arange(30), out_of(30))
         with pytest.raises(RunError, match="cut short while in use"):
             rows.gather(np.array([30]), out_of(1))
@@ -252,8 +255,9 @@ def test_offsets_out_of_order_or_out_of_the_data_are_refused(copy, place, value)
         offsets[place] = offsets[place - 1] if value is None else value
 
     assert "offsets of split 'train' do not cut its" in refusal(copy, change)
-    with pytest.raises(UsageError, match="offsets of split 'train'"):  # on the other ranks
-        Split(packed, "train")
+    wrong = pytest.raises(UsageError, match="offsets of split 'train'")
+    with Split(packed, "train") as rows, wrong:  # on the other ranks
+        rows.gather(np.arange(ROWS), out_of(ROWS))
 
 
 def test_links_and_data_of_another_kind_are_refused(copy, tmp_path):

@@ -34,6 +34,12 @@ class Source:
         self.dtype = self.images.dtype
         self.labels, self.bad = rng.integers(0, 10, ROWS), BadSamples()
 
+    def read_labels(self, indices):
+        return self.labels[indices]
+
+    def hold(self, samples):
+        pass
+
     def gather(self, indices, out, crops=None):
         out[:] = self.images[indices]
         return out

@@ -40,7 +40,7 @@ def settings(comm, shared_tmp):
         packed = pack(folder, shared_tmp / "pack.h5", size="17x13", **split)
         for name, row in (("train", 20), ("validation", 4)):
             with Split(packed, name) as rows:
-                start = int(rows._offsets[row])
+                start, _ = rows.byte_range(range(row, row + 1))
             overwrite(packed.path, packed.splits[name].images_offset + start)
     comm.Barrier()
     return short_run(

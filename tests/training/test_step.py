@@ -42,6 +42,12 @@ class Arrays:
         self.labels = rng.integers(0, classes, rows)
         self.bad = BadSamples(lambda text: None)
 
+    def read_labels(self, indices):
+        return self.labels[indices]
+
+    def hold(self, samples):
+        pass
+
     def gather(self, indices, out):
         out[:] = self.images[indices]
         return out

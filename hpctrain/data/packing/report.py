@@ -189,7 +189,7 @@ def print_table(pack: Pack, columns: int | None = None) -> None:
 
 def _class_counts(pack: Pack, split: str) -> np.ndarray:
     with Split(pack, split, threads=1) as rows:
-        return np.bincount(rows.labels, minlength=len(pack.classes))
+        return rows.count_classes()
 
 
 def _files(pack: Pack) -> str:

@@ -1,0 +1,132 @@
+"""Columns of one number per sample, which are read where they are needed: labels and offsets.
+
+The labels of 10^9 samples take 8 GB, and so do the offsets of their files. So a rank keeps those of
+the samples that it may read, if they are few, and otherwise reads those of each batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hpctrain.data.checks import Checks, ReadInto, as_bytes
+from hpctrain.data.pack_format import Pack
+from hpctrain.errors import RunError, UsageError
+
+HELD_ROWS = 1 << 22  # most rows of a column that are kept: 32 MiB
+PIECE_ROWS = 1 << 20  # read at a time from a whole column
+
+
+def pieces(rows: int) -> Iterator[np.ndarray]:
+    """Yield 0 ... rows-1 in consecutive pieces, (n,) int64."""
+    for start in range(0, rows, PIECE_ROWS):
+        yield np.arange(start, min(rows, start + PIECE_ROWS))
+
+
+class Column:
+    """A column of a split of a pack, (n,) int64. Reading is thread-safe."""
+
+    kind, more = "", 0  # its name, and how many more values than samples it has
+
+    def __init__(self, pack: Pack, split: str, checks: Checks, read: ReadInto) -> None:
+        """`read` reads bytes of the pack; blocks are verified when first read, as `checks` say."""
+        self._pack, self._split, self._read = pack, split, read
+        self._column = pack.columns(split)[self.kind]
+        self._checksums = checks.checksums(split, self.kind, self._column)
+        self._held = 0, np.empty(0, np.int64)  # the first row in memory, and all rows there
+
+    def __len__(self) -> int:
+        return self._column.rows
+
+    def hold(self, rows: range) -> None:
+        """Keep these rows in memory if they are few, in place of those held before."""
+        if (self._held[0], len(self._held[1])) == (rows.start, len(rows)):
+            return
+        self._held = 0, np.empty(0, np.int64)
+        if len(rows) <= HELD_ROWS:
+            held = np.empty(len(rows), np.int64)
+            for part in pieces(len(rows)):
+                held[part] = self.take(rows.start + part)
+            self._held = rows.start, held
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Return the values of `rows` (n,), (n,) int64.
+
+        Raises RunError if they cannot be read or are corrupt.
+        """
+        first, held = self._held
+        places = rows - first
+        if len(held) and places.min(initial=0) >= 0 and places.max(initial=0) < len(held):
+            return held[places]
+        if not (np.diff(rows) > 0).all():
+            ascending, places = np.unique(rows, return_inverse=True)
+            return self._read_rows(ascending)[places]
+        return self._read_rows(rows)
+
+    def _read_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Read `rows` (n,), which ascend; consecutive ones are read together."""
+        values, size = np.empty(len(rows), np.int64), self._column.row_bytes
+        if not len(rows):
+            return values
+        into, cuts = as_bytes(values), (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
+        self._verify(rows * size)
+        for first, last in zip([0, *cuts], [*cuts, len(rows)], strict=True):
+            start = self._column.offset + int(rows[first]) * size
+            self._read([into[first * size : last * size]], start)
+        return values
+
+    def _verify(self, starts: np.ndarray) -> None:
+        """Verify the blocks of the numbers at bytes `starts` (n,): samples need their numbers."""
+        if self._checksums is None:
+            return
+        found = self._checksums.find_corrupt(starts, starts + self._column.row_bytes, self._read)
+        if (corrupt := found[found >= 0]).size:
+            what = self._checksums.describe(int(corrupt.min()))
+            raise RunError(f"{self._pack.path}: {what}; copy or pack it again")
+
+
+class LabelColumn(Column):
+    """The labels of a split."""
+
+    kind = "labels"
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Return the labels of `rows` (n,), (n,) int64. Raises UsageError for those of no class."""
+        labels, classes = super().take(rows), len(self._pack.classes)
+        low, high = labels.min(initial=0), labels.max(initial=0)
+        if not 0 <= low <= high < classes:
+            raise UsageError(
+                f"{self._pack.path}: labels of split {self._split!r} go from {low} to {high}, but"
+                f" there are {classes} classes, 0 to {classes - 1}: the file is corrupt, pack it"
+                " again"
+            )
+        return labels
+
+
+class OffsetColumn(Column):
+    """The offsets of the JPEG files of a split among its bytes."""
+
+    kind, more = "offsets", 1
+
+    def spans(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first byte of each file of `samples` (n,), n > 0, and the byte after its last.
+
+        Raises UsageError if the offsets do not cut the split's bytes into files.
+        """
+        rows, places = np.unique(np.concatenate([samples, samples + 1]), return_inverse=True)
+        offsets, layout = self.take(rows), self._pack.splits[self._split]
+        ends = {0: 0, layout.samples: layout.files_bytes}  # the first offset and the last one
+        outer = [(rows[0], offsets[0]), (rows[-1], offsets[-1])]
+        if (
+            (offsets[1:] <= offsets[:-1]).any()
+            or not 0 <= offsets[0] < offsets[-1] <= layout.files_bytes
+            or any(ends.get(int(row), offset) != offset for row, offset in outer)
+        ):
+            raise UsageError(
+                f"{self._pack.path}: offsets of split {self._split!r} do not cut its"
+                f" {layout.files_bytes:,} bytes into {layout.samples:,} files: the file is corrupt,"
+                " pack it again"
+            )
+        starts, stops = offsets[places].reshape(2, -1)
+        return starts, stops

@@ -1,0 +1,149 @@
+"""Labels and offsets: a rank reads those of the samples that it may reach, and no others."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpctrain.data import columns
+from hpctrain.data.checks import Checks
+from hpctrain.data.imbalance import BalancedOrder, describe_balance, describe_missing
+from hpctrain.data.loader import Loader
+from hpctrain.data.orders import Order, make_order
+from hpctrain.data.packed import read_pack, read_sums
+from hpctrain.data.partition import cut_epoch
+from hpctrain.data.split import Split
+from hpctrain.errors import UsageError
+from tests.packs import make_pack, make_sparse_pack
+
+ROWS, BILLION = 203, 10**9
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A pack, and the labels of its training split."""
+    path = make_pack(tmp_path_factory.mktemp("pack") / "a.h5", {"train": ROWS}, (6, 6, 1))
+    with h5py.File(path, locking=False) as file:
+        return read_pack(path), file["train/labels"][:]
+
+
+@pytest.fixture
+def label_reads(made, monkeypatch):
+    """The labels that are read from the file, as rows."""
+    layout, rows, preadv = made[0].splits["train"], [], os.preadv
+
+    def counted(descriptor, buffers, offset):
+        size, first = sum(map(len, buffers)), (offset - layout.labels_offset) // 8
+        if 0 <= first < ROWS and offset >= layout.labels_offset:
+            rows.extend(range(first, first + size // 8))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return rows
+
+
+@pytest.mark.parametrize("held", [0, ROWS])
+@pytest.mark.parametrize("checked", [False, True])
+def test_labels_are_those_of_the_file_however_they_are_read(made, monkeypatch, held, checked):
+    pack, labels = made
+    monkeypatch.setattr(columns, "HELD_ROWS", held)
+    monkeypatch.setattr(columns, "PIECE_ROWS", 7)
+    checks = Checks(read_sums(pack) if checked else None)
+    with Split(pack, "train", checks=checks) as split:
+        for part in (range(50, 90), range(ROWS)):
+            split.hold(part)
+            for rows in ([3], [60, 51, 60], [89, 90], [], np.arange(ROWS), np.arange(ROWS)[::-1]):
+                rows = np.array(rows, np.int64)
+                assert np.array_equal(split.read_labels(rows), labels[rows])
+        assert np.array_equal(split.count_classes(), np.bincount(labels, minlength=10))
+        assert np.array_equal(split.labels, labels)
+
+
+@pytest.mark.parametrize("held", [0, ROWS])
+@pytest.mark.parametrize("order", ["partition", "blocks"])
+def test_a_rank_reads_only_the_labels_of_its_shards(made, monkeypatch, label_reads, held, order):
+    pack, labels = made
+    monkeypatch.setattr(columns, "HELD_ROWS", held)
+    partition = cut_epoch(ROWS, 32, 4)
+    order, shards = make_order(order, partition, 0, 5, 3), range(1, 3)
+    reach = order.reach(shards)
+    with Split(pack, "train") as split:
+        loader = Loader(split, partition, shards, order=order, epochs=2)
+        found = [b for epoch in range(2) for step in loader.epoch(epoch) for b in step]
+        loader.close()
+    assert set(label_reads) == set(reach) and len(reach) < ROWS
+    times = 1 if held else 2  # once, or in every epoch
+    assert np.array_equal(np.bincount(label_reads)[reach.start :], [times] * len(reach))
+    targets = np.concatenate([batch.targets.numpy() for batch in found])
+    assert np.array_equal(np.sort(targets), np.sort(np.tile(labels[reach.start : reach.stop], 2)))
+
+
+def test_opening_reads_no_label(made, label_reads):
+    with Split(made[0], "train") as split:
+        assert len(split) == ROWS
+    assert not label_reads
+
+
+def test_a_balanced_order_reads_the_labels_of_the_shards_that_it_is_asked_for(made, label_reads):
+    pack, labels = made
+    partition = cut_epoch(ROWS, 32, 4)
+    with Split(pack, "train") as split:
+        order = BalancedOrder(partition, 3, split.read_labels)
+        found = order.samples(0, 2, 0, 20)
+        assert set(label_reads) == set(order.reach(range(2, 3)))
+        kept = BalancedOrder(partition, 3, labels.take)
+        assert np.array_equal(found, kept.samples(0, 2, 0, 20))
+        names = [str(k) for k in range(10)]
+        assert describe_balance(order) == describe_balance(kept)
+        assert describe_missing(order, names) == describe_missing(kept, names)
+
+
+def test_a_label_of_no_class_in_a_large_pack_is_an_error_when_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(columns, "HELD_ROWS", 50)
+    monkeypatch.setattr("hpctrain.data.split.HELD_ROWS", 50)
+    path = make_pack(tmp_path / "a.h5", {"train": 60}, (6, 6, 1))
+    for label in (10, -1):
+        with h5py.File(path, "r+", locking=False) as file:
+            file["train/labels"][7] = label
+        with Split(read_pack(path), "train") as split:
+            split.hold(range(60))
+            assert len(split.read_labels(np.array([6, 8]))) == 2
+            with pytest.raises(
+                UsageError, match=f"labels of split 'train' go .* {label}.*10 class"
+            ):
+                split.read_labels(np.array([6, 7]))
+
+
+def test_one_of_1024_ranks_reads_its_part_of_10_to_the_9_jpeg_files(tmp_path):
+    """Everything else is a hole: zeros would be no offsets."""
+    image, data = Image.new("RGB", (8, 8), (10, 200, 30)), io.BytesIO()
+    image.save(data, "JPEG")
+    size = len(data.getvalue())
+    pack = read_pack(make_sparse_pack(tmp_path / "a.h5", {"train": BILLION}, (8, 8, 3), 10, size))
+    assert pack.file_size > 600 * BILLION
+    partition, shards = cut_epoch(BILLION, 8192, 4096), range(400, 404)
+    order, layout = Order(partition, 0), pack.splits["train"]
+    reach = order.reach(shards)
+    with open(pack.path, "r+b") as file:
+        os.pwrite(
+            file.fileno(),
+            np.arange(reach.start, reach.stop + 1) * size,
+            layout.offsets_offset + 8 * reach.start,
+        )
+        for shard in shards:
+            for sample in order.samples(0, shard, 0, 12).tolist():
+                os.pwrite(file.fileno(), data.getvalue(), layout.images_offset + sample * size)
+    with Split(pack, "train") as split:
+        loader = Loader(split, partition, shards, order=order, read_buffer=0)
+        batches = next(steps := loader.epoch(0))
+        steps.close()
+        loader.close()
+        assert [b.images.shape for b in batches] == [(2, 3, 8, 8)] * 4
+        assert all((b.images[:, 1] > 0.7).all() and (b.targets == 0).all() for b in batches)
+        with pytest.raises(UsageError, match="offsets of split 'train' do not cut"):
+            split.gather(np.array([reach.stop]), np.empty((1, 8, 8, 3), np.uint8))
