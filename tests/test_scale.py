@@ -209,7 +209,7 @@ def test_from_the_command_to_tables_and_figure(tmp_path, capsys, monkeypatch):
 
 def test_the_figure_shows_every_published_run_and_names_every_line():
     pytest.importorskip("matplotlib")
-    curves = {way: [0.9, 0.8 - 0.1 * number] for number, way in enumerate(scale.WAYS)}
+    curves = {way: [0.9, 0.8 - 0.001 * number] for number, way in enumerate(scale.WAYS)}
     left, right = plot_scale((8, 16), curves, ("step: 1 s",)).axes
     dots = {
         (line.get_xdata()[0], line.get_ydata()[0])

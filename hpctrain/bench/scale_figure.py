@@ -26,7 +26,7 @@ def plot_scale(
     dots: dict[str, list[PublishedRun]] = {}
     for run in PUBLISHED:
         last = MOST.get(run.machine, 2**15)
-        places = [2**n for n in range(3, 16) if run.machine.per_node <= 2**n <= last]
+        places = [2**n for n in range(3, 16) if 2**n <= last]
         published[run.network] = (places, [run.predict(place) for place in places])
         dots.setdefault(run.network, []).append(run)
     here = {way: (ranks, shares) for way, shares in curves.items()}

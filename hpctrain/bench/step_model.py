@@ -91,9 +91,8 @@ class PublishedMachine(NamedTuple):
     """A published machine. Its only fitted number is `spread`, to one of its runs."""
 
     name: str
-    link: Link  # of a rank, or of a node
+    link: Link  # of a node: its ranks are neighbours in the ring, or are summed within it first
     spread: float  # as in `Computation`
-    per_node: int  # ranks whose sum is formed within their node first; 1 = all ranks send
     buffer: float  # bytes of gradients that are summed at once
     way: Callable[[int, int], Traffic]
 
@@ -113,7 +112,7 @@ class PublishedRun(NamedTuple):
         """Return the efficiency by the model, on as many ranks unless another number is given."""
         ranks, machine = ranks or self.ranks, self.machine
         segments = math.ceil(self.parameters * NUMBER / machine.buffer)
-        messages, size = machine.way(self.parameters, max(1, ranks // machine.per_node))
+        messages, size = machine.way(self.parameters, ranks)
         computation = Computation(self.seconds, machine.spread)
         traffic = Traffic(segments * messages, size)
         return efficiency(computation, machine.link, traffic, ranks, segments)
@@ -125,11 +124,11 @@ class PublishedRun(NamedTuple):
 # ResNet-152 there (219 and 91.8 images/s); the latency, 9.6 us to another node and 5.7 us within it
 # (NCCL, graph/tuning.cc, later than the runs).
 HOROVOD = PublishedMachine(
-    "Horovod", Link((9.6e-6 + 3 * 5.7e-6) / 4, 25e9 / 8), 0.007, 1, 64 * 2**20, ring
+    "Horovod", Link((9.6e-6 + 3 * 5.7e-6) / 4, 25e9 / 8), 0.007, 64 * 2**20, ring
 )
-# Read: ranks and efficiency (arXiv:1810.01993). Estimated: a step of 1 s, 40 M parameters, nodes of
-# 6 GPUs with two rails of 100 Gbit/s, 5 us. They hardly matter: nearly all of the sum is hidden.
-SUMMIT = PublishedMachine("Summit", Link(5e-6, 2 * 100e9 / 8), 0.024, 6, 64 * 2**20, tree)
+# Read: ranks and efficiency (arXiv:1810.01993). Estimated: a step of 1 s, 40 M parameters, nodes
+# with two rails of 100 Gbit/s, 5 us. They hardly matter: nearly all of the sum is hidden.
+SUMMIT = PublishedMachine("Summit", Link(5e-6, 2 * 100e9 / 8), 0.024, 64 * 2**20, tree)
 RESNET_101 = 64 * (1 / 219 + 1 / 91.8) / 2
 PUBLISHED = (
     PublishedRun(HOROVOD, "ResNet-101", 128, 0.90, RESNET_101, 44_549_160),
