@@ -140,9 +140,10 @@ def test_the_message_is_that_of_resnet_50_or_of_the_parameters_given(tmp_path):
 
 def test_objects_of_many_ranks_are_made_and_cost_more(monkeypatch):
     monkeypatch.setattr(scale, "CALLS", 2)
-    few, many = scale.make_objects(2), scale.make_objects(4096)
-    assert many.memory > few.memory + 4096 and many.rest >= few.rest
-    assert 0 < few.step < 0.1 and 0 < few.start < 1
+    few, many = scale.make_objects(2), scale.make_objects(16_384)
+    assert many.memory > few.memory + 16_384 and many.rest >= few.rest
+    assert 0 < few.start < many.start and few.step > 0
+    assert many.step - few.step < 1e-3
 
 
 def test_what_is_given_is_not_measured_and_the_rest_is(tmp_path, monkeypatch):

@@ -49,6 +49,7 @@ from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, resolve
 from hpctrain.text import counted
+from hpctrain.training.steps import time_shares
 
 RANKS = tuple(2**power for power in range(3, 15))
 WAYS = ("plain", "tree", "tree + overlap", "bf16")
@@ -185,7 +186,7 @@ def make_objects(ranks: int) -> Objects:
             reduce.accumulate(0)
             message.set_seconds(1.0, 0.0)
             reduce()
-            message.totals()
+            time_shares(message.totals(), 0.0)
 
         return message, step, plan
 
