@@ -1,10 +1,11 @@
-"""One job of the case ``tree`` (cases.py): time the ways to sum a message, alternating.
+"""Time the ways to sum a message, alternating: a job of the case ``tree`` and of cluster_check.
 
-    mpirun -n 2 python -m scripts.benchmarks.allreduce LENGTH OUTPUT.json
+    mpirun -n 2 python -m scripts.benchmarks.allreduce LENGTHS OUTPUT.json [TRANSPORT]
 
-Rank 0 writes the median seconds of the slowest rank for MPI's Allreduce of LENGTH float32 numbers,
-for the sum in tree order (one shard per rank) and for gradients in bfloat16. All run on the same
-ranks.
+LENGTHS are numbers of float32, separated by commas. Rank 0 writes, by length, the median seconds of
+the slowest rank for MPI's or NCCL's Allreduce, for the sum in tree order (one shard per rank) and
+for gradients in bfloat16. Each sum is verified. TRANSPORT is mpi (default: host memory), or a
+choice of --reduce for GPUs: host, mpi-gpu or nccl. Exit code 2 if the ranks cannot use it.
 """
 
 from __future__ import annotations
@@ -19,59 +20,77 @@ from pathlib import Path
 import torch
 from torch.nn import Linear
 
+from hpctrain.errors import RunError
+from hpctrain.launcher import ignore_signals
+from hpctrain.parallel.choose import open_device, open_transport
 from hpctrain.parallel.device import empty
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.mpi import Comm, start_mpi
+from hpctrain.parallel.mpi import Comm, agreed, conclude, start_mpi
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.reduce import Bfloat16Reduce
-from hpctrain.parallel.transport import HostMemory
+from hpctrain.parallel.transport import Transport
 from hpctrain.parallel.tree import TreeAllreduce
+from hpctrain.streams import current_stream
 
 SECONDS = 3.0  # total time of the sums in tree order, at least
 LEAST, MOST = 11, 2000  # repetitions; MOST has precedence over SECONDS
 
 
-def time_call(function: Callable[[], object], comm: Comm) -> float:
+def time_call(function: Callable[[], object], comm: Comm, device: torch.device) -> float:
     """Return the seconds of one call on the slowest rank. Collective."""
     comm.Barrier()
     began = time.perf_counter()
     function()
+    if device.type == "cuda":
+        current_stream(device).synchronize()
     return max(comm.allgather(time.perf_counter() - began))
 
 
-def measure_sums(comm: Comm, length: int) -> dict[str, float]:
-    """Return the median seconds of each way to sum. Collective."""
-    vector = empty((length,), torch.float32, torch.device("cpu"))
-    transport = HostMemory(comm)
+def measure_sums(transport: Transport, length: int, device: torch.device) -> dict[str, float]:
+    """Return the median seconds of each way to sum. Raises RunError for a wrong sum. Collective."""
+    comm = transport.comm
+    vector = empty((length,), torch.float32, device)
     exchange = TreeAllreduce(transport, assign_shards(comm.size, comm.size), vector)
-    message = Message(Linear(1, length, bias=False), 0, comm.rank, comm.size)
-    ways: dict[str, Callable[[], object]] = {
-        "Allreduce": lambda: transport.allreduce(vector),
-        "tree order": lambda: exchange([vector]),
-        "gradients in bf16": Bfloat16Reduce(
-            transport, message.gradients, message.tensor[message.layout.length :]
+    model = Linear(1, length, bias=False).to(device)
+    message = Message(model, 0, comm.rank, comm.size)
+    ways: dict[str, tuple[torch.Tensor, Callable[[], object]]] = {
+        "Allreduce": (vector, lambda: transport.allreduce(vector)),
+        "tree order": (vector, lambda: exchange([vector])),
+        "gradients in bf16": (
+            message.gradients,
+            Bfloat16Reduce(transport, message.gradients, message.tensor[message.layout.length :]),
         ),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     done = 0
     while done <= LEAST or (done < MOST and sum(times["tree order"]) < SECONDS):
-        for name, way in ways.items():
+        for name, (summed, way) in ways.items():
             for tensor in (vector, message.tensor):
                 tensor.fill_(1)
-            times[name].append(time_call(way, comm))
+            times[name].append(time_call(way, comm, device))
+            error = float((summed - comm.size).abs().max())
+            if max(comm.allgather(error)) > (comm.size / 256 if "bf16" in name else 0):
+                raise agreed(RunError(f"{name} of {length:,} ones: a sum is not {comm.size}"))
         done += 1
     # The first call, which opens connections and touches pages, is not counted.
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def main(length: int, output: Path) -> None:
-    """Measure, and write the figures as JSON (rank 0). Collective."""
-    comm = start_mpi()
-    torch.set_num_threads(1)  # per rank, as in training on CPUs
-    figures = measure_sums(comm, length)
-    if comm.rank == 0:
-        output.write_text(json.dumps(figures))
+def main(lengths: str, output: str, wanted: str = "mpi") -> int:
+    """Measure, and write the figures as JSON (rank 0); return the exit code. Collective."""
+    try:
+        comm = start_mpi()
+        on_gpu = wanted != "mpi"
+        device, _ = open_device(comm, "cuda" if on_gpu else "cpu", lambda _: 1)
+        transport, _, _ = open_transport(comm, device, wanted if on_gpu else "auto")
+        figures = {n: measure_sums(transport, int(n), device) for n in lengths.split(",")}
+        if comm.rank == 0:
+            Path(output).write_text(json.dumps(figures))
+    except BaseException as error:
+        ignore_signals()  # srun ends the others once the first has exited
+        return conclude(error)
+    return 0
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(*sys.argv[1:]))
