@@ -251,6 +251,23 @@ def test_a_launcher_that_does_not_end_is_killed_after_the_second_request(tmp_pat
     assert not launch.is_repeated([(signal.SIGUSR2, 0.0), (signal.SIGTERM, 9.0)])
 
 
+def test_a_launcher_that_starts_no_ranks_is_ended(tmp_path, monkeypatch, capsys):
+    """As srun, which waits for nodes; one whose ranks give heartbeats, or a record, is not."""
+    waiting = supervisor_of(tmp_path / "a", "sleep 60")
+    waiting._timeout = 0.2
+    assert waiting._launch().code == -signal.SIGTERM
+    assert "no rank of launch 1 has begun in 0 s: ending it" in capsys.readouterr().err
+    for folder in (tmp_path / "b/ranks", tmp_path / "ranks"):
+        folder.mkdir(parents=True)
+    beat = heartbeats.Beat(0, "here", 1, "step 3", 1.0, time.time())
+    heartbeats.write_beat(tmp_path / "ranks", beat)
+    script = f"cp {tmp_path}/ranks/0.json {tmp_path}/b/ranks; sleep 2"
+    alive = supervisor_of(tmp_path / "b", script)
+    alive._timeout = 1.0
+    assert alive._launch().code == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_signal_before_a_launch_is_not_lost(tmp_path, capsys):
     notice = [(signal.SIGUSR2, 0.0)]
     assert supervisor_of(tmp_path / "a", "touch launched", notice).run() == LEFT
@@ -339,17 +356,26 @@ def test_dead_nodes_are_excluded_and_spares_take_their_place(tmp_path, monkeypat
     assert "SLURM_GPUS" not in spare.environment()
     whole = Allocation(["n1", "n3"], [2, 2], None)
     assert whole.environment() == os.environ
-    assert whole.exclude_dead() == "" and whole.command(["srun", "x"]) == ["srun", "x"]
+    assert whole.exclude_dead() == "" and whole.command(["srun"]) == ["srun", "--overlap"]
     uneven = Allocation(["n1", "n2", "n3"], [2, 2, 1], None)
     assert uneven.exclude_dead() == ""
     assert uneven.command(["srun"])[1:3] == ["--nodes=2", "--ntasks=3"]
     assert not any("per-node" in word for word in uneven.command(["srun"]))
     mute = Allocation(["n2", "n4"], [1, 1], None)  # n2 is this one: Slurm does not answer
-    assert mute.exclude_dead() == "" and mute.command(["srun"]) == ["srun"]
+    assert mute.exclude_dead() == "" and mute.command(["srun"]) == ["srun", "--overlap"]
     few = Allocation(["n1", "n2", "n4"], [1, 1, 1], None)
     assert few.exclude_dead() == "1 of 3 nodes are left (n2, n4 gone)"
     half = Allocation(["n1", "n2"], [1, 1], None)
     assert half.exclude_dead() == ""
+
+
+def test_a_step_that_slurm_takes_for_alive_does_not_block_the_next_launch(tmp_path, monkeypatch):
+    """Its daemon was killed: without --overlap, srun waits to the end of the job."""
+    monkeypatch.setenv("PATH", fake_command(tmp_path, "srun", "exit 0"))
+    whole = Allocation(["n1", "n2"], [1, 1], None)
+    assert whole.command(["srun", "python"]) == ["srun", "python"]
+    assert whole.exclude_dead() == ""
+    assert whole.command(["srun", "python"]) == ["srun", "--overlap", "python"]
 
 
 def test_a_node_that_does_not_answer_in_time_is_dead(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ The supervisor uses neither MPI nor torch, so that what ends a rank does not end
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ from hpctrain.report.history import Outcome, RunHistory, find_outcome
 from hpctrain.supervise.nodes import Allocation, find_allocation, requeue, restarts
 from hpctrain.text import say
 from hpctrain.training.control import is_locked
+from hpctrain.watchdog import IMPORTS
 
 POLL_EVERY = 0.1  # seconds
 LOCKED_FOR = 120.0  # seconds to wait for a lock: NFS keeps that of a lost node for 90 s
@@ -125,6 +127,7 @@ class Supervisor:
         self._words, self._config, self._max_failures = words, config, max_failures
         self._allocation, self._signals = allocation, signals
         self._folder = Path(config.runs_dir) / str(config.run)
+        self._timeout = duration(config.timeout, "--timeout") + IMPORTS  # as in the watchdog
         limit = config.time_limit
         self._deadline = time.monotonic() + duration(limit, "--time-limit") if limit else None
         self._number = 0  # of the launch
@@ -163,7 +166,8 @@ class Supervisor:
         self._number += 1
         before = last_heartbeats(self._folder)  # of an earlier launch
         run = self._start()
-        asked = False
+        asked = silent = False
+        until = time.monotonic() + self._timeout
         while (code := run.process.poll()) is None:
             if self._signals and not asked:
                 asked = True
@@ -171,7 +175,9 @@ class Supervisor:
                     name = self._signals[0][0].name
                     self._say(f"{name}: the run saves and ends; once more ends it at once")
                 run.preempt()
-            if launch.is_repeated(self._signals):
+            if time.monotonic() > until:
+                until, silent = math.inf, self._is_silent(run, before)
+            if silent or launch.is_repeated(self._signals):
                 run.kill()
             time.sleep(POLL_EVERY)
         began, outcome = run.has_begun(), run.recorded()
@@ -181,6 +187,14 @@ class Supervisor:
             outcome = found if found != before else Outcome()
         saved = newest_step(self._folder)
         return EndedLaunch(self._number, code, outcome, repeats, began, saved, self._saved_before)
+
+    def _is_silent(self, run: launch.LaunchedRun, before: Outcome) -> bool:
+        """Whether no rank of this launch has written a record or a heartbeat; say it if so."""
+        silent = not run.has_begun() and last_heartbeats(self._folder) == before
+        if silent:
+            seconds = f"{self._timeout:.0f} s"
+            self._say(f"no rank of launch {self._number} has begun in {seconds}: ending it")
+        return silent
 
     def _start(self) -> launch.LaunchedRun:
         words, env = list(self._words), dict(os.environ)

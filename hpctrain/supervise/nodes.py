@@ -4,8 +4,9 @@ A job with ``--no-kill`` keeps its allocation when a node fails. Slurm notices a
 after SlurmdTimeout (300 s by default); its ranks' connections break at once. So after a failure
 each node is asked to run a step of its own, and those that do not answer are excluded.
 
-``--overlap`` is given to these steps: the step of the dead launch may hold its cores until Slurm
-has noticed (srun(1)).
+``--overlap`` is given to these steps and to all later launches: the step of the failed launch may
+hold its cores until Slurm has noticed that a node is dead (srun(1)), and to the end of the job if
+only the step's daemon was killed.
 """
 
 from __future__ import annotations
@@ -40,16 +41,18 @@ class Allocation:
         self._wanted = wanted or len(nodes)
         self._spares = len(nodes) > self._wanted
         self._dead: list[str] = []
+        self._failed = False
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Return the launch command for the nodes that are left."""
-        if not self._dead and not self._spares:
-            return list(words)
-        tasks = [self._tasks[node] for node in self._nodes[: self._wanted]]
-        own = [f"--nodes={len(tasks)}", f"--ntasks={sum(tasks)}"]
-        own += [f"--ntasks-per-node={tasks[0]}"] if len(set(tasks)) == 1 else []
+        own: list[str] = []
+        if self._dead or self._spares:
+            tasks = [self._tasks[node] for node in self._nodes[: self._wanted]]
+            own += [f"--nodes={len(tasks)}", f"--ntasks={sum(tasks)}"]
+            own += [f"--ntasks-per-node={tasks[0]}"] if len(set(tasks)) == 1 else []
+        own += ["--overlap"] if self._failed else []
         if self._dead:
-            own += ["--overlap", f"--exclude={','.join(self._dead)}"]
+            own += [f"--exclude={','.join(self._dead)}"]
         return [words[0], *own, *words[1:]]
 
     def environment(self) -> dict[str, str]:
@@ -65,6 +68,7 @@ class Allocation:
 
         If none answers, not even the one of this process, then it is Slurm that does not.
         """
+        self._failed = True
         with ThreadPoolExecutor(AT_ONCE) as pool:
             alive = dict(zip(self._nodes, pool.map(answers, self._nodes), strict=True))
         if not any(alive.values()):
