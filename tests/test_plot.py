@@ -269,6 +269,13 @@ def test_a_confusion_matrix_of_any_size(runs, classes):
     assert title(axes) == ["a", f"test: {right:.2f} % of {30 * classes + 10:,}"]
 
 
+def test_a_matrix_of_too_many_classes_to_draw_is_refused(runs, capsys):
+    cells = {"true": [0, 4], "predicted": [0, 1], "count": [3, 1]}
+    write_confusion(write_record(runs / "a"), [str(k) for k in range(21_000)], cells)
+    assert main(["plot", "a", "--confusion"]) == 2
+    assert "a has 21,000 classes: at most 4,096 can be drawn" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

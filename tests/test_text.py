@@ -20,6 +20,7 @@ from hpctrain.config import Config, SweepConfig, check_settings, to_toml
 from hpctrain.console import Console, styled
 from hpctrain.data.pack import write_pack
 from hpctrain.errors import RunError, UsageError, did_you_mean
+from hpctrain.report.confusion import Confusion
 from hpctrain.report.figures import wrapped
 from hpctrain.report.pictures import draw_captioned, write_rows
 from hpctrain.report.tables import print_evaluation, write_predictions
@@ -79,12 +80,10 @@ def test_a_table_a_line_and_an_error_show_a_name_as_it_is(name, capsys):
 
 
 def test_the_tables_of_an_evaluation(capsys):
-    counts = np.eye(len(NAMES), dtype=np.int64)
     for classes in (NAMES[:8], NAMES[8:], NAMES, ("x", "y", "x")):
-        k = len(classes)
-        print_evaluation(
-            {"loss": 1.0, "accuracy": 0.5, "rows": 9}, counts[:k, :k], classes, "te\x1b[2Jst"
-        )
+        counts = Confusion(len(classes))
+        counts.add(np.arange(len(classes)), np.arange(len(classes)))
+        print_evaluation({"loss": 1.0, "accuracy": 0.5, "rows": 9}, counts, classes, "te\x1b[2Jst")
     printed = capsys.readouterr().out
     assert is_harmless(printed) and "[/x]" in printed and "\\x1b]0;evil" in printed
     assert "x (0)" in printed and "x (2)" in printed and "y (1)" not in printed

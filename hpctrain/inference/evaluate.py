@@ -3,9 +3,9 @@
     mpirun -n 4 python -m hpctrain evaluate RUN --data flowers.h5
 
 The split is divided into fixed blocks of samples; each rank computes a contiguous run of blocks.
-The sums of all blocks are gathered and added in block order. Class counts, which are summed over
-ranks, are integers, exact up to 2^53. Random numbers that a network draws in evaluation mode depend
-on the block.
+The sums of all blocks are gathered and added in block order. Answers are counted by true and
+predicted class, only where there are any. Random numbers that a network draws in evaluation mode
+depend on the block.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ from hpctrain.models import evaluating
 from hpctrain.parallel.device import fork_rng, torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.parallel.reduce import allreduce
+from hpctrain.report.confusion import Confusion
 from hpctrain.report.tables import print_evaluation, write_json
 from hpctrain.streams import Upload
 from hpctrain.text import say
 from hpctrain.watchdog import doing, started
+
+GATHERED = 1 << 21  # cells of the confusion matrix that a rank receives at once: 32 MiB
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Evaluation:
     rows: int
     means: dict[str, float]  # over samples, of the task's figures
     metrics: dict[str, float]  # figures of --metric
-    confusion: np.ndarray | None  # (K, K) int64: samples of true class i predicted as class j
+    counts: Confusion | None  # samples by true and predicted class: a sparse matrix
     mistakes: list[Answer]  # the wrong answers of the largest probability, largest first
     classes: tuple[str, ...] = ()  # names of the K classes
 
@@ -65,16 +68,21 @@ class Evaluation:
         return self.means["loss"]
 
     @property
+    def confusion(self) -> np.ndarray | None:
+        """Samples of true class i predicted as class j, (K, K) int64: 8 K^2 bytes of memory."""
+        return None if self.counts is None else self.counts.dense()
+
+    @property
     def accuracy(self) -> float | None:
-        return None if self.confusion is None else float(np.trace(self.confusion)) / self.rows
+        return None if self.counts is None else float(self.counts.diagonal().sum()) / self.rows
 
     @property
     def balanced_accuracy(self) -> float | None:
         """The mean recall of the classes that have samples in the split."""
-        if self.confusion is None:
+        if self.counts is None:
             return None
-        true = self.confusion.sum(axis=1)
-        return float((np.diag(self.confusion)[true > 0] / true[true > 0]).mean())
+        true = self.counts.by_true()
+        return float((self.counts.diagonal()[true > 0] / true[true > 0]).mean())
 
     def figures(self) -> dict[str, Any]:
         """Return the figures as they are recorded and written."""
@@ -90,7 +98,7 @@ def main(settings: EvaluateConfig) -> int:
     def show(result: Evaluation) -> None:
         figures = {**result.figures(), "balanced_accuracy": result.balanced_accuracy}
         loss = "loss" if settings.loss else "mean squared error"
-        print_evaluation(figures, result.confusion, result.classes, settings.split, loss)
+        print_evaluation(figures, result.counts, result.classes, settings.split, loss)
 
     evaluate_saved(settings, comm, show)
     return 0
@@ -128,8 +136,8 @@ def evaluate_saved(
             show(result)
         call_on_root(comm, partial(write_mistakes, result, source, settings, network.saved.path))
     if settings.output:
-        metrics = as_json(result, pack, network.saved.path, settings.split)
-        call_on_root(comm, partial(write_json, Path(settings.output), metrics))
+        what = Path(settings.output), result, pack, network.saved.path, settings.split
+        call_on_root(comm, partial(write_evaluation, *what))
     return result
 
 
@@ -137,9 +145,9 @@ def write_mistakes(
     result: Evaluation, source: Split, settings: EvaluateConfig, weights: Path
 ) -> None:
     """Write the picture of --mistakes, if there are any: by default beside `weights` (rank 0)."""
-    if not settings.mistakes or result.confusion is None:
+    if not settings.mistakes or result.counts is None:
         return
-    total = result.rows - int(np.trace(result.confusion))
+    total = result.rows - int(result.counts.diagonal().sum())
     if not total:
         say(f"{settings.split}: no mistakes to draw")
         return
@@ -151,9 +159,9 @@ def write_mistakes(
     say(f"{path}: the {len(result.mistakes):,} most confident of {total:,} mistakes")
 
 
-def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str, Any]:
-    """Return the results of an evaluation, for --output and for the folder of a run."""
-    return {
+def write_evaluation(path: Path, result: Evaluation, pack: Pack, model: Path, split: str) -> None:
+    """Write the results of an evaluation as JSON, for --output and for the folder of a run."""
+    figures = {
         "model": str(model),
         "pack": pack.path,
         "pack_uuid": pack.uuid,
@@ -161,8 +169,9 @@ def as_json(result: Evaluation, pack: Pack, model: Path, split: str) -> dict[str
         **result.figures(),
         "balanced_accuracy": result.balanced_accuracy,
         "classes": list(pack.classes),
-        "confusion": None if result.confusion is None else result.confusion.tolist(),
+        "confusion": None if result.counts is None else result.counts.as_json(),
     }
+    write_json(path, figures)
 
 
 BlockSums = dict[str, list[float]]  # by figure: the sums of its values and of their weights
@@ -189,7 +198,7 @@ class RankPart:
 
 
 def combine(
-    own: RankPart, confusion: np.ndarray, task: Task, kept: int, comm: Comm
+    own: RankPart, confusion: Confusion, task: Task, kept: int, comm: Comm
 ) -> Evaluation | None:
     """Combine the results of all ranks; None if one of them is not complete. Collective.
 
@@ -214,8 +223,22 @@ def combine(
     mistakes = most_confident((each for part in parts for each in part.mistakes), kept)
     if not task.classes:
         return Evaluation(rows, means, found, None, mistakes)
-    allreduce(comm, confusion)
-    return Evaluation(rows, means, found, confusion.astype(np.int64), mistakes)
+    return Evaluation(rows, means, found, sum_confusion(confusion, comm), mistakes)
+
+
+def sum_confusion(own: Confusion, comm: Comm) -> Confusion:
+    """Add the counts of all ranks, by some true classes at a time. Collective.
+
+    Ranks then receive at most about `GATHERED` cells at once, and never a whole matrix.
+    """
+    numbers, _ = own.cells
+    by_class = np.bincount(numbers // own.classes, minlength=own.classes).astype(np.float64)
+    allreduce(comm, by_class)
+    rounds = (np.cumsum(by_class) // GATHERED).astype(np.int64)
+    ends = own.classes * (np.flatnonzero(np.diff(rounds, append=rounds[-1] + 1)) + 1)
+    parts = np.split(own.cells, np.searchsorted(numbers, ends)[:-1], axis=1)
+    found = [Confusion(own.classes, np.hstack(allgather(comm, part))).cells for part in parts]
+    return Confusion(own.classes, np.hstack(found))
 
 
 def evaluate(
@@ -236,7 +259,7 @@ def evaluate(
     """
     total, device = len(source), next(model.parameters()).device
     upload = Upload((min(block, total), *source.image_shape), source.dtype, device)
-    confusion, own = np.zeros((task.classes, task.classes)), RankPart()
+    confusion, own = Confusion(task.classes), RankPart()
     names: list[list[str]] = []  # of the figures, by block: one more may be under way
 
     def load(number: int, rows: np.ndarray) -> Block:
@@ -268,7 +291,7 @@ def evaluate(
             if task.classes:
                 labels, (found, sure) = source.read_labels(each.rows), rest.reshape(2, -1)
                 found = found.astype(np.int64)
-                np.add.at(confusion, (labels, found), 1)
+                confusion.add(labels, found)
                 own.add_mistakes(kept, each.rows, labels, found, sure)
         go_on("waiting for all")
 

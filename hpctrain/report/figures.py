@@ -18,6 +18,7 @@ import numpy as np
 
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file, writing
+from hpctrain.report.confusion import from_json
 from hpctrain.report.find import evaluation_file
 from hpctrain.text import printable, told_apart
 from hpctrain.typed import parse_json
@@ -37,6 +38,7 @@ FONTS = {  # points
 
 NUMBERED = 16  # with at most this many classes, cells show their counts
 CELL = 0.34  # inches of such a cell
+DRAWN = 4096  # classes of the largest matrix: its shares take 128 MiB
 NAMED = 40  # with at most this many classes, axes show their names
 
 
@@ -123,11 +125,7 @@ def read_confusion(folder: Path, name: str, split: str) -> ConfusionMatrix:
         counts, classes = found["confusion"], tuple(map(str, found["classes"]))
         if counts is None:
             raise UsageError(f"{name} restores images: it has no confusion matrix")
-        matrix = np.array(counts, np.int64)
-        if matrix.shape != (len(classes), len(classes)):
-            raise ValueError(f"{matrix.shape} counts of {len(classes)} classes")
-        if matrix.min(initial=0) < 0:
-            raise ValueError("counts below 0")
+        confusion = from_json(counts, len(classes))
     except FileNotFoundError as error:
         raise UsageError(
             f"{name} has no metrics of the split {split}; this makes them: hpctrain evaluate"
@@ -137,7 +135,9 @@ def read_confusion(folder: Path, name: str, split: str) -> ConfusionMatrix:
         raise UsageError(
             f"{path} is not what hpctrain evaluate --output writes: {error}"
         ) from error
-    return ConfusionMatrix(name, split, classes, matrix)
+    if len(classes) > DRAWN:
+        raise UsageError(f"{name} has {len(classes):,} classes: at most {DRAWN:,} can be drawn")
+    return ConfusionMatrix(name, split, classes, confusion.dense())
 
 
 def plot_confusion(networks: Sequence[ConfusionMatrix]) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.files import as_text, whole_file, write_whole, writing
+from hpctrain.report.confusion import Confusion
 from hpctrain.report.fields import without_nonfinite
 from hpctrain.text import csv_cell, say, told_apart
 
@@ -30,12 +31,12 @@ def write_json(path: Path, metrics: dict[str, Any]) -> None:
 
 def print_evaluation(
     metrics: dict[str, Any],
-    confusion: np.ndarray | None,
+    confusion: Confusion | None,
     classes: tuple[str, ...],
     split: str,
     loss: str = "mean squared error",
 ) -> None:
-    """Print the metrics of a split; with a confusion matrix (K, K), also the tables by class.
+    """Print the metrics of a split; with a confusion matrix, also the tables by class.
 
     `loss` is the name of the loss of a network that restores images.
     """
@@ -65,15 +66,16 @@ def psnr(error: float) -> float:
     return -10 * math.log10(error) if error else math.inf
 
 
-def _class_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
+def _class_table(confusion: Confusion, classes: tuple[str, ...]) -> Table:
     """Return images, recall (right / true), precision (right / predicted) and F1 by class."""
     from rich.table import Table
 
     table = Table(title="By class")
     for name in ("class", "images", "recall", "precision", "F1"):
         table.add_column(name, justify="left" if name == "class" else "right")
-    for k, name in enumerate(classes):
-        right, true, predicted = confusion[k, k], confusion[k].sum(), confusion[:, k].sum()
+    columns = confusion.diagonal(), confusion.by_true(), confusion.by_predicted()
+    for name, *counts in zip(classes, *(each.tolist() for each in columns), strict=True):
+        right, true, predicted = counts
         recall, precision = _ratio(right, true), _ratio(right, predicted)
         f1 = _ratio(2 * right, true + predicted)
         table.add_row(name, f"{true:,}", recall, precision, f1)
@@ -84,7 +86,7 @@ def _ratio(part: int, whole: int) -> str:
     return f"{part / whole:.4f}" if whole else "-"
 
 
-def _confusion_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
+def _confusion_table(confusion: Confusion, classes: tuple[str, ...]) -> Table:
     from rich.table import Table
 
     from hpctrain.console import styled
@@ -93,27 +95,27 @@ def _confusion_table(confusion: np.ndarray, classes: tuple[str, ...]) -> Table:
     table.add_column("")
     for name in classes:
         table.add_column(name, justify="right")
+    matrix = confusion.dense().tolist()
     for k, name in enumerate(classes):
         cells = [
             styled(f"{n}", "bold") if j == k else (f"{n}" if n else "·")
-            for j, n in enumerate(confusion[k].tolist())
+            for j, n in enumerate(matrix[k])
         ]
         table.add_row(name, *cells)
     return table
 
 
-def _mistakes_table(confusion: np.ndarray, classes: tuple[str, ...], most: int = 10) -> Table:
+def _mistakes_table(confusion: Confusion, classes: tuple[str, ...], most: int = 10) -> Table:
     """Return the most frequent mistakes, for more classes than a printed matrix can have."""
     from rich.table import Table
 
     table = Table(title="Most frequent mistakes (the whole matrix: --output FILE.json)")
     for name in ("true class", "predicted", "images"):
         table.add_column(name, justify="right" if name == "images" else "left")
-    off = confusion - np.diag(np.diag(confusion))
-    for flat in np.argsort(-off, axis=None, kind="stable")[:most]:
-        i, j = divmod(int(flat), len(classes))
-        if off[i, j]:
-            table.add_row(classes[i], classes[j], f"{off[i, j]:,}")
+    true, predicted, counts = confusion.coordinates()
+    wrong = np.flatnonzero(true != predicted)
+    for cell in wrong[np.argsort(-counts[wrong], kind="stable")][:most].tolist():
+        table.add_row(classes[true[cell]], classes[predicted[cell]], f"{counts[cell]:,}")
     return table
 
 

@@ -14,7 +14,7 @@ import torch
 from hpctrain.data.loader import read_samples
 from hpctrain.errors import Failure
 from hpctrain.inference.blocks import block_key
-from hpctrain.inference.evaluate import Evaluation, as_json, evaluate
+from hpctrain.inference.evaluate import Evaluation, evaluate, write_evaluation
 from hpctrain.inference.gallery import Answer, draw_answers, read_rows
 from hpctrain.inference.network import BEST, describe
 from hpctrain.inference.network import FILE as MODEL_FILE
@@ -24,7 +24,6 @@ from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.find import evaluation_file
-from hpctrain.report.tables import write_json
 from hpctrain.training.state import EndReason, Run
 from hpctrain.training.steps import CannotContinue
 from hpctrain.watchdog import doing
@@ -164,9 +163,8 @@ def test(run: Run) -> dict[str, float | None]:
     for split in splits:
         if not run.job.pack.splits[split].samples or (result := evaluation(run, split)) is None:
             continue
-        figures = as_json(result, run.job.pack, run.folder / MODEL_FILE, split)
-        path = evaluation_file(run.folder, split)
-        call_on_root(run.comm, partial(write_json, path, figures))
+        what = result, run.job.pack, run.folder / MODEL_FILE, split
+        call_on_root(run.comm, partial(write_evaluation, evaluation_file(run.folder, split), *what))
         if run.job.task.classes:
             found[f"{split}_accuracy"] = result.accuracy
         else:

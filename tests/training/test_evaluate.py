@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import json
 import threading
+import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+import hpctrain.inference.evaluate as evaluation
 from hpctrain.config import Config, EvaluateConfig, PredictConfig
 from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import make_prepare
@@ -30,6 +33,8 @@ from hpctrain.inference.opening import open_network
 from hpctrain.inference.tasks import Classification
 from hpctrain.models import build, read_model, save_model, save_tensors
 from hpctrain.plan import Facts, resolve
+from hpctrain.report import confusion
+from hpctrain.report.tables import print_evaluation
 from hpctrain.streams import IN_FLIGHT, Snapshot
 from hpctrain.training.train import train
 from tests.packs import make_pack
@@ -118,6 +123,40 @@ def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
     alone.Free()
     assert together.loss == single.loss
     assert np.array_equal(together.confusion, single.confusion)
+
+
+@pytest.mark.parametrize("gathered", [1, 37, 1 << 21])
+def test_21000_classes_take_no_matrix_of_all(comm, network, monkeypatch, tmp_path, gathered):
+    monkeypatch.setattr(evaluation, "GATHERED", gathered)
+    monkeypatch.setattr(confusion, "PENDING", 10)
+    _, pack, _ = network
+    classes, torch_classes = 21_000, Classification(classes=21_000)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(28 * 28, classes)).eval()
+    model[1].bias.data[:10] += 1.0  # some answers are right
+    tracemalloc.start()
+    with Split(pack, "test") as source:
+        found = evaluate(model, source, torch_classes, make_prepare(), comm, 7)
+        images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
+    path = tmp_path / "a.json"
+    evaluation.write_evaluation(path, found, pack, path, "test")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20, "a matrix takes 3.5 GB"
+    labels = source.labels
+    answers = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255).argmax(1).numpy()
+    right = labels == answers
+    assert found.accuracy == right.mean() and 0 < found.accuracy < 1
+    recalls = [right[labels == k].mean() for k in np.unique(labels)]
+    assert found.balanced_accuracy == pytest.approx(np.mean(recalls), rel=1e-12)
+    counted = collections.Counter(zip(labels.tolist(), answers.tolist(), strict=True))
+    cells = [each.tolist() for each in found.counts.coordinates()]
+    assert dict(zip(zip(*cells[:2], strict=True), cells[2], strict=True)) == counted
+    written = json.loads(path.read_text())["confusion"]
+    assert list(written.values()) == cells and list(written) == ["true", "predicted", "count"]
+    again = confusion.from_json(written, classes)
+    assert np.array_equal(again.cells, found.counts.cells)
+    print_evaluation({"loss": 1.0, "rows": ROWS}, again, tuple(map(str, range(classes))), "test")
 
 
 DRAWING = "tests.odd_models:drawing_in_evaluation"

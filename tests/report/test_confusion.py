@@ -1,0 +1,57 @@
+"""Sparse confusion matrices are those that a whole matrix would be."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hpctrain.report import confusion
+from hpctrain.report.confusion import Confusion, from_json
+
+
+@pytest.fixture
+def answers():
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 7, 500), rng.integers(0, 5, 500)
+
+
+@pytest.mark.parametrize("pending", [1, 30, 10**6])
+@pytest.mark.parametrize("whole", [0, 1024])
+def test_all_sums_are_those_of_the_whole_matrix(answers, monkeypatch, pending, whole):
+    monkeypatch.setattr(confusion, "PENDING", pending)
+    monkeypatch.setattr(confusion, "WRITTEN_WHOLE", whole)
+    expected, found = np.zeros((8, 8), np.int64), Confusion(8)
+    np.add.at(expected, answers, 1)
+    for part in range(0, 500, 50):
+        found.add(*(each[part : part + 50] for each in answers))
+    for each in (found, from_json(json.loads(json.dumps(found.as_json())), 8)):
+        assert np.array_equal(each.dense(), expected)
+        assert np.array_equal(each.diagonal(), np.diag(expected))
+        assert np.array_equal(each.by_true(), expected.sum(1))
+        assert np.array_equal(each.by_predicted(), expected.sum(0))
+    assert isinstance(found.as_json(), dict if whole == 0 else list)
+
+
+def test_nothing_counted():
+    assert not Confusion(3).dense().any() and not Confusion(3).by_true().any()
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"true": [0], "predicted": [1]},
+        {"true": [0], "predicted": [1, 2], "count": [1]},
+        {"true": [3], "predicted": [1], "count": [1]},
+        {"true": [0], "predicted": [-1], "count": [1]},
+        {"true": [0], "predicted": [1], "count": [-1]},
+        {"true": 0, "predicted": 1, "count": 1},
+        [[1, 2], [3, 4]],
+        [[1, 2, 3], [0, 0, 0], [0, -1, 0]],
+        "text",
+    ],
+)
+def test_what_is_no_matrix_is_refused(written):
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        from_json(written, 3)
