@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpctrain.data.loader import Batch
 from hpctrain.models import build
 from hpctrain.parallel.message import Message
+from hpctrain.report.find import checkpoint_steps
 from hpctrain.report.record import read_records
 from hpctrain.streams import IN_FLIGHT
 from hpctrain.training import loop as steps_module
-from hpctrain.training.checkpoint import Writer, steps
+from hpctrain.training.checkpoint import Writer
 from hpctrain.training.control import StepFlags
 from hpctrain.training.step import rank_digest
 from hpctrain.training.steps import NonFinite
@@ -61,8 +62,8 @@ def test_a_late_run_is_the_same_run(comm, settings, late, change):
     assert found[0] == found[1] == found[2]
     assert [r["step"] for r in found[0] if r["kind"] == "step"] == list(range(1, 15))
     if comm.rank == 0 and change:
-        kept = steps(Path(settings.runs_dir) / "one/checkpoints")
-        assert kept == [12, 14] == steps(Path(settings.runs_dir) / "at once/checkpoints")
+        kept = checkpoint_steps(Path(settings.runs_dir) / "one/checkpoints")
+        assert kept == [12, 14] == checkpoint_steps(Path(settings.runs_dir) / "at once/checkpoints")
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])

@@ -19,12 +19,12 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate
 from hpctrain.parallel.mpi import agreed
 from hpctrain.plan_check import read_plan
+from hpctrain.report.find import checkpoint_steps
 from hpctrain.report.record import read_records
 from hpctrain.training import checkpoint, validate
 from hpctrain.training import loop as inner
 from hpctrain.training import state as resume
 from hpctrain.training import train as program
-from hpctrain.training.checkpoint import steps
 from hpctrain.training.control import Control
 from hpctrain.watch.runs import WatchedRun
 from tests import odd_models
@@ -169,7 +169,7 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(comm, settings
     assert program.train(config, comm) == 75
     folder = Path(settings.runs_dir) / "a" / "checkpoints"
     if comm.rank == 0:
-        assert steps(folder) == [6, 7]
+        assert checkpoint_steps(folder) == [6, 7]
         path = folder / "00000007.safetensors"
         content = bytearray(path.read_bytes())
         content[-50] ^= 4
@@ -532,7 +532,7 @@ def test_checkpoints_that_were_passed_over_do_not_push_out_new_ones(comm, settin
     leave_after(3)
     assert program.train(config, comm) == 75
     if comm.rank == 0:
-        assert steps(folder) == [2, 3]
+        assert checkpoint_steps(folder) == [2, 3]
 
 
 def test_leaving_in_the_final_test_is_progress(comm, settings, monkeypatch):

@@ -13,10 +13,10 @@ import torch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate
 from hpctrain.models import read_model
+from hpctrain.report.find import checkpoint_steps
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training import validate
-from hpctrain.training.checkpoint import steps
 from hpctrain.training.steps import CannotContinue, NonFinite
 from tests.packs import make_pack
 from tests.training.runs import digest
@@ -126,7 +126,7 @@ def test_the_test_split_is_evaluated_unless_told_otherwise(comm, settings, wante
 
 
 def saved_steps(settings):
-    return steps(Path(settings.runs_dir) / settings.run / "checkpoints")
+    return checkpoint_steps(Path(settings.runs_dir) / settings.run / "checkpoints")
 
 
 @pytest.mark.parametrize(
