@@ -23,7 +23,7 @@ from hpctrain.errors import RunError, UsageError, did_you_mean
 from hpctrain.report.confusion import Confusion
 from hpctrain.report.figures import wrapped
 from hpctrain.report.pictures import draw_captioned, write_rows
-from hpctrain.report.tables import print_evaluation, write_predictions
+from hpctrain.report.tables import open_predictions, print_evaluation
 from hpctrain.sweep.file import SweepNetwork
 from hpctrain.sweep.machine import write_array_script
 from hpctrain.text import brief, csv_cell, listed, printable, say, told_apart
@@ -98,7 +98,9 @@ def test_pictures_with_any_caption(tmp_path):
 def test_cells_of_a_csv_file_are_no_formulas(tmp_path):
     answers = np.full((2, len(NAMES)), 0.125)
     path = tmp_path / "answers.csv"
-    write_predictions(str(path), ["=1+1.png", "b.png"], np.array([3, 7]), [0, 1], answers, NAMES)
+    with open_predictions(str(path), NAMES, True) as write:
+        for row, name, label in ((0, "=1+1.png", 3), (1, "b.png", 7)):  # in blocks of one
+            write([name], np.array([label]), answers[[row]])
     with path.open(newline="", errors="surrogateescape") as file:
         header, first, _ = csv.reader(file)
     assert [
@@ -114,7 +116,9 @@ def test_cells_of_a_csv_file_are_no_formulas(tmp_path):
 
 def test_answers_on_standard_output_steer_no_terminal(capsys):
     names = ["\x1b[2J.png", "\udcff.png"]
-    write_predictions("-", names, None, [0, 1], np.full((2, 2), 0.5), ("a", "\x07"))
+    with open_predictions("-", ("a", "\x07"), False) as write:
+        write(names, None, np.full((2, 2), 0.5))
+        write([], None, np.empty((0, 2)))
     assert capsys.readouterr().out.splitlines()[1:] == [
         "\\x1b[2J.png,a,0.500000,0.500000,0.500000",
         "\\udcff.png,a,0.500000,0.500000,0.500000",
@@ -194,7 +198,8 @@ def test_predictions_are_written_line_by_line(tmp_path):
     names, probabilities = [str(row) for row in range(count)], np.full((count, 1000), 0.001)
     tracemalloc.start()
     path = tmp_path / "predictions.csv"
-    write_predictions(str(path), names, None, list(range(count)), probabilities, classes)
+    with open_predictions(str(path), classes, False) as write:
+        write(names, None, probabilities)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert path.stat().st_size > 4e6 > 1e6 > peak

@@ -6,8 +6,9 @@ mode depend on the number of the block, so the results do not depend on the rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ def compute_blocks(
     parts: Iterator[tuple[int, np.ndarray]],
     upload: Upload,
     go_on: Callable[[str], bool],
-) -> Iterator[tuple[Block, np.ndarray]]:
+) -> Generator[tuple[Block, np.ndarray], None, None]:
     """Yield the blocks of `parts`, each with its results on the host and without its tensors.
 
     A thread calls `load` for one block ahead of the network, through `upload`; `compute` gets each
@@ -91,11 +92,12 @@ def predict_blocks(
     finish: Callable[[torch.Tensor], torch.Tensor],
     size: int = 1,
     rank: int = 0,
-) -> Iterator[tuple[Block, np.ndarray]]:
+) -> Generator[tuple[Block, np.ndarray], None, None]:
     """Yield the blocks of `rank`, one of `size`, of `total` images of `dtype`, and their results.
 
-    `finish` converts the network's output to the results (n, ...) of a block. Unusable images
-    are replaced by black ones.
+    Ranks take blocks in turn, so that all together they go through the images in order. `finish`
+    converts the network's output to the results (n, ...) of a block. Unusable images are replaced
+    by black ones.
     """
     shape = (min(network.block, total), *network.saved.image_shape)
     upload = Upload(shape, dtype, network.device)
@@ -114,31 +116,37 @@ def predict_blocks(
         doing(what)
         return True
 
-    parts = blocks_of(total, network.block, size, rank)
+    parts = islice(blocks_of(total, network.block, 1, 0), rank, None, size)
     return compute_blocks(load, compute, parts, upload, go_on)
+
+
+class Classified(NamedTuple):
+    """The answers to one block."""
+
+    rows: np.ndarray  # (n,) usable ones, ascending
+    probabilities: np.ndarray  # (n, K) float32
+    unusable: Unusable
 
 
 def classify_blocks(
     network: Network,
-    names: Sequence[str],
+    names: Sequence[object],
     read: Read,
     dtype: np.dtype,
     size: int = 1,
     rank: int = 0,
-) -> tuple[list[np.ndarray], Unusable]:
-    """Return the class probabilities of the usable rows of `rank`, one of `size`, and the others.
+) -> Generator[Classified, None, None]:
+    """Yield the class probabilities of the blocks of `rank`, one of `size`, in order.
 
-    The probabilities are float32, (n, K) for each of its blocks, in the order of the rows. `names`
-    are the names of all rows; they are part of the reasons.
+    `names` are those of all rows; they are part of the reasons.
     """
-    found, unusable = [], {}
     how = len(names), dtype, lambda scores: scores.softmax(1).float(), size, rank
-    for block, scores in predict_blocks(network, read, *how):
-        for row in block.rows[~np.isfinite(scores).all(axis=1)].tolist():
-            block.bad.setdefault(row, f"{names[row]}: the network's answer is not finite")
-        found.append(scores[~np.isin(block.rows, list(block.bad))])
-        unusable.update(block.bad)
-    return found, unusable
+    with closing(predict_blocks(network, read, *how)) as blocks:
+        for block, scores in blocks:
+            for row in block.rows[~np.isfinite(scores).all(axis=1)].tolist():
+                block.bad.setdefault(row, f"{names[row]}: the network's answer is not finite")
+            usable = ~np.isin(block.rows, list(block.bad))
+            yield Classified(block.rows[usable], scores[usable], block.bad)
 
 
 def describe_unusable(unusable: Unusable, total: int, rest: str) -> str:

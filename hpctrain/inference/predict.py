@@ -3,7 +3,7 @@
     mpirun -n 4 python -m hpctrain predict RUN photos/ --output answers.csv
 
 Images are divided into fixed blocks as in evaluation, so the predictions do not depend on the
-number of ranks; rank 0 gathers them in order and writes the file.
+number of ranks; rank 0 receives them in order and writes them as they come.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.config import PredictConfig
 from hpctrain.data.checks import find_nonfinite
 from hpctrain.data.split import Split
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.inference.blocks import (
+    Classified,
     Read,
     Unusable,
     classify_blocks,
@@ -33,7 +38,7 @@ from hpctrain.inference.opening import first_touch, open_network, open_pack_for
 from hpctrain.parallel.device import torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.report.pictures import write_image
-from hpctrain.report.tables import write_predictions
+from hpctrain.report.tables import open_predictions
 from hpctrain.text import say
 from hpctrain.watchdog import started, waiting
 
@@ -54,39 +59,51 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         raise agreed(UsageError("this network restores images: name image files"))
     if restores and settings.figure:
         raise agreed(UsageError("--figure shows classes, and this network restores images"))
+    labels_of = None
     if settings.images:
         files = call_on_root(comm, lambda: list_images(settings.images))
         read, dtype = file_reader(network.saved, files), np.dtype(np.uint8)
         warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
         if restores:
             return restore_files(network, files, read, settings, comm)
-        names, labels = [str(f) for f in files], None
+        names: Sequence[object] = files
     else:
         pack = open_pack_for(network.saved, settings, comm)
         checks = first_touch(pack, comm)
         source = call_on_all(comm, lambda: Split(pack, settings.split, checks=checks))
-        names, labels = [str(row) for row in range(len(source.labels))], source.labels
-        dtype = source.dtype
+        names, dtype, labels_of = range(len(source)), source.dtype, source.read_labels
 
         def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
             return find_nonfinite(source, rows, source.gather(rows, images))
 
+    shown: list[Shown] = []  # all images, for --figure
     output, classes = settings.output, network.saved.classes
-    found, bad = predict(network, names, read, dtype, comm)
-    rows = [row for row in range(len(names)) if row not in bad]
-    call_on_root(comm, lambda: write_predictions(output, names, labels, rows, found, classes))
+    with ExitStack() as stack:
+        writer: list[Callable[..., None]] = []
+
+        def open_output() -> None:
+            file = open_predictions(output, classes, labels_of is not None)
+            writer.append(stack.enter_context(file))
+
+        def write(block: Classified) -> None:
+            rows, chances = block.rows, block.probabilities
+            labels = labels_of(rows) if labels_of else None
+            writer[0]([str(names[row]) for row in rows.tolist()], labels, chances)
+            if settings.figure:
+                shown.append(Shown(rows, labels, chances.argmax(1), chances.max(1)))
+
+        call_on_root(comm, open_output)
+        bad = predict(network, names, read, dtype, comm, write)
+        call_on_root(comm, stack.close)
 
     def draw() -> None:
-        shown = draw_rows(range(len(rows)), settings.figure)  # places in `rows` and `found`
-        if not shown:
+        images, answers = draw_shown(shown, settings.figure, network, read, dtype)
+        if not answers:
             return
-        answers = [answer_of(rows[place], labels, found[place]) for place in shown]
-        images = np.empty((len(shown), *network.saved.image_shape), dtype)
-        read(np.array([each.row for each in answers]), images)
         path = picture_path(output, Path("predictions.png"))
-        own = [Path(names[each.row]).name for each in answers]
+        own = [Path(str(names[each.row])).name for each in answers]
         write_image(path, draw_answers(images, answers, classes, own))
-        text = f"{path}: {len(shown):,} images with their answers"
+        text = f"{path}: {len(answers):,} images with their answers"
         say(text, sys.stderr if output == "-" else None)
 
     call_on_root(comm, draw)
@@ -94,28 +111,70 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     return 0
 
 
+class Shown(NamedTuple):
+    """The answers to one block, from which --figure chooses."""
+
+    rows: np.ndarray  # (n,)
+    labels: np.ndarray | None  # (n,)
+    predictions: np.ndarray  # (n,)
+    probabilities: np.ndarray  # (n,)
+
+
+def draw_shown(
+    blocks: list[Shown], count: int, network: Network, read: Read, dtype: np.dtype
+) -> tuple[np.ndarray, list[Answer]]:
+    """Draw `count` of the images at random; return them (n, H, W, C), and their answers."""
+    shape, answers = network.saved.image_shape, list[Answer]()
+    ends = np.cumsum([len(block.rows) for block in blocks], dtype=np.int64)
+    for place in draw_rows(range(ends[-1] if blocks else 0), count):
+        number = int(np.searchsorted(ends, place, "right"))
+        block, at = blocks[number], place - int(ends[number])  # from the end of the block
+        label = None if block.labels is None else int(block.labels[at])
+        found = int(block.predictions[at]), float(block.probabilities[at])
+        answers.append(Answer(int(block.rows[at]), label, *found))
+    images = np.empty((len(answers), *shape), dtype)
+    if answers:
+        read(np.array([each.row for each in answers]), images)
+    return images, answers
+
+
 def predict(
-    network: Network, names: list[str], read: Read, dtype: np.dtype, comm: Comm
-) -> tuple[np.ndarray, Unusable]:
-    """Return the class probabilities of all usable rows, and the unusable rows. Collective.
+    network: Network,
+    names: Sequence[object],
+    read: Read,
+    dtype: np.dtype,
+    comm: Comm,
+    write: Callable[[Classified], None],
+) -> Unusable:
+    """Call `write` on rank 0 with every block in order; return the unusable rows. Collective.
 
-    The probabilities are (N, K) float32 in the order of the rows on rank 0, and empty on the other
-    ranks. `names` are the names of all rows.
+    Rank 0 holds one block of another rank at a time. Raises the same error on all ranks.
     """
-    found, unusable = call_on_all(
-        comm, lambda: classify_blocks(network, names, read, dtype, comm.size, comm.rank)
-    )
-    with waiting():
-        parts = comm.gather(found) or []
-    blocks = [block for part in parts for block in part]
-    probabilities = np.concatenate(blocks) if blocks else np.empty((0, len(network.saved.classes)))
-    return probabilities, gather_unusable(unusable, comm)
+    own, unusable = classify_blocks(network, names, read, dtype, comm.size, comm.rank), Unusable()
+    with closing(own):
+        for _ in range(0, len(names), network.block * comm.size):
+            block = call_on_all(comm, lambda: next(own, None))
+            unusable |= block.unusable if block else {}
+            if comm.rank:
+                with waiting("rank 0"):
+                    comm.send(block, 0)
+            call_on_root(comm, partial(write_all, block, comm, write))
+    return gather_unusable(unusable, comm)
 
 
-def answer_of(row: int, labels: np.ndarray | None, probabilities: np.ndarray) -> Answer:
-    """Return the answer to one image from its class probabilities (K,)."""
-    best = int(probabilities.argmax())
-    return Answer(row, None if labels is None else int(labels[row]), best, probabilities[best])
+def write_all(own: Classified | None, comm: Comm, write: Callable[[Classified], None]) -> None:
+    """Write the blocks of all ranks, in the order of the ranks (rank 0). Raises Failure."""
+    failure: Failure | None = None
+    for rank in range(comm.size):
+        with waiting():
+            block = comm.recv(source=rank) if rank else own
+        try:
+            if block is not None and failure is None:
+                write(block)
+        except Failure as error:  # the other ranks still send their blocks
+            failure = error
+    if failure:
+        raise failure
 
 
 def gather_unusable(unusable: Unusable, comm: Comm) -> Unusable:

@@ -148,13 +148,14 @@ class TrainedNetwork:
         names, read, dtype, are_files = open_images(self._network.saved, images)
         network = dataclasses.replace(self._network, block=batch or self._network.block)
         with evaluating(self.model), torch_settings(network.precision, benchmark=False):
-            blocks, bad = classify_blocks(network, names, read, dtype)
+            blocks = list(classify_blocks(network, names, read, dtype))
+        bad = {row: why for block in blocks for row, why in block.unusable.items()}
         if bad and not skip_bad:
             raise RunError(describe_unusable(bad, len(names), ": skip_bad=True leaves them out"))
         rows = [row for row in range(len(names)) if row not in bad]
         column = np.array([names[row] for row in rows], str) if are_files else np.array(rows, int)
         nothing = np.empty((0, len(self.classes)), np.float32)
-        found = np.concatenate([nothing, *blocks])
+        found = np.concatenate([nothing, *(block.probabilities for block in blocks)])
         unusable = {names[row]: reason for row, reason in bad.items()}
         first = {"file" if are_files else "row": column}
         return Predictions(first, self.classes, found, unusable)

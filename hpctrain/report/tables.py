@@ -6,9 +6,10 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -124,42 +125,66 @@ def answer_columns(classes: Sequence[str]) -> tuple[str, ...]:
     return told_apart(classes, ("file", "row", "class", "label", "prediction", "probability"))
 
 
-def write_predictions(
-    output: str,
-    names: list[str],
-    labels: np.ndarray | None,
-    rows: list[int],
-    probabilities: np.ndarray,
-    classes: tuple[str, ...],
-) -> None:
-    """Write the predictions for `rows` (n) to a CSV file, or to standard output for "-".
+@contextmanager
+def open_predictions(
+    output: str, classes: Sequence[str], labelled: bool
+) -> Iterator[Callable[[Sequence[str], np.ndarray | None, np.ndarray], None]]:
+    """Yield a function that writes predictions to a CSV file, or to standard output for "-".
 
-    The columns are the name, the true class if there are labels, the predicted class, its
-    probability, and all `probabilities` (n, K). Raises RunError if the file cannot be written.
+    It is called for a part of the images with their names (n), their labels (n,) if there are any
+    and the probabilities of the classes (n, K). The columns are the name, the true class if there
+    are labels, the predicted class, its probability, and all probabilities. The file gets its name
+    at the end of the block without an error. Raises RunError if it cannot be written.
     """
-    names = [names[row] for row in rows]
-    labels = None if labels is None else labels[rows]
-    lines = _prediction_lines(names, labels, probabilities, answer_columns(classes))
-    cells = (map(csv_cell, line) for line in lines)
-    if output == "-":
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(cells)
-        say(text.getvalue().removesuffix("\n"))
-        return
-    with writing(output), whole_file(Path(output)) as binary, as_text(binary) as file:
-        csv.writer(file, lineterminator="\n").writerows(cells)
-    say(f"{output}: {len(names):,} images classified")
+    columns, written = answer_columns(classes), 0
+    with ExitStack() as stack:
+        file: TextIO | None = None
+        if output != "-":
+            with writing(output):
+                binary = stack.enter_context(whole_file(Path(output)))
+                file = stack.enter_context(as_text(binary))
+
+        def put(lines: Iterable[Sequence[str]]) -> None:
+            cells = (map(csv_cell, line) for line in lines)
+            if file is None:
+                text = io.StringIO()
+                csv.writer(text, lineterminator="\n").writerows(cells)
+                say(text.getvalue().removesuffix("\n"))
+                return
+            with writing(output):
+                csv.writer(file, lineterminator="\n").writerows(cells)
+
+        def write(
+            names: Sequence[str], labels: np.ndarray | None, probabilities: np.ndarray
+        ) -> None:
+            nonlocal written
+            written += len(names)
+            if len(names):
+                put(_prediction_lines(names, labels, probabilities, columns))
+
+        put(
+            [
+                [
+                    *(("row", "class") if labelled else ("file",)),
+                    "prediction",
+                    "probability",
+                    *columns,
+                ]
+            ]
+        )
+        yield write
+        if file is not None:
+            with writing(output):
+                stack.close()
+            say(f"{output}: {written:,} images classified")
 
 
 def _prediction_lines(
-    names: list[str],
+    names: Sequence[str],
     labels: np.ndarray | None,
     probabilities: np.ndarray,
     classes: tuple[str, ...],
 ) -> Iterator[list[str]]:
-    """Yield the header and the lines one by one: all together they may not fit into memory."""
-    first = ["file"] if labels is None else ["row", "class"]
-    yield [*first, "prediction", "probability", *classes]
     for number, (name, found) in enumerate(zip(names, probabilities, strict=True)):
         true = [] if labels is None else [classes[labels[number]]]
         best = int(found[: len(classes)].argmax())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import csv
 import dataclasses
 import json
@@ -397,6 +398,51 @@ def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
     ]
     for line, chance in zip(lines, probabilities.tolist(), strict=True):
         assert float(line["class3"]) == pytest.approx(chance[3], abs=1e-5)
+
+
+def streamed(folder, comm, monkeypatch, fails_at=None):
+    """Predict in blocks of two images; on rank 0, its own blocks computed at each write."""
+    computed, written, original = [], [], predict.open_predictions
+    ask = blocks.network_output
+    monkeypatch.setattr(blocks, "network_output", lambda *a: computed.append(0) or ask(*a))
+
+    @contextlib.contextmanager
+    def noting(*arguments):
+        with original(*arguments) as write:
+
+            def noted_write(names, labels, probabilities):
+                if len(written) == fails_at:
+                    raise RunError("cannot write it: the disk is full")
+                written.append(len(computed))
+                write(names, labels, probabilities)
+
+            yield noted_write
+
+    monkeypatch.setattr(predict, "open_predictions", noting)
+    model, output = str(folder / "model.safetensors"), str(folder / "streamed.csv")
+    predict.main(PredictConfig(run=model, output=output, batch=2, threads=1))
+    return computed, written
+
+
+def test_answers_are_written_as_they_come(comm, network, monkeypatch):
+    computed, written = streamed(network[0], comm, monkeypatch)
+    blocks = -(-ROWS // 2)
+    assert len(computed) == len(range(comm.rank, blocks, comm.size))
+    if comm.rank == 0:
+        assert len(written) == blocks
+        ahead = [done - number // comm.size for number, done in enumerate(written)]
+        assert max(ahead) <= 3, "no more than a few blocks are kept"
+
+
+@pytest.mark.parametrize("block", [0, 1, 4])
+def test_answers_that_cannot_be_written_are_an_error_of_all_ranks(
+    comm, network, monkeypatch, block
+):
+    with pytest.raises(RunError, match="the disk is full") as caught:
+        streamed(network[0], comm, monkeypatch, fails_at=block)
+    assert caught.value.agreed
+    comm.Barrier()
+    assert not [path for path in network[0].iterdir() if "streamed" in path.name]
 
 
 def test_predict_answers_what_can_be_read_and_names_the_rest(comm, network):
