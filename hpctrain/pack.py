@@ -44,7 +44,8 @@ def main(config: PackConfig) -> int:
     """Make or check a pack; return the exit code. Collective."""
     if (launched_size() or 1) == 1:
         return pack.main(config)
-    from hpctrain.parallel.mpi import call_on_root, fair_threads, start_mpi
+    from hpctrain.parallel.hosts import fair_threads
+    from hpctrain.parallel.mpi import call_on_root, start_mpi
     from hpctrain.report.bar import dumb_terminal, terminal_columns
 
     comm = start_mpi()

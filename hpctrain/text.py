@@ -67,6 +67,12 @@ def ranges(numbers: Sequence[int]) -> str:
     return listed(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
 
 
+def min_to_max(numbers: Iterable[int]) -> str:
+    """Return the smallest and the largest number, "2 to 4", or the only one."""
+    distinct = set(numbers)
+    return " to ".join(f"{number:,}" for number in sorted({min(distinct), max(distinct)}))
+
+
 def brief(value: object, most: int = 160) -> str:
     """Shorten a text to one line of at most `most` characters.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,17 @@ def test_numbers_that_no_file_of_a_run_could_say_are_refused():
     with pytest.raises(UsageError, match="--seed 9223372036854775808: give at most"):
         check_settings(Config(seed=2**63))
     check_settings(Config(seed=-(2**63) + 1))
+
+
+def test_a_plan_of_many_ranks_is_sent_in_few_bytes():
+    facts = dataclasses.replace(FACTS, ranks=16_384, rows=1_234_567)
+    plans = [
+        resolve(Config(batch_per_rank="32", worker_load=load), facts)
+        for load in (None, "auto", ",".join(["2", "1"] * 8192))
+    ]
+    assert len({plan.runs for plan in plans}) == 3
+    for plan in plans:
+        assert plan.partition  # what follows from the fields is not sent
+        sent = pickle.dumps(plan)
+        assert len(sent) < 5000 and pickle.loads(sent) == plan
+        assert pickle.loads(sent).partition == plan.partition

@@ -24,7 +24,8 @@ from hpctrain.bench.peers import plain_step
 from hpctrain.models import build
 from hpctrain.parallel.choose import open_device, open_transport
 from hpctrain.parallel.device import empty, place
-from hpctrain.parallel.mpi import Comm, conclude, local_ranks, start_mpi
+from hpctrain.parallel.hosts import local_ranks
+from hpctrain.parallel.mpi import Comm, conclude, start_mpi
 from hpctrain.parallel.transport import Transport
 from hpctrain.streams import current_stream
 

@@ -62,12 +62,13 @@ def main(settings: DoctorConfig) -> int:
 
 def _examine(settings: DoctorConfig, launcher: str) -> int:
     from hpctrain.parallel import mpi
+    from hpctrain.parallel.hosts import local_ranks
 
     try:
         comm = mpi.start_mpi()
     except mpi.LauncherMismatch:  # reported by the findings
         comm = mpi.MPI.COMM_WORLD.Dup()
-    _, ranks_here = mpi.local_ranks(comm)
+    _, ranks_here = local_ranks(comm)
     if comm.size > 1:
         mpi.call_on_all(comm, lambda: _require_memory(settings.mib, ranks_here))
     ranks = comm.gather(collect(comm, launcher)) or []  # of all, on rank 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hpctrain.doctor.machine import RankFacts
 from hpctrain.heartbeats import name_ranks
-from hpctrain.parallel.placement import RankDevice, choose_transport, describe_sharing
+from hpctrain.parallel import placement
 from hpctrain.text import counted, listed
 
 VERDICTS = ("ok", "note", "warn", "fail")
@@ -225,7 +225,7 @@ def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     mpirun = started if started in ("srun", "flux run", "mpiexec") else "mpirun"
     start = f"{mpirun} -n {len(seen)} python -m hpctrain"
     none = f"{name_ranks(without)} without GPU, which train refuses: {start}, or --device cpu"
-    shared = describe_sharing([place(rank) for rank in ranks])
+    shared = placement.describe_sharing([place(rank) for rank in ranks])
     yield judge(
         "GPU of rank",
         f"rank -> GPU: {pairs}",
@@ -243,15 +243,15 @@ def _memory(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         yield judge("message memory", first.memory or "none", (problem, "fail", problem))
         yield Finding("NCCL", first.nccl or "none: torch was built without it")
     if len(with_gpus) == len(ranks):
-        choice = choose_transport([place(rank) for rank in ranks])
-        yield Finding("messages", f"--reduce auto is {choice.name}: {choice.reason}")
+        devices = placement.group_devices(dict(enumerate(map(place, ranks))))
+        name, reason = placement.choose_transport(devices)
+        yield Finding("messages", f"--reduce auto is {name}: {reason}")
 
 
-def place(rank: RankFacts) -> RankDevice:
+def place(rank: RankFacts) -> placement.RankDevice:
     """Return the device on which a rank would compute."""
-    if not rank.gpus:
-        return RankDevice(rank.host, "cpu")
-    return RankDevice(rank.host, "cuda", rank.gpus[rank.gpu].uuid, rank.nccl)
+    gpu = rank.gpus[rank.gpu].uuid if rank.gpus else ""
+    return placement.RankDevice(rank.host, "cuda" if gpu else "cpu", gpu, rank.nccl)
 
 
 def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:

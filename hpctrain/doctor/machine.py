@@ -103,9 +103,9 @@ def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
     found: dict[str, Any] = {"mpi_error": mpi_error, "launcher": launcher} | _cpu_facts()
     local_rank, threads = 0, len(found["cores"])
     if comm is not None:
-        from hpctrain.parallel import mpi
+        from hpctrain.parallel import hosts, mpi
 
-        local_rank, threads = mpi.local_ranks(comm)[0], mpi.fair_threads(comm)
+        local_rank, threads = hosts.local_ranks(comm)[0], hosts.fair_threads(comm)
         versions["MPI"] = " ".join(mpi.library().replace("Version:", "").split())  # as in MPICH
         found |= dict(size=comm.size, **_mpi_facts(mpi.MPI))
     found |= _torch_facts(versions, local_rank) | _hdf5_facts(versions)

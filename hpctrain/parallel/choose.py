@@ -29,6 +29,7 @@ import torch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import LAUNCHER_PREFIXES
 from hpctrain.parallel.device import choose_device, gpu_uuid, keep_memory
+from hpctrain.parallel.hosts import comm_of_host, fair_threads, local_ranks
 from hpctrain.parallel.memory import EXCLUSIVE, is_exclusive, plain_zeros
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import (
@@ -36,14 +37,21 @@ from hpctrain.parallel.mpi import (
     Comm,
     allgather,
     call_on_all,
-    fair_threads,
+    first_of_all,
     host_name,
-    local_ranks,
     start_mpi,
 )
 from hpctrain.parallel.nccl import Nccl, nccl_version
 from hpctrain.parallel.overlap import Overlapped, cut
-from hpctrain.parallel.placement import Choice, RankDevice, choose_transport, describe_sharing
+from hpctrain.parallel.placement import (
+    Choice,
+    RankDevice,
+    and_other_hosts,
+    choose_transport,
+    describe_sharing,
+    group_devices,
+    merge_groups,
+)
 from hpctrain.parallel.reduce import Bfloat16Reduce, Plain, Reduce
 from hpctrain.parallel.transport import (
     DeviceMemory,
@@ -54,7 +62,7 @@ from hpctrain.parallel.transport import (
 )
 from hpctrain.parallel.tree import TreeReduce
 from hpctrain.streams import current_stream
-from hpctrain.watchdog import stack_file
+from hpctrain.watchdog import stack_file, waiting
 
 TRIAL_SECONDS = 120.0
 PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds hpctrain
@@ -82,9 +90,14 @@ def open_transport(comm: Comm, device: torch.device, wanted: str) -> tuple[Trans
     Also returns the choice with its reason, and a note if ranks share GPUs. Raises UsageError on
     all ranks as `choose_transport` and `make_transport` do.
     """
-    places = allgather(comm, call_on_all(comm, lambda: describe_rank(device, wanted)))
-    choice = call_on_all(comm, lambda: choose_transport(places, wanted))
-    return make_transport(choice, comm, device), choice, describe_sharing(places)
+    own, host = call_on_all(comm, lambda: describe_rank(device, wanted)), comm_of_host(comm)
+    here = dict(sorted(allgather(host, (comm.rank, own))))
+    with waiting():  # each host counts once
+        groups = comm.allreduce({} if host.rank else group_devices(here), merge_groups)
+    choice = call_on_all(comm, lambda: choose_transport(groups, wanted))
+    shared = first_of_all(comm, (not host.rank and describe_sharing(here.values())) or None)
+    note = and_other_hosts(shared.value, shared.ranks) if shared else ""
+    return make_transport(choice, comm, device), choice, note
 
 
 def make_transport(choice: Choice, comm: Comm, device: torch.device) -> Transport:

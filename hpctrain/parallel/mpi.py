@@ -19,10 +19,10 @@ import sys
 import traceback
 from array import array
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from hpctrain.errors import Failure, UsageError, first_line
-from hpctrain.launcher import launched_rank, launched_size, local_size, place_in_step
+from hpctrain.launcher import launched_rank, launched_size, local_size
 from hpctrain.watchdog import current, waiting
 
 T = TypeVar("T")
@@ -188,40 +188,6 @@ def check_equal_on_all(comm: Comm, facts: dict[str, str]) -> None:
     ]
     if first := first_of_all(comm, differing[0] if differing else None):
         raise agreed(UsageError(first.value))
-
-
-def comm_of_host(comm: Comm) -> Comm:
-    """Return a communicator of the ranks of this host, to be freed by the caller. Collective.
-
-    Under srun, Slurm's variables define it: MPI libraries that compare host names with Slurm's node
-    names would put every rank into a communicator of its own if the two differ.
-    """
-    node, task = place_in_step(comm.rank, comm.size)
-    if min(allgather(comm, node)) >= 0:
-        return cast(Comm, comm.Split(node, task))
-    return cast(Comm, comm.Split_type(MPI.COMM_TYPE_SHARED))
-
-
-def local_ranks(comm: Comm) -> tuple[int, int]:
-    """Return this rank's number among the ranks of its host, and their number. Collective."""
-    local = comm_of_host(comm)
-    rank, size = local.rank, local.size
-    local.Free()
-    return rank, size
-
-
-def fair_threads(comm: Comm) -> int:
-    """Return the number of CPU threads with which ranks do not share cores. Collective.
-
-    It is the number of allowed cores divided by the ranks on them, or OMP_NUM_THREADS if that is
-    set; the smallest over all ranks.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    masks = allgather(comm, (host_name(), cores))
-    sharing = sum(host == host_name() and bool(set(mask) & set(cores)) for host, mask in masks)
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    threads = int(wanted) if wanted.isdigit() and int(wanted) > 0 else len(cores) // sharing
-    return max(1, min(allgather(comm, threads)))
 
 
 def conclude(error: BaseException) -> int:

@@ -228,13 +228,13 @@ class OverlapTrial:
         columns = zip(*self._measured[SKIPPED:], strict=True)
         return Times(*(statistics.median(column) for column in columns))
 
-    def decide(self, by_rank: list[Times]) -> str | None:
-        """Choose `segments` from the times of all ranks in this phase.
+    def decide(self, first: Times, shortest: float) -> str | None:
+        """Choose `segments` from the times of rank 0 in this phase and the shortest reduction.
 
         Returns a note on the measurements if the choice is final.
         """
         # The slowest rank waited least: the shortest reduction is the one without waiting.
-        found = by_rank[0]._replace(reduce=min(times.reduce for times in by_rank))
+        found = first._replace(reduce=shortest)
         self._measured.clear()
         if self._without is None:
             self._without, self.segments = found, best_segments(found)

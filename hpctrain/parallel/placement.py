@@ -19,8 +19,10 @@ mpi-gpu   GPUs, whose memory is passed to MPI: only on request, after a test in 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate
+from operator import or_
 from typing import NamedTuple
 
 from hpctrain.errors import UsageError
@@ -85,6 +87,15 @@ def _slowest(cost: Sequence[float], runs: Sequence[range]) -> float:
     return max(each * len(run) for each, run in zip(cost, runs, strict=True))
 
 
+def crowd(masks: Sequence[int]) -> tuple[float, int, int]:
+    """Return how many ranks share a core of their host, the number of ranks, and that of cores.
+
+    `masks` holds, by rank of the host, the cores that it may use: bit N is core N.
+    """
+    cores = reduce(or_, masks).bit_count()
+    return len(masks) / cores, len(masks), cores
+
+
 class RankDevice(NamedTuple):
     """The device of one rank, and what it supports."""
 
@@ -103,7 +114,7 @@ def which_gpu(local_rank: int, visible: int) -> int | None:
     return local_rank % visible if visible else None
 
 
-def describe_sharing(places: Sequence[RankDevice]) -> str:
+def describe_sharing(places: Iterable[RankDevice]) -> str:
     """Describe a host on which more ranks than GPUs compute; empty if there is none."""
     gpus: dict[str, list[str]] = {}
     for place in places:
@@ -113,8 +124,55 @@ def describe_sharing(places: Sequence[RankDevice]) -> str:
     if not shared:
         return ""
     (host, used), distinct = shared[0], len(set(shared[0][1]))
-    others = f", and so on {len(shared) - 1} more hosts" if len(shared) > 1 else ""
-    return f"{len(used)} ranks share {distinct} GPU{'s' * (distinct > 1)} of {host}{others}"
+    text = f"{len(used)} ranks share {distinct} GPU{'s' * (distinct > 1)} of {host}"
+    return and_other_hosts(text, len(shared))
+
+
+def and_other_hosts(text: str, hosts: int) -> str:
+    """Return a text on the first of some hosts, with the number of the others."""
+    return text + (f", and so on {hosts - 1} more hosts" if hosts > 1 else "")
+
+
+class DeviceKind(NamedTuple):
+    """What `choose_transport` distinguishes: the device of a rank but for where it is."""
+
+    device: str
+    nccl: str
+    refusal: str | None
+    shared: bool  # an earlier rank of the host has the same GPU
+
+
+class DeviceGroup(NamedTuple):
+    """The ranks of one kind."""
+
+    first: int
+    host: str  # of the first, as is the next
+    other: int  # the first rank with the same GPU
+    ranks: int  # number of ranks
+
+
+DeviceGroups = dict[DeviceKind, DeviceGroup]
+
+
+def group_devices(places: Mapping[int, RankDevice]) -> DeviceGroups:
+    """Group ranks by the kinds of their devices; `places` holds all ranks of some hosts."""
+    groups: DeviceGroups = {}
+    seen: dict[tuple[str, str], int] = {}
+    for rank, place in places.items():
+        other = seen.setdefault((place.host, place.gpu), rank)
+        shared = place.device != "cpu" and other != rank
+        kind = DeviceKind(place.device, place.nccl, place.refusal, shared)
+        groups = merge_groups(groups, {kind: DeviceGroup(rank, place.host, other, 1)})
+    return groups
+
+
+def merge_groups(a: DeviceGroups, b: DeviceGroups) -> DeviceGroups:
+    """Return the groups of all ranks of both."""
+    both = {kind: [groups[kind] for groups in (a, b) if kind in groups] for kind in {**a, **b}}
+    return {
+        kind: min(found)._replace(ranks=sum(group.ranks for group in found))
+        for kind, found in both.items()
+    }
 
 
 class Choice(NamedTuple):
@@ -124,52 +182,54 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_transport(places: Sequence[RankDevice], wanted: str = "auto") -> Choice:
+def choose_transport(groups: DeviceGroups, wanted: str = "auto") -> Choice:
     """Choose the transport for these ranks.
 
     Raises UsageError with the reason if the `wanted` one is not possible, and if only some ranks
     have a GPU: these round differently, so weights that each rank updates would drift apart.
     """
-    on_cpu = [rank for rank, place in enumerate(places) if place.device == "cpu"]
-    if wanted in ("nccl", "mpi-gpu") and on_cpu:
-        raise UsageError(f"--reduce {wanted} is for GPUs: {_named(places, on_cpu[0])} has none")
-    if len(on_cpu) == len(places):
+    ordered = sorted(groups.items(), key=lambda item: item[1].first)
+    size = sum(group.ranks for group in groups.values())
+    without = [group for kind, group in ordered if kind.device == "cpu"]
+    on_cpu = sum(group.ranks for group in without)
+    if wanted in ("nccl", "mpi-gpu") and without:
+        raise UsageError(f"--reduce {wanted} is for GPUs: {_named(without[0])} has none")
+    if on_cpu == size:
         return Choice("mpi", "all ranks compute on CPUs")
-    if on_cpu:
+    if without:
         raise UsageError(
-            f"{len(on_cpu)} of {len(places)} ranks see no GPU, such as {_named(places, on_cpu[0])}:"
+            f"{on_cpu} of {size} ranks see no GPU, such as {_named(without[0])}:"
             " weights would differ; give every rank a GPU, or all --device cpu"
         )
-    against = _against_nccl(places)
+    against = _against_nccl(ordered)
     if wanted == "nccl" and against:
         raise UsageError(f"--reduce nccl: {against}")
     if wanted == "mpi-gpu":
-        for rank, place in enumerate(places):
-            if place.refusal is not None:
-                raise UsageError(f"--reduce mpi-gpu: on {_named(places, rank)} {place.refusal}")
+        for kind, group in ordered:
+            if kind.refusal is not None:
+                raise UsageError(f"--reduce mpi-gpu: on {_named(group)} {kind.refusal}")
         return Choice("mpi-gpu", "asked for, and MPI took device memory in a trial")
     if wanted == "host":
         return Choice("host", "asked for")
     if against:
         return Choice("host", against)
-    if wanted == "auto" and len(places) == 1:
+    if wanted == "auto" and size == 1:
         return Choice("none", "one rank")
     return Choice("nccl", "every rank has a GPU of its own" if wanted == "auto" else "asked for")
 
 
-def _against_nccl(places: Sequence[RankDevice]) -> str:
+def _against_nccl(ordered: Sequence[tuple[DeviceKind, DeviceGroup]]) -> str:
     """Return why NCCL cannot be used with these ranks; empty if it can."""
-    seen: dict[tuple[str, str], int] = {}
-    for rank, place in enumerate(places):
-        if not place.nccl:
-            return f"torch on {_named(places, rank)} was built without NCCL"
-        if place.nccl != places[0].nccl:
-            return f"{places[0].nccl} on rank 0, {place.nccl} on {_named(places, rank)}"
-        other = seen.setdefault((place.host, place.gpu), rank)
-        if other != rank:
-            return f"ranks {other} and {rank} share a GPU of {place.host}"
+    expected = ordered[0][0].nccl
+    for kind, group in ordered:
+        if not kind.nccl:
+            return f"torch on {_named(group)} was built without NCCL"
+        if kind.nccl != expected:
+            return f"{expected} on rank 0, {kind.nccl} on {_named(group)}"
+        if kind.shared:
+            return f"ranks {group.other} and {group.first} share a GPU of {group.host}"
     return ""
 
 
-def _named(places: Sequence[RankDevice], rank: int) -> str:
-    return f"rank {rank} ({places[rank].host})"
+def _named(group: DeviceGroup) -> str:
+    return f"rank {group.first} ({group.host})"

@@ -33,7 +33,8 @@ from hpctrain.inference.tasks import Task
 from hpctrain.models import ModelState
 from hpctrain.parallel.device import fork_rng, gpu_uuid
 from hpctrain.parallel.host_memory import free_memory
-from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, host_name
+from hpctrain.parallel.hosts import comm_of_host
+from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, minimum
 from hpctrain.plan import Facts, shard_count
 from hpctrain.streams import IN_FLIGHT
 from hpctrain.text import counted
@@ -138,15 +139,15 @@ class MemoryTrial:
         """Whether `images` per shard fit on all ranks, with `shards` in all. Collective."""
         comm, gpu = self._comm, self._device.type == "cuda"
         if self._free is None:  # on all ranks alike
-            place = host_name() + (gpu_uuid(self._device) if gpu else "")
-            sharing = allgather(comm, place).count(place)  # all have made their networks
+            place = gpu_uuid(self._device) if gpu else ""
+            sharing = allgather(comm_of_host(comm), place).count(place)
             free = call_on_all(comm, lambda: free_on_gpu(self._device) if gpu else free_memory())
             self._free = free / sharing
         own = -(-shards // comm.size) * images  # of this rank in a step
         held = COPIES * self._weights + (2 + IN_FLIGHT[self._device.type]) * own * self._image_bytes
         test = self._fits_gpu if gpu else self._fits_cpu
         doing(f"testing whether {images} images of a shard fit in memory")
-        return all(allgather(comm, call_on_all(comm, lambda: test(images, held))))
+        return minimum(comm, call_on_all(comm, lambda: test(images, held))) == [1]
 
     def _fits_cpu(self, images: int, held: int) -> bool:
         assert self._free is not None

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,9 @@ from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.device import hardware_key
+from hpctrain.parallel.hosts import describe_hosts
 from hpctrain.parallel.memory import memory_of
-from hpctrain.parallel.mpi import Comm, allgather, host_name, library
+from hpctrain.parallel.mpi import Comm, library
 from hpctrain.plan import Plan
 from hpctrain.plan_check import check_recorded, read_config, read_plan
 from hpctrain.report.find import CHECKPOINTS, evaluation_file
@@ -111,8 +112,7 @@ def names(job: Job) -> Iterator[str]:
 
 def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
     """Return the first line of the record. Collective."""
-    places = allgather(comm, (host_name(), sorted(os.sched_getaffinity(0))))
-    host_ranks, host_cores = most_crowded(places)
+    hosts, host_ranks, host_cores = describe_hosts(comm)
     memory = memory_of(job.trainer.message.device)
     return {
         "name": folder.name,
@@ -120,7 +120,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "model": job.plan.model,
         "parameters": sum(p.numel() for p in job.trainer.model.parameters()),
         "ranks": comm.size,
-        "hosts": sorted({host for host, _ in places}),
+        "hosts": hosts,
         "host_ranks": host_ranks,
         "host_cores": host_cores,
         "shards": job.plan.shards,
@@ -151,18 +151,6 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "torch": torch.__version__,
         "hpctrain": __version__,
     }
-
-
-def most_crowded(places: Sequence[tuple[str, list[int]]]) -> tuple[int, int]:
-    """Return the number of ranks and of cores of the host with the fewest cores per rank.
-
-    `places` holds, by rank, the name of its host and the cores that it may use.
-    """
-    masks: dict[str, list[list[int]]] = {}
-    for host, cores in places:
-        masks.setdefault(host, []).append(cores)
-    counts = [(len(found), len(set().union(*found))) for found in masks.values()]
-    return max(counts, key=lambda count: count[0] / count[1], default=(0, 0))
 
 
 def chosen(job: Job) -> dict[str, object]:

@@ -6,7 +6,7 @@ import time
 from contextlib import closing
 from functools import partial
 
-from hpctrain.parallel.mpi import allgather
+from hpctrain.parallel.mpi import allgather, call_on_root, minimum
 from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.streams import Snapshot
 from hpctrain.text import listed
@@ -103,7 +103,9 @@ def shards_of_ranks(run: Run) -> list[range]:
 def choose_overlap(run: Run, trial: OverlapTrial) -> None:
     """Choose the number of gradient segments by the steps measured so far. Collective."""
     doing("choosing --overlap")
-    text = trial.decide(allgather(run.comm, trial.times()))
+    own = trial.times()
+    shortest = minimum(run.comm, round(1e9 * own.reduce))[0] / 1e9
+    text = trial.decide(call_on_root(run.comm, lambda: own), shortest)
     if trial.segments != run.job.trainer.segments:
         renew_reduction(run.job, shards_of_ranks(run), trial.segments)
     if text:

@@ -33,7 +33,8 @@ from hpctrain.data.staging import (
 )
 from hpctrain.errors import UsageError
 from hpctrain.inference.opening import find_sums, require_split
-from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root, comm_of_host
+from hpctrain.parallel.hosts import comm_of_host
+from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root
 from hpctrain.plan import Plan
 from hpctrain.text import say
 
@@ -161,18 +162,15 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
         raise UsageError(f"--stage copies packs, and {pack.path} is none: copy the file yourself")
     sums = reading.checks.sums or call_on_root(comm, lambda: find_sums(pack))
     host = comm_of_host(comm)
-    try:
-        call_on_all(comm, lambda: make_folder(Path(folder)))
-        extents = allgather(host, source.byte_range(reading.order.reach(shards)))
-        held = min(start for start, _ in extents), max(stop for _, stop in extents)
-        final = Path(folder).absolute() / staged_name(pack, held)
-        whole = pieces(pack, sums, held)
-        part = whole[host.rank :: host.size]  # this rank's share
-        sound = final.exists() and compare(pack, final, part)
-        needed = 0 if all(allgather(host, sound)) else sum(piece.length for piece in whole)
-        _copy(pack, final, part, needed, host, comm)
-    finally:
-        host.Free()
+    call_on_all(comm, lambda: make_folder(Path(folder)))
+    extents = allgather(host, source.byte_range(reading.order.reach(shards)))
+    held = min(start for start, _ in extents), max(stop for _, stop in extents)
+    final = Path(folder).absolute() / staged_name(pack, held)
+    whole = pieces(pack, sums, held)
+    part = whole[host.rank :: host.size]  # this rank's share
+    sound = final.exists() and compare(pack, final, part)
+    needed = 0 if all(allgather(host, sound)) else sum(piece.length for piece in whole)
+    _copy(pack, final, part, needed, host, comm)
     source.close()
     here = replace(pack, path=str(final))
     checks = Checks(None, reading.checks.warn, held)  # every block was verified when copied

@@ -26,9 +26,9 @@ from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
     agreed,
-    allgather,
     call_on_all,
     call_on_root,
+    first_of_all,
     host_name,
     limit_finalize,
     start_mpi,
@@ -249,11 +249,9 @@ def wait_for_writer(run: Run) -> None:
 
 
 def end_preempted(run: Run, done: int) -> TrainingResult:
-    """Record a preemption. Collective.
-
-    The exit code is 75 if the launch did and saved any step, else 1.
-    """
-    why = next(filter(None, allgather(run.comm, run.control.preempted_by())), "a signal")
+    """Record a preemption; exit code 75 if the launch did and saved steps, else 1. Collective."""
+    first = first_of_all(run.comm, run.control.preempted_by())
+    why = first.value if first else "a signal"
     run.recorder.end("preempted", f"{why}; saved", steps=run.state.step)
     if why == signal.SIGTERM.name:  # what scancel sends
         remove_copies(run.job.config.stage)

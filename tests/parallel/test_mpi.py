@@ -9,8 +9,8 @@ from hpctrain.parallel.mpi import (
     call_on_all,
     call_on_root,
     check_equal_on_all,
-    comm_of_host,
-    local_ranks,
+    first_of_all,
+    minimum,
 )
 
 pytestmark = pytest.mark.mpi
@@ -51,23 +51,36 @@ def test_a_failure_on_one_rank_is_raised_on_all_with_its_number(comm):
     assert (f"rank {last}" in str(caught.value)) == (comm.size > 1)
 
 
-def test_under_srun_slurm_says_which_ranks_share_a_host(comm, monkeypatch):
-    """Nodes of three ranks, whatever the host is called; where srun did not start these very ranks
-    MPI says it.
-    """
-    hosts = local_ranks(comm)
-    node, task = divmod(comm.rank, 3)
-    for name, value in (
-        ("SLURM_PROCID", comm.rank),
-        ("SLURM_STEP_NUM_TASKS", comm.size),
-        ("SLURM_NODEID", node),
-        ("SLURM_LOCALID", task),
-    ):
-        monkeypatch.setenv(name, str(value))
-    assert local_ranks(comm) == (task, min(3, comm.size - 3 * node))
-    if comm.rank == comm.size - 1:
-        monkeypatch.setenv("SLURM_PROCID", str(comm.size))
-    assert local_ranks(comm) == hosts
-    host = comm_of_host(comm)
-    assert host.size == hosts[1]
-    host.Free()
+def test_the_first_of_several_failures_is_raised_everywhere(comm):
+    def fail(ranks):
+        if comm.rank in ranks:
+            raise UsageError(f"{comm.rank} is bad")
+
+    for ranks in (range(comm.size), range(1, comm.size), range(comm.size - 1)):
+        if ranks:
+            with pytest.raises(UsageError) as caught:
+                call_on_all(comm, lambda ranks=ranks: fail(ranks))
+            prefix = "" if len(ranks) == comm.size else f"rank {ranks[0]}: "
+            assert str(caught.value) == f"{prefix}{ranks[0]} is bad"
+            assert caught.value.agreed and caught.value.exit_code == 2
+
+
+def test_only_the_first_value_is_told(comm):
+    assert first_of_all(comm, None) is None
+    for ranks in (range(comm.size), range(comm.size // 2, comm.size), [comm.size - 1]):
+        found = first_of_all(comm, f"of {comm.rank}" if comm.rank in ranks else None)
+        assert found == (ranks[0], f"of {ranks[0]}", len(ranks))
+    assert first_of_all(comm, 0) == (0, 0, comm.size), "a value that is false is one"
+
+
+def test_the_smallest_of_integers(comm):
+    first = -(2**63) + comm.size - comm.rank
+    assert minimum(comm, first, comm.rank, 2**63 - 1) == [-(2**63) + 1, 0, 2**63 - 1]
+
+
+def test_the_first_difference_from_rank_0_is_named(comm):
+    if comm.size < 3:
+        return
+    facts = {"a": "same", "b": str(comm.rank > 1), "c": str(comm.rank > 0)}
+    with pytest.raises(UsageError, match="^c differs .*: False on rank 0, True on rank 1$"):
+        check_equal_on_all(comm, facts)

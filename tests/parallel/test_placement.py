@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel import placement
 from hpctrain.parallel.placement import (
     Choice,
     RankDevice,
-    choose_transport,
     describe_sharing,
+    group_devices,
+    merge_groups,
     which_gpu,
 )
 
 CPU = RankDevice("n1", "cpu")
+
+
+def choose_transport(places, wanted="auto"):
+    """The choice for these ranks, the same however they are put together, host by host."""
+    ranks = dict(enumerate(places))
+    hosts = {}
+    for rank, place in ranks.items():
+        hosts.setdefault(place.host, {})[rank] = place
+    parts = [group_devices(each) for each in hosts.values()]
+    groups = functools.reduce(merge_groups, parts)
+    assert groups == functools.reduce(merge_groups, parts[::-1], {}) == group_devices(ranks)
+    return placement.choose_transport(groups, wanted)
 
 
 def gpu(host="n1", uuid="a", nccl="NCCL 2.29.7", refusal=None):

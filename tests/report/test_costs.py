@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.parallel.placement import crowd
 from hpctrain.report.step_stats import ENOUGH, Costs, whole_percents
-from hpctrain.training.folder import most_crowded
 
 
 def costs(data, compute, reduce, total=1.0, idle=0.0, slowest=(0,)):
@@ -109,10 +109,10 @@ def test_more_ranks_than_cores_are_said_before_one_bottleneck():
 
 
 def test_the_most_crowded_host():
-    far = [("b", [0, 1, 2]), ("b", [0, 1, 2])]
-    assert most_crowded([*far, ("a", [0, 1]), ("a", [0, 1]), ("a", [0, 1])]) == (3, 2)
-    assert most_crowded([("a", [0]), ("a", [1]), ("a", [2])]) == (3, 3)  # each bound to its own
-    assert most_crowded([("a", [5]), ("a", [5])]) == (2, 1)
+    assert crowd([0b111, 0b111]) == (2 / 3, 2, 3)
+    assert crowd([0b11, 0b11, 0b11]) == (1.5, 3, 2)
+    assert crowd([0b1, 0b10, 0b100]) == (1, 3, 3)  # each bound to its own
+    assert crowd([1 << 300, 1 << 300]) == (2, 2, 1)
 
 
 @pytest.mark.parametrize(

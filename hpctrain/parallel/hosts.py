@@ -1,0 +1,70 @@
+"""Hosts: which ranks share one, and what they share there.
+
+The ranks of a host exchange what concerns them alone. Across hosts, values are combined on the way
+(a reduction), so no rank receives one value of each rank.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+from hpctrain.launcher import place_in_step
+from hpctrain.parallel.mpi import MPI, Comm, allgather, host_name, minimum
+from hpctrain.parallel.placement import crowd
+from hpctrain.watchdog import waiting
+
+HOST = MPI.Comm.Create_keyval()  # under which a communicator keeps that of its host
+
+
+def comm_of_host(comm: Comm) -> Comm:
+    """Return the communicator of the ranks of this host, which `comm` keeps. Collective.
+
+    Under srun, Slurm's variables define it: MPI libraries that compare host names with Slurm's node
+    names would put every rank into a communicator of its own if the two differ.
+    """
+    if (host := comm.Get_attr(HOST)) is None:
+        node, task = place_in_step(comm.rank, comm.size)
+        with waiting():
+            if minimum(comm, node)[0] >= 0:
+                host = comm.Split(node, task)
+            else:
+                host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        comm.Set_attr(HOST, host)
+    return cast(Comm, host)
+
+
+def local_ranks(comm: Comm) -> tuple[int, int]:
+    """Return this rank's number among the ranks of its host, and their number. Collective."""
+    host = comm_of_host(comm)
+    return host.rank, host.size
+
+
+def fair_threads(comm: Comm) -> int:
+    """Return the number of CPU threads with which ranks do not share cores. Collective.
+
+    It is the number of allowed cores divided by the ranks on them, or OMP_NUM_THREADS if that is
+    set; the smallest over all ranks.
+    """
+    cores = core_mask()
+    sharing = sum(bool(mask & cores) for mask in allgather(comm_of_host(comm), cores))
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    given = int(wanted) if wanted.isdigit() else 0
+    return max(1, minimum(comm, given or cores.bit_count() // sharing)[0])
+
+
+def core_mask() -> int:
+    """Return the cores that this rank may use: bit N is core N."""
+    return sum(1 << core for core in os.sched_getaffinity(0))
+
+
+def describe_hosts(comm: Comm) -> tuple[list[str], int, int]:
+    """Return the names of all hosts, and the ranks and cores of the most crowded one. Collective.
+
+    Ranks other than 0 may know only some hosts.
+    """
+    own = {host_name()}, crowd(allgather(comm_of_host(comm), core_mask()))
+    with waiting():
+        found = comm.reduce(own, lambda a, b: (a[0] | b[0], max(a[1], b[1])))
+    names, (_, ranks, cores) = found or own
+    return sorted(names), ranks, cores
