@@ -161,10 +161,13 @@ class Watchdog:
         """
         self._leave_folder()
         try:
-            folder.mkdir(exist_ok=True)
             self._folder, self._own = folder, own
             self._turn = Turn(folder, 3 * self.interval)
-            self._open_stack(folder)
+            try:
+                self._open_stack(folder)
+            except FileNotFoundError:  # a run of an earlier version
+                folder.mkdir(exist_ok=True)
+                self._open_stack(folder)
             self.beat()
         except OSError as error:
             raise UsageError(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.launch import mpirun
 from hpctrain.quick_imports import quick_imports
 from tests.launch import environment, run
 from tests.packs import make_pack
@@ -70,6 +71,26 @@ def test_modules_are_not_looked_for_in_the_current_folder(folder):
     command = [sys.executable, "-m", "hpctrain", "--data", "a.h5", *TRAIN, "--dry-run"]
     own = [line for line in file_operations(command, folder) if f'"{folder}"' in line]
     assert len(own) <= 80, "150 more without the line in __main__.py"
+
+
+@NEEDS_STRACE
+def test_a_rank_names_few_files_of_the_run(folder):
+    """It opens its stack and the splits of the pack, and writes heartbeats in three calls each."""
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    script = folder / "rank.sh"
+    trace = f"strace -f -qq -e signal=none -e trace=%file -o {folder}/trace.$RANK"
+    script.write_text(f'#!/bin/sh\nRANK=$OMPI_COMM_WORLD_RANK$PMI_RANK\nexec {trace} "$@"\n')
+    script.chmod(0o755)
+    words = [str(script), sys.executable, "-m", "hpctrain", "--data", "a.h5", *TRAIN]
+    done = run([mpirun(), "-n", "2", *words], 100, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "trace.1").read_text().splitlines()
+    named = [line for line in lines if '"runs' in line or "/a.h5" in line]
+    beats = [line for line in named if "/.1.json." in line]
+    rest = [re.findall(r"(\w+)\(.*[/.](\w+)\"", line)[0] for line in named if line not in beats]
+    at_end = [("newfstatat", "stack"), ("unlink", "stack"), ("unlink", "json")]
+    assert rest == [("openat", "h5"), ("openat", "stack"), *[("openat", "h5")] * 2, *at_end]
+    assert beats and len(beats) % 3 == 0
 
 
 def test_modules_in_the_current_folder_come_first_for_functions_of_the_user(folder):

@@ -58,6 +58,7 @@ def make_run_folder(job: Job, lock: RunLock) -> Path:
             temporary.mkdir()
             write_settings(job, temporary)
             make_ready(temporary, 0)
+            (temporary / heartbeats.FOLDER).mkdir()  # here once, not by all ranks
             lock.take(temporary)  # before the rename: another launch must not lock it first
             os.rename(temporary, folder)
             sync(runs)

@@ -23,7 +23,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import LEFT
 from hpctrain.scheduler import ask
 from hpctrain.supervise import newest_step
-from hpctrain.text import listed
+from hpctrain.text import counted, listed
 from scripts.benchmarks.cluster.rank import PACE
 from scripts.benchmarks.cluster.site import PROGRAM, RANK, NotPossible, Site
 from scripts.benchmarks.gpu.check import end_group, output_of
@@ -45,7 +45,8 @@ def check_launch(site: Site) -> Found:
     site.facts = site.ask("facts")
     site.ranks = len(site.facts)
     slowest = max(rank["started"] for rank in site.facts)
-    line = f"{site.ranks} ranks on {len(site.hosts)} nodes; start of Python and its packages:"
+    line = f"{counted(site.ranks, 'rank')} on {counted(len(site.hosts), 'node')};"
+    line += " start of Python and its packages:"
     line += f" {slowest:.1f} s{BUNDLE if slowest > SLOW_START else ''}"
     hosts = [(h, [r for r in site.facts if r["host"] == h]) for h in site.hosts]
     rows = [(h, len(ranks), ranks[0]["system"], ranks[0]["network"]) for h, ranks in hosts]
@@ -65,14 +66,15 @@ def check_bits(site: Site) -> Found:
     for ranks in range(1, n + 1) if n <= 8 else sorted(few):
         places = site.ask("facts", ranks=ranks)
         if len(places) != ranks:
-            raise RunError(f"{ranks} ranks were asked for, {len(places)} were launched")
+            raise RunError(f"{counted(ranks, 'rank')} asked for, {len(places)} launched")
         digest = site.train(f"bits-{ranks}", ranks=ranks)
         rows.append((ranks, len({place["host"] for place in places}), digest))
     if len({digest for _, _, digest in rows}) > 1:
         raise RunError("; ".join(f"{ranks} ranks: {digest}" for ranks, _, digest in rows))
     site.undisturbed = rows[0][2]
     nodes = max(count for _, count, _ in rows)
-    line = f"{listed(ranks for ranks, _, _ in rows)} ranks on up to {nodes} nodes: one digest"
+    line = f"{listed(ranks for ranks, _, _ in rows)} ranks on up to {counted(nodes, 'node')}"
+    line += ": one digest"
     return line, table(("ranks", "nodes", "digest"), rows)
 
 
@@ -168,7 +170,8 @@ def submit(site: Site, options: str) -> Found:
         raise NotPossible(f"job {job} did not end in {site.limit:.0f} s: {state}")
     if state["JobState"] != "COMPLETED" or state["Restarts"] == "0":
         raise RunError(f"job {job} was to be requeued after its notice, and to end: {state}")
-    return f"a job of {nodes} nodes was requeued after its notice, {site.compare('requeued')}", ""
+    line = f"a job of {counted(nodes, 'node')} was requeued after its notice"
+    return f"{line}, {site.compare('requeued')}", ""
 
 
 def follow(site: Site, job: str) -> dict[str, str]:
