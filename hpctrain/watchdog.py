@@ -163,11 +163,7 @@ class Watchdog:
         try:
             self._folder, self._own = folder, own
             self._turn = Turn(folder, 3 * self.interval)
-            try:
-                self._open_stack(folder)
-            except FileNotFoundError:  # a run of an earlier version
-                folder.mkdir(exist_ok=True)
-                self._open_stack(folder)
+            self._open_stack(folder)
             self.beat()
         except OSError as error:
             raise UsageError(

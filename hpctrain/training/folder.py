@@ -93,6 +93,7 @@ def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
             record.write({"kind": "end", **earlier.crash._asdict()})
             record.close()
         write_settings(job, folder)
+        (folder / heartbeats.FOLDER).mkdir(exist_ok=True)  # an earlier version's may have none
         heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now
         for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
             file.unlink()

@@ -368,6 +368,7 @@ def test_a_rank_waits_as_long_as_another_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "_exit", leave)
     ranks = tmp_path / "ranks"
+    ranks.mkdir()
     with Watchdog(1, 2, "h", 2.0) as dog, waiting("rank 0"):
         dog.keep_in(ranks)
         for number in range(40):
@@ -385,12 +386,12 @@ def test_a_rank_waits_as_long_as_another_goes_on(tmp_path, monkeypatch):
 def test_what_is_done_starts_the_time_anew(tmp_path):
     ended = []
     with Watchdog(0, 1, "h", 0.5, ended.append) as dog:
-        dog.keep_in(tmp_path / "ranks")
+        dog.keep_in(tmp_path)
         for number in range(8):
             doing(f"step {number}")
             time.sleep(0.15)
         dog.beat()
-        beat = json.loads((tmp_path / "ranks" / "0.json").read_text())
+        beat = json.loads((tmp_path / "0.json").read_text())
     assert ended == []
     assert (beat["doing"], beat["pid"]) == ("step 7", os.getpid())
 
