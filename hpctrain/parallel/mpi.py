@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import pickle
 import socket
 import sys
 import traceback
@@ -26,6 +27,7 @@ from hpctrain.launcher import launched_rank, launched_size, local_size
 from hpctrain.watchdog import current, waiting
 
 T = TypeVar("T")
+LARGEST = 1 << 30  # bytes of one message: MPI before version 4 takes at most 2^31 - 1
 _finalize_limit = 60.0  # seconds
 
 
@@ -117,16 +119,31 @@ def call_on_root(comm: Comm, function: Callable[[], T]) -> T:
         except Failure as error:
             outcome = (None, agreed(error))
     with waiting("rank 0"):
-        result, failure = comm.bcast(outcome)
+        result, failure = bcast(comm, outcome)
     if failure is not None:
         raise agreed(failure)
     return result
 
 
+def bcast(comm: Comm, value: T, root: int = 0) -> T:
+    """Return the value of rank `root` on all ranks, in messages of `LARGEST` bytes. Collective."""
+    data = pickle.dumps(value) if comm.rank == root else b""
+    count, first = comm.bcast((-(-len(data) // LARGEST), data[:LARGEST]), root)
+    rest = (comm.bcast(data[n * LARGEST : (n + 1) * LARGEST], root) for n in range(1, count))
+    received: T = pickle.loads(b"".join([first, *rest]))
+    return received
+
+
 def allgather(comm: Comm, value: T) -> list[T]:
-    """Gather the values of all ranks on all ranks; the watchdog sees a wait. Collective."""
+    """Gather the values of all ranks on all ranks; the watchdog sees a wait. Collective.
+
+    If they have more than `LARGEST` bytes together, one rank after the other sends its value.
+    """
+    data = pickle.dumps(value)
     with waiting():
-        return comm.allgather(value)
+        if sum(comm.allgather(len(data))) > LARGEST:
+            return [bcast(comm, value, rank) for rank in range(comm.size)]
+        return [pickle.loads(each) for each in comm.allgather(data)]
 
 
 class First(NamedTuple):

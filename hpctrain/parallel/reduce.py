@@ -29,7 +29,7 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.device import empty
-from hpctrain.parallel.mpi import MPI, Comm
+from hpctrain.parallel.mpi import LARGEST, MPI, Comm
 from hpctrain.parallel.transport import HostMemory, Transport
 
 AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 62}  # numbers converted at once: fit a core's cache
@@ -74,7 +74,9 @@ def allreduce(comm: Comm, array: np.ndarray) -> None:
 def broadcast(comm: Comm, tensor: torch.Tensor) -> None:
     """Copy the values of rank 0 to all ranks, in place. Collective."""
     host = tensor.detach().cpu().contiguous()
-    comm.Bcast([host.flatten().view(torch.uint8).numpy(), MPI.BYTE])  # NumPy lacks some types
+    data = host.flatten().view(torch.uint8).numpy()  # NumPy lacks some types
+    for start in range(0, len(data), LARGEST):
+        comm.Bcast([data[start : start + LARGEST], MPI.BYTE])
     tensor.data.copy_(host)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+
+import numpy as np
 import pytest
+import torch
 
 from hpctrain.errors import RunError, UsageError
+from hpctrain.parallel import mpi, reduce
 from hpctrain.parallel.mpi import (
+    allgather,
     call_on_all,
     call_on_root,
     check_equal_on_all,
@@ -84,3 +90,42 @@ def test_the_first_difference_from_rank_0_is_named(comm):
     facts = {"a": "same", "b": str(comm.rank > 1), "c": str(comm.rank > 0)}
     with pytest.raises(UsageError, match="^c differs .*: False on rank 0, True on rank 1$"):
         check_equal_on_all(comm, facts)
+
+
+@pytest.mark.parametrize("largest", [1, 100, 4096])
+def test_values_larger_than_a_message_travel_in_pieces(comm, monkeypatch, largest):
+    """With small messages: libraries take 2^31 - 1 bytes, and fail with MPI_ERR_ARG beyond."""
+    monkeypatch.setattr(mpi, "LARGEST", largest)
+    monkeypatch.setattr(reduce, "LARGEST", largest)
+    sent = Sent(comm)
+    whole = np.arange(555)
+    found = call_on_root(sent, lambda: {"a": whole, "b": None})
+    assert np.array_equal(found["a"], whole) and found["b"] is None
+    for size in (0, 1, 700):
+        parts = allgather(sent, np.full(size, comm.rank))
+        assert [part.tolist() for part in parts] == [[k] * size for k in range(comm.size)]
+    tensor = torch.arange(777.0) if comm.rank == 0 else torch.zeros(777)
+    reduce.broadcast(sent, tensor)
+    assert torch.equal(tensor, torch.arange(777.0))
+    assert max(sent.sizes) <= largest + 60, "what pickle adds to a message"
+    assert all(size for size in sent.sizes)
+
+
+class Sent:
+    """A communicator that notes the bytes that this rank sends in one message."""
+
+    def __init__(self, comm):
+        self.comm, self.rank, self.size, self.sizes = comm, comm.rank, comm.size, [1]
+
+    def bcast(self, value, root=0):
+        if self.rank == root:
+            self.sizes.append(len(pickle.dumps(value)))
+        return self.comm.bcast(value, root)
+
+    def allgather(self, value):
+        self.sizes.append(len(pickle.dumps(value)))
+        return self.comm.allgather(value)
+
+    def Bcast(self, message):
+        self.sizes.append(message[0].nbytes)
+        self.comm.Bcast(message)

@@ -20,11 +20,12 @@ from tests.emulated_nccl import build
 from tests.launch import ROOT
 
 RANK = """
-import sys, types, torch
+import pickle, sys, types, torch
 from hpctrain.parallel.nccl import Nccl
 from hpctrain.parallel.nccl import Library
 rank, size, meeting = int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
-comm = types.SimpleNamespace(rank=rank, size=size, bcast=lambda outcome: (meeting, None))
+sent = 1, pickle.dumps((meeting, None))
+comm = types.SimpleNamespace(rank=rank, size=size, bcast=lambda own, root: sent)
 nccl = Nccl(comm, Library(sys.argv[1]))
 vector = torch.full((100_003,), 1.0 + rank)
 nccl.allreduce(vector)
