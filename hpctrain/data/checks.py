@@ -191,6 +191,7 @@ class BlockChecksums:
         self.block_bytes = block_rows * column.row_bytes
         self._sums, self._block_rows = sums, block_rows
         self._state = np.full(len(sums), UNKNOWN, np.int8)
+        self._corrupt: set[int] = set()
         self._buffers = threading.local()
 
     def find_corrupt(self, starts: np.ndarray, stops: np.ndarray, read: ReadInto) -> np.ndarray:
@@ -205,7 +206,7 @@ class BlockChecksums:
             touched = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in spans]))
         for block in touched[self._state[touched] == UNKNOWN].tolist():
             self._compare(block, read)
-        corrupt = np.append(np.flatnonzero(self._state == CORRUPT), len(self._state))
+        corrupt = np.array([*sorted(self._corrupt), len(self._state)])
         found = corrupt[np.searchsorted(corrupt, first)]  # the first corrupt block from `first` on
         return np.where(found <= last, found, -1)
 
@@ -234,6 +235,8 @@ class BlockChecksums:
         part = self._buffers.block[: len(rows) * row_bytes]
         read([part], self.column.offset + rows.start * row_bytes)
         sound = zlib.crc32(part) == int(self._sums[block])
+        if not sound:
+            self._corrupt.add(block)
         self._state[block] = SOUND if sound else CORRUPT
 
 

@@ -41,6 +41,7 @@ JPEG = "jpeg"
 FITS = ("stretch", "crop")
 SPLITS = ("train", "validation", "test")  # others are allowed and follow, sorted by name
 BLOCK_BYTES = 2**20
+HASHED = 1 << 16  # checksums that are converted to text at a time
 LABEL_BYTES = OFFSET_BYTES = 8
 
 
@@ -229,10 +230,20 @@ def content_uuid(
     """
     parts: list[Any] = [FORMAT, ENCODED_VERSION if fit else VERSION]
     parts += [list(image_shape), list(classes), *((JPEG, fit) if fit else ())]
+    digest = hashlib.sha1(uuid.NAMESPACE_OID.bytes, usedforsecurity=False)  # as uuid.uuid5 does,
+    digest.update(json.dumps(parts)[:-1].encode())  # but of JSON in pieces
     for name in ordered(splits):
         rows, checksums = splits[name]
-        parts.append([name, rows, *(sums.tolist() for sums in checksums)])
-    return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(parts)))
+        digest.update(f", {json.dumps([name, rows])[:-1]}".encode())
+        for sums in checksums:
+            digest.update(b", [")
+            for start in range(0, len(sums), HASHED):
+                numbers = json.dumps(sums[start : start + HASHED].tolist())[1:-1]
+                digest.update(f"{', ' if start else ''}{numbers}".encode())
+            digest.update(b"]")
+        digest.update(b"]")
+    digest.update(b"]")
+    return str(uuid.UUID(bytes=digest.digest()[:16], version=5))
 
 
 def facts_sha256(

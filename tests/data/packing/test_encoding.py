@@ -1,7 +1,9 @@
 """Packing JPEG files: whose bytes are kept, what becomes of the others, what the pack says."""
 
 import io
+import json
 import os
+import uuid
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -293,3 +295,19 @@ def test_the_uuid_covers_all_that_is_stored():
         changed.append((*given[:2], {"train": (7, other)}, "stretch"))
     identities = {content_uuid(*arguments) for arguments in (given, *changed)}
     assert len(identities) == 1 + len(changed)
+
+
+@pytest.mark.parametrize("hashed", [1, 3, 7, 1 << 16])
+def test_the_uuid_is_that_of_one_text_however_it_is_hashed(monkeypatch, hashed):
+    monkeypatch.setattr("hpctrain.data.pack_format.HASHED", hashed)
+    sums = [np.arange(7, dtype="<u4") * 99, np.array([3], "<u4")]
+    splits = {"test": (1, sums[1:] * 2), "train": (7, sums)}
+    text = json.dumps(
+        [
+            *("hpctrain-pack", 1, [5, 4, 3], ["a", "\u00e9"]),
+            ["train", 7, *(each.tolist() for each in sums)],
+            ["test", 1, [3], [3]],
+        ]
+    )
+    found = content_uuid((5, 4, 3), ("a", "\u00e9"), splits)
+    assert found == str(uuid.uuid5(uuid.NAMESPACE_OID, text))
