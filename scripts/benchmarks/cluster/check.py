@@ -139,5 +139,5 @@ def names_to_hide(site: Site) -> dict[str, str]:
 def hide(text: str, names: dict[str, str]) -> str:
     """Replace names, addresses and what looks like a secret; the longest names first."""
     for name in sorted(filter(None, names), key=len, reverse=True):
-        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", names[name], text)
+        text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", names[name], text)
     return SECRET.sub(r"\1HIDDEN", ADDRESS.sub("ADDRESS", text))

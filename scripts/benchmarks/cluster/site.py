@@ -97,10 +97,11 @@ class Site:
         return json.loads(output.read_text())
 
     def words(self, run: str, *flags: str) -> list[str]:
-        """Return the words that train the digits for three epochs, 60 steps, with these flags."""
+        """Return the words that train the 10,000 digits for about 60 steps, with these flags."""
         pack, batch = locate("digits", str(self.folder)), 504 + -504 % self.ranks
+        epochs = str(60 * batch // 10_000)
         words = ["--data", str(pack), "--batch-size", str(batch), "--shards", str(self.ranks)]
-        words += ["--epochs", "3", "--deterministic", "--checkpoint-every", "5", "--no-test"]
+        words += ["--epochs", epochs, "--deterministic", "--checkpoint-every", "5", "--no-test"]
         words += ["--runs-dir", str(self.folder), "--run", run, "--timeout", "2m"]
         return [*words, "--progress", "none", *flags]
 
@@ -130,7 +131,10 @@ def find_launcher(given: str | None) -> list[str]:
     Raises UsageError where it must be given.
     """
     if given:
-        return shlex.split(given)
+        try:
+            return shlex.split(given)
+        except ValueError as error:
+            raise UsageError(f"--launch {given}: {error}") from None
     if found := find_job(os.environ):
         if found[0].name != "Slurm":
             raise UsageError(f"in a job of {found[0].name}: --launch 'COMMAND that starts ranks'")
