@@ -346,13 +346,13 @@ def test_mistakes_are_named_before_anything_is_launched(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_a_machine_is_checked_with_mpirun(tmp_path):
     out, tools = tmp_path / "out", tmp_path / "tools"
     tools.mkdir()
     program(tools, "apptainer", 'while [ "$1" != a.sif ]; do shift; done; shift; exec "$@"')
     words = ["--launch", "mpirun -n 2", "--image", "a.sif", "--output", str(out)]
-    done = cluster_check(*words, timeout=550, env={"PATH": f"{tools}:{os.environ['PATH']}"})
+    done = cluster_check(*words, timeout=900, env={"PATH": f"{tools}:{os.environ['PATH']}"})
     report = (out / "report.md").read_text()
     assert done.returncode == 0, done.stdout + report
     verdicts = [line.split("  ")[0] for line in done.stdout.splitlines()[:8]]
