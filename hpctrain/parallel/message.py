@@ -12,10 +12,11 @@
 * digest: for each bit of the ranks' digests, in how many it is 1. The digests are equal if every
   count is 0 or the number of ranks.
 * slots: the seconds (SLOTS) of MOST_SLOTS ranks at most, each written by its rank only, so the sum
-  keeps them apart. More ranks take turns: each sends the mean of its steps since its last turn.
+  keeps them apart. More ranks take turns: each sends the mean of its steps since its last turn. The
+  first WARM_UP steps, which are slower, are in no mean: nothing would replace it for many steps.
 
 Its length is thus bounded for any number of ranks. The sum of the losses of this rank follows in
-`buffer`, where it is not summed over ranks: if a step is not finite, ranks tell it each other.
+`buffer` and is not summed over ranks. They gather these sums only if a step is not finite.
 
 Float32 holds integers up to 2^24 exactly, so counts and flags survive the sum.
 """
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +50,7 @@ SCALARS: dict[str, type[int] | type[float]] = {
 }
 SLOTS = ("compute", "data")
 MOST_SLOTS = 256  # ranks that send their seconds in one step
+WARM_UP = 4  # steps in which libraries warm up
 DIGEST_BITS = 64
 
 
@@ -101,13 +102,13 @@ class Message:
         """
         self.rank, self.layout = rank, lay_out(model, groups)
         self.device = next(model.parameters()).device
-        turns = [
+        self._turns = [
             range(first, min(first + MOST_SLOTS, size)) for first in range(0, size, MOST_SLOTS)
         ]
-        self._turns, self._turn = cycle(turns), turns[0]
+        self._turn, self._steps = self._turns[0], 0
         self._seconds: list[tuple[float, float]] = []  # of the steps since this rank's last turn
         self._latest = np.zeros((size, len(SLOTS)))  # seconds by rank
-        sent = len(turns[0]) * len(SLOTS)
+        sent = len(self._turn) * len(SLOTS)
         parts = [self.layout.length, 2 * channels, len(SCALARS), DIGEST_BITS, sent]
         self.buffer = plain_zeros(sum(parts) + 1, self.layout.dtype, self.device)
         self.tensor = self.buffer[:-1]
@@ -193,11 +194,14 @@ class Message:
 
     def set_seconds(self, compute: float, data: float) -> None:
         """Set this rank's seconds of computation and of waiting for data, once per step."""
-        self._turn = next(self._turns)
+        self._steps += 1
+        warm = self._steps > WARM_UP
+        self._turn = self._turns[self._steps % len(self._turns) if warm else 0]
         self._seconds.append((compute, data))
         if self.rank in self._turn:
             columns, steps = zip(*self._seconds, strict=True), len(self._seconds)
             torch._foreach_add_(self._slot, [sum(column) / steps for column in columns])
+        if self.rank in self._turn or not warm:
             self._seconds.clear()
 
     def set_digest(self, digest: torch.Tensor | None, changed: torch.Tensor | None = None) -> None:

@@ -179,7 +179,7 @@ class Times(NamedTuple):
     """Medians of a phase, in seconds."""
 
     step: float
-    compute: float  # of the slowest rank: forward and backward
+    compute: float  # on this rank: forward and backward
     reduce: float  # on this rank, including the wait for the others
 
 
@@ -228,13 +228,12 @@ class OverlapTrial:
         columns = zip(*self._measured[SKIPPED:], strict=True)
         return Times(*(statistics.median(column) for column in columns))
 
-    def decide(self, first: Times, shortest: float) -> str | None:
-        """Choose `segments` from the times of rank 0 in this phase and the shortest reduction.
+    def decide(self, found: Times) -> str | None:
+        """Choose `segments` from the times of this phase, the same on all ranks.
 
-        Returns a note on the measurements if the choice is final.
+        They are the step of rank 0, the longest computation, and the shortest reduction: the
+        slowest rank waited least. Returns a note on the measurements if the choice is final.
         """
-        # The slowest rank waited least: the shortest reduction is the one without waiting.
-        found = first._replace(reduce=shortest)
         self._measured.clear()
         if self._without is None:
             self._without, self.segments = found, best_segments(found)

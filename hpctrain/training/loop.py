@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import partial
 
 from hpctrain.parallel.mpi import allgather, call_on_root, minimum
-from hpctrain.parallel.overlap import OverlapTrial
+from hpctrain.parallel.overlap import OverlapTrial, Times
 from hpctrain.streams import Snapshot
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
@@ -104,8 +104,9 @@ def choose_overlap(run: Run, trial: OverlapTrial) -> None:
     """Choose the number of gradient segments by the steps measured so far. Collective."""
     doing("choosing --overlap")
     own = trial.times()
-    shortest = minimum(run.comm, round(1e9 * own.reduce))[0] / 1e9
-    text = trial.decide(call_on_root(run.comm, lambda: own), shortest)
+    least, most = minimum(run.comm, round(1e9 * own.reduce), -round(1e9 * own.compute))
+    step = call_on_root(run.comm, lambda: own.step)
+    text = trial.decide(Times(step, -most / 1e9, least / 1e9))
     if trial.segments != run.job.trainer.segments:
         renew_reduction(run.job, shards_of_ranks(run), trial.segments)
     if text:

@@ -258,8 +258,8 @@ def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
     if run.balance:
         run.balance.add(run.job.trainer.clock.compute)
     if run.overlap:
-        slowest_compute = float(totals.compute.max())
-        run.overlap.add(seconds, slowest_compute, run.job.trainer.clock.reduce)
+        clock = run.job.trainer.clock
+        run.overlap.add(seconds, clock.compute, clock.reduce)
     if run.writer:
         run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
     run.control.slowest_step = max(run.control.slowest_step, seconds)

@@ -48,34 +48,51 @@ def test_its_length_is_bounded():
 def test_ranks_take_turns_to_tell_their_seconds(size, monkeypatch):
     monkeypatch.setattr(module, "MOST_SLOTS", 4)
     messages = [of_rank(rank, size) for rank in range(size)]
-    turns = -(-size // 4)
+    turns, warm_up = -(-size // 4), module.WARM_UP
     last = {rank: [] for rank in range(size)}  # what a rank measured since its turn
     expected = np.zeros((size, 2))
-    for step in range(9):
+    for step in range(warm_up + 9):
+        turn = 0 if step < warm_up else (step + 1) % turns
         for rank, message in enumerate(messages):
             message.zero()
             message.set_seconds(rank + step / 8, 1.0 if rank == size // 2 else 0.25)
             last[rank].append((rank + step / 8, 1.0 if rank == size // 2 else 0.25))
-            if rank // 4 == step % turns:
-                expected[rank] = np.mean(last.pop(rank), 0)
-                last[rank] = []
+            if rank // 4 == turn:
+                expected[rank] = np.mean(last[rank], 0)
+            if rank // 4 == turn or step < warm_up:
+                last[rank].clear()
         add_up(messages)
         for message in messages:
             totals = message.totals()
             found = np.stack([totals.compute, totals.data], 1)
             assert np.allclose(found, expected)
         shares, slowest = time_shares(totals, 100.0)
-        known = min(size, 4 * (step + 1))
-        assert slowest == known - 1
-        busy = (totals.compute + totals.data)[:known]
+        busy = totals.compute + totals.data
+        assert slowest == busy.argmax() and (busy[slowest] == busy).sum() == 1
+        known = busy[busy > 0]
         assert shares == pytest.approx(
             {
                 "data": totals.data[slowest],
                 "compute": totals.compute[slowest],
-                "reduce": 100 - (busy[-1] - busy[0]),
-                "idle": busy[-1] - busy.mean(),
+                "reduce": 100 - (busy[slowest] - busy[0]),
+                "idle": busy[slowest] - known.mean(),
             }
         )
+
+
+def test_the_first_steps_of_a_launch_name_no_rank_as_slow_later(monkeypatch):
+    """They are slow on all ranks, and with three turns a number stays for three steps."""
+    monkeypatch.setattr(module, "MOST_SLOTS", 4)
+    messages = [of_rank(rank, 12) for rank in range(12)]
+    for step in range(3 * module.WARM_UP):
+        for message in messages:
+            message.zero()
+            message.set_seconds(9.0 if step < module.WARM_UP else 1.0, 0.0)
+        add_up(messages)
+        totals = messages[0].totals()
+        assert (totals.compute[:4] > 0).all(), "rank 0 records a step from the first one on"
+        if step >= module.WARM_UP + 2:
+            assert totals.compute.tolist() == [1.0] * 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
