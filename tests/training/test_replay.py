@@ -128,7 +128,16 @@ def test_all_of_the_state_is_compared_at_the_end_and_named(comm, settings, monke
         loop.train(odd(settings, "frozen", local_buffers=True, epochs=2), comm)
 
 
-def test_weights_that_differ_are_named_at_the_next_digest(comm, settings, monkeypatch):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"deterministic": True, "shards": 4, "local_buffers": False},
+        {"comm_dtype": "bf16"},
+        {"comm_dtype": "bf16", "overlap": "2"},
+    ],
+)
+def test_weights_that_differ_are_named_at_the_next_digest(comm, settings, monkeypatch, changes):
     """The message only says that they do; ranks then gather their digests."""
     if comm.size == 1:
         return
@@ -147,7 +156,9 @@ def test_weights_that_differ_are_named_at_the_next_digest(comm, settings, monkey
     if comm.size == 2:
         words = r"did not hold the same weights \(digests by rank: [0-9a-f]{16}, [0-9a-f]{16}\)"
     with pytest.raises(RunError, match=f"after step 3 .*{words}.*they differ in linear.bias"):
-        loop.train(odd(settings, "frozen", local_buffers=True, digest_every=3), comm)
+        loop.train(
+            odd(settings, "frozen", digest_every=3, **{"local_buffers": True} | changes), comm
+        )
 
 
 def test_a_reduction_that_spoils_digests_is_noticed(comm, settings, monkeypatch):
