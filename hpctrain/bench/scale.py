@@ -260,7 +260,7 @@ def cost_table(costs: list[RankCosts], alone: Objects) -> Table:
     heads = "|".join(("ranks", *WAYS, "Python, us", "start, ms", "memory, KiB"))
     caption = (
         "Messages | MB that a rank sends in a step. CPU time of Python in a step and at the start,"
-        " and memory: beyond those of one rank"
+        " and memory of Python's objects: what exceeds those of one rank"
     )
     return _table("Costs of a step", heads, rows, caption)
 
@@ -278,7 +278,7 @@ def efficiency_table(inputs: Inputs, costs: list[RankCosts]) -> Table:
     )
     heads = "|".join(("ranks", "slowest rank, s", *WAYS, "segments"))
     caption = (
-        "This is a model: nothing ran on so many ranks. plain is a ring, which MPI and NCCL use for"
+        "Weak scaling. This is a model: nothing ran on so many ranks. plain is a ring, which MPI and NCCL use for"
         " long messages; on many ranks they may send as few messages as a sum in tree order"
     )
     return _table("Efficiency by the model, %", heads, rows, caption)

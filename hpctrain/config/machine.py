@@ -51,28 +51,30 @@ class BenchConfig:
     )
     step_time: float | None = option(
         None,
-        "seconds of a step on one rank, without communication; default: measured with ResNet-50",
+        "assume steps of X seconds on one rank, without communication; default: measured with"
+        " ResNet-50",
         "Scale",
         POSITIVE,
     )
     spread: float | None = option(
         None,
-        "standard deviation of the step time, in percent; default: measured with it, otherwise 1",
+        "assume this standard deviation of the step time, in percent; default: measured, or 1 with"
+        " --step-time",
         "Scale",
         Bounds(0, 100, "[]"),
     )
     parameters: int | None = option(
-        None, "parameters of the network; default: those of ResNet-50", "Scale", AT_LEAST_1
+        None, "assume a network of N parameters; default: those of ResNet-50", "Scale", AT_LEAST_1
     )
     latency: float | None = option(
         None,
-        "microseconds of a short message; default: measured between --ranks ranks",
+        "assume X microseconds for a short message; default: measured between --ranks ranks",
         "Scale",
         AT_LEAST_0,
     )
     bandwidth: float | None = option(
         None,
-        "GB/s (10^9 bytes) that one rank sends; default: measured between --ranks ranks",
+        "assume that a rank sends X GB/s (10^9 bytes); default: measured between --ranks ranks",
         "Scale",
         POSITIVE,
     )

@@ -9,8 +9,8 @@
 * moments: two numbers per batch-norm channel (batchnorm.py).
 * scalars: one number each (SCALARS), summed over ranks, or computed from the sum afterwards, as
   `skipped` is.
-* digest: for each bit of the ranks' digests, in how many it is 1. The digests are equal if every
-  count is 0 or the number of ranks.
+* digest: for each of the 64 bits of a digest, the number of ranks that have it set. The digests are
+  equal if every number is 0 or the number of ranks.
 * slots: the seconds (SLOTS) of MOST_SLOTS ranks at most, each written by its rank only, so the sum
   keeps them apart. More ranks take turns: each sends the mean of its steps since its last turn. The
   first WARM_UP steps, which are slower, are in no mean: nothing would replace it for many steps.
