@@ -205,7 +205,8 @@ def test_from_the_command_to_tables_and_figure(tmp_path, capsys, monkeypatch):
     assert path.stat().st_size > 10_000
     assert "This is a model: nothing ran on so many ranks" in printed
     assert "step: 0.2 s (given), standard deviation 1 % (assumed)" in printed
-    assert "16,384 │ 32,766 | " in printed and "│ 28 | " in printed
+    assert "16,384 │ 32,766 | 204.9 │ 28 | 204.9 │" in printed
+    assert "│ 0.2079 │ 71.0 │ 92.5 │ 94.3 │ 72.1 │ 2 │" in printed  # as in docs/speed.md
 
 
 def test_the_figure_shows_every_published_run_and_names_every_line():
@@ -239,6 +240,23 @@ def test_messages_between_ranks_are_timed(monkeypatch):
     sends = found.ranks > 1
     assert (found.latency > 0) == (found.bandwidth > 0) == sends
     assert found == MPI.COMM_WORLD.bcast(found)
+
+
+def test_a_link_and_a_spread_of_known_numbers(monkeypatch):
+    seconds = {
+        network_job.CALLS[network_job.SHORT]: 2e-6,
+        network_job.CALLS[network_job.LONG]: 2e-6 + 4 * (network_job.LONG - 1) / 3e9,
+    }
+    monkeypatch.setattr(network_job, "time_calls", lambda comm, call, calls: seconds[calls])
+    transport = SimpleNamespace(comm=SimpleNamespace(rank=0, size=2))
+    found = network_job.time_link(transport, torch.device("cpu"))
+    assert found == pytest.approx((2e-6, 3e9))
+    draws = np.random.default_rng(0).normal(2.0, 0.1, 10_000).tolist()
+    monkeypatch.setattr(network_job, "time_steps", lambda device, steps: draws)
+    threads = torch.get_num_threads()
+    measured = network_job.measure(MPI.COMM_SELF, 1)
+    torch.set_num_threads(threads)
+    assert (measured.seconds, measured.spread) == pytest.approx((2.0, 0.05), rel=0.03)
 
 
 def test_a_job_writes_what_it_measured(tmp_path, monkeypatch):

@@ -278,7 +278,8 @@ def efficiency_table(inputs: Inputs, costs: list[RankCosts]) -> Table:
     )
     heads = "|".join(("ranks", "slowest rank, s", *WAYS, "segments"))
     caption = (
-        "Weak scaling. This is a model: nothing ran on so many ranks. plain is a ring, which MPI and NCCL use for"
-        " long messages; on many ranks they may send as few messages as a sum in tree order"
+        "Weak scaling. This is a model: nothing ran on so many ranks. plain is a ring, which MPI"
+        " and NCCL use for long messages; on many ranks they may send as few messages as a sum in"
+        " tree order"
     )
     return _table("Efficiency by the model, %", heads, rows, caption)

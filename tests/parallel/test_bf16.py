@@ -81,6 +81,20 @@ def test_the_sum_is_rounded_twice_and_the_rest_is_exact(comm):
     assert len(set(comm.allgather(message.tensor.numpy().tobytes()))) == 1
 
 
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_what_follows_the_gradients_is_not_rounded(comm, overlap):
+    """Counts of the bits of digests are exact only so."""
+    message = filled(comm, comm.rank)
+    length = message.layout.length
+    message.tensor[length:] = 2.0**20 + 1
+    reduce = choose_reduce(comm, message, comm_dtype="bf16", overlap=overlap)
+    reduce.begin([0])
+    reduce.accumulate(0)
+    reduce()
+    reduce.close()
+    assert set(message.tensor[length:].tolist()) == {comm.size * (2.0**20 + 1)}
+
+
 def test_not_for_float64(comm):
     with pytest.raises(
         UsageError, match="--comm-dtype bf16 is for float32 models; this one is .*64"

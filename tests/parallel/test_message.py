@@ -80,6 +80,16 @@ def test_ranks_take_turns_to_tell_their_seconds(size, monkeypatch):
         )
 
 
+def test_totals_that_were_read_stay_as_they_are():
+    message = of_rank(0, 1)
+    message.set_seconds(1.0, 2.0)
+    first = message.totals()
+    message.zero()
+    message.set_seconds(3.0, 4.0)
+    assert message.totals().compute == [3.0]
+    assert (first.compute, first.data) == ([1.0], [2.0])
+
+
 def test_the_first_steps_of_a_launch_name_no_rank_as_slow_later(monkeypatch):
     """They are slow on all ranks, and with three turns a number stays for three steps."""
     monkeypatch.setattr(module, "MOST_SLOTS", 4)

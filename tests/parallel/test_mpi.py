@@ -55,6 +55,9 @@ def test_a_failure_on_one_rank_is_raised_on_all_with_its_number(comm):
         call_on_all(comm, fail)
     assert caught.value.agreed
     assert (f"rank {last}" in str(caught.value)) == (comm.size > 1)
+    last = comm.rank
+    with pytest.raises(RunError, match="^disk full"):  # of all ranks, none is named
+        call_on_all(comm, fail)
 
 
 def test_the_first_of_several_failures_is_raised_everywhere(comm):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
 from hpctrain.parallel import mpi
+from hpctrain.parallel.message import Message
 from hpctrain.parallel.overlap import (
     SEGMENTS,
     SKIPPED,
@@ -22,6 +26,7 @@ from hpctrain.parallel.overlap import (
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as training_loop
 from hpctrain.training import train as loop
+from hpctrain.training.steps import record_step
 
 
 def test_what_is_left_of_a_reduction():
@@ -69,6 +74,23 @@ def test_what_could_save_nothing_is_not_tried():
     text = trial.decide(measured(trial, 1.0, 0.99, 0.01))
     assert trial.segments == 0 and text.endswith("segments could save less than 3%")
     assert not any(map(trial.follows, range(100)))
+
+
+def test_a_rank_adds_its_own_times():
+    """Those of others in the message may be of earlier steps, if ranks take turns."""
+    message = Message(nn.Linear(2, 1), 0, 0, 1)
+    message.add_counts(torch.tensor(1.0), 0, 4)
+    message.set_seconds(9.0, 0.0)
+    added, nothing = [], SimpleNamespace(step=lambda **fields: None, slowest_step=0.0)
+    trainer = SimpleNamespace(clock=SimpleNamespace(compute=0.5, reduce=0.1))
+    run = SimpleNamespace(
+        job=SimpleNamespace(trainer=trainer, task=SimpleNamespace(classes=())),
+        state=SimpleNamespace(epoch=0, step=1, sums=(0, 0, 0, 0), weight=0, add=lambda each: None),
+        overlap=SimpleNamespace(add=lambda *times: added.append(times)),
+        **{"balance": None, "writer": None, "control": nothing, "recorder": nothing},
+    )
+    record_step(run, message.totals(), 0.1, 1.0)
+    assert added == [(1.0, 0.5, 0.1)]
 
 
 def test_what_is_asked_for_wrongly_is_one_line():
