@@ -25,11 +25,16 @@ class Confusion:
         self.classes = classes
         self._cells = np.empty((2, 0), np.int64) if cells is None else _merged(cells)
         self._pending: list[np.ndarray] = []
+        self._waiting = 0  # answers there
 
     def add(self, true: np.ndarray, predicted: np.ndarray) -> None:
-        """Count samples of these true and predicted classes, (n,) integers each."""
-        self._pending.append(true.astype(np.int64) * self.classes + predicted)
-        if sum(map(len, self._pending)) >= PENDING:
+        """Count samples of these true and predicted classes, (n,) integers each.
+
+        Raises ValueError for a class that is not 0 ... K-1.
+        """
+        self._pending.append(np.ravel_multi_index((true, predicted), (self.classes,) * 2))
+        self._waiting += len(true)
+        if self._waiting >= PENDING:
             self._count()
 
     @property
@@ -78,6 +83,7 @@ class Confusion:
             numbers = np.concatenate(self._pending)
             found = np.stack([numbers, np.ones_like(numbers)])
             self._cells, self._pending = _merged(np.hstack([self._cells, found])), []
+            self._waiting = 0
 
     def _sums(self, classes: np.ndarray, counts: np.ndarray) -> np.ndarray:
         sums = np.zeros(self.classes, np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -32,6 +33,21 @@ def test_all_sums_are_those_of_the_whole_matrix(answers, monkeypatch, pending, w
         assert np.array_equal(each.by_true(), expected.sum(1))
         assert np.array_equal(each.by_predicted(), expected.sum(0))
     assert isinstance(found.as_json(), dict if whole == 0 else list)
+
+
+@pytest.mark.parametrize("answer", [(0, 3), (3, 0), (-1, 1), (2, -1)])
+def test_an_answer_of_no_class_is_not_counted_as_another(answer):
+    with pytest.raises(ValueError, match="invalid entry"):
+        Confusion(3).add(*(np.array([each]) for each in answer))
+
+
+def test_answers_one_at_a_time_take_time_in_proportion():
+    found, one = Confusion(3), np.array([1])
+    started = time.process_time()
+    for _ in range(20_000):
+        found.add(one, one)
+    assert time.process_time() - started < 2, "6 seconds, if each sums up those before it"
+    assert found.diagonal().tolist() == [0, 20_000, 0]
 
 
 def test_nothing_counted():
