@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import errno
 import io
 import os
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from hpctrain.config import Config, SweepConfig, check_settings, to_toml
 from hpctrain.console import Console, styled
 from hpctrain.data.pack import write_pack
 from hpctrain.errors import RunError, UsageError, did_you_mean
+from hpctrain.files import temporary_name
 from hpctrain.report.confusion import Confusion
 from hpctrain.report.figures import wrapped
 from hpctrain.report.pictures import draw_captioned, write_rows
@@ -190,6 +193,36 @@ def test_many_names_and_long_texts_are_shortened():
     assert listed("abcd", 2, "; ") == "a; b; and 2 more"
     assert brief("a\n  b") == "a b" and brief("x" * 40, 40) == "x" * 40
     assert brief("x" * 41, 40) == "x" * 37 + "..."
+
+
+def test_predictions_on_a_full_disk_are_one_error_after_another_one_too(tmp_path, monkeypatch):
+    class Full(io.StringIO):
+        def close(self):
+            failed = self.closed
+            super().close()
+            if not failed:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hpctrain.report.tables.as_text", lambda binary: Full())
+    path = tmp_path / "answers.csv"
+    full = {"expected_exception": RunError, "match": "answers.csv: No space left"}
+    with pytest.raises(**full), open_predictions(str(path), ("a", "b"), False) as write:
+        write(["x"], None, np.full((1, 2), 0.5))
+        raise RunError("another rank failed")
+    with pytest.raises(**full), open_predictions(str(path), ("a", "b"), False):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_predict_left_is_removed_and_what_was_there_stays(tmp_path):
+    path = tmp_path / "answers.csv"
+    path.write_text("before")
+    temporary = Path(str(temporary_name(path)).replace(f"-{os.getpid()}-", "-999999999-"))
+    temporary.write_text("half of the answers")
+    with pytest.raises(RunError), open_predictions(str(path), ("a", "b"), False):
+        assert not temporary.exists()
+        raise RunError("no image can be read")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["before"]
 
 
 def test_predictions_are_written_line_by_line(tmp_path):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from hpctrain.files import as_text, whole_file, write_whole, writing
+from hpctrain.files import as_text, left_behind, whole_file, write_whole, writing
 from hpctrain.report.confusion import Confusion
 from hpctrain.report.fields import without_nonfinite
 from hpctrain.text import csv_cell, say, told_apart
@@ -140,9 +140,10 @@ def open_predictions(
     with ExitStack() as stack:
         file: TextIO | None = None
         if output != "-":
-            with writing(output):
-                binary = stack.enter_context(whole_file(Path(output)))
-                file = stack.enter_context(as_text(binary))
+            stack.enter_context(writing(output))  # closing the file may fail, after an error too
+            for old in left_behind(Path(output)):  # by a process that was killed
+                old.unlink(missing_ok=True)
+            file = stack.enter_context(as_text(stack.enter_context(whole_file(Path(output)))))
 
         def put(lines: Iterable[Sequence[str]]) -> None:
             cells = (map(csv_cell, line) for line in lines)
@@ -174,8 +175,7 @@ def open_predictions(
         )
         yield write
         if file is not None:
-            with writing(output):
-                stack.close()
+            stack.close()
             say(f"{output}: {written:,} images classified")
 
 
