@@ -83,6 +83,15 @@ def test_a_rank_reads_only_the_labels_of_its_shards(made, monkeypatch, label_rea
     assert np.array_equal(np.sort(targets), np.sort(np.tile(labels[reach.start : reach.stop], 2)))
 
 
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("row", [-1, ROWS])
+def test_a_label_that_the_split_lacks_is_not_read_from_its_neighbour(made, held, row):
+    with Split(made[0], "train") as split:
+        split.hold(range(ROWS if held else 0))
+        with pytest.raises(IndexError, match=f"to {max(row, 7)} asked of {ROWS} labels"):
+            split.read_labels(np.array([7, row]))
+
+
 def test_opening_reads_no_label(made, label_reads):
     with Split(made[0], "train") as split:
         assert len(split) == ROWS
