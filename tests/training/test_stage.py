@@ -230,6 +230,24 @@ def test_a_corrupt_pack_is_not_staged(comm, shared_tmp):
     assert not (shared_tmp / "runs").exists()
 
 
+@pytest.mark.mpi
+def test_offsets_that_one_rank_cannot_read_are_an_error_of_all(comm, shared_tmp, monkeypatch):
+    if comm.rank == 0:
+        make_pack(shared_tmp / "a.h5", {"train": 101}, SHAPE)
+    comm.Barrier()
+
+    def fail(*arguments):
+        raise RunError("reading at byte 12 failed")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(Split, "byte_range", fail)
+    local = str(shared_tmp / "local")
+    config = short_run(shared_tmp, "a.h5", model="digits", batch_size=16, stage=local)
+    with pytest.raises(RunError, match="reading at byte 12 failed") as caught:
+        loop.train(config, comm)
+    assert caught.value.agreed
+
+
 @pytest.mark.parametrize("notice", ["SIGTERM", "SIGUSR2"])
 def test_ranks_of_a_cancelled_job_remove_its_copies(comm, tmp_path, monkeypatch, notice):
     make_pack(tmp_path / "a.h5", {"train": 101}, SHAPE)
