@@ -98,7 +98,10 @@ def test_opening_reads_no_label(made, label_reads):
     assert not label_reads
 
 
-def test_a_balanced_order_reads_the_labels_of_the_shards_that_it_is_asked_for(made, label_reads):
+def test_a_balanced_order_reads_the_labels_of_the_shards_that_it_is_asked_for(
+    made, monkeypatch, label_reads
+):
+    monkeypatch.setattr(columns, "PIECE_ROWS", 7)
     pack, labels = made
     partition = cut_epoch(ROWS, 32, 4)
     with Split(pack, "train") as split:
@@ -107,6 +110,8 @@ def test_a_balanced_order_reads_the_labels_of_the_shards_that_it_is_asked_for(ma
         assert set(label_reads) == set(order.reach(range(2, 3)))
         kept = BalancedOrder(partition, 3, labels.take)
         assert np.array_equal(found, kept.samples(0, 2, 0, 20))
+        counts = np.bincount(labels[order.reach(range(2, 3))])
+        assert np.array_equal(order.count_classes(order.pool(2)), counts)
         names = [str(k) for k in range(10)]
         assert describe_balance(order) == describe_balance(kept)
         assert describe_missing(order, names) == describe_missing(kept, names)
