@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,14 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         own = {name: own[name] for name in own if not name.startswith(LAUNCHER_PREFIXES)}
     path = os.pathsep.join(filter(None, (str(ROOT), own.get("PYTHONPATH"))))
     return {**ALLOWED, **own, "PYTHONPATH": path, **(extra or {})}
+
+
+def peak_memory() -> int:
+    """The largest resident set that this process has had, in KiB.
+
+    Not getrusage's ru_maxrss, which begins with that of the process that started this one.
+    """
+    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def marked(mark: str) -> list[int]:

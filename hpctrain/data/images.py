@@ -143,6 +143,8 @@ def probe(data: bytes) -> Header:
         image = _open(data)
         if image.format == "TIFF":
             _load(image)  # Pillow applies a TIFF's orientation when it loads the image
+        if image.format == "PNG":
+            _check_pixels(image)  # Pillow loads a PNG to find its orientation
         width, height = image.size
         if _orientation(image) in SIDEWAYS:
             width, height = height, width
@@ -169,10 +171,14 @@ def _open(data: bytes) -> Image.Image:
 
 def _load(image: Image.Image) -> None:
     """Decode the pixels. Raises BadImage if there are too many."""
+    _check_pixels(image)
+    image.load()
+
+
+def _check_pixels(image: Image.Image) -> None:
     width, height = image.size  # of a JPEG at the scale at which it is decoded
     if width * height > MAX_PIXELS:
         raise BadImage(f"{width:,} x {height:,} pixels; the limit is {MAX_PIXELS:,}")
-    image.load()
 
 
 def _decode(image: Image.Image, fit: Fit) -> bytes:

@@ -10,12 +10,13 @@ from tests.launch import run
 from tests.packs import make_sparse_pack
 
 TRAINING = """
-import resource, sys
+import sys
 from hpctrain.cli import main
+from tests.launch import peak_memory
 from tests.training.runs import leave_after
 with leave_after(3):
     code = main([*sys.argv[1:], "--model", "digits", "--threads", "1"])
-print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+print(code, peak_memory() >> 10)
 """
 
 

@@ -149,16 +149,17 @@ def test_members_of_a_zip_are_read_without_its_directory(tmp_path, monkeypatch):
 
 
 PEAK = """
-import resource, sys
+import sys
 from hpctrain.data.images import BadImage, Fit, as_jpeg, decode, probe
+from tests.launch import peak_memory
 data = open(sys.argv[1], "rb").read()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_memory()
 for action in (lambda: decode(data, Fit(31, 37, 3)), lambda: as_jpeg(data), lambda: probe(data)):
     try:
         action()
     except BadImage as error:
         print(error)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+print((peak_memory() - before) // 1024)
 """
 
 
