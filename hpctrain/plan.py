@@ -1,6 +1,6 @@
 """The plan of a run: all that follows from configuration, ranks, machine, model and pack.
 
-Rank 0 resolves it once, with a pure function. `--dry-run` prints it, and every run stores it.
+Rank 0 resolves it once, with a pure function, and every run stores it. `plan_text.py` is its text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from hpctrain.config.others import evaluation_rows
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
-from hpctrain.text import counted, min_to_max
 
 VERSION = 2  # meaning of a plan's numbers. 1, not stored: samples in the order of NumPy's shuffle
 LATER = ("class_weights", "balanced_sampling", "scaling")  # added later: hashed if not the default
-MOST_SHARES = 16  # listed one by one
 SHARDS_TO_MOVE = 4  # shards per rank if they move between ranks (--worker-load auto)
 
 
@@ -123,64 +121,14 @@ class Plan:
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "digest": self.digest()}, sort_keys=True)
 
-    def _order(self) -> str:
-        chunks = f"; the file has chunks of {self.chunk_rows:,} images" if self.chunk_rows else ""
-        if self.shuffle != "blocks":
-            alike = ", classes drawn equally often" if self.balanced_sampling else ""
-            return self.shuffle + alike + chunks
-        return f"blocks of {self.block_rows:,} images, shuffled by {self.window_blocks:,}{chunks}"
-
-    def _sums(self) -> str:
-        usual = "Allreduce" if self.comm_dtype == "fp32" else f"gradients in {self.comm_dtype}"
-        return "tree order, deterministic" if self.deterministic else usual
-
-    def rank_shares(self) -> str:
-        """Return the images of a full global batch per rank; only their range for many ranks."""
-        shares = tuple(sum(self.shares[first:end]) for first, end in self.runs)
-        if len(shares) > MOST_SHARES:
-            return f"{min_to_max(shares)} a rank"
-        return f"{', '.join(map(str, shares))} by rank"
-
-    def lines(self) -> list[str]:
-        """Return the plan as text, one line per decision."""
-        height, width, channels = self.image_shape
-        sizes = self.partition.sizes
-        return [
-            f"task           {self.task}, {width}x{height}x{channels}, {self.classes} classes",
-            f"model          {self.model}",
-            *(f"input          {_listed(values)}" for values in self.scaling),  # mean, std
-            f"data           {self.rows:,} training images, pack {self.pack_uuid}",
-            f"ranks          {self.ranks} on {self.device}, {self.threads} CPU threads each",
-            f"shards         {self.shards}, partitions of {min_to_max(sizes)} images,"
-            f" {min_to_max(end - first for first, end in self.runs)} on a rank",
-            f"order          {self._order()}",
-            f"mini-batch     {self.batch_size}, shares of {min_to_max(self.shares)} images;"
-            f" {self.rank_shares()}",
-            f"steps          {counted(self.epochs, 'epoch')} x {self.steps_per_epoch} ="
-            f" {self.steps:,}; last step of an epoch {sum(self.last)} images",
-            f"optimizer      {self.optimizer}, learning rate {self.learning_rate:g}"
-            + (f" after {self.warmup_steps:,} steps" if self.warmup_steps else ""),
-            *([f"class weights  {_listed(self.class_weights)}"] if self.class_weights else []),
-            f"batch norm     {self.batch_norm}",
-            f"precision      {self.precision.replace('default', 'default (TF32 in convolutions)')},"
-            f" {'NHWC' if self.channels_last else 'NCHW'}",
-            f"seed           {self.seed}",
-            f"sums           {self._sums()}",
-            f"plan           {self.digest()}",
-        ]
-
-
-def _listed(values: tuple[float, ...]) -> str:
-    shown = values if len(values) <= MOST_SHARES else (min(values), max(values))
-    return (", " if shown is values else " to ").join(f"{value:.4g}" for value in shown)
-
 
 def model_name(config: Config, image_shape: tuple[int, int, int]) -> str:
     """Resolve --model auto: the autoencoder to denoise, digits for 28x28x1, else ResNet-50."""
     if config.model != "auto":
         return config.model
-    usual = "digits" if image_shape == (28, 28, 1) else "resnet50"
-    return "autoencoder" if config.task == "denoise" else usual
+    if config.task == "denoise":
+        return "autoencoder"
+    return "digits" if image_shape == (28, 28, 1) else "resnet50"
 
 
 def resolve(config: Config, facts: Facts) -> Plan:

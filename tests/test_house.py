@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 FLOORS = (
     "hpctrain errors text console typed config* files heartbeats launcher scheduler"
     " streams watchdog data.partition parallel.placement",
-    "plan plan_check",
+    "plan plan_check plan_text",
     "data* parallel* models* report*",
     "training* inference*",
     "*",

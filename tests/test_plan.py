@@ -13,6 +13,7 @@ from hpctrain.config import Config, check_settings
 from hpctrain.errors import UsageError
 from hpctrain.plan import VERSION, Facts, resolve
 from hpctrain.plan_check import check_recorded, go_on, read_plan
+from hpctrain.plan_text import describe_plan, describe_shares
 
 FACTS = Facts(
     ranks=4,
@@ -180,7 +181,7 @@ def test_a_digest_that_is_not_the_plans_is_refused():
 
 
 def test_the_plan_can_be_read():
-    text = "\n".join(resolve(Config(), FACTS).lines())
+    text = "\n".join(describe_plan(resolve(Config(), FACTS)))
     for part in ("resnet50", "100x100x3", "3,301", "4 on cpu", "shares of 32", "last step"):
         assert part in text
 
@@ -196,9 +197,11 @@ def test_the_plan_can_be_read():
 )
 def test_the_share_of_every_rank_is_told(ranks, size, told):
     plan = resolve(Config(batch_size=size), dataclasses.replace(FACTS, ranks=ranks))
-    assert plan.rank_shares() == told
-    assert any(line.startswith("mini-batch") and line.endswith(told) for line in plan.lines())
-    assert resolve(Config(shards=5, batch_size=17), FACTS).rank_shares() == "8, 3, 3, 3 by rank"
+    assert describe_shares(plan) == told
+    assert any(
+        line.startswith("mini-batch") and line.endswith(told) for line in describe_plan(plan)
+    )
+    assert describe_shares(resolve(Config(shards=5, batch_size=17), FACTS)) == "8, 3, 3, 3 by rank"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,7 @@ def test_the_usual_precision_is_that_of_torch_on_gpus_alone(deterministic):
 
     assert found("cpu") == found("cpu", precision="fp32")
     assert found("cuda").precision == "default"
-    assert "precision      default (TF32 in convolutions), NHWC" in found("cuda").lines()
+    assert "precision      default (TF32 in convolutions), NHWC" in describe_plan(found("cuda"))
     assert found("cuda").digest() != found("cuda", precision="fp32").digest()
 
 

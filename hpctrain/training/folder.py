@@ -29,6 +29,7 @@ from hpctrain.parallel.memory import memory_of
 from hpctrain.parallel.mpi import Comm, library
 from hpctrain.plan import Plan
 from hpctrain.plan_check import check_recorded, read_config, read_plan
+from hpctrain.plan_text import describe_shares
 from hpctrain.report.find import CHECKPOINTS, evaluation_file
 from hpctrain.report.history import Outcome, find_outcome
 from hpctrain.report.record import FILE_NAME, HistoryReader, is_done, truncate_record
@@ -138,7 +139,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "staged": bool(job.config.stage),
         "deterministic": job.plan.deterministic,
         "batch_size": job.plan.batch_size,
-        "rank_shares": job.plan.rank_shares(),
+        "rank_shares": describe_shares(job.plan),
         "epochs": job.plan.epochs,
         "steps_per_epoch": job.plan.steps_per_epoch,
         "learning_rate": job.plan.learning_rate,

@@ -35,6 +35,7 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.parallel.placement import Balance
+from hpctrain.plan_text import describe_plan
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import counted, say
 from hpctrain.training.checkpoint import Writer
@@ -119,7 +120,7 @@ def run_training(config: Config, comm: Comm | None = None) -> TrainingResult:
         job = stack.enter_context(closing(set_up(config, comm, plan, saved)))
         if config.dry_run:
             notes = (f"note           {note}" for note in job.notes)
-            call_on_root(comm, lambda: say("\n".join([*job.plan.lines(), *notes])))
+            call_on_root(comm, lambda: say("\n".join([*describe_plan(job.plan), *notes])))
             return TrainingResult(None, "planned")
         run = stack.enter_context(open_run(job, comm, earlier, lock, times))
         first = run.state.step

@@ -17,6 +17,7 @@ from hpctrain.data.imbalance import (
 from hpctrain.data.orders import Order
 from hpctrain.data.partition import cut_epoch
 from hpctrain.plan import resolve
+from hpctrain.plan_text import describe_plan
 from tests.test_plan import FACTS
 
 N, NAMES = 203, ("common", "rare", "usual")
@@ -132,5 +133,5 @@ def test_all_weights_are_described_or_the_extremes():
 def test_the_plan_says_that_classes_are_drawn_equally_often():
     plain, alike = (resolve(Config(balanced_sampling=on), FACTS) for on in (False, True))
     assert alike.balanced_sampling and plain.digest() != alike.digest()
-    lines = "\n".join(alike.lines())
+    lines = "\n".join(describe_plan(alike))
     assert "order          partition, classes drawn equally often" in lines

@@ -18,6 +18,7 @@ from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference import evaluate, predict
 from hpctrain.models import read_model
+from hpctrain.plan_text import describe_plan
 from hpctrain.report.record import read_records
 from hpctrain.streams import IN_FLIGHT
 from hpctrain.training import loop as inner
@@ -233,7 +234,7 @@ def test_the_order_of_chunks_is_told(comm, settings):
     config = dataclasses.replace(stored(settings, comm, "chunks"), shuffle=None, epochs=1)
     assert set_up(config, comm).plan.shuffle == "blocks"
     assert set_up(dataclasses.replace(settings, shuffle=None), comm).plan.shuffle == "partition"
-    order = next(s for s in set_up(config, comm).plan.lines() if s.startswith("order"))
+    order = next(s for s in describe_plan(set_up(config, comm).plan) if s.startswith("order"))
     assert order.endswith("the file has chunks of 1 images") and "blocks of 1 images" in order
     notes = {}
     for shuffle in (None, "partition", "global"):

@@ -16,6 +16,7 @@ from hpctrain.inference import evaluate, predict
 from hpctrain.inference.opening import open_network
 from hpctrain.models import build, read_model
 from hpctrain.plan_check import read_plan
+from hpctrain.plan_text import describe_plan
 from hpctrain.report.record import read_records
 from hpctrain.training import train as program
 from hpctrain.training.setup import set_up
@@ -65,7 +66,7 @@ def test_auto_scales_as_the_first_weights_expect(libraries, given, comm, setting
     black = job.prepare(torch.zeros(1, 16, 16, channels, dtype=torch.uint8), 0)[0, :, 0, 0]
     expected = [-m / s for m, s in zip(*scaling, strict=True)] if scaling else [0.0] * channels
     torch.testing.assert_close(black, torch.tensor(expected))
-    line = [line for line in job.plan.lines() if line.startswith("input")]
+    line = [line for line in describe_plan(job.plan) if line.startswith("input")]
     assert len(line) == len(scaling)
 
 

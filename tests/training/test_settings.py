@@ -16,6 +16,7 @@ from hpctrain.data.pack import write_pack
 from hpctrain.errors import UsageError
 from hpctrain.models import read_model, save_model
 from hpctrain.plan import Plan
+from hpctrain.plan_text import describe_plan
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training.loop import train_epochs
@@ -379,9 +380,9 @@ def class_weights(seen, comm):
     balanced = seen(training=False, class_weights="balanced").job.plan.class_weights
     assert balanced == pytest.approx(ROWS / (CLASSES * counts))
     assert (alike.job.plan.class_weights, weighed.job.plan.class_weights) == ((), tuple(weights))
-    lines = "\n".join(weighed.job.plan.lines())
+    lines = "\n".join(describe_plan(weighed.job.plan))
     assert "class weights  0.5, 2, 1, 1, 4" in lines
-    assert "class weights" not in "\n".join(alike.job.plan.lines())
+    assert "class weights" not in "\n".join(describe_plan(alike.job.plan))
     assert alike.job.plan.digest() != weighed.job.plan.digest()
     message = weighed.job.trainer.message
     last = [np.take(weights, batch.targets).sum() for batch in weighed.batches[-1]]
