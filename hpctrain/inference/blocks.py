@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -29,10 +28,16 @@ Read = Callable[[np.ndarray, np.ndarray], Unusable]
 MOST_NAMED = 20  # unusable images listed in an error
 
 
-def blocks_of(rows: int, block: int, size: int, rank: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield this rank's blocks: (number of the block, its rows)."""
+def blocks_of(
+    rows: int, block: int, size: int, rank: int, in_turns: bool = False
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield this rank's blocks: (number of the block, its rows).
+
+    They are consecutive, or, with `in_turns`, every `size`-th one.
+    """
     blocks = -(-rows // block)
-    for number in range(blocks * rank // size, blocks * (rank + 1) // size):
+    run = range(blocks * rank // size, blocks * (rank + 1) // size)
+    for number in range(rank, blocks, size) if in_turns else run:
         yield number, np.arange(number * block, min(rows, (number + 1) * block))
 
 
@@ -116,7 +121,7 @@ def predict_blocks(
         doing(what)
         return True
 
-    parts = islice(blocks_of(total, network.block, 1, 0), rank, None, size)
+    parts = blocks_of(total, network.block, size, rank, in_turns=True)
     return compute_blocks(load, compute, parts, upload, go_on)
 
 

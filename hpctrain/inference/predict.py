@@ -52,6 +52,15 @@ def main(settings: PredictConfig) -> int:
         return answer(network, settings, comm)
 
 
+class Images(NamedTuple):
+    """What is classified."""
+
+    names: Sequence[object]  # by row
+    read: Read
+    dtype: np.dtype
+    read_labels: Callable[[np.ndarray], np.ndarray] | None = None  # of rows (n,), if they are known
+
+
 def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
     """Run the network on image files or a split, and write its output. Collective."""
     restores = network.saved.metadata.get("task") == "denoise"
@@ -59,55 +68,37 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         raise agreed(UsageError("this network restores images: name image files"))
     if restores and settings.figure:
         raise agreed(UsageError("--figure shows classes, and this network restores images"))
-    labels_of = None
-    if settings.images:
-        files = call_on_root(comm, lambda: list_images(settings.images))
-        read, dtype = file_reader(network.saved, files), np.dtype(np.uint8)
-        warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-        if restores:
-            return restore_files(network, files, read, settings, comm)
-        names: Sequence[object] = files
-    else:
-        pack = open_pack_for(network.saved, settings, comm)
-        checks = first_touch(pack, comm)
-        source = call_on_all(comm, lambda: Split(pack, settings.split, checks=checks))
-        names, dtype, labels_of = range(len(source)), source.dtype, source.read_labels
+    if not settings.images:
+        return classify(network, images_of_split(network, settings, comm), settings, comm)
+    files = call_on_root(comm, lambda: list_images(settings.images))
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
+    images = Images(files, file_reader(network.saved, files), np.dtype(np.uint8))
+    if restores:
+        return restore_files(network, files, images.read, settings, comm)
+    return classify(network, images, settings, comm)
 
-        def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
-            return find_nonfinite(source, rows, source.gather(rows, images))
 
-    shown: list[Shown] = []  # all images, for --figure
-    output, classes = settings.output, network.saved.classes
-    with ExitStack() as stack:
-        writer: list[Callable[..., None]] = []
+def images_of_split(network: Network, settings: PredictConfig, comm: Comm) -> Images:
+    """Open the split of a pack. Collective. Raises UsageError if it is not one of the network's."""
+    pack = open_pack_for(network.saved, settings, comm)
+    checks = first_touch(pack, comm)
+    source = call_on_all(comm, lambda: Split(pack, settings.split, checks=checks))
 
-        def open_output() -> None:
-            file = open_predictions(output, classes, labels_of is not None)
-            writer.append(stack.enter_context(file))
+    def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
+        return find_nonfinite(source, rows, source.gather(rows, images))
 
-        def write(block: Classified) -> None:
-            rows, chances = block.rows, block.probabilities
-            labels = labels_of(rows) if labels_of else None
-            writer[0]([str(names[row]) for row in rows.tolist()], labels, chances)
-            if settings.figure:
-                shown.append(Shown(rows, labels, chances.argmax(1), chances.max(1)))
+    return Images(range(len(source)), read, source.dtype, source.read_labels)
 
-        call_on_root(comm, open_output)
-        bad = predict(network, names, read, dtype, comm, write)
-        call_on_root(comm, stack.close)
 
-    def draw() -> None:
-        images, answers = draw_shown(shown, settings.figure, network, read, dtype)
-        if not answers:
-            return
-        path = picture_path(output, Path("predictions.png"))
-        own = [Path(str(names[each.row])).name for each in answers]
-        write_image(path, draw_answers(images, answers, classes, own))
-        text = f"{path}: {len(answers):,} images with their answers"
-        say(text, sys.stderr if output == "-" else None)
-
-    call_on_root(comm, draw)
-    refuse_unusable(bad, len(names), output)
+def classify(network: Network, images: Images, settings: PredictConfig, comm: Comm) -> int:
+    """Classify the images, and write the answers. Collective."""
+    with ExitStack() as opened:
+        answers = Answers(network, images, settings)
+        call_on_root(comm, partial(answers.open, opened))
+        bad = predict(network, images, comm, answers.write)
+        call_on_root(comm, opened.close)
+    call_on_root(comm, answers.draw)
+    refuse_unusable(bad, len(images.names), settings.output)
     return 0
 
 
@@ -120,38 +111,64 @@ class Shown(NamedTuple):
     probabilities: np.ndarray  # (n,)
 
 
-def draw_shown(
-    blocks: list[Shown], count: int, network: Network, read: Read, dtype: np.dtype
-) -> tuple[np.ndarray, list[Answer]]:
-    """Draw `count` of the images at random; return them (n, H, W, C), and their answers."""
-    shape, answers = network.saved.image_shape, list[Answer]()
-    ends = np.cumsum([len(block.rows) for block in blocks], dtype=np.int64)
-    for place in draw_rows(range(ends[-1] if blocks else 0), count):
-        number = int(np.searchsorted(ends, place, "right"))
-        block, at = blocks[number], place - int(ends[number])  # from the end of the block
-        label = None if block.labels is None else int(block.labels[at])
-        found = int(block.predictions[at]), float(block.probabilities[at])
-        answers.append(Answer(int(block.rows[at]), label, *found))
-    images = np.empty((len(answers), *shape), dtype)
-    if answers:
-        read(np.array([each.row for each in answers]), images)
-    return images, answers
+class Answers:
+    """Writes answers to --output as they come, and draws some of them for --figure (rank 0)."""
+
+    def __init__(self, network: Network, images: Images, settings: PredictConfig) -> None:
+        self._images, self._settings = images, settings
+        self._classes, self._shape = network.saved.classes, network.saved.image_shape
+        self._shown: list[Shown] = []  # all blocks
+
+    def open(self, opened: ExitStack) -> None:
+        """Open the output, to be closed with `opened`. Raises RunError."""
+        labelled = self._images.read_labels is not None
+        file = open_predictions(self._settings.output, self._classes, labelled)
+        self._write = opened.enter_context(file)
+
+    def write(self, block: Classified) -> None:
+        """Write the answers to one block. Raises RunError."""
+        rows, chances, images = block.rows, block.probabilities, self._images
+        labels = images.read_labels(rows) if images.read_labels else None
+        self._write([str(images.names[row]) for row in rows.tolist()], labels, chances)
+        if self._settings.figure:
+            self._shown.append(Shown(rows, labels, chances.argmax(1), chances.max(1)))
+
+    def draw(self) -> None:
+        """Draw --figure images at random with their answers, if there are any."""
+        answers = self._draw_answers(self._settings.figure)
+        if not answers:
+            return
+        pixels = np.empty((len(answers), *self._shape), self._images.dtype)
+        self._images.read(np.array([each.row for each in answers]), pixels)
+        names = [Path(str(self._images.names[each.row])).name for each in answers]
+        output = self._settings.output
+        path = picture_path(output, Path("predictions.png"))
+        write_image(path, draw_answers(pixels, answers, self._classes, names))
+        text = f"{path}: {len(answers):,} images with their answers"
+        say(text, sys.stderr if output == "-" else None)
+
+    def _draw_answers(self, count: int) -> list[Answer]:
+        ends = np.cumsum([len(block.rows) for block in self._shown], dtype=np.int64)
+        answers = []
+        for place in draw_rows(range(ends[-1] if self._shown else 0), count):
+            number = int(np.searchsorted(ends, place, "right"))
+            block, at = self._shown[number], place - int(ends[number])  # from the end of the block
+            label = None if block.labels is None else int(block.labels[at])
+            found = int(block.predictions[at]), float(block.probabilities[at])
+            answers.append(Answer(int(block.rows[at]), label, *found))
+        return answers
 
 
 def predict(
-    network: Network,
-    names: Sequence[object],
-    read: Read,
-    dtype: np.dtype,
-    comm: Comm,
-    write: Callable[[Classified], None],
+    network: Network, images: Images, comm: Comm, write: Callable[[Classified], None]
 ) -> Unusable:
     """Call `write` on rank 0 with every block in order; return the unusable rows. Collective.
 
     Rank 0 holds one block of another rank at a time. Raises the same error on all ranks.
     """
-    own, unusable = classify_blocks(network, names, read, dtype, comm.size, comm.rank), Unusable()
-    with closing(own):
+    names, read, dtype, _ = images
+    unusable: Unusable = {}
+    with closing(classify_blocks(network, names, read, dtype, comm.size, comm.rank)) as own:
         for _ in range(0, len(names), network.block * comm.size):
             block = call_on_all(comm, lambda: next(own, None))
             unusable |= block.unusable if block else {}

@@ -137,6 +137,7 @@ def open_predictions(
     at the end of the block without an error. Raises RunError if it cannot be written.
     """
     columns, written = answer_columns(classes), 0
+    header = [*(["row", "class"] if labelled else ["file"]), "prediction", "probability", *columns]
     with ExitStack() as stack:
         file: TextIO | None = None
         if output != "-":
@@ -145,38 +146,31 @@ def open_predictions(
                 old.unlink(missing_ok=True)
             file = stack.enter_context(as_text(stack.enter_context(whole_file(Path(output)))))
 
-        def put(lines: Iterable[Sequence[str]]) -> None:
-            cells = (map(csv_cell, line) for line in lines)
-            if file is None:
-                text = io.StringIO()
-                csv.writer(text, lineterminator="\n").writerows(cells)
-                say(text.getvalue().removesuffix("\n"))
-                return
-            with writing(output):
-                csv.writer(file, lineterminator="\n").writerows(cells)
-
         def write(
             names: Sequence[str], labels: np.ndarray | None, probabilities: np.ndarray
         ) -> None:
             nonlocal written
             written += len(names)
             if len(names):
-                put(_prediction_lines(names, labels, probabilities, columns))
+                _put(_prediction_lines(names, labels, probabilities, columns), file, output)
 
-        put(
-            [
-                [
-                    *(("row", "class") if labelled else ("file",)),
-                    "prediction",
-                    "probability",
-                    *columns,
-                ]
-            ]
-        )
+        _put([header], file, output)
         yield write
         if file is not None:
             stack.close()
             say(f"{output}: {written:,} images classified")
+
+
+def _put(lines: Iterable[Sequence[str]], file: TextIO | None, output: str) -> None:
+    """Write lines to a CSV file, whose name is `output`, or to standard output for None."""
+    cells = (map(csv_cell, line) for line in lines)
+    if file is None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(cells)
+        say(text.getvalue().removesuffix("\n"))
+        return
+    with writing(output):
+        csv.writer(file, lineterminator="\n").writerows(cells)
 
 
 def _prediction_lines(

@@ -11,6 +11,7 @@ import threading
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,10 @@ def test_every_block_is_some_ranks_and_nobody_elses():
         read = [b for rank in range(size) for b in blocks_of(ROWS, 7, size, rank)]
         assert [number for number, _ in read] == list(range(15))
         assert np.array_equal(np.concatenate([rows for _, rows in read]), np.arange(ROWS))
+        turns = [list(blocks_of(ROWS, 7, size, rank, in_turns=True)) for rank in range(size)]
+        ordered = [b for turn in zip_longest(*turns) for b in turn if b is not None]
+        assert [number for number, _ in ordered] == list(range(15))
+        assert np.array_equal(np.concatenate([rows for _, rows in ordered]), np.arange(ROWS))
 
 
 def test_the_figures_are_those_of_one_process(comm, network):
