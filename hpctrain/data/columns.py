@@ -70,7 +70,7 @@ class Column:
         if not len(rows):
             return values
         if not 0 <= rows[0] <= rows[-1] < len(self):
-            raise IndexError(f"rows {rows[0]} to {rows[-1]} asked of {len(self)} {self.kind}")
+            raise IndexError(f"rows {rows[0]} to {rows[-1]} requested of {len(self)} {self.kind}")
         into, cuts = as_bytes(values), (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
         self._verify(rows * size)
         for first, last in zip([0, *cuts], [*cuts, len(rows)], strict=True):

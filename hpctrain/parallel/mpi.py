@@ -164,7 +164,7 @@ def first_of_all(comm: Comm, value: object) -> First | None:
         return None
     with waiting():
         ranks = comm.allreduce(int(value is not None))
-        return First(rank, comm.bcast(value, rank), ranks)
+        return First(rank, bcast(comm, value, rank), ranks)
 
 
 def minimum(comm: Comm, *numbers: int) -> list[int]:

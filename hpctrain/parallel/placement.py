@@ -5,7 +5,7 @@ All ranks decide from the same values, so they agree without communication.
 A rank carries a contiguous run of shards, which are logical workers, and processes them one after
 another: more shards than ranks means gradient accumulation. Data, their order and random numbers
 depend on the shard. With --worker-load auto, shards move from slow ranks to fast ones between
-epochs, by the seconds that each rank computed since the last one.
+epochs, by the seconds that each rank computed in the epoch.
 
 Transports:
 
@@ -57,7 +57,7 @@ GAIN = 0.05  # of a step's time; for less, no shard moves
 
 
 class Balance:
-    """The shards of each rank, and the seconds that this rank computed since shards could move."""
+    """The shards of each rank, and the seconds that this rank computed in the epoch."""
 
     def __init__(self, runs: Sequence[range]) -> None:
         self.runs = list(runs)

@@ -88,7 +88,7 @@ def test_a_rank_reads_only_the_labels_of_its_shards(made, monkeypatch, label_rea
 def test_a_label_that_the_split_lacks_is_not_read_from_its_neighbour(made, held, row):
     with Split(made[0], "train") as split:
         split.hold(range(ROWS if held else 0))
-        with pytest.raises(IndexError, match=f"to {max(row, 7)} asked of {ROWS} labels"):
+        with pytest.raises(IndexError, match=f"to {max(row, 7)} requested of {ROWS} labels"):
             split.read_labels(np.array([7, row]))
 
 

@@ -34,22 +34,15 @@ def play(comm, monkeypatch):
     return played
 
 
-def test_under_srun_slurm_says_which_ranks_share_a_host(comm, monkeypatch):
+def test_under_srun_slurm_says_which_ranks_share_a_host(comm, play, monkeypatch):
     """Nodes of three ranks, whatever the host is called; where srun did not start these very ranks
     MPI says it.
     """
     hosts = local_ranks(comm)
     assert comm_of_host(comm) is comm_of_host(comm), "it is made once"
-    node, task = divmod(comm.rank, 3)
-    for name, value in (
-        ("SLURM_PROCID", comm.rank),
-        ("SLURM_STEP_NUM_TASKS", comm.size),
-        ("SLURM_NODEID", node),
-        ("SLURM_LOCALID", task),
-    ):
-        monkeypatch.setenv(name, str(value))
+    played, (node, task) = play(3), divmod(comm.rank, 3)
     assert local_ranks(comm) == hosts, "the communicator keeps it"
-    assert local_ranks(comm.Dup()) == (task, min(3, comm.size - 3 * node))
+    assert local_ranks(played) == (task, min(3, comm.size - 3 * node))
     if comm.rank == comm.size - 1:
         monkeypatch.setenv("SLURM_PROCID", str(comm.size))
     assert local_ranks(comm.Dup()) == hosts
