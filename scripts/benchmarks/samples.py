@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from hpctrain.cli import main as hpctrain
 from hpctrain.launch import mpirun
-from tests.launch import run
+from tests.launch import peak_memory, run
 from tests.packs import make_sparse_pack
 from tests.training.runs import leave_after
 
@@ -32,8 +31,7 @@ def train(words: list[str]) -> int:
     """Run three steps in this process and print what they took."""
     with leave_after(3):
         code = hpctrain(words)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"took {peak:.0f} {time.process_time():.1f}", file=sys.stderr, flush=True)
+    print(f"took {peak_memory() >> 10} {time.process_time():.1f}", file=sys.stderr, flush=True)
     return 0 if code == 75 else code or 1
 
 

@@ -127,7 +127,7 @@ def read(comm: Comm, path: str) -> tuple[int, float]:
     comm.Barrier()
     began, done = time.perf_counter(), 0
     with Split(read_pack(path), "train") as split:
-        rows = np.array_split(np.arange(len(split.labels)), comm.size)[comm.rank]
+        rows = np.array_split(np.arange(len(split)), comm.size)[comm.rank]
         pixels = np.empty((ROWS, *split.image_shape), np.uint8)
         for block in np.array_split(rows, -(-len(rows) // ROWS)):
             images = split.gather(block, pixels[: len(block)])
