@@ -3,7 +3,7 @@
     mpirun -n 4 python -m hpctrain predict RUN photos/ --output answers.csv
 
 Images are divided into fixed blocks as in evaluation, so the predictions do not depend on the
-number of ranks; rank 0 receives them in order and writes them as they come.
+number of ranks; rank 0 receives them block by block, in order, and writes each at once.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def main(settings: PredictConfig) -> int:
         return answer(network, settings, comm)
 
 
-class Images(NamedTuple):
-    """What is classified."""
+class PredictionInput(NamedTuple):
+    """The images to be classified: image files, or the samples of a split."""
 
     names: Sequence[object]  # by row
     read: Read
     dtype: np.dtype
-    read_labels: Callable[[np.ndarray], np.ndarray] | None = None  # of rows (n,), if they are known
+    read_labels: Callable[[np.ndarray], np.ndarray] | None = None  # of rows (n,); None: no labels
 
 
 def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
@@ -72,14 +72,14 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         return classify(network, images_of_split(network, settings, comm), settings, comm)
     files = call_on_root(comm, lambda: list_images(settings.images))
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-    images = Images(files, file_reader(network.saved, files), np.dtype(np.uint8))
+    images = PredictionInput(files, file_reader(network.saved, files), np.dtype(np.uint8))
     if restores:
         return restore_files(network, files, images.read, settings, comm)
     return classify(network, images, settings, comm)
 
 
-def images_of_split(network: Network, settings: PredictConfig, comm: Comm) -> Images:
-    """Open the split of a pack. Collective. Raises UsageError if it is not one of the network's."""
+def images_of_split(network: Network, settings: PredictConfig, comm: Comm) -> PredictionInput:
+    """Open the split. Collective. Raises UsageError if its pack does not fit the network."""
     pack = open_pack_for(network.saved, settings, comm)
     checks = first_touch(pack, comm)
     source = call_on_all(comm, lambda: Split(pack, settings.split, checks=checks))
@@ -87,10 +87,10 @@ def images_of_split(network: Network, settings: PredictConfig, comm: Comm) -> Im
     def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
         return find_nonfinite(source, rows, source.gather(rows, images))
 
-    return Images(range(len(source)), read, source.dtype, source.read_labels)
+    return PredictionInput(range(len(source)), read, source.dtype, source.read_labels)
 
 
-def classify(network: Network, images: Images, settings: PredictConfig, comm: Comm) -> int:
+def classify(network: Network, images: PredictionInput, settings: PredictConfig, comm: Comm) -> int:
     """Classify the images, and write the answers. Collective."""
     with ExitStack() as opened:
         answers = Answers(network, images, settings)
@@ -103,7 +103,7 @@ def classify(network: Network, images: Images, settings: PredictConfig, comm: Co
 
 
 class Shown(NamedTuple):
-    """The answers to one block, from which --figure chooses."""
+    """The predictions for one block, kept for --figure, which draws some of them."""
 
     rows: np.ndarray  # (n,)
     labels: np.ndarray | None  # (n,)
@@ -112,9 +112,9 @@ class Shown(NamedTuple):
 
 
 class Answers:
-    """Writes answers to --output as they come, and draws some of them for --figure (rank 0)."""
+    """Writes predictions to --output block by block, and some to --figure (rank 0)."""
 
-    def __init__(self, network: Network, images: Images, settings: PredictConfig) -> None:
+    def __init__(self, network: Network, images: PredictionInput, settings: PredictConfig) -> None:
         self._images, self._settings = images, settings
         self._classes, self._shape = network.saved.classes, network.saved.image_shape
         self._shown: list[Shown] = []  # all blocks
@@ -160,11 +160,11 @@ class Answers:
 
 
 def predict(
-    network: Network, images: Images, comm: Comm, write: Callable[[Classified], None]
+    network: Network, images: PredictionInput, comm: Comm, write: Callable[[Classified], None]
 ) -> Unusable:
     """Call `write` on rank 0 with every block in order; return the unusable rows. Collective.
 
-    Rank 0 holds one block of another rank at a time. Raises the same error on all ranks.
+    Rank 0 holds at most one received block at a time. Raises the same error on all ranks.
     """
     names, read, dtype, _ = images
     unusable: Unusable = {}
