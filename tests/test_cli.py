@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 import sys
 
 import pytest
 
 from hpctrain import cli
-from hpctrain.config import Config, as_words, command_line, to_toml
+from hpctrain.config import Config, as_words, to_toml
 from hpctrain.errors import UsageError
 from tests.launch import Job, run, run_cli, run_mpi
 from tests.packs import make_pack
@@ -365,4 +364,3 @@ def test_a_line_is_there_before_anything_slow_is_imported(folder):
 def test_the_words_of_settings_are_those_that_gave_them(words):
     settings = cli.parse(words)[1]
     assert [words[0], *as_words(settings)] == words
-    assert shlex.split(command_line(*words))[3:] == words

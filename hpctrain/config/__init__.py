@@ -5,7 +5,7 @@ A dataclass here is the only source of a subcommand's flags, TOML keys, defaults
 data; ``plan.py`` resolves them. A default of None means "decided by the plan"; the help says how.
 """
 
-from hpctrain.config.imports import check_imports, own_functions
+from hpctrain.config.imports import add_flags, check_imports, own_functions
 from hpctrain.config.inference import (
     EvaluateConfig,
     ExportConfig,
@@ -19,7 +19,6 @@ from hpctrain.config.optimizer import optimizer_and_rate
 from hpctrain.config.option import (
     as_words,
     byte_count,
-    command_line,
     duration,
     fold_number,
     image_size,

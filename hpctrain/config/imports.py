@@ -10,6 +10,7 @@ import difflib
 import importlib
 import inspect
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -130,20 +131,25 @@ def check_imports(
     who: str,
     named: Collection[str],
     allowed: Collection[str],
-    retry: str,
+    how: str,
     what: str = "network",
 ) -> None:
     """Raise UsageError if a file names functions, module:function, that are not allowed.
 
     The file may have been written by others. A module is imported only if the command line names
-    it too. `what` these functions are is part of the message.
+    it too. `what` these functions are, and `how` to allow them, are parts of the message.
     """
     if any(is_own_function(name) and name not in allowed for name in named):
         plural = "s" if len(named) > 1 else ""
         raise UsageError(
             f"{who} names the {what}{plural} {', '.join(map(repr, named))}, and no module is"
-            f" imported because a file says so: if you trust it, {retry}"
+            f" imported because a file says so: if you trust it, {how}"
         )
+
+
+def add_flags(named: Mapping[str, str]) -> str:
+    """Return how to name functions on the command line, given them by flag: "add --model a:b"."""
+    return " ".join(["add", *(f"--{flag} {shlex.quote(own)}" for flag, own in named.items())])
 
 
 def one_line(error: BaseException) -> str:

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -263,8 +262,3 @@ def as_words(settings: Any, without: Sequence[str] = ()) -> list[str]:
         else:
             flags.append(f"{flag}={value}")
     return words + flags
-
-
-def command_line(*words: str) -> str:
-    """Return the command line that runs hpctrain with these arguments."""
-    return shlex.join(["python", "-m", "hpctrain", *words])

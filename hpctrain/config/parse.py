@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import shlex
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hpctrain.config.conflicts import conflicts
-from hpctrain.config.imports import check_imports, own_functions
+from hpctrain.config.imports import add_flags, check_imports, own_functions
 from hpctrain.config.machine import BenchConfig, check_bench
 from hpctrain.config.option import class_weights, flag_of, renamed
 from hpctrain.config.patterns import learning_rate_factors, patterns
@@ -69,10 +68,9 @@ def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]
         of_a_run = any(Path(path).with_name(n).is_file() for n in ("plan.json", "sweep.toml"))
         named = {n: own for n, own in own_functions(table).items() if n not in flags}
         if of_a_run and named:
-            retry = " ".join(["add", *(f"--{n} {shlex.quote(own)}" for n, own in named.items())])
             what = "network" if list(named) == ["model"] else "function"
             who = f"{path} lies in the folder of a run and"
-            check_imports(who, list(named.values()), [], retry, what)
+            check_imports(who, list(named.values()), [], add_flags(named), what)
         given_in_files |= table
     found_settings = settings(**given_in_files | flags)
     check_settings(found_settings)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.config import ExportConfig, as_words
+from hpctrain.config import ExportConfig
 from hpctrain.data.augment import to_input
 from hpctrain.data.checks import Checks, find_nonfinite
 from hpctrain.data.split import Split
@@ -49,7 +49,7 @@ def main(settings: ExportConfig) -> int:
     """``hpctrain export``: write a network as ONNX or .pt2, after comparing it with torch."""
     path = find_model(settings.run, settings.runs_dir, settings.best)
     output = output_file(settings, path)
-    saved = restore(path, settings.model, ("export", *as_words(settings, without=("model",))))
+    saved = restore(path, settings.model)
     images, source = find_images(saved, settings)
     exported = Exported(saved, settings.preprocess).eval().requires_grad_(False)
     with torch.no_grad(), writing(output), whole_file(output) as file:

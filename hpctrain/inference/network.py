@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import PRECISIONS, Config, check_imports, command_line
+from hpctrain.config import PRECISIONS, Config, add_flags, check_imports
 from hpctrain.config.imports import is_of_library
 from hpctrain.config.others import EVALUATION_ROWS
 from hpctrain.data.augment import normalization
@@ -114,12 +113,11 @@ def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
     raise UsageError(f"{what} in {runs_dir} and no such {other}{propose_run(target, runs_dir)}")
 
 
-def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> Saved:
+def restore(path: Path, model: str | None = None, in_program: bool = False) -> Saved:
     """Build the network of a file and load its weights.
 
     Raises UsageError for a file not written by hpctrain, and if it names a network that is neither
-    hpctrain's nor equal to `model` (--model). `words` are those of the command line, without
-    --model, for the message; without them, it is for a caller of hpctrain.load.
+    hpctrain's nor equal to `model`: --model, or `in_program` an argument of hpctrain.load.
     """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
     if isinstance(earlier := metadata.pop("foreign", None), dict):
@@ -127,7 +125,7 @@ def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> 
     check_metadata(path, metadata)
     height, width, channels = metadata["image_shape"]
     shape, classes = (height, width, channels), tuple(metadata["classes"])
-    name = trusted_name(path, metadata["model"], model, words)
+    name = trusted_name(path, metadata["model"], model, in_program)
     with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
         network = build(name, shape, len(classes), metadata.get("small_stem", False))
     load_weights(network, state, path)
@@ -137,7 +135,7 @@ def restore(path: Path, model: str | None = None, words: Sequence[str] = ()) -> 
     return Saved(path, network.eval(), shape, classes, scaling, metadata)
 
 
-def trusted_name(path: Path, named: str, model: str | None, words: Sequence[str]) -> str:
+def trusted_name(path: Path, named: str, model: str | None, in_program: bool) -> str:
     """Return the network that the file names, if it is hpctrain's own or --model names it too.
 
     Otherwise raises UsageError: the author of a file must not choose what is imported.
@@ -145,8 +143,8 @@ def trusted_name(path: Path, named: str, model: str | None, words: Sequence[str]
     if model is not None and model != named:
         raise UsageError(f"--model {model}: {path} names the network {named!r}")
     allowed = [named] if is_of_library(named) else [] if model is None else [model]
-    typed = f"type {command_line(*words, '--model', named)}"
-    check_imports(str(path), [named], allowed, typed if words else f"give model={named!r}")
+    given = f"give model={named!r}" if in_program else add_flags({"model": named})
+    check_imports(str(path), [named], allowed, given)
     return named
 
 

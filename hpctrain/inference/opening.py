@@ -12,10 +12,9 @@ from hpctrain.config import (
     EvaluateConfig,
     PredictConfig,
     SavedConfig,
-    as_words,
+    add_flags,
     check_imports,
     check_settings,
-    command_line,
 )
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks, Sums
@@ -41,9 +40,7 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     path = call_on_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
     threads = settings.threads
     device, _ = open_device(comm, settings.device, lambda share: threads or share)
-    command = "predict" if isinstance(settings, PredictConfig) else "evaluate"
-    words = command, *as_words(settings, without=("model",))
-    saved = call_on_all(comm, lambda: restore(path, settings.model, words))
+    saved = call_on_all(comm, lambda: restore(path, settings.model))
     return ready_network(saved, device, settings.precision, settings.batch)
 
 
@@ -56,9 +53,8 @@ def own_task(network: Network, settings: EvaluateConfig, source: Split, comm: Co
     path, metadata = str(network.saved.path), network.saved.metadata
     saved = {"loss": metadata.get("own_loss"), "metric": metadata.get("own_metric")}
     named = {name: own for name, own in saved.items() if own and not getattr(settings, name)}
-    words = "evaluate", *as_words(settings), *(f"--{name}={own}" for name, own in named.items())
-    retry = f"type {command_line(*words)}"
-    call_on_root(comm, lambda: check_imports(path, list(named.values()), [], retry, "function"))
+    how = add_flags(named)
+    call_on_root(comm, lambda: check_imports(path, list(named.values()), [], how, "function"))
     own = call_on_all(comm, lambda: import_functions(settings.loss, settings.metric))
     task = replace(network.task, own=own)
     key = random_key("own functions")

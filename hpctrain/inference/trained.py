@@ -44,7 +44,7 @@ def load(
     """
     device = str(device)
     found = find_model(os.fspath(run), os.fspath(runs_dir), best)
-    saved = restore(found, as_setting(model))
+    saved = restore(found, as_setting(model), in_program=True)
     if device.startswith("cuda:"):
         if not device[5:].isdigit() or int(device[5:]) >= torch.cuda.device_count():
             raise UsageError(f"device {device!r}: torch sees {torch.cuda.device_count()} GPUs")

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.table import Table
 
 from hpctrain import launch
-from hpctrain.config import SweepConfig, as_words, check_imports, command_line
+from hpctrain.config import SweepConfig, as_words, check_imports
 from hpctrain.errors import RunError, UsageError
 from hpctrain.report.find import SWEEP_FILE, compared_by_accuracy
 from hpctrain.sweep.display import SweepDisplay, counts
@@ -96,10 +96,10 @@ def check_modes(settings: SweepConfig) -> None:
 def allow_imports(settings: SweepConfig, file: Path, sweep: Sweep) -> None:
     """Raise UsageError if a sweep's file names functions to import that --model does not name."""
     who = f"--model {settings.model}: " if settings.model else ""
-    words = "sweep", *as_words(settings, without=("model",)), "--model", ",".join(sweep.imported)
+    how = f"give --model {shlex.quote(','.join(sweep.imported))}"
     allowed = (settings.model or "").split(",")
     what = "network" if all(n.imported.keys() <= {"model"} for n in sweep.networks) else "function"
-    check_imports(f"{who}{file}", sweep.imported, allowed, f"type {command_line(*words)}", what)
+    check_imports(f"{who}{file}", sweep.imported, allowed, how, what)
 
 
 def check_data(sweep: Sweep, prune: bool) -> None:

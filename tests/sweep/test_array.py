@@ -22,7 +22,7 @@ def test_the_file_of_another_sweep_imports_nothing(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "sweep.toml").write_text(text)
     (tmp_path / "got/results.csv").write_text("name,status\n")
-    with pytest.raises(UsageError, match="if you trust it, type .*--model payload:net$"):
+    with pytest.raises(UsageError, match="if you trust it, give --model payload:net$"):
         sweep(SweepConfig(file="got/sweep.toml"))
     for own in ({"file": "got/sweep.toml", "model": "payload:net"}, {"file": "own/sweep.toml"}):
         with pytest.raises(UsageError, match=r"gone\.h5"):  # it was allowed to go on

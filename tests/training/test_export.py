@@ -240,7 +240,7 @@ def test_refusals(folder, tmp_path, monkeypatch):
     assert export.main(settings(folder, "digits", output=str(existing), overwrite=True)) == 0
     with pytest.raises(UsageError, match="--to onnx writes .onnx files"):
         export.main(settings(folder, "digits", output="model.pt2"))
-    with pytest.raises(UsageError, match="no module is imported.*export .*--model tests.odd"):
+    with pytest.raises(UsageError, match="no module is imported.*add --model tests.odd"):
         export.main(ExportConfig(str(save_untrained(folder, "own", "tests.odd_models:fine_tuned"))))
 
     find, absent = importlib.util.find_spec, {"onnxscript"}
