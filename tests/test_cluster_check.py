@@ -1,4 +1,4 @@
-"""scripts/cluster_check: its report, verdicts and clocks with made checks; a real run is slow."""
+"""scripts/cluster_check: report, verdicts and time limits, with fake checks; a real run is slow."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def site(tmp_path):
 
 
 def use(monkeypatch, **found):
-    """Let these be the checks."""
+    """Replace the checks by these functions."""
     monkeypatch.setattr(
         check, "CHECKS", {name: lambda site, f=f: f(site) for name, f in found.items()}
     )
@@ -93,7 +93,7 @@ def test_the_report_of_a_crash_holds_the_checks_before_it(monkeypatch, site, tmp
     assert not site.folder.exists()
 
 
-def test_what_is_not_possible_does_not_fail(monkeypatch, site, tmp_path):
+def test_a_check_that_is_not_possible_is_no_failure(monkeypatch, site, tmp_path):
     use(monkeypatch, first=lambda _: ("fine", ""), second=fail(NotPossible("none here")))
     assert check.check(site, tmp_path / "report.md") == 0
 
@@ -117,7 +117,7 @@ def test_the_report_names_no_user_host_path_account_or_secret(monkeypatch, site,
         assert name not in report
 
 
-def test_each_command_has_the_time_of_its_check(site):
+def test_commands_end_at_the_time_limit_of_their_check(site):
     began = time.monotonic()
     site.ends, site.limit = began + 0.5, 0.5
     with pytest.raises(RunError, match=r"not done after 0.5 s"):
@@ -151,7 +151,7 @@ def test_the_launch_command_is_found(monkeypatch, tmp_path):
         find_launcher("srun 'a")
     assert find_launcher(None)[0] == launch.mpirun()
     program(tmp_path, "sinfo", "echo normal up")
-    with pytest.raises(UsageError, match=r"login node: salloc -N 2 --ntasks-per-node 2 scripts/"):
+    with pytest.raises(UsageError, match=r"login node: run salloc -N 2 --ntasks-per-node 2 scri"):
         find_launcher(None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
@@ -160,7 +160,7 @@ def test_the_launch_command_is_found(monkeypatch, tmp_path):
     ]
     monkeypatch.delenv("SLURM_JOB_ID")
     monkeypatch.setenv("PBS_JOBID", "1")
-    with pytest.raises(UsageError, match=r"in a job of PBS: --launch"):
+    with pytest.raises(UsageError, match=r"in a PBS job, give --launch"):
         find_launcher(None)
 
 
@@ -185,7 +185,7 @@ def test_digests_that_differ_and_ranks_that_are_missing_fail(monkeypatch, site):
         checks.check_bits(site)
 
 
-def test_a_run_in_which_nobody_died_is_no_proof(monkeypatch, site):
+def test_a_run_in_which_no_rank_was_killed_fails_the_check(monkeypatch, site):
     monkeypatch.setattr(Site, "words", lambda self, *words: list(words))
     lost = "launch 1 failed, exit code 14; restarting, from the start"
     for text, named in (("done", "no rank died"), (f"hpctrain supervise: {lost}\ndone", lost)):
@@ -201,8 +201,8 @@ def test_a_resumed_run_with_other_weights_fails(monkeypatch, site):
         site.compare("killed")
 
 
-STATES = {  # of a job, and what becomes of the check
-    "JobState=COMPLETED Restarts=1": "a job of 2 nodes was requeued after its notice",
+STATES = {  # states of a job, and the expected result of the check
+    "JobState=COMPLETED Restarts=1": "a job of 2 nodes was requeued after its signal",
     "JobState=COMPLETED Restarts=0": RunError,
     "JobState=FAILED Restarts=1": RunError,
     "JobState=PENDING Restarts=0 Reason=Priority": NotPossible,
@@ -210,7 +210,7 @@ STATES = {  # of a job, and what becomes of the check
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_submitted_job_is_followed_and_never_left(monkeypatch, site, tmp_path, state):
+def test_a_submitted_job_is_awaited_and_always_cancelled(monkeypatch, site, tmp_path, state):
     program(tmp_path, "sbatch", f'echo "$@" >{tmp_path}/submitted; echo 17')
     program(tmp_path, "scontrol", f"echo {state}")
     program(tmp_path, "scancel", f'echo "$@" >{tmp_path}/cancelled')
@@ -243,7 +243,8 @@ def test_containers_run_on_one_rank_and_on_two(monkeypatch, site, tmp_path):
     monkeypatch.setattr(Site, "run", lambda self, command, env: commands.append((command, env)))
     monkeypatch.setattr(Site, "digest", lambda *_: next(digests))
     site.image, site.undisturbed = "hpctrain.sif", "a"
-    assert checks.check_container(site)[0] == "podman: one digest on 1 and 2 ranks, as outside"
+    line = "podman: one digest on 1 and 2 ranks, the same as outside the container"
+    assert checks.check_container(site)[0] == line
     assert commands[1][0][:4] == ["true", "-n", "2", "podman"]
     assert commands[1][0][-5:] == ["hpctrain.sif", "python", "-m", "hpctrain", "inside-2"]
     assert "PYTHONPATH" not in commands[1][1]
@@ -253,7 +254,7 @@ def test_containers_run_on_one_rank_and_on_two(monkeypatch, site, tmp_path):
     assert commands[2][0][3:6] == ["apptainer", "exec", "--nv"]
 
 
-def test_the_network_is_that_of_digits_until_it_dies(monkeypatch):
+def test_paced_and_mortal_have_the_weights_of_digits(monkeypatch):
     monkeypatch.setenv(rank.PACE, "0")
     killed = []
     monkeypatch.setattr(rank.os, "kill", lambda *words: killed.append(words))
@@ -312,7 +313,7 @@ def test_slow_file_systems_and_starts_get_advice(monkeypatch, site):
     assert "| gpu17.site.edu | 2 | Linux | ib0 |" in details
 
 
-def test_a_transport_that_is_missing_is_not_shown_as_passed(monkeypatch, site):
+def test_a_missing_transport_is_not_reported_as_passed(monkeypatch, site):
     def sums(self, command):
         if command[-1] != "mpi":
             raise UsageError("torch sees no GPU")
@@ -339,7 +340,7 @@ def cluster_check(*words, timeout=60, env=None):
     return run([sys.executable, str(ROOT / "scripts/cluster_check"), *words], timeout, env)
 
 
-def test_mistakes_are_named_before_anything_is_launched(tmp_path):
+def test_usage_errors_come_before_anything_is_launched(tmp_path):
     done = cluster_check("--launch", "mpirun", "--output", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr == f"cluster_check: --output {tmp_path}: File exists; name a new folder\n"

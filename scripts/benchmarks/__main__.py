@@ -18,7 +18,7 @@ def main() -> int:
     """Run one case; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("--data", help="pack; default: digits or made images; data: any source")
+    parser.add_argument("--data", help="pack; default: digits or random images; data: any source")
     parser.add_argument("--data-dir", default="data", help="folder of built-in sets")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
     settings = BenchConfig(**vars(parser.parse_args()))

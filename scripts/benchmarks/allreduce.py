@@ -1,11 +1,12 @@
-"""Time the ways to sum a message, alternating: a job of the case ``tree`` and of cluster_check.
+"""Time the reductions of a message in turn, for the case ``tree`` and for cluster_check.
 
     mpirun -n 2 python -m scripts.benchmarks.allreduce LENGTHS OUTPUT.json [TRANSPORT]
 
-LENGTHS are numbers of float32, separated by commas. Rank 0 writes, by length, the median seconds of
-the slowest rank for MPI's or NCCL's Allreduce, for the sum in tree order (one shard per rank) and
-for gradients in bfloat16. Each sum is verified. TRANSPORT is mpi (default: host memory), or a
-choice of --reduce for GPUs: host, mpi-gpu or nccl. Exit code 2 if the ranks cannot use it.
+LENGTHS are message lengths in float32 numbers, separated by commas. For each length, rank 0 writes
+the median seconds of the slowest rank for the Allreduce of MPI or NCCL, for the sum in tree order
+(one shard per rank) and for gradients in bfloat16. Each sum is verified. TRANSPORT is mpi (default:
+host memory), or a choice of --reduce for GPUs: host, mpi-gpu or nccl. Exit code 2 if the ranks
+cannot use the transport.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def time_call(function: Callable[[], object], comm: Comm, device: torch.device) 
 
 
 def measure_sums(transport: Transport, length: int, device: torch.device) -> dict[str, float]:
-    """Return the median seconds of each way to sum. Raises RunError for a wrong sum. Collective."""
+    """Return the median seconds of each reduction. Raises RunError for a wrong sum. Collective."""
     comm = transport.comm
     vector = empty((length,), torch.float32, device)
     exchange = TreeAllreduce(transport, assign_shards(comm.size, comm.size), vector)

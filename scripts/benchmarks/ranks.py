@@ -1,15 +1,15 @@
-"""Count what grows with the number of ranks: a step's message, Python's time, bytes at the start.
+"""Count costs that grow with the number of ranks: message length, CPU time, bytes at the start.
 
     python -m scripts.benchmarks.ranks [--ranks 1 4 64 1024 16384]
 
-One process plays one rank of so many, without MPI. It prints
+One process simulates rank 0 of that many ranks, without MPI. For each number of ranks it prints
 
-* numbers: those of a message behind gradients and moments;
-* ms per step: the CPU time per step in which the rank sets them, reads the totals and finds the
-  slowest rank: the smallest of several rounds. What a step costs beyond one of a single rank is the
-  difference to the first line;
-* bytes at the start: what the rank that receives most receives before the first step, without the
-  weights. The names of hosts, which rank 0 collects, are counted for 8 ranks a host.
+* numbers: the length of a message without gradients and moments;
+* ms per step: the CPU time in which a rank sets these numbers, reads the totals and finds the
+  slowest rank (smallest of several rounds); subtract the first line, of a single rank, for the cost
+  of many ranks;
+* bytes at the start: the most that any rank receives before the first step, without the weights.
+  Host names, which rank 0 collects, are counted for 8 ranks per host.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from hpctrain.training.train import run_training
 
 STEPS, ROUNDS = 256, 7
 PER_HOST = 8
-WEIGHTS, INSIDE = "weights", "inside MPI"  # what is not counted among the bytes at the start
+WEIGHTS, INSIDE = "weights", "inside MPI"  # excluded from the bytes at the start
 
 
 def play_step(message: Message) -> None:
-    """Do what the host does in a step for the part of the message behind the moments."""
+    """Do the host's work of a step for the part of the message after the moments."""
     message.set_flags(False)
     message.set_digest(None)
     message.set_seconds(1.0, 0.5)
@@ -61,10 +61,10 @@ def seconds_per_step(message: Message) -> float:
 
 
 class PlayedComm:
-    """A communicator of `size` ranks that all pass what this one, rank 0, passes.
+    """A simulated communicator of `size` ranks that all pass the same values as this one, rank 0.
 
-    `received` counts, by function, the bytes that the rank receives which receives most: pickles,
-    or buffers. Objects are reduced along a binomial tree.
+    `received` counts, by function, the most bytes that any rank receives, as pickles or buffers.
+    Objects are reduced along a binomial tree.
     """
 
     rank = 0
@@ -123,11 +123,11 @@ class PlayedComm:
 
 
 class StartedError(BaseException):
-    """The run is about to begin its first step."""
+    """Raised in place of the first step."""
 
 
 def bytes_at_start(ranks: int, folder: Path, **settings: Any) -> Counter[str]:
-    """Return the bytes that a rank receives until its first step, by function."""
+    """Return the most bytes that a rank receives before its first step, by function."""
     images = np.zeros((2 * ranks, 12, 12, 1), np.uint8)
     labels = np.arange(2 * ranks) % 10
     names = tuple(f"class{number}" for number in range(10))

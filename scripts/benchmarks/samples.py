@@ -1,11 +1,11 @@
-"""Memory of a rank, and CPU seconds of its start, by the number of samples of a pack.
+"""Memory and CPU time of a rank for three steps, by the number of samples of a pack.
 
     python -m scripts.benchmarks.samples [--samples 1e6,1e8,1e9] [--ranks 1] [SETTINGS]
 
-The packs hold black images of 16x16x3 pixels in sparse files, which take next to no disk. Each run
-is stopped after three steps; it uses one thread a rank. SETTINGS are those of training, such as
---shuffle blocks. Memory is the largest resident set of any rank: the interpreter and its libraries
-take 220 MiB of it.
+The packs hold black images of 16x16x3 pixels in sparse files, which take little disk space. Each
+run is stopped after three steps and uses one thread per rank. SETTINGS are settings of training,
+such as --shuffle blocks. Memory is the peak resident set size of any rank, of which the interpreter
+and its libraries take 220 MiB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHILD = "HPCTRAIN_BENCH_SAMPLES"  # set in the processes that train
 
 
 def train(words: list[str]) -> int:
-    """Run three steps in this process and print what they took."""
+    """Run three steps in this process; print its peak memory in MiB and its CPU seconds."""
     with leave_after(3):
         code = hpctrain(words)
     print(f"took {peak_memory() >> 10} {time.process_time():.1f}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """``scripts/cluster_check``: run all checks of a site in turn, and write one report.
 
-Exit code 0 if no check failed, 1 if one did, 2 for a mistake in the command line. A check that is
-not possible here has neither passed nor failed.
+Exit code 0 if no check failed, 1 if any check failed, 2 for a mistake in the command line. A check
+that is not possible at this site counts neither as passed nor as failed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from scripts.benchmarks.cluster.site import NotPossible, Site, find_launcher
 from scripts.benchmarks.gpu.check import make_folder, output_of
 
 VERDICTS = PASSED, FAILED, NOT_POSSIBLE = "passed", "failed", "not possible here"
-TAIL = 30  # lines of the log that the report holds for a check that failed
-SUBMITTED = 4  # a submitted job may take so many times the limit of a check
+TAIL = 30  # log lines in the report for a failed check
+SUBMITTED = 4  # --submit multiplies the time limit of its check by this
 SECRET = re.compile(r"(?i)(\w*(?:token|passw|secret|api_?key)\w*\s*[=:]\s*)\S+")
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 BUGS = (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError)
@@ -62,11 +62,11 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Check a new site, and write one report.")
     add = parser.add_argument
-    add("--launch", help="start ranks with this command; default: srun in a job, or mpirun")
-    add("--output", type=Path, help="write to this new folder, on the file system to be checked")
-    add("--limit", type=float, default=300, help="end a check after so many seconds (default: 300)")
-    add("--submit", nargs="?", const="", help="submit a job that is requeued; options of sbatch")
-    add("--image", default="", help="train in this container, too")
+    add("--launch", help="start ranks with this command; default: srun in a Slurm job, else mpirun")
+    add("--output", type=Path, help="write to this new folder, on the file system to be tested")
+    add("--limit", type=float, default=300, help="time limit per check, in seconds (default: 300)")
+    add("--submit", nargs="?", const="", help="test requeueing with a batch job; sbatch options")
+    add("--image", default="", help="also train in this container image")
     return parser.parse_args()
 
 
@@ -85,12 +85,12 @@ def check(site: Site, report: Path) -> int:
         shutil.rmtree(site.folder, ignore_errors=True)
     verdicts = [verdict for verdict, _, _ in results.values()]
     say(", ".join(f"{verdicts.count(each)} {each}" for each in VERDICTS))
-    say(f"Read {report}, and send it along. {site.log} stays here.")
+    say(f"Check {report} before you share it. Do not share {site.log}.")
     return int(FAILED in verdicts)
 
 
 def run_check(site: Site, name: str) -> tuple[str, str, str]:
-    """Run one check; return its verdict, a line and details."""
+    """Run one check; return its verdict, a summary in one line, and details."""
     site.ends, start = time.monotonic() + site.limit, site.log.stat().st_size
     try:
         return PASSED, *CHECKS[name](site)
@@ -103,7 +103,7 @@ def run_check(site: Site, name: str) -> tuple[str, str, str]:
 
 
 def write(site: Site, results: Results) -> str:
-    """Return the report in Markdown, with nothing hidden yet."""
+    """Return the report in Markdown, not yet anonymized."""
     versions = [output_of(name, "--version") for name in ("srun", "qstat", "flux")]
     about = {
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
@@ -122,7 +122,7 @@ def write(site: Site, results: Results) -> str:
 
 
 def names_to_hide(site: Site) -> dict[str, str]:
-    """Return what the report must not show, and what it shows instead."""
+    """Return the names that the report must not contain, each with its replacement."""
     names = {socket.getfqdn(): "login", socket.gethostname(): "login"}
     hosts = [rank["host"] for rank in site.facts]
     with suppress(RunError):  # no answer of scontrol
@@ -137,7 +137,7 @@ def names_to_hide(site: Site) -> dict[str, str]:
 
 
 def hide(text: str, names: dict[str, str]) -> str:
-    """Replace names, addresses and what looks like a secret; the longest names first."""
+    """Replace names, the longest first, IPv4 addresses, and values that look like secrets."""
     for name in sorted(filter(None, names), key=len, reverse=True):
         text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", names[name], text)
     return SECRET.sub(r"\1HIDDEN", ADDRESS.sub("ADDRESS", text))

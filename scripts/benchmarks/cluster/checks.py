@@ -1,6 +1,6 @@
-"""The checks of cluster_check. Each returns one line about what it found, and details.
+"""The checks of cluster_check. Each returns its result in one line, and details.
 
-A check raises `NotPossible` where the site has no such thing, and a Failure if it failed.
+A check raises `NotPossible` if the site lacks what it needs, and a Failure if it failed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from scripts.benchmarks.gpu.check import end_group, output_of
 
 Found = tuple[str, str]  # a line, and details as Markdown or ""
 PACED, MORTAL = (("--model", f"{RANK}:{name}") for name in ("paced", "mortal"))
-LENGTHS = (1_000, 29_000, 1_000_000, 25_600_000)  # numbers in a message; ResNet-50 has the last
+LENGTHS = (1_000, 29_000, 1_000_000, 25_600_000)  # numbers in a message; the last as in ResNet-50
 TRANSPORTS = {"mpi": "MPI, host memory", "host": "MPI, GPU memory by way of host memory"}
 TRANSPORTS |= {"mpi-gpu": "MPI, GPU memory", "nccl": "NCCL"}
-SIDE, READ_BYTES, MOST_BYTES = 64, 32 << 20, 2 << 30  # of the pack: images; a rank's part; all
-SLOW_START, SLOW_FILES = 15.0, 1000  # s until Python and packages are there; operations/s
+SIDE, READ_BYTES, MOST_BYTES = 64, 32 << 20, 2 << 30  # pack: image side, bytes per rank, in all
+SLOW_START, SLOW_FILES = 15.0, 1000  # seconds to start and import; operations/s
 BUNDLE = ': slow, put eval "$(python -m hpctrain bundle)" into batch scripts'
 CONTAINERS = ("apptainer", "singularity", "podman")
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
@@ -60,7 +60,7 @@ def check_doctor(site: Site) -> Found:
 
 
 def check_bits(site: Site) -> Found:
-    """Train on 1, 2, ... ranks, spread over the nodes; above 8 on five of the numbers."""
+    """Train on 1, 2, ... ranks, with more than 8 on five counts; compare the digests."""
     n, rows = site.ranks, []
     if n == 1:
         raise NotPossible("one rank was launched: there is nothing to compare")
@@ -80,7 +80,7 @@ def check_bits(site: Site) -> Found:
 
 
 def check_kill(site: Site) -> Found:
-    """Let a rank die by SIGKILL under supervise, which resumes the run."""
+    """Kill a rank (SIGKILL) under supervise, which must resume the run from a checkpoint."""
     env = {k: v for k, v in launch.environment().items() if k != "SLURM_RESTART_COUNT"}
     train = [*site.command(), *PROGRAM, *site.words("killed", *MORTAL)]
     text = site.run([*PROGRAM, "supervise", "--", *train], env)
@@ -92,7 +92,7 @@ def check_kill(site: Site) -> Found:
 
 
 def check_allreduce(site: Site) -> Found:
-    """Time sums by size, for each transport that the ranks can use."""
+    """Time and verify reductions by size, over each transport that the ranks can use."""
     rows, lines, output = [], [], site.folder / "sums.json"
     program = [*site.command(), sys.executable, "-m", "scripts.benchmarks.allreduce"]
     for transport, name in TRANSPORTS.items():
@@ -121,13 +121,13 @@ def check_files(site: Site) -> Found:
     pack.unlink()
     slowest = min(rate for name, rate in found.items() if "files/s" in name)
     line = f"{found['read by all ranks, MB/s']:,} MB/s by all ranks; {slowest:,} operations/s"
-    details = "\nBefore reading, each node's page cache of the pack was dropped (posix_fadvise).\n"
+    details = "\nThe pack was dropped from each node's page cache before reading (posix_fadvise).\n"
     advice = BUNDLE if slowest < SLOW_FILES else ""
     return line + advice, table(("what", "found"), found.items()) + details
 
 
 def check_notice(site: Site) -> Found:
-    """Send a notice to a run of its own, or let a batch job get one; resume."""
+    """Send SIGUSR2 to a run, or with --submit let Slurm send it to a batch job; resume."""
     if site.submit is not None:
         return submit(site, site.submit)
     folder, log = site.folder / "noticed", site.log
@@ -145,11 +145,11 @@ def check_notice(site: Site) -> Found:
         raise RunError(f"SIGUSR2 to {name}: exit code {code}, {outcome.status or 'no end'}")
     site.train("noticed", *PACED, "--resume", "auto")
     line = f"SIGUSR2 to {name}: exit code {LEFT}, saved after step {step}, resumed,"
-    return f"{line} {site.compare('noticed')}; requeue was not tried (--submit)", ""
+    return f"{line} {site.compare('noticed')}; requeueing was not tested (--submit)", ""
 
 
 def submit(site: Site, options: str) -> Found:
-    """Submit a batch job with a notice before its time limit, and follow it to its end."""
+    """Submit a batch job that is signalled before its time limit, and wait until it ends."""
     if not shutil.which("sbatch"):
         raise NotPossible("--submit needs sbatch of Slurm")
     if not Path(sys.prefix, "bin", "activate").exists():
@@ -170,13 +170,13 @@ def submit(site: Site, options: str) -> Found:
     if state.get("JobState") not in FINAL:
         raise NotPossible(f"job {job} did not end in {site.limit:.0f} s: {state}")
     if state["JobState"] != "COMPLETED" or state["Restarts"] == "0":
-        raise RunError(f"job {job} was to be requeued after its notice, and to end: {state}")
-    line = f"a job of {counted(nodes, 'node')} was requeued after its notice"
+        raise RunError(f"job {job} was not requeued and completed after its signal: {state}")
+    line = f"a job of {counted(nodes, 'node')} was requeued after its signal"
     return f"{line}, {site.compare('requeued')}", ""
 
 
 def follow(site: Site, job: str) -> dict[str, str]:
-    """Return what Slurm says about a job at its end, or when the time of the check is over.
+    """Return the state of a Slurm job when it has ended, or when the check's time is up.
 
     Slurm holds a requeued job for two minutes.
     """
@@ -189,7 +189,7 @@ def follow(site: Site, job: str) -> dict[str, str]:
 
 
 def check_container(site: Site) -> Found:
-    """Train in a container on one rank and on two."""
+    """Train in a container on one rank and on two; compare the digests."""
     name = next((name for name in CONTAINERS if shutil.which(name)), None)
     if name is None or not site.image:
         raise NotPossible(
@@ -213,7 +213,8 @@ def check_container(site: Site) -> Found:
         raise RunError(f"1 rank: {one}, 2 ranks: {two}")
     line = f"{name}: one digest on 1 and 2 ranks"
     if site.undisturbed:
-        line += ", as outside" if one == site.undisturbed else ", another than outside"
+        same = one == site.undisturbed
+        line += f", {'the same as' if same else 'different from'} outside the container"
     return line, ""
 
 

@@ -1,10 +1,10 @@
-"""What cluster_check runs on every rank; rank 0 writes the result as JSON.
+"""The program that cluster_check runs on every rank; rank 0 writes the result as JSON.
 
     mpirun -n 2 python -m scripts.benchmarks.cluster.rank facts OUTPUT.json
     mpirun -n 2 python -m scripts.benchmarks.cluster.rank files OUTPUT.json PACK FOLDER
 
-`paced` and `mortal` build the digits network, slow in the first launch of a run. In a launch with
---resume they are ``--model digits``, and always have its weights.
+`paced` and `mortal` build the digits network with the weights of ``--model digits``. Training is
+slowed down in the first launch of a run, but not with --resume.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from hpctrain.parallel.mpi import (
 )
 from hpctrain.training.control import RunLock, is_locked
 
-PACE = "HPCTRAIN_CHECK_PACE"  # variable with the seconds of a forward
-LIFE = 20  # forwards before the last rank dies
-FILES = 200  # small files of a rank
-ROWS = 256  # read at once
+PACE = "HPCTRAIN_CHECK_PACE"  # environment variable: seconds added to a forward pass
+LIFE = 20  # forward passes before the last rank is killed
+FILES = 200  # small files per rank
+ROWS = 256  # samples read at once
 
 
 def paced(image_shape: tuple[int, int, int], classes: int, dies: bool = False) -> nn.Module:
-    """Build the network for images of (H, W, C)."""
+    """Build the network for images of (H, W, C), with a pause in each forward pass."""
     network, forwards = build("digits", image_shape, classes), 0
     dies = dies and launched_rank() == (launched_size() or 1) - 1
 
@@ -64,7 +64,7 @@ def paced(image_shape: tuple[int, int, int], classes: int, dies: bool = False) -
 
 
 def mortal(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Build the network; the last rank ends itself by SIGKILL."""
+    """Build the network of `paced`, in which the last rank kills itself (SIGKILL)."""
     return paced(image_shape, classes, dies=True)
 
 
@@ -87,7 +87,7 @@ def facts(started: float) -> dict[str, Any]:
 
 
 def files(comm: Comm, pack: str, folder: Path) -> dict[str, object]:
-    """Return the figures of the file system, by name. Collective."""
+    """Return measurements of the file system, by name. Collective."""
     paths = [folder / f"small-{comm.rank}-{number}" for number in range(FILES)]
     ways: dict[str, Callable[[Path], object]] = {
         "create": lambda path: path.write_bytes(b"x" * 100),

@@ -1,4 +1,4 @@
-"""A site as cluster_check sees it: how ranks are launched, in which folder, for how long."""
+"""The site that cluster_check tests: launch command, folder, and time limits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RANK = "scripts.benchmarks.cluster.rank"
 
 
 class NotPossible(Exception):
-    """This site cannot do what was to be checked, or was not asked to; the message says why."""
+    """The check is not possible at this site, or was not requested; the message says why."""
 
 
 @dataclass
 class Site:
-    """The launch command, the folder for packs and runs, and what is known of ranks and nodes."""
+    """The launch command, the folder for packs and runs, and facts about ranks and nodes."""
 
     folder: Path
     launcher: list[str]
@@ -41,7 +41,7 @@ class Site:
     ends: float = 0.0  # of the check that is running, by time.monotonic()
     ranks: int = 2
     facts: list[dict[str, Any]] = field(default_factory=list)  # of every rank
-    undisturbed: str = ""  # digest of a run that nothing disturbed
+    undisturbed: str = ""  # digest of an undisturbed run
 
     @property
     def hosts(self) -> list[str]:
@@ -50,7 +50,7 @@ class Site:
 
     @property
     def left(self) -> float:
-        """The seconds that are left to the check."""
+        """The seconds that are left for the check, at least 0.1."""
         return max(self.ends - time.monotonic(), 0.1)
 
     def command(self, ranks: int | None = None) -> list[str]:
@@ -67,9 +67,9 @@ class Site:
         return [*words, *spread, "-n", str(ranks)]
 
     def run(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-        """Run a command within the time of the check; return what it printed, which is logged.
+        """Run a command within the time limit of the check; return its output, also logged.
 
-        Raises UsageError if it exits with 2, RunError if it fails or is not done in time.
+        Raises UsageError if it exits with 2, RunError if it fails or exceeds the limit.
         """
         with open(self.log, "a") as file:
             print(f"\n$ {shlex.join(command)}", file=file)
@@ -90,14 +90,14 @@ class Site:
         return text.strip()
 
     def ask(self, name: str, *words: str, ranks: int | None = None) -> Any:
-        """Run a part of rank.py on all ranks; return its result."""
+        """Run `facts` or `files` of rank.py on all ranks; return its result."""
         output = self.folder / f"{name}.json"
         program = (sys.executable, "-m", RANK, name, str(output))
         self.run([*self.command(ranks), *program, *words])
         return json.loads(output.read_text())
 
     def words(self, run: str, *flags: str) -> list[str]:
-        """Return the words that train the 10,000 digits for about 60 steps, with these flags."""
+        """Return the arguments that train on the 10,000 digits for about 60 steps."""
         pack, batch = locate("digits", str(self.folder)), 504 + -504 % self.ranks
         epochs = str(60 * batch // 10_000)
         words = ["--data", str(pack), "--batch-size", str(batch), "--shards", str(self.ranks)]
@@ -118,7 +118,7 @@ class Site:
         return str(end["digest"])
 
     def compare(self, run: str) -> str:
-        """Return "the same digest" if it is that of an undisturbed run. Raises RunError."""
+        """Compare a run's digest with that of an undisturbed run. Raises RunError if it differs."""
         self.undisturbed = self.undisturbed or self.train("undisturbed")
         if (digest := self.digest(run)) != self.undisturbed:
             raise RunError(f"digest {digest}, undisturbed {self.undisturbed}")
@@ -128,7 +128,7 @@ class Site:
 def find_launcher(given: str | None) -> list[str]:
     """Return the launch command: the one given, srun in a job of Slurm, or mpirun.
 
-    Raises UsageError where it must be given.
+    Raises UsageError on a login node and under other schedulers, where it must be given.
     """
     if given:
         try:
@@ -137,14 +137,15 @@ def find_launcher(given: str | None) -> list[str]:
             raise UsageError(f"--launch {given}: {error}") from None
     if found := find_job(os.environ):
         if found[0].name != "Slurm":
-            raise UsageError(f"in a job of {found[0].name}: --launch 'COMMAND that starts ranks'")
+            name = found[0].name
+            raise UsageError(f"in a {name} job, give --launch 'COMMAND that starts the ranks'")
         cores = os.environ.get("SLURM_CPUS_PER_TASK")
         more = [f"--cpus-per-task={cores}"] if cores else []
         pmi = os.environ.get("HPCTRAIN_PMI", "pmix")
         return ["srun", f"--mpi={pmi}", "--kill-on-bad-exit=1", *more]
     if output_of("sinfo", "--noheader"):
         raise UsageError(
-            "this is a login node: salloc -N 2 --ntasks-per-node 2 scripts/cluster_check, or"
+            "this is a login node: run salloc -N 2 --ntasks-per-node 2 scripts/cluster_check, or"
             " scripts/cluster_check --launch 'srun --mpi=pmix -N 2 --ntasks-per-node 2'"
         )
     return [launch.mpirun(), "-n", str(max(2, min(4, len(os.sched_getaffinity(0)))))]
