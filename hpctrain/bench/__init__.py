@@ -4,7 +4,7 @@ digits, resnet50   hpctrain against the same network without loading and communi
                    and under PyTorch's DistributedDataParallel (``peers.py``)
 data               batches from a pack against a copy in memory, h5py and torch's DataLoader
 allreduce          MPI's Allreduce for messages of 4 B to 64 MiB (``hpctrain doctor`` on all ranks)
-scale              costs of a step on 8 to 16,384 ranks, and its efficiency by a model
+scale              messages and CPU time of a step on 8 to 16,384 ranks; a model of the efficiency
 
 hpctrain is measured end to end: whole epochs from the pack, run by the public command, with its
 records written, timed by the wall-clock times in ``progress.jsonl``. In all training jobs the clock
@@ -137,7 +137,7 @@ def write_pixels(data: str | None, path: Path, rows: int) -> None:
         if found < rows:
             raise UsageError(
                 f"{data} has {found:,} training images, {rows:,} are needed: give a larger pack,"
-                " or none for made images"
+                " or omit --data for random images"
             )
         with Split(pack, "train") as source:
             images = source.gather(np.arange(rows), np.empty((rows, *pack.image_shape), np.uint8))
@@ -194,7 +194,7 @@ def bench_data(config: BenchConfig, folder: Path, show: Show) -> Rates:
 
 
 def bench_scale(config: BenchConfig, folder: Path, show: Show) -> None:
-    """Show the costs of a step on many ranks, and its efficiency by a model."""
+    """Show the costs of a step on many ranks, and a model of the scaling efficiency."""
     from hpctrain.bench import scale
 
     scale.bench_scale(config, folder, show)

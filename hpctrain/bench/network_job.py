@@ -1,10 +1,10 @@
-"""One rank of the job that ``hpctrain bench scale`` starts: time steps, and messages between ranks.
+"""The job that ``hpctrain bench scale`` starts: time steps, and messages between ranks.
 
     mpirun -n 2 python -m hpctrain.bench.network_job OUTPUT.json STEPS
 
-All ranks time STEPS training steps of ResNet-50 at once, and then messages over the transport that
-training would use, each from one rank to the rank half of all ranks further on, all at once, as in
-a sum in tree order. Rank 0 writes a `Measured`.
+All ranks time STEPS training steps of ResNet-50 simultaneously, without communication. Then they
+time messages over the transport that training would use. All ranks send simultaneously, rank r to
+rank (r + size // 2) % size, as in a sum in tree order. Rank 0 writes a `Measured` as JSON.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from hpctrain.parallel.mpi import Comm, conclude, start_mpi
 from hpctrain.parallel.transport import Transport
 from hpctrain.streams import current_stream
 
-IMAGES = {"cpu": 8, "cuda": 64}  # of a rank in a step
+IMAGES = {"cpu": 8, "cuda": 64}  # per rank and step
 CLASSES = 1000
-WARM = 2  # steps
-SHORT, LONG = 1, 1 << 22  # numbers of a message
+WARM = 2  # steps that are not timed
+SHORT, LONG = 1, 1 << 22  # float32 numbers per message
 CALLS, LOOPS = {SHORT: 100, LONG: 2}, 5
-QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution
+QUARTILES = 1.349  # interquartile range of a normal distribution, in standard deviations
 
 
 class Measured(NamedTuple):
-    """What a job measured; 0 where it did not, the link on one rank."""
+    """The results of a job; 0 if not measured (no steps, or no messages on one rank)."""
 
     ranks: int = 0
     hosts: int = 0
-    seconds: float = 0.0  # of a step on one rank, the median
-    spread: float = 0.0  # standard deviation, as a share of it
-    latency: float = 0.0  # seconds of a short message
+    seconds: float = 0.0  # median of a step on one rank
+    spread: float = 0.0  # standard deviation divided by the median
+    latency: float = 0.0  # seconds per short message
     bandwidth: float = 0.0  # bytes/s
 
 
@@ -65,7 +65,7 @@ def time_steps(device: torch.device, steps: int) -> list[float]:
 
 
 def time_link(transport: Transport, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a short message, and the bytes/s of a long one. Collective."""
+    """Return the latency in seconds, and the bandwidth in bytes/s. Collective."""
     comm = transport.comm
     half = comm.size // 2
     after, before = (comm.rank + half) % comm.size, (comm.rank - half) % comm.size
@@ -84,7 +84,7 @@ def time_link(transport: Transport, device: torch.device) -> tuple[float, float]
 
 
 def time_calls(comm: Comm, call: Callable[[], None], calls: int) -> float:
-    """Return the seconds of one of several calls on the slowest rank. Collective."""
+    """Return the seconds per call on the slowest rank, after one call to warm up. Collective."""
     call()
     comm.Barrier()
     began = time.perf_counter()
@@ -94,7 +94,7 @@ def time_calls(comm: Comm, call: Callable[[], None], calls: int) -> float:
 
 
 def measure(comm: Comm, steps: int) -> Measured:
-    """Time steps and messages. Collective; all ranks return the same."""
+    """Time steps and messages, and return the same on all ranks. Collective."""
     device, _ = open_device(comm, "auto", lambda share: share)
     transport, _, _ = open_transport(comm, device, "auto")
     hosts = sum(rank == 0 for rank in comm.allgather(local_ranks(comm)[0]))

@@ -1,10 +1,10 @@
 """``hpctrain bench scale``: what a step costs on 8 to 16,384 ranks, and a model of its efficiency.
 
-Nothing runs on as many ranks. Messages and bytes are those of the schedules and blocks that a rank
-of so many would have. For Python's time and memory, the plan, the message and the reduction of such
-a rank are made here, without partners. The efficiency is computed (``step_model.py``), after the
-same model was tried on published runs. It needs the time of a step and of messages, which are given
-or measured on a few ranks (``network_job.py``).
+Nothing runs on that many ranks. Messages and bytes are counted from the communication schedule of
+rank 0. For CPU time and memory in Python, this process creates the plan, the message and the
+reduction of rank 0, without the other ranks. The efficiency is computed by a model
+(``step_model.py``), which is first compared with published runs. Its inputs, the time of a step,
+latency and bandwidth, are given or measured on a few ranks (``network_job.py``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from hpctrain.training.steps import time_shares
 
 RANKS = tuple(2**power for power in range(3, 15))
 WAYS = ("plain", "tree", "tree + overlap", "bf16")
-PIECES = 64  # parameters of a network of which only their sum is known
+PIECES = 64  # parameter tensors of a network of which only the number of parameters is known
 STEPS = 8  # measured
 USUAL_SPREAD = 1.0  # percent
 MEASURED = "measured"
@@ -61,7 +61,7 @@ BLOCKS, CALLS = 5, 64  # of steps whose CPU time is measured; the fastest block 
 
 
 class Inputs(NamedTuple):
-    """What the model needs, and in words what it is and where it is from."""
+    """The inputs of the model, and lines that describe them and their origin."""
 
     layout: Layout  # of the gradients
     channels: int  # of batch norm
@@ -71,24 +71,24 @@ class Inputs(NamedTuple):
 
 
 class Objects(NamedTuple):
-    """What a rank of many needs, in a network so small that only the ranks count."""
+    """Costs of one rank in Python, with a tiny network, so that they depend on the ranks only."""
 
     rest: int  # numbers of the message besides gradients and moments
-    start: float  # CPU seconds to make plan, message and reduction
+    start: float  # CPU seconds to create plan, message and reduction
     step: float  # CPU seconds of the parts of a step that depend on the number of ranks
     memory: int  # bytes
 
 
 class RankCosts(NamedTuple):
-    """What a step costs rank 0 of `ranks`."""
+    """The costs of a step on rank 0 of `ranks`."""
 
     ranks: int
-    ways: dict[str, tuple[Traffic, int]]  # by way to sum; and segments of the gradients, 0 = none
+    ways: dict[str, tuple[Traffic, int]]  # by reduction: traffic, segments (0 = no overlap)
     objects: Objects
 
 
 def bench_scale(config: BenchConfig, folder: Path, show: Callable[[object], object]) -> None:
-    """Show published runs beside the model, then costs and efficiency by ranks."""
+    """Show published runs and the model, then costs and efficiency by number of ranks."""
     show(published_table())
     inputs = find_inputs(config, folder)
     for line in inputs.lines:
@@ -107,11 +107,11 @@ def bench_scale(config: BenchConfig, folder: Path, show: Callable[[object], obje
 
         curves = {way: [model(inputs, cost, way) for cost in costs] for way in WAYS}
         save(plot_scale(RANKS, curves, inputs.lines), Path(config.plot))
-        show(f"{config.plot}: efficiency by ranks")
+        show(f"{config.plot}: efficiency by number of ranks")
 
 
 def find_inputs(config: BenchConfig, folder: Path) -> Inputs:
-    """Return the step and the link that are given; measure what is not, on --ranks ranks."""
+    """Return the inputs of the model: as given, otherwise measured on --ranks ranks."""
     found = Measured()
     if None in (config.step_time, config.latency, config.bandwidth):
         output, steps = folder / "measured.json", 0 if config.step_time else STEPS
@@ -137,14 +137,14 @@ def find_inputs(config: BenchConfig, folder: Path) -> Inputs:
     if found.ranks:
         lines.append(f"measured: {counted(found.ranks, 'rank')} on {counted(found.hosts, 'host')}")
     if found.hosts == 1 and MEASURED in (of_latency, of_bandwidth):
-        lines[-1] += ", whose link is not that of a network"
+        lines[-1] += "; messages within a host say nothing about a network"
     computation, link = Computation(seconds, spread / 100), Link(latency / 1e6, bandwidth * 1e9)
     return Inputs(layout, channels, computation, link, tuple(lines))
 
 
 def lay_out_network(parameters: int | None) -> tuple[Layout, int]:
-    """Return the layout and the batch-norm channels of ResNet-50, or of so many parameters."""
-    with torch.device("meta"):  # no memory for their values
+    """Return the layout and the batch-norm channels of ResNet-50 or a network of `parameters`."""
+    with torch.device("meta"):  # allocates no memory
         if parameters is None:
             model = build("resnet50", (224, 224, 3), CLASSES)
         else:
@@ -154,7 +154,7 @@ def lay_out_network(parameters: int | None) -> tuple[Layout, int]:
 
 
 def find_ways(inputs: Inputs, rest: int, ranks: int) -> dict[str, tuple[Traffic, int]]:
-    """Return what rank 0 sends in a step, by way to sum; `rest` numbers follow the gradients."""
+    """Return what rank 0 sends in a step, by reduction; `rest` numbers follow the gradients."""
     gradients = inputs.layout.length
     whole = tree(gradients + rest, ranks)
     segments = best_segments(step_times(inputs.computation, inputs.link, whole, ranks))
@@ -170,7 +170,7 @@ def find_ways(inputs: Inputs, rest: int, ranks: int) -> dict[str, tuple[Traffic,
 
 
 def make_objects(ranks: int) -> Objects:
-    """Make plan, message and reduction of rank 0 of `ranks`, in tree order, and measure them."""
+    """Create the plan, message and tree-order reduction of rank 0 of `ranks`; measure the costs."""
 
     def make() -> tuple[Message, Callable[[], None], object]:
         settings = replace(Config(), batch_per_rank="32", epochs=1, deterministic=True)
@@ -207,13 +207,13 @@ def make_objects(ranks: int) -> Objects:
 
 
 def model(inputs: Inputs, cost: RankCosts, way: str) -> float:
-    """Return the efficiency of a way to sum, by the model."""
+    """Return the efficiency of a reduction by the model."""
     traffic, segments = cost.ways[way]
     return efficiency(inputs.computation, inputs.link, traffic, cost.ranks, segments)
 
 
 def _table(title: str, heads: str, rows: Iterable[Iterable[str]], caption: str) -> Table:
-    """Return a table with columns of these headings, separated by bars."""
+    """Return a table; `heads` are the column headings, separated by bars."""
     table = Table(title=title, caption=caption)
     for head in heads.split("|"):
         table.add_column(head, justify="left" if head in ("machine", "network") else "right")
@@ -223,7 +223,7 @@ def _table(title: str, heads: str, rows: Iterable[Iterable[str]], caption: str) 
 
 
 def published_table() -> Table:
-    """Return a table of the published runs and of what the model says of them."""
+    """Return a table of published runs and of the model's results for them."""
     rows = []
     for run in PUBLISHED:
         link, spread = run.machine.link, run.machine.spread
@@ -237,7 +237,7 @@ def published_table() -> Table:
                 "fitted" if run.fitted else f"{predicted - published:+.1f}",
             )
         )
-    heads = "machine|network|ranks|step, s|MB|us|GB/s|deviation, %|published, %|model, %|points"
+    heads = "machine|network|ranks|step, s|MB|us|GB/s|deviation, %|published, %|model, %|difference"
     caption = (
         "Horovod: arXiv:1802.05799 and its documentation; Summit: arXiv:1810.01993. The standard"
         " deviation of the step times was fitted to one run of each machine (docs/speed.md)"
@@ -246,7 +246,7 @@ def published_table() -> Table:
 
 
 def cost_table(costs: list[RankCosts], alone: Objects) -> Table:
-    """Return a table of what a rank sends in a step, and of CPU time and memory in Python."""
+    """Return a table of what rank 0 sends in a step, and of CPU time and memory in Python."""
     rows = (
         (
             f"{ranks:,}",
@@ -257,10 +257,10 @@ def cost_table(costs: list[RankCosts], alone: Objects) -> Table:
         )
         for ranks, ways, objects in costs
     )
-    heads = "|".join(("ranks", *WAYS, "Python, us", "start, ms", "memory, KiB"))
+    heads = "|".join(("ranks", *WAYS, "step, us", "start, ms", "memory, KiB"))
     caption = (
-        "Messages | MB that a rank sends in a step. CPU time of Python in a step and at the start,"
-        " and memory of Python's objects: what exceeds those of one rank"
+        "Messages | MB that rank 0 sends in a step. CPU time in Python per step and at the start,"
+        " and memory of Python objects, each minus that of a single rank"
     )
     return _table("Costs of a step", heads, rows, caption)
 
@@ -278,8 +278,8 @@ def efficiency_table(inputs: Inputs, costs: list[RankCosts]) -> Table:
     )
     heads = "|".join(("ranks", "slowest rank, s", *WAYS, "segments"))
     caption = (
-        "Weak scaling. This is a model: nothing ran on so many ranks. plain is a ring, which MPI"
-        " and NCCL use for long messages; on many ranks they may send as few messages as a sum in"
-        " tree order"
+        "Weak scaling. This is a model: nothing ran on so many ranks. plain is counted as a ring,"
+        " as MPI and NCCL use for long messages; for many ranks they may choose an algorithm with"
+        " fewer messages"
     )
     return _table("Efficiency by the model, %", heads, rows, caption)

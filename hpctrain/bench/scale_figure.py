@@ -1,4 +1,4 @@
-"""The figure of ``hpctrain bench scale``: published runs with the model, and the model by ranks."""
+"""The figure of ``hpctrain bench scale``: published runs and the model, and the user's network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.report.figures import BLUE, VERMILLION, empty_figure
 
 COLOURS = (BLUE, VERMILLION, "#009e73", "#cc79a7")  # of the same palette
 GAP = 0.055  # between labels, as a share of the vertical axis
-MOST = {HOROVOD: 2048}  # ranks of a machine's curves; others reach as far as the axis
+MOST = {HOROVOD: 2048}  # ranks at which the curves of a machine end; otherwise 2^15
 
 
 def plot_scale(
@@ -18,7 +18,7 @@ def plot_scale(
 ) -> Any:
     """Return a figure of two panels.
 
-    `curves` are efficiencies by way to sum, one for each of `ranks`; `lines` say of what.
+    `curves` are efficiencies by reduction, one for each of `ranks`; `lines` describe the inputs.
     """
     figure = empty_figure(10.4, 4.4)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -44,14 +44,14 @@ def plot_scale(
         axes.spines[["top", "right"]].set_visible(False)
         _draw(axes, drawn, 100 - low)
     for number, (colour, runs) in enumerate(zip(COLOURS, dots.values(), strict=False)):
-        for run in runs:  # those of the first network are not hidden by those of the second
+        for run in runs:  # larger dots for the first network, which the second would hide
             inside, size = "white" if run.fitted else colour, 6 if number else 11
             y = 100 * run.published
             left.plot(run.ranks, y, "o", color=colour, markerfacecolor=inside, markersize=size)
     left.set_ylabel("efficiency (%)")
     left.set_title(
         "Horovod on 25 GbE, and DeepLabv3+ on Summit\n"
-        "lines: the model; dots: published; rings: published, and fitted",
+        "lines: the model; dots: published; rings: published, used for the fit",
         loc="left",
     )
     right.set_title("\n".join(("a model, not a measurement", *lines)), loc="left")
@@ -59,7 +59,7 @@ def plot_scale(
 
 
 def _draw(axes: Any, drawn: Mapping[str, tuple[Sequence[int], Sequence[float]]], high: int) -> None:
-    """Draw curves with their names at their ends, apart from each other; `high` is the axis."""
+    """Draw curves with names at their ends that do not overlap; `high` is the axis' range."""
     ends = []
     for colour, (name, (places, shares)) in zip(COLOURS, drawn.items(), strict=False):
         axes.plot(places, [100 * share for share in shares], color=colour, linewidth=1.4)

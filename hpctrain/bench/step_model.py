@@ -1,12 +1,13 @@
-"""A model of the time of a training step on P ranks, and the published runs that it is tried on.
+"""A model of the time of a training step on P ranks, and published runs to compare it with.
 
-The computation of a step takes c seconds on a rank, with a normal distribution. All ranks wait for
-the slowest one, whose time is the expected maximum of P such times. A message of b bytes takes
-latency + b / bandwidth, and a rank sends its messages one after another (R. W. Hockney, "The
-communication challenge for MPP", Parallel Computing 20, 1994). With overlap, what remains after
-backward is `exposed` (parallel/overlap.py). The efficiency is c divided by the time of the step.
+The computation of a step takes c seconds on average, normally distributed over the ranks. All ranks
+wait for the slowest one, whose time is the expected maximum of P such times. A message of b bytes
+takes latency + b / bandwidth, and a rank sends its messages one after another (R. W. Hockney, "The
+communication challenge for MPP", Parallel Computing 20, 1994). With overlap, only the part of the
+communication that `exposed` returns (parallel/overlap.py) is added to the computation. The
+efficiency is c divided by the time of the step.
 
-The model knows no topology, no other jobs and no file system.
+The model ignores topology, other jobs and the file system.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ NUMBER = 4  # bytes of a float32
 
 
 class Link(NamedTuple):
-    """How a rank sends."""
+    """The link over which a rank sends."""
 
-    latency: float  # seconds of a message, however short
+    latency: float  # seconds per message
     bandwidth: float  # bytes/s
 
 
 class Computation(NamedTuple):
-    """What a rank computes in a step."""
+    """The computation of a rank in a step."""
 
-    seconds: float
-    spread: float  # standard deviation, as a share of the seconds
+    seconds: float  # mean
+    spread: float  # standard deviation divided by the mean
 
 
 class Traffic(NamedTuple):
@@ -50,7 +51,7 @@ class Traffic(NamedTuple):
 
 
 def ring(numbers: int, ranks: int) -> Traffic:
-    """Return the traffic of an Allreduce in a ring, as of NCCL, and of MPI for long messages."""
+    """Return the traffic of a ring Allreduce, as in NCCL, and in MPI for long messages."""
     return Traffic(2 * (ranks - 1), 2 * (ranks - 1) * numbers * NUMBER // ranks)
 
 
@@ -61,7 +62,7 @@ def tree(numbers: int, ranks: int) -> Traffic:
 
 
 def bfloat16(gradients: int, rest: int, ranks: int) -> Traffic:
-    """Return the traffic of an Alltoall and an Allgather of blocks, sent one to each rank."""
+    """Return the traffic of an Alltoall and an Allgather that send one block to each rank."""
     many = 2 * (ranks - 1)
     return Traffic(many, many * block_bytes(gradients, rest, ranks))
 
@@ -81,24 +82,24 @@ def step_times(computation: Computation, link: Link, traffic: Traffic, ranks: in
 def efficiency(
     computation: Computation, link: Link, traffic: Traffic, ranks: int, segments: int = 0
 ) -> float:
-    """Return the efficiency, with gradients summed in `segments` during backward; 0 = after it."""
+    """Return the efficiency; `segments` of the gradients overlap with backward, 0 = no overlap."""
     times = step_times(computation, link, traffic, ranks)
     step = times.compute + exposed(times, segments) if segments else times.step
     return computation.seconds / step
 
 
 class PublishedMachine(NamedTuple):
-    """A published machine. Its only fitted number is `spread`, to one of its runs."""
+    """The machine of published runs. Only `spread` is fitted, to one run of the machine."""
 
     name: str
-    link: Link  # of a node: its ranks are neighbours in the ring, or are summed within it first
+    link: Link  # of a node: its ranks are neighbours in the ring, or are reduced there first
     spread: float  # as in `Computation`
-    buffer: float  # bytes of gradients that are summed at once
+    buffer: float  # bytes of gradients per reduction
     way: Callable[[int, int], Traffic]
 
 
 class PublishedRun(NamedTuple):
-    """A published efficiency, and what the model needs for its own."""
+    """A published efficiency, and the inputs with which the model predicts it."""
 
     machine: PublishedMachine
     network: str
@@ -109,7 +110,7 @@ class PublishedRun(NamedTuple):
     fitted: bool = False  # the spread of the machine was fitted to this run
 
     def predict(self, ranks: int | None = None) -> float:
-        """Return the efficiency by the model, on as many ranks unless another number is given."""
+        """Return the efficiency by the model, by default on the published number of ranks."""
         ranks, machine = ranks or self.ranks, self.machine
         segments = math.ceil(self.parameters * NUMBER / machine.buffer)
         messages, size = machine.way(self.parameters, ranks)
@@ -118,16 +119,17 @@ class PublishedRun(NamedTuple):
         return efficiency(computation, machine.link, traffic, ranks, segments)
 
 
-# Read in the sources: 25 Gbit/s for 4 GPUs, in one ring through all GPUs; the buffer; batches of 64
-# (Horovod, docs/benchmarks and docs/tensor-fusion); 142 and 154 images/s of one P100 (TensorFlow,
-# performance/benchmarks). Estimated: ResNet-101, half-way between the times of ResNet-50 and
-# ResNet-152 there (219 and 91.8 images/s); the latency, 9.6 us to another node and 5.7 us within it
-# (NCCL, graph/tuning.cc, later than the runs).
+# From the sources: 25 Gbit/s per 4 GPUs, one ring through all GPUs, the buffer, batches of 64
+# (Horovod, docs/benchmarks and docs/tensor-fusion); 142 and 154 images/s on one P100 (TensorFlow,
+# performance/benchmarks). Estimated: ResNet-101, the mean of the times of ResNet-50 and ResNet-152
+# (219 and 91.8 images/s there); the latency, 9.6 us between nodes and 5.7 us within a node (NCCL,
+# graph/tuning.cc, which is more recent than the runs).
 HOROVOD = PublishedMachine(
     "Horovod", Link((9.6e-6 + 3 * 5.7e-6) / 4, 25e9 / 8), 0.007, 64 * 2**20, ring
 )
-# Read: ranks and efficiency (arXiv:1810.01993). Estimated: a step of 1 s, 40 M parameters, nodes
-# with two rails of 100 Gbit/s, 5 us. They hardly matter: nearly all of the sum is hidden.
+# From the source: ranks and efficiency (arXiv:1810.01993). Estimated: a step of 1 s, 40 M
+# parameters, two rails of 100 Gbit/s per node, 5 us. These hardly matter: nearly all of the
+# communication overlaps with backward.
 SUMMIT = PublishedMachine("Summit", Link(5e-6, 2 * 100e9 / 8), 0.024, 64 * 2**20, tree)
 RESNET_101 = 64 * (1 / 219 + 1 / 91.8) / 2
 PUBLISHED = (

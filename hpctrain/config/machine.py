@@ -1,4 +1,4 @@
-"""Settings of the subcommands that examine a machine: doctor, bench."""
+"""Settings of the subcommands that examine a machine: doctor and bench."""
 
 from __future__ import annotations
 
@@ -26,63 +26,69 @@ class DoctorConfig:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Settings of ``hpctrain bench``: hpctrain against the communication-free limit and DDP."""
+    """Settings of ``hpctrain bench``: training, reading, Allreduce, and a scaling model."""
 
     case: str = option(
         "digits",
-        "measure training (digits, resnet50), reading (data) or allreduce; or model many ranks"
-        " (scale)",
+        "measure training (digits, resnet50), reading (data) or Allreduce (allreduce), or estimate"
+        " the efficiency on many ranks (scale)",
         "Case",
         choices=("digits", "resnet50", "data", "allreduce", "scale"),
         positional=True,
     )
     data: str | None = option(
-        None, "read this pack of pixels; default: digits, or made images of 100x100x3", "Case"
+        None, "read this pack of pixels; default: digits, or random images of 100x100x3", "Case"
     )
     data_dir: str = option(*DATA_DIR, "Case")
     ranks: int = option(
         2,
-        "ranks of each job, with 1 CPU thread each; scale: with an even share of the cores",
+        "start each job with N ranks of 1 CPU thread each; scale: the cores are divided evenly",
         "Case",
         AT_LEAST_1,
     )
     rounds: int = option(
-        3, "rounds, in each of which all contestants run once; medians count", "Case", AT_LEAST_1
+        3, "run all contestants N times in turn, and report medians", "Case", AT_LEAST_1
     )
     step_time: float | None = option(
         None,
-        "assume steps of X seconds on one rank, without communication; default: measured with"
-        " ResNet-50",
+        "assume that a step takes X seconds on one rank, without communication; default: measured"
+        " with ResNet-50",
         "Scale",
         POSITIVE,
     )
     spread: float | None = option(
         None,
-        "assume this standard deviation of the step time, in percent; default: measured, or 1 with"
+        "assume a standard deviation of X percent of the step time; default: measured, or 1 with"
         " --step-time",
         "Scale",
         Bounds(0, 100, "[]"),
     )
     parameters: int | None = option(
-        None, "assume a network of N parameters; default: those of ResNet-50", "Scale", AT_LEAST_1
+        None,
+        "assume a network of N parameters, with --step-time; default: ResNet-50",
+        "Scale",
+        AT_LEAST_1,
     )
     latency: float | None = option(
         None,
-        "assume X microseconds for a short message; default: measured between --ranks ranks",
+        "assume a latency of X microseconds per message; default: measured between --ranks ranks",
         "Scale",
         AT_LEAST_0,
     )
     bandwidth: float | None = option(
         None,
-        "assume that a rank sends X GB/s (10^9 bytes); default: measured between --ranks ranks",
+        "assume a bandwidth of X GB/s (10^9 bytes) per rank; default: measured between --ranks"
+        " ranks",
         "Scale",
         POSITIVE,
     )
-    plot: str | None = option(None, "plot efficiency by ranks to this .png, .svg or .pdf", "Scale")
+    plot: str | None = option(
+        None, "plot the efficiency by number of ranks to this .png, .svg or .pdf file", "Scale"
+    )
 
 
 def check_bench(settings: BenchConfig) -> None:
-    """Raise UsageError if settings of the case "scale" contradict each other, or have another."""
+    """Raise UsageError if settings of "scale" contradict each other or the case is another one."""
     if settings.case != "scale":
         for field in dataclasses.fields(settings):
             if field.metadata["group"] == "Scale" and getattr(settings, field.name) is not None:
@@ -91,8 +97,9 @@ def check_bench(settings: BenchConfig) -> None:
         raise UsageError(f"--data {settings.data}: bench scale reads no data")
     elif settings.parameters is not None and settings.step_time is None:
         raise UsageError(
-            f"--parameters {settings.parameters}: a step of ResNet-50 would be measured; give the"
-            " --step-time of your network, too"
+            f"--parameters {settings.parameters} needs --step-time: only ResNet-50 can be measured"
         )
     elif settings.ranks == 1 and None in (settings.latency, settings.bandwidth):
-        raise UsageError("--ranks 1 sends nothing: give --latency and --bandwidth, or more ranks")
+        raise UsageError(
+            "--ranks 1 sends no messages: give --latency and --bandwidth, or more ranks"
+        )
