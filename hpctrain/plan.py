@@ -1,6 +1,6 @@
 """The plan of a run: all that follows from configuration, ranks, machine, model and pack.
 
-Rank 0 resolves it once, with a pure function, and every run stores it. `plan_text.py` is its text.
+Rank 0 resolves it once, with a pure function, and every run stores it. `plan_text.py` prints it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Plan:
     scaling: tuple[tuple[float, ...], ...] = ()  # mean and std by channel; () = images in [0, 1]
 
     def __getstate__(self) -> bytes:
-        """Return the fields for pickle. Uncompressed, the plan of 16,384 ranks has 200 KB."""
+        """Return the fields for pickle, compressed; 200 KB for 16,384 ranks if they were not."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["runs"] = [end - first for first, end in self.runs]
         return zlib.compress(pickle.dumps(fields))

@@ -60,7 +60,10 @@ def find_job(env: Mapping[str, str]) -> tuple[Scheduler, str] | None:
 
 
 def ask(*command: str, within: float | None = None, **variables: str) -> str:
-    """Return the output of a scheduler's command. Raises RunError if it fails, or takes longer."""
+    """Return the output of a scheduler's command. Raises RunError if it fails or times out.
+
+    `within` is the time limit in seconds, by default `ANSWER_WITHIN`.
+    """
     within = within or ANSWER_WITHIN
     try:
         done = subprocess.run(

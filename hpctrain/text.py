@@ -68,7 +68,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def min_to_max(numbers: Iterable[int]) -> str:
-    """Return the smallest and the largest number, "2 to 4", or the only one."""
+    """Return the range of the numbers: "2 to 4", or "2" if all are equal."""
     distinct = set(numbers)
     return " to ".join(f"{number:,}" for number in sorted({min(distinct), max(distinct)}))
 

@@ -105,7 +105,7 @@ def test_it_gives_up_after_failures_without_a_new_checkpoint(supervise, tmp_path
     code, lines, err = finish(supervise("--max-failures", "2", words=["--model", "killing:net"]))
     assert code == 1
     assert "launch 2 failed" in lines and "launch 3" not in lines
-    assert lines.endswith("2 in succession without a new checkpoint: giving up"), err
+    assert lines.endswith("2 in a row without a new checkpoint: giving up"), err
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_launcher_that_starts_no_ranks_is_ended(tmp_path, monkeypatch, capsys)
     waiting = supervisor_of(tmp_path / "a", "sleep 60")
     waiting._timeout = 0.2
     assert waiting._launch().code == -signal.SIGTERM
-    assert "no rank of launch 1 has begun in 0 s: ending it" in capsys.readouterr().err
+    assert "no rank of launch 1 has started in 0 s: ending it" in capsys.readouterr().err
     for folder in (tmp_path / "b/ranks", tmp_path / "ranks"):
         folder.mkdir(parents=True)
     beat = heartbeats.Beat(0, "here", 1, "step 3", 1.0, time.time())
@@ -296,7 +296,7 @@ def test_a_launch_comes_after_a_pause_which_grows_without_progress(tmp_path, mon
     monkeypatch.setattr(supervisor, "_pause", pauses.append)
     assert supervisor.run() == 1
     assert pauses == [0.0, 0.0, 5.0, 0.0, 0.0, 5.0]
-    assert "3 in succession without a new checkpoint" in capsys.readouterr().err
+    assert "3 in a row without a new checkpoint" in capsys.readouterr().err
 
 
 def test_a_job_that_is_requeued_finds_its_run(monkeypatch):
@@ -364,7 +364,7 @@ def test_dead_nodes_are_excluded_and_spares_take_their_place(tmp_path, monkeypat
     mute = Allocation(["n2", "n4"], [1, 1], None)  # n2 is this one: Slurm does not answer
     assert mute.exclude_dead() == "" and mute.command(["srun"]) == ["srun", "--overlap"]
     few = Allocation(["n1", "n2", "n4"], [1, 1, 1], None)
-    assert few.exclude_dead() == "1 of 3 nodes are left (n2, n4 gone)"
+    assert few.exclude_dead() == "1 of 3 nodes are left (n2, n4 lost)"
     half = Allocation(["n1", "n2"], [1, 1], None)
     assert half.exclude_dead() == ""
 

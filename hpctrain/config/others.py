@@ -170,7 +170,7 @@ class SuperviseConfig:
     )
     max_failures: int = option(
         3,
-        "give up after this many launches in succession without a new checkpoint",
+        "give up after N consecutive failures without a new checkpoint",
         "Policy",
         AT_LEAST_1,
     )

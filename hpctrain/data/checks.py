@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NOT_FINITE = "holds NaN or infinite values: write finite ones, or take it out of the file"
 IOV_MAX = 1024  # most buffers of one preadv(2)
-LISTED = 1 << 16  # rows that are gathered at a time: a list of numbers takes 40 bytes for each
+LISTED = 1 << 16  # rows gathered at a time: their Python lists take 40 bytes per row
 READ_TOGETHER = 64  # samples read at a time when looking for NaN and infinite values
 UNKNOWN, SOUND, CORRUPT = 0, 1, 2
 # by split and column: the CRC-32 of all blocks, (blocks,), and the number of rows per block
@@ -124,7 +124,7 @@ def _gather_ascending(
     row_bytes: int,
     out: memoryview,
 ) -> None:
-    """Read `rows` (n,), which ascend, into the parts `places` (n,) of `out`."""
+    """Read the ascending `rows` (n,) into the parts `places` (n,) of `out`."""
     starts = (offset + rows * row_bytes).tolist()
     cuts = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
     for start, stop in zip([0, *cuts], [*cuts, len(places)], strict=True):

@@ -1,7 +1,7 @@
-"""Columns of one number per sample, which are read where they are needed: labels and offsets.
+"""Columns with one number per sample, which are read on demand: labels and JPEG file offsets.
 
-The labels of 10^9 samples take 8 GB, and so do the offsets of their files. So a rank keeps those of
-the samples that it may read, if they are few, and otherwise reads those of each batch.
+The labels of 10^9 samples take 8 GB, and so do the offsets. If a rank may use few samples, it
+therefore keeps the numbers of these samples; otherwise it reads the numbers of each batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpctrain.data.pack_format import Pack
 from hpctrain.errors import RunError, UsageError
 
 HELD_ROWS = 1 << 22  # most rows of a column that are kept: 32 MiB
-PIECE_ROWS = 1 << 20  # read at a time from a whole column
+PIECE_ROWS = 1 << 20  # rows read at a time from a whole column
 
 
 def pieces(rows: int) -> Iterator[np.ndarray]:
@@ -30,7 +30,7 @@ class Column:
     kind, more = "", 0  # its name, and how many more values than samples it has
 
     def __init__(self, pack: Pack, split: str, checks: Checks, read: ReadInto) -> None:
-        """`read` reads bytes of the pack; blocks are verified when first read, as `checks` say."""
+        """`read` reads bytes of the pack; `checks` verify each block when it is first read."""
         self._pack, self._split, self._read = pack, split, read
         self._column = pack.columns(split)[self.kind]
         self._checksums = checks.checksums(split, self.kind, self._column)
@@ -40,7 +40,7 @@ class Column:
         return self._column.rows
 
     def hold(self, rows: range) -> None:
-        """Keep these rows in memory if they are few, in place of those held before."""
+        """Keep the values of `rows` in memory, unless there are too many; drop others."""
         if (self._held[0], len(self._held[1])) == (rows.start, len(rows)):
             return
         self._held = 0, np.empty(0, np.int64)
@@ -79,7 +79,7 @@ class Column:
         return values
 
     def _verify(self, starts: np.ndarray) -> None:
-        """Verify the blocks of the numbers at bytes `starts` (n,): samples need their numbers."""
+        """Verify the blocks of the values at bytes `starts` (n,). Raises RunError if corrupt."""
         if self._checksums is None:
             return
         found = self._checksums.find_corrupt(starts, starts + self._column.row_bytes, self._read)
@@ -94,7 +94,7 @@ class LabelColumn(Column):
     kind = "labels"
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Return the labels of `rows` (n,), (n,) int64. Raises UsageError for those of no class."""
+        """Return the labels of `rows` (n,), (n,) int64. Raises UsageError if one is no class."""
         labels, classes = super().take(rows), len(self._pack.classes)
         low, high = labels.min(initial=0), labels.max(initial=0)
         if not 0 <= low <= high < classes:
@@ -107,14 +107,14 @@ class LabelColumn(Column):
 
 
 class OffsetColumn(Column):
-    """The offsets of the JPEG files of a split among its bytes."""
+    """The byte offsets of the JPEG files of a split, and the end of the last one."""
 
     kind, more = "offsets", 1
 
     def spans(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first byte of each file of `samples` (n,), n > 0, and the byte after its last.
+        """Return the start and the end of the file of each of `samples` (n,), n > 0.
 
-        Raises UsageError if the offsets do not cut the split's bytes into files.
+        Raises UsageError if the offsets do not divide the split's bytes into files.
         """
         rows, places = np.unique(np.concatenate([samples, samples + 1]), return_inverse=True)
         offsets, layout = self.take(rows), self._pack.splits[self._split]
@@ -126,7 +126,7 @@ class OffsetColumn(Column):
             or any(ends.get(int(row), offset) != offset for row, offset in outer)
         ):
             raise UsageError(
-                f"{self._pack.path}: offsets of split {self._split!r} do not cut its"
+                f"{self._pack.path}: offsets of split {self._split!r} do not divide its"
                 f" {layout.files_bytes:,} bytes into {layout.samples:,} files: the file is corrupt,"
                 " pack it again"
             )

@@ -32,9 +32,9 @@ def find_class_weights(
 ) -> tuple[float, ...]:
     """Return the weight of each class that --class-weights asks for.
 
-    `given` is "balanced", for n / (K n_c) with n_c of the n samples in class c of K (as
-    scikit-learn defines it; `count_classes` counts them), numbers in the order of `classes`, or a
-    CSV file with a line "class name,weight" for each class. Raises UsageError.
+    `given` is "balanced", for n / (K n_c) as in scikit-learn, with n_c of n samples in class c of K
+    (`count_classes` returns the n_c); or numbers in the order of `classes`; or a CSV file with a
+    line "class name,weight" for each class. Raises UsageError.
     """
     setting = f"--class-weights {brief(given)}"
     if given == "balanced":
@@ -157,7 +157,7 @@ class BalancedOrder(Order):
         return self._keep_newest(("classes", None if self.draws_from_all else shard), 0, make)
 
     def pool(self, shard: int) -> Iterator[np.ndarray]:
-        """Yield the samples that the shard draws from in parts, (n,) int64."""
+        """Yield the samples from which the shard draws, in parts (n,) int64."""
         if self.draws_from_all:
             yield from pieces(self.partition.samples)
             return
@@ -166,7 +166,7 @@ class BalancedOrder(Order):
             yield own if self._scatter is None else self._scatter(own)
 
     def count_classes(self, samples: Iterable[np.ndarray]) -> np.ndarray:
-        """Return the number of samples of each class up to the last one found, (k,) int64."""
+        """Return the number of samples of each class up to the largest label, (k,) int64."""
         counts = np.zeros(0, np.int64)
         for part in samples:
             found = np.bincount(self.labels_of(part), minlength=len(counts))

@@ -42,8 +42,8 @@ class Split:
 
     Images have the shape ``image_shape`` (H, W, C) and the type ``dtype``: uint8, or the floats of
     an external file, which are used unchanged. ``bad`` are the unusable samples found so far; for
-    these, ``gather`` returns undefined values. Labels, and offsets of JPEG files, are read when
-    they are needed; ``hold`` keeps those of some samples.
+    these, ``gather`` returns undefined values. Labels and JPEG file offsets are read on demand;
+    ``hold`` keeps those of a range of samples in memory.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Split:
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """The labels of all samples, (N,) int64: of 10^9 samples 8 GB, kept once they are read."""
+        """The labels of all samples, (N,) int64, read on first access and kept: 8 bytes each."""
         if isinstance(self._labels, Column) and self._descriptor < 0:  # closed
             with Split(self.pack, self.name, 1, self._checks) as again:
                 return again.labels
@@ -118,25 +118,25 @@ class Split:
     def read_labels(self, indices: np.ndarray) -> np.ndarray:
         """Return the labels of the samples `indices` (n,), (n,) int64.
 
-        Raises UsageError if a label is beyond the classes, and RunError if one cannot be read.
+        Raises UsageError if a label is no class, and RunError if labels cannot be read.
         """
         return self._labels.take(indices)
 
     def count_classes(self) -> np.ndarray:
-        """Return the number of samples of each class, (K,) int64, reading the labels once."""
+        """Return the number of samples of each class, (K,) int64. Reads all labels, in parts."""
         counts = np.zeros(len(self.pack.classes), np.int64)
         for part in pieces(len(self)):
             counts += np.bincount(self.read_labels(part), minlength=len(counts))
         return counts
 
     def hold(self, samples: range) -> None:
-        """Keep the labels and offsets of these samples in memory if they are few."""
+        """Keep the labels and offsets of `samples` in memory, unless there are too many."""
         for column in (self._labels, self._offsets):
             if isinstance(column, Column):
                 column.hold(range(samples.start, samples.stop + column.more))
 
     def check_columns(self) -> None:
-        """Check labels and offsets, unless they are many and checked when read. Raises Failure."""
+        """Check all labels and offsets; those of large splits only when read. Raises Failure."""
         for part in pieces(len(self)) if len(self) <= HELD_ROWS else ():
             self.read_labels(part)
             if self._offsets:

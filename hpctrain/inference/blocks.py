@@ -33,7 +33,7 @@ def blocks_of(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield this rank's blocks: (number of the block, its rows).
 
-    They are consecutive, or, with `in_turns`, every `size`-th one.
+    These are consecutive blocks or, with `in_turns`, every `size`-th block.
     """
     blocks = -(-rows // block)
     run = range(blocks * rank // size, blocks * (rank + 1) // size)
@@ -98,11 +98,11 @@ def predict_blocks(
     size: int = 1,
     rank: int = 0,
 ) -> Generator[tuple[Block, np.ndarray], None, None]:
-    """Yield the blocks of `rank`, one of `size`, of `total` images of `dtype`, and their results.
+    """Yield the blocks of `rank` (of `size` ranks) of `total` images of `dtype`, and the results.
 
-    Ranks take blocks in turn, so that all together they go through the images in order. `finish`
-    converts the network's output to the results (n, ...) of a block. Unusable images are replaced
-    by black ones.
+    Blocks are assigned to ranks in turn, so that together the ranks process the images in order.
+    `finish` converts the network's output to the results (n, ...) of a block. Unusable images are
+    replaced by black ones.
     """
     shape = (min(network.block, total), *network.saved.image_shape)
     upload = Upload(shape, dtype, network.device)
@@ -126,9 +126,9 @@ def predict_blocks(
 
 
 class Classified(NamedTuple):
-    """The answers to one block."""
+    """The predictions for one block."""
 
-    rows: np.ndarray  # (n,) usable ones, ascending
+    rows: np.ndarray  # (n,) usable images, ascending
     probabilities: np.ndarray  # (n, K) float32
     unusable: Unusable
 
@@ -143,7 +143,7 @@ def classify_blocks(
 ) -> Generator[Classified, None, None]:
     """Yield the class probabilities of the blocks of `rank`, one of `size`, in order.
 
-    `names` are those of all rows; they are part of the reasons.
+    `names` are the names of all rows, for messages about unusable images.
     """
     how = len(names), dtype, lambda scores: scores.softmax(1).float(), size, rank
     with closing(predict_blocks(network, read, *how)) as blocks:

@@ -3,9 +3,8 @@
     mpirun -n 4 python -m hpctrain evaluate RUN --data flowers.h5
 
 The split is divided into fixed blocks of samples; each rank computes a contiguous run of blocks.
-The sums of all blocks are gathered and added in block order. Answers are counted by true and
-predicted class, only where there are any. Random numbers that a network draws in evaluation mode
-depend on the block.
+The sums of all blocks are gathered and added in block order. The confusion matrix is sparse. Random
+numbers that a network draws in evaluation mode depend on the block.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from hpctrain.streams import Upload
 from hpctrain.text import say
 from hpctrain.watchdog import doing, started
 
-GATHERED = 1 << 21  # cells of the confusion matrix that a rank receives at once: 32 MiB
+GATHERED = 1 << 21  # cells of confusion matrices that a rank receives at once: 32 MiB
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Evaluation:
     rows: int
     means: dict[str, float]  # over samples, of the task's figures
     metrics: dict[str, float]  # figures of --metric
-    counts: Confusion | None  # samples by true and predicted class: a sparse matrix
+    counts: Confusion | None  # sparse confusion matrix
     mistakes: list[Answer]  # the wrong answers of the largest probability, largest first
     classes: tuple[str, ...] = ()  # names of the K classes
 
@@ -69,7 +68,7 @@ class Evaluation:
 
     @property
     def confusion(self) -> np.ndarray | None:
-        """Samples of true class i predicted as class j, (K, K) int64: 8 K^2 bytes of memory."""
+        """The dense matrix, (K, K) int64: samples of class i predicted as j; made on each access."""
         return None if self.counts is None else self.counts.dense()
 
     @property
@@ -227,9 +226,9 @@ def combine(
 
 
 def sum_confusion(own: Confusion, comm: Comm) -> Confusion:
-    """Add the counts of all ranks, by some true classes at a time. Collective.
+    """Sum the confusion matrices of all ranks, a range of true classes at a time. Collective.
 
-    Ranks then receive at most about `GATHERED` cells at once, and never a whole matrix.
+    A rank thus receives about `GATHERED` cells at once, or those of one class if there are more.
     """
     numbers, _ = own.cells
     by_class = np.bincount(numbers // own.classes, minlength=own.classes).astype(np.float64)

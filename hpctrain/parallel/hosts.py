@@ -1,7 +1,7 @@
-"""Hosts: which ranks share one, and what they share there.
+"""Hosts: which ranks run on the same host, and how they share its cores.
 
-The ranks of a host exchange what concerns them alone. Across hosts, values are combined on the way
-(a reduction), so no rank receives one value of each rank.
+Values are gathered among the ranks of a host only. Across hosts they are reduced, so that no rank
+receives a value from every other rank.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hpctrain.parallel.mpi import MPI, Comm, allgather, host_name, minimum
 from hpctrain.parallel.placement import crowd
 from hpctrain.watchdog import waiting
 
-HOST = MPI.Comm.Create_keyval()  # under which a communicator keeps that of its host
+HOST = MPI.Comm.Create_keyval()  # attribute of a communicator: the communicator of its host
 
 
 def comm_of_host(comm: Comm) -> Comm:
-    """Return the communicator of the ranks of this host, which `comm` keeps. Collective.
+    """Return the communicator of the ranks of this host, an attribute of `comm`. Collective.
 
     Under srun, Slurm's variables define it: MPI libraries that compare host names with Slurm's node
     names would put every rank into a communicator of its own if the two differ.
@@ -35,16 +35,16 @@ def comm_of_host(comm: Comm) -> Comm:
 
 
 def local_ranks(comm: Comm) -> tuple[int, int]:
-    """Return this rank's number among the ranks of its host, and their number. Collective."""
+    """Return the local rank (on this host) and the number of ranks of the host. Collective."""
     host = comm_of_host(comm)
     return host.rank, host.size
 
 
 def fair_threads(comm: Comm) -> int:
-    """Return the number of CPU threads with which ranks do not share cores. Collective.
+    """Return the number of CPU threads per rank with which no cores are oversubscribed. Collective.
 
-    It is the number of allowed cores divided by the ranks on them, or OMP_NUM_THREADS if that is
-    set; the smallest over all ranks.
+    This is OMP_NUM_THREADS if set, otherwise the number of allowed cores divided by the number of
+    ranks that may use them; the minimum over all ranks.
     """
     cores = core_mask()
     sharing = sum(bool(mask & cores) for mask in allgather(comm_of_host(comm), cores))
@@ -54,14 +54,14 @@ def fair_threads(comm: Comm) -> int:
 
 
 def core_mask() -> int:
-    """Return the cores that this rank may use: bit N is core N."""
+    """Return the cores that this rank may use, as a bit mask: bit N is core N."""
     return sum(1 << core for core in os.sched_getaffinity(0))
 
 
 def describe_hosts(comm: Comm) -> tuple[list[str], int, int]:
-    """Return the names of all hosts, and the ranks and cores of the most crowded one. Collective.
+    """Return all host names, and ranks and cores of the host with the fewest cores per rank.
 
-    Ranks other than 0 may know only some hosts.
+    Collective. Complete on rank 0 only.
     """
     own = {host_name()}, crowd(allgather(comm_of_host(comm), core_mask()))
     with waiting():

@@ -9,14 +9,16 @@
 * moments: two numbers per batch-norm channel (batchnorm.py).
 * scalars: one number each (SCALARS), summed over ranks, or computed from the sum afterwards, as
   `skipped` is.
-* digest: for each of the 64 bits of a digest, the number of ranks that have it set. The digests are
-  equal if every number is 0 or the number of ranks.
-* slots: the seconds (SLOTS) of MOST_SLOTS ranks at most, each written by its rank only, so the sum
-  keeps them apart. More ranks take turns: each sends the mean of its steps since its last turn. The
-  first WARM_UP steps, which are slower, are in no mean: nothing would replace it for many steps.
+* digest: for each of the 64 bits of a digest, the number of ranks on which it is set. The digests
+  are equal if each of these counts is 0 or the number of ranks.
+* slots: the seconds (SLOTS) of at most MOST_SLOTS ranks. Only one rank writes to a slot, so the sum
+  leaves it unchanged. More ranks take turns, and each sends its mean since its last turn. The
+  means exclude the first WARM_UP steps, which are slower: with many ranks, it takes many steps
+  until the next turn corrects a value.
 
-Its length is thus bounded for any number of ranks. The sum of the losses of this rank follows in
-`buffer` and is not summed over ranks. They gather these sums only if a step is not finite.
+The length of the message is thus bounded for any number of ranks. In `buffer` the message is
+followed by the sum of the losses of this rank alone, which is not reduced. Ranks gather these sums
+only if a step is not finite.
 
 Float32 holds integers up to 2^24 exactly, so counts and flags survive the sum.
 """
@@ -55,7 +57,7 @@ DIGEST_BITS = 64
 
 
 class Totals(NamedTuple):
-    """What a reduced message holds behind the moments, by name; the same on all ranks but `own`."""
+    """The reduced message after the moments, by name; equal on all ranks except `own`."""
 
     loss: float  # sum over samples, with --class-weights weighted
     correct: int
@@ -68,7 +70,7 @@ class Totals(NamedTuple):
     skipped: int  # 1 = the sum held NaN or infinity, and no weight was updated
     weight: float  # sum over samples of the weights of their classes; 0 without --class-weights
     alike: bool  # all ranks sent the same digest, or none did
-    compute: np.ndarray  # seconds by rank, as it sent them last; 0 before that
+    compute: np.ndarray  # seconds by rank, as last sent; 0 if never sent
     data: np.ndarray  # seconds waiting for data, likewise
     own: float  # sum of the losses of this rank
 
@@ -118,7 +120,7 @@ class Message:
         self.scalar = dict(zip(SCALARS, self.scalars.unbind(), strict=True))
         self.skipped = self.scalar["skipped"]
         self._slot = list(slots.view(-1, len(SLOTS))[rank % MOST_SLOTS].unbind())
-        # the loss among the scalars and that of this rank: one operation adds to both
+        # the loss in the scalars and the loss of this rank: one operation adds to both
         start = self.scalar["loss"].storage_offset()
         apart = self.buffer[-1].storage_offset() - start
         self._losses = self.buffer.as_strided((2,), (apart,), start)
@@ -205,9 +207,9 @@ class Message:
             self._seconds.clear()
 
     def set_digest(self, digest: torch.Tensor | None, changed: torch.Tensor | None = None) -> None:
-        """Set this rank's digest, an int64, and whether its replay found changed values, a bool.
+        """Set this rank's digest (int64), and whether its replay found changed values (bool).
 
-        None leaves the numbers at 0.
+        None leaves the counts at 0.
         """
         if digest is not None:
             places = torch.arange(DIGEST_BITS, device=self.device)
@@ -244,22 +246,22 @@ class Message:
         return finite
 
     def report(self) -> Report:
-        """Copy what a reduced message holds behind the moments to the host asynchronously."""
+        """Copy the reduced message after the moments to the host asynchronously."""
         ended = record_event(self.device, timing=True)  # complete once the copy has arrived
         return Report(ended, Snapshot(self._reported), self._turn, self._latest)
 
     def totals(self) -> Totals:
-        """Read what a reduced message holds behind the moments (synchronizes with the device)."""
+        """Read the reduced message after the moments (synchronizes with the device)."""
         return self.report().totals()
 
 
 class Report(NamedTuple):
-    """What a reduced message holds behind the moments, being copied to the host."""
+    """The reduced message after the moments, being copied to the host."""
 
     ended: Event
     snapshot: Snapshot
-    turn: range  # the ranks that sent their seconds
-    latest: np.ndarray  # seconds by rank (size, 2), of the steps whose totals were read
+    turn: range  # the ranks that sent their seconds in this step
+    latest: np.ndarray  # (size, 2) seconds by rank as last sent; updated by `totals`
 
     def totals(self) -> Totals:
         """Wait for the copy and return the totals."""

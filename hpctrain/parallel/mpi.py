@@ -126,7 +126,10 @@ def call_on_root(comm: Comm, function: Callable[[], T]) -> T:
 
 
 def bcast(comm: Comm, value: T, root: int = 0) -> T:
-    """Return the value of rank `root` on all ranks, in messages of `LARGEST` bytes. Collective."""
+    """Broadcast an object from rank `root`, in messages of at most about `LARGEST` bytes.
+
+    Collective.
+    """
     data = pickle.dumps(value) if comm.rank == root else b""
     count, first = comm.bcast((-(-len(data) // LARGEST), data[:LARGEST]), root)
     rest = (comm.bcast(data[n * LARGEST : (n + 1) * LARGEST], root) for n in range(1, count))
@@ -137,7 +140,7 @@ def bcast(comm: Comm, value: T, root: int = 0) -> T:
 def allgather(comm: Comm, value: T) -> list[T]:
     """Gather the values of all ranks on all ranks; the watchdog sees a wait. Collective.
 
-    If they have more than `LARGEST` bytes together, one rank after the other sends its value.
+    If their total size exceeds `LARGEST` bytes, the ranks broadcast their values one by one.
     """
     data = pickle.dumps(value)
     with waiting():
@@ -147,17 +150,17 @@ def allgather(comm: Comm, value: T) -> list[T]:
 
 
 class First(NamedTuple):
-    """The value of the lowest rank that has one."""
+    """The value of the lowest rank whose value is not None."""
 
     rank: int
     value: Any
-    ranks: int  # number of ranks that have one
+    ranks: int  # number of ranks with a value
 
 
 def first_of_all(comm: Comm, value: object) -> First | None:
-    """Return the value of the lowest rank that has one, or None if all pass None. Collective.
+    """Return the value of the lowest rank that does not pass None; None if all do. Collective.
 
-    All ranks return the same. Besides that value, a rank receives a few numbers.
+    All ranks return the same. No rank gathers the values of the others.
     """
     rank = minimum(comm, comm.size if value is None else comm.rank)[0]
     if rank == comm.size:
@@ -168,7 +171,7 @@ def first_of_all(comm: Comm, value: object) -> First | None:
 
 
 def minimum(comm: Comm, *numbers: int) -> list[int]:
-    """Return the smallest over all ranks of each of these 64-bit integers. Collective."""
+    """Return the minimum over all ranks of each of these 64-bit integers. Collective."""
     found = array("q", numbers)
     with waiting():
         comm.Allreduce(MPI.IN_PLACE, found, MPI.MIN)

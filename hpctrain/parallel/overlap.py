@@ -231,8 +231,9 @@ class OverlapTrial:
     def decide(self, found: Times) -> str | None:
         """Choose `segments` from the times of this phase, the same on all ranks.
 
-        They are the step of rank 0, the longest computation, and the shortest reduction: the
-        slowest rank waited least. Returns a note on the measurements if the choice is final.
+        The step is that of rank 0, the computation the longest of all ranks, and the reduction the
+        shortest, because the slowest rank does not wait in it. Returns a note on the measurements
+        if the choice is final.
         """
         self._measured.clear()
         if self._without is None:

@@ -5,7 +5,7 @@ All ranks decide from the same values, so they agree without communication.
 A rank carries a contiguous run of shards, which are logical workers, and processes them one after
 another: more shards than ranks means gradient accumulation. Data, their order and random numbers
 depend on the shard. With --worker-load auto, shards move from slow ranks to fast ones between
-epochs, by the seconds that each rank computed in the epoch.
+epochs, according to the seconds that each rank computed in the epoch.
 
 Transports:
 
@@ -26,6 +26,7 @@ from operator import or_
 from typing import NamedTuple
 
 from hpctrain.errors import UsageError
+from hpctrain.text import counted
 
 
 def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[range]:
@@ -70,7 +71,7 @@ class Balance:
     def better(self, seconds: Sequence[float]) -> list[range] | None:
         """Return a new assignment of shards if it saves time, and restart the measurement.
 
-        `seconds` are those of all ranks, by rank.
+        `seconds` are the seconds of this epoch by rank.
         """
         runs, self.seconds = self.runs, 0.0
         if min(seconds) <= 0:
@@ -88,9 +89,9 @@ def _slowest(cost: Sequence[float], runs: Sequence[range]) -> float:
 
 
 def crowd(masks: Sequence[int]) -> tuple[float, int, int]:
-    """Return how many ranks share a core of their host, the number of ranks, and that of cores.
+    """Return ranks per core, the number of ranks and the number of cores of a host.
 
-    `masks` holds, by rank of the host, the cores that it may use: bit N is core N.
+    `masks` holds a bit mask of the allowed cores for each rank of the host: bit N is core N.
     """
     cores = reduce(or_, masks).bit_count()
     return len(masks) / cores, len(masks), cores
@@ -129,12 +130,12 @@ def describe_sharing(places: Iterable[RankDevice]) -> str:
 
 
 def and_other_hosts(text: str, hosts: int) -> str:
-    """Return a text on the first of some hosts, with the number of the others."""
-    return text + (f", and so on {hosts - 1} more hosts" if hosts > 1 else "")
+    """Return a text about the first of `hosts` hosts, with the number of other hosts added."""
+    return text + (f", likewise on {counted(hosts - 1, 'other host')}" if hosts > 1 else "")
 
 
 class DeviceKind(NamedTuple):
-    """What `choose_transport` distinguishes: the device of a rank but for where it is."""
+    """The properties of a rank's device that `choose_transport` needs, without its location."""
 
     device: str
     nccl: str
@@ -143,11 +144,11 @@ class DeviceKind(NamedTuple):
 
 
 class DeviceGroup(NamedTuple):
-    """The ranks of one kind."""
+    """The ranks whose devices are of one kind."""
 
-    first: int
-    host: str  # of the first, as is the next
-    other: int  # the first rank with the same GPU
+    first: int  # lowest rank
+    host: str  # of rank `first`
+    other: int  # the lowest rank with the same GPU as rank `first`
     ranks: int  # number of ranks
 
 
@@ -155,7 +156,7 @@ DeviceGroups = dict[DeviceKind, DeviceGroup]
 
 
 def group_devices(places: Mapping[int, RankDevice]) -> DeviceGroups:
-    """Group ranks by the kinds of their devices; `places` holds all ranks of some hosts."""
+    """Group ranks by the kind of their device; `places` must hold all ranks of each host."""
     groups: DeviceGroups = {}
     seen: dict[tuple[str, str], int] = {}
     for rank, place in places.items():
@@ -167,7 +168,7 @@ def group_devices(places: Mapping[int, RankDevice]) -> DeviceGroups:
 
 
 def merge_groups(a: DeviceGroups, b: DeviceGroups) -> DeviceGroups:
-    """Return the groups of all ranks of both."""
+    """Merge the groups of two disjoint sets of ranks."""
     both = {kind: [groups[kind] for groups in (a, b) if kind in groups] for kind in {**a, **b}}
     return {
         kind: min(found)._replace(ranks=sum(group.ranks for group in found))

@@ -1,6 +1,6 @@
-"""A confusion matrix that holds only what was counted.
+"""A sparse confusion matrix, which holds nonzero cells only.
 
-With 21,000 classes a whole matrix takes 3.5 GB. A test of n samples counts at most n of its cells.
+With 21,000 classes a dense matrix takes 3.5 GB. After n samples at most n cells are nonzero.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 
-PENDING = 1 << 20  # answers that are kept before they are counted
-WRITTEN_WHOLE = 1024  # classes of the largest matrix that JSON files hold as rows
-COORDINATES = ("true", "predicted", "count")  # of a larger one
+PENDING = 1 << 20  # predictions that are collected before they are counted
+WRITTEN_WHOLE = 1024  # up to this many classes, JSON files hold the rows of the dense matrix
+COORDINATES = ("true", "predicted", "count")  # lists in JSON files with more classes
 
 
 class Confusion:
     """Counts of samples by true and predicted class: a sparse matrix (K, K)."""
 
     def __init__(self, classes: int, cells: np.ndarray | None = None) -> None:
-        """`cells` (2, m) int64 are numbers of cells, K * true class + predicted class, and counts.
+        """`cells` (2, m) int64 are indices, K * true class + predicted class, and counts.
 
-        A number may occur several times: its counts are added.
+        Counts of equal indices are added.
         """
         self.classes = classes
         self._cells = np.empty((2, 0), np.int64) if cells is None else _merged(cells)
         self._pending: list[np.ndarray] = []
-        self._waiting = 0  # answers there
+        self._waiting = 0  # predictions in `_pending`
 
     def add(self, true: np.ndarray, predicted: np.ndarray) -> None:
         """Count samples of these true and predicted classes, (n,) integers each.
@@ -39,12 +39,12 @@ class Confusion:
 
     @property
     def cells(self) -> np.ndarray:
-        """The cells that are not 0, (2, m) int64: their ascending numbers, and their counts."""
+        """The nonzero cells, (2, m) int64: ascending indices, and counts."""
         self._count()
         return self._cells
 
     def diagonal(self) -> np.ndarray:
-        """Return the number of right answers by class, (K,) int64."""
+        """Return the number of correct predictions by class, (K,) int64."""
         true, predicted, count = self.coordinates()
         return self._sums(true[true == predicted], count[true == predicted])
 
@@ -59,19 +59,19 @@ class Confusion:
         return self._sums(predicted, count)
 
     def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return true class, predicted class and count of all cells that are not 0, (m,) each."""
+        """Return true class, predicted class and count of the nonzero cells, (m,) int64 each."""
         numbers, counts = self.cells
         return numbers // self.classes, numbers % self.classes, counts
 
     def dense(self) -> np.ndarray:
-        """Return the whole matrix, (K, K) int64, in memory of its own: 8 K^2 bytes."""
+        """Return a dense copy of the matrix, (K, K) int64: 8 K^2 bytes."""
         true, predicted, count = self.coordinates()
         matrix = np.zeros((self.classes, self.classes), np.int64)
         matrix[true, predicted] = count
         return matrix
 
     def as_json(self) -> list[list[int]] | dict[str, list[int]]:
-        """Return the rows of the matrix, or for many classes the lists of `coordinates`."""
+        """Return the rows of the dense matrix, or for many classes the lists of `coordinates`."""
         if self.classes <= WRITTEN_WHOLE:
             rows: list[list[int]] = self.dense().tolist()
             return rows
@@ -92,7 +92,7 @@ class Confusion:
 
 
 def _merged(cells: np.ndarray) -> np.ndarray:
-    """Add the counts of cells (2, m) of equal number."""
+    """Return the cells (2, m) with the counts of equal indices added."""
     numbers, places = np.unique(cells[0], return_inverse=True)
     counts = np.zeros_like(numbers)
     np.add.at(counts, places, cells[1])
@@ -100,9 +100,9 @@ def _merged(cells: np.ndarray) -> np.ndarray:
 
 
 def from_json(found: Any, classes: int) -> Confusion:
-    """Return what `Confusion.as_json` wrote. Raises ValueError, KeyError, TypeError, OverflowError.
+    """Return the matrix of `classes` classes that `Confusion.as_json` returned as `found`.
 
-    Anything else than counts of `classes` classes is refused.
+    Raises ValueError, KeyError, TypeError or OverflowError if it is no such matrix.
     """
     if isinstance(found, dict):
         true, predicted, counts = (np.array(found[name], np.int64) for name in COORDINATES)

@@ -38,7 +38,7 @@ FONTS = {  # points
 
 NUMBERED = 16  # with at most this many classes, cells show their counts
 CELL = 0.34  # inches of such a cell
-DRAWN = 4096  # classes of the largest matrix: its shares take 128 MiB
+DRAWN = 4096  # most classes of a matrix that is drawn: its shares take 128 MiB
 NAMED = 40  # with at most this many classes, axes show their names
 
 

@@ -131,18 +131,18 @@ def open_predictions(
 ) -> Iterator[Callable[[Sequence[str], np.ndarray | None, np.ndarray], None]]:
     """Yield a function that writes predictions to a CSV file, or to standard output for "-".
 
-    It is called for a part of the images with their names (n), their labels (n,) if there are any
-    and the probabilities of the classes (n, K). The columns are the name, the true class if there
-    are labels, the predicted class, its probability, and all probabilities. The file gets its name
-    at the end of the block without an error. Raises RunError if it cannot be written.
+    The function takes the names (n) of some images, their labels (n,) or None, and their class
+    probabilities (n, K). The columns are the name, the true class if there are labels, the
+    predicted class, its probability, and all probabilities. The file is renamed into place when the
+    block ends without an error. Raises RunError if it cannot be written.
     """
     columns, written = answer_columns(classes), 0
     header = [*(["row", "class"] if labelled else ["file"]), "prediction", "probability", *columns]
     with ExitStack() as stack:
         file: TextIO | None = None
         if output != "-":
-            stack.enter_context(writing(output))  # closing the file may fail, after an error too
-            for old in left_behind(Path(output)):  # by a process that was killed
+            stack.enter_context(writing(output))  # closing the file may fail, even after an error
+            for old in left_behind(Path(output)):  # by a killed process
                 old.unlink(missing_ok=True)
             file = stack.enter_context(as_text(stack.enter_context(whole_file(Path(output)))))
 

@@ -6,11 +6,10 @@ One policy, for a workstation and for a batch job:
 
 * After a failure (a rank was killed, memory ran out, a GPU failed, a node was lost or fell silent)
   the run is restarted from its newest checkpoint, on the nodes that are left (`nodes.py`).
-* The allocation is given back, with a requeue in Slurm and exit code 75, when the scheduler
-  wants it or fewer than half of the nodes are left. Slurm itself requeues a job that lost its
-  first node.
-* The supervisor ends with 1 after `--max-failures` in succession without a new checkpoint, and
-  when loss or gradient is not finite; with the run's own code for a mistake.
+* When the scheduler preempts the job, or fewer than half of the nodes are left, the supervisor
+  requeues the job and exits with 75. Slurm itself requeues a job that lost its first node.
+* The supervisor exits with 1 after `--max-failures` consecutive failures without a new checkpoint,
+  and when loss or gradient is not finite; after a mistake in the settings with the run's exit code.
 
 The supervisor uses neither MPI nor torch, so that what ends a rank does not end it.
 """
@@ -39,7 +38,7 @@ from hpctrain.watchdog import IMPORTS
 
 POLL_EVERY = 0.1  # seconds
 LOCKED_FOR = 120.0  # seconds to wait for a lock: NFS keeps that of a lost node for 90 s
-PAUSES = (0.0, 5.0, 30.0)  # seconds before a launch, by earlier ones without a new checkpoint
+PAUSES = (0.0, 5.0, 30.0)  # seconds before a restart, by failures without a new checkpoint
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class EndedLaunch:
         return f"{code}: {self.outcome.reason or 'no rank recorded a reason, see above'}"
 
     def verdict(self, asked: bool) -> tuple[int | None, str]:
-        """Return the exit code of the supervisor, None to restart the run, and what is to be said.
+        """Return the exit code of the supervisor, or None to restart the run, and a message.
 
         `asked` is whether the supervisor had asked the run to save and exit.
         """
@@ -83,7 +82,7 @@ class EndedLaunch:
 
 
 def main(settings: SuperviseConfig) -> int:
-    """Launch the run until it is done, failed or given back; return the exit code."""
+    """Launch the run until it is done, has failed or is preempted; return the exit code."""
     with launch.caught_signals() as signals:  # first: a notice may come at any time
         words, config = parse_command(settings.command)
         allocation = find_allocation(words, settings.nodes)
@@ -114,7 +113,7 @@ def parse_command(command: tuple[str, ...]) -> tuple[list[str], Config]:
 
 
 class Supervisor:
-    """Launches one run again and again; see the module for the policy."""
+    """Launches a run and restarts it after failures; see the module for the policy."""
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class Supervisor:
             fruitless = 0 if ended.saved > saved else fruitless + 1
             saved = ended.saved
             if fruitless >= self._max_failures:
-                self._say(f"{what}; {fruitless} in succession without a new checkpoint: giving up")
+                self._say(f"{what}; {fruitless} in a row without a new checkpoint: giving up")
                 return 1
             problem = self._allocation.exclude_dead() if self._allocation else ""
             if self._deadline and time.monotonic() > self._deadline:
@@ -189,11 +188,11 @@ class Supervisor:
         return EndedLaunch(self._number, code, outcome, repeats, began, saved, self._saved_before)
 
     def _is_silent(self, run: launch.LaunchedRun, before: Outcome) -> bool:
-        """Whether no rank of this launch has written a record or a heartbeat; say it if so."""
+        """Return whether no rank of this launch has written a record or heartbeat; say so."""
         silent = not run.has_begun() and last_heartbeats(self._folder) == before
         if silent:
             seconds = f"{self._timeout:.0f} s"
-            self._say(f"no rank of launch {self._number} has begun in {seconds}: ending it")
+            self._say(f"no rank of launch {self._number} has started in {seconds}: ending it")
         return silent
 
     def _start(self) -> launch.LaunchedRun:
@@ -211,7 +210,7 @@ class Supervisor:
         return any(n not in (signal.SIGUSR1, signal.SIGUSR2) for n, _ in self._signals)
 
     def _give_back(self, why: str) -> int:
-        """End with 75; requeue the job, if there is one and no user ended it."""
+        """Exit with 75; requeue the job, if there is one, unless the user ended it."""
         done = "" if self._ends() else requeue()
         self._say(f"{why}; {done or f'the same command with --run {self._config.run} resumes'}")
         return LEFT

@@ -1,12 +1,12 @@
 """The nodes of a Slurm allocation: which are alive, and the srun that uses them.
 
 A job with ``--no-kill`` keeps its allocation when a node fails. Slurm notices a dead node only
-after SlurmdTimeout (300 s by default); its ranks' connections break at once. So after a failure
-each node is asked to run a step of its own, and those that do not answer are excluded.
+after SlurmdTimeout (300 s by default), but the connections of its ranks break immediately. After a
+failure, a job step is therefore run on each node, and nodes that do not answer are excluded.
 
 ``--overlap`` is given to these steps and to all later launches: the step of the failed launch may
-hold its cores until Slurm has noticed that a node is dead (srun(1)), and to the end of the job if
-only the step's daemon was killed.
+hold its cores until Slurm has noticed that a node is dead (srun(1)), or until the job ends if only
+the step daemon was killed.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Allocation:
         return {n: v for n, v in os.environ.items() if not (fewer and n == "SLURM_GPUS")}
 
     def exclude_dead(self) -> str:
-        """Ask all nodes for a sign of life; return why the run cannot continue here, or ''.
+        """Exclude nodes that do not answer; return why the run cannot continue here, or ''.
 
-        If none answers, not even the one of this process, then it is Slurm that does not.
+        If no node answers, not even the node of this process, Slurm is at fault: none is excluded.
         """
         self._failed = True
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -76,7 +76,7 @@ class Allocation:
         self._dead += [node for node in self._nodes if not alive[node]]
         self._nodes = [node for node in self._nodes if alive[node]]
         if 2 * len(self._nodes) < self._wanted:
-            return f"{len(self._nodes)} of {self._wanted} nodes are left ({self._names()} gone)"
+            return f"{len(self._nodes)} of {self._wanted} nodes are left ({self._names()} lost)"
         return ""
 
     def describe(self) -> str:
@@ -92,8 +92,8 @@ class Allocation:
 def find_allocation(words: Sequence[str], wanted: int | None) -> Allocation | None:
     """Return the allocation whose nodes the command's srun uses; None without srun or Slurm.
 
-    Raises UsageError if `wanted` nodes are not there, or if srun is given sizes of its own, and
-    RunError if `wanted` is given and scontrol does not name the nodes.
+    Raises UsageError if there are fewer than `wanted` nodes, or if the command sets sizes for srun,
+    and RunError if `wanted` is given and scontrol fails.
     """
     nodes: list[str] = []
     if Path(words[0]).name == "srun":

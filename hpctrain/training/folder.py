@@ -59,7 +59,7 @@ def make_run_folder(job: Job, lock: RunLock) -> Path:
             temporary.mkdir()
             write_settings(job, temporary)
             make_ready(temporary, 0)
-            (temporary / heartbeats.FOLDER).mkdir()  # here once, not by all ranks
+            (temporary / heartbeats.FOLDER).mkdir()  # by rank 0 only
             lock.take(temporary)  # before the rename: another launch must not lock it first
             os.rename(temporary, folder)
             sync(runs)
@@ -94,7 +94,7 @@ def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
             record.write({"kind": "end", **earlier.crash._asdict()})
             record.close()
         write_settings(job, folder)
-        (folder / heartbeats.FOLDER).mkdir(exist_ok=True)  # an earlier version's may have none
+        (folder / heartbeats.FOLDER).mkdir(exist_ok=True)  # runs of earlier versions may lack it
         heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now
         for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
             file.unlink()

@@ -4,8 +4,9 @@ The README shows a custom training loop built from the same parts.
 
 A digest identifies all bits of a run's state. Every `--digest-every` steps each rank reduces its
 weights, optimizer state, running statistics and buffers to a 64-bit checksum on its device, without
-synchronizing. The next step's message counts, for each bit, the ranks that have it set. If digests
-differ, ranks gather them, and those that differ are reported. Rank 0 records its digest.
+synchronizing. The next step's message counts, for each bit, the ranks on which it is set. If the
+digests differ, they are gathered, and the ranks that differ are reported. Rank 0 records its
+digest.
 
 The figures of all steps and evaluations are chained into a hash; together with the saved network
 they give the digest at the end of a run. These hashes are SHA-256 (FIPS 180-4).

@@ -70,8 +70,8 @@ def check(run: Run, totals: Totals, step: int, rows: int) -> None:
 def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
     """Return the seconds of a step by activity of its slowest rank, and that rank.
 
-    They are those that each rank sent last; ranks that sent none yet do not count. The time for
-    which rank 0 waited in the reduction for the slowest rank counts as that rank's computation.
+    Seconds are those that each rank last sent; ranks that have not sent any are ignored. The time
+    that rank 0 waited for the slowest rank in the reduction is not counted as reduction.
     """
     busy = totals.data + totals.compute
     slowest = int(busy.argmax())
@@ -150,7 +150,7 @@ class PendingSteps:
 def collect_flags(
     run: Run, step: int, batches: list[Batch], waited: float
 ) -> tuple[StepFlags, Differences | None]:
-    """Return what this rank sends to all others in `step`, and what a replay found, if due."""
+    """Return the flags that this rank sends in `step`, and the result of a replay, if due."""
     every, done, found = run.job.config.digest_every, step - 1, None
     if run.replay:
         run.replay.take(batches)
@@ -192,7 +192,7 @@ def find_bad_image(run: Run, step: int) -> str | None:
 def compare_at_end(run: Run) -> None:
     """Compare digests, and replay, after the last step of a launch. Collective.
 
-    No message of a further step would carry them.
+    There is no message of a next step to carry the digests.
     """
     if run.job.config.digest_every:
         digest = int(rank_digest(run.job.trainer))
@@ -207,8 +207,8 @@ def check_alike(
 ) -> None:
     """Raise the same error on all ranks if digests differ or a replay found changed values.
 
-    `changed` and `alike` say so of all ranks; `digest` and `found` are of this one. Collective if
-    there is an error.
+    `changed`: the replay of any rank found changed values; `alike`: the digests of all ranks are
+    equal. `digest` and `found` are those of this rank. Collective if there is an error.
     """
     step = run.state.step
     names = found.names() if changed and found else None
@@ -229,8 +229,8 @@ def check_alike(
         raise agreed(RunError(f"{error}; they differ in {listed(differ, 3)}")) from None
     raise agreed(
         RunError(
-            f"after step {step} the ranks held the same weights, but the sum of their digests' bits"
-            " says that they do not: a fault of the network or of MPI"
+            f"after step {step} the digests of all ranks are equal, but the reduced counts of their"
+            " bits differ: a fault of the network or of MPI"
         )
     )
 

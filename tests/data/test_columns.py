@@ -159,10 +159,10 @@ def test_one_of_1024_ranks_reads_its_part_of_10_to_the_9_jpeg_files(tmp_path):
         loader.close()
         assert [b.images.shape for b in batches] == [(2, 3, 8, 8)] * 4
         assert all((b.images[:, 1] > 0.7).all() and (b.targets == 0).all() for b in batches)
-        with pytest.raises(UsageError, match="offsets of split 'train' do not cut"):
+        with pytest.raises(UsageError, match="offsets of split 'train' do not divide"):
             split.gather(np.array([reach.stop]), np.empty((1, 8, 8, 3), np.uint8))
         for wrong in ([-9, 5], [5, BILLION * size + 1]):  # beyond all files
             with open(pack.path, "r+b") as file:
                 os.pwrite(file.fileno(), np.array(wrong), layout.offsets_offset + 8 * 77)
-            with pytest.raises(UsageError, match="offsets of split 'train' do not cut"):
+            with pytest.raises(UsageError, match="offsets of split 'train' do not divide"):
                 split.gather(np.array([77]), np.empty((1, 8, 8, 3), np.uint8))

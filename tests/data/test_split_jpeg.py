@@ -254,7 +254,7 @@ def test_offsets_out_of_order_or_out_of_the_data_are_refused(copy, place, value)
         offsets = file["train/offsets"]
         offsets[place] = offsets[place - 1] if value is None else value
 
-    assert "offsets of split 'train' do not cut its" in refusal(copy, change)
+    assert "offsets of split 'train' do not divide its" in refusal(copy, change)
     wrong = pytest.raises(UsageError, match="offsets of split 'train'")
     with Split(packed, "train") as rows, wrong:  # on the other ranks
         rows.gather(np.arange(ROWS), out_of(ROWS))

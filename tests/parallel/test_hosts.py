@@ -95,7 +95,7 @@ def test_the_devices_of_all_ranks_choose_the_transport(comm, play, monkeypatch):
     assert (name, reason, note) == ("host", f"torch on {where} was built without NCCL", "")
     (name, reason), note = open_with(played, monkeypatch, own._replace(gpu="a"))
     assert (name, reason) == ("host", "ranks 0 and 1 share a GPU of n0")
-    more = ", and so on 1 more hosts" if comm.size == 4 else ""
+    more = ", likewise on 1 other host" if comm.size == 4 else ""
     assert note == f"2 ranks share 1 GPU of n0{more}"
     cpu = RankDevice(f"n{node}", "cpu")
     assert open_with(played, monkeypatch, cpu)[0].name == "mpi"

@@ -118,7 +118,7 @@ JOBS = {
         [(f"n{n}", [NODE[:2]] * 4) for n in range(3)],
         [0, 1, 0, 1] * 3,
         "host",
-        "4 ranks share 2 GPUs of n0, and so on 2 more hosts",
+        "4 ranks share 2 GPUs of n0, likewise on 2 other hosts",
     ),
     "none": ([("n1", [(), ()])], [None, None], "mpi", ""),
 }

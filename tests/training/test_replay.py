@@ -171,7 +171,7 @@ def test_a_reduction_that_spoils_digests_is_noticed(comm, settings, monkeypatch)
     if comm.size == 1:
         assert loop.train(config, comm) == 0
         return
-    with pytest.raises(RunError, match="after step 3 the ranks held the same weights, but the sum"):
+    with pytest.raises(RunError, match="after step 3 the digests of all ranks are equal, but the"):
         loop.train(config, comm)
 
 
