@@ -43,9 +43,9 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def peak_memory() -> int:
-    """The largest resident set that this process has had, in KiB.
+    """The peak resident set size of this process, in KiB.
 
-    Not getrusage's ru_maxrss, which begins with that of the process that started this one.
+    Not ru_maxrss of getrusage, which a process inherits from the process that started it.
     """
     return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 

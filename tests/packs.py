@@ -47,7 +47,7 @@ def order_of(partition, seed, epoch, shard):
 
 
 class _HoleWriter(PackWriter):
-    """Writes a pack whose numbers are zeros: the file keeps its hole in their place."""
+    """Writes a pack whose numbers are all zeros, as holes of a sparse file."""
 
     def write_numbers(self, split, name, values):
         dataset = next(d for d in self.datasets if (d.split, d.name) == (split, name))

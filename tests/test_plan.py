@@ -280,7 +280,7 @@ def test_numbers_that_no_file_of_a_run_could_say_are_refused():
     check_settings(Config(seed=-(2**63) + 1))
 
 
-def test_a_plan_of_many_ranks_is_sent_in_few_bytes():
+def test_a_pickled_plan_of_many_ranks_is_small():
     facts = dataclasses.replace(FACTS, ranks=16_384, rows=1_234_567)
     plans = [
         resolve(Config(batch_per_rank="32", worker_load=load), facts)

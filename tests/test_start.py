@@ -74,8 +74,8 @@ def test_modules_are_not_looked_for_in_the_current_folder(folder):
 
 
 @NEEDS_STRACE
-def test_a_rank_names_few_files_of_the_run(folder):
-    """It opens its stack and the splits of the pack, and writes heartbeats in three calls each."""
+def test_a_rank_makes_few_file_operations_in_the_run_folder(folder):
+    """It opens its stack file and the splits of the pack; a heartbeat takes three calls."""
     shutil.rmtree(folder / "runs", ignore_errors=True)
     script = folder / "rank.sh"
     trace = f"strace -f -qq -e signal=none -e trace=%file -o {folder}/trace.$RANK"

@@ -252,7 +252,7 @@ def test_a_launcher_that_does_not_end_is_killed_after_the_second_request(tmp_pat
 
 
 def test_a_launcher_that_starts_no_ranks_is_ended(tmp_path, monkeypatch, capsys):
-    """As srun, which waits for nodes; one whose ranks give heartbeats, or a record, is not."""
+    """Such as an srun that waits for nodes; not if ranks write heartbeats or a record."""
     waiting = supervisor_of(tmp_path / "a", "sleep 60")
     waiting._timeout = 0.2
     assert waiting._launch().code == -signal.SIGTERM
@@ -289,7 +289,7 @@ def test_the_next_launch_waits_for_the_lock_of_the_last_one(tmp_path, monkeypatc
     supervisor_of(tmp_path / "b", "")._pause(0.0)  # without a folder
 
 
-def test_a_launch_comes_after_a_pause_which_grows_without_progress(tmp_path, monkeypatch, capsys):
+def test_pauses_before_restarts_grow_without_progress(tmp_path, monkeypatch, capsys):
     supervisor, pauses = supervisor_of(tmp_path / "a", ""), []
     saved = iter([6, 6, 6, 9, 9, 9, 9])
     monkeypatch.setattr(supervisor, "_launch", lambda: replace(ENDED, saved=next(saved)))
@@ -369,8 +369,8 @@ def test_dead_nodes_are_excluded_and_spares_take_their_place(tmp_path, monkeypat
     assert half.exclude_dead() == ""
 
 
-def test_a_step_that_slurm_takes_for_alive_does_not_block_the_next_launch(tmp_path, monkeypatch):
-    """Its daemon was killed: without --overlap, srun waits to the end of the job."""
+def test_a_step_that_slurm_considers_alive_does_not_block_a_restart(tmp_path, monkeypatch):
+    """Its step daemon was killed: without --overlap, srun would wait until the job ends."""
     monkeypatch.setenv("PATH", fake_command(tmp_path, "srun", "exit 0"))
     whole = Allocation(["n1", "n2"], [1, 1], None)
     assert whole.command(["srun", "python"]) == ["srun", "python"]
@@ -407,7 +407,7 @@ def test_nodes_of_a_job_come_from_scontrol(tmp_path, monkeypatch):
     assert nodes_of_job({"SLURM_JOB_NODELIST": "n7"}) == ["n1", "n7"]
 
 
-def test_nodes_that_are_not_known_are_said(tmp_path, monkeypatch, capsys):
+def test_a_failing_scontrol_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", "echo no contact >&2; exit 1"))
     assert find_allocation(["srun", "python"], None) is None

@@ -195,7 +195,7 @@ def test_many_names_and_long_texts_are_shortened():
     assert brief("x" * 41, 40) == "x" * 37 + "..."
 
 
-def test_predictions_on_a_full_disk_are_one_error_after_another_one_too(tmp_path, monkeypatch):
+def test_predictions_on_a_full_disk_are_one_error_even_after_another_error(tmp_path, monkeypatch):
     class Full(io.StringIO):
         def close(self):
             failed = self.closed
@@ -214,7 +214,7 @@ def test_predictions_on_a_full_disk_are_one_error_after_another_one_too(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_predict_left_is_removed_and_what_was_there_stays(tmp_path):
+def test_temporary_files_of_a_killed_predict_are_removed_and_the_old_output_stays(tmp_path):
     path = tmp_path / "answers.csv"
     path.write_text("before")
     temporary = Path(str(temporary_name(path)).replace(f"-{os.getpid()}-", "-999999999-"))

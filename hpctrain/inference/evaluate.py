@@ -68,7 +68,7 @@ class Evaluation:
 
     @property
     def confusion(self) -> np.ndarray | None:
-        """The dense matrix, (K, K) int64: samples of class i predicted as j; made on each access."""
+        """The dense matrix (K, K) int64, created on each access: class i predicted as class j."""
         return None if self.counts is None else self.counts.dense()
 
     @property

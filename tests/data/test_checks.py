@@ -94,9 +94,7 @@ def test_rows_of_a_damaged_block_can_be_left_out(pixels):
 
 
 @pytest.mark.parametrize("kind", ["labels", "offsets"])
-def test_what_no_row_can_do_without_is_an_error_even_if_bad_ones_are_skipped(
-    pixels, tmp_path, kind
-):
+def test_corrupt_labels_and_offsets_are_errors_even_with_skip_bad(pixels, tmp_path, kind):
     if kind == "labels":
         packed, at = pixels, pixels.splits["train"].labels_offset + 8 * 3
     else:

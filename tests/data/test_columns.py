@@ -1,4 +1,4 @@
-"""Labels and offsets: a rank reads those of the samples that it may reach, and no others."""
+"""A rank reads the labels and offsets of the samples that its shards may use, and no others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def label_reads(made, monkeypatch):
-    """The labels that are read from the file, as rows."""
+    """The rows whose labels are read from the file."""
     layout, rows, preadv = made[0].splits["train"], [], os.preadv
 
     def counted(descriptor, buffers, offset):
@@ -49,7 +49,7 @@ def label_reads(made, monkeypatch):
 
 @pytest.mark.parametrize("held", [0, ROWS])
 @pytest.mark.parametrize("checked", [False, True])
-def test_labels_are_those_of_the_file_however_they_are_read(made, monkeypatch, held, checked):
+def test_labels_in_memory_and_on_demand_equal_those_of_the_file(made, monkeypatch, held, checked):
     pack, labels = made
     monkeypatch.setattr(columns, "HELD_ROWS", held)
     monkeypatch.setattr(columns, "PIECE_ROWS", 7)
@@ -85,20 +85,20 @@ def test_a_rank_reads_only_the_labels_of_its_shards(made, monkeypatch, label_rea
 
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("row", [-1, ROWS])
-def test_a_label_that_the_split_lacks_is_not_read_from_its_neighbour(made, held, row):
+def test_rows_outside_the_split_are_refused(made, held, row):
     with Split(made[0], "train") as split:
         split.hold(range(ROWS if held else 0))
         with pytest.raises(IndexError, match=f"to {max(row, 7)} requested of {ROWS} labels"):
             split.read_labels(np.array([7, row]))
 
 
-def test_opening_reads_no_label(made, label_reads):
+def test_opening_a_split_reads_no_label(made, label_reads):
     with Split(made[0], "train") as split:
         assert len(split) == ROWS
     assert not label_reads
 
 
-def test_a_balanced_order_reads_the_labels_of_the_shards_that_it_is_asked_for(
+def test_a_balanced_order_reads_only_the_labels_of_the_requested_shards(
     made, monkeypatch, label_reads
 ):
     monkeypatch.setattr(columns, "PIECE_ROWS", 7)
@@ -117,7 +117,7 @@ def test_a_balanced_order_reads_the_labels_of_the_shards_that_it_is_asked_for(
         assert describe_missing(order, names) == describe_missing(kept, names)
 
 
-def test_a_label_of_no_class_in_a_large_pack_is_an_error_when_it_is_read(tmp_path, monkeypatch):
+def test_an_invalid_label_in_a_large_pack_is_an_error_when_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(columns, "HELD_ROWS", 50)
     monkeypatch.setattr("hpctrain.data.split.HELD_ROWS", 50)
     path = make_pack(tmp_path / "a.h5", {"train": 60}, (6, 6, 1))
@@ -134,7 +134,7 @@ def test_a_label_of_no_class_in_a_large_pack_is_an_error_when_it_is_read(tmp_pat
 
 
 def test_one_of_1024_ranks_reads_its_part_of_10_to_the_9_jpeg_files(tmp_path):
-    """Everything else is a hole: zeros would be no offsets."""
+    """All other offsets are holes in the file: zeros, which would be refused if they were read."""
     image, data = Image.new("RGB", (8, 8), (10, 200, 30)), io.BytesIO()
     image.save(data, "JPEG")
     size = len(data.getvalue())

@@ -82,8 +82,8 @@ def test_the_sum_is_rounded_twice_and_the_rest_is_exact(comm):
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_what_follows_the_gradients_is_not_rounded(comm, overlap):
-    """Counts of the bits of digests are exact only so."""
+def test_numbers_after_the_gradients_are_not_rounded(comm, overlap):
+    """Otherwise the counts of the bits of digests would not be exact."""
     message = filled(comm, comm.rank)
     length = message.layout.length
     message.tensor[length:] = 2.0**20 + 1

@@ -1,4 +1,4 @@
-"""What ranks of one host share, on hosts that are played by Slurm's variables."""
+"""Which ranks share a host, its cores and GPUs, on hosts simulated by Slurm's variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def play(comm, monkeypatch):
-    """Makes a communicator whose ranks are on hosts of two; the last one may have one."""
+    """Return a function that simulates hosts of `per_host` ranks and returns a communicator."""
 
     def played(per_host=2):
         node, task = divmod(comm.rank, per_host)
@@ -34,21 +34,21 @@ def play(comm, monkeypatch):
     return played
 
 
-def test_under_srun_slurm_says_which_ranks_share_a_host(comm, play, monkeypatch):
-    """Nodes of three ranks, whatever the host is called; where srun did not start these very ranks
-    MPI says it.
+def test_under_srun_hosts_are_those_of_slurms_variables(comm, play, monkeypatch):
+    """Nodes of three ranks, whatever the host's name; if the variables are not those of these
+    ranks, MPI decides.
     """
     hosts = local_ranks(comm)
-    assert comm_of_host(comm) is comm_of_host(comm), "it is made once"
+    assert comm_of_host(comm) is comm_of_host(comm), "created once"
     played, (node, task) = play(3), divmod(comm.rank, 3)
-    assert local_ranks(comm) == hosts, "the communicator keeps it"
+    assert local_ranks(comm) == hosts, "an attribute of the communicator"
     assert local_ranks(played) == (task, min(3, comm.size - 3 * node))
     if comm.rank == comm.size - 1:
         monkeypatch.setenv("SLURM_PROCID", str(comm.size))
     assert local_ranks(comm.Dup()) == hosts
 
 
-def test_the_names_of_hosts_and_the_most_crowded_one(comm, play, monkeypatch):
+def test_host_names_and_the_host_with_the_fewest_cores_per_rank(comm, play, monkeypatch):
     alone = describe_hosts(comm.Dup())
     if comm.rank == 0:
         assert alone == ([hosts.host_name()], comm.size, len(os.sched_getaffinity(0)))
@@ -61,7 +61,9 @@ def test_the_names_of_hosts_and_the_most_crowded_one(comm, play, monkeypatch):
         assert found == (names, min(2, comm.size), 3)
 
 
-def test_ranks_of_a_host_share_its_cores_and_all_take_the_smallest_share(comm, play, monkeypatch):
+def test_ranks_share_the_cores_of_a_host_and_all_use_the_smallest_number_of_threads(
+    comm, play, monkeypatch
+):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     played = play()
     monkeypatch.setattr(hosts, "core_mask", lambda: 0b111111)
@@ -83,7 +85,7 @@ def open_with(comm, monkeypatch, device, wanted="auto"):
     return choose.open_transport(comm, torch.device("cpu"), wanted)[1:]
 
 
-def test_the_devices_of_all_ranks_choose_the_transport(comm, play, monkeypatch):
+def test_the_transport_is_chosen_from_the_devices_of_all_ranks(comm, play, monkeypatch):
     if comm.size == 1:
         return
     played, last = play(), comm.size - 1

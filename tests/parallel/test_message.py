@@ -1,4 +1,4 @@
-"""The message behind the gradients: of bounded length, and read alike on any number of ranks."""
+"""The message after the gradients: bounded length, slots in turns, digests, own losses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def of_rank(rank, size):
 
 
 def add_up(messages):
-    """What an Allreduce does to the messages of all ranks."""
+    """Sum the messages of all ranks, as an Allreduce does."""
     total = torch.stack([message.tensor for message in messages]).sum(0)
     for message in messages:
         message.tensor.copy_(total)
 
 
-def test_its_length_is_bounded():
+def test_the_length_is_bounded():
     lengths = {}
     for size in (1, 4, 64, 1024, MANY):
         message = of_rank(size - 1, size)
@@ -45,7 +45,7 @@ def test_its_length_is_bounded():
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 10])
-def test_ranks_take_turns_to_tell_their_seconds(size, monkeypatch):
+def test_ranks_send_their_seconds_in_turns(size, monkeypatch):
     monkeypatch.setattr(module, "MOST_SLOTS", 4)
     messages = [of_rank(rank, size) for rank in range(size)]
     turns, warm_up = -(-size // 4), module.WARM_UP
@@ -80,7 +80,7 @@ def test_ranks_take_turns_to_tell_their_seconds(size, monkeypatch):
         )
 
 
-def test_totals_that_were_read_stay_as_they_are():
+def test_totals_do_not_change_with_later_steps():
     message = of_rank(0, 1)
     message.set_seconds(1.0, 2.0)
     first = message.totals()
@@ -90,8 +90,8 @@ def test_totals_that_were_read_stay_as_they_are():
     assert (first.compute, first.data) == ([1.0], [2.0])
 
 
-def test_the_first_steps_of_a_launch_name_no_rank_as_slow_later(monkeypatch):
-    """They are slow on all ranks, and with three turns a number stays for three steps."""
+def test_warm_up_steps_do_not_make_a_rank_look_slow_later(monkeypatch):
+    """They are slow on all ranks, and with three turns a value is kept for three steps."""
     monkeypatch.setattr(module, "MOST_SLOTS", 4)
     messages = [of_rank(rank, 12) for rank in range(12)]
     for step in range(3 * module.WARM_UP):
@@ -111,7 +111,7 @@ def test_one_bit_of_one_rank_shows_that_digests_differ(size, dtype):
     message = Message(nn.Linear(3, 2).to(dtype), 5, 0, size)
 
     def alike(digest, other, ranks):
-        """Whether digests are alike of which `ranks` are `other`."""
+        """Whether digests count as equal if `ranks` ranks have `other`."""
         message.zero()
         message.set_digest(torch.tensor(other))
         part = message.tensor.clone()
@@ -125,13 +125,13 @@ def test_one_bit_of_one_rank_shows_that_digests_differ(size, dtype):
         for bit in range(64):
             other = (digest ^ 1 << bit) & 2**64 - 1
             assert not alike(digest, other - 2**64 if other >= 2**63 else other, 1)
-    # as many bits set in all, in other places
+    # the same number of set bits, at other positions
     assert not alike(0b0110, 0b1001, size // 2)
     message.zero()
     assert message.totals().alike, "no digest in this step"
 
 
-def test_a_change_that_a_replay_found_is_counted():
+def test_ranks_whose_replay_found_changes_are_counted():
     messages = [of_rank(rank, 3) for rank in range(3)]
     for rank, message in enumerate(messages):
         message.zero()
@@ -140,7 +140,7 @@ def test_a_change_that_a_replay_found_is_counted():
     assert messages[0].totals().changed == 1 and messages[0].totals().alike
 
 
-def test_the_loss_of_a_rank_stays_with_it():
+def test_the_loss_of_a_rank_is_not_reduced():
     messages = [of_rank(rank, 3) for rank in range(3)]
     for rank, message in enumerate(messages):
         message.zero()
@@ -173,7 +173,7 @@ def opcodes(work):
     return count
 
 
-def test_a_step_of_many_ranks_takes_as_many_instructions_as_of_one():
+def test_the_instructions_of_a_step_do_not_grow_with_the_ranks():
     found = {}
     for size in (1, 64, 1024, MANY):
         message = of_rank(size // 2, size)

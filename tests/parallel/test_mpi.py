@@ -74,7 +74,7 @@ def test_the_first_of_several_failures_is_raised_everywhere(comm):
             assert caught.value.agreed and caught.value.exit_code == 2
 
 
-def test_only_the_first_value_is_told(comm):
+def test_only_the_value_of_the_lowest_rank_is_broadcast(comm):
     assert first_of_all(comm, None) is None
     for ranks in (range(comm.size), range(comm.size // 2, comm.size), [comm.size - 1]):
         found = first_of_all(comm, f"of {comm.rank}" if comm.rank in ranks else None)
@@ -82,7 +82,7 @@ def test_only_the_first_value_is_told(comm):
     assert first_of_all(comm, 0) == (0, 0, comm.size), "a value that is false is one"
 
 
-def test_the_smallest_of_integers(comm):
+def test_the_minimum_of_integers(comm):
     first = -(2**63) + comm.size - comm.rank
     assert minimum(comm, first, comm.rank, 2**63 - 1) == [-(2**63) + 1, 0, 2**63 - 1]
 
@@ -96,8 +96,8 @@ def test_the_first_difference_from_rank_0_is_named(comm):
 
 
 @pytest.mark.parametrize("largest", [1, 100, 4096])
-def test_values_larger_than_a_message_travel_in_pieces(comm, monkeypatch, largest):
-    """With small messages: libraries take 2^31 - 1 bytes, and fail with MPI_ERR_ARG beyond."""
+def test_values_larger_than_a_message_are_sent_in_pieces(comm, monkeypatch, largest):
+    """With a small limit. MPI libraries fail with MPI_ERR_ARG above 2^31 - 1 bytes."""
     monkeypatch.setattr(mpi, "LARGEST", largest)
     monkeypatch.setattr(reduce, "LARGEST", largest)
     sent = Sent(comm)
@@ -115,7 +115,7 @@ def test_values_larger_than_a_message_travel_in_pieces(comm, monkeypatch, larges
 
 
 class Sent:
-    """A communicator that notes the bytes that this rank sends in one message."""
+    """A communicator that records the bytes of each message that this rank sends."""
 
     def __init__(self, comm):
         self.comm, self.rank, self.size, self.sizes = comm, comm.rank, comm.size, [1]

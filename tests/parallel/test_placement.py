@@ -22,7 +22,7 @@ CPU = RankDevice("n1", "cpu")
 
 
 def choose_transport(places, wanted="auto"):
-    """The choice for these ranks, the same however they are put together, host by host."""
+    """The choice for these ranks, which must not depend on how their groups are merged."""
     ranks = dict(enumerate(places))
     hosts = {}
     for rank, place in ranks.items():

@@ -1,4 +1,4 @@
-"""Sparse confusion matrices are those that a whole matrix would be."""
+"""Sparse confusion matrices equal dense ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def answers():
 
 @pytest.mark.parametrize("pending", [1, 30, 10**6])
 @pytest.mark.parametrize("whole", [0, 1024])
-def test_all_sums_are_those_of_the_whole_matrix(answers, monkeypatch, pending, whole):
+def test_all_sums_equal_those_of_the_dense_matrix(answers, monkeypatch, pending, whole):
     monkeypatch.setattr(confusion, "PENDING", pending)
     monkeypatch.setattr(confusion, "WRITTEN_WHOLE", whole)
     expected, found = np.zeros((8, 8), np.int64), Confusion(8)
@@ -36,12 +36,12 @@ def test_all_sums_are_those_of_the_whole_matrix(answers, monkeypatch, pending, w
 
 
 @pytest.mark.parametrize("answer", [(0, 3), (3, 0), (-1, 1), (2, -1)])
-def test_an_answer_of_no_class_is_not_counted_as_another(answer):
+def test_a_prediction_of_no_class_is_refused(answer):
     with pytest.raises(ValueError, match="invalid entry"):
         Confusion(3).add(*(np.array([each]) for each in answer))
 
 
-def test_answers_one_at_a_time_take_time_in_proportion(monkeypatch):
+def test_adding_predictions_one_by_one_takes_linear_time(monkeypatch):
     merged, merge = [], confusion._merged
     monkeypatch.setattr(confusion, "_merged", lambda cells: merged.append(0) or merge(cells))
     monkeypatch.setattr(confusion, "PENDING", 5000)
@@ -54,7 +54,7 @@ def test_answers_one_at_a_time_take_time_in_proportion(monkeypatch):
     assert found.diagonal().tolist() == [0, 20_000, 0]
 
 
-def test_nothing_counted():
+def test_an_empty_matrix():
     assert not Confusion(3).dense().any() and not Confusion(3).by_true().any()
 
 
@@ -72,6 +72,6 @@ def test_nothing_counted():
         "text",
     ],
 )
-def test_what_is_no_matrix_is_refused(written):
+def test_invalid_json_is_refused(written):
     with pytest.raises((ValueError, KeyError, TypeError)):
         from_json(written, 3)

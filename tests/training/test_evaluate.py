@@ -132,7 +132,7 @@ def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):
 
 
 @pytest.mark.parametrize("gathered", [1, 37, 1 << 21])
-def test_21000_classes_take_no_matrix_of_all(comm, network, monkeypatch, tmp_path, gathered):
+def test_21000_classes_need_no_dense_matrix(comm, network, monkeypatch, tmp_path, gathered):
     monkeypatch.setattr(evaluation, "GATHERED", gathered)
     monkeypatch.setattr(confusion, "PENDING", 10)
     _, pack, _ = network
@@ -408,7 +408,7 @@ def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
 
 
 def streamed(folder, comm, monkeypatch, fails_at=None):
-    """Predict in blocks of two images; on rank 0, its own blocks computed at each write."""
+    """Predict in blocks of two; also return how many blocks were computed before each write."""
     computed, written, original = [], [], predict.open_predictions
     ask = blocks.network_output
     monkeypatch.setattr(blocks, "network_output", lambda *a: computed.append(0) or ask(*a))
@@ -431,7 +431,7 @@ def streamed(folder, comm, monkeypatch, fails_at=None):
     return computed, written
 
 
-def test_answers_are_written_as_they_come(comm, network, monkeypatch):
+def test_predictions_are_written_block_by_block(comm, network, monkeypatch):
     computed, written = streamed(network[0], comm, monkeypatch)
     blocks = -(-ROWS // 2)
     assert len(computed) == len(range(comm.rank, blocks, comm.size))
@@ -442,9 +442,7 @@ def test_answers_are_written_as_they_come(comm, network, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [0, 1, 4])
-def test_answers_that_cannot_be_written_are_an_error_of_all_ranks(
-    comm, network, monkeypatch, block
-):
+def test_a_failed_write_is_an_error_on_all_ranks(comm, network, monkeypatch, block):
     with pytest.raises(RunError, match="the disk is full") as caught:
         streamed(network[0], comm, monkeypatch, fails_at=block)
     assert caught.value.agreed
@@ -452,8 +450,8 @@ def test_answers_that_cannot_be_written_are_an_error_of_all_ranks(
     assert not [path for path in network[0].iterdir() if "streamed" in path.name]
 
 
-def test_images_that_one_rank_cannot_read_are_an_error_of_all_ranks(comm, network, monkeypatch):
-    """In the third block of the last rank: by then, rank 0 has written others."""
+def test_images_that_one_rank_cannot_read_are_an_error_on_all_ranks(comm, network, monkeypatch):
+    """In the third block of the last rank, when rank 0 has already written other blocks."""
     original, last = Split.gather, comm.rank == comm.size - 1
     read = []
 

@@ -1,4 +1,4 @@
-"""What a rank receives until its first step, counted on one that plays one of many."""
+"""Bytes that a rank receives before its first step, counted with a simulated communicator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY = 16_384
         {"batch_per_rank": "auto", "batch_size": None},
     ],
 )
-def test_start_up_receives_little_on_any_number_of_ranks(tmp_path, changes):
+def test_a_rank_receives_few_bytes_at_the_start_on_any_number_of_ranks(tmp_path, changes):
     received = bytes_at_start(MANY, tmp_path, **changes)
     assert received["names of hosts"] > 0 and received["bcast"] > 1000 and received[WEIGHTS] > 0
     assert not received["allgather"] and not received["gather"], "nothing is gathered of all ranks"
@@ -28,7 +28,7 @@ def test_start_up_receives_little_on_any_number_of_ranks(tmp_path, changes):
     assert counted <= MOST, received
 
 
-def test_what_few_ranks_receive_is_about_the_same(tmp_path):
+def test_the_bytes_at_the_start_hardly_differ_on_few_ranks(tmp_path):
     (tmp_path / "few").mkdir()
     few, many = bytes_at_start(64, tmp_path / "few"), bytes_at_start(MANY, tmp_path)
     assert abs(few["bcast"] - many["bcast"]) < 1000

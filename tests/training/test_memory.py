@@ -21,7 +21,7 @@ print(code, peak_memory() >> 10)
 
 
 @pytest.mark.parametrize("shuffle", ["partition", "global", "blocks"])
-def test_a_rank_alone_trains_on_10_to_the_9_samples_in_600_mib(tmp_path, shuffle):
+def test_one_rank_trains_on_10_to_the_9_samples_in_600_mib(tmp_path, shuffle):
     path = make_sparse_pack(tmp_path / "a.h5", {"train": 10**9}, (16, 16, 3))
     words = ["--data", str(path), "--runs-dir", str(tmp_path / "runs"), "--run", "a"]
     words += ["--read-buffer", "128M"]

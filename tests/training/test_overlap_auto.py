@@ -77,7 +77,7 @@ def test_what_could_save_nothing_is_not_tried():
 
 
 def test_a_rank_adds_its_own_times():
-    """Those of others in the message may be of earlier steps, if ranks take turns."""
+    """The times of other ranks in the message may be from earlier steps, if ranks take turns."""
     message = Message(nn.Linear(2, 1), 0, 0, 1)
     message.add_counts(torch.tensor(1.0), 0, 4)
     message.set_seconds(9.0, 0.0)

@@ -137,8 +137,10 @@ def test_all_of_the_state_is_compared_at_the_end_and_named(comm, settings, monke
         {"comm_dtype": "bf16", "overlap": "2"},
     ],
 )
-def test_weights_that_differ_are_named_at_the_next_digest(comm, settings, monkeypatch, changes):
-    """The message only says that they do; ranks then gather their digests."""
+def test_ranks_with_different_weights_are_named_at_the_next_digest(
+    comm, settings, monkeypatch, changes
+):
+    """The message shows only that digests differ; the ranks then gather them."""
     if comm.size == 1:
         return
 
@@ -161,7 +163,7 @@ def test_weights_that_differ_are_named_at_the_next_digest(comm, settings, monkey
         )
 
 
-def test_a_reduction_that_spoils_digests_is_noticed(comm, settings, monkeypatch):
+def test_a_reduction_that_corrupts_digests_is_reported(comm, settings, monkeypatch):
     def spoiled(self, digest, changed=None):
         original(self, digest if digest is None or comm.rank else digest ^ 4, changed)
 

@@ -231,7 +231,7 @@ def test_a_corrupt_pack_is_not_staged(comm, shared_tmp):
 
 
 @pytest.mark.mpi
-def test_offsets_that_one_rank_cannot_read_are_an_error_of_all(comm, shared_tmp, monkeypatch):
+def test_offsets_that_one_rank_cannot_read_are_an_error_on_all_ranks(comm, shared_tmp, monkeypatch):
     if comm.rank == 0:
         make_pack(shared_tmp / "a.h5", {"train": 101}, SHAPE)
     comm.Barrier()

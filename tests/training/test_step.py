@@ -179,7 +179,7 @@ def test_weighting_by_nominal_shares_differs(comm):
 
 
 def test_a_staged_reduction_gives_the_same_bits(comm):
-    """In small pieces the same sums: MPI chooses its algorithm, and their order, by length."""
+    """Small messages, so that the sums are the same: MPI chooses its algorithm by length."""
     results = []
     for transport in (HostMemory(comm), Pinned(comm), Pinned(comm, piece_bytes=100)):
         model = small_model()

@@ -298,7 +298,7 @@ def test_the_uuid_covers_all_that_is_stored():
 
 
 @pytest.mark.parametrize("hashed", [1, 3, 7, 1 << 16])
-def test_the_uuid_is_that_of_one_text_however_it_is_hashed(monkeypatch, hashed):
+def test_the_uuid_does_not_depend_on_the_pieces_that_are_hashed(monkeypatch, hashed):
     monkeypatch.setattr("hpctrain.data.pack_format.HASHED", hashed)
     sums = [np.arange(7, dtype="<u4") * 99, np.array([3], "<u4")]
     splits = {"test": (1, sums[1:] * 2), "train": (7, sums)}
