@@ -1,6 +1,6 @@
 #!/bin/bash
-# Jobs in a chain, for sites where requeueing is disabled: each goes on where the one before ended;
-# once the run is finished, the rest end at once.
+# Submit dependent jobs, for sites where requeueing is disabled: each job resumes the run where the
+# previous one ended; once the run is finished, the remaining jobs end immediately.
 #
 #   slurm/chain.sh 5 slurm/train.sbatch --data flowers.h5 --run first
 #
