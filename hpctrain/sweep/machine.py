@@ -36,7 +36,7 @@ TEMPLATE = """\
 # Network number SLURM_ARRAY_TASK_ID of the sweep; written by hpctrain sweep --slurm.
 #SBATCH --job-name={name}
 #SBATCH --ntasks={ranks}
-#SBATCH --signal=USR2@120          # a notice to all ranks two minutes before the end
+#SBATCH --signal=USR2@120          # SIGUSR2 to all ranks 2 minutes before the time limit
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output={logs}
@@ -51,7 +51,7 @@ srun --mpi="${{HPCTRAIN_PMI:-pmix}}" --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}
     {words} \\
     >>"${{settings%.toml}}.log" 2>&1 &
 step=$!
-trap 'kill -USR2 $step' USR2        # of --sbatch=--signal=B:USR2@120
+trap 'kill -USR2 $step' USR2        # for --sbatch=--signal=B:USR2@120
 while kill -0 $step 2>/dev/null; do wait $step; done
 wait $step
 code=$?
