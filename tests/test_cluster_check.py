@@ -117,6 +117,14 @@ def test_the_report_names_no_user_host_path_account_or_secret(monkeypatch, site,
         assert name not in report
 
 
+def test_the_report_names_no_account_of_the_command_line(monkeypatch, site, tmp_path):
+    site.launcher, site.submit = ["srun", "-A", "one", "-n", "2"], "-p debug --account=two -Athree"
+    use(monkeypatch, first=lambda _: ("one two three done", ""))
+    check.check(site, tmp_path / "report.md")
+    report = (tmp_path / "report.md").read_text()
+    assert "srun -A ACCOUNT -n 2" in report and "ACCOUNT ACCOUNT ACCOUNT done" in report
+
+
 def test_commands_end_at_the_time_limit_of_their_check(site):
     began = time.monotonic()
     site.ends, site.limit = began + 0.5, 0.5

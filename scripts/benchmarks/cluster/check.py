@@ -33,6 +33,7 @@ VERDICTS = PASSED, FAILED, NOT_POSSIBLE = "passed", "failed", "not possible here
 TAIL = 30  # log lines in the report for a failed check
 SUBMITTED = 4  # --submit multiplies the time limit of its check by this
 SECRET = re.compile(r"(?i)(\w*(?:token|passw|secret|api_?key)\w*\s*[=:]\s*)\S+")
+ACCOUNT = re.compile(r"(?:^|\s)(?:-A|--account)[=\s]*([^\s=]+)")
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 BUGS = (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError)
 
@@ -133,7 +134,9 @@ def names_to_hide(site: Site) -> dict[str, str]:
     names |= {str(site.folder.parent): "OUTPUT"}
     with suppress(KeyError, OSError):  # a user without a name, as in some containers
         names[getpass.getuser()] = "USER"
-    return names | {os.environ.get("SLURM_JOB_ACCOUNT", ""): "ACCOUNT"}
+    accounts = ACCOUNT.findall(f"{shlex.join(site.launcher)} {site.submit or ''}")
+    accounts.append(os.environ.get("SLURM_JOB_ACCOUNT", ""))
+    return names | dict.fromkeys(accounts, "ACCOUNT")
 
 
 def hide(text: str, names: dict[str, str]) -> str:
