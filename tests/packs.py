@@ -9,8 +9,10 @@ import numpy as np
 
 from hpctrain.data.orders import Order
 from hpctrain.data.pack import write_pack
+from hpctrain.data.pack_format import Part
 from hpctrain.data.packing.decode import Span, Written
 from hpctrain.data.packing.write import DatasetLayout, PackFacts, PackWriter, lay_out
+from hpctrain.data.split import Split
 from hpctrain.files import whole_file
 
 
@@ -33,6 +35,12 @@ def make_pack(
         splits[name] = (images, labels.astype(np.int64))
     write_pack(path, splits, tuple(f"class{k}" for k in range(classes)), {"source": "test"})
     return path
+
+
+def part_of(pack, samples):
+    """The part of the training split of a pack with these samples."""
+    with Split(pack, "train", threads=1) as split:
+        return Part(samples, range(*split.byte_range(samples)))
 
 
 def places(partition, step, shard):

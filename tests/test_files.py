@@ -20,7 +20,7 @@ from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.heartbeats import Beat, write_beat
 from hpctrain.report.recorder import RecordFile
 from hpctrain.training.control import RunLock, request_stop
-from tests.packs import make_pack
+from tests.packs import make_pack, part_of
 
 BEAT = Beat(0, "here", 1, "step 1", 0.0, 0.0)
 SECRET = b"not to be overwritten"
@@ -163,20 +163,20 @@ def test_copies_are_staged_where_nobody_else_can_change_them(tmp_path, monkeypat
 
 def test_a_copy_of_another_user_is_not_used_again(tmp_path, monkeypatch):
     packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
-    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.image_bytes))
-    assert staging.compare(packed, Path(packed.path), part)
+    share = staging.pieces(packed, read_sums(packed), part_of(packed, range(11)))
+    assert staging.compare(packed, Path(packed.path), share)
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert not staging.compare(packed, Path(packed.path), part)
+    assert not staging.compare(packed, Path(packed.path), share)
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_a_folder_or_a_pipe_in_place_of_a_copy_is_not_one(tmp_path, make):
     packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
-    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.image_bytes))
+    share = staging.pieces(packed, read_sums(packed), part_of(packed, range(11)))
     make(tmp_path / "b")
     descriptors = os.listdir("/proc/self/fd")
-    assert not staging.compare(packed, tmp_path / "b", part)
+    assert not staging.compare(packed, tmp_path / "b", share)
     assert os.listdir("/proc/self/fd") == descriptors
 
 
@@ -185,11 +185,11 @@ def test_a_copy_is_not_written_through_a_link(tmp_path, victim):
     begun = staging.begin(tmp_path, packed, "b")
     begun.unlink()
     begun.symlink_to(victim)
-    part = staging.pieces(packed, read_sums(packed), (0, 11 * packed.image_bytes))
+    share = staging.pieces(packed, read_sums(packed), part_of(packed, range(11)))
     with pytest.raises(RunError, match=files.REFUSED):
-        staging.copy(packed, begun, part)
+        staging.copy(packed, begun, share)
     whole = dataclasses.replace(packed, path=str(victim))
-    assert not staging.compare(whole, victim, part)
+    assert not staging.compare(whole, victim, share)
 
 
 @pytest.mark.parametrize(("job", "stays"), [("12", False), ("2", True), ("", True)])

@@ -247,13 +247,11 @@ class Checks:
         self,
         sums: Sums | None = None,
         warn: Callable[[str], None] | None = None,
-        staged: tuple[int, int] | None = None,
     ) -> None:
         """With `sums`, blocks are verified when first read. With `warn`, bad samples are skipped
-        and it is called with a message; otherwise they raise an error. `staged` is the range of
-        bytes of the training images that the file has, if it is an incomplete copy.
+        and it is called with a message; otherwise they raise an error.
         """
-        self.sums, self.warn, self.staged = sums, warn, staged
+        self.sums, self.warn = sums, warn
         self._bad: dict[str, BadSamples] = {}
         self._checksums: dict[str, BlockChecksums] = {}
 

@@ -71,6 +71,8 @@ class Column:
             return values
         if not 0 <= rows[0] <= rows[-1] < len(self):
             raise IndexError(f"rows {rows[0]} to {rows[-1]} requested of {len(self)} {self.kind}")
+        start, stop = int(rows[0]) * size, (int(rows[-1]) + 1) * size
+        self._pack.check_held(self._split, self.kind, start, stop)
         into, cuts = as_bytes(values), (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
         self._verify(rows * size)
         for first, last in zip([0, *cuts], [*cuts, len(rows)], strict=True):

@@ -65,6 +65,19 @@ class SplitLayout:
     offsets_offset: int = -1  # of the dataset of the files' offsets, (samples + 1,) int64
 
 
+class Part(NamedTuple):
+    """The part of the training split that an incomplete copy of a pack has."""
+
+    samples: range
+    files: range  # bytes of their images among those of the split
+
+    def rows(self, kind: str) -> range:
+        """Return the rows of a column that belong to the part: n samples have n + 1 offsets."""
+        if kind == "bytes":
+            return self.files
+        return range(self.samples.start, self.samples.stop + (kind == "offsets"))
+
+
 LAYOUTS = {  # of the images of an external file -> stored axes of (N, H, W, C) or (N, H, W)
     "NHWC": (0, 1, 2, 3),
     "NCHW": (0, 2, 3, 1),
@@ -177,6 +190,7 @@ class Pack:
     external: ExternalFile | None = None  # of train
     external_splits: dict[str, ExternalFile] = field(default_factory=dict)  # if each has its own
     external_arguments: dict[str, Any] = field(default_factory=dict)  # of `read_external`
+    part: Part | None = None  # of train, if the file is an incomplete copy
 
     @property
     def encoded(self) -> bool:
@@ -205,6 +219,20 @@ class Pack:
             "offsets": StoredColumn(split.offsets_offset, split.samples + 1, OFFSET_BYTES),
             "labels": labels,
         }
+
+    def check_held(self, split_name: str, kind: str, start: int, stop: int) -> None:
+        """Raise RuntimeError if the file lacks any of the bytes `start` to `stop` of a column.
+
+        They would be read as zeros from the holes of an incomplete copy, which is a sparse file.
+        """
+        if self.part is None or split_name != "train":
+            return
+        rows, size = self.part.rows(kind), self.columns(split_name)[kind].row_bytes
+        if start < rows.start * size or stop > rows.stop * size:
+            raise RuntimeError(
+                f"{self.path} has bytes {rows.start * size:,} to {rows.stop * size:,} of train's"
+                f" {kind}, not all of {start:,} to {stop:,}"
+            )
 
 
 def rows_per_block(row_bytes: int) -> int:

@@ -1,8 +1,9 @@
 """Copy the part of a pack that one host reads to its local disk.
 
 The copy is a sparse file of the pack's length, with every copied byte at its offset in the pack.
-Blocks are verified with their CRC-32 while they are copied. Training images that no rank of the
-host reads are not copied; all other splits, and everything that is small, are.
+Blocks are verified with their CRC-32 while they are copied. Of the training split, only the blocks
+that hold samples of the host's ranks are copied: of their images, labels and offsets. All other
+splits, HDF5's metadata and the checksums are copied whole.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.data.checks import Sums, open_file, read_exactly
-from hpctrain.data.pack_format import Pack
+from hpctrain.data.pack_format import Pack, Part
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.files import left_behind, open_itself, temporary_name, write_at
 from hpctrain.watchdog import doing
 
 PIECE = 1 << 20  # bytes copied at a time where there are no checksums
-HELD = ("images", "bytes")  # columns of which a host may need only a part
 
 
 class Piece(NamedTuple):
@@ -42,42 +42,41 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-def pieces(pack: Pack, sums: Sums, extent: tuple[int, int]) -> list[Piece]:
-    """Return the pieces of a pack to copy, in file order: all but training images not in `extent`.
+def pieces(pack: Pack, sums: Sums, part: Part) -> list[Piece]:
+    """Return the pieces of a pack to copy, in file order; blocks are copied whole.
 
-    `extent` is a range among the bytes of the training images; blocks are copied whole.
+    They are the blocks of the training split that hold rows of `part`, and all bytes that are not
+    of the training split.
     """
+    columns: list[Piece] = []
     blocks: list[Piece] = []
-    wanted: list[Piece] = []
     for split in pack.splits:
         for kind, column in pack.columns(split).items():
             checksums, block_rows = sums[split, kind]
+            rows = part.rows(kind) if split == "train" else range(column.rows)
+            numbers = range(rows.start // block_rows, -(-rows.stop // block_rows))
+            known = checksums[numbers.start : numbers.stop].tolist()
             size = block_rows * column.row_bytes
-            end = column.rows * column.row_bytes
-            partly = split == "train" and kind in HELD
-            low, high = extent if partly else (0, end)
-            for number, checksum in enumerate(checksums.tolist()):
-                start, stop = number * size, min(end, (number + 1) * size)
-                name = f"{split}/{kind}: block {number}"
-                block = Piece(column.offset + start, column.offset + stop, checksum, name)
-                blocks.append(block)
-                if start < high and low < stop:
-                    wanted.append(block)
-    return sorted([*wanted, *_between(sorted(blocks), pack.file_size)])
+            end = column.offset + column.rows * column.row_bytes
+            columns.append(Piece(column.offset, end))
+            for number, checksum in zip(numbers, known, strict=True):
+                start, name = column.offset + number * size, f"{split}/{kind}: block {number}"
+                blocks.append(Piece(start, min(end, start + size), checksum, name))
+    return sorted([*blocks, *_between(sorted(columns), pack.file_size)])
 
 
-def _between(blocks: list[Piece], end: int) -> Iterator[Piece]:
+def _between(columns: list[Piece], end: int) -> Iterator[Piece]:
     """Yield the bytes that no column covers: HDF5's metadata and the checksums."""
     at = 0
-    for block in [*blocks, Piece(end, end)]:
-        for start in range(at, block.start, PIECE):
-            yield Piece(start, min(start + PIECE, block.start))
-        at = max(at, block.stop)
+    for column in [*columns, Piece(end, end)]:
+        for start in range(at, column.start, PIECE):
+            yield Piece(start, min(start + PIECE, column.start))
+        at = max(at, column.stop)
 
 
-def staged_name(pack: Pack, extent: tuple[int, int]) -> str:
+def staged_name(pack: Pack, part: Part) -> str:
     """Return the name of the copy, which is unique for the pack and the part."""
-    return f"hpctrain-{pack.uuid}-{extent[0]}-{extent[1]}.staged"
+    return f"hpctrain-{pack.uuid}-{part.samples.start}-{part.samples.stop}.staged"
 
 
 def make_folder(folder: Path) -> None:
@@ -138,7 +137,7 @@ def make_room(folder: Path, name: str, needed: int) -> None:
         )
 
 
-def copy(pack: Pack, target: Path, part: Sequence[Piece]) -> None:
+def copy(pack: Pack, target: Path, share: Sequence[Piece]) -> None:
     """Copy pieces into the file `target` and verify them on the way.
 
     Raises RunError for a corrupt block, a truncated pack or a full disk.
@@ -146,7 +145,7 @@ def copy(pack: Pack, target: Path, part: Sequence[Piece]) -> None:
     with open(open_file(pack.path), "rb", buffering=0) as source:
         try:
             with open(target, "r+b", buffering=0, opener=open_itself) as into:
-                for piece in part:
+                for piece in share:
                     doing(f"staging byte {piece.start:,}")
                     data = read_piece(pack.path, source.fileno(), piece)
                     write_at(into.fileno(), data, piece.start)
@@ -155,14 +154,14 @@ def copy(pack: Pack, target: Path, part: Sequence[Piece]) -> None:
             raise _failed(target, error) from None
 
 
-def compare(pack: Pack, copied: Path, part: Sequence[Piece]) -> bool:
+def compare(pack: Pack, copied: Path, share: Sequence[Piece]) -> bool:
     """Whether an earlier copy has the right size and owner, and these pieces of it are intact."""
     try:
         with open(open_file(str(copied)), "rb", buffering=0) as there:
             found = os.fstat(there.fileno())
             if (found.st_size, found.st_uid) != (pack.file_size, os.geteuid()):
                 return False
-            for piece in part:
+            for piece in share:
                 doing(f"comparing staged byte {piece.start:,}")
                 if piece.checksum is not None:
                     read_piece(str(copied), there.fileno(), piece)

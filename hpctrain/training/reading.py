@@ -18,7 +18,7 @@ from hpctrain.data.checks import Checks
 from hpctrain.data.external import read_external
 from hpctrain.data.imbalance import BalancedOrder
 from hpctrain.data.orders import Order, make_order
-from hpctrain.data.pack_format import Pack
+from hpctrain.data.pack_format import Pack, Part
 from hpctrain.data.split import Split
 from hpctrain.data.staging import (
     Piece,
@@ -37,6 +37,7 @@ from hpctrain.parallel.hosts import comm_of_host
 from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root
 from hpctrain.plan import Plan
 from hpctrain.text import say
+from hpctrain.training.replay import PROBE_ROWS
 
 VERIFIED_BYTES = 1 << 30  # packs up to this size are verified at start, about 1 s per GB
 START, FIRST_TOUCH, NEVER = "start", "first-touch", "never"
@@ -152,10 +153,10 @@ def make_reading(
 
 
 def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
-    """Copy training images to `folder` on this host's disk, to be read from there. Collective.
+    """Copy the pack to `folder` on this host's disk, to be read from there. Collective.
 
-    The copy holds the images that the ranks of the host need together; `shards` are those that
-    this rank may carry during the run. Raises the same error on all ranks.
+    Of the training split, the copy holds what the ranks of the host need together; `shards` are
+    those that this rank may carry during the run. Raises the same error on all ranks.
     """
     pack, source = reading.pack, reading.source
     if pack.external:
@@ -164,17 +165,20 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     host = comm_of_host(comm)
     call_on_all(comm, lambda: make_folder(Path(folder)))
     reach = reading.order.reach(shards)
-    extents = allgather(host, call_on_all(comm, lambda: source.byte_range(reach)))
-    held = min(start for start, _ in extents), max(stop for _, stop in extents)
-    final = Path(folder).absolute() / staged_name(pack, held)
-    whole = pieces(pack, sums, held)
-    part = whole[host.rank :: host.size]  # this rank's share
-    sound = final.exists() and compare(pack, final, part)
+    if comm.rank == 0:  # it also tests the network and own functions with the first samples
+        reach = range(0, max(reach.stop, min(PROBE_ROWS, len(source))))
+    own = call_on_all(comm, lambda: Part(reach, range(*source.byte_range(reach))))
+    parts = zip(*allgather(host, own), strict=True)
+    part = Part(*(range(min(r.start for r in of), max(r.stop for r in of)) for of in parts))
+    final = Path(folder).absolute() / staged_name(pack, part)
+    whole = pieces(pack, sums, part)
+    share = whole[host.rank :: host.size]  # of this rank
+    sound = final.exists() and compare(pack, final, share)
     needed = 0 if all(allgather(host, sound)) else sum(piece.length for piece in whole)
-    _copy(pack, final, part, needed, host, comm)
+    _copy(pack, final, share, needed, host, comm)
     source.close()
-    here = replace(pack, path=str(final))
-    checks = Checks(None, reading.checks.warn, held)  # every block was verified when copied
+    here = replace(pack, path=str(final), part=part)
+    checks = Checks(None, reading.checks.warn)  # every block was verified when copied
     opened = call_on_all(comm, lambda: Split(here, "train", checks=checks))
     return replace(reading, pack=here, checks=checks, source=opened)
 
@@ -190,8 +194,8 @@ def order_of(plan: Plan, source: Split) -> Order:
     return make_order(plan.shuffle, plan.partition, plan.seed, *runs)
 
 
-def _copy(pack: Pack, final: Path, part: list[Piece], needed: int, host: Comm, comm: Comm) -> None:
-    """Copy this rank's `part` of the `needed` bytes; nothing if that is 0. Collective.
+def _copy(pack: Pack, final: Path, share: list[Piece], needed: int, host: Comm, comm: Comm) -> None:
+    """Copy this rank's `share` of the `needed` bytes; nothing if that is 0. Collective.
 
     Hosts that need no copy take part too."""
 
@@ -204,7 +208,7 @@ def _copy(pack: Pack, final: Path, part: list[Piece], needed: int, host: Comm, c
     temporary = call_on_all(comm, make)
     target = call_on_root(host, lambda: temporary)
     try:
-        call_on_all(comm, lambda: copy(pack, target, part) if target else None)
+        call_on_all(comm, lambda: copy(pack, target, share) if target else None)
         call_on_all(comm, lambda: finish(temporary, final) if temporary else None)
     finally:
         if temporary:

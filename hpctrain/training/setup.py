@@ -48,6 +48,7 @@ from hpctrain.training.reading import (
     make_checks,
     make_reading,
     open_pack,
+    order_of,
 )
 from hpctrain.training.replay import PROBE_ROWS
 from hpctrain.training.scaling import Scaling, choose_scaling
@@ -135,11 +136,12 @@ def set_up(
     trainer = make_trainer(norms, task, config, plan, frozen, transport, runs, overlap)
     check_fixed_state(model, comm)
     shards = runs[comm.rank]
+    counted = order_of(plan, source)  # of the whole split: a copy on this host may be incomplete
+    balance = call_on_root(comm, lambda: describe_imbalance(weights, counted, pack.classes))
     reading = make_reading(config, plan, source, checks, shards, comm)
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
-    balance = call_on_root(comm, lambda: describe_imbalance(weights, reading.order, pack.classes))
     texts = fitted, sharing, init, why, frozen.describe(trainer.message), *balance
     made = pack, reading, choice, task, frozen, trainer, loader, prepare, init
     return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
