@@ -144,8 +144,7 @@ class Nccl(Transport):
             self._call("ncclAlltoAll", *places, length, _type(vector), *where)
             self._check()
         else:  # before NCCL 2.28
-            blocks = (v.tensor_split(self.comm.size) for v in (vector, received))
-            self.exchange(*([(rank, [v]) for rank, v in enumerate(each)] for each in blocks))
+            self._exchange_blocks(vector, received)
 
     def allgather(self, vector: torch.Tensor) -> None:
         length, where = len(vector) // self.comm.size, (self._group, _stream(vector))

@@ -1,7 +1,7 @@
 """Transports: how ranks exchange the data of a step, in host or device memory.
 
     Transport      one rank: nothing is sent
-    HostMemory     MPI sums and moves host memory in place
+    HostMemory     MPI sums and moves host memory in place, at most 1 GiB per message
     Pinned         GPU memory is copied through pinned host memory, in pieces, so that copying one,
                    summing the next and copying back another overlap; works with any MPI
     DeviceMemory   device memory is passed to MPI, which must be GPU-aware ("mpi-gpu")
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hpctrain.parallel.device import pinned
-from hpctrain.parallel.mpi import MPI, Comm
+from hpctrain.parallel.mpi import LARGEST, MPI, Comm
 from hpctrain.streams import Stream, current_stream
 
 PIECE_BYTES = 16 << 20  # of a staged Allreduce
@@ -53,6 +53,11 @@ class Transport:
     def allgather(self, vector: torch.Tensor) -> None:
         """Send this rank's block of `vector` to all ranks, and receive theirs in `vector`."""
 
+    def _exchange_blocks(self, vector: torch.Tensor, received: torch.Tensor) -> None:
+        """Do what `alltoall` does, by `exchange`."""
+        blocks = (each.tensor_split(self.comm.size) for each in (vector, received))
+        self.exchange(*([(rank, [block]) for rank, block in enumerate(each)] for each in blocks))
+
 
 def mpi_type(vector: torch.Tensor) -> MPI.Datatype:
     """Return the MPI type of a vector. Raises TypeError unless it is float32, float64 or bytes.
@@ -65,7 +70,26 @@ def mpi_type(vector: torch.Tensor) -> MPI.Datatype:
 
 
 class HostMemory(Transport):
-    """MPI on host memory, in place."""
+    """MPI on host memory, in place. What is too large for one message is sent in several."""
+
+    def __init__(self, comm: Comm, largest: int = LARGEST) -> None:
+        """`largest`: bytes of one message between two ranks, and of one Allreduce."""
+        super().__init__(comm)
+        self._largest = largest
+
+    def _pieces(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the pieces of a vector that are small enough for a message, in order."""
+        return vector.split(max(1, self._largest // vector.element_size()))
+
+    def _messages(self, vectors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the vectors of one message, or those of several if they are too large for one."""
+        if sum(map(len, vectors)) * vectors[0].element_size() <= self._largest:
+            return [vectors]
+        return [[piece] for vector in vectors for piece in self._pieces(vector)]
+
+    def _fits(self, vector: torch.Tensor) -> bool:
+        """Whether the block of each rank is small enough for a message."""
+        return vector.nbytes <= self._largest * self.comm.size
 
     def _buffer(self, vector: torch.Tensor) -> Any:
         """Return the vector as a buffer for mpi4py."""
@@ -77,11 +101,14 @@ class HostMemory(Transport):
         return [self._buffer(vector), kind]
 
     def allreduce(self, vector: torch.Tensor) -> None:
-        self.comm.Allreduce(MPI.IN_PLACE, self._message(vector))
+        for piece in self._pieces(vector):
+            self.comm.Allreduce(MPI.IN_PLACE, self._message(piece))
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
-        out = [(self._together(vectors), rank) for rank, vectors in sends]
-        into = [(self._together(vectors), rank) for rank, vectors in receives]
+        out, into = (
+            [(self._together(part), rank) for rank, of in each for part in self._messages(of)]
+            for each in (sends, receives)
+        )
         if len(out) == len(into) == 1:
             (buffer, rank), (received, source) = *out, *into
             self.comm.Sendrecv(buffer, rank, recvbuf=received, source=source)
@@ -102,10 +129,19 @@ class HostMemory(Transport):
         return [MPI.BOTTOM, 1, kind.Commit()]
 
     def alltoall(self, vector: torch.Tensor, received: torch.Tensor) -> None:
-        self.comm.Alltoall(self._message(vector), self._message(received))
+        if self._fits(vector):
+            self.comm.Alltoall(self._message(vector), self._message(received))
+        else:
+            self._exchange_blocks(vector, received)
 
     def allgather(self, vector: torch.Tensor) -> None:
-        self.comm.Allgather(MPI.IN_PLACE, self._message(vector))
+        if self._fits(vector):
+            self.comm.Allgather(MPI.IN_PLACE, self._message(vector))
+            return
+        blocks, others = vector.tensor_split(self.comm.size), set(range(self.comm.size))
+        others.remove(self.comm.rank)
+        own = [(rank, [blocks[self.comm.rank]]) for rank in others]
+        self.exchange(own, [(rank, [blocks[rank]]) for rank in others])
 
 
 class DeviceMemory(HostMemory):

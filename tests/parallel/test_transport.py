@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.parallel.message import Message
+from hpctrain.parallel.mpi import LARGEST, MPI
 from hpctrain.parallel.nccl import Library, Nccl
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.reduce import Bfloat16Reduce, Plain
@@ -24,9 +25,11 @@ pytestmark = pytest.mark.mpi
 
 MAKERS = {
     "host memory": HostMemory,
+    "host memory, in pieces": lambda comm: HostMemory(comm, 8),
     "pinned": Pinned,
     "pinned, in pieces": lambda comm: Pinned(comm, piece_bytes=64),
     "device memory": DeviceMemory,
+    "device memory, in pieces": lambda comm: DeviceMemory(comm, 8),
     "NCCL": lambda comm: Nccl(comm, Library(built())),
 }
 
@@ -143,6 +146,44 @@ def test_a_large_message_is_summed_in_pieces(comm):
     pinned._host = Counting(comm)
     pinned.allreduce(numbers(comm.rank, 25))
     assert pinned._host.lengths == (10, 10, 5)
+
+
+class Sizes:
+    """A communicator of 3 ranks that sends nothing and notes the bytes of each message."""
+
+    rank, size = 1, 3
+
+    def __init__(self):
+        self.sent, self.received = [], []
+
+    def Allreduce(self, _, message):
+        self.sent.append(len(message[0]) * message[1].Get_size())
+
+    def Isend(self, message, rank):
+        self.sent.append(len(message[0]) * message[1].Get_size())
+        return MPI.REQUEST_NULL
+
+    def Irecv(self, message, rank):
+        self.received.append(len(message[0]) * message[1].Get_size())
+        return MPI.REQUEST_NULL
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+def test_no_message_has_more_numbers_than_mpi_can_count(dtype):
+    """MPI counts in 32 bits before version 4. The vectors take no memory."""
+    length = 3 * (2**31 + 5)
+    vector, size = torch.zeros(1, dtype=dtype).expand(length), dtype.itemsize
+    own, block = vector[: length // 3], length // 3 * size
+    for call, sent, received in (
+        (lambda way: way.allreduce(vector), length * size, 0),
+        (lambda way: way.exchange([(0, [own])], [(2, [own, own])]), block, 2 * block),
+        (lambda way: way.alltoall(vector, vector), 3 * block, 3 * block),
+        (lambda way: way.allgather(vector), 2 * block, 2 * block),
+    ):
+        comm = Sizes()
+        call(HostMemory(comm))
+        assert (sum(comm.sent), sum(comm.received)) == (sent, received)
+        assert max(comm.sent + comm.received) <= LARGEST < 2**31
 
 
 class Copies(TorchDispatchMode):
