@@ -1,8 +1,9 @@
 """``hpctrain pack``: in one process, or on all ranks that a launcher started.
 
 A single process does not initialize MPI. Of several ranks, rank 0 makes the pack
-(``data/packing/make.py``) and divides the tasks of every step; each rank runs its share in
-threads. A step is one scatter and one gather.
+(``data/packing/make.py``) and divides the tasks; each rank runs its share in threads. A step is one
+scatter and one gather of a bounded number of tasks, so that tasks and results take little memory on
+rank 0, and a message stays below the 2 GiB that MPI sends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from hpctrain.errors import Failure, UsageError
 from hpctrain.files import sync
 from hpctrain.launcher import launched_size
 from hpctrain.watchdog import started, waiting
+
+STEP_TASKS = 512  # per rank
 
 
 class RankTasks(NamedTuple):
@@ -73,7 +76,9 @@ def _serve(comm: Any) -> None:
             given: RankTasks | None = comm.scatter(None)
         if given is None:
             return
-        outcome = _attempt(given, 0)
+        own = sum(task.images for task in given.tasks)
+        with report.progress(given.what, own, own, 0) as advance:
+            outcome = _attempt(given, advance)
         with waiting("rank 0"):
             comm.gather(outcome)
 
@@ -87,7 +92,18 @@ def _start_ranks(
     def run_tasks(
         what: str, function: Callable[..., Any], tasks: Iterable[PackTask], images: int
     ) -> Iterator[Any]:
-        every = list(tasks)
+        share = -(-images // comm.size)
+        with report.progress(what, images, share, columns) as advance:
+            left = iter(tasks)
+            while every := list(islice(left, STEP_TASKS * comm.size)):
+                yield from run_step(what, function, every, advance)
+
+    def run_step(
+        what: str,
+        function: Callable[..., Any],
+        every: list[PackTask],
+        advance: Callable[[int], None],
+    ) -> Iterator[Any]:
         sizes = {path: _size(path) for path in {*files, *_written(every)}}
         cuts = [-(-len(every) * rank // comm.size) for rank in range(comm.size + 1)]
         given = [
@@ -96,7 +112,7 @@ def _start_ranks(
         ]
         with waiting():
             comm.scatter(given)
-        own = _attempt(given[0], columns, images)
+        own = _attempt(given[0], advance)
         with waiting():
             outcomes: list[tuple[list[Any], Failure | None]] = comm.gather(own)
         failed = [(rank, failure) for rank, (_, failure) in enumerate(outcomes) if failure]
@@ -109,17 +125,10 @@ def _start_ranks(
     yield run_tasks
 
 
-def _attempt(
-    given: RankTasks, columns: int, total: int | None = None
-) -> tuple[list[Any], Failure | None]:
+def _attempt(given: RankTasks, advance: Callable[[int], None]) -> tuple[list[Any], Failure | None]:
     """Run this rank's tasks; return their results, or none and the failure."""
-    own = sum(task.images for task in given.tasks)
     try:
-        with (
-            writing(given.output),
-            start_threads(given.jobs) as runner,
-            report.progress(given.what, total or own, own, columns) as advance,
-        ):
+        with writing(given.output), start_threads(given.jobs) as runner:
             for path, size in given.files.items():
                 if _size(path) != size:
                     raise UsageError(

@@ -25,8 +25,10 @@ ALL = ["--split", "0.8,0.1,0.1"]
 END = "-- end of a command:"
 BATCH = f"""
 import json, sys
+import hpctrain.pack
 from hpctrain.cli import main
 from hpctrain.launcher import launched_rank
+hpctrain.pack.STEP_TASKS = 2
 for words in json.loads(sys.argv[1]):
     code = main(["pack", *words])
     for stream in (sys.stdout, sys.stderr) if launched_rank() == 0 else ():

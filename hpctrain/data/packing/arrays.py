@@ -24,6 +24,7 @@ import numpy as np
 
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packing.layout import NO_SPLIT, ImageSource, image_table
+from hpctrain.data.packing.names import Names
 from hpctrain.data.packing.scratch import (
     UNZIP_ERRORS,
     ZIP_ERRORS,
@@ -201,17 +202,13 @@ def make_source(name: str, parts: list[PixelArray], classes: tuple[str, ...] | N
         raise UsageError(f"source {name}: two classes have the name {twice[0]!r}: rename one")
     counts, row = [part.shape[0] for part in parts], math.prod(parts[0].shape[1:])
     splits = [SPLITS.index(part.split) if part.split else NO_SPLIT for part in parts]
-    images, names = image_table(
-        (f"{part.what}[{i}]" for part in parts for i in range(part.shape[0])),
-        len(values),
-        label=numbers,
-        split=np.repeat(splits, counts),
-        file=np.repeat(np.arange(len(parts)), counts),
-        offset=np.concatenate([part.offset + row * np.arange(part.shape[0]) for part in parts]),
-        size=row,
-    )
+    names = Names(f"{part.what}[{i}]" for part in parts for i in range(part.shape[0]))
+    images = image_table("pixels", names, np.arange(len(values)), label=numbers, size=row)
+    images["split"], images["file"] = np.repeat([splits, range(len(parts))], counts, axis=1)
+    offsets = [part.offset + row * np.arange(part.shape[0]) for part in parts]
+    images["offset"] = np.concatenate(offsets)
     files, shape = [part.file for part in parts], parts[0].shape[1:]
-    return ImageSource(name, "pixels", "", classes, images, names, files=files, shape=shape)
+    return ImageSource(name, "pixels", "", classes, images, names.encoded, files=files, shape=shape)
 
 
 def npz_source(path: Path, new_file: NewFile) -> ImageSource:

@@ -27,7 +27,8 @@ from hpctrain.data.images import (
     fit_pixels,
     probe,
 )
-from hpctrain.data.packing.layout import DIGEST_BYTES, ImageSource, decoded_dtype
+from hpctrain.data.packing.layout import DECODED, DIGEST_BYTES, LISTED, ImageSource, jpeg_dtype
+from hpctrain.data.packing.names import CODEC
 from hpctrain.data.packing.scratch import UNZIP_ERRORS, ZIP_ERRORS
 from hpctrain.errors import RunError
 from hpctrain.files import open_itself, open_regular, write_at
@@ -109,7 +110,8 @@ def decode_rows(source: ImageSource, fit: Fit, span: Span) -> tuple[np.ndarray, 
         pixels[row * row_bytes : (row + 1) * row_bytes] = made
         return made
 
-    return *_decode_each(source, fit, decode_one), write_span(pixels, span)
+    decoded = np.zeros(len(source.images), DECODED)
+    return *_decode_each(source, decoded, decode_one), write_span(pixels, span)
 
 
 def decode_files(source: ImageSource, fit: Fit) -> tuple[np.ndarray, BadFiles]:
@@ -122,14 +124,14 @@ def decode_files(source: ImageSource, fit: Fit) -> tuple[np.ndarray, BadFiles]:
         found["sums"] = channel_sums(pixels, fit.channels)
         return pixels
 
-    return _decode_each(source, fit, decode_one)
+    decoded = np.zeros(len(source.images), jpeg_dtype(fit.channels))
+    return _decode_each(source, decoded, decode_one)
 
 
 def _decode_each(
-    source: ImageSource, fit: Fit, decode_one: Callable[[bytes, int, np.void], bytes]
+    source: ImageSource, decoded: np.ndarray, decode_one: Callable[[bytes, int, np.void], bytes]
 ) -> tuple[np.ndarray, BadFiles]:
-    """Call `decode_one` for every image; return their results (n,), and the bad files."""
-    decoded = np.zeros(len(source.images), decoded_dtype(fit.channels))
+    """Call `decode_one` for every image; return `decoded` (n,), filled, and the bad files."""
     bad: BadFiles = []
     with ImageReader(source) as reader:
         for row in range(len(decoded)):
@@ -214,8 +216,8 @@ class ImageReader:
 
     def __init__(self, source: ImageSource) -> None:
         self._source = source
-        columns = ("file", "offset", "size", "method", "flags", "compressed", "crc32")
-        self._places = source.images[list(columns)].tolist()
+        names = source.images.dtype.names or ()
+        self._places = source.images[list(names[len(LISTED) :])].tolist()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -231,8 +233,8 @@ class ImageReader:
 
         A file opened for this image alone is closed by `stack`.
         """
-        file, offset, size = self._places[row][:3]
         if self._source.kind != "folder":
+            file, offset, size = self._places[row][:3]
             return self._files[file], offset, size
         path = os.path.join(self._source.root, self._source.name_of(row))
         descriptor = _open(stack, path)
@@ -283,7 +285,7 @@ def show_image(name: str) -> None:
     """Record the name of the next image, to be reported if this process hangs or dies."""
     doing(f"reading {name}")
     for place in current_image:
-        text = name.encode("utf-8", "surrogateescape")[: len(place) - 1]
+        text = name.encode(*CODEC)[: len(place) - 1]
         place[: len(text) + 1] = text + b"\0"
 
 

@@ -1,4 +1,4 @@
-"""Store listed images as columns of one NumPy array, and derive classes and splits from folders.
+"""Store listed images as rows of one NumPy array, and derive classes and splits from folders.
 
 ``read_class_folders`` uses names alone, so the same rules hold for folders and archives:
 
@@ -15,13 +15,14 @@ Folders that look like splits but have other names are an error; they are not pa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpctrain.data.pack_format import SPLITS
+from hpctrain.data.packing.names import CODEC, Names
 from hpctrain.errors import UsageError
 
 SPLIT_FOLDER = re.compile(
@@ -33,13 +34,19 @@ HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 NO_SPLIT = -1
 DIGEST_BYTES = 16
-#: One row per image. `start` to `stop`: its name among all names. `file`, `offset`, `size`: the
-#: location of its bytes. For a .zip also method, flags, compressed size and CRC-32.
-IMAGE = np.dtype(
-    [("start", "<i8"), ("stop", "<i8"), ("label", "<i4"), ("split", "i1"), ("group", "<i4")]
-    + [("file", "u1"), ("offset", "<i8"), ("size", "<i8")]
-    + [("method", "<u2"), ("flags", "<u2"), ("compressed", "<i8"), ("crc32", "<u4")]
-)
+#: One row per image. `start` to `stop`: its name among all names.
+LISTED = [("start", "<i8"), ("stop", "<i8"), ("label", "<i4"), ("split", "i1"), ("group", "<i4")]
+#: The location of its bytes, if it is not a file of its own, and more that a .zip says about it.
+PLACED = [("file", "u1"), ("offset", "<i8"), ("size", "<i8")]
+ZIPPED = [("method", "<u2"), ("flags", "<u2"), ("compressed", "<i8"), ("crc32", "<u4")]
+COLUMNS = {  # by kind of the source
+    "folder": LISTED,
+    "slices": [*LISTED, *PLACED],
+    "pixels": [*LISTED, *PLACED],
+    "zip": [*LISTED, *PLACED, *ZIPPED],
+}
+#: Results of a decoded image: whether it can be decoded, and the digest of its pixels.
+DECODED: list[tuple[Any, ...]] = [("good", "?"), ("digest", f"S{DIGEST_BYTES}")]
 
 
 @dataclass
@@ -56,8 +63,8 @@ class ImageSource:
     kind: str
     root: str
     classes: tuple[str, ...]
-    images: np.ndarray  # (N,) IMAGE
-    names: bytes
+    images: np.ndarray  # (N,) COLUMNS[kind]
+    names: bytes | bytearray
     bad: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of unusable files
     notes: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)  # paths
@@ -67,7 +74,7 @@ class ImageSource:
     def name_of(self, row: int) -> str:
         """Return the name of an image within the source."""
         start, stop = self.images["start"][row], self.images["stop"][row]
-        return self.names[start:stop].decode("utf-8", "surrogateescape")
+        return self.names[start:stop].decode(*CODEC)
 
     def leave_out(self, reasons: Mapping[int, str]) -> None:
         """Remove unusable images, given by row with a reason, and list them as bad."""
@@ -75,22 +82,18 @@ class ImageSource:
         self.images = np.delete(self.images, list(reasons)) if reasons else self.images
 
     def take(self, rows: np.ndarray) -> ImageSource:
-        """Return a source with only these images, in this order."""
+        """Return a source with only these images, in this order, and without names of classes."""
         images = self.images[rows]
         starts, stops = images["start"].tolist(), images["stop"].tolist()
         names = b"".join(self.names[a:b] for a, b in zip(starts, stops, strict=True))
         images["stop"] = np.cumsum(images["stop"] - images["start"])
         images["start"][1:], images["start"][:1] = images["stop"][:-1], 0
-        return replace(self, images=images, names=names, bad=[], notes=[])
+        return replace(self, classes=(), images=images, names=names, bad=[], notes=[])
 
 
-def decoded_dtype(channels: int) -> np.dtype:
-    """Return the dtype of a decoded image's results; the last four fields are for JPEG files.
-
-    `good` is false for an image that cannot be decoded.
-    """
-    fields: list[Any] = [("good", "?"), ("digest", f"S{DIGEST_BYTES}")]  # of the pixels
-    fields += [("size", "<i8"), ("crc32", "<u4")]
+def jpeg_dtype(channels: int) -> np.dtype:
+    """Return the dtype of a decoded image's results in a pack of JPEG files."""
+    fields = [*DECODED, ("size", "<i8"), ("crc32", "<u4")]
     fields += [("kept", "?")]  # bytes of the source unchanged
     return np.dtype([*fields, ("sums", "<u8", (2, channels))])  # as in Written
 
@@ -100,23 +103,22 @@ class ClassFolders(NamedTuple):
 
     classes: tuple[str, ...]
     order: np.ndarray  # (N,) int64: indices of the images among the names, sorted by folder
-    labels: np.ndarray  # (N,) int64
-    splits: np.ndarray  # (N,) int64: indices into SPLITS, or NO_SPLIT
+    labels: np.ndarray  # (N,) int32
+    splits: np.ndarray  # (N,) int8: indices into SPLITS, or NO_SPLIT
     ignored: int  # image files outside of class folders
 
 
-def image_table(names: Iterable[str], count: int, **columns: object) -> tuple[np.ndarray, bytes]:
-    """Return a table (N,) IMAGE of these columns, and all names; split and group default to -1."""
-    table, encoded = np.zeros(count, IMAGE), bytearray()
-    stops = np.zeros(count, np.int64)
-    for row, name in enumerate(names):
-        encoded += name.encode("utf-8", "surrogateescape")
-        stops[row] = len(encoded)
-    table["stop"], table["start"][1:] = stops, stops[:-1]
+def image_table(kind: str, names: Names, rows: np.ndarray, **columns: object) -> np.ndarray:
+    """Return a table (N,) COLUMNS[kind] of the images `names[rows]`, with these columns.
+
+    `split` and `group` default to -1.
+    """
+    table, bounds = np.zeros(len(rows), COLUMNS[kind]), names.bounds()
+    table["start"], table["stop"] = bounds[rows], bounds[rows + 1]
     table["split"] = table["group"] = -1
     for column, values in columns.items():
         table[column] = values
-    return table, bytes(encoded)
+    return table
 
 
 def split_number(name: str) -> int | None:
@@ -131,19 +133,22 @@ def hidden(parts: Iterable[str]) -> bool:
 
 
 def read_class_folders(
-    files: Sequence[str], folders: Iterable[str], where: str, any_subfolders: bool = False
+    names: Names,
+    files: np.ndarray,
+    folders: Iterable[str],
+    where: str,
+    any_subfolders: bool = False,
 ) -> ClassFolders:
     """Derive classes and splits from names relative to the source, with parts joined by "/".
 
-    With `any_subfolders`, folders are classes, even if they look like splits. Raises UsageError if
-    there are no class folders, if one is empty, or if they look like splits.
+    `files` (n,) int64 are the indices of the files among the names, sorted folder by folder. With
+    `any_subfolders`, folders are classes, even if they look like splits. Raises UsageError if there
+    are no class folders, if one is empty, or if they look like splits.
     """
-    shown = [row for row, name in enumerate(files) if not hidden(name.split("/"))]
-    shown.sort(key=lambda row: files[row].replace("/", "\0"))  # folder by folder
-    above = {files[row].rpartition("/")[0] for row in shown}
-    above.update(name for name in folders if not hidden(name.split("/")))
+    above, folder_of = _folders_of(names, files)
+    files, folder_of = files[folder_of >= 0], folder_of[folder_of >= 0]
     tree: dict[str, Any] = {}  # of folders
-    for name in filter(None, above):
+    for name in filter(None, (*above, *(f for f in folders if not hidden(f.split("/"))))):
         node = tree
         for part in name.split("/"):
             node = node.setdefault(part, {})
@@ -152,26 +157,38 @@ def read_class_folders(
         tree, top = only, top + 1
     if not tree:
         raise UsageError(
-            f"{where} holds {len(shown)} files but no class folders: expected one folder per"
+            f"{where} holds {len(files)} files but no class folders: expected one folder per"
             f" class, as in {where}/CLASS/IMAGE, or a table of labels (--manifest)"
         )
     below = {head: sorted(tree[head]) for head in sorted(tree)}
     splits = {} if any_subfolders else _split_folders(below, where)
     classes = tuple(sorted({name for head in splits for name in below[head]} or tree))
     depth = top + bool(splits)  # of the part that names the class
-    labels = {name: label for label, name in enumerate(classes)}
-    order, found, given, ignored = [], [], [], 0
-    for row in shown:
-        parts = files[row].split("/")
-        if len(parts) > depth + 1:
-            order.append(row)
-            found.append(labels[parts[depth]])
-            given.append(splits[parts[top]] if splits else NO_SPLIT)
-        else:
-            ignored += parts[-1].lower().endswith(IMAGE_SUFFIXES)
-    columns = [np.array(values, np.int64) for values in (order, found, given)]
-    _check_classes(classes, columns[1][columns[2] <= 0], where)
-    return ClassFolders(classes, columns[0], columns[1], columns[2], ignored)
+    label_of = {name: label for label, name in enumerate(classes)}
+    labels, given = np.full(len(above), -1, np.int32), np.full(len(above), NO_SPLIT, np.int8)
+    for number, name in enumerate(above):
+        parts = name.split("/") if name else []
+        if len(parts) > depth:
+            labels[number] = label_of[parts[depth]]
+            given[number] = splits[parts[top]] if splits else NO_SPLIT
+    found = labels[folder_of]
+    others = (names[row].lower() for row in files[found < 0])
+    ignored = sum(name.endswith(IMAGE_SUFFIXES) for name in others)
+    order, folder_of, found = files[found >= 0], folder_of[found >= 0], found[found >= 0]
+    chosen = given[folder_of]
+    _check_classes(classes, found[chosen <= 0], where)
+    return ClassFolders(classes, order, found, chosen, ignored)
+
+
+def _folders_of(names: Names, files: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """Return the folders that hold files, and the index (n,) int32 of each file's; -1 = hidden."""
+    numbers: dict[str, int] = {}
+    found = np.full(len(files), -1, np.int32)
+    for place, row in enumerate(map(int, files)):
+        folder, _, name = names[row].rpartition("/")
+        if not hidden((name,)) and (folder in numbers or not hidden(folder.split("/"))):
+            found[place] = numbers.setdefault(folder, len(numbers))
+    return list(numbers), found
 
 
 def _split_folders(below: Mapping[str, list[str]], where: str) -> dict[str, int]:

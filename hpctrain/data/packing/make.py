@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hpctrain.data.images import Fit
 from hpctrain.data.pack_format import JPEG
 from hpctrain.data.packing import report
 from hpctrain.data.packing.decode import (
+    BadFiles,
     Span,
     copy_rows,
     decode_files,
@@ -34,7 +36,7 @@ from hpctrain.data.packing.decode import (
     read_headers,
     write_files,
 )
-from hpctrain.data.packing.layout import ImageSource
+from hpctrain.data.packing.layout import DECODED, ImageSource, jpeg_dtype
 from hpctrain.data.packing.scratch import scratch_files
 from hpctrain.data.packing.sources import Labels, open_source
 from hpctrain.data.packing.split import assign_rows, equal_pixels
@@ -102,16 +104,14 @@ class PackMaker:
         """
         source, size = self._source, asked_size(self._config)
         channels, exact = self._config.channels, size is None
-        headers = np.zeros((0, 3), np.int64)
+        count = len(source.images)
+        headers = np.zeros((count, 3), np.int64)  # 0 = not read
         if source.shape:
             size, channels = size or source.shape[1::-1], channels or source.shape[2]
         elif not (size and channels):
-            rows = np.arange(len(source.images))
-            for part in (rows[:FIRST_IMAGES], rows[FIRST_IMAGES:]):
-                tasks = self._batches(part, IMAGES_PER_TASK)
-                headers = np.concatenate(
-                    [headers, *self._run("reading", read_headers, tasks, len(part))]
-                )
+            for start, stop in pairwise((0, min(FIRST_IMAGES, count), count)):
+                tasks = self._batches(IMAGES_PER_TASK, start, stop)
+                _fill(headers[start:stop], self._run("reading", read_headers, tasks, stop - start))
                 if size and headers[:, 2].any():
                     break
         width, height = size or _only_size(source, headers[:, :2])
@@ -129,17 +129,15 @@ class PackMaker:
                 PackTask((self._source.take(s.of(guess)), fit, s), s.stop - s.start)
                 for s in self._spans(writer)
             )
-            found = list(self._run("decoding", decode_rows, tasks, count))
-            written = [part for *_, part in found]
-            for part in written:
-                writer.write_rest(part.rest)
-            order = np.argsort(np.concatenate([guess[data.split] for data in writer.images()]))
-            self._source.bad += [file for _, bad, _ in found for file in bad]
-            decoded = np.concatenate([part for part, *_ in found])[order]
+            decoded = np.zeros(count, DECODED)
+            for found, bad, written in self._run("decoding", decode_rows, tasks, count):
+                decoded[written.span.of(guess)] = found
+                self._source.bad += bad
+                writer.add(written)
             rows, facts = self._choose(decoded, fit)
             made = PackFacts(shape, self._source.classes, facts)
             if rows.keys() == guess.keys() and all(np.array_equal(rows[s], guess[s]) for s in rows):
-                writer.finish(made, self._labels(rows), written)
+                writer.finish(made, self._labels(rows))
                 return
             places = np.zeros(count, np.int64)
             for data in writer.images():
@@ -151,12 +149,12 @@ class PackMaker:
     def write_files(self, fit: Fit) -> None:
         """Write a pack of JPEG files."""
         source, count = self._source, len(self._source.images)
-        check_room(self._output, int(source.images["size"].sum()))
-        batches = self._batches(np.arange(count), IMAGES_PER_TASK)
+        if source.kind != "folder":
+            check_room(self._output, int(source.images["size"].sum()))
+        batches = self._batches(IMAGES_PER_TASK, 0, count)
         tasks = (PackTask((*task.arguments, fit), task.images) for task in batches)
-        found = list(self._run("decoding", decode_files, tasks, count))
-        decoded = np.concatenate([part for part, _ in found])
-        source.bad += [file for _, bad in found for file in bad]
+        decoded = np.zeros(count, jpeg_dtype(fit.channels))
+        _fill(decoded, self._good_parts(self._run("decoding", decode_files, tasks, count)))
         rows, facts = self._choose(decoded, fit)
         kept, good = int(decoded["kept"].sum()), int(decoded["good"].sum())
         facts["encoding"] = {"name": JPEG, "kept": kept, "encoded_anew": good - kept}
@@ -176,9 +174,12 @@ class PackMaker:
                 self._files_task(decoded, rows[span.split], offsets[span.split], span)
                 for span in self._spans(writer)
             )
-            written = list(self._run("writing", write_files, tasks, good))
-            sums = decoded["sums"][rows["train"]].sum(axis=0)
-            writer.finish(made, self._labels(rows), written, sums)
+            for written in self._run("writing", write_files, tasks, good):
+                writer.add(written)
+            in_train = np.zeros((count, 1, 1), bool)
+            in_train[rows["train"]] = True
+            sums = decoded["sums"].sum(axis=0, where=in_train)
+            writer.finish(made, self._labels(rows), sums)
 
     def _files_task(
         self, decoded: np.ndarray, rows: np.ndarray, offsets: np.ndarray, span: Span
@@ -203,8 +204,9 @@ class PackMaker:
                 PackTask((path, places[s.of(rows)], row_bytes, s), s.stop - s.start)
                 for s in self._spans(writer)
             )
-            written = list(self._run("writing", copy_rows, tasks, images))
-            writer.finish(made, self._labels(rows), written)
+            for written in self._run("writing", copy_rows, tasks, images):
+                writer.add(written)
+            writer.finish(made, self._labels(rows))
 
     def _guess(self) -> dict[str, np.ndarray]:
         """Assign every image to a split before decoding.
@@ -213,10 +215,10 @@ class PackMaker:
         have equal pixels.
         """
         everything = np.arange(len(self._source.images))
-        tasks = self._batches(everything, FINGERPRINTS_PER_TASK)
-        parts = self._run("reading", read_fingerprints, tasks, len(everything))
-        found = np.concatenate([np.zeros(0, np.int64), *parts])
-        for groups in (np.unique(found, return_inverse=True)[1], everything):
+        tasks = self._batches(FINGERPRINTS_PER_TASK, 0, len(everything))
+        found = np.zeros(len(everything), np.int64)
+        _fill(found, self._run("reading", read_fingerprints, tasks, len(everything)))
+        for groups in (equal_pixels(found)[0], everything):
             with suppress(UsageError):  # raised again after decoding if it still applies
                 rows = assign_rows(self._source, everything, groups, self._config, self._shares)
                 if sum(map(len, rows.values())) == len(everything):
@@ -235,10 +237,15 @@ class PackMaker:
         report.say_chosen(source, good, equal, rows)
         return rows, report.provenance(source, good, equal, config, fit, rows)
 
-    def _batches(self, rows: np.ndarray, step: int) -> Iterator[PackTask]:
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step]
-            yield PackTask((self._source.take(part),), len(part))
+    def _good_parts(self, found: Iterator[tuple[np.ndarray, BadFiles]]) -> Iterator[np.ndarray]:
+        for part, bad in found:
+            self._source.bad += bad
+            yield part
+
+    def _batches(self, step: int, start: int, stop: int) -> Iterator[PackTask]:
+        for first in range(start, stop, step):
+            rows = np.arange(first, min(first + step, stop))
+            yield PackTask((self._source.take(rows),), len(rows))
 
     def _spans(self, writer: PackWriter) -> Iterator[Span]:
         """Yield the datasets of images in parts of whole blocks."""
@@ -247,6 +254,14 @@ class PackMaker:
 
     def _labels(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {split: self._source.images["label"][of] for split, of in rows.items()}
+
+
+def _fill(target: np.ndarray, parts: Iterable[np.ndarray]) -> None:
+    """Copy the parts into `target`, one after the other."""
+    start = 0
+    for part in parts:
+        target[start : start + len(part)] = part
+        start += len(part)
 
 
 def _lengths(rows: dict[str, np.ndarray]) -> dict[str, int]:

@@ -9,7 +9,9 @@ pyarrow.
 
 from __future__ import annotations
 
+import copy
 import csv
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +20,7 @@ import numpy as np
 
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packing.layout import NO_SPLIT, split_number
+from hpctrain.data.packing.names import Names
 from hpctrain.data.packing.scratch import check_count
 from hpctrain.errors import UsageError
 from hpctrain.text import brief
@@ -30,81 +33,131 @@ class Manifest(NamedTuple):
     """The content of a manifest; classes are in numerical order if all labels are whole numbers."""
 
     file: str
-    paths: list[str]
+    paths: Names
     classes: tuple[str, ...]
-    labels: np.ndarray  # (N,) int64
-    splits: np.ndarray  # (N,) int64: indices into SPLITS, or NO_SPLIT
-    groups: np.ndarray  # (N,) int64; -1 without groups
+    labels: np.ndarray  # (N,) int32
+    splits: np.ndarray  # (N,) int8: indices into SPLITS, or NO_SPLIT
+    groups: np.ndarray  # (N,) int32; -1 without groups
+
+
+class DistinctValues:
+    """The values of a column of text: each distinct one once, and their numbers (N,)."""
+
+    def __init__(self) -> None:
+        self.distinct: dict[str, int] = {}
+        self._numbers = array("i")
+
+    def append(self, value: str) -> None:
+        """Add the value of the next row."""
+        self._numbers.append(self.distinct.setdefault(value, len(self.distinct)))
+
+    def mapped(self, values: Mapping[str, int], dtype: type[np.generic]) -> np.ndarray:
+        """Return `values` of each row, (N,) `dtype`."""
+        chosen = np.array([values[text] for text in self.distinct], dtype)
+        return chosen[np.frombuffer(self._numbers, np.int32)]
+
+    def first(self, value: str) -> int:
+        """Return the index of the first row with this value."""
+        return self._numbers.index(self.distinct[value])
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read a CSV or Parquet table of images. Raises UsageError with the row in its message."""
     is_parquet = path.suffix == ".parquet"
-    rows = _parquet_rows(path) if is_parquet else _csv_rows(path)
-    paths: dict[str, int] = {}
-    values: dict[str, list[str]] = {name: [] for name in ("label", *OPTIONAL)}
-    for number, row in enumerate(rows, 1 if is_parquet else 2):
+    rows, start = (_parquet_rows(path), 1) if is_parquet else (_csv_rows(path), 2)
+    paths, columns = Names(), {name: DistinctValues() for name in ("label", *OPTIONAL)}
+    for number, row in enumerate(rows, start):
         cells = {name: (row.get(name) or "").strip() for name in (*NEEDED, *OPTIONAL)}
         for name in NEEDED:
             if not cells[name]:
                 raise UsageError(f"{path}: row {number} has no {name}")
-        if paths.setdefault(cells["path"], number) != number:
-            raise UsageError(
-                f"{path}: rows {paths[cells['path']]} and {number} both name {cells['path']}"
-            )
-        for name, column in values.items():
+        paths.append(cells["path"])
+        for name, column in columns.items():
             column.append(cells[name])
         check_count(f"manifest {path}", len(paths))
     if not paths:
         raise UsageError(f"{path} names no images")
+    _check_unique(path, paths, start)
     for name in OPTIONAL:
-        if not all(values[name]) and any(values[name]):
-            number = list(paths.values())[values[name].index("")]
+        if "" in columns[name].distinct and len(columns[name].distinct) > 1:
+            number = start + columns[name].first("")
             raise UsageError(f"{path}: row {number} has no {name}, other rows have one")
-    classes, labels = _numbered(values["label"])
-    groups = _numbered(values["group"])[1] if values["group"][0] else np.full(len(labels), -1)
-    return Manifest(str(path), list(paths), classes, labels, _splits(path, values, paths), groups)
+    classes, labels = _numbered(columns["label"])
+    names, groups = _numbered(columns["group"])
+    groups = groups if names[0] else np.full(len(paths), -1, np.int32)
+    splits = _splits(path, columns["split"], start)
+    _check_groups(path, names, groups, splits, start)
+    return Manifest(str(path), paths, classes, labels, splits, groups)
 
 
-def find_images(manifest: Manifest, files: Sequence[str]) -> np.ndarray:
-    """Return the indices (N,) of the manifest's images in `files` of an archive.
+def find_images(manifest: Manifest, names: Names, is_folder: np.ndarray) -> np.ndarray:
+    """Return the indices (N,) of the manifest's images in `names`, members of an archive.
 
-    Raises UsageError if one is missing.
+    is_folder (n,) bool: the other names are files; of equal names the last one counts. Raises
+    UsageError if an image is missing.
     """
-    rows = {name: row for row, name in enumerate(files)}
-    if missing := [path for path in manifest.paths if path not in rows]:
+    both = copy.deepcopy(names)
+    both.extend(manifest.paths)
+    order, new = both.sort()
+    places = np.flatnonzero(order >= len(names))  # of the paths; their members stand before them
+    members = order[places - 1]
+    found = np.full(len(manifest.paths), -1)
+    found[order[places] - len(names)] = np.where(new[places] | is_folder[members], -1, members)
+    if len(missing := np.flatnonzero(found < 0)):
         raise UsageError(
             f"{manifest.file} names {len(missing):,} images that the archive does not hold, such"
-            f" as {missing[0]}"
+            f" as {manifest.paths[missing[0]]}"
         )
-    return np.array([rows[path] for path in manifest.paths], np.int64)
+    return found
 
 
-def _numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the distinct values in order, and the index (N,) of each value among them."""
-    distinct = sorted(set(values))
+def _check_unique(path: Path, paths: Names, start: int) -> None:
+    """Raise UsageError if two rows, which are counted from `start`, have the same path."""
+    order, new = paths.sort()
+    if not new.all():
+        second = order[~new].min()
+        place = last = int(np.flatnonzero(order == second)[0])
+        while not new[place]:
+            place -= 1
+        one, other = start + order[place], start + order[last]
+        raise UsageError(f"{path}: rows {one} and {other} both name {paths[second]}")
+
+
+def _numbered(column: DistinctValues) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the distinct values in order, and the index (N,) int32 of each value among them."""
+    distinct = sorted(column.distinct)
     if all(value.isdecimal() for value in distinct):
         distinct.sort(key=lambda value: (int(value), value))
     numbers = {value: number for number, value in enumerate(distinct)}
-    return tuple(distinct), np.array([numbers[value] for value in values], np.int64)
+    return tuple(distinct), column.mapped(numbers, np.int32)
 
 
-def _splits(path: Path, values: Mapping[str, list[str]], rows: Mapping[str, int]) -> np.ndarray:
-    """Return the given splits (N,). Raises UsageError if one is unknown or a group is divided."""
-    known = {name: split_number(name) for name in {*values["split"], ""}}
-    splits = [NO_SPLIT if not name else known[name] for name in values["split"]]
-    of_group: dict[str, int] = {}
-    for number, name, split, group in zip(
-        rows.values(), values["split"], splits, values["group"], strict=True
-    ):
+def _splits(path: Path, column: DistinctValues, start: int) -> np.ndarray:
+    """Return the given splits (N,) int8. Raises UsageError if one is unknown."""
+    known = {name: split_number(name) if name else NO_SPLIT for name in column.distinct}
+    for name, split in known.items():
         if split is None:
+            number = start + column.first(name)
             raise UsageError(
                 f"{path}: row {number} has the split {name!r}: give {', '.join(SPLITS)}"
             )
-        if group and of_group.setdefault(group, split) != split:
-            both = f"{SPLITS[of_group[group]]} and {SPLITS[split]}"
-            raise UsageError(f"{path}: row {number}: group {group!r} is in both {both}")
-    return np.array(splits, np.int64)
+    return column.mapped(
+        {name: split for name, split in known.items() if split is not None}, np.int8
+    )
+
+
+def _check_groups(
+    path: Path, names: Sequence[str], groups: np.ndarray, splits: np.ndarray, start: int
+) -> None:
+    """Raise UsageError if a group, an index into `names`, is divided between splits."""
+    if groups[0] < 0:
+        return
+    _, first = np.unique(groups, return_index=True)
+    if len(divided := np.flatnonzero(splits != splits[first[groups]])):
+        row = int(divided[0])
+        group = groups[row]
+        both = f"{SPLITS[splits[first[group]]]} and {SPLITS[splits[row]]}"
+        raise UsageError(f"{path}: row {start + row}: group {names[group]!r} is in both {both}")
 
 
 def _check_columns(path: Path, names: Sequence[str]) -> None:

@@ -50,8 +50,8 @@ def progress(
 ) -> Iterator[Callable[[int], None]]:
     """Show a progress bar over `total` images on a terminal, nothing elsewhere.
 
-    Gives a function that advances it by a number of this process's `own` images. The bar shows the
-    same fraction of all images.
+    Gives a function that advances it by a number of this process's images, of about `own`. The bar
+    shows the same fraction of all images.
     """
     console = _console(columns, stderr=True)
     done = 0
@@ -60,7 +60,7 @@ def progress(
         nonlocal done
         done += images
         doing(f"{what} image {done:,} of {own:,}")
-        bar.update(task, completed=done * total // max(own, 1))
+        bar.update(task, completed=min(done * total // max(own, 1), total))
 
     fields = (
         TextColumn("{task.description:<8}"),

@@ -14,7 +14,7 @@ import stat
 import tarfile
 import zipfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -23,8 +23,16 @@ import numpy as np
 
 from hpctrain.data.images import FILE_LIMIT
 from hpctrain.data.packing import arrays
-from hpctrain.data.packing.layout import ImageSource, hidden, image_table, read_class_folders
+from hpctrain.data.packing.layout import (
+    PLACED,
+    ZIPPED,
+    ImageSource,
+    hidden,
+    image_table,
+    read_class_folders,
+)
 from hpctrain.data.packing.manifest import find_images, read_manifest
+from hpctrain.data.packing.names import Names
 from hpctrain.data.packing.scratch import (
     RATIO,
     ZIP_ERRORS,
@@ -41,6 +49,7 @@ from hpctrain.watchdog import doing
 FOLDER, REGULAR, SOFT_LINK, HARD_LINK, OTHER = range(5)  # kinds of members
 HUGE = 2**61  # bytes; larger sizes are stored as this one
 SMALL = 2**24  # bytes of an image file that any member of a .zip may expand to
+ZIP_FACTS = [*PLACED[1:], *ZIPPED]  # columns of one archive
 GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
 TABLES = (".csv", ".parquet")
 
@@ -71,15 +80,17 @@ def open_source(
     """
     with ExitStack() as stack:
         source = _listed(path, lambda: stack.enter_context(new_file()), labels or Labels())
-        limits = np.full(len(source.images), FILE_LIMIT)
-        if source.kind == "zip":
-            limits = np.minimum(limits, SMALL + RATIO * source.images["compressed"])
-        sizes = source.images["size"]
-        large = np.flatnonzero(sizes > limits).tolist()
-        source.leave_out(
-            {row: f"{sizes[row]:,} bytes; the limit is {limits[row]:,}" for row in large}
-        )
+        if source.kind != "folder":  # whose files have sizes when they are read
+            _leave_out_large(source)
         yield source
+
+
+def _leave_out_large(source: ImageSource) -> None:
+    sizes, limits = source.images["size"], np.full(len(source.images), FILE_LIMIT)
+    if source.kind == "zip":
+        limits = np.minimum(limits, SMALL + RATIO * source.images["compressed"])
+    large = np.flatnonzero(sizes > limits).tolist()
+    source.leave_out({row: f"{sizes[row]:,} bytes; the limit is {limits[row]:,}" for row in large})
 
 
 def _listed(path: Path, new_file: NewFile, labels: Labels) -> ImageSource:
@@ -119,30 +130,34 @@ def _listed(path: Path, new_file: NewFile, labels: Labels) -> ImageSource:
 
 
 def _source(
-    path: Path,
-    kind: str,
-    root: str,
-    files: Sequence[str],
-    folders: Sequence[str],
-    labels: Labels,
+    path: Path, kind: str, root: str, names: Names, is_folder: np.ndarray, labels: Labels
 ) -> tuple[ImageSource, np.ndarray]:
-    """Make a source of these image files; return it and their indices (N,) in `files`."""
+    """Make a source of the images among these names; return it and their indices (N,) in `names`.
+
+    is_folder (n,) bool: the other names are files; of equal names the last one counts.
+    """
     notes: list[str] = []
     if labels.manifest:
         table = read_manifest(Path(labels.manifest))
-        order = np.arange(len(table.paths)) if kind == "folder" else find_images(table, files)
-        names, classes, by = table.paths, table.classes, "manifest"
+        if kind == "folder":
+            names, order = table.paths, np.arange(len(table.paths))
+        else:
+            order = find_images(table, names, is_folder)
+        classes, by = table.classes, "manifest"
         columns = dict(label=table.labels, split=table.splits, group=table.groups)
     else:
-        found = read_class_folders(files, folders, str(path), labels.any_subfolders)
-        order, names = found.order, [files[row] for row in found.order.tolist()]
-        classes, by = found.classes, "folders"
+        order, new = names.sort()
+        order = order[np.roll(new, -1)]  # the last one of equal names
+        folders = (names[row] for row in order[is_folder[order]])
+        files = order[~is_folder[order]]
+        found = read_class_folders(names, files, folders, str(path), labels.any_subfolders)
+        order, classes, by = found.order, found.classes, "folders"
         columns = dict(label=found.labels, split=found.splits)
         if found.ignored:
             notes.append(f"{found.ignored} image files outside the class folders were ignored")
-    images, encoded = image_table(names, len(names), **columns)
+    images = image_table(kind, names, order, **columns)
     name = path.resolve().name if kind == "folder" else path.name
-    source = ImageSource(name, kind, root, classes, images, encoded, notes=notes, split_by=by)
+    source = ImageSource(name, kind, root, classes, images, names.encoded, notes=notes, split_by=by)
     return source, order
 
 
@@ -151,16 +166,18 @@ def _folder(root: Path, labels: Labels) -> ImageSource:
 
     If a manifest names them, the folder is not searched: missing files are noticed when read.
     """
-    files, folders, bad = _walk(str(root)) if not labels.manifest else ([], [], [])
-    source, _ = _source(root, "folder", str(root), files, folders, labels)
+    names, is_folder, bad = (Names(), bytearray(), []) if labels.manifest else _walk(str(root))
+    source, _ = _source(root, "folder", str(root), names, np.frombuffer(is_folder, bool), labels)
     source.bad = [(name, why) for name, why in bad if not hidden(name.split("/"))]
     return source
 
 
-def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
-    """List files, folders and other entries below `root`, following links except in loops."""
-    files: list[str] = []
-    folders: list[str] = []
+def _walk(root: str) -> tuple[Names, bytearray, list[tuple[str, str]]]:
+    """List the names below `root`, whether each is a folder, and other entries with a reason.
+
+    Links are followed except in loops.
+    """
+    names, is_folder = Names(), bytearray()
     bad: list[tuple[str, str]] = []
 
     def enter(folder: str, above: tuple[tuple[int, int], ...]) -> None:
@@ -172,11 +189,11 @@ def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
                 if broken or not (entry.is_file() or entry.is_dir()):
                     if folder:
                         bad.append((name, "a link to nothing" if broken else "no regular file"))
-                elif entry.is_file():
-                    files.append(name)
-                else:
+                    continue
+                names.append(name)
+                is_folder.append(entry.is_dir())
+                if entry.is_dir():
                     found = entry.stat()
-                    folders.append(name)
                     if (found.st_dev, found.st_ino) not in above:
                         enter(name, (*above, (found.st_dev, found.st_ino)))
 
@@ -185,12 +202,12 @@ def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
         enter("", ((top.st_dev, top.st_ino),))
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from None
-    return files, folders, bad
+    return names, is_folder, bad
 
 
 def _tar(path: Path, file: IO[bytes], opened: str, labels: Labels) -> ImageSource:
     """List members as slices of `file`; of members with equal names the last is used, as in tar."""
-    numbers: dict[str, int] = {}
+    names = Names()
     columns = array("b"), array("q"), array("q")  # kind, offset, size
     links: dict[int, str] = {}
     length = file.seek(0, os.SEEK_END)
@@ -201,22 +218,21 @@ def _tar(path: Path, file: IO[bytes], opened: str, labels: Labels) -> ImageSourc
                 archive.members = []
                 doing(f"listing {path}")
                 if name := _safe_name(found.name, path):
-                    number = numbers[name] = len(columns[0])
+                    names.append(name)
                     facts = _kind(found), found.offset_data, min(found.size, HUGE)
                     for column, fact in zip(columns, facts, strict=True):
                         column.append(fact)
                     if facts[0] in (SOFT_LINK, HARD_LINK):
-                        links[number] = found.linkname
-                    check_count(f"source {path}", len(numbers))
+                        links[len(names) - 1] = found.linkname
+                    check_count(f"source {path}", len(names))
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"source {path} is no whole tar archive: {brief(error)}") from None
-    kinds, offsets, sizes = (np.array(column) for column in columns)
-    files = [name for name, number in numbers.items() if kinds[number] != FOLDER]
-    folders = [name for name, number in numbers.items() if kinds[number] == FOLDER]
-    source, order = _source(path, "slices", "", files, folders, labels)
-    targets = np.array([numbers[files[row]] for row in order], np.int64)
-    for row in np.flatnonzero(np.isin(kinds[targets], (SOFT_LINK, HARD_LINK))).tolist():
-        targets[row] = _follow(files[order[row]], numbers, kinds, links)
+    kinds, offsets, sizes = (np.frombuffer(column, column.typecode) for column in columns)
+    source, targets = _source(path, "slices", "", names, kinds == FOLDER, labels)
+    numbers = {name: number for number, name in enumerate(names)} if links else {}
+    is_link = (kinds[targets] == SOFT_LINK) | (kinds[targets] == HARD_LINK)
+    for row in np.flatnonzero(is_link).tolist():
+        targets[row] = _follow(source.name_of(row), numbers, kinds, links)
     source.images["offset"], source.images["size"] = offsets[targets], sizes[targets]
     bad = np.flatnonzero((targets < 0) | (kinds[targets] != REGULAR)).tolist()
     link, other = "a link out of the archive", "no regular file"
@@ -249,25 +265,26 @@ def _follow(name: str, numbers: dict[str, int], kinds: np.ndarray, links: dict[i
 
 
 def _zip(path: Path, labels: Labels) -> ImageSource:
+    names, facts, kinds = Names(), np.zeros(0, ZIP_FACTS), bytearray()
     try:
         with ZipArchive(path) as file, zipfile.ZipFile(file) as archive:
-            members = {_safe_name(m.filename, path): m for m in archive.infolist()}
+            facts = np.zeros(len(archive.infolist()), ZIP_FACTS)
+            for m in archive.infolist():
+                if name := _safe_name(m.filename, path):
+                    places = m.header_offset, min(m.file_size, HUGE), m.compress_type, m.flag_bits
+                    facts[len(names)] = *places, min(m.compress_size, HUGE), m.CRC
+                    is_regular = stat.S_IFMT(m.external_attr >> 16) in (0, stat.S_IFREG)
+                    kinds.append(FOLDER if m.is_dir() else REGULAR if is_regular else OTHER)
+                    names.append(name)
     except (*ZIP_ERRORS, OSError, ValueError) as error:
         raise UsageError(f"source {path} is no whole zip archive: {brief(error)}") from None
-    members.pop("", None)
-    files = [name for name, member in members.items() if not member.is_dir()]
-    folders = [name for name, member in members.items() if member.is_dir()]
-    source, order = _source(path, "zip", str(path.resolve()), files, folders, labels)
-    bad: dict[int, str] = {}
-    facts = ("offset", "size", "method", "flags", "compressed", "crc32")
-    for row, number in enumerate(order):
-        m = members.pop(files[number])
-        if stat.S_IFMT(m.external_attr >> 16) not in (0, stat.S_IFREG):
-            bad[row] = "no regular file"
-        values = m.header_offset, m.file_size, m.compress_type, m.flag_bits, m.compress_size, m.CRC
-        for name, value in zip(facts, values, strict=True):
-            source.images[name][row] = min(value, HUGE)
-    source.leave_out(bad)
+    kind = np.frombuffer(kinds, np.uint8)
+    source, order = _source(path, "zip", str(path.resolve()), names, kind == FOLDER, labels)
+    for column in facts.dtype.names or ():
+        source.images[column] = facts[column][order]
+    source.leave_out(
+        dict.fromkeys(np.flatnonzero(kind[order] == OTHER).tolist(), "no regular file")
+    )
     return source
 
 

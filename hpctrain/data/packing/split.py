@@ -107,11 +107,10 @@ def _draw(
         wanted = np.array([np.roll(row, by) for row, by in zip(wanted, first, strict=False)])
     room = wanted.copy()
     splits = np.full(len(labels), LEFT_OUT, kind)
-    _, member_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    repeated = np.flatnonzero(sizes[member_of] > 1)
+    is_single = np.bincount(groups)[groups] == 1
     by_group: dict[int, list[int]] = {}
-    for row in repeated.tolist():
-        by_group.setdefault(int(member_of[row]), []).append(row)
+    for row in np.flatnonzero(~is_single).tolist():
+        by_group.setdefault(int(groups[row]), []).append(row)
     for members in sorted(by_group.values(), key=len, reverse=True):
         need = np.bincount(labels[members], minlength=len(room))  # (K,)
         fits = (room >= need[:, None]).all(axis=0) & (room.sum(axis=0) > 0)
@@ -122,7 +121,7 @@ def _draw(
             split = int(np.argmax(fits)) if fits.any() else int(np.argmax(room.sum(axis=0)))
         splits[members] = split
         room[:, split] -= need
-    single = np.flatnonzero(sizes[member_of] == 1)
+    single = np.flatnonzero(is_single)
     by_class = single[np.argsort(labels[single], kind="stable")]
     start = 0
     for label, count in enumerate(np.bincount(labels[single], minlength=len(room)).tolist()):
@@ -162,11 +161,18 @@ def merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def equal_pixels(digests: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Number images (N,) by digest; return the numbers and the indices of each group of >= 2."""
-    _, groups = np.unique(digests, return_inverse=True)
-    by_group = np.argsort(groups, kind="stable")
-    bounds = np.flatnonzero(np.diff(groups[by_group])) + 1
-    equal = [group for group in np.split(by_group, bounds) if len(group) > 1]
+    """Number images (N,) by digest; return the numbers and the indices of each group of >= 2.
+
+    The number is the index of the first image of the group.
+    """
+    order = np.argsort(digests, kind="stable")
+    digests = digests[order]
+    repeats = np.flatnonzero(digests[1:] == digests[:-1]) + 1
+    runs = np.split(repeats, np.flatnonzero(np.diff(repeats) > 1) + 1) if len(repeats) else []
+    equal = [order[run[0] - 1 : run[-1] + 1].copy() for run in runs]
+    groups = np.arange(len(order))
+    for group in equal:
+        groups[group] = group[0]
     return groups, sorted(equal, key=lambda group: int(group[0]))
 
 
@@ -192,9 +198,9 @@ def rows_by_split(
                 f"--split leaves no image for {name}: there are {len(labels)} images in"
                 f" {len(classes)} classes; give {name} a larger share or more images"
             )
-    trained = set(labels[result["train"]].tolist()) if "train" in result else set()
+    trained = np.bincount(labels[splits == TRAIN], minlength=len(classes))
     for label, name in enumerate(classes):
-        if label not in trained:
+        if not trained[label]:
             raise UsageError(
                 f"class {name!r} has {int((labels == label).sum())} images and none of them"
                 " in train: give train a larger share, or the class more images"
@@ -209,11 +215,9 @@ def assign_rows(
 
     good (N,): the readable images; pixels (N,): equal numbers for images of equal pixels.
     """
-    images = source.images[good]
-    labels, given, groups = images["label"], images["split"], pixels
-    by_manifest = bool((images["group"] >= 0).any())
-    if by_manifest:
-        groups = merged(pixels, images["group"])
+    labels, given, groups = (source.images[name][good] for name in ("label", "split", "group"))
+    by_manifest = bool((groups >= 0).any())
+    groups = merged(pixels, groups) if by_manifest else pixels
     if config.fold:
         given = fold_as_given(labels, given, groups, fold_number(config.fold), config.seed)
     splits = assign(labels, shares, config.seed, given, groups, by_manifest)

@@ -75,7 +75,7 @@ class DatasetLayout(NamedTuple):
 class PackWriter:
     """Writes a pack into a new `file`, with room for all datasets.
 
-    Write the datasets of images span by span, then call `finish`.
+    Write the datasets of images span by span and `add` the results, then call `finish`.
     """
 
     def __init__(self, file: BinaryIO, datasets: Iterable[DatasetLayout]) -> None:
@@ -85,7 +85,11 @@ class PackWriter:
                 d._replace(offset=_allocate(pack.require_group(d.split), d)) for d in datasets
             ]
         self.path = os.path.abspath(file.name)
-        self._checksums: dict[tuple[str, str], np.ndarray] = {}
+        self._checksums = {
+            (d.split, d.name): np.zeros(-(-d.shape[0] // d.block_rows), "<u4")
+            for d in self.datasets
+        }
+        self._sums: Any = np.uint64(0)  # (2, C), of train's pixels and of their squares
 
     def images(self) -> list[DatasetLayout]:
         """Return the datasets of pixels, or of the bytes of JPEG files."""
@@ -98,7 +102,7 @@ class PackWriter:
         write_at(self._file.fileno(), data, dataset.offset)
         step = dataset.block_rows * dataset.row_bytes
         found = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
-        self._checksums[split, name] = np.array(found, "<u4")
+        self._checksums[split, name][:] = found
 
     def spans(self, blocks: int) -> Iterator[Span]:
         """Yield the datasets of images in parts of `blocks` blocks."""
@@ -114,28 +118,30 @@ class PackWriter:
         for offset, data in pieces:
             write_at(self._file.fileno(), memoryview(data), offset)
 
+    def add(self, part: Written) -> None:
+        """Write the remaining bytes of a span, and keep its checksums and sums."""
+        self.write_rest(part.rest)
+        span = part.span
+        data = next(d for d in self.images() if d.split == span.split)
+        first = span.start // data.block_rows
+        self._checksums[data.split, data.name][first : first + len(part.checksums)] = part.checksums
+        if span.split == "train":
+            self._sums = self._sums + part.sums
+
     def finish(
         self,
         facts: PackFacts,
         labels: Mapping[str, np.ndarray],
-        written: Sequence[Written],
         sums: np.ndarray | None = None,
     ) -> None:
-        """Write the remaining bytes of the images, the labels, checksums and attributes.
+        """Write the labels, checksums and attributes, after all spans.
 
-        `written` are the results of all spans. `sums` (2, C) are those of train's pixels and of
-        their squares; None = add up those of the spans.
+        `sums` (2, C) are those of train's pixels and of their squares; None = of the spans.
         """
         image_shape, classes, provenance, fit = facts
-        for part in written:
-            self.write_rest(part.rest)
-        for data in self.images():
-            found = [part.checksums for part in written if part.span.split == data.split]
-            self._checksums[data.split, data.name] = np.concatenate(found).astype("<u4")
         for split, values in labels.items():
             self.write_numbers(split, "labels", values)
-        if sums is None:
-            sums = np.sum([p.sums for p in written if p.span.split == "train"], axis=0)
+        sums = self._sums if sums is None else sums
         by_split: dict[str, tuple[int, list[np.ndarray]]] = {}
         with self._open("r+") as file:
             for dataset in self.datasets:
@@ -212,14 +218,14 @@ def write_pack(
             raise ValueError(f"{name}: no images, or labels beyond the {len(classes)} classes")
     rows = {name: len(labels) for name, (_, labels) in splits.items()}
     with whole_file(Path(path)) as file:
-        writer, written = PackWriter(file, lay_out(rows, shape)), []
+        writer = PackWriter(file, lay_out(rows, shape))
         for span in writer.spans(1):
             block = np.ascontiguousarray(splits[span.split][0][span.start : span.stop])
             data = block.data.cast("B")
             writer.write_rest([(span.offset, data)])
-            written.append(sum_up(data, span, []))
+            writer.add(sum_up(data, span, []))
         facts = PackFacts(shape, tuple(classes), provenance)
-        writer.finish(facts, {name: labels for name, (_, labels) in splits.items()}, written)
+        writer.finish(facts, {name: labels for name, (_, labels) in splits.items()})
 
 
 def _allocate(group: h5py.Group, dataset: DatasetLayout) -> int:

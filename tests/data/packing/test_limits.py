@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hpctrain.config import PackConfig
 from hpctrain.data import images
 from hpctrain.data.images import BadImage, Fit, decode, probe, read_image
+from hpctrain.data.pack import make_pack
 from hpctrain.data.packing import decode as decoding
 from hpctrain.data.packing import scratch
 from hpctrain.data.packing.scratch import scratch_files
@@ -110,8 +112,8 @@ def test_members_of_archives_are_few_enough_and_take_little_memory(tmp_path, suf
     path = archive_of(tmp_path / f"a{suffix}", 10_007)
     source, peak = opened(path, tmp_path)
     assert len(source.images) == 10_007
-    assert peak < 10_007 * (450 if suffix == ".tar" else 900)
-    assert source.images.nbytes + len(source.names) < 10_007 * 110  # no object an image is kept
+    assert peak < 10_007 * (200 if suffix == ".tar" else 750)
+    assert source.images.nbytes + len(source.names) < 10_007 * 90  # no object an image is kept
     monkeypatch.setattr(scratch, "MAX_IMAGES", 10_006)
     refused, peak = opened(path, tmp_path)
     assert refused.endswith("holds 10,007 images or members; the limit is 10,006: cut it")
@@ -120,6 +122,28 @@ def test_members_of_archives_are_few_enough_and_take_little_memory(tmp_path, suf
         monkeypatch.setattr(scratch, "DIRECTORY_LIMIT", 1009)
         refused, _ = opened(path, tmp_path)
         assert "bytes; the limit is 1,009" in refused
+
+
+def test_a_pack_takes_little_memory_per_image(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "hpctrain.data.packing.write.rows_per_block", lambda size: 16
+    )  # small tasks
+    monkeypatch.setattr(decoding, "decode", lambda data, fit: data)
+    for count in (101, 20_011):  # the first time, modules are imported
+        path = tmp_path / f"{count}.tar"
+        with tarfile.open(path, "w") as archive:
+            for number in range(count):
+                member = tarfile.TarInfo(f"n{number % 7:08}/n{number % 7:08}_{number:06}.png")
+                member.size = 16
+                archive.addfile(member, io.BytesIO(number.to_bytes(16, "little")))
+        config = PackConfig(source=str(path), output=f"{path}.h5", size="4x4", channels=1, jobs=1)
+        tracemalloc.start()
+        try:
+            make_pack(config)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < 200 * count
 
 
 def test_a_member_that_grows_too_much_is_left_out_with_its_size(tmp_path):

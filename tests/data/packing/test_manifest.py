@@ -231,7 +231,7 @@ def test_parquet(tmp_path):
     columns = {"Path": ["a", "b"], "label": [7, 3], "note": [[1], [2]], "group": ["x", "y"]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "labels.parquet")
     found = read_manifest(tmp_path / "labels.parquet")
-    assert (found.paths, found.classes) == (["a", "b"], ("3", "7"))
+    assert ([*found.paths], found.classes) == (["a", "b"], ("3", "7"))
     assert (found.labels.tolist(), found.groups.tolist()) == ([1, 0], [0, 1])
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no table")
     with pytest.raises(UsageError, match="bad.parquet cannot be read: "):

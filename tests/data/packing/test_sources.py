@@ -12,6 +12,7 @@ from hpctrain.data.images import BadImage
 from hpctrain.data.packing import scratch
 from hpctrain.data.packing.decode import ImageReader
 from hpctrain.data.packing.layout import read_class_folders
+from hpctrain.data.packing.names import Names
 from hpctrain.data.packing.scratch import scratch_files
 from hpctrain.data.packing.sources import Labels, open_source
 from hpctrain.errors import UsageError
@@ -42,9 +43,14 @@ def refusal(path, folder, **labels):
     return text
 
 
+def class_folders_of(files, folders=(), **options):
+    names = Names(files)
+    return read_class_folders(names, names.sort()[0], folders, "here", **options)
+
+
 def arranged(files, folders=(), **options):
     """Classes, and (name, label, split) of every image."""
-    found = read_class_folders(files, folders, "here", **options)
+    found = class_folders_of(files, folders, **options)
     facts = (found.labels.tolist(), found.splits.tolist())
     return found.classes, list(zip([files[i] for i in found.order], *facts, strict=True))
 
@@ -60,7 +66,18 @@ def test_folders_become_classes():
         ("b/10.png", 2, -1),
         ("b/2.png", 2, -1),
     ]
-    assert read_class_folders(files, [], "here").ignored == 1  # top.jpg
+    assert class_folders_of(files).ignored == 1  # top.jpg
+
+
+def test_names_are_sorted_folder_by_folder_and_equal_ones_keep_their_order():
+    draw = np.random.default_rng(0)
+    parts = ["a", "a b", "a.b", "é", "long" * 7, "x" * 6, "x" * 7, "x" * 8, "\udcff"]
+    given = ["/".join(draw.choice(parts, draw.integers(1, 4))) for _ in range(701)]
+    order, new = (found.tolist() for found in Names(given).sort())
+    coded = [name.replace("/", "\0").encode("utf-8", "surrogateescape") for name in given]
+    assert order == sorted(range(701), key=coded.__getitem__)
+    assert new == [i == 0 or given[order[i]] != given[order[i - 1]] for i in range(701)]
+    assert list(Names(given)) == given and len(Names().sort()[0]) == 0
 
 
 def test_a_single_top_folder_is_skipped():
