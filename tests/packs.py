@@ -84,15 +84,12 @@ def make_sparse_pack(
     sizes = {name: count * file_bytes for name, count in rows.items()} if file_bytes else None
     with whole_file(path) as file:
         writer = _HoleWriter(file, lay_out(rows, shape, sizes))
-        written = [
-            Written(
-                Span("", d.split, 0, 0, 0, 0, 0), zero_checksums(d), np.zeros((2, shape[2])), []
-            )
-            for d in writer.images()
-        ]
+        for d in writer.images():
+            span, sums = Span("", d.split, 0, 0, 0, 0, 0), np.zeros((2, shape[2]))
+            writer.add(Written(span, zero_checksums(d), sums, []))
         for dataset in writer.datasets:
             writer.write_numbers(dataset.split, dataset.name, np.empty(0))
         names = tuple(f"class{k}" for k in range(classes))
         facts = PackFacts(shape, names, {"source": "holes"}, "stretch" if file_bytes else "")
-        writer.finish(facts, {name: range(count) for name, count in rows.items()}, written)
+        writer.finish(facts, {name: range(count) for name, count in rows.items()})
     return path
