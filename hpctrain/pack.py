@@ -2,8 +2,8 @@
 
 A single process does not initialize MPI. Of several ranks, rank 0 makes the pack
 (``data/packing/make.py``) and divides the tasks; each rank runs its share in threads. A step is one
-scatter and one gather of a bounded number of tasks, so that tasks and results take little memory on
-rank 0, and a message stays below the 2 GiB that MPI sends.
+scatter and one gather of a bounded number of tasks and images, so that all that rank 0 sends or
+receives in a step stays below the 2 GiB of an MPI message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from hpctrain.config import PackConfig
 from hpctrain.data import pack  # before MPI_Init: importing h5py starts a process (uname)
 from hpctrain.data.packing import report
 from hpctrain.data.packing.decode import Span
+from hpctrain.data.packing.make import TASKS_PER_WORKER
 from hpctrain.data.packing.workers import PackTask, Processes, RunTasks, start_threads
 from hpctrain.data.packing.write import writing
 from hpctrain.errors import Failure, UsageError
@@ -27,7 +28,8 @@ from hpctrain.files import sync
 from hpctrain.launcher import launched_size
 from hpctrain.watchdog import started, waiting
 
-STEP_TASKS = 512  # per rank
+STEP_TASKS = 512  # per rank, or more for many threads: those of all ranks start anew in each step
+STEP_IMAGES, MOST_STEP_IMAGES = 1 << 15, 1 << 22  # per rank, and in all: below 1 GB of tasks
 
 
 class RankTasks(NamedTuple):
@@ -94,8 +96,7 @@ def _start_ranks(
     ) -> Iterator[Any]:
         share = -(-images // comm.size)
         with report.progress(what, images, share, columns) as advance:
-            left = iter(tasks)
-            while every := list(islice(left, STEP_TASKS * comm.size)):
+            for every in cut_steps(tasks, comm.size, jobs):
                 yield from run_step(what, function, every, advance)
 
     def run_step(
@@ -123,6 +124,21 @@ def _start_ranks(
         return (result for results, _ in outcomes for result in results)
 
     yield run_tasks
+
+
+def cut_steps(tasks: Iterable[PackTask], ranks: int, jobs: int) -> Iterator[list[PackTask]]:
+    """Yield the tasks of one step after the other, for `ranks` ranks of `jobs` threads."""
+    most_tasks = ranks * max(STEP_TASKS, TASKS_PER_WORKER * jobs)
+    most_images = min(ranks * STEP_IMAGES, MOST_STEP_IMAGES)
+    step, images = list[PackTask](), 0
+    for task in tasks:
+        if step and (len(step) == most_tasks or images + task.images > most_images):
+            yield step
+            step, images = [], 0
+        step.append(task)
+        images += task.images
+    if step:
+        yield step
 
 
 def _attempt(given: RankTasks, advance: Callable[[int], None]) -> tuple[list[Any], Failure | None]:

@@ -17,6 +17,8 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.data.packed import read_pack, verify
+from hpctrain.data.packing.workers import PackTask
+from hpctrain.pack import cut_steps
 from tests.data.pictures import class_folders, encode, idx, picture, tar, zipped
 from tests.launch import Job, mpirun, run, run_cli, run_mpi
 
@@ -28,7 +30,7 @@ import json, sys
 import hpctrain.pack
 from hpctrain.cli import main
 from hpctrain.launcher import launched_rank
-hpctrain.pack.STEP_TASKS = 2
+hpctrain.pack.STEP_IMAGES = 20
 for words in json.loads(sys.argv[1]):
     code = main(["pack", *words])
     for stream in (sys.stdout, sys.stderr) if launched_rank() == 0 else ():
@@ -361,3 +363,16 @@ def test_a_rank_that_is_killed_leaves_nothing_that_looks_whole(folder, tmp_path,
     assert job.members() == []
     left = os.listdir(tmp_path)
     assert [name for name in left if not name.startswith(".a.h5.")] == []
+
+
+def test_a_step_has_a_bounded_number_of_tasks_and_images():
+    """So that messages stay below 2 GiB, with few large tasks as with many small ones."""
+    many = [PackTask((), 16) for _ in range(10_000)]
+    steps = list(cut_steps(iter(many), 2, 1))
+    assert [task for step in steps for task in step] == many
+    assert {len(step) for step in steps[:-1]} == {2 * 512}
+    assert {len(step) for step in list(cut_steps(many, 2, 64))[:-1]} == {2 * 32 * 64}
+    large = [PackTask((), 60_000)] * 300
+    for ranks, most in ((2, 1 << 16), (10_000, 1 << 22)):
+        counts = [sum(t.images for t in step) for step in cut_steps(large, ranks, 1)]
+        assert max(counts) <= most and sum(counts) == 300 * 60_000

@@ -71,6 +71,8 @@ def read_manifest(path: Path) -> Manifest:
         for name in NEEDED:
             if not cells[name]:
                 raise UsageError(f"{path}: row {number} has no {name}")
+        if "\0" in cells["path"]:
+            raise UsageError(f"{path}: row {number} has a NUL byte in its path")
         paths.append(cells["path"])
         for name, column in columns.items():
             column.append(cells[name])
@@ -99,10 +101,10 @@ def find_images(manifest: Manifest, names: Names, is_folder: np.ndarray) -> np.n
     both = copy.deepcopy(names)
     both.extend(manifest.paths)
     order, new = both.sort()
-    places = np.flatnonzero(order >= len(names))  # of the paths; their members stand before them
+    places = np.flatnonzero((order >= len(names)) & ~new)  # of paths after a member of that name
     members = order[places - 1]
     found = np.full(len(manifest.paths), -1)
-    found[order[places] - len(names)] = np.where(new[places] | is_folder[members], -1, members)
+    found[order[places] - len(names)] = np.where(is_folder[members], -1, members)
     if len(missing := np.flatnonzero(found < 0)):
         raise UsageError(
             f"{manifest.file} names {len(missing):,} images that the archive does not hold, such"
@@ -134,16 +136,16 @@ def _numbered(column: DistinctValues) -> tuple[tuple[str, ...], np.ndarray]:
 
 def _splits(path: Path, column: DistinctValues, start: int) -> np.ndarray:
     """Return the given splits (N,) int8. Raises UsageError if one is unknown."""
-    known = {name: split_number(name) if name else NO_SPLIT for name in column.distinct}
-    for name, split in known.items():
+    known: dict[str, int] = {}
+    for name in column.distinct:
+        split = split_number(name) if name else NO_SPLIT
         if split is None:
             number = start + column.first(name)
             raise UsageError(
                 f"{path}: row {number} has the split {name!r}: give {', '.join(SPLITS)}"
             )
-    return column.mapped(
-        {name: split for name, split in known.items() if split is not None}, np.int8
-    )
+        known[name] = split
+    return column.mapped(known, np.int8)
 
 
 def _check_groups(

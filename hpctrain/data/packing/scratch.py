@@ -31,7 +31,7 @@ BLOCK = 2**20
 DIRECTORY_LIMIT = 2**30  # bytes of the directory of a .zip
 ENTRY = b"PK\1\2"  # signature of each entry in it
 SPARE, RATIO = 2**30, 200  # compressed data may expand to SPARE bytes plus RATIO times their size
-MAX_IMAGES = 30_000_000  # of a source: 160 to 240 bytes of memory each, 730 to list a .zip
+MAX_IMAGES = 30_000_000  # of a source; docs/data.md: memory per image
 # zipfile raises RuntimeError for an encrypted member, and its subclass NotImplementedError for an
 # unknown compression method or version of the format.
 ZIP_ERRORS = (zipfile.BadZipFile, RuntimeError)

@@ -271,8 +271,9 @@ def _zip(path: Path, labels: Labels) -> ImageSource:
             facts = np.zeros(len(archive.infolist()), ZIP_FACTS)
             for m in archive.infolist():
                 if name := _safe_name(m.filename, path):
-                    places = m.header_offset, min(m.file_size, HUGE), m.compress_type, m.flag_bits
-                    facts[len(names)] = *places, min(m.compress_size, HUGE), m.CRC
+                    place = min(m.header_offset, HUGE), min(m.file_size, HUGE)
+                    how = m.compress_type, m.flag_bits, min(m.compress_size, HUGE), m.CRC
+                    facts[len(names)] = place + how
                     is_regular = stat.S_IFMT(m.external_attr >> 16) in (0, stat.S_IFREG)
                     kinds.append(FOLDER if m.is_dir() else REGULAR if is_regular else OTHER)
                     names.append(name)
@@ -291,6 +292,8 @@ def _zip(path: Path, labels: Labels) -> ImageSource:
 def _safe_name(name: str, archive: Path) -> str:
     """Return the name without "./". Raises UsageError if it leads out of the archive."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
+    if "\0" in name:
+        raise UsageError(f"source {archive} has a name with a NUL byte, {name!r}: refused")
     if name.startswith("/") or ".." in parts:
         raise UsageError(f"source {archive} names a file outside of itself, {name!r}: refused")
     return "/".join(parts)

@@ -182,6 +182,7 @@ MISTAKES = {
     "path,label\na,\n": "row 2 has no label",
     "path,label\na,b\n,b\n": "row 3 has no path",
     "path,label\na,b\nc,b\na,d\n": "rows 2 and 4 both name a",
+    "path,label\na,b\nc\0d,b\n": "row 3 has a NUL byte in its path",
     "path,label,split\na,b,train\nc,b,holdout\n": "row 3 has the split 'holdout': give train, val",
     "path,label,split\na,b,train\nc,b\n": "row 3 has no split, other rows have one",
     "path,label,split,group\na,b,train,1\nc,b,test,1\n": "row 3: group '1' is in both train and t",
@@ -209,6 +210,9 @@ def test_images_that_are_not_there(images, tmp_path, capfd):
     archive = zipped(tmp_path / "a.zip", images)
     with pytest.raises(UsageError, match="names 1 images that the archive does not hold.*none.png"):
         pack(archive, tmp_path / "b.h5", manifest=str(file))
+    other = table(tmp_path / "other.csv", [(f"x/{name(i)}", "ab"[i % 2]) for i in range(50)])
+    with pytest.raises(UsageError, match="names 50 images that the archive does not hold"):
+        pack(archive, tmp_path / "b.h5", manifest=str(other))
     np.savez(tmp_path / "x.npz", images=np.zeros((2, 3, 3), np.uint8), labels=np.arange(2))
     with pytest.raises(UsageError, match="--manifest is for image files"):
         pack(tmp_path / "x.npz", tmp_path / "c.h5", manifest=str(file))

@@ -14,7 +14,7 @@ from hpctrain.data.packing.decode import ImageReader
 from hpctrain.data.packing.layout import read_class_folders
 from hpctrain.data.packing.names import Names
 from hpctrain.data.packing.scratch import scratch_files
-from hpctrain.data.packing.sources import Labels, open_source
+from hpctrain.data.packing.sources import HUGE, Labels, open_source
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, encode, idx, picture, tar, zipped
 
@@ -218,6 +218,27 @@ def test_archives_that_lead_outside_are_refused(tmp_path, name):
         archive.writestr("a/1.png", b"")
         archive.writestr(name, b"")
     assert "names a file outside of itself" in refusal(tmp_path / "x.zip", tmp_path)
+
+
+def test_names_with_a_nul_byte_are_refused(tmp_path):
+    info = tarfile.TarInfo("a/2.png")
+    info.pax_headers = {"path": "a\0b/2.png"}
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(info)
+    assert "has a name with a NUL byte" in refusal(tmp_path / "x.tar", tmp_path)
+
+
+def test_a_member_of_a_zip_beyond_2_to_the_63_is_listed(tmp_path, monkeypatch):
+    path = zipped(tmp_path / "x.zip", class_folders(tmp_path / "x", {"a": 2, "b": 1}))
+    infolist = zipfile.ZipFile.infolist
+
+    def far(archive):
+        for member in (members := infolist(archive)):
+            member.header_offset += 2**63
+        return members
+
+    monkeypatch.setattr(zipfile.ZipFile, "infolist", far)
+    assert set(listed(path, tmp_path).images["offset"]) == {HUGE}
 
 
 def test_links_and_devices_in_archives(tmp_path):
