@@ -135,7 +135,7 @@ class Answers:
 
     def draw(self) -> None:
         """Draw --figure images at random with their answers, if there are any."""
-        answers = self._draw_answers(self._settings.figure)
+        answers = self._sample_answers(self._settings.figure)
         if not answers:
             return
         pixels = np.empty((len(answers), *self._shape), self._images.dtype)
@@ -147,7 +147,7 @@ class Answers:
         text = f"{path}: {len(answers):,} images with their answers"
         say(text, sys.stderr if output == "-" else None)
 
-    def _draw_answers(self, count: int) -> list[Answer]:
+    def _sample_answers(self, count: int) -> list[Answer]:
         ends = np.cumsum([len(block.rows) for block in self._shown], dtype=np.int64)
         answers = []
         for place in draw_rows(range(ends[-1] if self._shown else 0), count):

@@ -31,7 +31,7 @@ Messages = Sequence[tuple[int, list[torch.Tensor]]]  # other ranks, and the vect
 class Transport:
     """Sums and moves contiguous vectors of float32, float64 or bytes. All calls are collective.
 
-    This base class is for a single rank, and does nothing.
+    This base class is for a single rank, which sends nothing.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -105,10 +105,7 @@ class HostMemory(Transport):
             self.comm.Allreduce(MPI.IN_PLACE, self._message(piece))
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
-        out, into = (
-            [(self._together(part), rank) for rank, of in each for part in self._messages(of)]
-            for each in (sends, receives)
-        )
+        out, into = self._to_mpi(sends), self._to_mpi(receives)
         if len(out) == len(into) == 1:
             (buffer, rank), (received, source) = *out, *into
             self.comm.Sendrecv(buffer, rank, recvbuf=received, source=source)
@@ -119,6 +116,11 @@ class HostMemory(Transport):
         for (_, *_, kind), _ in (*out, *into):
             if not kind.is_predefined:
                 kind.Free()
+
+    def _to_mpi(self, messages: Messages) -> list[tuple[list[Any], int]]:
+        """Return messages for mpi4py, each with the rank that it goes to or comes from."""
+        parts = ((rank, part) for rank, all_ in messages for part in self._messages(all_))
+        return [(self._together(part), rank) for rank, part in parts]
 
     def _together(self, vectors: list[torch.Tensor]) -> list[Any]:
         """Return vectors as one message for mpi4py. MPI packs them, while it sends."""
@@ -138,10 +140,9 @@ class HostMemory(Transport):
         if self._fits(vector):
             self.comm.Allgather(MPI.IN_PLACE, self._message(vector))
             return
-        blocks, others = vector.tensor_split(self.comm.size), set(range(self.comm.size))
-        others.remove(self.comm.rank)
-        own = [(rank, [blocks[self.comm.rank]]) for rank in others]
-        self.exchange(own, [(rank, [blocks[rank]]) for rank in others])
+        blocks, own = vector.tensor_split(self.comm.size), self.comm.rank
+        others = [rank for rank in range(self.comm.size) if rank != own]
+        self.exchange([(r, [blocks[own]]) for r in others], [(r, [blocks[r]]) for r in others])
 
 
 class DeviceMemory(HostMemory):

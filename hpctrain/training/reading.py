@@ -37,9 +37,9 @@ from hpctrain.parallel.hosts import comm_of_host
 from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root
 from hpctrain.plan import Plan
 from hpctrain.text import say
-from hpctrain.training.replay import PROBE_ROWS
 
 VERIFIED_BYTES = 1 << 30  # packs up to this size are verified at start, about 1 s per GB
+FIRST_ROWS = 32  # of the training split: rank 0 tests the network and own functions with them
 START, FIRST_TOUCH, NEVER = "start", "first-touch", "never"
 
 
@@ -166,7 +166,7 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     call_on_all(comm, lambda: make_folder(Path(folder)))
     reach = reading.order.reach(shards)
     if comm.rank == 0:  # it also tests the network and own functions with the first samples
-        reach = range(0, max(reach.stop, min(PROBE_ROWS, len(source))))
+        reach = range(0, max(reach.stop, min(FIRST_ROWS, len(source))))
     own = call_on_all(comm, lambda: Part(reach, range(*source.byte_range(reach))))
     parts = zip(*allgather(host, own), strict=True)
     part = Part(*(range(min(r.start for r in of), max(r.stop for r in of)) for of in parts))

@@ -42,6 +42,7 @@ from hpctrain.parallel.batchnorm import BatchNorms, Probe
 from hpctrain.parallel.device import fork_rng, name_refused_operation, seed_torch
 from hpctrain.plan import Plan
 from hpctrain.text import listed
+from hpctrain.training.reading import FIRST_ROWS
 from hpctrain.training.step import Trainer, checksum
 
 Tensor = torch.Tensor
@@ -225,9 +226,6 @@ class RunReplay:
         return found
 
 
-PROBE_ROWS = 32  # for the first shift of the batch-norm moments
-
-
 def probe_model(
     norms: BatchNorms, task: Task, source: Split, prepare: Prepare, config: Config
 ) -> Probe:
@@ -238,7 +236,7 @@ def probe_model(
     operations without a deterministic form.
     """
     model, names = norms.model, set(norms.model.state_dict())
-    rows = np.arange(min(PROBE_ROWS, len(source)))
+    rows = np.arange(min(FIRST_ROWS, len(source)))
     if bad := describe_first([find_nonfinite(source, rows)]):
         raise UsageError(bad)
     images = read_samples(source, rows, prepare)

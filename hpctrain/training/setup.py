@@ -43,6 +43,7 @@ from hpctrain.plan_check import go_on
 from hpctrain.training.batch_fit import MemoryTrial, fit_batch
 from hpctrain.training.finetune import Frozen, check_phases, freeze
 from hpctrain.training.reading import (
+    FIRST_ROWS,
     Reading,
     check_data,
     make_checks,
@@ -50,7 +51,6 @@ from hpctrain.training.reading import (
     open_pack,
     order_of,
 )
-from hpctrain.training.replay import PROBE_ROWS
 from hpctrain.training.scaling import Scaling, choose_scaling
 from hpctrain.training.step import Trainer
 from hpctrain.training.trainer import (
@@ -176,7 +176,7 @@ def with_own_augment(name: str | None, prepare: Prepare, source: Split, comm: Co
     if name is None:
         return prepare
     own = call_on_all(comm, lambda: import_own(name, "--augment", "images", "generator"))
-    rows, key = np.arange(min(PROBE_ROWS, len(source))), random_key("own functions")
+    rows, key = np.arange(min(FIRST_ROWS, len(source))), random_key("own functions")
     call_on_root(comm, lambda: check_augment(own, read_samples(source, rows, prepare), key))
     return with_augment(own, prepare)
 

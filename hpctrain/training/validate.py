@@ -24,12 +24,14 @@ from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.find import evaluation_file
+from hpctrain.training.reading import FIRST_ROWS
 from hpctrain.training.state import EndReason, Run
 from hpctrain.training.steps import CannotContinue
 from hpctrain.watchdog import doing
 
 MISTAKES = 16  # shown in TensorBoard after an evaluation
-SHOWN = 10  # images in the picture of a denoising run
+SHOWN = 10  # images in the picture of a denoising run, of the first that every copy holds
+assert SHOWN <= FIRST_ROWS
 
 
 def validation_due(run: Run, step: int) -> bool:
