@@ -25,6 +25,7 @@ from hpctrain.errors import RunError
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)
+NOT_REGULAR = "it is no regular file"
 REFUSED = "a symbolic link is in its place"
 
 
@@ -52,7 +53,7 @@ def open_regular(path: str | Path, flags: int) -> int:
     descriptor = os.open(path, flags | more, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
     os.set_blocking(descriptor, True)
     return descriptor
 
@@ -87,8 +88,11 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a new file for writing; rename it to `path` on success, remove it on any error.
 
-    A file that is not `durable` may be lost in a power failure.
+    A file that is not `durable` may be lost in a power failure. Raises OSError, also if `path` is a
+    device or a pipe, which would be replaced.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
     temporary = temporary_name(path)
     with cast(BinaryIO, open(temporary, "x+b", opener=open_itself)) as file:
         try:

@@ -13,11 +13,14 @@ import pytest
 
 from hpctrain import files, launch
 from hpctrain.data import flowers, pack, staging
+from hpctrain.data.images import read_image
 from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.data.packing import write
 from hpctrain.data.packing.decode import Span, write_span
+from hpctrain.data.packing.manifest import read_manifest
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.heartbeats import Beat, write_beat
+from hpctrain.inference.image_files import list_images
 from hpctrain.report.recorder import RecordFile
 from hpctrain.training.control import RunLock, request_stop
 from tests.packs import make_pack, part_of
@@ -34,6 +37,25 @@ def victim(tmp_path):
     yield path
     assert path.read_bytes() == SECRET
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_devices_and_pipes_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match="it is no regular file"):
+            files.write_whole(tmp_path / name, "text")
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+    with pytest.raises(UsageError, match="pipe cannot be read: it is no regular file"):
+        read_manifest(tmp_path / "pipe")
+
+
+def test_pipes_in_a_folder_of_images_are_not_read(tmp_path):
+    (tmp_path / "a.png").touch()
+    os.mkfifo(tmp_path / "b.png")
+    assert list_images([tmp_path]) == [tmp_path / "a.png"]
+    with pytest.raises(OSError, match="it is no regular file"):
+        read_image(str(tmp_path / "b.png"), (2, 2, 3))
 
 
 def test_a_name_is_new_and_cannot_be_known(tmp_path, victim, monkeypatch):

@@ -89,7 +89,7 @@ class PackConfig:
         False, "take top folders as classes even if their subfolders look like classes", "Split"
     )
     output: str | None = option(None, "write this pack; default: SOURCE.h5", "Output")
-    overwrite: bool = option(False, "replace an existing pack", "Output")
+    overwrite: bool = option(False, "replace an existing pack, and no other file", "Output")
     skip_bad: bool = option(False, "skip unreadable files instead of failing", "Output")
     jobs: int | None = option(
         None,

@@ -26,6 +26,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from hpctrain.errors import first_line
+from hpctrain.files import open_regular
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 
@@ -157,7 +158,7 @@ def read_image(path: str, shape: tuple[int, int, int], crop: bool = False) -> np
     Raises BadImage, and OSError if the file cannot be read at all.
     """
     height, width, channels = shape
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         data = file.read(FILE_LIMIT + 1)
     if len(data) > FILE_LIMIT:
         raise BadImage(f"more than {FILE_LIMIT:,} bytes")

@@ -27,11 +27,12 @@ from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packed import read_pack, verify
 from hpctrain.data.packing import report
 from hpctrain.data.packing.make import pack_images
+from hpctrain.data.packing.sources import HDF5
 from hpctrain.data.packing.split import assign, rows_by_split
 from hpctrain.data.packing.workers import ONE_PROCESS, Processes
 from hpctrain.data.packing.write import write_pack, writing
 from hpctrain.errors import UsageError
-from hpctrain.files import left_behind
+from hpctrain.files import left_behind, open_regular
 from hpctrain.text import say
 
 __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
@@ -113,11 +114,22 @@ def output_path(config: PackConfig) -> Path:
         raise UsageError(f"--output {path} is a folder: name the file to write")
     if path.exists() and not config.overwrite:
         raise UsageError(f"{path} exists: name another --output, or replace it with --overwrite")
+    if path.exists() and not is_hdf5(path):
+        raise UsageError(f"--output {path} is no pack: --overwrite replaces nothing else")
     if config.source in BUILT_IN and not config.output:
         path.parent.mkdir(parents=True, exist_ok=True)
     if not path.parent.is_dir():
         raise UsageError(f"--output {path}: there is no folder {path.parent}")
     return path
+
+
+def is_hdf5(path: Path) -> bool:
+    """Whether a file, which exists, begins as HDF5 files do, or is empty."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return file.read(len(HDF5)) in (HDF5, b"")
+    except OSError:
+        return False
 
 
 def _pack_digits(config: PackConfig, output: Path) -> None:

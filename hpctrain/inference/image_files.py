@@ -126,7 +126,7 @@ def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
             found = sorted(
                 p
                 for p in target.rglob("*")
-                if p.suffix.lower() in SUFFIXES and not p.name.startswith(".")
+                if p.suffix.lower() in SUFFIXES and not p.name.startswith(".") and p.is_file()
             )
             if not found:
                 raise UsageError(f"{target} holds no image file")

@@ -171,11 +171,20 @@ def test_an_existing_pack_is_only_replaced_when_asked(folder, tmp_path):
     output.write_text("precious")
     with pytest.raises(UsageError, match="a.h5 exists: .* --overwrite"):
         pack(folder, output)
+    with pytest.raises(UsageError, match="a.h5 is no pack: --overwrite replaces nothing else"):
+        pack(folder, output, overwrite=True)
     assert output.read_text() == "precious"
+    output.unlink()
+    os.mkfifo(output)
+    with pytest.raises(UsageError, match="a.h5 is no pack"):
+        pack(folder, output, overwrite=True)
+    output.unlink()
+    for _ in range(2):
+        assert pack(folder, output, overwrite=True).splits["test"].samples == 10
+    before = output.read_bytes()
     with pytest.raises(UsageError, match="there is no|does not exist"):
         pack(tmp_path / "none", output, overwrite=True)
-    assert output.read_text() == "precious"
-    assert pack(folder, output, overwrite=True).splits["test"].samples == 10
+    assert output.read_bytes() == before
     with pytest.raises(UsageError, match="is a folder"):
         pack(folder, tmp_path)
 
