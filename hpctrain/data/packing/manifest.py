@@ -23,6 +23,7 @@ from hpctrain.data.packing.layout import NO_SPLIT, split_number
 from hpctrain.data.packing.names import Names
 from hpctrain.data.packing.scratch import check_count
 from hpctrain.errors import UsageError
+from hpctrain.files import open_regular
 from hpctrain.text import brief
 
 NEEDED, OPTIONAL = ("path", "label"), ("split", "group")
@@ -73,7 +74,7 @@ def read_manifest(path: Path) -> Manifest:
                 raise UsageError(f"{path}: row {number} has no {name}")
         if "\0" in cells["path"]:
             raise UsageError(f"{path}: row {number} has a NUL byte in its path")
-        paths.append(cells["path"])
+        paths.append(_shortest(cells["path"]))
         for name, column in columns.items():
             column.append(cells[name])
         check_count(f"manifest {path}", len(paths))
@@ -90,6 +91,12 @@ def read_manifest(path: Path) -> Manifest:
     splits = _splits(path, columns["split"], start)
     _check_groups(path, names, groups, splits, start)
     return Manifest(str(path), paths, classes, labels, splits, groups)
+
+
+def _shortest(path: str) -> str:
+    """Return a path without "." and empty parts, as members of archives are listed."""
+    parts = (part for part in path.split("/") if part not in ("", "."))
+    return "/" * path.startswith("/") + "/".join(parts)
 
 
 def find_images(manifest: Manifest, names: Names, is_folder: np.ndarray) -> np.ndarray:
@@ -168,20 +175,28 @@ def _check_columns(path: Path, names: Sequence[str]) -> None:
             f"{path} has no column {' and no column '.join(missing)}, only"
             f" {', '.join(names) or 'none'}: name its columns path, label, split, group"
         )
+    if twice := [name for name in (*NEEDED, *OPTIONAL) if names.count(name) > 1]:
+        raise UsageError(f"{path} has {names.count(twice[0])} columns {twice[0]}: leave one")
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
     try:
-        with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        with open(
+            path, newline="", encoding="utf-8-sig", errors="surrogateescape", opener=open_regular
+        ) as file:
             header = file.readline()
             separator = max(",;\t", key=header.count)
             names = [
                 name.strip().lower() for name in next(csv.reader([header], delimiter=separator), [])
             ]
             _check_columns(path, names)
-            for cells in csv.reader(file, delimiter=separator):
-                if cells:
-                    yield dict(zip(names, cells, strict=False))
+            rows = filter(None, csv.reader(file, delimiter=separator))
+            for number, cells in enumerate(rows, 2):
+                if any(cells[len(names) :]):
+                    raise UsageError(
+                        f"{path}: row {number} has {len(cells)} cells, the header {len(names)}"
+                    )
+                yield dict(zip(names, cells, strict=False))
     except OSError as error:
         raise UsageError(f"manifest {path} cannot be read: {error.strerror}") from None
     except csv.Error as error:
