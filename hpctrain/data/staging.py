@@ -155,16 +155,24 @@ def copy(pack: Pack, target: Path, share: Sequence[Piece]) -> None:
 
 
 def compare(pack: Pack, copied: Path, share: Sequence[Piece]) -> bool:
-    """Whether an earlier copy has the right size and owner, and these pieces of it are intact."""
+    """Whether an earlier copy has the right size and owner, and these pieces of it are intact.
+
+    Pieces without a checksum, which are few, are compared with those of the pack.
+    """
     try:
-        with open(open_file(str(copied)), "rb", buffering=0) as there:
+        with (
+            open(open_file(str(copied)), "rb", buffering=0) as there,
+            open(open_file(pack.path), "rb", buffering=0) as original,
+        ):
             found = os.fstat(there.fileno())
             if (found.st_size, found.st_uid) != (pack.file_size, os.geteuid()):
                 return False
             for piece in share:
                 doing(f"comparing staged byte {piece.start:,}")
-                if piece.checksum is not None:
-                    read_piece(str(copied), there.fileno(), piece)
+                data = read_piece(str(copied), there.fileno(), piece)
+                known = piece.checksum is not None
+                if not known and data != read_piece(pack.path, original.fileno(), piece):
+                    return False
     except Failure:
         return False
     return True

@@ -69,6 +69,9 @@ def test_every_block_is_compared_on_its_way_and_when_used_again(tmp_path):
     assert staging.compare(packed, Path(here.path), share)
     overwrite(here.path, packed.splits["train"].images_offset + 2000 * packed.image_bytes)
     assert not staging.compare(packed, Path(here.path), share)
+    other, share = copied(packed, range(3001), tmp_path / "d")
+    overwrite(other.path, packed.uuid_offset, b"x")  # HDF5's own bytes have no checksum
+    assert not staging.compare(packed, Path(other.path), share)
     overwrite(packed.path, packed.splits["test"].labels_offset)
     with pytest.raises(RunError, match="test/labels: block 0 is corrupt"):
         copied(packed, range(3001), tmp_path / "c")
