@@ -88,10 +88,10 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a new file for writing; rename it to `path` on success, remove it on any error.
 
-    A file that is not `durable` may be lost in a power failure. Raises OSError, also if `path` is a
-    device or a pipe, which would be replaced.
+    Raises OSError, also if `path` is a device or a pipe, which would be replaced. A file that is
+    not `durable`, such as a heartbeat, may be lost in a power failure, and is not checked for that.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if durable and path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
     temporary = temporary_name(path)
     with cast(BinaryIO, open(temporary, "x+b", opener=open_itself)) as file:
