@@ -136,8 +136,10 @@ def set_up(
     trainer = make_trainer(norms, task, config, plan, frozen, transport, runs, overlap)
     check_fixed_state(model, comm)
     shards = runs[comm.rank]
-    counted = order_of(plan, source)  # of the whole split: a copy on this host may be incomplete
-    balance = call_on_root(comm, lambda: describe_imbalance(weights, counted, pack.classes))
+    # Before --stage, whose copy may lack labels of other hosts' samples.
+    balance = call_on_root(
+        comm, lambda: describe_imbalance(weights, order_of(plan, source), pack.classes)
+    )
     reading = make_reading(config, plan, source, checks, shards, comm)
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
