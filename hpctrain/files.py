@@ -88,8 +88,9 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a new file for writing; rename it to `path` on success, remove it on any error.
 
-    Raises OSError, also if `path` is a device or a pipe, which would be replaced. A file that is
-    not `durable`, such as a heartbeat, may be lost in a power failure, and is not checked for that.
+    Raises OSError, also if `path` is a device or a pipe, which must not be replaced. A file that is
+    not `durable` may be lost in a power failure. It is one of hpctrain's own, such as a heartbeat,
+    which is written often: what is at `path` is not checked.
     """
     if durable and path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, NOT_REGULAR, str(path))

@@ -114,7 +114,7 @@ def output_path(config: PackConfig) -> Path:
         raise UsageError(f"--output {path} is a folder: name the file to write")
     if path.exists() and not config.overwrite:
         raise UsageError(f"{path} exists: name another --output, or replace it with --overwrite")
-    if path.exists() and not is_hdf5(path):
+    if path.exists() and not looks_like_pack(path):
         raise UsageError(f"--output {path} is no pack: --overwrite replaces nothing else")
     if config.source in BUILT_IN and not config.output:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +123,8 @@ def output_path(config: PackConfig) -> Path:
     return path
 
 
-def is_hdf5(path: Path) -> bool:
-    """Whether a file, which exists, begins as HDF5 files do, or is empty."""
+def looks_like_pack(path: Path) -> bool:
+    """Whether this is a regular file that begins as HDF5 files do, perhaps damaged, or is empty."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             return file.read(len(HDF5)) in (HDF5, b"")
