@@ -117,6 +117,10 @@ class Ranks:
             config.add_cleanup(log.close)
             reporter = pytest.TerminalReporter(config, log)
             config.pluginmanager.register(reporter, "terminalreporter")
+        if comm.rank > 0:  # the results of rank 0 are those of --junitxml
+            for plugin in config.pluginmanager.get_plugins():
+                if hasattr(plugin, "logfile"):
+                    plugin.logfile = os.devnull
 
     def end_all(self, title: str, text: str, patience: float) -> None:
         """Show what happened on this rank and abort all, after giving others `patience` seconds."""

@@ -63,8 +63,8 @@ def test_imports_point_one_way():
     assert not allowed("hpctrain.training.train", "mpi4py")
 
 
-def test_files_and_functions_are_short():
-    long = [str(path) for path in TREES if (ROOT / path).read_text().count("\n") > 300]
+def test_functions_fit_on_a_screen():
+    long = []
     for path, tree in TREES.items():
         functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTION)]
         long += [f"{path}: {f.name}" for f in functions if f.end_lineno - f.lineno >= 60]
