@@ -105,12 +105,6 @@ class PredictConfig(NetworkConfig):
 class ExportConfig(SavedConfig):
     """Settings of ``hpctrain export``: a trained network as a file for other programs."""
 
-    to: str = option(
-        "onnx",
-        "write an ONNX file, or a .pt2 file of torch.export",
-        "Output",
-        choices=("onnx", "torch-export"),
-    )
     preprocess: bool = option(
         False,
         "take uint8 images (N, H, W, C) and scale them inside; default: the network's own input,"
@@ -125,8 +119,8 @@ class ExportConfig(SavedConfig):
     )
     output: str | None = option(
         None,
-        "write this file; default: model.onnx or model.pt2 beside the weights",
+        "write this new file, whose suffix decides the format: .onnx, or .pt2 of torch.export;"
+        " default: model.onnx beside the weights",
         "Output",
         check_file_name,
     )
-    overwrite: bool = option(False, "replace an existing file", "Output")

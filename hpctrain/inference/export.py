@@ -1,6 +1,6 @@
 """Export a trained network as one file that other programs run: ONNX, or .pt2 of torch.export.
 
-    python -m hpctrain export RUN --to onnx
+    python -m hpctrain export RUN --output photos.onnx
 
 The network computes in float32 (or in its own dtype, if that is another), on any number of images
 at a time. Classifiers give scores, of which softmax makes the probabilities of ``predict``. With
@@ -40,7 +40,7 @@ from hpctrain.inference.opening import find_pack, find_sums
 from hpctrain.inference.tasks import network_output
 from hpctrain.text import say
 
-SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
+SUFFIXES = ".onnx", ".pt2"
 COMPARED = 16  # images on which the file is compared with torch
 TOLERANCE = 1e-4  # of the largest output, or of 1 if that is smaller; 1 level for uint8 images
 
@@ -53,10 +53,10 @@ def main(settings: ExportConfig) -> int:
     images, source = find_images(saved, settings)
     exported = Exported(saved, settings.preprocess).eval().requires_grad_(False)
     with torch.no_grad(), writing(output), whole_file(output) as file:
-        write = write_onnx if settings.to == "onnx" else write_pt2
+        write = write_onnx if output.suffix == ".onnx" else write_pt2
         opset = write(file, exported, settings.batch, saved)
         file.flush()
-        run = open_file(file, settings.to)
+        run = open_file(file, output.suffix)
         found = compare(run, exported, saved, images, settings) if run else None
         size = file.seek(0, os.SEEK_END)
     say(f"{output}: {size / 1e6:,.1f} MB{opset}, {describe_tensors(exported, saved, settings)}")
@@ -71,17 +71,16 @@ def main(settings: ExportConfig) -> int:
 
 def output_file(settings: ExportConfig, model: Path) -> Path:
     """Return the file to write. Raises UsageError if it exists, or packages are missing."""
-    suffix = SUFFIXES[settings.to]
-    path = Path(settings.output) if settings.output else model.with_suffix(suffix)
-    if path.suffix != suffix:
-        raise UsageError(f"--output {path}: --to {settings.to} writes {suffix} files")
-    if path.exists() and not settings.overwrite:
-        raise UsageError(f"{path} exists: name another --output, or replace it with --overwrite")
+    path = Path(settings.output) if settings.output else model.with_suffix(".onnx")
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"--output {path}: export writes {' and '.join(SUFFIXES)} files")
+    if path.exists():
+        raise UsageError(f"{path} exists: remove it, or name another --output")
     missing = [name for name in ("onnx", "onnxscript") if not importlib.util.find_spec(name)]
-    if settings.to == "onnx" and missing:
+    if path.suffix == ".onnx" and missing:
         raise UsageError(
-            f"--to onnx needs {' and '.join(missing)}: pip install 'hpctrain[export]';"
-            " --to torch-export needs nothing more"
+            f"{path}: ONNX needs {' and '.join(missing)}: pip install 'hpctrain[export]';"
+            " a .pt2 file needs nothing more"
         )
     return path
 

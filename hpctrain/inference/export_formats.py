@@ -144,13 +144,13 @@ def describe_tensors(exported: Exported, saved: Saved, settings: ExportConfig) -
     return f"{INPUT} {taken} -> {output_name(exported)} {given}"
 
 
-def open_file(file: BinaryIO, to: str) -> Run | None:
+def open_file(file: BinaryIO, suffix: str) -> Run | None:
     """Read an exported file back; None if there is nothing to run it with.
 
     Raises RunError, as the function that it returns does, if the file cannot be run.
     """
     file.seek(0)
-    if to == "torch-export":
+    if suffix == ".pt2":
         with tracing():
             module = torch.export.load(file).module()
         return lambda images: np.asarray(module(images))

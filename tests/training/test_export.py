@@ -78,12 +78,12 @@ def run_pt2(path, images):
 
 
 @pytest.mark.parametrize("preprocess", [False, True])
-@pytest.mark.parametrize(("to", "run"), [("onnx", run_onnx), ("torch-export", run_pt2)])
+@pytest.mark.parametrize(("suffix", "run"), [(".onnx", run_onnx), (".pt2", run_pt2)])
 def test_answers_are_those_of_evaluate_and_predict_on_the_whole_split(
-    folder, tmp_path, capsys, to, run, preprocess
+    folder, tmp_path, capsys, suffix, run, preprocess
 ):
-    output = tmp_path / f"model{export.SUFFIXES[to]}"
-    asked = settings(folder, "digits", to=to, preprocess=preprocess, output=str(output))
+    output = tmp_path / f"model{suffix}"
+    asked = settings(folder, "digits", preprocess=preprocess, output=str(output))
     assert export.main(asked) == 0
     shown = capsys.readouterr().out
     assert "-> scores (N, 10)" in shown and "16 images of test" in shown
@@ -121,9 +121,9 @@ def test_answers_are_those_of_evaluate_and_predict_on_the_whole_split(
 
 
 def test_the_file_says_what_it_is(folder, tmp_path):
-    for to in export.SUFFIXES:
-        output = str(tmp_path / f"m{export.SUFFIXES[to]}")
-        export.main(settings(folder, "digits", to=to, preprocess=True, output=output))
+    for suffix in export.SUFFIXES:
+        output = str(tmp_path / f"m{suffix}")
+        export.main(settings(folder, "digits", preprocess=True, output=output))
     found = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     props = found.get_modelmeta().custom_metadata_map
     extra = {"hpctrain.json": ""}
@@ -142,11 +142,13 @@ def test_the_file_says_what_it_is(folder, tmp_path):
     assert (given.name, given.shape[1:]) == ("scores", [10])
 
 
-@pytest.mark.parametrize(("to", "run"), [("onnx", run_onnx), ("torch-export", run_pt2)])
-def test_a_network_that_restores_images_takes_and_gives_bytes(folder, tmp_path, capsys, to, run):
+@pytest.mark.parametrize(("suffix", "run"), [(".onnx", run_onnx), (".pt2", run_pt2)])
+def test_a_network_that_restores_images_takes_and_gives_bytes(
+    folder, tmp_path, capsys, suffix, run
+):
     """Those that predict writes, up to a level of rounding."""
-    output = tmp_path / f"model{export.SUFFIXES[to]}"
-    export.main(settings(folder, "denoise", to=to, preprocess=True, output=str(output)))
+    output = tmp_path / f"model{suffix}"
+    export.main(settings(folder, "denoise", preprocess=True, output=str(output)))
     shown = capsys.readouterr().out
     assert "-> restored (N, 28, 28, 1)" in shown
     assert "computes in float32: compare it with evaluate --precision fp32" in shown
@@ -174,9 +176,9 @@ def test_other_networks(folder, tmp_path, model):
     path = save_untrained(
         folder, "other", model, task=task, normalize="unit" if task == "denoise" else "imagenet"
     )
-    for to, preprocess in (("onnx", True), ("torch-export", False)):
-        output = str(tmp_path / f"model{export.SUFFIXES[to]}")
-        asked = ExportConfig(str(path), model if ":" in model else None, to=to, output=output)
+    for suffix, preprocess in ((".onnx", True), (".pt2", False)):
+        output = str(tmp_path / f"model{suffix}")
+        asked = ExportConfig(str(path), model if ":" in model else None, output=output)
         asked = dataclasses.replace(asked, preprocess=preprocess, data=str(folder / "colour.h5"))
         assert export.main(asked) == 0
 
@@ -193,20 +195,21 @@ def test_without_the_pack_random_bytes_are_compared(folder, tmp_path, capsys):
     path.rename(metadata_free)
     (folder / "gray.h5").rename(folder / "away.h5")
     try:
-        assert export.main(ExportConfig(str(metadata_free), to="torch-export")) == 0
+        assert export.main(ExportConfig(str(metadata_free))) == 0
+        other = str(tmp_path / "other.onnx")
         with pytest.raises(UsageError, match="nowhere"):
-            export.main(ExportConfig(str(metadata_free), data="nowhere.h5", overwrite=True))
+            export.main(ExportConfig(str(metadata_free), data="nowhere.h5", output=other))
     finally:
         (folder / "away.h5").rename(folder / "gray.h5")
     assert "16 images of random bytes (the pack that" in capsys.readouterr().out
-    assert (tmp_path / "model.pt2").is_file()  # beside the weights
+    assert (tmp_path / "model.onnx").is_file()  # beside the weights
 
 
-@pytest.mark.parametrize("to", export.SUFFIXES)
-def test_a_file_with_other_answers_is_not_kept(folder, tmp_path, monkeypatch, to):
-    output = tmp_path / f"model{export.SUFFIXES[to]}"
+@pytest.mark.parametrize("suffix", export.SUFFIXES)
+def test_a_file_with_other_answers_is_not_kept(folder, tmp_path, monkeypatch, suffix):
+    output = tmp_path / f"model{suffix}"
     monkeypatch.setattr(export, "network_output", lambda model, x, how: model(x) + 0.01)
-    asked = settings(folder, "digits", to=to, output=str(output))
+    asked = settings(folder, "digits", output=str(output))
     with pytest.raises(RunError, match="differs from the network's by 0.01, more than 0.0"):
         export.main(asked)
     monkeypatch.setattr(export, "network_output", lambda model, x, how: model(x) * np.nan)
@@ -216,30 +219,31 @@ def test_a_file_with_other_answers_is_not_kept(folder, tmp_path, monkeypatch, to
 
 
 def test_a_network_that_cannot_be_traced_is_refused_in_one_line(folder, tmp_path):
+    data = str(folder / "colour.h5")
     for model in ("tests.odd_models:data_dependent", "tests.odd_models:asking"):
         path = save_untrained(folder, "odd", model)
-        for to in export.SUFFIXES:
+        for suffix in export.SUFFIXES:
+            output = str(tmp_path / f"odd{suffix}")
             with pytest.raises(RunError, match="torch cannot export this network") as caught:
-                export.main(ExportConfig(str(path), model, to=to, data=str(folder / "colour.h5")))
+                export.main(ExportConfig(str(path), model, data=data, output=output))
             assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
     model = "tests.odd_models:pairs_only"
-    path = save_untrained(folder, "pairs", model)
-    asked = ExportConfig(str(path), model, to="torch-export", data=str(folder / "colour.h5"))
+    path, output = save_untrained(folder, "pairs", model), str(tmp_path / "pairs.pt2")
+    asked = ExportConfig(str(path), model, data=data, output=output)
     with pytest.raises(RunError, match="try --batch N, a fixed number"):
         export.main(asked)
     assert export.main(dataclasses.replace(asked, batch=2)) == 0
-    assert not list(folder.glob("odd.*t*2")) and not list(folder.glob(".odd*"))
 
 
 def test_refusals(folder, tmp_path, monkeypatch):
     existing = tmp_path / "there.onnx"
     existing.write_text("mine")
-    with pytest.raises(UsageError, match="exists: name another --output, or .*--overwrite"):
+    with pytest.raises(UsageError, match="there.onnx exists: remove it, or name another"):
         export.main(settings(folder, "digits", output=str(existing)))
     assert existing.read_text() == "mine"
-    assert export.main(settings(folder, "digits", output=str(existing), overwrite=True)) == 0
-    with pytest.raises(UsageError, match="--to onnx writes .onnx files"):
-        export.main(settings(folder, "digits", output="model.pt2"))
+    with pytest.raises(UsageError, match="model.pt: export writes .onnx and .pt2 files"):
+        export.main(settings(folder, "digits", output="model.pt"))
     with pytest.raises(UsageError, match="no module is imported.*add --model tests.odd"):
         export.main(ExportConfig(str(save_untrained(folder, "own", "tests.odd_models:fine_tuned"))))
 
