@@ -29,8 +29,6 @@ def read_config(text: bytes) -> Config:
     """
     known = Config.__dataclass_fields__
     given = {name: value for name, value in renamed(parse_toml(text)).items() if name in known}
-    if type(given.get("overlap")) is int:  # as written before "auto" existed
-        given["overlap"] = str(given["overlap"])
     return from_fields(Config, given)
 
 

@@ -16,10 +16,14 @@ from hpctrain.bench.network_job import Measured
 from hpctrain.bench.scale_figure import plot_scale
 from hpctrain.bench.step_model import (
     PUBLISHED,
+    SEGMENTS,
     Computation,
     Link,
+    Times,
     Traffic,
+    best_segments,
     efficiency,
+    exposed,
     ring,
     slowest,
     tree,
@@ -71,6 +75,23 @@ def test_the_efficiency_of_a_step_computed_by_hand():
     assert efficiency(Computation(0.3, 0.0), link, traffic, 8) == pytest.approx(0.75)
     # backward takes 200 ms: of two halves, the second remains
     assert efficiency(Computation(0.3, 0.0), link, traffic, 8, 2) == pytest.approx(0.3 / 0.35)
+
+
+def test_what_is_left_of_a_reduction():
+    """Against a queue that is worked off segment by segment."""
+    for compute, reduce in ((3.0, 1.0), (3.0, 5.0), (0.3, 7.0), (9.0, 0.1)):
+        for n in (1, *SEGMENTS):
+            backward, free = compute * 2 / 3, 0.0
+            for segment in range(1, n + 1):
+                free = max(free, backward * segment / n) + reduce / n
+            assert exposed(Times(1, compute, reduce), n) == pytest.approx(free - backward)
+
+
+def test_segments_are_chosen_where_they_save_time():
+    assert best_segments(Times(1.0, 0.99, 0.01)) == 0
+    assert best_segments(Times(1.0, 0.5, 0.5)) in SEGMENTS
+    assert best_segments(Times(1.0, 0.01, 0.99)) == 0, "there is no backward to hide it behind"
+    assert best_segments(Times(1.0, 0.7, 0.3)) > best_segments(Times(1.0, 0.94, 0.06)) > 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 1000])

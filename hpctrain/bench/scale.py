@@ -30,6 +30,7 @@ from hpctrain.bench.step_model import (
     Computation,
     Link,
     Traffic,
+    best_segments,
     bfloat16,
     efficiency,
     ring,
@@ -44,7 +45,7 @@ from hpctrain.parallel.batchnorm import tracked_layers
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.layout import Layout, lay_out
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.overlap import best_segments, cut
+from hpctrain.parallel.overlap import cut
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Facts, resolve

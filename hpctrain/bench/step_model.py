@@ -4,7 +4,7 @@ The computation of a step takes c seconds on average, normally distributed over 
 wait for the slowest one, whose time is the expected maximum of P such times. A message of b bytes
 takes latency + b / bandwidth, and a rank sends its messages one after another (R. W. Hockney, "The
 communication challenge for MPP", Parallel Computing 20, 1994). With overlap, only the part of the
-communication that `exposed` returns (parallel/overlap.py) is added to the computation. The
+communication that `exposed` returns is added to the computation. The
 efficiency is c divided by the time of the step.
 
 The model ignores topology, other jobs and the file system.
@@ -18,11 +18,13 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from hpctrain.parallel.halving import schedule, sent
-from hpctrain.parallel.overlap import Times, exposed
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.reduce import block_bytes
 
 NUMBER = 4  # bytes of a float32
+GAIN = 0.03  # of a step's time; for less, one Allreduce is assumed
+BACKWARD = 2 / 3  # of forward and backward: each product in forward takes two in backward
+SEGMENTS = (2, 4, 8, 16)
 
 
 class Link(NamedTuple):
@@ -37,6 +39,14 @@ class Computation(NamedTuple):
 
     seconds: float  # mean
     spread: float  # standard deviation divided by the mean
+
+
+class Times(NamedTuple):
+    """The times of a step without overlap, in seconds."""
+
+    step: float
+    compute: float  # of the slowest rank
+    reduce: float
 
 
 class Traffic(NamedTuple):
@@ -77,6 +87,28 @@ def step_times(computation: Computation, link: Link, traffic: Traffic, ranks: in
     """Return the times of a step without overlap."""
     slow, reduce = slowest(computation, ranks), traffic.seconds(link)
     return Times(slow + reduce, slow, reduce)
+
+
+def exposed(times: Times, segments: int) -> float:
+    """Return the seconds of the reduction that remain after backward.
+
+    Segment k of n is complete k / n of the way through backward, each takes reduce / n, and one is
+    summed at a time.
+    """
+    backward = BACKWARD * times.compute
+    return max(times.reduce / segments, times.reduce - backward * (segments - 1) / segments)
+
+
+def best_segments(times: Times) -> int:
+    """Return the smallest number of segments that hides about as much of the reduction as any.
+
+    Returns 0 if segments would save less than GAIN of a step.
+    """
+    least = min(exposed(times, segments) for segments in SEGMENTS)
+    if times.reduce - least < GAIN * times.step:
+        return 0
+    near = least + GAIN * times.step
+    return next(segments for segments in SEGMENTS if exposed(times, segments) <= near)
 
 
 def efficiency(

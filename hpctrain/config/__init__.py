@@ -24,7 +24,6 @@ from hpctrain.config.option import (
     image_size,
     images_per_rank,
     renamed,
-    segments,
     split_shares,
     to_toml,
     toml_value,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 
 from hpctrain.config.optimizer import optimizer_and_rate
-from hpctrain.config.option import flag_of, segments
+from hpctrain.config.option import flag_of
 from hpctrain.config.train import Config
 
 MOST_THREADS = 64  # that a run may use on a small machine, to repeat a run of a larger one
@@ -89,7 +89,7 @@ def _machine_conflicts(config: Config) -> Iterator[str]:
     cores = os.cpu_count() or 1
     if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
         yield f"--threads {config.threads}: this machine has {cores} cores"
-    if segments(config.overlap) != 0 and config.graphs:
+    if config.overlap and config.graphs:
         yield (
             f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
             " come at once"

@@ -19,7 +19,6 @@ from hpctrain.text import brief
 
 LONGEST_NAME = 200  # bytes
 LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that timers accept
-MOST_SEGMENTS = 64
 MOST_DIGITS = 15  # of a number of steps
 MAX_SIDE = 2**14  # pixels, of a decoded image
 RENAMED = {"wire": "comm_dtype"}  # settings whose earlier names are still read from files
@@ -122,20 +121,6 @@ def byte_count(text: str, flag: str) -> int:
     if size < 1:
         raise UsageError(f"{flag} {text}: give a size, such as 256M or 1.5G")
     return size
-
-
-def segments(text: str, flag: str = "--overlap") -> int | None:
-    """Parse --overlap: the maximum number of gradient segments, None for "auto".
-
-    Raises UsageError.
-    """
-    if text == "auto":
-        return None
-    if not re.fullmatch(r"[0-9]{1,9}", str(text)):
-        raise UsageError(f"{flag} {text}: give 0 or more segments, or auto")
-    if int(text) > MOST_SEGMENTS:
-        raise UsageError(f"{flag} {text}: give at most {MOST_SEGMENTS} segments")
-    return int(text)
 
 
 def images_per_rank(text: str, flag: str = "--batch-per-rank") -> int | None:

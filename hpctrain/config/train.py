@@ -11,17 +11,18 @@ from hpctrain.config.optimizer import OptimizerSettings
 from hpctrain.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
+    Bounds,
     check_folder_name,
     duration,
     images_per_rank,
     option,
-    segments,
     worker_loads,
 )
 
 PRECISIONS = ("default", "fp32", "tf32", "bf16")
 BATCH, MACHINE, RECORD = "Batches", "Machine", "Run, checkpoints and records"
 RUNS_DIR = ("runs", "keep all runs in this folder")
+MOST_SEGMENTS = 64
 TIMEOUT = ("30m", "abort all ranks after so long without progress")
 
 
@@ -83,12 +84,11 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
         MACHINE,
         choices=("auto", "nccl", "host", "mpi-gpu"),
     )
-    overlap: str = option(
-        "0",
-        "sum gradients during backward, in at most this many segments; 0 = one Allreduce after it;"
-        " auto = as many as the times of the first steps recommend",
+    overlap: int = option(
+        0,
+        "sum gradients during backward, in at most this many segments; 0 = one Allreduce after it",
         MACHINE,
-        segments,
+        Bounds(0, MOST_SEGMENTS, "[]"),
     )
     comm_dtype: str = option(
         "fp32",

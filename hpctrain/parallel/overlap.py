@@ -17,26 +17,13 @@ error instead of giving a wrong sum.
 One thread makes the blocking calls. Nothing else in the process communicates at that time, so
 MPI_THREAD_SERIALIZED is sufficient. On a GPU the thread has its own stream, which waits for the
 work that backward had queued when a segment was complete; the step's stream waits for it.
-
---overlap auto measures in how many segments gradients are summed while backward runs, if at all.
-
-The first STEPS steps of a launch run with one Allreduce. The medians of their computation and
-reduction times give the number of segments that could hide most of the reduction (`best_segments`).
-If these could save GAIN of a step, the next STEPS steps run with them, and they are kept if those
-steps were shorter by that much. All ranks share their measurements once after each of the two
-phases, so all make the same choice.
-
-With --deterministic the bits are the same either way. Ranks and machines may differ after a resume,
-so each launch measures again and records its choice.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -167,95 +154,3 @@ class Overlapped(Reduce):
             if shard is not None:
                 part.accumulate(shard)
             part()
-
-
-STEPS, SKIPPED = 12, 4  # steps of a phase, and the first ones, in which libraries warm up
-GAIN = 0.03  # of a step's time; for less, one Allreduce is kept
-BACKWARD = 2 / 3  # of forward and backward: each product in forward takes two in backward
-SEGMENTS = (2, 4, 8, 16)
-
-
-class Times(NamedTuple):
-    """Medians of a phase, in seconds."""
-
-    step: float
-    compute: float  # on this rank: forward and backward
-    reduce: float  # on this rank, including the wait for the others
-
-
-def exposed(times: Times, segments: int) -> float:
-    """Return the seconds of the reduction that remain after backward.
-
-    Segment k of n is complete k / n of the way through backward, each takes reduce / n, and one is
-    summed at a time.
-    """
-    backward = BACKWARD * times.compute
-    return max(times.reduce / segments, times.reduce - backward * (segments - 1) / segments)
-
-
-def best_segments(times: Times) -> int:
-    """Return the smallest number of segments that hides about as much of the reduction as any.
-
-    Returns 0 if segments would save less than GAIN of a step.
-    """
-    least = min(exposed(times, segments) for segments in SEGMENTS)
-    if times.reduce - least < GAIN * times.step:
-        return 0
-    near = least + GAIN * times.step
-    return next(segments for segments in SEGMENTS if exposed(times, segments) <= near)
-
-
-class OverlapTrial:
-    """The measurements of a launch under --overlap auto, and its choice."""
-
-    def __init__(self, first: int) -> None:
-        """`first`: number of steps of earlier launches."""
-        self._due = first + STEPS  # the step after which the next decision is due
-        self._measured: list[Times] = []
-        self._without: Times | None = None
-        self.segments = 0
-
-    def add(self, step: float, compute: float, reduce: float) -> None:
-        """Add the times of one step, in seconds."""
-        self._measured.append(Times(step, compute, reduce))
-
-    def follows(self, step: int) -> bool:
-        """Whether a decision is due after this step, which all ranks know in advance."""
-        return step == self._due
-
-    def times(self) -> Times:
-        """Return the medians of this phase."""
-        columns = zip(*self._measured[SKIPPED:], strict=True)
-        return Times(*(statistics.median(column) for column in columns))
-
-    def decide(self, found: Times) -> str | None:
-        """Choose `segments` from the times of this phase, the same on all ranks.
-
-        The step is that of rank 0, the computation the longest of all ranks, and the reduction the
-        shortest, because the slowest rank does not wait in it. Returns a note on the measurements
-        if the choice is final.
-        """
-        self._measured.clear()
-        if self._without is None:
-            self._without, self.segments = found, best_segments(found)
-            self._due += STEPS
-            if self.segments:
-                return None
-            self._due = -1
-            return f"{_without(found)}: segments could save less than {GAIN:.0%}"
-        self._due, tried, before = -1, self.segments, self._without
-        gain = 1 - found.step / before.step
-        self.segments = tried if gain >= GAIN else 0
-        kept = f"{tried} segments" if self.segments else "one Allreduce"
-        return f"{_without(before)}, {_ms(found.step)} with {tried} segments ({gain:+.0%}): {kept}"
-
-
-def _without(times: Times) -> str:
-    return (
-        f"--overlap auto: a step took {_ms(times.step)} with one Allreduce (computation"
-        f" {_ms(times.compute)}, reduction {_ms(times.reduce)})"
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.1f} ms"

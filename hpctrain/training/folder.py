@@ -132,7 +132,7 @@ def run_facts(job: Job, folder: Path, comm: Comm) -> dict[str, object]:
         "transport_reason": job.transport.reason,
         "memory": memory.name,
         "memory_reason": memory.reason,
-        "overlap": "auto" if job.config.overlap == "auto" else job.trainer.segments,
+        "overlap": job.config.overlap,
         "threads": job.plan.threads,
         "precision": job.plan.precision,
         "comm_dtype": job.plan.comm_dtype,

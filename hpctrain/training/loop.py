@@ -6,13 +6,12 @@ import time
 from contextlib import closing
 from functools import partial
 
-from hpctrain.parallel.mpi import allgather, call_on_root, minimum
-from hpctrain.parallel.overlap import OverlapTrial, Times
+from hpctrain.parallel.mpi import allgather
 from hpctrain.streams import Snapshot
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.replay import RunReplay
-from hpctrain.training.setup import reassign_shards, renew_reduction, unfreeze
+from hpctrain.training.setup import reassign_shards, unfreeze
 from hpctrain.training.state import Run, gather
 from hpctrain.training.step import train_step
 from hpctrain.training.steps import PendingStep, PendingSteps, collect_flags
@@ -63,16 +62,13 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
     """
     state, plan, step = run.state, run.job.plan, pending.newest
     last = step % plan.steps_per_epoch == 0
-    measured = run.overlap is not None and run.overlap.follows(step)
     validates, saves = validation_due(run, step), run.checkpoints.follows(step)
-    needed = last or measured or validates or saves  # known to all ranks in advance
+    needed = last or validates or saves  # known to all ranks in advance
     pending.drain(0 if needed else run.job.trainer.in_flight)
     if state.ended or state.save:
         pending.drain()
     if pending:
         return
-    if run.overlap and measured:
-        choose_overlap(run, run.overlap)
     if last:
         end_epoch(run)
     if not state.ended and validates:
@@ -89,8 +85,6 @@ def begin_last_phase(run: Run) -> None:
     doing("unfreezing")
     run.recorder.note(unfreeze(run.job, shards_of_ranks(run), run.comm))
     run.state.unfrozen = True
-    if run.overlap:  # what was measured holds for a shorter message
-        run.overlap = OverlapTrial(run.state.step)
     if run.replay:
         run.replay = RunReplay(run.job.trainer, run.job.task, run.job.plan)
 
@@ -98,19 +92,6 @@ def begin_last_phase(run: Run) -> None:
 def shards_of_ranks(run: Run) -> list[range]:
     """Return the shards that each rank carries now."""
     return run.balance.runs if run.balance else [range(*each) for each in run.job.plan.runs]
-
-
-def choose_overlap(run: Run, trial: OverlapTrial) -> None:
-    """Choose the number of gradient segments by the steps measured so far. Collective."""
-    doing("choosing --overlap")
-    own = trial.times()
-    least, most = minimum(run.comm, round(1e9 * own.reduce), -round(1e9 * own.compute))
-    step = call_on_root(run.comm, lambda: own.step)
-    text = trial.decide(Times(step, -most / 1e9, least / 1e9))
-    if trial.segments != run.job.trainer.segments:
-        renew_reduction(run.job, shards_of_ranks(run), trial.segments)
-    if text:
-        run.recorder.note(text)
 
 
 def end_epoch(run: Run) -> None:

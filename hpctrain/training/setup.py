@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.config import Config, byte_count, segments
+from hpctrain.config import Config, byte_count
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.cache import sample_bytes
 from hpctrain.data.imbalance import describe_imbalance, find_class_weights
@@ -35,7 +35,6 @@ from hpctrain.parallel.mpi import (
     call_on_all,
     call_on_root,
     check_equal_on_all,
-    check_threads,
 )
 from hpctrain.parallel.placement import Choice
 from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
@@ -102,8 +101,6 @@ def set_up(
     device, threads = open_device(
         comm, config.device, lambda share: cpu_threads(config, share, earlier)
     )
-    if config.overlap == "auto" and comm.size > 1:
-        call_on_all(comm, lambda: check_threads("--overlap"))
 
     model, init = call_on_all(comm, lambda: make_model(config, pack, saved is None))
     dtype = next(model.parameters()).dtype
@@ -132,8 +129,8 @@ def set_up(
     call_on_all(comm, lambda: check_phases(config, plan))
     norms.start(probe)
     transport, choice, sharing = open_transport(comm, device, config.reduce)
-    runs, overlap = [range(*run) for run in plan.runs], segments(config.overlap) or 0
-    trainer = make_trainer(norms, task, config, plan, frozen, transport, runs, overlap)
+    runs = [range(*run) for run in plan.runs]
+    trainer = make_trainer(norms, task, config, plan, frozen, transport, runs)
     check_fixed_state(model, comm)
     shards = runs[comm.rank]
     # Before --stage, whose copy may lack labels of other hosts' samples.
@@ -267,8 +264,7 @@ def unfreeze(job: Job, runs: Sequence[range], comm: Comm) -> str:
     with call_on_all(comm, lambda: job.reading.split("train")) as source:
         norms, probe = probe_norms(old.model, job.task, source, job.prepare, config, comm)
     norms.start(probe)
-    overlap = segments(job.config.overlap) or 0
-    how = job.config, job.plan, job.frozen, old.reduce.transport, runs, overlap
+    how = job.config, job.plan, job.frozen, old.reduce.transport, runs
     job.trainer = make_trainer(norms, job.task, *how)
     job.trainer.continue_from(old)
     return job.frozen.describe(job.trainer.message)
@@ -279,15 +275,6 @@ def reassign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:
     own = runs[comm.rank]
     job.loader.assign_shards(own)
     job.trainer.norms.first_shard = own.start
-    renew_reduction(job, runs, job.trainer.segments)
-
-
-def renew_reduction(job: Job, runs: Sequence[range], overlap: int) -> None:
-    """Replace the reduction from the next step on, for ranks that carry the shards `runs`.
-
-    `overlap` is the number of segments, 0 = one sum. Raises UsageError if MPI does not allow it.
-    """
     trainer, transport = job.trainer, job.trainer.reduce.transport
     trainer.reduce.close()
-    trainer.reduce = reduce_for(job.plan, overlap, trainer.message, runs, transport)
-    trainer.segments = overlap
+    trainer.reduce = reduce_for(job.plan, job.config.overlap, trainer.message, runs, transport)

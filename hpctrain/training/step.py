@@ -59,7 +59,6 @@ class Trainer:
     clip_norm: float | None = None
     skips_rows: bool = False  # a step may have fewer samples than planned
     local_buffers: bool = False  # buffers other than batch norm's may differ between ranks
-    segments: int = 0  # number of segments in which the reduction overlaps backward
     in_flight: int = 0  # number of steps that are started before the totals of one are read
     class_weights: torch.Tensor | None = None  # (K,) with which the loss weighs samples
     average: Average | None = None

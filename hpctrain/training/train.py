@@ -33,7 +33,6 @@ from hpctrain.parallel.mpi import (
     limit_finalize,
     start_mpi,
 )
-from hpctrain.parallel.overlap import OverlapTrial
 from hpctrain.parallel.placement import Balance
 from hpctrain.plan_text import describe_plan
 from hpctrain.report.recorder import Recorder
@@ -176,7 +175,6 @@ def open_run(
         own = job.trainer.tensors().values()
         control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
         auto = config.worker_load == "auto"
-        measured = config.overlap == "auto" and comm.size > 1
         replays = config.digest_every and not config.local_buffers
         run = Run(
             job,
@@ -187,7 +185,6 @@ def open_run(
             times.checkpoints,
             writer,
             Balance([range(*each) for each in job.plan.runs]) if auto else None,
-            OverlapTrial(state.step) if measured else None,
             RunReplay(job.trainer, job.task, job.plan) if replays else None,
             folder,
         )

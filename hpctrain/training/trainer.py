@@ -73,11 +73,10 @@ def make_trainer(
     frozen: Frozen,
     transport: Transport,
     runs: Sequence[range],
-    overlap: int,
 ) -> Trainer:
     """Lay out the message, compare layouts, and broadcast rank 0's weights. Collective.
 
-    The ranks carry the shards `runs`; `overlap` is the number of segments, 0 = one sum.
+    The ranks carry the shards `runs`.
     """
     comm, model = transport.comm, norms.model
 
@@ -106,12 +105,11 @@ def make_trainer(
         message,
         norms,
         make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups),
-        call_on_all(comm, lambda: reduce_for(plan, overlap, message, runs, transport)),
+        call_on_all(comm, lambda: reduce_for(plan, config.overlap, message, runs, transport)),
         backward,
         config.clip_norm,
         config.skip_bad,
         config.local_buffers,
-        overlap,
         IN_FLIGHT[message.device.type],
         task.weights,
         None if config.ema is None else Average(message, norms, config.ema),

@@ -29,7 +29,7 @@ from hpctrain.config import Config
 from hpctrain.config.inference import EvaluateConfig, PredictConfig
 from hpctrain.errors import Failure
 from hpctrain.inference import evaluate, predict
-from hpctrain.parallel import choose, overlap
+from hpctrain.parallel import choose
 from hpctrain.parallel.mpi import Comm, start_mpi
 from hpctrain.report.record import read_records
 from hpctrain.training.train import train
@@ -42,7 +42,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "job": ("classify", "denoise", "jpeg", "resume", "infer"),
     "transport": ("host", "mpi-gpu", "nccl"),
     "sum": ("plain", "tree", "bf16"),
-    "launch": ("eager", "overlap", "auto", "graphs"),
+    "launch": ("eager", "overlap", "graphs"),
     "precision": ("default", "fp32", "tf32", "bf16"),
     "batch_norm": ("exact", "running", "average", "local"),
     "ranks": (1, 2, 3, 4),
@@ -52,7 +52,7 @@ WAYS = ("transport", "sum", "launch")  # only tried where several ranks train
 TURNS = ("batch_norm", "ranks", "order")  # take turns where all other axes are multiplied
 SHARDS = 4
 STEPS = 3  # until a run that is resumed leaves
-SEGMENTS = 3  # of overlapped sums; with `auto`, those that are tried whatever was measured
+SEGMENTS = 3  # of overlapped sums
 # Relative difference of losses between a GPU and a CPU: the CPU's kernels compute both, but not
 # always the same ones; bfloat16 has 8 significant bits, and a GPU draws other noise than a CPU.
 CLOSE = {"bf16": 0.05, "denoise": 0.05}
@@ -129,7 +129,7 @@ def settings_of(cell: Cell, folder: Path, device: str) -> Config:
         deterministic=cell.sum == "tree",
         comm_dtype="bf16" if cell.sum == "bf16" else "fp32",
         batch_norm=cell.batch_norm,
-        overlap={"overlap": str(SEGMENTS), "auto": "auto"}.get(cell.launch, "0") if gpu else "0",
+        overlap=SEGMENTS if gpu and cell.launch == "overlap" else 0,
         graphs=gpu and cell.launch == "graphs",
         reduce=cell.transport if gpu and cell.ranks > 1 else "auto",
         precision=cell.precision,
@@ -169,7 +169,7 @@ class Matrix:
             time.sleep(0.005)
 
     def train(self, cell: Cell, device: str, ranks: int) -> dict[str, Any]:
-        """Train on the first `ranks` ranks: losses, the digest of the end, and notes."""
+        """Train on the first `ranks` ranks: losses, and the digest of the end."""
         config = settings_of(cell, self.folder, device)
         if self.comm.rank < ranks:
             train(config, self.comms[ranks])
@@ -177,11 +177,7 @@ class Matrix:
         records = list(read_records(self.folder / "runs" / str(config.run)))
         losses = {r["step"]: r["loss"] for r in records if r["kind"] == "step"}
         test = [r["loss"] for r in records if r["kind"] == "evaluation"]
-        return {
-            "losses": [*losses.values(), *test],
-            "digest": records[-1].get("digest"),
-            "notes": [r["text"] for r in records if r["kind"] == "note"],
-        }
+        return {"losses": [*losses.values(), *test], "digest": records[-1].get("digest")}
 
     def once(self, cell: Cell, device: str) -> dict[str, Any]:
         """What training came to, for all cells that share it."""
@@ -232,8 +228,7 @@ class Matrix:
 
 def problems(found: Sequence[dict[str, Any]]) -> list[str]:
     """What is wrong with the cells of a matrix: other losses than the CPU's; in another order,
-    another digest; in tree order, another one than that of one rank; nothing measured for
-    `--overlap auto`.
+    another digest; in tree order, another one than that of one rank.
     """
     wrong: list[str] = []
     for result in found:
@@ -251,10 +246,6 @@ def problems(found: Sequence[dict[str, Any]]) -> list[str]:
         }
         if len(set(ends.values())) > 1:
             wrong.append(f"{name}: digests {ends}")
-        if cell.launch == "auto" and not is_idle(cell._asdict()):
-            notes = [" ".join(result[order]["notes"]) for order in (cell.order, "late")]
-            if not all(f"with {SEGMENTS} segments" in note for note in notes):
-                wrong.append(f"{name}: --overlap auto noted {notes}")
     return wrong
 
 
@@ -264,8 +255,6 @@ def run_cells(cells: Iterable[Cell], folder: Path, comm: Comm, stop: bool) -> li
     """
     # One MPI: a process for it once, not in each run.
     choose.try_device_memory = functools.cache(choose.try_device_memory)
-    overlap.STEPS, overlap.SKIPPED = 2, 1
-    overlap.best_segments = lambda times: SEGMENTS
     matrix, found = Matrix(folder, comm), []
     for cell in cells:
         started = time.perf_counter()

@@ -87,7 +87,7 @@ def test_batch_norm_counts_each_batch_once():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("given", [{}, {"overlap": "3"}, {"batch_norm": "running"}])
+@pytest.mark.parametrize("given", [{}, {"overlap": 3}, {"batch_norm": "running"}])
 def test_a_run_ends_with_the_same_digest(comm, shared_tmp, given):
     if comm.rank == 0:
         make_pack(shared_tmp / "p.h5", {"train": 30, "test": 5}, SHAPE, 3)

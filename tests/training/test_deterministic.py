@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpctrain.errors import RunError, UsageError
+from hpctrain.parallel import mpi
 from hpctrain.parallel.overlap import Overlapped
 from hpctrain.report.record import read_records
 from hpctrain.training import loop as inner
@@ -115,6 +116,14 @@ def test_the_same_bits_while_backward_still_runs(comm, one_rank, settings, monke
         facts = [next(iter(read_records(Path(settings.runs_dir) / n))) for n in ("whole", "parts")]
         assert [record["overlap"] for record in facts] == [0, 3]
         assert "overlap" not in facts[1]["settings"], "no hyper-parameter"
+
+
+@pytest.mark.mpi
+def test_an_mpi_without_threads_is_refused_before_anything_is_written(comm, settings, monkeypatch):
+    monkeypatch.setattr(mpi.MPI, "Query_thread", lambda: mpi.MPI.THREAD_FUNNELED)
+    with pytest.raises(UsageError, match="--overlap calls MPI from a thread of its own"):
+        loop.train(dataclasses.replace(settings, overlap=2), comm)
+    assert not Path(settings.runs_dir).exists()
 
 
 @pytest.mark.mpi

@@ -115,7 +115,7 @@ CASES = {
             "weight_decay": 0.3,
             "no_decay": "norm,bias,shift",
             "lr_scale": "*=0.5,blocks.1=0.25,fc.bias=2",
-            "overlap": "3",
+            "overlap": 3,
         },
         adamw,
         lambda n: 2 if n == "fc.bias" else 0.25 if n.startswith("blocks.1") else 0.5,
@@ -162,7 +162,7 @@ def settings(small_settings):
 
 def plain_torch(case, config, alone):
     """The same batches by shards in one process, with nothing of hpctrain's optimizer or layout."""
-    job = set_up(dataclasses.replace(config, overlap="0", freeze=None, unfreeze_epoch=None), alone)
+    job = set_up(dataclasses.replace(config, overlap=0, freeze=None, unfreeze_epoch=None), alone)
     model, _ = make_model(config, job.pack)
     parameters = dict(model.named_parameters())
     frozen = [name for name in parameters if case.frozen(name)]

@@ -14,7 +14,7 @@ MANY = 16_384
     "changes",
     [
         {},
-        {"deterministic": True, "overlap": "auto"},
+        {"deterministic": True, "overlap": 3},
         {"worker_load": "auto", "shards": MANY},
         {"batch_per_rank": "auto", "batch_size": None},
     ],

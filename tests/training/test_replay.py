@@ -134,7 +134,7 @@ def test_all_of_the_state_is_compared_at_the_end_and_named(comm, settings, monke
         {},
         {"deterministic": True, "shards": 4, "local_buffers": False},
         {"comm_dtype": "bf16"},
-        {"comm_dtype": "bf16", "overlap": "2"},
+        {"comm_dtype": "bf16", "overlap": 2},
     ],
 )
 def test_ranks_with_different_weights_are_named_at_the_next_digest(
