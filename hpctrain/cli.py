@@ -1,33 +1,20 @@
 """The command line: parse ``python -m hpctrain [SUBCOMMAND] ...`` and run the subcommand.
 
 ``config/parse.py`` parses the settings; nothing heavy (torch, MPI, HDF5) is imported before they
-have been accepted. A subcommand that runs on all ranks is started under a watchdog. Until MPI is
-initialized, the ranks of a launch share their heartbeats through a folder named after the launch,
-so that a rank that is missing in MPI_Init can be named.
+have been accepted. A subcommand that runs on all ranks is started under a watchdog.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
 import socket
 import sys
-import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain import __version__, config
 from hpctrain.errors import Failure, UsageError, did_you_mean
-from hpctrain.heartbeats import LAUNCH_FOLDER, make_private_folder, remove_old_launches
-from hpctrain.launcher import (
-    launch_name,
-    launched_rank,
-    launched_size,
-    local_size,
-    under_mpirun,
-)
+from hpctrain.launcher import launched_rank, launched_size, under_mpirun
 from hpctrain.quick_imports import quick_imports
 from hpctrain.text import say
 from hpctrain.watchdog import Watchdog
@@ -160,8 +147,6 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
 
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
-        if size > 1 and failure is None:
-            keep_heartbeats(watchdog, settings)
         if name == "pack":  # importing h5py starts a process, which must happen before MPI_Init
             importlib.import_module(module)
         elif rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
@@ -177,36 +162,7 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
             watchdog.doing(f"importing {module}")
             with quick_imports():
                 main = importlib.import_module(module).main
-            watchdog.imported("starting")
+            watchdog.doing("starting")
             return int(main(settings))
         except BaseException as error:
             return conclude(error)
-
-
-def keep_heartbeats(watchdog: Watchdog, settings: Any) -> None:
-    """Write heartbeats where all ranks of this launch find them, until there is a run folder.
-
-    If no such folder is writable, ranks that hang cannot be named.
-    """
-    launch = re.sub(r"[^A-Za-z0-9.-]", "-", launch_name() or "")
-    for base in shared_folders(settings) if launch else ():
-        folder = base / f"{LAUNCH_FOLDER}{launch}"
-        if make_private_folder(folder):
-            with suppress(UsageError):
-                watchdog.keep_in(folder, own=True)
-                if watchdog.rank == 0:
-                    remove_old_launches(base, folder)
-                return
-
-
-def shared_folders(settings: Any) -> tuple[Path, ...]:
-    """Return folders that all ranks should see, in order of preference.
-
-    On one host that is the temporary directory. On several hosts it is the folder of the pack to
-    be written or the folder of the runs, then the working directory.
-    """
-    if launched_size() == local_size():
-        return (Path(tempfile.gettempdir()),)
-    if isinstance(settings, config.PackConfig):
-        return Path(settings.output or ".").parent, Path()
-    return Path(settings.runs_dir), Path()

@@ -1,10 +1,10 @@
 """Heartbeats: the latest report of each rank, ``N.json`` in a folder that all ranks see.
 
 Each file holds one JSON object: rank, host, pid, doing, seconds (since that activity began), time
-(since 1970), limit and imports (seconds) and, for a rank that ended before the others, failed (the
-reason). ``N.stack`` beside it holds the stacks of a rank that hung, crashed or was terminated by
-its launcher. Ages are differences of modification times, which one file server sets, so the clocks
-of the hosts do not matter.
+(since 1970), limit (seconds) and, for a rank that ended before the others, failed (the reason).
+``N.stack`` beside it holds the stacks of a rank that hung, crashed or was terminated by its
+launcher. Ages are differences of modification times, which one file server sets, so the clocks of
+the hosts do not matter.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
-import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,8 +24,6 @@ from hpctrain.text import printable, ranges
 from hpctrain.typed import from_fields, parse_json
 
 FOLDER = "ranks"  # in the folder of a run
-LAUNCH_FOLDER = ".hpctrain-ranks-"  # followed by the name of the launch, until there is a run
-OLD = 3600.0  # seconds without a heartbeat after which such a folder counts as abandoned
 BEAT_EVERY = 5.0  # seconds
 WAITING = "waiting for "  # prefix of the activity of a rank that waits for others
 LONGEST, LONGEST_TEXT = 2**16, 500  # bytes read of a heartbeat, characters kept of a text in it
@@ -46,7 +42,6 @@ class Beat:
     seconds: float  # since `doing` began, when the heartbeat was written
     time: float  # when it was written, by the clock of its host, in seconds since 1970
     limit: float = 0.0  # seconds that `doing` may take
-    imports: float = 0.0  # seconds that the rank's imports have taken
     failed: str = ""  # why the rank ended, if it could record the reason
     written: float = 0.0  # modification time of the file
 
@@ -112,37 +107,6 @@ def remove_all(folder: Path) -> None:
     for pattern in ("[0-9]*.json", "[0-9]*.stack", ".*.tmp", Turn.FILE):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
-
-
-def make_private_folder(folder: Path) -> bool:
-    """Create the folder; return whether it exists, is this user's, and no other can write to it."""
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        try:
-            found = folder.lstat()
-        except FileNotFoundError:  # another rank, whose command has just ended, removed it
-            return make_private_folder(folder)
-        private = found.st_uid == os.geteuid() and not found.st_mode & 0o022
-        return stat.S_ISDIR(found.st_mode) and private
-    except OSError:
-        return False
-    return True
-
-
-def remove_old_launches(base: Path, current: Path) -> None:
-    """Remove the folders of launches that were killed.
-
-    The folder of a launch that hung is kept for an hour, because its stacks may be wanted.
-    """
-    with suppress(OSError):
-        now = current.stat().st_mtime
-        for folder in base.glob(f"{LAUNCH_FOLDER}*"):
-            found = folder.lstat()
-            beats = read_beats(folder)
-            gone = beats and all(map(is_gone, beats)) and not (folder / Turn.FILE).exists()
-            if found.st_uid == os.geteuid() and (gone or now - found.st_mtime > OLD):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -34,7 +34,6 @@ LAUNCHER_PREFIXES = (
     *("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "SLURM_STEP"),
     *("PALS_", "FLUX_TASK_", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES"),
 )
-PALS = "mpiexec (PALS)"
 UNDER_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")
 #: Requests of a job that a step with requests of its own must not inherit (srun(1), INPUT
 #: ENVIRONMENT): a step that requests all GPUs waits until no other step runs.
@@ -74,7 +73,7 @@ def launcher_name() -> str:
         ("MPI_LOCALNRANKS", "mpiexec (Hydra)"),
         ("SLURM_STEP_ID", "srun"),
         ("FLUX_TASK_RANK", "flux run"),
-        ("PALS_RANKID", PALS),
+        ("PALS_RANKID", "mpiexec (PALS)"),
         ("PMI_SIZE", "a PMI launcher"),
         ("SLURM_STEP_NUM_TASKS", "a PMI launcher"),
     )
@@ -156,20 +155,6 @@ def launched_local_rank() -> int:
     names = "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"
     own = "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID", "PALS_LOCAL_RANKID"
     return _first_number(*names, *own) or 0
-
-
-def launch_name() -> str | None:
-    """Return a name that only the processes of this launch share, or None if there is none."""
-    if name := os.environ.get("PMIX_NAMESPACE"):
-        return name
-    names = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    if not under_mpirun() and all(names):
-        return ".".join(names)
-    if launcher_name() == PALS and (application := os.environ.get("PALS_APID")):
-        return application
-    if launched_size() == local_size():  # one launcher, or one proxy of it, started them all
-        return f"{os.uname().nodename}.{os.getppid()}"
-    return None
 
 
 def local_size() -> int:

@@ -5,6 +5,10 @@ Every rank reports its activity; a thread writes it to the rank's heartbeat file
 heartbeats; if none is newer, it names the ranks that did not arrive and aborts all. Stacks are
 written to files. A rank that cannot run its thread either (stopped, or stuck in native code) is
 ended by faulthandler's own timer or by the others. The kernel kills ranks whose mpirun died.
+
+Without a folder for heartbeats (before a run has one; evaluate and predict) each rank reports its
+own hang. If MPI_Init takes long, one rank of each host reports it: a host without such a line has
+not started all of its ranks.
 """
 
 from __future__ import annotations
@@ -35,13 +39,19 @@ from hpctrain.heartbeats import (
     read_beats,
     write_beat,
 )
-from hpctrain.launcher import end_with_launcher, under_mpirun
+from hpctrain.launcher import (
+    end_with_launcher,
+    launched_local_rank,
+    local_size,
+    under_mpirun,
+)
 from hpctrain.text import say
 
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
 IMPORTS = 30.0  # seconds that the start may take in addition to --timeout
+MPI_INIT = f"{WAITING}all in MPI_Init"
+SLOW_INIT = 60.0  # seconds in MPI_Init after which one rank of each host reports it
 STDERR = 2  # file descriptor
-BEGAN = time.monotonic()
 
 _current: list[Watchdog] = []  # the last one is that of this process
 
@@ -60,7 +70,7 @@ def doing(what: str) -> None:
 def started(what: str) -> None:
     """Report the next activity after all imports: from now on --timeout alone applies."""
     if _current:
-        _current[-1].starting = False
+        _current[-1].limit = _current[-1].timeout
     doing(what)
 
 
@@ -91,8 +101,9 @@ def waiting(whom: str = "all") -> Iterator[None]:
 class Watchdog:
     """Watches one rank within a ``with`` block.
 
-    If it watches a `whole` process, crashes and the SIGTERM of mpirun write stacks too. `abort`
-    ends all ranks with an exit code; None = MPI is not initialized yet.
+    If it watches a `whole` process, imports get `IMPORTS` seconds more, and crashes and the SIGTERM
+    of mpirun write stacks too. `abort` ends all ranks with an exit code; None = MPI is not
+    initialized yet.
     """
 
     def __init__(
@@ -106,21 +117,17 @@ class Watchdog:
     ) -> None:
         self.rank, self.size, self.host, self.timeout = rank, size, host, timeout
         self.abort = abort
-        self.starting, self.imports = whole, time.monotonic() - BEGAN
+        #: Seconds without a new report after which this rank counts as hung.
+        self.limit = timeout + IMPORTS if whole else timeout
         self._whole = whole
         self._folder: Path | None = None
         self._failed = False
-        self._own = False  # whether the folder is for heartbeats and stacks alone
         self._stack: int | None = None  # descriptor of the open stack file
         self._turn: Turn | None = None
         self.activity, self._since = "start", time.monotonic()
+        self._init_reported = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-
-    @property
-    def limit(self) -> float:
-        """Seconds without a new report after which this rank counts as hung."""
-        return self.timeout + IMPORTS if self.starting else self.timeout
 
     @property
     def interval(self) -> float:
@@ -155,14 +162,10 @@ class Watchdog:
         limit = 2 * self.limit + LAST_WORDS
         faulthandler.dump_traceback_later(limit, exit=True, file=self.stack_file)
 
-    def keep_in(self, folder: Path, own: bool = False) -> None:
-        """Write heartbeats and stacks to `folder` from now on; remove it at the end if it is its
-        `own`, for them alone. Raises UsageError if that is not possible.
-        """
-        self._leave_folder()
+    def keep_in(self, folder: Path) -> None:
+        """Write heartbeats and stacks to `folder` from now on. Raises UsageError if that fails."""
         try:
-            self._folder, self._own = folder, own
-            self._turn = Turn(folder, 3 * self.interval)
+            self._folder, self._turn = folder, Turn(folder, 3 * self.interval)
             self._open_stack(folder)
             self.beat()
         except OSError as error:
@@ -196,20 +199,12 @@ class Watchdog:
             path = folder / f"{self.rank}.stack"
             if not path.stat().st_size:
                 path.unlink()
-            if self._own or not self._failed:  # a heartbeat that remains indicates a crash
+            if not self._failed:  # a heartbeat that remains indicates a crash
                 (folder / f"{self.rank}.json").unlink(missing_ok=True)
-            if self._own:
-                folder.rmdir()  # succeeds on the last rank
 
     def doing(self, what: str) -> None:
         """Report the next activity, and restart the time."""
         self.activity, self._since = what, time.monotonic()
-
-    def imported(self, what: str) -> None:
-        """Report the next activity after imports, at once: others may be waiting for this rank."""
-        self.imports += time.monotonic() - self._since
-        self.doing(what)
-        self.beat()
 
     def fail(self, why: str) -> None:
         """Record why this rank is about to abort all ranks."""
@@ -221,9 +216,9 @@ class Watchdog:
         if self._folder is None:
             return
         since = round(time.monotonic() - self._since, 1)
-        now, limit, imports = (round(n, 1) for n in (time.time(), self.limit, self.imports))
+        now, limit = round(time.time(), 1), round(self.limit, 1)
         who = self.rank, self.host, os.getpid()
-        beat = Beat(*who, self.activity, since, now, limit, imports, failed)
+        beat = Beat(*who, self.activity, since, now, limit, failed)
         with suppress(OSError):  # no space, or the folder is gone: the training loop reports it
             write_beat(self._folder, beat)
 
@@ -231,6 +226,7 @@ class Watchdog:
         beaten, looked, phase = time.monotonic(), 0.0, ""  # phase: of the last heartbeat
         while not self._over.wait(min(1.0, self.interval)):
             now = time.monotonic()
+            self.report_slow_init(now)
             if now - beaten >= self.interval or phase_of(self.activity) != phase:
                 beaten, phase = now, phase_of(self.activity)
                 self.beat()
@@ -247,43 +243,44 @@ class Watchdog:
         """End all ranks, unless another rank has the turn or some rank has made progress since."""
         turn, folder = self._turn, self._folder
         if turn is None or folder is None:
-            self._end([], [])
+            self._end([])
         elif turn.take():
             beats, now = read_beats(folder), turn.now()
             others = [beat for beat in beats if beat.rank != self.rank]
             if all(now - beat.written + beat.seconds > beat.limit for beat in others):
                 turn.announce()
-                self._end(blame(beats, self.size, now, 2 * self.interval), beats)
+                self._end(blame(beats, self.size, now, 2 * self.interval))
         elif turn.over:
             self._dump()
             time.sleep(2 * LAST_WORDS)
             os._exit(1)
 
-    def _end(self, lines: list[str], beats: list[Beat]) -> None:
+    def report_slow_init(self, now: float) -> None:
+        """Print once, on one rank of each host, that MPI_Init still waits at this time."""
+        waited = now - self._since if self.activity == MPI_INIT else 0.0
+        if waited > SLOW_INIT and launched_local_rank() == 0 and not self._init_reported:
+            self._init_reported = True
+            say(
+                f"{self._where} still in MPI_Init after {SLOW_INIT:.0f} s; the launcher started"
+                f" {local_size()} of {self.size} ranks here: a host without such a line is missing",
+                sys.stderr,
+            )
+
+    @property
+    def _where(self) -> str:
+        return f"[rank {self.rank} of {self.size} @{self.host}]"
+
+    def _end(self, lines: list[str]) -> None:
         """Report which ranks hung, write the stacks and end all ranks."""
-        where = f"[rank {self.rank} of {self.size} @{self.host}]"
         lines = [f"nothing new for {self.limit:.0f} s while in: {self.activity}", *lines]
-        if self.starting:
-            lines = ["; ".join(["starting", *lines, self._advice(beats)])]
         lines.append(f"stacks are in {self._dump()}")
-        say("\n".join(f"{where} {line}" for line in lines), sys.stderr)
+        say("\n".join(f"{self._where} {line}" for line in lines), sys.stderr)
         self.fail("; ".join(lines))
         time.sleep(min(BEAT_EVERY, self.timeout / 5))  # the others write their stacks too
         if self.abort:
             threading.Thread(target=self.abort, args=(1,), daemon=True).start()
             time.sleep(LAST_WORDS)
         os._exit(1)
-
-    def _advice(self, beats: list[Beat]) -> str:
-        slowest = max(beats, key=lambda beat: beat.imports, default=None)
-        took = (
-            f"took {slowest.imports:.0f} s on rank {slowest.rank}, the slowest" if slowest else ""
-        )
-        return (
-            f"imports {took or 'may be slow'}: where they come from a slow shared file system,"
-            f" give a longer --timeout than {self.timeout:.0f}s, or keep Python and its packages on"
-            " each host's own disk"
-        )
 
     def _dump(self) -> str:
         """Write the stacks of all threads to a file; return its folder, or its name if none."""

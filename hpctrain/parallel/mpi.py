@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hpctrain.errors import Failure, UsageError, first_line
 from hpctrain.launcher import launched_rank, launched_size, local_size
-from hpctrain.watchdog import current, waiting
+from hpctrain.watchdog import MPI_INIT, current, doing, waiting
 
 T = TypeVar("T")
 LARGEST = 1 << 30  # bytes of one message: MPI before version 4 takes at most 2^31 - 1
@@ -71,8 +71,7 @@ def _initialize() -> None:
     """
     if MPI.Is_initialized():
         return
-    if watchdog := current():
-        watchdog.imported("waiting for all in MPI_Init")
+    doing(MPI_INIT)
     level = ctypes.c_int()
     ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(level))
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -15,26 +14,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
 
-from hpctrain import cli
 from hpctrain.bench.harness import timestamp
-from hpctrain.cli import shared_folders
-from hpctrain.config import Config, EvaluateConfig, PackConfig
-from hpctrain.data.packed import read_pack
+from hpctrain.config import Config
 from hpctrain.errors import RunError, UsageError
 from hpctrain.heartbeats import (
     Beat,
     Turn,
     blame,
     find_cause,
-    make_private_folder,
     name_ranks,
     read_beat,
     read_beats,
     write_beat,
 )
-from hpctrain.models import build, save_model
 from hpctrain.plot import read_curves
 from hpctrain.report.record import read_records
 from hpctrain.training.control import RunLock, is_locked
@@ -43,8 +36,8 @@ from hpctrain.training.state import Progress
 from hpctrain.typed import from_fields, parse_toml
 from hpctrain.watch import runs as watch_runs
 from hpctrain.watch.runs import WatchedRuns
-from hpctrain.watchdog import Watchdog, current, doing, waiting
-from tests.launch import Job, mpirun, run, run_mpi
+from hpctrain.watchdog import MPI_INIT, Watchdog, current, doing, waiting
+from tests.launch import Job, mpirun, run
 from tests.packs import make_pack
 
 LONG = ["--epochs", "100000", "--batch-size", "16", "--shards", "4", "--progress", "none"]
@@ -230,9 +223,8 @@ def test_a_notice_while_starting_is_not_lost(start, tmp_path):
 
 
 def stacks_of(err):
-    """What stands in the files that the message names."""
-    folder = Path(re.search(r"stacks are in (\S+)", err)[1])
-    return "".join(path.read_text() for path in folder.glob("*.stack"))
+    """What stands in the files that the messages name, one of each rank."""
+    return "".join(Path(name).read_text() for name in re.findall(r"stacks are in (\S+)", err))
 
 
 def rank_of(pid, ranks):
@@ -287,26 +279,49 @@ def test_a_rank_that_hangs_while_starting_ends_all(start, tmp_path):
     job = start("--timeout", "6s", "--model", "stuck:net", wait=False)
     code, err, _ = ended(job, 90)
     assert code == 1
-    assert re.search(r"nothing new for 6 s while in: (waiting for .* in )?setting up", err)
-    assert re.search(r"rank 1 \(process \d+ on .*\) did not arrive, it is in: setting up", err)
+    assert re.search(r"\[rank 1 of 2 @.*nothing new for 6 s while in: setting up", err)
     assert "stuck.py" in stacks_of(err)
 
 
-def test_a_rank_that_stops_before_mpi_runs_ends_all(start):
+def test_a_rank_that_stops_before_mpi_runs_ends_all(tmp_path):
     """While modules are imported: no MPI that could tell of it runs yet."""
-    job = start("--timeout", "1s", wait=False)
-    ranks = new_ranks(job)
-    os.kill(ranks[-1], signal.SIGSTOP)  # its interpreter comes up
-    code, err, seconds = ended(job, 90)
+    code = "from hpctrain import cli, watchdog; watchdog.SLOW_INIT = 1.0; cli.main()"
+    words = ["train", "--data", "pack.h5", "--timeout", "1s"]
+    job = Job([mpirun(), "-n", "2", sys.executable, "-c", code, *words], cwd=tmp_path)
+    try:
+        ranks = new_ranks(job)
+        os.kill(ranks[-1], signal.SIGSTOP)  # its interpreter comes up
+        code, err, _ = ended(job, 90)
+    finally:
+        job.end()
     assert code not in (0, 75)
-    assert seconds < 60
-    (line,) = [line for line in err.splitlines() if "starting; nothing new for 3" in line]
-    missing = rank_of(ranks[-1], ranks)
-    assert re.search("while in: waiting for all in (MPI_Init|starting)", line), line
-    # "at all", or since its first heartbeat, if that was faster than the signal
-    assert re.search(rf"rank {missing} (\(process \d+ on \S+\) )?gave no sign", line), line
-    assert re.search(r"imports took \d+ s on rank \d.*longer --timeout than 1s", line), line
+    stopped = rank_of(ranks[-1], ranks)
+    hung = re.findall(r"\[rank (\d) of 2 @.* nothing new for 31 s while in: (.*)", err)
+    assert hung == [(str(1 - stopped), MPI_INIT)]
+    slow = re.findall(r"\[rank 0 of 2 @.* still in MPI_Init after 1 s; .* 2 of 2 ranks here", err)
+    assert len(slow) == stopped, "rank 0 tells it, if it is not the one that is stopped"
     assert "Thread" not in err and "MPI_Init_thread" not in err, "stacks are in files"
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_one_rank_of_each_host_tells_once_that_mpi_init_is_slow(monkeypatch, capsys, local_rank):
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", local_rank)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    dog = Watchdog(8, 16, "node3", 1800.0)
+    dog.doing("importing MPI")
+    dog.report_slow_init(time.monotonic() + 100)
+    dog.doing(MPI_INIT)
+    began = time.monotonic()
+    for seconds in (59, 61, 62, 1000):
+        dog.report_slow_init(began + seconds)
+        printed = capsys.readouterr().err
+        if local_rank == "0" and seconds == 61:
+            assert printed == (
+                "[rank 8 of 16 @node3] still in MPI_Init after 60 s; the launcher started 4 of 16"
+                " ranks here: a host without such a line is missing\n"
+            )
+        else:
+            assert not printed
 
 
 def test_heartbeats_tell_who_did_not_arrive(tmp_path):
@@ -436,101 +451,6 @@ def test_a_clean_end_leaves_no_sign_of_a_crash(tmp_path, how):
     cause = find_cause(tmp_path, True)
     assert cause is None if how == "clean" else cause
     assert how != "said" or cause[0] == "rank 0: no memory"
-
-
-@pytest.fixture
-def network(tmp_path):
-    """The files that evaluate and predict need: a pack, and a network that was never trained."""
-    make_pack(tmp_path / "pack.h5", {"train": 29, "test": 23})
-    facts = {"model": "digits", "image_shape": [28, 28, 1], "pack": str(tmp_path / "pack.h5")}
-    facts |= {"classes": list(read_pack(tmp_path / "pack.h5").classes)}
-    facts |= {"pack_uuid": read_pack(tmp_path / "pack.h5").uuid}
-    save_model(tmp_path / "net.safetensors", build("digits", (28, 28, 1), 10), facts)
-
-
-@pytest.mark.parametrize("command", ["pack", "evaluate"])
-def test_a_stopped_rank_of_what_is_no_training_is_named(tmp_path, network, command):
-    words = ["net.safetensors"]
-    if command == "pack":
-        words = ["images", "--output", "new.h5"]
-        for number in range(20):
-            (tmp_path / f"images/{number % 2}").mkdir(parents=True, exist_ok=True)
-            Image.new("L", (9, 9), number).save(tmp_path / f"images/{number % 2}/{number}.png")
-    meet = tmp_path / "meet"
-    meet.mkdir()
-    flags = ["-m", "hpctrain", command, *words, "--timeout", "2s"]
-    job = Job(
-        [mpirun(), "-n", "3", sys.executable, *flags], cwd=tmp_path, env={"TMPDIR": str(meet)}
-    )
-    try:
-        until = time.monotonic() + 60
-        while (
-            not (found := list(meet.glob(".hpctrain-ranks-*/2.json"))) and time.monotonic() < until
-        ):
-            time.sleep(0.01)
-        os.kill(json.loads(found[0].read_text())["pid"], signal.SIGSTOP)
-        code, err, _ = ended(job, 60)
-    finally:
-        job.end()
-    assert code == 1, err
-    assert len(re.findall(r"nothing new for \d+ s while in: ", err)) == 1
-    assert "rank 2 (process " in err and "gave no sign for" in err
-    assert "Thread" not in err, "stacks are in files"
-    assert not (tmp_path / "new.h5").exists()
-
-
-def test_nothing_is_left_where_ranks_met(tmp_path, network):
-    meet = tmp_path / "meet"
-    old, killed, hung, begun = (meet / f".hpctrain-ranks-{name}" for name in "abcd")
-    for folder in (old, killed, hung, begun):
-        folder.mkdir(parents=True)
-    for folder in (killed, hung):
-        write_beat(folder, Beat(0, socket.gethostname(), 2**22 + 1, "step 1", 0.0, 0.0))
-    (hung / Turn.FILE).write_text("hang\n")
-    os.utime(old, (0, 0))
-    words = ["-m", "hpctrain", "predict", "net.safetensors", "--output", "-"]
-    done = run_mpi(2, words, cwd=tmp_path, env={"TMPDIR": str(meet)})
-    assert done.returncode == 0, done.stderr
-    assert sorted(meet.glob(".h*")) == [hung, begun]
-
-
-@pytest.mark.parametrize("planted", ["link", "file", "others may write"])
-def test_a_folder_that_is_not_the_users_own_is_no_place_to_meet(tmp_path, planted):
-    folder, other = tmp_path / "a", tmp_path / "b"
-    other.mkdir(mode=0o700)
-    if planted == "link":
-        folder.symlink_to(other)
-    elif planted == "file":
-        folder.touch(0o600)
-    else:
-        folder.mkdir()
-        folder.chmod(0o777)
-    assert not make_private_folder(folder)
-    assert make_private_folder(other) and make_private_folder(tmp_path / "new")
-    assert make_private_folder(tmp_path / "new"), "as the second rank finds it"
-
-
-def test_a_folder_that_another_rank_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
-    """Ranks of a program that runs several commands remove theirs at the end of each."""
-
-    def removed_first(path, **kwargs):
-        monkeypatch.undo()
-        path.rmdir()
-        return path.lstat(**kwargs)
-
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    monkeypatch.setattr(Path, "lstat", removed_first)
-    assert make_private_folder(folder) and folder.is_dir()
-
-
-def test_where_ranks_of_several_hosts_meet(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "launched_size", lambda: 4)
-    monkeypatch.setattr(cli, "local_size", lambda: 2)
-    runs = Path("runs"), Path()
-    assert shared_folders(Config()) == shared_folders(EvaluateConfig()) == runs
-    assert shared_folders(PackConfig(output="a/b.h5")) == (Path("a"), Path())
-    assert shared_folders(PackConfig()) == (Path(), Path())
 
 
 def test_a_run_that_another_launch_begins_meanwhile(tmp_path):
