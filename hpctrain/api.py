@@ -36,13 +36,16 @@ from hpctrain.watchdog import Watchdog, doing
 if TYPE_CHECKING:
     from hpctrain.inference.evaluate import Evaluation
     from hpctrain.parallel.mpi import Comm
+    from hpctrain.training.control import OnEvaluation
     from hpctrain.training.train import TrainingResult
 
 Settings = TypeVar("Settings", Config, EvaluateConfig)
 Table = dict[str, np.ndarray]  # columns of equal length, by name
 
 
-def train(config: Config | None = None, **settings: Any) -> TrainingResult:
+def train(
+    config: Config | None = None, *, on_evaluation: OnEvaluation | None = None, **settings: Any
+) -> TrainingResult:
     """Train a run, or resume it, as ``python -m hpctrain`` does. Collective.
 
     The settings are those of the command line with underscores, such as ``batch_size=64``; they
@@ -50,6 +53,10 @@ def train(config: Config | None = None, **settings: Any) -> TrainingResult:
     list stands for "0.2,1", a function for "module:function". All ranks of an MPI launch must make
     the call with the same settings. A process without a launcher, such as a notebook, trains on one
     rank.
+
+    Rank 0 calls ``on_evaluation(record)`` after each validation with its record, a dict as in the
+    run's progress.jsonl. If the result is true, the run stops after its next step, saved, with
+    status "stopped". An exception in the function ends the run on all ranks.
 
     Returns the run's folder, how it ended, its figures and the exit code of the command line.
     Raises UsageError for a mistake, RunError if the run fails. Ctrl-C or "interrupt the kernel"
@@ -61,7 +68,7 @@ def train(config: Config | None = None, **settings: Any) -> TrainingResult:
     with _all_ranks(chosen, "train") as comm:
         from hpctrain.training.train import run_training
 
-        return run_training(chosen, comm)
+        return run_training(chosen, comm, on_evaluation)
 
 
 def evaluate(run: str | os.PathLike[str], **settings: Any) -> Evaluation:

@@ -403,6 +403,50 @@ def test_signals_end_a_run_and_leave_nothing_behind(data, monkeypatch, numbers, 
     assert (done.status, done.step, done.exit_code) == ("done", 6, 0)
 
 
+@pytest.mark.mpi
+def test_on_evaluation_gets_every_validation_and_stops_the_run(comm, data):
+    seen = []
+    found = hp.train(**data, run="a", on_evaluation=seen.append)
+    assert found.status == "done"
+    if comm.rank == 0:
+        records = [r for r in read_records(found.folder) if r["kind"] == "evaluation"]
+        assert seen == [r for r in records if r["split"] == "validation"] and len(seen) == 2
+    else:
+        assert seen == []
+    longer = {**data, "epochs": 5, "run": "b"}
+    found = hp.train(**longer, on_evaluation=lambda record: record["epoch"] == 2)
+    ends = comm.allgather((found.status, found.exit_code, found.step))
+    assert ends == [("stopped", 0, 7)] * comm.size  # of 3 steps an epoch
+    assert hp.train(**longer).status == "done"
+    comm.Barrier()
+    if comm.rank == 0:
+        make_pack(Path(data["data"]), {"train": 47}, (28, 28, 3), 5)
+    comm.Barrier()
+    own = print if comm.rank == 0 else None  # the others may leave it out
+    with pytest.raises(hp.UsageError, match="on_evaluation needs a split validation"):
+        hp.train(**{**data, "run": "c"}, on_evaluation=own)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_error_in_on_evaluation_ends_all(data, ranks):
+    folder = Path(data["data"]).parent
+    program = """
+import hpctrain as hp
+
+def fail(record):
+    raise ValueError(f"seen {record['split']}")
+
+hp.train(data="a.h5", model="digits", epochs=2, run="a", on_evaluation=fail)
+print("not reached")
+"""
+    (folder / "fails.py").write_text(program)
+    done = run_mpi(ranks, ["fails.py"], cwd=folder, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1, done.stderr
+    assert "ValueError: seen validation" in done.stderr and "not reached" not in done.stdout
+    end = list(read_records(folder / "runs" / "a"))[-1]
+    assert (end["status"], end["reason"]) == ("failed", "ValueError: seen validation")
+
+
 def test_a_run_over_jpeg_files_leaves_nothing_behind(data, tmp_path):
     folder = class_folders(tmp_path / "jpeg", {"a": 9, "b": 9}, ".jpg", width=28, height=28)
     settings = PackConfig(str(folder), encoding="jpeg", output=str(tmp_path / "jpeg.h5"))
@@ -551,16 +595,18 @@ def test_the_settings_of_make_pack_are_checked(tmp_path):
 
 
 def blocks():
-    """The Python blocks of docs/python.md; the program for several ranks apart."""
-    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-    apart = [block for block in found if block.startswith("# program.py")]
-    return "".join(block for block in found if block not in apart), *apart
+    """The Python blocks of docs/python.md as one program; those with a file's name by that."""
+    text = (ROOT / "docs/python.md").read_text().replace('"resnet18"', '"digits"')  # is faster
+    found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    apart = {m[1]: block for block in found if (m := re.match(r"# (\w+\.py)", block))}
+    return "".join(block for block in found if block not in apart.values()), apart
 
 
 @pytest.fixture
 def place(tmp_path):
     """A folder with the files that the page names."""
-    make_pack(tmp_path / "photos.h5", {"train": 40, "test": 16}, (32, 32, 3), 3)
+    rows = {"train": 40, "validation": 10, "test": 16}
+    make_pack(tmp_path / "photos.h5", rows, (32, 32, 3), 3)
     (tmp_path / "new_photos").mkdir()
     for number, name in enumerate("ab"):
         Image.fromarray(picture(number, 40, 30)).save(tmp_path / f"new_photos/{name}.png")
@@ -568,15 +614,28 @@ def place(tmp_path):
 
 
 def test_the_programs_of_the_page_run(place):
-    program, ranks = (block.replace('"resnet18"', '"digits"') for block in blocks())  # is faster
+    program, apart = blocks()
     (place / "page.py").write_text(program)
     done = run([sys.executable, "page.py"], cwd=place, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "runs/first done" in done.stdout and (place / "tested.json").is_file()
-    (place / "program.py").write_text(ranks)
+    (place / "program.py").write_text(apart["program.py"])
     done = run_mpi(2, ["program.py"], cwd=place, timeout=100, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert (place / "runs/on-four/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "printed"),
+    [("search.py", "optuna", " {'lr': 0."), ("live.py", "IPython", "Figure(640x480)\n" * 5)],
+)
+def test_the_programs_of_on_evaluation_run(place, name, package, printed):
+    pytest.importorskip(package)
+    pytest.importorskip("matplotlib")
+    (place / name).write_text(blocks()[1][name])
+    done = run([sys.executable, name], cwd=place, timeout=100, env={"MPLBACKEND": "agg"})
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout, done.stdout
 
 
 def test_the_notebook_runs(tmp_path):

@@ -6,6 +6,7 @@ display (``progress.py``) and, on request, TensorBoard (``tensorboard.py``).
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -170,9 +171,13 @@ class Recorder:
         """Record the means over the images of an epoch, which the caller computes."""
         self._write("epoch", fields)
 
-    def evaluation(self, **fields: Any) -> None:
-        """Record the means over all images of a split, with the weights after a step."""
-        self._write("evaluation", fields)
+    def evaluation(self, **fields: Any) -> dict[str, Any]:
+        """Record the means over all images of a split, with the weights after a step.
+
+        Returns the record as a reader of the file gets it.
+        """
+        record: dict[str, Any] = json.loads(encode_record(self._write("evaluation", fields)))
+        return record
 
     def picture(self, name: str, step: int, image: np.ndarray) -> None:
         """Write an image (H, W, 3) of uint8 for `step` to TensorBoard only."""
@@ -231,14 +236,15 @@ class Recorder:
         with suppress(RunError):
             self.close()
 
-    def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Pass a record to all sinks, with its time as a number (seconds since 1970)."""
+    def _write(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Pass a record, with its time in seconds since 1970, to all sinks, and return it."""
         if kind not in ("run", "end") and not fields.keys() <= FIELDS[kind].keys():
             unknown = ", ".join(sorted(fields.keys() - FIELDS[kind].keys()))
             raise ValueError(f"a {kind} has no field {unknown}: add it to report/fields.py")
         record = {"kind": kind, "time": time.time(), **fields}
         for sink in self._sinks:
             sink.write(record)
+        return record
 
 
 def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,8 @@ if TYPE_CHECKING:  # watch and sweep stop runs without importing it
 STOP_FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between checks of the file system
 SPARE = 5.0  # seconds added to the measured times
+#: A user's function of the record of a validation; a true result stops the run.
+OnEvaluation = Callable[[dict[str, Any]], object]
 
 
 class StepFlags(NamedTuple):
@@ -53,13 +56,19 @@ class Control:
     Only the rank that is given a folder checks for the STOP file there, and the deadline.
     """
 
-    def __init__(self, folder: Path | None, ends: float | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        ends: float | None = None,
+        on_evaluation: OnEvaluation | None = None,
+    ) -> None:
         """`ends` is the deadline of the run, in seconds since 1970."""
         self._file = folder / STOP_FILE if folder else None
         self._interrupted = self._stop_seen = False
         self._looked = 0.0
         self._before: Any = signal.SIG_DFL  # handler of SIGINT
         self._deadline = ends if folder else None
+        self._on_evaluation = on_evaluation if folder else None
         self.slowest_step = self.slowest_evaluation = self.saving = 0.0  # seconds, measured
 
     def __enter__(self) -> Control:
@@ -98,6 +107,11 @@ class Control:
             self._looked = now
             self._stop_seen = self._file.is_file()
         return self._stop_seen or self._interrupted
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Call the user's function with the record of a validation; it may ask to stop."""
+        if self._on_evaluation and self._on_evaluation(record):
+            self._stop_seen = True
 
     def ended(self) -> None:
         """Remove the STOP file after the end of the run, when the request is fulfilled."""

@@ -8,6 +8,7 @@ and reused; an incomplete one has another name.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,6 +78,11 @@ def check_data(config: Config, pack: Pack) -> None:
         "--patience": config.patience,
         "--validate-steps": config.validate_steps,
     }
+    require_validation(pack, needs)
+
+
+def require_validation(pack: Pack, needs: Mapping[str, object]) -> None:
+    """Raise UsageError if a setting in `needs` is given and the pack has no validation split."""
     for flag, given in needs.items():
         if given and "validation" not in pack.splits:
             raise UsageError(

@@ -38,7 +38,7 @@ from hpctrain.plan_text import describe_plan
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import counted, say
 from hpctrain.training.checkpoint import Writer
-from hpctrain.training.control import Control, RunLock, TimeLimits, read_times
+from hpctrain.training.control import Control, OnEvaluation, RunLock, TimeLimits, read_times
 from hpctrain.training.folder import (
     PreviousLaunch,
     find_previous_launch,
@@ -47,6 +47,7 @@ from hpctrain.training.folder import (
     run_facts,
 )
 from hpctrain.training.loop import save_checkpoint, train_epochs
+from hpctrain.training.reading import require_validation
 from hpctrain.training.replay import RunReplay
 from hpctrain.training.setup import Job, set_up
 from hpctrain.training.state import EndReason, Progress, Run, restore
@@ -88,11 +89,14 @@ def train(config: Config, comm: Comm | None = None) -> int:
     return run_training(config, comm).exit_code
 
 
-def run_training(config: Config, comm: Comm | None = None) -> TrainingResult:
+def run_training(
+    config: Config, comm: Comm | None = None, on_evaluation: OnEvaluation | None = None
+) -> TrainingResult:
     """Train a run, from where its last launch ended, if any. Collective.
 
-    torch's settings are restored. Starts MPI if `comm` is None. Raises UsageError or RunError, the
-    same on all ranks unless a single rank fails.
+    Rank 0 calls `on_evaluation` with the record of each validation; a true result stops the run
+    after its next step. torch's settings are restored. Starts MPI if `comm` is None. Raises
+    UsageError or RunError, the same on all ranks unless a single rank fails.
     """
     comm = start_mpi() if comm is None else comm
     config = call_on_root(comm, lambda: config)
@@ -121,7 +125,9 @@ def run_training(config: Config, comm: Comm | None = None) -> TrainingResult:
             notes = (f"note           {note}" for note in job.notes)
             call_on_root(comm, lambda: say("\n".join([*describe_plan(job.plan), *notes])))
             return TrainingResult(None, "planned")
-        run = stack.enter_context(open_run(job, comm, earlier, lock, times))
+        wants = {"on_evaluation": on_evaluation}
+        call_on_root(comm, lambda: require_validation(job.pack, wants))
+        run = stack.enter_context(open_run(job, comm, earlier, lock, times, on_evaluation))
         first = run.state.step
         train_epochs(run)
         return finish(run, first)
@@ -148,7 +154,12 @@ def say_finished(earlier: PreviousLaunch) -> TrainingResult:
 
 @contextmanager
 def open_run(
-    job: Job, comm: Comm, earlier: PreviousLaunch | None, lock: RunLock, times: TimeLimits
+    job: Job,
+    comm: Comm,
+    earlier: PreviousLaunch | None,
+    lock: RunLock,
+    times: TimeLimits,
+    on_evaluation: OnEvaluation | None,
 ) -> Iterator[Run]:
     """Open a run in its folder, restored from the checkpoint of an `earlier` launch. Collective.
 
@@ -165,7 +176,7 @@ def open_run(
     with (
         together(comm),
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
-        Control(mine, times.ends) as control,
+        Control(mine, times.ends, on_evaluation) as control,
         Writer(mine, times.checkpoints, config.keep) if mine else nullcontext() as writer,
     ):
         recorder.run(run_facts(job, folder, comm))

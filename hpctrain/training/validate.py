@@ -118,7 +118,10 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     if job.plan.class_weights or job.plan.balanced_sampling:
         figures["balanced_accuracy"] = result.balanced_accuracy
     state.add(figures)
-    run.recorder.evaluation(**figures, seconds=seconds)
+    record = run.recorder.evaluation(**figures, seconds=seconds)
+    if split == "validation":
+        doing("calling on_evaluation")
+        run.control.evaluated(record)
     if comm.rank == 0 and len(result.mistakes):
         show_mistakes(run, split, result.mistakes)
     return result
