@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from hpctrain import heartbeats, launch
+from hpctrain import supervise as supervise_module
 from hpctrain.cli import parse
 from hpctrain.config import Config
 from hpctrain.errors import RunError, UsageError
@@ -29,6 +31,7 @@ from hpctrain.supervise.nodes import (
 from tests.launch import Job, mpirun
 from tests.packs import make_pack
 from tests.records import line
+from tests.wait import wait_for
 
 TRAIN = ["--data", "pack.h5", "--run", "a", "--batch-size", "16", "--shards", "4", "--epochs", "4"]
 TRAIN += ["--deterministic", "--progress", "none", "--checkpoint-every", "3"]
@@ -261,9 +264,19 @@ def test_a_launcher_that_starts_no_ranks_is_ended(tmp_path, monkeypatch, capsys)
         folder.mkdir(parents=True)
     beat = heartbeats.Beat(0, "here", 1, "step 3", 1.0, time.time())
     heartbeats.write_beat(tmp_path / "ranks", beat)
-    script = f"cp {tmp_path}/ranks/0.json {tmp_path}/b/ranks; sleep 2"
+    copied = tmp_path / "b/ranks/0.json"
+    script = f"cp {tmp_path}/ranks/0.json {copied};"
+    script += f"until [ -e {tmp_path}/over ]; do sleep 0.05; done"
     alive = supervisor_of(tmp_path / "b", script)
-    alive._timeout = 1.0
+    original, alive._timeout = alive._is_silent, 0.0
+
+    def is_silent(*arguments):
+        wait_for(copied.exists)
+        found = original(*arguments)
+        (tmp_path / "over").touch()
+        return found
+
+    monkeypatch.setattr(alive, "_is_silent", is_silent)
     assert alive._launch().code == 0
     assert capsys.readouterr().err == ""
 
@@ -278,13 +291,16 @@ def test_a_signal_before_a_launch_is_not_lost(tmp_path, capsys):
 def test_the_next_launch_waits_for_the_lock_of_the_last_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "a").mkdir()
     hold = "import sys, time; from pathlib import Path; from hpctrain.training.control import *;"
-    hold += "RunLock().take(Path(sys.argv[1])); print(flush=True); time.sleep(2)"
+    hold += "lock = RunLock(); lock.take(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     words = [sys.executable, "-c", hold, str(tmp_path / "a")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
-        began = time.monotonic()
+        waited = []
+        clock = SimpleNamespace(monotonic=time.monotonic)
+        clock.sleep = lambda _: waited.append(holder.communicate() and holder.returncode)
+        monkeypatch.setattr(supervise_module, "time", clock)
         supervisor_of(tmp_path / "a", "")._pause(0.0)
-        assert time.monotonic() > began + 1 and holder.wait() == 0
+    assert waited == [0], "it waited until the other process had ended"
     assert f"{tmp_path}/a is still locked: waiting 120 s at most" in capsys.readouterr().err
     supervisor_of(tmp_path / "b", "")._pause(0.0)  # without a folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -46,11 +45,9 @@ def test_adding_predictions_one_by_one_takes_linear_time(monkeypatch):
     monkeypatch.setattr(confusion, "_merged", lambda cells: merged.append(0) or merge(cells))
     monkeypatch.setattr(confusion, "PENDING", 5000)
     found, one = Confusion(3), np.array([1])
-    started = time.process_time()
     for _ in range(20_000):
         found.add(one, one)
-    assert time.process_time() - started < 1, "seconds, if each sums up those before it"
-    assert len(merged) == 4
+    assert len(merged) == 4, "it does not sum up those before it each time"
     assert found.diagonal().tolist() == [0, 20_000, 0]
 
 

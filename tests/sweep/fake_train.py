@@ -15,8 +15,8 @@ settings = tomllib.loads(Path(sys.argv[1]).read_text())
 folder = Path(settings["runs_dir"]) / settings["run"]
 behaviour, epochs = settings.get("model", "auto"), settings.get("epochs", 2)
 pace = float(os.environ.get("FAKE_PACE", "0.05"))
+hold = os.environ.get("FAKE_HOLD")  # a file without which no network gets past its first epoch
 notice = []
-signal.signal(signal.SIGUSR2, lambda number, frame: notice.append(number))
 
 
 def put(kind, **fields):
@@ -28,6 +28,14 @@ def put(kind, **fields):
 def tell(what):
     with open(folder.parent / "events", "a") as file:
         file.write(f"{what} {settings['run'][:2]} {os.environ.get('CUDA_VISIBLE_DEVICES', '-')}\n")
+
+
+def leave(number, frame):
+    notice.append(number)
+    tell("notice")
+
+
+signal.signal(signal.SIGUSR2, leave)
 
 
 def end(status, code, reason=None):
@@ -57,6 +65,10 @@ for epoch in range(done + 1, epochs + 1):
         raise ValueError("the cause")
     if behaviour == "leaves":
         end("preempted", 75, "the time is up")
+    while hold and not (os.path.exists(hold) or (folder / "STOP").exists()):
+        if notice:
+            break
+        time.sleep(0.01)
     if (folder / "STOP").exists():
         (folder / "STOP").unlink()
         end("stopped", 0, "asked to stop")

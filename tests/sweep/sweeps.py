@@ -39,7 +39,7 @@ def statuses(folder: Path) -> dict[str, str]:
 
 
 def events(folder: Path) -> list[list[str]]:
-    """What the fake command did: begin or end, number, GPU."""
+    """What the fake command did: begin, notice or end, number, GPU."""
     path = folder / "events"
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-import time
 
 import pytest
 
 from hpctrain.sweep import driver as driver_module
 from tests.launch import Job
 from tests.sweep.sweeps import begun, events, make_driver, statuses
+from tests.wait import wait_for, when
 
 THREE = "[base]\nepochs = 2\nlr = 0.5\n[grid]\nseed = [1, 2, 3]\n"
-SLOW = THREE.replace("epochs = 2", "epochs = 40")
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +21,18 @@ def often(monkeypatch):
     """The driver looks often, so that networks may be short."""
     monkeypatch.setattr(driver_module, "POLL_PROCESSES_EVERY", 0.02)
     monkeypatch.setattr(driver_module, "POLL_FILES_EVERY", 0.05)
+
+
+@pytest.fixture
+def held(tmp_path, monkeypatch):
+    """A file: until it is there, each network waits after its first epoch, unless it is stopped."""
+    monkeypatch.setenv("FAKE_HOLD", str(tmp_path / "go"))
+    return tmp_path / "go"
+
+
+def notify(number):
+    """A function that sends this signal to the driver."""
+    return lambda: os.kill(os.getpid(), number)
 
 
 def at_once(folder):
@@ -35,9 +45,9 @@ def at_once(folder):
 
 
 @pytest.mark.parametrize(("slots", "most"), [(1, 1), (2, 2), (5, 3)])
-def test_more_and_fewer_networks_than_slots(tmp_path, slots, most, capsys, monkeypatch):
-    monkeypatch.setenv("FAKE_PACE", "0.4")
+def test_more_and_fewer_networks_than_slots(tmp_path, slots, most, capsys, held):
     folder = tmp_path / "s"
+    when(lambda: len(begun(folder)) == most, held.touch)
     assert make_driver(folder, THREE, slots).run() == 0
     assert at_once(folder) == most
     assert sorted(begun(folder)) == ["01", "02", "03"]
@@ -73,79 +83,73 @@ def test_a_network_that_fails_leaves_the_others_alone(tmp_path, capsys):
     assert sorted(begun(folder)[4:]) == ["01", "02", "03"]
 
 
-def test_a_notice_lets_all_save_and_the_next_driver_goes_on(tmp_path):
+def epochs(folder):
+    """How many epochs each network has recorded."""
+    return [path.read_text().count('"epoch", ') for path in folder.glob("*/progress.jsonl")]
+
+
+def test_a_notice_lets_all_save_and_the_next_driver_goes_on(tmp_path, held):
     folder = tmp_path / "s"
-    driver = make_driver(folder, SLOW)
-    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    driver = make_driver(folder, THREE)
+    when(lambda: epochs(folder) == [1, 1], notify(signal.SIGTERM))
     assert driver.run() == 75
-    timer.join()
     assert statuses(folder) == {"01": "unfinished", "02": "unfinished", "03": "waiting"}
     records = (folder / "01-seed=1/progress.jsonl").read_text()
     assert '"preempted"' in records
-    make_driver(folder, SLOW).run()
+    held.touch()
+    make_driver(folder, THREE).run()
     assert set(statuses(folder).values()) == {"done"}
-    epochs = (folder / "01-seed=1/progress.jsonl").read_text().count('"epoch", ')
-    assert epochs == 40  # it went on, and did not begin anew
+    assert epochs(folder) == [2, 2, 2]  # the first two went on, and did not begin anew
 
 
-def test_a_second_notice_kills(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_PACE", "1000")
+def test_a_second_notice_kills(tmp_path, held):
     folder = tmp_path / "s"
-    driver = make_driver(folder, SLOW)
-    timers = [threading.Timer(t, os.kill, (os.getpid(), signal.SIGINT)) for t in (1.5, 3)]
-    began = time.monotonic()
-    for timer in timers:
-        timer.start()
+    driver = make_driver(folder, THREE.replace("lr", 'model = "deaf"\nlr'))
+    when(lambda: epochs(folder) == [1, 1], notify(signal.SIGINT))
+    noticed = lambda: [what for what, _, _ in events(folder)].count("notice") == 2  # noqa: E731
+    when(noticed, notify(signal.SIGINT))
     assert driver.run() == 75
-    assert time.monotonic() - began < 60
     assert set(statuses(folder).values()) == {"unfinished", "waiting"}
 
 
-def test_a_network_that_has_to_leave_takes_the_sweep_along(tmp_path):
+def test_a_network_that_has_to_leave_takes_the_sweep_along(tmp_path, held):
     folder = tmp_path / "s"
-    text = SLOW + '[[variant]]\nname = "first"\nmodel = "leaves"\n'
+    text = THREE + '[[variant]]\nname = "first"\nmodel = "leaves"\n'
     assert make_driver(folder, text, slots=4).run() == 75
     assert set(statuses(folder).values()) == {"unfinished"}
 
 
-def test_a_stop_file_stops_all_and_the_next_driver_goes_on(tmp_path):
+def test_a_stop_file_stops_all_and_the_next_driver_goes_on(tmp_path, held):
     folder = tmp_path / "s"
-    driver = make_driver(folder, SLOW)
-    timer = threading.Timer(1.5, (folder / "STOP").touch)
-    timer.start()
+    driver = make_driver(folder, THREE)
+    when(lambda: epochs(folder) == [1, 1], (folder / "STOP").touch)
     assert driver.run() == 0
     assert statuses(folder) == {"01": "stopped", "02": "stopped", "03": "waiting"}
     assert not (folder / "STOP").exists()
-    assert make_driver(folder, SLOW, slots=3).run() == 0
+    held.touch()
+    assert make_driver(folder, THREE, slots=3).run() == 0
     assert set(statuses(folder).values()) == {"done"}
 
 
-def test_kill_9_of_the_driver_ends_its_networks_and_the_next_one_goes_on(tmp_path):
+def test_kill_9_of_the_driver_ends_its_networks_and_the_next_one_goes_on(tmp_path, held):
     folder = tmp_path / "s"
-    make_driver(folder, SLOW)
+    make_driver(folder, THREE)
     command = [sys.executable, "-m", "tests.sweep.sweeps", str(folder), "2"]
     job = Job(command)
     try:
-        until = time.monotonic() + 30
-        while len(begun(folder)) < 2 and time.monotonic() < until:
-            time.sleep(0.1)
-        time.sleep(0.5)
+        wait_for(lambda: epochs(folder) == [1, 1])
         assert len(job.members()) == 3
         job.kill()
-        job.wait(timeout=10)
-        until = time.monotonic() + 10
-        while job.members() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert job.members() == []
+        job.wait(timeout=60)
+        wait_for(lambda: job.members() == [])
     finally:
         job.end()
     assert statuses(folder) == {"01": "running", "02": "running", "03": "waiting"}
-    assert make_driver(folder, SLOW, slots=3).run() == 0
+    held.touch()
+    assert make_driver(folder, THREE, slots=3).run() == 0
     assert sorted(begun(folder)) == ["01", "01", "02", "02", "03"]
-    counts = [path.read_text().count('"epoch", ') for path in folder.glob("*/progress.jsonl")]
-    assert counts == [40, 40, 40]
-    assert make_driver(folder, SLOW).run() == 0
+    assert epochs(folder) == [2, 2, 2]
+    assert make_driver(folder, THREE).run() == 0
     assert len(begun(folder)) == 5  # nothing that is done is repeated
 
 
@@ -155,15 +159,17 @@ def test_a_network_in_whose_folder_another_job_works_waits(tmp_path):
     run = folder / "01-seed=1"
     run.mkdir()
     program = (
-        "import sys, time; from pathlib import Path; from hpctrain.training.control import RunLock;"
-        f"RunLock().take(Path({str(run)!r})); print('held', flush=True); time.sleep(4)"
+        "import time; from pathlib import Path; from hpctrain.training.control import RunLock;"
+        f"lock = RunLock(); lock.take(Path({str(run)!r})); print('held', flush=True);"
+        "time.sleep(1000)"
     )
-    held = Job([sys.executable, "-c", program.replace("RunLock().take", "k = RunLock(); k.take")])
+    other = Job([sys.executable, "-c", program])
     try:
-        assert held.stdout.readline() == "held\n"
+        assert other.stdout.readline() == "held\n"
+        when(lambda: sorted(begun(folder)) == ["02", "03"], other.kill)
         assert driver.run() == 0
     finally:
-        held.end()
+        other.end()
     assert begun(folder)[-1] == "01"
 
 

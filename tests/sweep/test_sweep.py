@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from hpctrain.report.record import read_history, read_records
 from tests.launch import ROOT, Job, run_cli
 from tests.packs import make_pack
 from tests.sweep.sweeps import statuses
+from tests.wait import wait_for
 
 BASE = """
 [base]
@@ -39,13 +39,6 @@ def place(tmp_path_factory):
     make_pack(folder / "pack.h5", {"train": 101, "validation": 13, "test": 23})
     (folder / "two.toml").write_text(TWO)
     return folder
-
-
-def wait_for(what, seconds=90):
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def ranks_of(job, name):
