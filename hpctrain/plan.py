@@ -22,7 +22,6 @@ from hpctrain.parallel.placement import assign_shards
 
 VERSION = 2  # meaning of a plan's numbers. 1, not stored: samples in the order of NumPy's shuffle
 LATER = ("class_weights", "balanced_sampling", "scaling")  # added later: hashed if not the default
-SHARDS_TO_MOVE = 4  # shards per rank if they move between ranks (--worker-load auto)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +191,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
 def shard_count(config: Config, ranks: int) -> int:
     """Return the number of shards on `ranks` ranks: --shards, or its default."""
     loads = worker_loads(config.worker_load)
-    usual = SHARDS_TO_MOVE * ranks if config.worker_load == "auto" else ranks
-    return config.shards or (round(sum(loads)) if loads else usual)
+    return config.shards or (round(sum(loads)) if loads else ranks)
 
 
 def cpu_threads(config: Config, allowed: int, earlier: Plan | None = None) -> int:

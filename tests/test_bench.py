@@ -20,7 +20,6 @@ from hpctrain.config import BenchConfig
 from hpctrain.data.pack import write_pack
 from hpctrain.data.packed import read_pack
 from hpctrain.errors import RunError, UsageError
-from hpctrain.models import build
 from hpctrain.sweep.file import read_sweep
 from scripts.benchmarks import cases, data
 from tests.launch import ALLOWED
@@ -254,29 +253,18 @@ def test_what_tree_order_costs_is_a_ratio_of_times(monkeypatch, tmp_path):
     assert len(sums) == 2 * 2 * 3
 
 
-def test_what_auto_gets_back_is_a_share_of_what_the_ideal_split_saves():
-    rates = {"even": [1.0, 1.0, 9.0], "3,1": [2.0, 2.0, 2.0], "auto": [1.6, 1.0, 2.0]}
-    assert cases.recovered(rates) == pytest.approx(0.75)
-
-
-@pytest.mark.parametrize(("case", "jobs"), [("balance", 3), ("sweep", 2)])
-def test_a_case_goes_from_its_commands_to_its_goal(case, jobs, monkeypatch, tmp_path):
+def test_a_case_goes_from_its_commands_to_its_goal(monkeypatch, tmp_path):
     commands, shown = [], []
     steps = [step(number, 512) for number in range(1, 10)]
     monkeypatch.setattr(cases, "run_job", lambda command, name: commands.append(command))
     monkeypatch.setattr(cases, "read_records", lambda folder: iter(steps))
-    monkeypatch.setattr(cases, "recovered", lambda rates: 0.8)
-    config = BenchConfig(case=case, data=str(make_pack(tmp_path / "p.h5", 300)), rounds=1)
-    (line,) = cases.CASES[case](config, tmp_path, shown.append)
+    config = BenchConfig(case="sweep", data=str(make_pack(tmp_path / "p.h5", 300)), rounds=1)
+    (line,) = cases.sweep(config, tmp_path, shown.append)
     assert line.split()[0] in ("met", "MISSED")
-    assert len(cells(shown[-1])[0]) == len(commands) == jobs
+    assert len(cells(shown[-1])[0]) == len(commands) == 2
     settings = [cli.parse(command[command.index("hpctrain") + 1 :])[1] for command in commands]
-    if case == "balance":
-        assert [each.worker_load for each in settings] == [None, "3,1", "auto"]
-        assert build(settings[0].model, (5, 4, 3), 7).weight.shape == (7, 60)
-    else:
-        assert [each.slots for each in settings] == [2, 1]
-        assert len(read_sweep(tmp_path / "sweep.toml").networks) == cases.NETWORKS
+    assert [each.slots for each in settings] == [2, 1]
+    assert len(read_sweep(tmp_path / "sweep.toml").networks) == cases.NETWORKS
 
 
 def test_the_first_step_is_timed(monkeypatch, tmp_path):

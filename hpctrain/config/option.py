@@ -134,11 +134,8 @@ def images_per_rank(text: str, flag: str = "--batch-per-rank") -> int | None:
 
 
 def worker_loads(text: str | None, flag: str = "--worker-load") -> tuple[float, ...]:
-    """Parse --worker-load: positive numbers, one per rank; () for None and "auto".
-
-    Raises UsageError.
-    """
-    if text is None or text == "auto":
+    """Parse --worker-load: positive numbers, one per rank; () for None. Raises UsageError."""
+    if text is None:
         return ()
     try:
         loads = tuple(float(part) for part in text.split(","))

@@ -56,8 +56,7 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
     )
     worker_load: str | None = option(
         None,
-        "assign shards to ranks in these proportions, such as 3,1 (default of --shards: their sum);"
-        " auto = as measured, anew between epochs (default of --shards: 4 per rank)",
+        "assign shards to ranks in these proportions, such as 3,1 (default of --shards: their sum)",
         BATCH,
         worker_loads,
     )

@@ -213,20 +213,14 @@ class Loader:
         self.pair = pair or (lambda images, labels, key: (images, labels))
         self.order = order or Order(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
-        self._min_samples, self._device = min_samples, device
+        self._min_samples = min_samples
         self._prefetch: Ahead[Ready] | None = None
         # The epoch and step that it yields next, between two epochs.
         self._following: tuple[int, int] | None = None
         self._cache: SampleCache | None = None
-        self.assign_shards(shards)
-
-    def assign_shards(self, shards: Sequence[int]) -> None:
-        """Read these consecutive shards from the next epoch on."""
-        self.close()
         self.shards = range(shards[0], shards[-1] + 1)
-        count = sum(self.partition.shares[j] for j in shards)
-        shape = (count, *self.split.image_shape)
-        self._upload = Upload(shape, self.split.dtype, self._device)
+        count = sum(partition.shares[j] for j in shards)
+        self._upload = Upload((count, *split.image_shape), split.dtype, device)
 
     def close(self) -> None:
         """End the reading thread and free all that it has read. The next epoch starts a new one."""

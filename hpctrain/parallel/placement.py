@@ -4,8 +4,7 @@ All ranks decide from the same values, so they agree without communication.
 
 A rank carries a contiguous run of shards, which are logical workers, and processes them one after
 another: more shards than ranks means gradient accumulation. Data, their order and random numbers
-depend on the shard. With --worker-load auto, shards move from slow ranks to fast ones between
-epochs, according to the seconds that each rank computed in the epoch.
+depend on the shard.
 
 Transports:
 
@@ -52,40 +51,6 @@ def assign_shards(shards: int, size: int, loads: Sequence[float] = ()) -> list[r
         counts[rank] += 1
         heapq.heapreplace(heap, ((counts[rank] + 1) / speeds[rank], rank))
     return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
-
-
-GAIN = 0.05  # of a step's time; for less, no shard moves
-
-
-class Balance:
-    """The shards of each rank, and the seconds that this rank computed in the epoch."""
-
-    def __init__(self, runs: Sequence[range]) -> None:
-        self.runs = list(runs)
-        self.seconds = 0.0
-
-    def add(self, compute: float) -> None:
-        """Add this rank's seconds of one step."""
-        self.seconds += compute
-
-    def better(self, seconds: Sequence[float]) -> list[range] | None:
-        """Return a new assignment of shards if it saves time, and restart the measurement.
-
-        `seconds` are the seconds of this epoch by rank.
-        """
-        runs, self.seconds = self.runs, 0.0
-        if min(seconds) <= 0:
-            return None
-        cost = [total / len(run) for total, run in zip(seconds, runs, strict=True)]  # of a shard
-        found = assign_shards(runs[-1].stop, len(runs), [1 / each for each in cost])
-        if _slowest(cost, found) >= (1 - GAIN) * _slowest(cost, runs):
-            return None
-        self.runs = found
-        return found
-
-
-def _slowest(cost: Sequence[float], runs: Sequence[range]) -> float:
-    return max(each * len(run) for each, run in zip(cost, runs, strict=True))
 
 
 def crowd(masks: Sequence[int]) -> tuple[float, int, int]:

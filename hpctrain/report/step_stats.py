@@ -163,7 +163,7 @@ def bottleneck(facts: Mapping[str, Any], may_narrow: bool, may_stage: bool) -> l
         ),
         (
             idle / IDLE if often else 0.0,
-            f"rank {facts.get('slowest_rank')} holds up the others: --worker-load auto gives it"
+            f"rank {facts.get('slowest_rank')} holds up the others: --worker-load gives it"
             " fewer shards",
         ),
     ]

@@ -6,12 +6,11 @@ import time
 from contextlib import closing
 from functools import partial
 
-from hpctrain.parallel.mpi import allgather
 from hpctrain.streams import Snapshot
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.replay import RunReplay
-from hpctrain.training.setup import reassign_shards, unfreeze
+from hpctrain.training.setup import unfreeze
 from hpctrain.training.state import Run, gather
 from hpctrain.training.step import train_step
 from hpctrain.training.steps import PendingStep, PendingSteps, collect_flags
@@ -75,23 +74,16 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
         validate(run)
     if not state.ended and (state.save or saves):
         save_checkpoint(run)
-    if last and not state.ended and state.epoch < plan.epochs:
-        balance_shards(run)
     pending.restart_clock()
 
 
 def begin_last_phase(run: Run) -> None:
     """Train the parameters of --freeze too from the next step on. Collective."""
     doing("unfreezing")
-    run.recorder.note(unfreeze(run.job, shards_of_ranks(run), run.comm))
+    run.recorder.note(unfreeze(run.job, run.comm))
     run.state.unfrozen = True
     if run.replay:
         run.replay = RunReplay(run.job.trainer, run.job.task, run.job.plan)
-
-
-def shards_of_ranks(run: Run) -> list[range]:
-    """Return the shards that each rank carries now."""
-    return run.balance.runs if run.balance else [range(*each) for each in run.job.plan.runs]
 
 
 def end_epoch(run: Run) -> None:
@@ -118,16 +110,6 @@ def end_epoch(run: Run) -> None:
         images_per_second=rows / seconds,
         seconds=seconds,
     )
-
-
-def balance_shards(run: Run) -> None:
-    """Assign more shards to fast ranks, if --worker-load asks for it and it saves time."""
-    if not run.balance:
-        return
-    if runs := run.balance.better(allgather(run.comm, run.balance.seconds)):
-        reassign_shards(run.job, runs, run.comm)
-        counts = ", ".join(str(len(each)) for each in runs)
-        run.recorder.note(f"shards by rank from epoch {run.state.epoch + 1} on: {counts}")
 
 
 def save_checkpoint(run: Run) -> None:

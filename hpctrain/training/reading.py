@@ -151,8 +151,7 @@ def make_reading(
     """
     reading = Reading(source.pack, checks, source, order_of(plan, source))
     if config.stage and not config.dry_run:
-        moving = config.worker_load == "auto"  # any shard may move to any host
-        reading = staged(config.stage, reading, range(plan.shards) if moving else shards, comm)
+        reading = staged(config.stage, reading, shards, comm)
         reading = replace(reading, order=order_of(plan, reading.source))
     call_on_all(comm, lambda: reading.source.hold(reading.order.reach(shards)))
     return reading
@@ -162,7 +161,7 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     """Copy the pack to `folder` on this host's disk, to be read from there. Collective.
 
     Of the training split, the copy holds what the ranks of the host need together; `shards` are
-    those that this rank may carry during the run. Raises the same error on all ranks.
+    those of this rank. Raises the same error on all ranks.
     """
     pack, source = reading.pack, reading.source
     if pack.external:

@@ -6,7 +6,7 @@ The order is: pack, device, network, plan, then the message and the objects that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,6 @@ from hpctrain.training.trainer import (
     make_trainer,
     probe_norms,
     probe_phases,
-    reduce_for,
 )
 from hpctrain.watchdog import doing
 
@@ -250,12 +249,12 @@ def make_model(
     return model, init
 
 
-def unfreeze(job: Job, runs: Sequence[range], comm: Comm) -> str:
+def unfreeze(job: Job, comm: Comm) -> str:
     """Train the parameters of --freeze too from the next step on. Collective.
 
-    The ranks carry the shards `runs`. Returns a note for the record.
+    Returns a note for the record.
     """
-    old = job.trainer
+    old, runs = job.trainer, [range(*run) for run in job.plan.runs]
     old.close()
     old.norms.release()
     job.frozen.set_trained(True)
@@ -268,13 +267,3 @@ def unfreeze(job: Job, runs: Sequence[range], comm: Comm) -> str:
     job.trainer = make_trainer(norms, job.task, *how)
     job.trainer.continue_from(old)
     return job.frozen.describe(job.trainer.message)
-
-
-def reassign_shards(job: Job, runs: Sequence[range], comm: Comm) -> None:
-    """Assign the shards `runs` to the ranks from the next epoch on."""
-    own = runs[comm.rank]
-    job.loader.assign_shards(own)
-    job.trainer.norms.first_shard = own.start
-    trainer, transport = job.trainer, job.trainer.reduce.transport
-    trainer.reduce.close()
-    trainer.reduce = reduce_for(job.plan, job.config.overlap, trainer.message, runs, transport)

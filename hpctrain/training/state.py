@@ -20,7 +20,6 @@ from hpctrain.errors import UsageError
 from hpctrain.models import buffer_owner, replace_buffer
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
-from hpctrain.parallel.placement import Balance
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.recorder import Recorder
 from hpctrain.training.checkpoint import Checkpoint, Writer
@@ -166,7 +165,6 @@ class Run:
     state: Progress
     checkpoints: Interval
     writer: Writer | None  # on rank 0 only
-    balance: Balance | None = None  # if shards may move
     replay: RunReplay | None = None  # if digests are compared, unless --local-buffers
     folder: Path = Path()
 

@@ -255,8 +255,6 @@ def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:
         spent + seconds,
     )
     state.weight += totals.weight
-    if run.balance:
-        run.balance.add(run.job.trainer.clock.compute)
     if run.writer:
         run.control.saving = max(run.writer.seconds, run.writer.stall) or run.control.saving
     run.control.slowest_step = max(run.control.slowest_step, seconds)

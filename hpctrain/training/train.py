@@ -33,7 +33,6 @@ from hpctrain.parallel.mpi import (
     limit_finalize,
     start_mpi,
 )
-from hpctrain.parallel.placement import Balance
 from hpctrain.plan_text import describe_plan
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import counted, say
@@ -185,7 +184,6 @@ def open_run(
             recorder.note(line)
         own = job.trainer.tensors().values()
         control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
-        auto = config.worker_load == "auto"
         replays = config.digest_every and not config.local_buffers
         run = Run(
             job,
@@ -195,7 +193,6 @@ def open_run(
             state,
             times.checkpoints,
             writer,
-            Balance([range(*each) for each in job.plan.runs]) if auto else None,
             RunReplay(job.trainer, job.task, job.plan) if replays else None,
             folder,
         )

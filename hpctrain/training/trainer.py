@@ -17,7 +17,7 @@ from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root, check_equal_on_all
-from hpctrain.parallel.reduce import Reduce, broadcast
+from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
 from hpctrain.streams import IN_FLIGHT
@@ -100,12 +100,17 @@ def make_trainer(
     )
     broadcast(comm, message.weights)
     norms.first_shard = runs[comm.rank].start
+    in_order = runs if plan.deterministic else None
+    reduce = call_on_all(
+        comm,
+        lambda: choose_reduce(comm, message, in_order, plan.comm_dtype, transport, config.overlap),
+    )
     return Trainer(
         model,
         message,
         norms,
         make_optimizer(plan.optimizer, plan.learning_rate, config, message.groups),
-        call_on_all(comm, lambda: reduce_for(plan, config.overlap, message, runs, transport)),
+        reduce,
         backward,
         config.clip_norm,
         config.skip_bad,
@@ -124,11 +129,3 @@ def check_fixed_state(model: nn.Module, comm: Comm) -> None:
     """
     fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
     check_equal_on_all(comm, {"the model's fixed state": hash_tensors(fixed).hexdigest()[:16]})
-
-
-def reduce_for(
-    plan: Plan, overlap: int, message: Message, runs: Sequence[range], transport: Transport
-) -> Reduce:
-    """Make the reduction for ranks that carry the shards `runs`."""
-    in_order = runs if plan.deterministic else None
-    return choose_reduce(transport.comm, message, in_order, plan.comm_dtype, transport, overlap)

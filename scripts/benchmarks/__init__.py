@@ -1,6 +1,6 @@
 """Benchmarks of hpctrain that docs/ cites, to be run in the root of the repository:
 
-python -m scripts.benchmarks CASE      digits, resnet50, tree, balance, sweep, data (cases.py)
+python -m scripts.benchmarks CASE      digits, resnet50, tree, sweep, data (cases.py)
 python -m scripts.benchmarks.predict RUN PHOTOS
 python -m scripts.benchmarks.operators [--device cuda]
 python -m scripts.benchmarks.start --data PACK

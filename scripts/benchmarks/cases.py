@@ -2,7 +2,6 @@
 
 digits, resnet50   ``hpctrain bench`` of the same name; for digits also the time to the first step
 tree               the cost of --deterministic: steps of the digits network, and sums of messages
-balance            the gain of --worker-load auto if the last of two ranks is slow
 sweep              networks trained concurrently against the same ones trained one after another
 """
 
@@ -13,9 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-
-import torch
-from torch import nn
 
 from hpctrain.bench import DDP, HPCTRAIN, LIMIT, LOADER, Show, bench_training
 from hpctrain.bench.harness import (
@@ -30,7 +26,6 @@ from hpctrain.bench.harness import (
 )
 from hpctrain.config import BenchConfig
 from hpctrain.data.builtin import locate
-from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.report.record import read_records
 from scripts.benchmarks import data
 from scripts.benchmarks.data import goal_line
@@ -54,11 +49,6 @@ START_RANKS, START_GOAL = 4, 6.0  # seconds to the first step, on two cores
 TREE_RANKS, TREE_EPOCHS, TREE_BATCH = (1, 2, 4), 3, 128
 LENGTHS = (29_000, 25_600_000)  # numbers in the messages of a small network and of ResNet-50
 STEP_GOAL, SUM_GOAL = 1.05, 1.5  # maximum ratios to the plain Allreduce, on 2 ranks
-
-SHARDS, SLOW_BATCH, SLOW_EPOCHS = 8, 512, 3
-SHARD_SECONDS, SLOWER = 0.01, 3  # time of a shard; factor on the last rank
-SPLITS = {"even": [], "3,1": ["--worker-load", "3,1"], "auto": ["--worker-load", "auto"]}
-BALANCE_GOAL = 0.8
 
 NETWORKS, SLOTS, SWEEP_EPOCHS, SWEEP_GOAL = 6, 2, 3, 0.6
 SWEEP = """\
@@ -152,49 +142,6 @@ def add(ranks: int, length: int, output: Path) -> dict[str, float]:
     return figures
 
 
-class SlowLinear(nn.Linear):
-    """A linear classifier that sleeps in each forward of training, longer on the last rank."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits (n, classes) of images (n, C, H, W)."""
-        if self.training:
-            last = launched_rank() == (launched_size() or 1) - 1
-            time.sleep(SHARD_SECONDS * (SLOWER if last else 1))
-        return super().forward(images.flatten(1))
-
-
-def slow_network(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Build the network for images of (H, W, C)."""
-    height, width, channels = image_shape
-    return SlowLinear(height * width * channels, classes)
-
-
-def balance(config: BenchConfig, folder: Path, show: Show) -> list[str]:
-    """Measure images/s with the even split, the ideal one and auto.
-
-    The first epoch, in which auto measures the ranks, is not counted.
-    """
-    pack = str(locate(config.data or "digits", config.data_dir))
-    flags = ["--data", pack, "--model", f"{__name__}:slow_network", "--shards", str(SHARDS)]
-    flags += ["--batch-size", str(SLOW_BATCH), "--epochs", str(SLOW_EPOCHS)]
-
-    def rate(split: str) -> float:
-        steps = train(folder / f"{split} {time.time()}", 2, *flags, *SPLITS[split])
-        return steps_rate(steps, len(steps) // SLOW_EPOCHS)
-
-    rates = measure(SPLITS, config.rounds, rate, show)
-    title = f"{SHARDS} shards of {1000 * SHARD_SECONDS:.0f} ms, {SLOWER} times that on rank 1"
-    show(table(title, rates, {name: {"/ even": "even"} for name in ("3,1", "auto")}))
-    what = "of the time that the ideal split saves, saved by auto"
-    return [goal_line(recovered(rates), BALANCE_GOAL, what)]
-
-
-def recovered(rates: Rates) -> float:
-    """Return the share of the time saved by the ideal split that auto saves too."""
-    even, ideal, auto = (1 / median(rates[split]) for split in SPLITS)
-    return (even - auto) / (even - ideal)
-
-
 def sweep(config: BenchConfig, folder: Path, show: Show) -> list[str]:
     """Measure the seconds of a whole sweep of the digits network, in two slots and in one."""
     pack = str(locate(config.data or "digits", config.data_dir))
@@ -221,7 +168,6 @@ CASES: dict[str, Callable[[BenchConfig, Path, Show], list[str]]] = {
     "digits": training,
     "resnet50": training,
     "tree": tree,
-    "balance": balance,
     "sweep": sweep,
     "data": data.measure_data,
 }

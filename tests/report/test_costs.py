@@ -48,7 +48,7 @@ def test_shares_are_of_the_whole_step():
         ),
         (
             {"data": 0.0, "compute": 1.0, "reduce": 0.0, "idle": 0.3, "slowest": (2, 2, 0)},
-            ["rank 2 holds up the others: --worker-load auto"],
+            ["rank 2 holds up the others: --worker-load gives"],
         ),
         ({"data": 0.0, "compute": 1.0, "reduce": 0.0, "idle": 0.3, "slowest": (0, 1, 2)}, []),
         ({"data": 0.0, "compute": 1.0, "reduce": 0.0, "idle": 0.05, "slowest": (2, 2, 0)}, []),

@@ -15,7 +15,7 @@ MANY = 16_384
     [
         {},
         {"deterministic": True, "overlap": 3},
-        {"worker_load": "auto", "shards": MANY},
+        {"worker_load": ",".join(["2", "1"] * (MANY // 2)), "batch_size": 2 * MANY},
         {"batch_per_rank": "auto", "batch_size": None},
     ],
 )

@@ -16,7 +16,6 @@ from hpctrain.data import staging
 from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
-from hpctrain.parallel.placement import Balance
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from tests.packs import make_pack, part_of
@@ -143,41 +142,6 @@ def test_a_staged_run_computes_the_same_bits(comm, shared_tmp, shuffle):
 
 def digest(folder):
     return [r for r in read_records(folder) if r["kind"] == "digest"][-1]["digest"]
-
-
-@pytest.mark.mpi
-def test_shards_that_move_to_another_host_find_their_rows_there(comm, shared_tmp, monkeypatch):
-    """Every rank is a host of its own, and the last hands shards over after the first epoch."""
-    if comm.rank == 0:
-        make_pack(shared_tmp / "a.h5", {"train": 601}, SHAPE)
-    comm.Barrier()
-    monkeypatch.setattr(
-        "hpctrain.training.reading.comm_of_host", lambda comm: comm.Split(comm.rank)
-    )
-    original = Balance.add
-
-    def slowed(self, compute):
-        of_a_shard = 4.0 if comm.rank == comm.size - 1 else 1.0
-        original(self, of_a_shard * len(self.runs[comm.rank]))
-
-    monkeypatch.setattr(Balance, "add", slowed)
-    config = short_run(
-        shared_tmp,
-        "a.h5",
-        model="digits",
-        epochs=2,
-        batch_size=64,
-        shards=8,
-        worker_load="auto",
-        digest_every=2,
-        deterministic=True,
-        test=False,
-    )
-    folders = {"plain": None, "staged": str(shared_tmp / f"host{comm.rank}")}
-    for name, folder in folders.items():
-        assert loop.train(dataclasses.replace(config, run=name, stage=folder), comm) == 0
-    if comm.rank == 0:
-        assert len({digest(shared_tmp / "runs" / name) for name in folders}) == 1
 
 
 def test_a_copy_of_another_length_is_not_used_again(tmp_path):
