@@ -36,7 +36,6 @@ EXTRAS = {
     "plot": ["matplotlib"],
     "timm": ["timm>=1.0"],  # --model timm:NAME
     "torchvision": ["torchvision"],  # --model torchvision:NAME
-    "sweep": ["optuna"],  # sweep --prune
     "tensorboard": ["tensorboard"],
     "watch": ["textual>=1.0"],
     "test": [
@@ -48,7 +47,6 @@ EXTRAS = {
         "tensorboard",
         "matplotlib",
         "textual>=1.0",
-        "optuna",
         "onnx",
         "onnxruntime",
         "onnxscript",

@@ -125,11 +125,6 @@ class SweepConfig:
     )
     runs_dir: str = option(*RUNS_DIR, "What")
     retry: bool = option(False, "train failed networks again, too", "What")
-    prune: bool = option(
-        False,
-        "stop weak networks early: at 1, 2, 4, ... validations only the better half continues",
-        "What",
-    )
     ranks_per_network: int = option(1, "ranks of each network", "Machine", AT_LEAST_1)
     slots: int | None = option(
         None,

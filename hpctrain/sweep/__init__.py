@@ -20,9 +20,9 @@ from rich.table import Table
 from hpctrain import launch
 from hpctrain.config import SweepConfig, as_words, check_imports
 from hpctrain.errors import RunError, UsageError
-from hpctrain.report.find import SWEEP_FILE, compared_by_accuracy
+from hpctrain.report.find import SWEEP_FILE
 from hpctrain.sweep.display import SweepDisplay, counts
-from hpctrain.sweep.driver import Driver, Pruner, require_optuna
+from hpctrain.sweep.driver import Driver
 from hpctrain.sweep.file import Sweep, SweepNetwork, read_sweep
 from hpctrain.sweep.folder import (
     FAILED,
@@ -67,7 +67,7 @@ def main(settings: SweepConfig) -> int:
     if not is_new and not left:
         display.line(f"{folder} has ended: {counts(results)}")
         return int(any(result.status == FAILED for result in results))
-    check_data(sweep, settings.prune)
+    check_data(sweep)
     lock = take_lock(folder)
     try:
         make_folder(folder, file, sweep, settings.runs_dir)
@@ -83,10 +83,6 @@ def main(settings: SweepConfig) -> int:
 
 def check_modes(settings: SweepConfig) -> None:
     """Raise UsageError if settings exclude each other."""
-    if settings.prune:
-        require_optuna()
-        if settings.slurm:
-            raise UsageError("--prune needs a driver that watches: it cannot go with --slurm")
     if settings.slurm and settings.background:
         raise UsageError("--background and --slurm exclude each other: a job array has no driver")
     if settings.sbatch and not settings.slurm:
@@ -102,10 +98,10 @@ def allow_imports(settings: SweepConfig, file: Path, sweep: Sweep) -> None:
     check_imports(f"{who}{file}", sweep.imported, allowed, how, what)
 
 
-def check_data(sweep: Sweep, prune: bool) -> None:
+def check_data(sweep: Sweep) -> None:
     """Check that all data exist; create built-in data sets that are missing.
 
-    Raises UsageError if a file is not a pack, or with --prune if a pack has no split validation.
+    Raises UsageError if a file is not a pack.
     """
     from hpctrain.data.builtin import locate
     from hpctrain.data.packed import read_pack
@@ -113,8 +109,8 @@ def check_data(sweep: Sweep, prune: bool) -> None:
     named = {(n.config.data, n.config.data_dir, n.config.images) for n in sweep.networks}
     for data, data_dir, images in sorted(named, key=str):
         path = locate(data, data_dir)
-        if images is None and "validation" not in read_pack(path).splits and prune:
-            raise UsageError(f"--prune needs a split validation, and {path} has none")
+        if images is None:
+            read_pack(path)
 
 
 def take_lock(folder: Path, patience: float = 0.0) -> RunLock:
@@ -141,9 +137,8 @@ def drive(
     settings: SweepConfig, folder: Path, sweep: Sweep, machine: Machine, display: SweepDisplay
 ) -> int:
     """Launch the networks on this machine, wait for them, and return the exit code."""
-    pruner = Pruner(compared_by_accuracy(sweep.tasks)) if settings.prune else None
     command = partial(machine.command, folder)
-    driver = Driver(folder, sweep, machine.slots, command, display, pruner, settings.retry)
+    driver = Driver(folder, sweep, machine.slots, command, display, settings.retry)
     code = driver.run()
     display.results(driver.results.values())
     display.line(f"{folder}: {counts(driver.results.values())}")

@@ -1,34 +1,30 @@
 """The driver: trains networks in slots until all have ended, each in its own process group.
 
-Its state is in the sweep's folder only, so a new driver can replace one that was killed: done,
-pruned and failed networks are skipped, all others are launched again and resume from their
-checkpoints. A network whose folder is still locked by another job waits.
+Its state is in the sweep's folder only, so a new driver can replace one that was killed: done and
+failed networks are skipped, all others are launched again and resume from their checkpoints. A
+network whose folder is still locked by another job waits.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import math
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from hpctrain import launch
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import RunError
 from hpctrain.launcher import LEFT
-from hpctrain.report.history import Metrics, RunHistory
+from hpctrain.report.history import RunHistory
 from hpctrain.sweep.display import SweepDisplay
 from hpctrain.sweep.file import Sweep, SweepNetwork
 from hpctrain.sweep.folder import (
     DONE,
     FAILED,
     PREEMPTED,
-    PRUNED,
     RUNNING,
     STOPPED,
     UNFINISHED,
@@ -106,46 +102,6 @@ class NetworkProcess(launch.LaunchedRun):
         return launch.last_error_line(tail).removeprefix("hpctrain: ")
 
 
-def require_optuna() -> None:
-    """Raise UsageError if Optuna is not installed."""
-    if importlib.util.find_spec("optuna") is None:
-        raise UsageError("--prune needs its package: pip install 'hpctrain[sweep]'")
-
-
-class Pruner:
-    """Successive halving by Optuna over the validations of the networks (``--prune``).
-
-    After 1, 2, 4, 8, ... validations a network is compared with all that have come as far. It
-    continues if it is in the better half, by accuracy or else by loss (asynchronous successive
-    halving, Li et al. 2020, arXiv:1810.05934).
-    """
-
-    def __init__(self, by_accuracy: bool) -> None:
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        halving = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
-        self._by_accuracy = by_accuracy
-        self._study = optuna.create_study(direction="maximize", pruner=halving)
-        self._trials: dict[str, Any] = {}  # by network
-        self._reported: dict[str, int] = {}  # validations
-
-    def is_weak(self, name: str, validations: Sequence[Metrics]) -> bool:
-        """Report those `validations` of a network that are new. Return True if the network should
-        be pruned because of one of them.
-        """
-        if name not in self._trials:
-            self._trials[name] = self._study.ask()
-        trial, is_weak = self._trials[name], False
-        for number in range(self._reported.get(name, 0), len(validations)):
-            score = validations[number].score(self._by_accuracy)
-            if math.isfinite(score):
-                trial.report(score, number + 1)
-                is_weak |= bool(trial.should_prune())
-        self._reported[name] = len(validations)
-        return is_weak
-
-
 class Driver:
     """Trains the networks of a sweep; `run` returns the exit code."""
 
@@ -156,11 +112,10 @@ class Driver:
         slots: tuple[Slot, ...],
         command: Callable[[SweepNetwork], list[str]],
         display: SweepDisplay,
-        pruner: Pruner | None = None,
         retry: bool = False,
     ) -> None:
         self._folder, self._sweep, self._display = folder, sweep, display
-        self._command, self._pruner = command, pruner
+        self._command = command
         self.results = read_results(folder, sweep, retry)
         self._free = list(slots)
         self._processes: list[NetworkProcess] = []
@@ -171,9 +126,6 @@ class Driver:
     def run(self) -> int:
         """Train until all networks have ended or the sweep must end. Return the exit code."""
         (self._folder / STOP_FILE).unlink(missing_ok=True)
-        if self._pruner:
-            for name, result in self.results.items():  # validations under earlier drivers
-                self._pruner.is_weak(name, result.history.validations)
         with launch.caught_signals() as signals, self._display.live or nullcontext():
             while True:
                 self._obey(signals)
@@ -213,14 +165,12 @@ class Driver:
             process.preempt()
 
     def _poll_files(self) -> None:
-        """Check the folders for a request to stop, new validations, and locks."""
+        """Check the folders for a request to stop, and for locks."""
         if not self._is_ending() and (self._folder / STOP_FILE).exists():
             self._stopping = True
             self._display.line("asked to stop: the networks stop after their next step")
-        for process in self._processes:
-            if self._stopping:
-                process.stop()
-            self._prune(process)
+        for process in self._processes if self._stopping else ():
+            process.stop()
         for network in list(self._waiting):
             if self._is_ending() or not self._free:
                 break
@@ -240,9 +190,7 @@ class Driver:
     def _finish(self, process: NetworkProcess, status: str, reason: str | None) -> None:
         self._processes.remove(process)
         self._free = sorted([*self._free, process.slot], key=lambda slot: slot.number)
-        name, before = process.network.name, self.results[process.network.name]
-        if before.status == PRUNED and status in (STOPPED, UNFINISHED):
-            status, reason = PRUNED, before.reason
+        name = process.network.name
         if status == PREEMPTED:
             status = UNFINISHED
             if self._preempted_by is None:
@@ -255,12 +203,3 @@ class Driver:
     ) -> None:
         self.results[network.name] = NetworkResult(network, status, reason, history)
         write_csv(self._folder, self._sweep, self.results.values())
-
-    def _prune(self, process: NetworkProcess) -> None:
-        history, name = process.history(), process.network.name
-        if self._pruner is None or process.requested or history.outcome.status:
-            return
-        if self._pruner.is_weak(name, history.validations):
-            reason = f"not in the better half after {len(history.validations)} validation(s)"
-            self._set(process.network, PRUNED, reason, history)  # first, in case we are killed
-            process.stop()

@@ -57,11 +57,6 @@ class Sweep:
         """The functions of the user's own, each once."""
         return list(dict.fromkeys(name for n in self.networks for name in n.imported.values()))
 
-    @property
-    def tasks(self) -> list[str]:
-        """The task of each network."""
-        return [network.config.task for network in self.networks]
-
 
 def read_sweep(path: Path) -> Sweep:
     """Read the networks of a sweep from its file.

@@ -6,8 +6,8 @@ sweep.toml              a copy of the sweep's file; marks the folder as that of 
 01-lr=0.1/              its run
 results.csv             a line for each network; replaced atomically
 
-results.csv is made from the records of the runs. Only facts that are not in the records are read
-back from it: that a network was killed (failed, with the reason), and that it was pruned.
+results.csv is made from the records of the runs. Only what is not in the records is read back from
+it: that a network was killed (failed, with the reason).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from hpctrain.sweep.file import Sweep, SweepNetwork
 from hpctrain.text import csv_cell
 
 RESULTS_FILE = "results.csv"
-DONE, FAILED, PRUNED = "done", "failed", "pruned"
+DONE, FAILED = "done", "failed"
 STOPPED, PREEMPTED = "stopped", "preempted"
 UNFINISHED, WAITING, RUNNING = "unfinished", "waiting", "running"
-FINAL = (DONE, FAILED, PRUNED)  # not resumed by the same command
+FINAL = (DONE, FAILED)  # not resumed by the same command
 METRICS = ("best_validation_accuracy", "best_validation_loss", "test_accuracy", "test_loss")
 
 
@@ -83,8 +83,8 @@ def status_of(
     They follow from its record and from `known`, its line of an earlier results.csv.
     """
     outcome = history.outcome
-    if outcome.status != DONE and known and known[0] in (FAILED, PRUNED):
-        return known[0], known[1] or None
+    if outcome.status != DONE and known and known[0] == FAILED:
+        return FAILED, known[1] or None
     if outcome.status in (DONE, FAILED, STOPPED):
         return outcome.status, outcome.reason
     return (UNFINISHED, find_outcome(folder, history).reason) if history.facts else (WAITING, None)

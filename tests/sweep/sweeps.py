@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from hpctrain.sweep.display import SweepDisplay
-from hpctrain.sweep.driver import Driver, Pruner
+from hpctrain.sweep.driver import Driver
 from hpctrain.sweep.file import read_sweep
 from hpctrain.sweep.folder import make_folder, settings_file
 from hpctrain.sweep.machine import Slot
@@ -15,9 +15,7 @@ from hpctrain.sweep.machine import Slot
 FAKE = Path(__file__).with_name("fake_train.py")
 
 
-def make_driver(
-    folder: Path, text: str, slots: int = 2, prune: bool = False, retry: bool = False
-) -> Driver:
+def make_driver(folder: Path, text: str, slots: int = 2, retry: bool = False) -> Driver:
     """A driver of the networks of `text` that launches the fake command."""
     file = folder.parent / "file.toml"
     file.write_text(text)
@@ -28,8 +26,7 @@ def make_driver(
         return [sys.executable, str(FAKE), str(settings_file(folder, network))]
 
     places = tuple(Slot(number, (), (f"g{number}",)) for number in range(1, slots + 1))
-    pruner = Pruner(True) if prune else None
-    return Driver(folder, sweep, places, command, SweepDisplay("plain"), pruner, retry)
+    return Driver(folder, sweep, places, command, SweepDisplay("plain"), retry)
 
 
 def statuses(folder: Path) -> dict[str, str]:

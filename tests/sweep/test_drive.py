@@ -1,4 +1,4 @@
-"""The driver, with a command in place of training: slots, failures, signals, kill -9, pruning."""
+"""The driver, with a command in place of training: slots, failures, signals, kill -9."""
 
 from __future__ import annotations
 
@@ -171,22 +171,3 @@ def test_a_network_in_whose_folder_another_job_works_waits(tmp_path):
     finally:
         other.end()
     assert begun(folder)[-1] == "01"
-
-
-def test_weak_networks_are_pruned_and_stay_so(tmp_path, monkeypatch):
-    pytest.importorskip("optuna")
-    monkeypatch.setenv("FAKE_PACE", "0.2")
-    folder = tmp_path / "s"
-    text = "[base]\nepochs = 8\n[grid]\nlr = [0.9, 0.1, 0.2, 0.95]\n"  # lr is what they reach
-    assert make_driver(folder, text, slots=2, prune=True).run() == 0
-    found = statuses(folder)
-    assert found["01"] == found["04"] == "done"
-    assert found["02"] == found["03"] == "pruned"
-    assert "not in the better half" in (folder / "results.csv").read_text()
-    assert make_driver(folder, text, slots=2, prune=True).run() == 0
-    assert len(begun(folder)) == 4
-    lost = folder / "01-lr=0.9"
-    lines = (lost / "progress.jsonl").read_text().splitlines()
-    (lost / "progress.jsonl").write_text("\n".join(lines[:3]) + "\n")
-    assert make_driver(folder, text, slots=2, prune=True).run() == 0
-    assert begun(folder)[4:] == ["01"]  # a finished one is known by its record alone

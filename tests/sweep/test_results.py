@@ -9,14 +9,7 @@ from hpctrain.config import Config
 from hpctrain.report.history import Metrics, RunHistory
 from hpctrain.sweep.display import best_first
 from hpctrain.sweep.file import Sweep, SweepNetwork
-from hpctrain.sweep.folder import (
-    DONE,
-    PRUNED,
-    NetworkResult,
-    read_csv,
-    read_results,
-    write_csv,
-)
+from hpctrain.sweep.folder import DONE, FAILED, NetworkResult, read_csv, read_results, write_csv
 from tests.records import append, end_line, make_run, run_line, step_line
 
 
@@ -66,7 +59,8 @@ def test_how_a_network_stands_where_nobody_could_record_it(tmp_path):
     (run / "ranks" / "0.json").write_text(json.dumps(beat))
     found = read_results(tmp_path, sweep)["01-a"]
     assert found.status == "unfinished" and "last heartbeat: step 2" in found.reason
-    write_csv(tmp_path, sweep, [NetworkResult(network, PRUNED, "weak", found.history)])
-    assert read_results(tmp_path, sweep)["01-a"].status == "pruned"
+    write_csv(tmp_path, sweep, [NetworkResult(network, FAILED, "signal 9", found.history)])
+    found = read_results(tmp_path, sweep)["01-a"]
+    assert (found.status, found.reason) == ("failed", "signal 9")
     append(run, end_line("done"))
     assert read_results(tmp_path, sweep)["01-a"].status == "done"

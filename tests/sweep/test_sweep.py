@@ -203,7 +203,6 @@ def test_in_the_background_until_it_is_stopped(place):
         (TWO, ["--launcher", "srun"], "no Slurm allocation"),
         (TWO, ["--sbatch", "-t 5"], "--sbatch goes with --slurm"),
         (TWO, ["--slurm", "--background"], "exclude each other"),
-        (TWO, ["--slurm", "--prune"], "--prune needs a driver"),
         (TWO, ["--name", "a/b"], "give the name of a folder"),
         (TWO, ["--results", "--name", "none"], "there is no sweep"),
     ],
@@ -215,19 +214,6 @@ def test_what_is_refused_before_anything_is_launched(here, capsys, text, words, 
     assert message in error
     assert error.count("\n") == 1
     assert not (here / "none").exists()
-
-
-def test_pruning_needs_its_package_and_validation(here, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["sweep", "two.toml", "--prune"]) == 2
-    assert "pip install 'hpctrain[sweep]'" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
-    pytest.importorskip("optuna")
-    make_pack(here / "bare.h5", {"train": 31})
-    (here / "bare.toml").write_text(TWO.replace("pack.h5", "bare.h5"))
-    assert main(["sweep", "bare.toml", "--runs-dir", "none", "--prune"]) == 2
-    assert "needs a split validation" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_would_be_done_without_torch_and_mpi(place):
