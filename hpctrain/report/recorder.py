@@ -21,8 +21,6 @@ from hpctrain.report.record import FILE_NAME, LONGEST_LINE, cut_torn_line
 from hpctrain.report.step_stats import Costs
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hpctrain.report.progress import Display
     from hpctrain.report.tensorboard import EventWriter
 
@@ -131,15 +129,13 @@ class Recorder:
         self._ended = False
         self._costs = Costs()
         self._file: RecordFile | None = None
-        self._events: EventWriter | None = None
         self._display: Display | None = None
         if folder is None:
             return
         if tensorboard:
             from hpctrain.report.tensorboard import EventWriter
 
-            self._events = EventWriter(folder, done)
-            self._sinks.append(self._events)
+            self._sinks.append(EventWriter(folder, done))
         self._file = RecordFile(folder / FILE_NAME)
         self._sinks.insert(0, self._file)
         if progress != "none":
@@ -179,11 +175,6 @@ class Recorder:
         record: dict[str, Any] = json.loads(encode_record(self._write("evaluation", fields)))
         return record
 
-    def picture(self, name: str, step: int, image: np.ndarray) -> None:
-        """Write an image (H, W, 3) of uint8 for `step` to TensorBoard only."""
-        if self._events is not None:
-            self._events.picture(name, step, image)
-
     def phase(self, text: str) -> None:
         """Show current work other than steps on the live bar only."""
         if self._display is not None:
@@ -218,7 +209,7 @@ class Recorder:
         with ExitStack() as stack:  # closes all of them, even if one fails
             for sink in self._sinks:
                 stack.callback(sink.close)
-            self._sinks, self._events, self._file = [], None, None
+            self._sinks, self._file = [], None
 
     def __enter__(self) -> Recorder:
         return self

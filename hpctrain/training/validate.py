@@ -15,7 +15,6 @@ from hpctrain.data.loader import read_samples
 from hpctrain.errors import Failure
 from hpctrain.inference.blocks import block_key
 from hpctrain.inference.evaluate import Evaluation, evaluate, write_evaluation
-from hpctrain.inference.gallery import Answer, draw_answers, read_rows
 from hpctrain.inference.network import BEST, describe
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.inference.tasks import Denoising, network_output
@@ -29,7 +28,6 @@ from hpctrain.training.state import EndReason, Run
 from hpctrain.training.steps import CannotContinue
 from hpctrain.watchdog import doing
 
-MISTAKES = 16  # shown in TensorBoard after an evaluation
 SHOWN = 10  # images in the picture of a denoising run, of the first that every copy holds
 assert SHOWN <= FIRST_ROWS
 
@@ -95,12 +93,11 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
         return run.control.preempted_by(evaluating=True) is None
 
     run.recorder.phase(f"evaluating {split}")
-    kept = MISTAKES if job.config.tensorboard else 0
     model, prepare, block = job.trainer.model, job.prepare, job.plan.evaluation_rows
     try:
         source = call_on_all(comm, lambda: job.reading.split(split))
         with source, statistics_of_rank_0(run), evaluated_network(run):
-            result = evaluate(model, source, job.task, prepare, comm, block, go_on, kept)
+            result = evaluate(model, source, job.task, prepare, comm, block, go_on)
     except Failure as error:
         if not error.agreed:
             raise
@@ -122,16 +119,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     if split == "validation":
         doing("calling on_evaluation")
         run.control.evaluated(record)
-    if comm.rank == 0 and len(result.mistakes):
-        show_mistakes(run, split, result.mistakes)
     return result
-
-
-def show_mistakes(run: Run, split: str, mistakes: list[Answer]) -> None:
-    """Pass a picture of misclassified samples to TensorBoard (rank 0)."""
-    with run.job.reading.split(split) as source:
-        picture = draw_answers(read_rows(source, mistakes), mistakes, run.job.pack.classes)
-    run.recorder.picture(f"{split}/mistakes", run.state.network.step, picture)
 
 
 def evaluated_network(run: Run) -> AbstractContextManager[None]:
