@@ -4,14 +4,15 @@ Only records are read, without MPI, torch or a display. A run may still be train
 there is a panel of accuracy, below it one of loss, and one for each other recorded field of steps
 that has a label (``report/fields.py``), for the balanced accuracy if it is recorded, and for each
 figure of --metric. Training is drawn as a line, validation as dots. All runs share their axes, so
-that they can be compared. Epochs are counted from 0: the third epoch lies between 2 and 3. Training
+that they can be compared. More than `APART` runs are drawn into the same panels, each in its own
+colour. Epochs are counted from 0: the third epoch lies between 2 and 3. Training
 is shown by epoch, with each mean at the end of its epoch; by step if fewer than two epochs have a
 mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +31,7 @@ from hpctrain.report.figures import (
     plot_confusion,
     read_confusion,
     save,
-    wrapped,
+    shortened,
 )
 from hpctrain.report.find import distinct_names, find_run_or_sweep, find_runs
 from hpctrain.report.history import Metrics, find_outcome
@@ -42,8 +43,12 @@ FILE = "training.png"
 CONFUSION = "-confusion"  # appended to the stem of the confusion matrix's file name
 LARGE = (6.0, 2.7)  # inches of a panel of a single network
 SMALL = (2.5, 1.4)
+APART = 6  # runs that have panels of their own; more share theirs
+NAMES = 30  # in a column of their legend
+HIGHEST_LEGEND = 5.5  # inches
 LEGEND = 0.35
 HEAD = 0.75  # above and below the panels of a network
+FIRST = "accuracy", "loss"  # panels, from the top
 DIVERGED = 20  # a loss this many times larger than at the start needs a logarithmic axis
 FEW = 100  # validations; more get smaller dots
 STEPS = [1, 2, 5, 10]  # between ticks of an axis, times a power of ten
@@ -76,7 +81,7 @@ class RunCurves:
     @property
     def panels(self) -> list[str]:
         """The fields with a curve, in drawing order."""
-        names = dict.fromkeys(["accuracy", "loss", *LABELS, *self.validation])
+        names = dict.fromkeys([*FIRST, *LABELS, *self.validation])
         return [name for name in names if name in self.training or name in self.validation]
 
     @property
@@ -191,7 +196,12 @@ def _values(curve: Curve, field: str, per_epoch: float) -> np.ndarray:
 
 
 def plot_training(networks: Sequence[RunCurves]) -> Any:
-    """Return a figure with the panels of each network; every network has at least one curve."""
+    """Return a figure of the curves of these networks; every network has at least one curve."""
+    return plot_apart(networks) if len(networks) <= APART else plot_together(networks)
+
+
+def plot_apart(networks: Sequence[RunCurves]) -> Any:
+    """Return a figure with the panels of each network."""
     from matplotlib.lines import Line2D
 
     columns, is_alone = columns_for(len(networks)), len(networks) == 1
@@ -200,24 +210,64 @@ def plot_training(networks: Sequence[RunCurves]) -> Any:
     rows = -(-len(networks) // columns)
     figure = empty_figure(0.6 + across * columns, LEGEND + rows * (HEAD + panels * high))
     cells = figure.add_gridspec(rows * panels, columns)
-    curves = [c for n in networks for c in (*n.training.values(), *n.validation.values())]
-    epochs = max((float(curve[:, 0].max()) for curve in curves), default=1.0)
+    epochs = last_epoch(networks)
     for number, network in enumerate(networks):
         row, column = divmod(number, columns)
         first, each = row * panels, panels // len(network.panels)
-        axes = {
-            name: figure.add_subplot(cells[first + i * each : first + (i + 1) * each, column])
-            for i, name in enumerate(network.panels)
-        }
         alike = [other for other in networks if other.loss == network.loss]
-        limits = {name: find_limits(alike, name) for name in axes}
         outer = column == 0 or networks[number - 1].loss != network.loss
-        _draw(axes, network, limits, epochs, outer, is_alone)
+        for i, name in enumerate(network.panels):
+            place = cells[first + i * each : first + (i + 1) * each, column]
+            axes = figure.add_subplot(place)
+            _format(axes, name, alike, epochs, wide=is_alone, last=name == network.panels[-1])
+            _draw(axes, network, name)
+            if not outer:
+                axes.set_ylabel("")
+                axes.tick_params(which="both", labelleft=False)
+            if i == 0:
+                title = f"{shortened(network.name, 80 if is_alone else 30)}\n{summary(network)}"
+                axes.set_title(printable(title), parse_math=False)
     lines = [Line2D([], [], color=BLUE, linewidth=1.3, label="training")]
     if any(network.validation for network in networks):
         lines.append(Line2D([], [], **DOTS, markersize=4, label="validation"))
     figure.legend(handles=lines, loc="outside upper center", ncols=2, frameon=False)
     return figure
+
+
+def plot_together(networks: Sequence[RunCurves]) -> Any:
+    """Return a figure with one panel for each field, where each network has its own colour."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+    from matplotlib.lines import Line2D
+
+    found = [name for network in networks for name in network.panels]
+    panels = [name for name in dict.fromkeys([*FIRST, *LABELS, *found]) if name in found]
+    across, high = LARGE
+    columns = -(-len(networks) // NAMES)
+    figure = empty_figure(across + 4.4 * columns, max(HIGHEST_LEGEND, HEAD + len(panels) * high))
+    colours = [to_hex(c) for c in colormaps["turbo"](np.linspace(0.05, 0.95, len(networks)))]
+    for name, axes in zip(panels, figure.subplots(len(panels), squeeze=False)[:, 0], strict=True):
+        _format(axes, name, networks, last_epoch(networks), wide=True, last=name == panels[-1])
+        for network, colour in zip(networks, colours, strict=True):
+            _draw(axes, network, name, colour)
+    legend = figure.legend(
+        handles=[Line2D([], [], color=colour, linewidth=1.3, label="run") for colour in colours],
+        title="lines: training, dots: validation",
+        loc="outside right upper",
+        ncols=columns,
+        fontsize=8,
+        frameon=False,
+    )
+    for text, network in zip(legend.get_texts(), networks, strict=True):
+        label = f"{shortened(network.name, 30)}: {summary(network)}"
+        text.set(text=printable(label, newlines=False), parse_math=False)
+    return figure
+
+
+def last_epoch(networks: Sequence[RunCurves]) -> float:
+    """Return the end of the horizontal axis."""
+    curves = [c for n in networks for c in (*n.training.values(), *n.validation.values())]
+    return max((float(curve[:, 0].max()) for curve in curves), default=1.0)
 
 
 class AxisLimits(NamedTuple):
@@ -241,50 +291,45 @@ def find_limits(networks: Sequence[RunCurves], name: str) -> AxisLimits:
     return AxisLimits(min(0.0, float(values.min())), 1.05 * top or 1.0)
 
 
-def _draw(
-    panels: Mapping[str, Any],
-    network: RunCurves,
-    limits: Mapping[str, AxisLimits],
-    epochs: float,
-    outer: bool,
-    wide: bool,
+def _format(
+    axes: Any, name: str, networks: Sequence[RunCurves], epochs: float, wide: bool, last: bool
 ) -> None:
-    """Draw the panels of one network, by field; only `outer` ones label their vertical axes."""
+    """Set limits, ticks and labels of the panel of a field, as all `networks` need them."""
     from matplotlib.ticker import MaxNLocator
 
-    first, *_, last = [*panels.values()] * 2
-    for name, axes in panels.items():
-        scale = limits[name].scale  # without "mask", a line to 0 leaves the panel, downwards
-        axes.set_yscale(scale, **({"nonpositive": "mask"} if scale == "log" else {}))
-        if name == "accuracy":
-            axes.set_yticks(range(0, 101, 20 if wide else 25))
-        axes.set_ylim(limits[name].low, limits[name].high)
-        _draw_curves(axes, network.training.get(name), network.validation.get(name))
-        if outer:
-            label = f"loss ({network.loss})" if name == "loss" else LABELS.get(name, name)
-            axes.set_ylabel(wrapped(label, 40, 1)[0], parse_math=False)
-        axes.tick_params(which="both", labelleft=outer)
-        axes.set_xlim(0, epochs * 1.02)
-        locator = MaxNLocator(10 if wide else 5, steps=STEPS, integer=epochs >= 2)
-        axes.xaxis.set_major_locator(locator)
-        axes.tick_params(labelbottom=axes is last)
-        axes.grid(color="0.88", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    last.set_xlabel("epoch", labelpad=2)
-    lines = [*wrapped(network.name, 80 if wide else 30, 3), summary(network)]
-    first.set_title(printable("\n".join(lines)), parse_math=False)
+    limits = find_limits(networks, name)
+    scale = limits.scale  # without "mask", a line to 0 leaves the panel, downwards
+    axes.set_yscale(scale, **({"nonpositive": "mask"} if scale == "log" else {}))
+    if name == "accuracy":
+        axes.set_yticks(range(0, 101, 20 if wide else 25))
+    axes.set_ylim(limits.low, limits.high)
+    label = LABELS.get(name, name)
+    losses = {network.loss for network in networks}
+    if name == "loss" and len(losses) == 1:
+        label = f"loss ({losses.pop()})"
+    axes.set_ylabel(shortened(label, 40), parse_math=False)
+    axes.set_xlim(0, epochs * 1.02)
+    locator = MaxNLocator(10 if wide else 5, steps=STEPS, integer=epochs >= 2)
+    axes.xaxis.set_major_locator(locator)
+    axes.tick_params(labelbottom=last)
+    if last:
+        axes.set_xlabel("epoch", labelpad=2)
+    axes.grid(color="0.88", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_curves(axes: Any, training: np.ndarray | None, validation: np.ndarray | None) -> None:
+def _draw(axes: Any, network: RunCurves, name: str, colour: str | None = None) -> None:
     """Draw a line and dots, not clipped at the edge of the panel, where 100 % is."""
+    training, validation = network.training.get(name), network.validation.get(name)
     if training is not None:
         alone = len(training) == 1  # a line of one point would be invisible
         marker = {"marker": "s", "markersize": 4} if alone else {}
-        axes.plot(*training.T, color=BLUE, linewidth=1.3, clip_on=False, **marker)
+        axes.plot(*training.T, color=colour or BLUE, linewidth=1.3, clip_on=False, **marker)
     if validation is not None:
-        size = 4.0 if len(validation) <= FEW else 2.4
-        axes.plot(*validation.T, clip_on=False, zorder=3, **DOTS, markersize=size)
+        dots = DOTS | ({"color": colour} if colour else {})
+        size = 2.4 if colour or len(validation) > FEW else 4.0
+        axes.plot(*validation.T, clip_on=False, zorder=3, **dots, markersize=size)
 
 
 def summary(network: RunCurves) -> str:

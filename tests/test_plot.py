@@ -13,7 +13,7 @@ from PIL import Image
 
 from hpctrain.cli import main
 from hpctrain.plot import loss_kind, read_curves
-from hpctrain.report.figures import columns_for, wrapped
+from hpctrain.report.figures import columns_for, shortened
 from hpctrain.report.find import distinct_names
 from hpctrain.report.recorder import Recorder
 from tests.launch import run
@@ -114,7 +114,7 @@ def overlapping(figure):
     return found
 
 
-@pytest.mark.parametrize("count", [1, 3, 12])
+@pytest.mark.parametrize("count", [1, 3, 6, 7, 30])
 def test_nothing_overlaps_and_no_panel_is_empty(runs, count):
     from hpctrain.plot import plot_training
 
@@ -122,7 +122,7 @@ def test_nothing_overlaps_and_no_panel_is_empty(runs, count):
     made = [
         write_record(
             runs / f"{number:02d}-{long if number % 3 == 0 else 'digits'}",
-            epochs=1 + number,
+            epochs=1 + number % 12,
             validation=number != 4,
             status="failed" if number == 5 else None if number == 6 else "done",
             classify=number != 7,
@@ -135,6 +135,25 @@ def test_nothing_overlaps_and_no_panel_is_empty(runs, count):
     assert all(axes.lines for axes in figure.axes)
     width, height = figure.get_size_inches()
     assert 0.4 < width / height < 2.2
+
+
+def test_more_than_six_runs_share_panels_and_the_legend_names_them(runs):
+    from hpctrain.plot import plot_training
+
+    made = [write_record(runs / name, validation=name == "b$\\no$") for name in "acdef"]
+    made += [write_record(runs / "b$\\no$"), write_record(runs / "g", classify=False, loss=8)]
+    figure = plot_training([read_curves(folder, folder.name) for folder in made])
+    figure.draw_without_rendering()
+    accuracy, loss = figure.axes
+    assert (accuracy.get_ylabel(), loss.get_ylabel()) == ("accuracy (%)", "loss")
+    assert (accuracy.get_ylim(), loss.get_ylim()) == ((0, 100), (0, pytest.approx(8 * 1.05)))
+    assert len(accuracy.lines) == 7 and len(loss.lines) == 9  # two runs have been validated
+    legend = figure.legends[0]
+    colours = [line.get_color() for line in legend.get_lines()]
+    assert len(set(colours)) == 7
+    assert [line.get_color() for line in loss.lines] == [*colours[:6], colours[5], *colours[6:] * 2]
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names[5:] == ["b$\\no$: test accuracy 60.00 %", "g: test loss 1"]
 
 
 def test_a_denoising_run_has_one_panel_with_limits_of_its_own(runs):
@@ -326,19 +345,14 @@ def test_neither_torch_nor_mpi_nor_a_display_is_asked_for(runs):
 
 
 def test_the_grid_is_full_or_nearly():
-    assert [columns_for(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13)] == [
-        *(1, 2, 3, 4, 3, 3, 4, 3, 4, 4)
-    ]
+    assert [columns_for(n) for n in range(1, 7)] == [1, 2, 3, 4, 3, 3]
+    assert [columns_for(n, 3) for n in (3, 4, 7, 9)] == [3, 2, 3, 3]
 
 
-def test_long_names_are_wrapped_and_shortened_in_the_middle():
-    assert wrapped("short", 30, 3) == ["short"]
-    assert wrapped("03-digits,lr=0.1,batch_size=256", 20, 2) == [
-        "03-digits,lr=0.1,",
-        "batch_size=256",
-    ]
-    assert wrapped("x" * 20 + "y" * 20, 10, 1) == ["xxxxx…yyyy"]
-    assert wrapped("", 10, 1) == [""]
+def test_long_names_are_shortened_in_the_middle():
+    assert shortened("short\nname", 30) == "short name"
+    assert shortened("x" * 20 + "y" * 20, 10) == "xxxxx…yyyy"
+    assert shortened("", 10) == ""
 
 
 def test_runs_of_one_name_are_told_apart_by_the_folder_above(tmp_path):

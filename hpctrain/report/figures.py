@@ -6,7 +6,6 @@ Figures need matplotlib, an extra: pip install 'hpctrain[plot]'. No display is n
 from __future__ import annotations
 
 import importlib.util
-import re
 import shlex
 import warnings
 from collections.abc import Sequence
@@ -84,24 +83,17 @@ def columns_for(count: int, most: int = 4) -> int:
     return -(-count // rows)
 
 
-def wrapped(text: str, width: int, lines: int) -> list[str]:
-    """Wrap `text` into at most `lines` of `width` characters, preferably after punctuation.
+def shortened(text: str, width: int) -> str:
+    """Return `text` in one line of at most `width` characters, with an ellipsis in its middle.
 
-    Text that does not fit is shortened by an ellipsis in its middle, because names of related
-    runs often begin with the same words.
+    Names of related runs often begin with the same words.
 
-    >>> wrapped("03-digits,lr=0.1,batch-size=256", 20, 2)
-    ['03-digits,lr=0.1,', 'batch-size=256']
+    >>> shortened("03-digits,lr=0.1,batch-size=256", 20)
+    '03-digits,…-size=256'
     """
-    text = " ".join(printable(text).split())
-    room = width * lines
-    for most in range(min(room, len(text)), 0, -1):
-        half = most // 2
-        shorter = text if most == len(text) else f"{text[: most - half]}…{text[-half:]}"
-        found = re.findall(rf".{{1,{width}}}(?:(?<=[\s,;:/_.-])|$)|.{{{width}}}", shorter)
-        if len(found) <= lines and "".join(found) == shorter:
-            return [line.strip() for line in found]
-    return [text[:width]]
+    line = " ".join(printable(text).split())
+    half = (width - 1) // 2
+    return line if len(line) <= width else f"{line[: width - 1 - half]}…{line[-half:]}"
 
 
 @dataclass(frozen=True)
@@ -173,7 +165,7 @@ def _draw_matrix(axes: Any, network: ConfusionMatrix) -> Any:
                 ink = "white" if shares[i, j] > 35 else "black"
                 axes.text(j, i, f"{count}", ha="center", va="center", color=ink, fontsize=size)
     if many <= NAMED:
-        labels = [wrapped(name, 22, 1)[0] for name in told_apart(network.classes)]
+        labels = [shortened(name, 22) for name in told_apart(network.classes)]
         turned = 90 if max(map(len, labels)) > 3 else 0
         axes.set_xticks(range(many), labels, rotation=turned, parse_math=False)
         axes.set_yticks(range(many), labels, parse_math=False)
@@ -183,6 +175,6 @@ def _draw_matrix(axes: Any, network: ConfusionMatrix) -> Any:
     axes.set_xlabel(f"predicted class{number}")
     axes.set_ylabel(f"true class{number}")
     right = 100 * np.trace(counts) / max(counts.sum(), 1)
-    title = [*wrapped(network.name, 40, 3), f"{network.split}: {right:.2f} % of {counts.sum():,}"]
-    axes.set_title("\n".join(title), parse_math=False)
+    result = f"{network.split}: {right:.2f} % of {counts.sum():,}"
+    axes.set_title(f"{shortened(network.name, 40)}\n{result}", parse_math=False)
     return image
