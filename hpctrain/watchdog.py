@@ -126,6 +126,8 @@ class Watchdog:
         self._turn: Turn | None = None
         self.activity, self._since = "start", time.monotonic()
         self._init_reported = False
+        self._beaten, self._phase = time.monotonic(), ""  # of the last heartbeat that `look` wrote
+        self._looked = 0.0  # when the time was up, and it looked at the heartbeats of others
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -223,21 +225,24 @@ class Watchdog:
             write_beat(self._folder, beat)
 
     def _watch(self) -> None:
-        beaten, looked, phase = time.monotonic(), 0.0, ""  # phase: of the last heartbeat
         while not self._over.wait(min(1.0, self.interval)):
-            now = time.monotonic()
-            self.report_slow_init(now)
-            if now - beaten >= self.interval or phase_of(self.activity) != phase:
-                beaten, phase = now, phase_of(self.activity)
-                self.beat()
-                self._arm()
-            turn = self._turn
-            if now - self._since <= self.limit:
-                if turn:
-                    turn.give_back()
-            elif turn is None or not turn.mine or now - looked >= self.interval:
-                looked = now
-                self._time_is_up()
+            self.look()
+
+    def look(self) -> None:
+        """Write a heartbeat if one is due, and end all ranks if this one has hung."""
+        now = time.monotonic()
+        self.report_slow_init(now)
+        if now - self._beaten >= self.interval or phase_of(self.activity) != self._phase:
+            self._beaten, self._phase = now, phase_of(self.activity)
+            self.beat()
+            self._arm()
+        turn = self._turn
+        if now - self._since <= self.limit:
+            if turn:
+                turn.give_back()
+        elif turn is None or not turn.mine or now - self._looked >= self.interval:
+            self._looked = now
+            self._time_is_up()
 
     def _time_is_up(self) -> None:
         """End all ranks, unless another rank has the turn or some rank has made progress since."""
