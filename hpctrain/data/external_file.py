@@ -24,9 +24,12 @@ from hpctrain.data.hdf5 import (
     open_unchecked,
     usage_errors,
 )
-from hpctrain.data.hdf5_chunks import Chunks, StoredChunks
+from hpctrain.data.hdf5_chunks import Chunks
 from hpctrain.data.pack_format import LAYOUTS, SPLITS, ExternalFile
 from hpctrain.errors import UsageError
+
+with suppress(ImportError):
+    import hdf5plugin  # noqa: F401  # registers its filters: Blosc, Zstandard, Bitshuffle, ...
 
 TYPES = {
     "uint8": (h5py.h5t.STD_U8LE, h5py.h5t.STD_U8BE),
@@ -35,7 +38,6 @@ TYPES = {
     "float32": (h5py.h5t.IEEE_F32LE,),
     "float64": (h5py.h5t.IEEE_F64LE,),
 }
-MAX_LABEL_BYTES = 1 << 31  # all labels are held in memory
 MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
 # Fields that `_describe` does not set.
 NOT_OF_IMAGES = (
@@ -220,7 +222,7 @@ def _shape(
 def _read_labels(file: h5py.File, data: h5py.Dataset, found: ExternalFile) -> np.ndarray:
     """Read all labels, (N,) int64. Raises Unusable."""
     shape: tuple[int, ...] = data.shape or ()
-    name, size = data.name, file_size(file)
+    name = data.name
     if not isinstance(data.id.get_type(), h5py.h5t.TypeIntegerID | h5py.h5t.TypeFloatID):
         raise Unusable(f"the labels {name} are {_type_name(data)}, not numbers")
     flat = math.prod(shape) == found.rows and max(shape, default=0) == found.rows
@@ -229,11 +231,8 @@ def _read_labels(file: h5py.File, data: h5py.Dataset, found: ExternalFile) -> np
             f"the labels {name} have shape {shape}, not ({found.rows},) or one-hot ({found.rows},"
             f" K), as there are {found.rows:,} images in {found.images}"
         )
-    if (needed := 8 * math.prod(shape)) > MAX_LABEL_BYTES:
-        limit = f"the limit is {MAX_LABEL_BYTES:,}"
-        raise Unusable(f"labels of shape {shape} take {needed:,} bytes; {limit}")
-    in_chunks = check_storage(data, size) > 0
-    values = StoredChunks(data).read(0, shape[0], size) if in_chunks else data[...]
+    check_storage(data, file_size(file))
+    values = data[...]
     if not flat:
         hot = (values == 1).sum(axis=1)
         if not ((hot == 1) & ((values == 0).sum(axis=1) == shape[1] - 1)).all():
@@ -249,4 +248,4 @@ def _read_labels(file: h5py.File, data: h5py.Dataset, found: ExternalFile) -> np
             raise Unusable(f"the labels {name} are no whole numbers: row {row} is {values[row]:g}")
     elif int(values.max()) > np.iinfo(np.int64).max:
         raise Unusable(f"the labels {name} go up to {int(values.max())}, beyond 64 bits")
-    return np.array(values, np.int64)  # a copy: they may be a part of a large chunk, and read-only
+    return np.array(values, np.int64)

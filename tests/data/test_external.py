@@ -6,12 +6,13 @@ import os
 import threading
 import time
 
+import h5py
 import numpy as np
 import pytest
 
 from hpctrain.data import external, split
 from hpctrain.data.external import read_external, reading_note
-from hpctrain.data.hdf5_chunks import Chunks, StoredChunks
+from hpctrain.data.hdf5_chunks import Chunks
 from hpctrain.data.orders import make_order
 from hpctrain.data.packed import read_again
 from hpctrain.data.partition import cut_epoch
@@ -118,13 +119,15 @@ def test_any_rows_in_any_order_by_many_threads(tmp_path, case, monkeypatch):
 def test_a_chunk_is_read_once_a_call_and_the_last_ones_are_kept(tmp_path, monkeypatch):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3), compression="gzip")
     loads = []
-    original = StoredChunks.read
 
-    def counted(self, start, stop, file_size):
-        loads.append(start // 6)
-        return original(self, start, stop, file_size)
+    class Counted:
+        def __init__(self, data):
+            self.data = data
 
-    monkeypatch.setattr(StoredChunks, "read", counted)
+        def __getitem__(self, rows):
+            loads.append(rows.start // 6)
+            return self.data[rows]
+
     monkeypatch.setattr("hpctrain.data.hdf5_chunks.CACHE_BYTES", 2 * 6 * 105)
     found = read_external(path, "x", "y", split="1")
 
@@ -135,6 +138,7 @@ def test_a_chunk_is_read_once_a_call_and_the_last_ones_are_kept(tmp_path, monkey
         return list(loads)
 
     with Split(found, "train") as source:
+        source._chunks._data = Counted(source._chunks._data)
         assert asked(*range(12)) == [0, 1]
         assert asked(8, 11, 6) == []  # kept
         assert asked(8, 12, 5, 60) == [2, 10]
@@ -324,6 +328,45 @@ def test_a_file_cut_short_while_in_use_is_an_error_not_a_crash(tmp_path, chunks,
         assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match=r"cut short|6,000 bytes here"):
         Split(found, "test")
+
+
+def test_a_chunk_that_is_changed_while_in_use_ends_the_run(tmp_path):
+    path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3), compression="gzip")
+    found = read_external(path, "x", "y")
+    with h5py.File(path) as file:
+        chunk = file["x"].id.get_chunk_info(3)
+    with Split(found, "train") as rows:
+        out = np.empty((len(rows), *SHAPE), np.uint8)
+        rows.gather(np.arange(len(rows)), out)
+        with path.open("r+b") as file:
+            file.seek(chunk.byte_offset)
+            file.write(bytes(4))
+        os.utime(path, ns=(0, 0))
+        with pytest.raises(RunError, match=r"a\.h5 was changed while in use$"):
+            rows.gather(np.arange(len(rows)), out)
+    message = "images 18 to 23 of /x cannot be read, the file is corrupt: "
+    with Split(found, "train") as rows, pytest.raises(RunError, match=message) as caught:
+        rows.gather(np.arange(len(rows)), out)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["scale-offset", "Blosc", "Zstd", "Bitshuffle"])
+def test_any_filter_that_hdf5_has_is_read(tmp_path, name):
+    if name == "scale-offset":
+        compression = {"scaleoffset": 0}
+    else:
+        compression = getattr(pytest.importorskip("hdf5plugin"), name)()
+    path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(6, 7, 5, 3), **compression)
+    got = zip(*everything(read_external(path, "x", "y")).values(), strict=True)
+    assert as_set(*map(np.concatenate, got)) == as_set(IMAGES, LABELS)
+
+
+def test_links_within_the_file_are_followed(tmp_path):
+    path = write(tmp_path / "a.h5", IMAGES, LABELS, ("g/x", "g/y"))
+    with h5py.File(path, "a") as file:
+        file["s"] = h5py.SoftLink("/g")
+    found = everything(read_external(path, "s/x", "s/y", split="1"))["train"]
+    assert as_set(*found) == as_set(IMAGES, LABELS)
 
 
 @pytest.mark.parametrize("chunks", [None, (6, 7, 5, 3)])

@@ -43,19 +43,13 @@ def virtual(file, name):
     file.create_virtual_dataset(name, layout)
 
 
-def foreign_filter(code, optional=h5py.h5z.FLAG_OPTIONAL):
-    def make(file, name):
-        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        properties.set_chunk((6, 7, 5, 3))
-        if code == "scaleoffset":
-            properties.set_scaleoffset(h5py.h5z.SO_INT, 0)
-        else:
-            properties.set_filter(code, optional)
-        space = h5py.h5s.create_simple(IMAGES.shape)
-        made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, properties)
-        h5py.Dataset(made)[...] = IMAGES
-
-    return make
+def foreign_filter(file, name):
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_chunk((6, 7, 5, 3))
+    properties.set_filter(32767, h5py.h5z.FLAG_OPTIONAL)
+    space = h5py.h5s.create_simple(IMAGES.shape)
+    made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, properties)
+    h5py.Dataset(made)[...] = IMAGES
 
 
 def sparse(file, name):
@@ -118,33 +112,23 @@ def hot(row, value):
 BAD = {  # what is done to the file, what is asked for, what is said
     "no such images": (None, {"images": "z"}, "there is no dataset z; / holds x, y"),
     "no such group": (None, {"images": "a/b/c"}, "there is no dataset a/b/c; / holds x, y"),
-    "within a dataset": (None, {"images": "x/y"}, "no dataset x/y: /x is a dataset itself"),
-    "no name": (None, {"images": ""}, "'' is a group, not a dataset; / holds x, y"),
-    "a group": (linked(lambda f: None), {"images": "g"}, "g is a group, .* /g holds x, y"),
-    "soft link": (
-        linked(lambda f: f.__setitem__("s", h5py.SoftLink("/x"))),
-        {"images": "s"},
-        "/s is a link to elsewhere",
-    ),
-    "soft link on the way": (
-        linked(lambda f: f.__setitem__("s", h5py.SoftLink("/g"))),
-        {"images": "s/x"},
-        "/s is a link to elsewhere",
-    ),
+    "within a dataset": (None, {"images": "x/y"}, "no dataset x/y$"),
+    "no name": (None, {"images": ""}, "'' is no dataset; / holds x, y"),
+    "a group": (linked(lambda f: None), {"images": "g"}, "g is no dataset; /g holds x, y"),
     "external link": (
         linked(lambda f: f.__setitem__("e", h5py.ExternalLink("b.h5", "/y"))),
         {"labels": "e"},
-        "/e is a link to elsewhere",
+        "e is a link to another file, .*b.h5: not followed",
     ),
     "external link on the way": (
         linked(lambda f: f.__setitem__("g/e", h5py.ExternalLink("b.h5", "/"))),
         {"labels": "g/e/y"},
-        "/g/e is a link to elsewhere",
+        "g/e/y is a link to another file, .*b.h5: not followed",
     ),
     "a type": (
         linked(lambda f: f.__setitem__("t", np.dtype("f4"))),
         {"images": "t"},
-        "/t is neither a group nor a dataset",
+        "t is no dataset$",
     ),
     "virtual": (rewritten(x=virtual), {}, "/x is a virtual dataset"),
     "external storage": (rewritten(x=external), {}, "/x is stored in other files"),
@@ -156,11 +140,10 @@ BAD = {  # what is done to the file, what is asked for, what is said
     ),
     "half written": (rewritten(x=sparse), {}, "/x was not written to its end: 10 of 36 chunks"),
     "shape bomb": (rewritten(x=bomb), {}, "/x was not written to its end: 0 of 166,666,666,667"),
-    "filter": (rewritten(x=foreign_filter(32015)), {}, "/x is compressed by the filter 32015"),
-    "another built-in filter": (
-        rewritten(x=foreign_filter("scaleoffset")),
+    "filter": (
+        rewritten(x=foreign_filter),
         {},
-        r"filter 6 \(scaleoffset\), which is not read: only gzip, lzf, shuffle and fletcher32",
+        "/x is compressed by filter 32767 .* pip install hdf5plugin",
     ),
     "int16": (rewritten(x=IMAGES.astype("i2")), {}, "images /x are int16, which is not read"),
     "int8": (rewritten(x=(IMAGES // 2).astype("i1")), {}, "images /x are int8"),
@@ -312,12 +295,3 @@ def test_files_that_are_damaged_are_told_in_one_line(there, tmp_path):
         file.write(b"\xff\x01")
     with pytest.raises(UsageError, match="images 0 to 5 of /x cannot be read, the file is corr"):
         read_external(there, "x", "y")
-
-
-def test_chunks_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=(100, 1, 1, 1))
-    monkeypatch.setattr("hpctrain.data.hdf5.MAX_CHUNK_BYTES", 100 * 105 - 1)
-    with pytest.raises(UsageError, match="/x has chunks of 100 rows, 10,500 bytes, that had to be"):
-        read_external(path, "x", "y", split="0.7,0.3")
-    monkeypatch.setattr("hpctrain.data.hdf5.MAX_CHUNK_BYTES", 100 * 105)
-    assert read_external(path, "x", "y", split="1").external.chunk_rows == 100
