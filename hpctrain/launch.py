@@ -147,20 +147,19 @@ def start(
     log: Path | None,
     env: Mapping[str, str],
     cores: Collection[int] = (),
-    outlives_us: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a launcher on these cores (all if none are given) and append its output to `log`.
 
     Without a log, it writes where this process writes.
 
-    It runs in a session of its own, so that Ctrl-C reaches only this process. Unless it
-    `outlives_us`, the kernel kills it when this process dies, even by SIGKILL; the ranks of mpirun
-    and srun die with their launcher. Raises OSError if it cannot start.
+    It runs in a session of its own, so that Ctrl-C reaches only this process. The kernel kills it
+    when this process dies, even by SIGKILL; the ranks of mpirun and srun die with their launcher.
+    Raises OSError if it cannot start.
     """
     parent, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
 
     def prepare() -> None:
-        if prctl is not None and not outlives_us:
+        if prctl is not None:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:  # the parent died before prctl was called
                 os._exit(1)

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -229,13 +229,13 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def as_words(settings: Any, without: Sequence[str] = ()) -> list[str]:
-    """Return command-line arguments for `settings`, except for the fields named in `without`."""
+def as_words(settings: Any) -> list[str]:
+    """Return command-line arguments for `settings`."""
     words: list[str] = []
     flags: list[str] = []
     for field in dataclasses.fields(settings):
         value, flag = getattr(settings, field.name), flag_of(field.name)
-        if value == field.default or field.name in without:
+        if value == field.default:
             continue
         if field.metadata["positional"]:
             words += [value] if isinstance(value, str) else value

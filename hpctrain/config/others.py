@@ -139,7 +139,6 @@ class SweepConfig:
         "Machine",
         choices=("auto", "mpirun", "srun"),
     )
-    background: bool = option(False, "detach from this terminal", "Machine")
     slurm: bool = option(False, "submit a Slurm job array with a task per network", "Machine")
     sbatch: str = option("", "options of sbatch for --slurm, such as '-t 2:00:00'", "Machine")
     progress: str = option(

@@ -10,16 +10,14 @@ and how it is resumed in driver.py.
 from __future__ import annotations
 
 import shlex
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
 
 from rich.table import Table
 
-from hpctrain import launch
-from hpctrain.config import SweepConfig, as_words, check_imports
-from hpctrain.errors import RunError, UsageError
+from hpctrain.config import SweepConfig, check_imports
+from hpctrain.errors import UsageError
 from hpctrain.report.find import SWEEP_FILE
 from hpctrain.sweep.display import SweepDisplay, counts
 from hpctrain.sweep.driver import Driver
@@ -33,13 +31,9 @@ from hpctrain.sweep.folder import (
     read_results,
     write_csv,
 )
-from hpctrain.sweep.machine import Machine, find_machine, python_program, submit_array
-from hpctrain.text import say
+from hpctrain.sweep.machine import Machine, find_machine, submit_array
 from hpctrain.training.control import STOP_FILE, RunLock
 
-LOG = "sweep.log"  # the output of a driver in the background
-WATCHED = 1.0  # seconds to wait for such a driver to fail
-DRIVERS_OWN = ("file", "model", "name", "background", "progress")  # it gets its own values
 PATIENCE = 60.0  # seconds to wait for others that write the results
 
 
@@ -73,18 +67,14 @@ def main(settings: SweepConfig) -> int:
         make_folder(folder, file, sweep, settings.runs_dir)
         if machine is None:
             return submit(settings, folder, left, display)
-        if not settings.background:
-            display.line(f"{folder}: {len(left)} of {len(sweep.networks)} networks to train")
-            return drive(settings, folder, sweep, machine, display)
+        display.line(f"{folder}: {len(left)} of {len(sweep.networks)} networks to train")
+        return drive(settings, folder, sweep, machine, display)
     finally:
         lock.release()
-    return detach(settings, folder, sweep)
 
 
 def check_modes(settings: SweepConfig) -> None:
     """Raise UsageError if settings exclude each other."""
-    if settings.slurm and settings.background:
-        raise UsageError("--background and --slurm exclude each other: a job array has no driver")
     if settings.sbatch and not settings.slurm:
         raise UsageError("--sbatch goes with --slurm")
 
@@ -170,28 +160,6 @@ def collect(settings: SweepConfig, folder: Path, sweep: Sweep, display: SweepDis
         lock.release()
     display.results(results)
     return int(any(result.status == FAILED for result in results))
-
-
-def detach(settings: SweepConfig, folder: Path, sweep: Sweep) -> int:
-    """Start a driver in the background, in its own session. Raises RunError if it fails at once."""
-    words = [*python_program(), "sweep", str(folder), "--progress", "plain"]
-    words += as_words(settings, without=DRIVERS_OWN)
-    words += ["--model", ",".join(sweep.imported)] if sweep.imported else []
-    log = folder / LOG
-    began = log.stat().st_size if log.exists() else 0
-    process = launch.start(words, log, launch.environment(), outlives_us=True)
-    try:
-        code = process.wait(timeout=WATCHED)
-    except subprocess.TimeoutExpired:
-        code = 0
-    if code:
-        reason = launch.last_error_line(launch.log_tail(log, began))
-        raise RunError(f"the driver ended ({code}): {reason}")
-    say(f"{folder}: the driver is process {process.pid}")
-    say(f"watch: tail -f {shlex.quote(str(log))}")
-    stop = f"hpctrain stop {shlex.quote(str(folder))}"
-    say(f"stop:  {stop}    or kill {process.pid}: save, to resume later")
-    return 0
 
 
 def preview(folder: Path, sweep: Sweep, machine: Machine | None, display: SweepDisplay) -> None:
