@@ -32,7 +32,6 @@ EXTRAS = {
     "cuda13": ["cupy-cuda13x"],
     "rocm": ["cupy-rocm-7-0"],
     "export": ["onnx", "onnxruntime", "onnxscript"],
-    "parquet": ["pyarrow"],  # pack --manifest FILE.parquet
     "plot": ["matplotlib"],
     "timm": ["timm>=1.0"],  # --model timm:NAME
     "torchvision": ["torchvision"],  # --model torchvision:NAME

@@ -11,6 +11,7 @@ In Python:
 * `train`, `evaluate`: what the subcommands do, on all ranks of an MPI launch or on one
 * `load`: a trained network, to predict with; `history`: the record of a run as tables
 * `Config`: all settings of a run; `UsageError`, `RunError`: what is raised
+* `write_pack`: arrays or HDF5 data sets as a pack
 * `read_pack`, `Split`, `cut_epoch`, `Loader`, `make_prepare`, `read_samples`, `build`,
   `BatchNorms`, `Message`, `choose_reduce`, `start_mpi`: for a training loop of your own
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from hpctrain.config import Config
     from hpctrain.data.loader import Loader, make_prepare, read_samples
     from hpctrain.data.packed import read_pack
+    from hpctrain.data.packing.arrays import write_pack
     from hpctrain.data.partition import cut_epoch
     from hpctrain.data.split import Split
     from hpctrain.errors import RunError, UsageError
@@ -57,6 +59,7 @@ _HOME = {
     "TrainedNetwork": "inference.trained",
     "Predictions": "inference.trained",
     "History": "api",
+    "write_pack": "data.packing.arrays",
     "Loader": "data.loader",
     "make_prepare": "data.loader",
     "read_samples": "data.loader",
@@ -93,6 +96,7 @@ __all__ = [  # type checkers read it
     "read_samples",
     "start_mpi",
     "train",
+    "write_pack",
 ]
 
 

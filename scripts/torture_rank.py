@@ -27,7 +27,6 @@ POINTS = {  # phase -> function; the fault may happen before each call of it
     "evaluate": "hpctrain.inference.tasks:Classification.evaluate",
     "writing": "hpctrain.training.checkpoint:content",  # after it has yielded the header
     "rename": "os:replace",  # of a checkpoint
-    "pack": "hpctrain.data.packing.decode:show_image",
     "finalize": "hpctrain.parallel.mpi:MPI.Finalize",
 }
 PHASE, FAULT = os.environ.get("TORTURE_PHASE"), os.environ.get("TORTURE_FAULT", "")

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,7 @@ NEEDS = {"hpctrain[timm]": "timm", "hpctrain[export]": "onnxruntime"}
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of a user: photographs of three classes, and published weights."""
+    """The folder of a user: photographs of three classes, arrays, and published weights."""
     folder, rng = tmp_path, np.random.default_rng(0)
     for name, count in {"photos/daisy": 12, "photos/rose": 10, "photos/tulip": 20}.items():
         (folder / name).mkdir(parents=True)
@@ -34,6 +35,14 @@ def folder(tmp_path):
     for number in range(3):
         pixels = rng.integers(0, 255, (60, 50, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"new_photos/{number}.jpg")
+    arrays = {}
+    for name, count in {"train": 80, "test": 20}.items():
+        images = rng.integers(0, 255, (count, 28, 28), dtype=np.uint8)
+        arrays |= {f"x_{name}": images, f"y_{name}": np.arange(count, dtype=np.uint8) % 10}
+        with h5py.File(folder / f"slides_{name}.h5", "w") as file:
+            file.create_dataset("x", data=np.repeat(images[..., None], 3, 3), compression="gzip")
+            file["y"] = np.arange(count) % 2
+    np.savez(folder / "mnist.npz", **arrays)
     torch.save(build("resnet18", (224, 224, 3), 1000).state_dict(), folder / "resnet18.pth")
     return folder
 

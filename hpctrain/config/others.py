@@ -43,8 +43,8 @@ class PackConfig:
 
     source: str | None = option(
         None,
-        "folder with a folder per class, the same as .tgz or .zip, a manifest (.csv, .parquet), idx"
-        " files (a folder, or the image file), .npz, or a built-in set: flowers, digits",
+        "folder with a folder per class, the same as .tgz or .zip, a manifest (.csv), or a built-in"
+        " set: flowers, digits",
         "Source",
         positional=True,
     )
@@ -82,7 +82,7 @@ class PackConfig:
     seed: int = option(0, "seed of split and order", "Split")
     manifest: str | None = option(
         None,
-        "read labels from this table (.csv, .parquet): path, label, optionally split and group",
+        "read labels from this CSV table: path, label, optionally split and group",
         "Split",
     )
     any_subfolders: bool = option(

@@ -31,7 +31,7 @@ from hpctrain.watchdog import doing
 
 BUILT_IN = ("digits", "flowers")
 # Names of sources for `pack`, refused here: the reader of packs would only report "no HDF5 file".
-SOURCES = (".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip", ".npz", "-ubyte", "-ubyte.gz")
+SOURCES = (".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
 SOURCE = "hpctrain.data.digits"  # in the provenance of the digits
 VERSION = 1  # of the generator: increase it when any byte of the set changes
 SIDE = 28  # pixels

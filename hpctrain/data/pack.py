@@ -2,7 +2,7 @@
 
 Memory is bounded by a few blocks of pixels and a few hundred bytes per image. The steps are:
 
-1. list the source (``packing/sources.py``, ``arrays.py``, ``manifest.py``);
+1. list the source (``packing/sources.py``, ``manifest.py``);
 2. assign the images to splits and shuffle them, from the seed (``split.py``);
 3. decode every image into its row of a new file with a temporary name, and compute a digest of its
    pixels (``make.py``, ``decode.py``);
@@ -26,11 +26,12 @@ from hpctrain.data.builtin import BUILT_IN, generate
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packed import read_pack, verify
 from hpctrain.data.packing import report
+from hpctrain.data.packing.arrays import write_pack
 from hpctrain.data.packing.make import pack_images
 from hpctrain.data.packing.sources import HDF5
 from hpctrain.data.packing.split import assign, rows_by_split
 from hpctrain.data.packing.workers import ONE_PROCESS, Processes
-from hpctrain.data.packing.write import write_pack, writing
+from hpctrain.data.packing.write import writing
 from hpctrain.errors import UsageError
 from hpctrain.files import left_behind, open_regular
 from hpctrain.text import say
@@ -82,7 +83,7 @@ def make_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
     """
     check_settings(config)
     if config.source is None:
-        raise UsageError("pack what? Give a folder, .tgz, .zip, idx, .npz, flowers or digits")
+        raise UsageError("pack what? Give a folder, .tgz, .zip, .csv, flowers or digits")
     output = output_path(config)
     path = Path(config.source)
     if config.source == "flowers":
@@ -108,7 +109,7 @@ def output_path(config: PackConfig) -> Path:
         path = Path(config.data_dir) / f"{config.source}.h5"
     else:
         name = Path(config.source).resolve().name
-        stem = re.sub(r"(\.tar)?\.gz$|\.(tgz|tar|zip|npz|csv|parquet)$", "", name)
+        stem = re.sub(r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$", "", name)
         path = Path(f"{stem}.h5")
     if path.is_dir():
         raise UsageError(f"--output {path} is a folder: name the file to write")
@@ -142,7 +143,7 @@ def _pack_digits(config: PackConfig, output: Path) -> None:
     if config.split != PackConfig.split:
         splits = {**_cut_again(splits, classes, config), "unseen": splits["unseen"]}
         provenance["split"] = config.split
-    write_pack(output, splits, classes, provenance)
+    write_pack(output, splits, classes, provenance, overwrite=True)
 
 
 def _cut_again(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import random
-import struct
 import tarfile
 import zipfile
 from collections.abc import Sequence
@@ -123,7 +121,7 @@ class External(Surface):
 
 
 class Archives(Surface):
-    """Sources of `pack` other than folders: .tgz, .tar, .zip, .npz and idx files.
+    """Sources of `pack` other than folders: .tgz, .tar and .zip files.
 
     They are packed or refused; pixels may differ if the file has no checksum.
     """
@@ -133,9 +131,8 @@ class Archives(Surface):
     def make_cases(self) -> Sequence[Case]:
         cases = []
         for path in make_archives(self.folder):
-            source = path.with_name(path.name.replace("labels-idx1", "images-idx3"))
-            use = partial(self.pack, source)
-            names = (path.name, source.name, "class")
+            use = partial(self.pack, path)
+            names = (path.name, "class")
             cases.append(Case(path.name, path, path, use, use(), names, may_differ=True))
         return cases
 
@@ -152,7 +149,7 @@ class Archives(Surface):
 
 
 def make_archives(folder: Path) -> list[Path]:
-    """Write image files to archives, and images of noise to .npz and idx files."""
+    """Write image files to archives."""
     made = make_image_files(folder / "images", 12, (".jpg", ".png"))
     for name, mode in (("a.tgz", "w:gz"), ("a.tar", "w")):
         with tarfile.open(folder / name, mode) as tar:
@@ -161,16 +158,6 @@ def make_archives(folder: Path) -> list[Path]:
     with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for path in made:
             archive.write(path, str(path.relative_to(folder / "images")))
-    images, labels = make_images(17, (7, 9, 1), 0)
-    np.savez(folder / "a.npz", images=images[..., 0], labels=labels)
-    np.savez_compressed(folder / "b.npz", x_train=images, y_train=labels.astype("S3"))
-    idx = {
-        "images-idx3": struct.pack(">HBB3I", 0, 8, 3, 17, 7, 9) + images.tobytes(),
-        "labels-idx1": struct.pack(">HBBI", 0, 8, 1, 17) + labels.astype(np.uint8).tobytes(),
-    }
-    for name, data in idx.items():
-        (folder / f"a-{name}-ubyte").write_bytes(data)
-        (folder / f"b-{name}-ubyte.gz").write_bytes(gzip.compress(data))
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import pickle
-import struct
 import subprocess
 import sys
 import tarfile
@@ -64,14 +62,6 @@ def zipped(path: Path, root: Path, prefix: str = "") -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(root.rglob("*")):
             archive.write(file, f"{prefix}{file.relative_to(root)}")
-    return path
-
-
-def idx(path: Path, values: np.ndarray) -> Path:
-    """An idx file, zipped where the name ends with .gz."""
-    header = struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
-    data = header + values.astype(np.uint8).tobytes()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
 
 

@@ -13,6 +13,7 @@ from hpctrain.data.builtin import locate
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
+from tests.data.pictures import class_folders, tar
 
 
 @pytest.fixture
@@ -78,11 +79,9 @@ def test_flowers_are_packed_once(tmp_path, monkeypatch):
     asked = []
 
     def fetch(data_dir):
-        source = tmp_path / "photos.npz"
-        x = np.random.default_rng(0).integers(0, 256, (101, 100, 100, 3), dtype=np.uint8)
-        np.savez(source, images=x, labels=np.arange(101) % 5)
+        root = class_folders(tmp_path / "photos", {"a": 5, "b": 6})
         asked.append(str(data_dir))
-        return source
+        return tar(tmp_path / "photos.tgz", root)
 
     monkeypatch.setattr(flowers, "fetch_archive", fetch)
     folder = str(tmp_path / "data")
@@ -122,7 +121,6 @@ def test_a_file_is_itself(tmp_path, monkeypatch):
         ("photos", r"is a folder, not a pack: run python -m hpctrain pack photos first"),
         ("two words.tar.gz", r"is an archive.*pack 'two words.tar.gz' first"),
         ("a.ZIP", "is an archive"),
-        ("train-images-idx3-ubyte.gz", "is an archive"),
         ("/dev/null", "no regular file"),
         ("digit", r"'digit' is no file.*did you mean 'digits'\?"),
         ("Flower", r"did you mean 'flowers'\?"),
@@ -135,7 +133,7 @@ def test_what_is_no_pack_is_refused(data, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos.h5").touch()
-    for name in ("two words.tar.gz", "a.ZIP", "train-images-idx3-ubyte.gz"):
+    for name in ("two words.tar.gz", "a.ZIP"):
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(UsageError, match=message) as caught:
         locate(data, str(tmp_path))

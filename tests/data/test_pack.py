@@ -18,7 +18,7 @@ from PIL import Image
 
 from hpctrain.cli import main as command
 from hpctrain.config import PackConfig
-from hpctrain.data.pack import create_pack
+from hpctrain.data.pack import create_pack, write_pack
 from hpctrain.data.packed import read_pack, verify
 from hpctrain.data.packing import decode, write
 from hpctrain.errors import RunError, UsageError
@@ -28,7 +28,6 @@ from tests.data.pictures import (
     contents,
     counts,
     encode,
-    idx,
     pack,
     picture,
     tar,
@@ -240,39 +239,17 @@ def test_nothing_readable_at_all(tmp_path):
         assert "none of its 1 files" in refusal(tmp_path / "images", tmp_path / "a.h5", **settings)
 
 
-def mnist(folder, test=20):
-    folder.mkdir()
-    for part, first, count in (("train", 0, 80), ("t10k", 100, test)):
-        images = np.stack([picture(first + i, 5, 3, 1)[..., 0] for i in range(count)])
-        idx(folder / f"{part}-images-idx3-ubyte.gz", images)
-        idx(folder / f"{part}-labels-idx1-ubyte", np.arange(count) % 2)
-    return folder
-
-
-def test_idx_keeps_its_own_test_split(tmp_path, capfd):
-    source = mnist(tmp_path / "mnist")
-    made = pack(source, tmp_path / "a.h5")
+def test_a_test_split_of_the_source_is_kept(tmp_path, capfd):
+    root = tmp_path / "images"
+    class_folders(root / "train", {"a": 40, "b": 40})
+    class_folders(root / "test", {"a": 10, "b": 10}, width=17)
+    made = pack(root, tmp_path / "a.h5", size="13x11")
     assert counts(made) == {"train": [40, 40], "test": [10, 10]}
     assert "which images are for testing" in capfd.readouterr().err
-    expected = {(i % 2, picture(100 + i, 5, 3, 1).tobytes()) for i in range(20)}
-    images, labels = contents(made, "test")
-    assert {(int(n), image.tobytes()) for n, image in zip(labels, images, strict=True)} == expected
-    made = pack(source, tmp_path / "b.h5", split="0.6,0.2,0.2", jobs=2)
-    assert counts(made) == {"train": [30, 30], "validation": [10, 10], "test": [10, 10]}
-    assert made.provenance["split_by"] == "source"
-    one = pack(source / "train-images-idx3-ubyte.gz", tmp_path / "c.h5")
-    assert counts(one) == {"train": [36, 36], "test": [4, 4]}
-    resized = pack(source, tmp_path / "d.h5", size="7x9", channels=3)
-    assert resized.image_shape == (9, 7, 3)
-
-
-def test_npz(tmp_path):
-    images = np.stack([picture(i, 5, 3) for i in range(40)])
-    labels = np.arange(40) % 2
-    np.savez(tmp_path / "x.npz", images=images, labels=labels)
-    made = pack(tmp_path / "x.npz", tmp_path / "a.h5")
-    assert counts(made) == {"train": [18, 18], "test": [2, 2]}
-    assert all_rows(made) == {(int(n), i.tobytes()) for n, i in zip(labels, images, strict=True)}
+    drawn = pack(root, tmp_path / "b.h5", size="13x11", split="0.6,0.2,0.2", jobs=2)
+    assert counts(drawn) == {"train": [30, 30], "validation": [10, 10], "test": [10, 10]}
+    assert (contents(drawn, "test")[0] == contents(made, "test")[0]).all()
+    assert drawn.provenance["split_by"] == "folders" and drawn.provenance["validation_drawn"]
 
 
 def test_split_folders_are_kept(tmp_path):
@@ -324,9 +301,7 @@ def test_the_command(folder, tmp_path, capfd, monkeypatch):
 def test_many_classes_are_summed_up(tmp_path, capfd):
     labels = np.repeat(np.arange(50), 2)
     images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1)
-    write.write_pack(
-        tmp_path / "a.h5", {"train": (images, labels)}, [f"[{i}]" for i in range(50)], {}
-    )
+    write_pack(tmp_path / "a.h5", {"train": (images, labels)}, [f"[{i}]" for i in range(50)])
     assert command(["pack", "--check", str(tmp_path / "a.h5")]) == 0
     shown = capfd.readouterr().out
     assert "50 classes" in shown and "smallest class" in shown and "[7]" not in shown

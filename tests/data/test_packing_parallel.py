@@ -12,14 +12,13 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 from hpctrain.cli import main
 from hpctrain.data.packed import read_pack, verify
 from hpctrain.data.packing.workers import PackTask
 from hpctrain.pack import cut_steps
-from tests.data.pictures import class_folders, encode, idx, picture, tar, zipped
+from tests.data.pictures import class_folders, encode, picture, tar, zipped
 from tests.launch import Job, mpirun, run, run_cli, run_mpi
 
 SIZE = {"width": 61, "height": 59}  # 97 images a block
@@ -73,15 +72,6 @@ def folder(tmp_path_factory):
     return root
 
 
-def arrays(folder, count=601):
-    folder.mkdir()
-    images = np.stack([picture(i, 31, 29, 1)[..., 0] for i in range(count)])
-    for part, start in (("train", 0), ("t10k", 400)):
-        idx(folder / f"{part}-images-idx3-ubyte.gz", images[start : start + 400])
-        idx(folder / f"{part}-labels-idx1-ubyte", np.arange(len(images[start : start + 400])) % 2)
-    return images
-
-
 def sources_of_two_sizes(place):
     """An image of another size far behind; and one beside a first that cannot be decoded."""
     far, near = place / "far", place / "near"
@@ -94,8 +84,6 @@ def sources_of_two_sizes(place):
 
 
 def make_cases(place, folder):
-    images = arrays(place / "mnist")
-    np.savez_compressed(place / "x.npz", images=images, labels=np.arange(len(images)) % 3)
     archive = zipped(place / "images.zip", folder)
     jpeg = class_folders(place / "jpeg", {"c": 31, "d": 23}, ".jpg", width=41, height=37)
     shutil.copytree(folder / "a", jpeg / "e")  # most are not JPEG: their files are encoded anew
@@ -114,8 +102,6 @@ def make_cases(place, folder):
         "many threads": Case(archive, (skip, "--jobs", "7"), (2,)),
         "tgz": Case(tar(place / "images.tgz", folder, "top"), (skip, "--size", "13x17")),
         "tar": Case(tar(place / "images.tar", folder, "top", "w"), (skip, "--channels", "1")),
-        "idx": Case(place / "mnist", ("--split", "0.9,0.05,0.05")),
-        "npz": Case(place / "x.npz", ("--size", "17x19", "--crop")),
         "jpeg": Case(jpeg, as_jpeg, both),
         "jpeg zip": Case(zipped(place / "jpeg.zip", jpeg), as_jpeg, both),
         "digits": Case("digits", ("--seed", "3"), (2,)),
@@ -165,7 +151,7 @@ def words_of(out, name, case, size):
 
 
 NAMES = (
-    *("folder", "zip", "another seed", "many threads", "tgz", "tar", "idx", "npz", "jpeg"),
+    *("folder", "zip", "another seed", "many threads", "tgz", "tar", "jpeg"),
     *("jpeg zip", "digits", "ranks without an image", "gray", "colour", "corrupt", "link", "none"),
     *("size", "jobs", "size far behind", "size of a corrupt image"),
 )

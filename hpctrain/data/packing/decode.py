@@ -9,7 +9,7 @@ import hashlib
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, Self
 
@@ -24,20 +24,17 @@ from hpctrain.data.images import (
     WrongSize,
     as_jpeg,
     decode,
-    fit_pixels,
     probe,
 )
 from hpctrain.data.packing.layout import DECODED, DIGEST_BYTES, LISTED, ImageSource, jpeg_dtype
 from hpctrain.data.packing.names import CODEC
-from hpctrain.data.packing.scratch import UNZIP_ERRORS, ZIP_ERRORS
 from hpctrain.errors import RunError
 from hpctrain.files import open_itself, open_regular, write_at
 from hpctrain.watchdog import doing
 
 PAGE = 4096  # bytes
 TAIL = 4096  # bytes at the end of a file, for its fingerprint
-READ_ERRORS = (OSError, ValueError, *ZIP_ERRORS, *UNZIP_ERRORS)
-ENCRYPTED, LOCAL_HEADER = 0x1, 30  # of a .zip (APPNOTE.TXT 4.4.4, 4.3.7): flag, size in bytes
+LOCAL_HEADER = 30  # bytes, of a member of a .zip (APPNOTE.TXT 4.3.7)
 BadFiles = list[tuple[str, str]]  # name, reason
 
 current_image: list[memoryview] = []  # a worker process writes the name of the current image here
@@ -106,7 +103,7 @@ def decode_rows(source: ImageSource, fit: Fit, span: Span) -> tuple[np.ndarray, 
     pixels = memoryview(bytearray(row_bytes * len(source.images)))
 
     def decode_one(data: bytes, row: int, found: np.void) -> bytes:
-        made = fit_pixels(data, source.shape, fit) if source.shape else decode(data, fit)
+        made = decode(data, fit)
         pixels[row * row_bytes : (row + 1) * row_bytes] = made
         return made
 
@@ -221,8 +218,8 @@ class ImageReader:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        paths = [self._source.root] if self._source.kind == "zip" else self._source.files
-        self._files = [_open(self._stack, path) for path in paths]
+        if self._source.kind != "folder":
+            self._archive = _open(self._stack, self._source.root)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -234,14 +231,14 @@ class ImageReader:
         A file opened for this image alone is closed by `stack`.
         """
         if self._source.kind != "folder":
-            file, offset, size = self._places[row][:3]
-            return self._files[file], offset, size
+            offset, size = self._places[row][:2]
+            return self._archive, offset, size
         path = os.path.join(self._source.root, self._source.name_of(row))
         descriptor = _open(stack, path)
         return descriptor, 0, os.fstat(descriptor).st_size
 
     def read(self, row: int) -> bytes:
-        """Read all bytes of an image file, or raw pixels. Raises BadImage."""
+        """Read all bytes of an image file. Raises BadImage."""
         show_image(self._source.name_of(row))
         try:
             with ExitStack() as stack:
@@ -249,9 +246,9 @@ class ImageReader:
                 if size > FILE_LIMIT:
                     raise BadImage(f"{size:,} bytes; the limit is {FILE_LIMIT:,}")
                 if self._source.kind == "zip":
-                    return read_member(descriptor, offset, size, self._places[row][3:])
+                    return read_member(descriptor, *self._places[row])
                 data = os.pread(descriptor, size, offset)
-        except READ_ERRORS as error:
+        except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise BadImage(reason or type(error).__name__) from None
         if len(data) != size:
@@ -259,26 +256,26 @@ class ImageReader:
         return data
 
 
-def read_member(descriptor: int, offset: int, size: int, facts: Sequence[int]) -> bytes:
-    """Read a member of a .zip, whose local header is at `offset`. Raises BadImage.
+def read_member(
+    descriptor: int, offset: int, size: int, method: int, compressed: int, crc32: int
+) -> bytes:
+    """Read a stored or deflated member of a .zip, whose local header is at `offset`.
 
-    Never reads more bytes than the directory of the archive lists. The directory, which may be
-    long, is not parsed again.
+    Raises BadImage if it is not what the directory of the archive says, and OSError.
     """
-    info = zipfile.ZipInfo()
-    info.file_size = size
-    info.compress_type, info.flag_bits, info.compress_size, info.CRC = facts
-    if info.flag_bits & ENCRYPTED:
-        raise BadImage("it is encrypted")
-    with open(descriptor, "rb", closefd=False) as file:
-        file.seek(offset)
-        header = file.read(LOCAL_HEADER)
-        if header[:4] != b"PK\3\4":
-            raise BadImage("it is not where the archive says")
-        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-        file.seek(name + extra, os.SEEK_CUR)
-        with zipfile.ZipExtFile(file, "r", info) as stream:
-            return stream.read(size)
+    header = os.pread(descriptor, LOCAL_HEADER, offset)
+    if header[:4] != b"PK\3\4":
+        raise BadImage("it is not where the archive says")
+    name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    data = os.pread(descriptor, compressed, offset + LOCAL_HEADER + name + extra)
+    if method == zipfile.ZIP_DEFLATED:
+        try:
+            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
+        except zlib.error as error:
+            raise BadImage(f"the archive is damaged: {error}") from None
+    if (len(data), zlib.crc32(data)) != (size, crc32):
+        raise BadImage("the archive is damaged: size or CRC-32 differs")
+    return data
 
 
 def show_image(name: str) -> None:

@@ -36,13 +36,12 @@ NO_SPLIT = -1
 DIGEST_BYTES = 16
 #: One row per image. `start` to `stop`: its name among all names.
 LISTED = [("start", "<i8"), ("stop", "<i8"), ("label", "<i4"), ("split", "i1"), ("group", "<i4")]
-#: The location of its bytes, if it is not a file of its own, and more that a .zip says about it.
-PLACED = [("file", "u1"), ("offset", "<i8"), ("size", "<i8")]
-ZIPPED = [("method", "<u2"), ("flags", "<u2"), ("compressed", "<i8"), ("crc32", "<u4")]
+#: The location of its bytes in an archive, and more that a .zip says about it.
+PLACED = [("offset", "<i8"), ("size", "<i8")]
+ZIPPED = [("method", "<u2"), ("compressed", "<i8"), ("crc32", "<u4")]
 COLUMNS = {  # by kind of the source
     "folder": LISTED,
     "slices": [*LISTED, *PLACED],
-    "pixels": [*LISTED, *PLACED],
     "zip": [*LISTED, *PLACED, *ZIPPED],
 }
 #: Results of a decoded image: whether it can be decoded, and the digest of its pixels.
@@ -53,10 +52,10 @@ DECODED: list[tuple[Any, ...]] = [("good", "?"), ("digest", f"S{DIGEST_BYTES}")]
 class ImageSource:
     """A source whose images are listed but not decoded yet.
 
-    kind: "folder" (images are files under `root`), "zip" (members of the file `root`; `offset` is
-    that of their local header), "slices" (image files within `files`, by offset and size) or
-    "pixels" (raw pixels of `shape` within `files`, by offset and size). In `images`, split is an
-    index into SPLITS or NO_SPLIT; group is a number shared by the images of a group, or -1.
+    kind: "folder" (images are files under `root`), "slices" (within the file `root`, by offset and
+    size) or "zip" (members of the file `root`; `offset` is that of their local header). In
+    `images`, split is an index into SPLITS or NO_SPLIT; group is a number shared by the images of a
+    group, or -1.
     """
 
     name: str
@@ -65,11 +64,9 @@ class ImageSource:
     classes: tuple[str, ...]
     images: np.ndarray  # (N,) COLUMNS[kind]
     names: bytes | bytearray
+    split_by: str  # origin of the splits, if there are any: "folders" or "manifest"
     bad: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of unusable files
     notes: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)  # paths
-    shape: tuple[int, int, int] | None = None  # (H, W, C)
-    split_by: str = "source"  # origin of the splits, if there are any: "folders", …
 
     def name_of(self, row: int) -> str:
         """Return the name of an image within the source."""

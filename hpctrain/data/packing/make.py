@@ -68,15 +68,9 @@ def pack_images(config: PackConfig, path: Path, output: Path, processes: Process
     new_file = scratch_files(output, named=processes.size > 1)
     labels = Labels(config.manifest, config.any_subfolders)
     with open_source(path, new_file, labels) as source:
-        if config.encoding == JPEG and source.shape:
-            raise UsageError(
-                f"--encoding {config.encoding} is for image files; source {source.name} holds"
-                " arrays of pixels"
-            )
         share = -(-len(source.images) // processes.size)
         jobs = max(1, min(config.jobs or processes.cores, share // MIN_IMAGES_PER_JOB))
-        files = [*source.files, *([source.root] if source.root else [])]
-        with processes.start(jobs, output, files) as run:
+        with processes.start(jobs, output, [source.root]) as run:
             making = PackMaker(config, source, output, run, jobs * processes.size)
             fit = making.choose_fit()
             if config.encoding == JPEG:
@@ -106,9 +100,7 @@ class PackMaker:
         channels, exact = self._config.channels, size is None
         count = len(source.images)
         headers = np.zeros((count, 3), np.int64)  # 0 = not read
-        if source.shape:
-            size, channels = size or source.shape[1::-1], channels or source.shape[2]
-        elif not (size and channels):
+        if not (size and channels):
             for start, stop in pairwise((0, min(FIRST_IMAGES, count), count)):
                 tasks = self._batches(IMAGES_PER_TASK, start, stop)
                 _fill(headers[start:stop], self._run("reading", read_headers, tasks, stop - start))

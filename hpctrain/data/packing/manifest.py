@@ -1,10 +1,9 @@
-"""Read a manifest: a table of images and their labels in a CSV or Parquet file.
+"""Read a manifest: a table of images and their labels in a CSV file.
 
 Columns, in any order and case: ``path`` (relative to the source, or absolute for files of a
 folder), ``label``, and optionally ``split`` (train, val, test, … as for folders) and ``group``
 (images of one group, such as one patient, are never divided between splits). Other columns are
-ignored. A CSV file has a header and is separated by commas, semicolons or tabs. Parquet requires
-pyarrow.
+ignored. The file has a header and is separated by commas, semicolons or tabs.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from hpctrain.errors import UsageError
 from hpctrain.files import open_regular
 from hpctrain.text import brief
 
+FIRST_ROW = 2  # below the header
 NEEDED, OPTIONAL = ("path", "label"), ("split", "group")
 Row = Mapping[str, str]
 
@@ -63,11 +63,9 @@ class DistinctValues:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a CSV or Parquet table of images. Raises UsageError with the row in its message."""
-    is_parquet = path.suffix == ".parquet"
-    rows, start = (_parquet_rows(path), 1) if is_parquet else (_csv_rows(path), 2)
+    """Read a table of images. Raises UsageError with the row in its message."""
     paths, columns = Names(), {name: DistinctValues() for name in ("label", *OPTIONAL)}
-    for number, row in enumerate(rows, start):
+    for number, row in enumerate(_csv_rows(path), FIRST_ROW):
         cells = {name: (row.get(name) or "").strip() for name in (*NEEDED, *OPTIONAL)}
         for name in NEEDED:
             if not cells[name]:
@@ -80,16 +78,16 @@ def read_manifest(path: Path) -> Manifest:
         check_count(f"manifest {path}", len(paths))
     if not paths:
         raise UsageError(f"{path} names no images")
-    _check_unique(path, paths, start)
+    _check_unique(path, paths)
     for name in OPTIONAL:
         if "" in columns[name].distinct and len(columns[name].distinct) > 1:
-            number = start + columns[name].first("")
+            number = FIRST_ROW + columns[name].first("")
             raise UsageError(f"{path}: row {number} has no {name}, other rows have one")
     classes, labels = _numbered(columns["label"])
     names, groups = _numbered(columns["group"])
     groups = groups if names[0] else np.full(len(paths), -1, np.int32)
-    splits = _splits(path, columns["split"], start)
-    _check_groups(path, names, groups, splits, start)
+    splits = _splits(path, columns["split"])
+    _check_groups(path, names, groups, splits)
     return Manifest(str(path), paths, classes, labels, splits, groups)
 
 
@@ -120,15 +118,15 @@ def find_images(manifest: Manifest, names: Names, is_folder: np.ndarray) -> np.n
     return found
 
 
-def _check_unique(path: Path, paths: Names, start: int) -> None:
-    """Raise UsageError if two rows, which are counted from `start`, have the same path."""
+def _check_unique(path: Path, paths: Names) -> None:
+    """Raise UsageError if two rows have the same path."""
     order, new = paths.sort()
     if not new.all():
         second = order[~new].min()
         place = last = int(np.flatnonzero(order == second)[0])
         while not new[place]:
             place -= 1
-        one, other = start + order[place], start + order[last]
+        one, other = FIRST_ROW + order[place], FIRST_ROW + order[last]
         raise UsageError(f"{path}: rows {one} and {other} both name {paths[second]}")
 
 
@@ -141,13 +139,13 @@ def _numbered(column: DistinctValues) -> tuple[tuple[str, ...], np.ndarray]:
     return tuple(distinct), column.mapped(numbers, np.int32)
 
 
-def _splits(path: Path, column: DistinctValues, start: int) -> np.ndarray:
+def _splits(path: Path, column: DistinctValues) -> np.ndarray:
     """Return the given splits (N,) int8. Raises UsageError if one is unknown."""
     known: dict[str, int] = {}
     for name in column.distinct:
         split = split_number(name) if name else NO_SPLIT
         if split is None:
-            number = start + column.first(name)
+            number = FIRST_ROW + column.first(name)
             raise UsageError(
                 f"{path}: row {number} has the split {name!r}: give {', '.join(SPLITS)}"
             )
@@ -155,9 +153,7 @@ def _splits(path: Path, column: DistinctValues, start: int) -> np.ndarray:
     return column.mapped(known, np.int8)
 
 
-def _check_groups(
-    path: Path, names: Sequence[str], groups: np.ndarray, splits: np.ndarray, start: int
-) -> None:
+def _check_groups(path: Path, names: Sequence[str], groups: np.ndarray, splits: np.ndarray) -> None:
     """Raise UsageError if a group, an index into `names`, is divided between splits."""
     if groups[0] < 0:
         return
@@ -166,7 +162,7 @@ def _check_groups(
         row = int(divided[0])
         group = groups[row]
         both = f"{SPLITS[splits[first[group]]]} and {SPLITS[splits[row]]}"
-        raise UsageError(f"{path}: row {start + row}: group {names[group]!r} is in both {both}")
+        raise UsageError(f"{path}: row {FIRST_ROW + row}: group {names[group]!r} is in both {both}")
 
 
 def _check_columns(path: Path, names: Sequence[str]) -> None:
@@ -191,7 +187,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             ]
             _check_columns(path, names)
             rows = filter(None, csv.reader(file, delimiter=separator))
-            for number, cells in enumerate(rows, 2):
+            for number, cells in enumerate(rows, FIRST_ROW):
                 if any(cells[len(names) :]):
                     raise UsageError(
                         f"{path}: row {number} has {len(cells)} cells, the header {len(names)}"
@@ -201,26 +197,3 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         raise UsageError(f"manifest {path} cannot be read: {error.strerror}") from None
     except csv.Error as error:
         raise UsageError(f"manifest {path} is no CSV file: {brief(error)}") from None
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UsageError(
-            f"manifest {path}: reading Parquet needs pyarrow: pip install 'hpctrain[parquet]', or"
-            " save the table as CSV"
-        ) from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = {name.strip().lower(): name for name in file.schema_arrow.names}
-            _check_columns(path, list(names))
-            wanted = {name: names[name] for name in (*NEEDED, *OPTIONAL) if name in names}
-            for batch in file.iter_batches(columns=list(wanted.values())):
-                columns = [batch.column(name).to_pylist() for name in wanted.values()]
-                for cells in zip(*columns, strict=True):
-                    texts = ("" if cell is None else str(cell) for cell in cells)
-                    yield dict(zip(wanted, texts, strict=True))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UsageError(f"manifest {path} cannot be read: {brief(error)}") from None

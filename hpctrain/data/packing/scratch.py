@@ -6,7 +6,6 @@ import gzip
 import io
 import os
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,25 +16,11 @@ from hpctrain.files import temporary_name
 from hpctrain.text import brief
 from hpctrain.watchdog import doing
 
-
-def _lzma_error() -> type[Exception]:
-    """Return the exception for corrupt LZMA data; Python without liblzma cannot read any."""
-    try:
-        import lzma
-    except ImportError:
-        return RuntimeError  # raised by zipfile, which needs it
-    return lzma.LZMAError
-
-
 BLOCK = 2**20
 DIRECTORY_LIMIT = 2**30  # bytes of the directory of a .zip
 ENTRY = b"PK\1\2"  # signature of each entry in it
 SPARE, RATIO = 2**30, 200  # compressed data may expand to SPARE bytes plus RATIO times their size
 MAX_IMAGES = 30_000_000  # of a source; docs/data.md: memory per image
-# zipfile raises RuntimeError for an encrypted member, and its subclass NotImplementedError for an
-# unknown compression method or version of the format.
-ZIP_ERRORS = (zipfile.BadZipFile, RuntimeError)
-UNZIP_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile, _lzma_error())
 
 NewFile = Callable[[], IO[bytes]]  # makes an empty file, open for writing and reading
 
@@ -68,7 +53,7 @@ def unzip(path: Path, target: IO[bytes]) -> None:
                 target.write(block)
                 doing(f"unzipping byte {target.tell():,} of {path}")
                 check_growth(path, target.tell())
-    except UNZIP_ERRORS as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(
             f"source {path} is cut short or corrupt ({brief(error)}): fetch it again"
         ) from None
@@ -86,7 +71,7 @@ def check_growth(path: Path, length: int) -> None:
 
 
 def check_count(what: str, count: int) -> None:
-    """Raise UsageError if an archive or array has too many images or members for the memory."""
+    """Raise UsageError if an archive or manifest has too many images or members for the memory."""
     if count > MAX_IMAGES:
         raise UsageError(
             f"{what} holds {count:,} images or members; the limit is {MAX_IMAGES:,}: cut it"
@@ -109,16 +94,3 @@ class ZipArchive(io.FileIO):
         data = super().read(size) or b""
         check_count(f"source {self.name}", data.count(ENTRY))
         return data
-
-
-def copy_exactly(stream: IO[bytes], target: IO[bytes], length: int, what: str) -> None:
-    """Copy exactly `length` bytes. Raises UsageError if the stream has fewer or more left."""
-    left = length
-    while left and (block := stream.read(min(BLOCK, left))):
-        target.write(block)
-        left -= len(block)
-        doing(f"copying {what}, {left:,} bytes left")
-    if left or stream.read(1):
-        there = f"{length - left:,}" if left else f"more than {length:,}"
-        raise UsageError(f"{what} says it holds {length:,} bytes of pixels but has {there}")
-    target.flush()

@@ -1,4 +1,4 @@
-"""Detect the type of a source and list its images: a folder, an archive, or arrays (``arrays.py``).
+"""Detect the type of a source and list its images: a folder or an archive.
 
 Archives are never extracted to paths. A .tgz is decompressed once into a scratch file, where every
 member is a slice at a known offset; a .zip is read member by member. So a member's name cannot
@@ -22,7 +22,6 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from hpctrain.data.images import FILE_LIMIT
-from hpctrain.data.packing import arrays
 from hpctrain.data.packing.layout import (
     PLACED,
     ZIPPED,
@@ -35,7 +34,6 @@ from hpctrain.data.packing.manifest import find_images, read_manifest
 from hpctrain.data.packing.names import Names
 from hpctrain.data.packing.scratch import (
     RATIO,
-    ZIP_ERRORS,
     NewFile,
     ZipArchive,
     check_count,
@@ -46,12 +44,13 @@ from hpctrain.errors import UsageError
 from hpctrain.text import brief
 from hpctrain.watchdog import doing
 
-FOLDER, REGULAR, SOFT_LINK, HARD_LINK, OTHER = range(5)  # kinds of members
+FOLDER, REGULAR, SOFT_LINK, HARD_LINK, OTHER, UNREADABLE = range(6)  # kinds of members
+REASONS = {OTHER: "no regular file", UNREADABLE: "encrypted, or not compressed by deflate"}
 HUGE = 2**61  # bytes; larger sizes are stored as this one
+ENCRYPTED = 0x1  # flag of a member of a .zip (APPNOTE.TXT 4.4.4)
 SMALL = 2**24  # bytes of an image file that any member of a .zip may expand to
-ZIP_FACTS = [*PLACED[1:], *ZIPPED]  # columns of one archive
+ZIP_FACTS = [*PLACED, *ZIPPED]  # columns of one archive
 GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
-TABLES = (".csv", ".parquet")
 
 
 class TarStream(tarfile.TarFile):
@@ -88,37 +87,29 @@ def open_source(
 def _leave_out_large(source: ImageSource) -> None:
     sizes, limits = source.images["size"], np.full(len(source.images), FILE_LIMIT)
     if source.kind == "zip":
+        sizes = np.maximum(sizes, source.images["compressed"])
         limits = np.minimum(limits, SMALL + RATIO * source.images["compressed"])
     large = np.flatnonzero(sizes > limits).tolist()
     source.leave_out({row: f"{sizes[row]:,} bytes; the limit is {limits[row]:,}" for row in large})
 
 
 def _listed(path: Path, new_file: NewFile, labels: Labels) -> ImageSource:
-    if path.suffix in TABLES and path.is_file():
+    if path.suffix == ".csv" and path.is_file():
         return _folder(path.absolute().parent, Labels(str(path)))
     if path.is_dir():
-        if not labels.manifest and (pairs := arrays.find_idx(path)):
-            return arrays.idx_source(path.name, pairs, new_file)
         return _folder(path, labels)
     if not path.is_file():
         kind = "is no file or folder" if path.exists() else "does not exist"
         raise UsageError(
-            f"source {path} {kind}: give a folder with a folder per class, .tgz, .zip, idx, .npz,"
-            " .csv, .parquet, or flowers or digits by name"
+            f"source {path} {kind}: give a folder with a folder per class, .tgz, .zip,"
+            " .csv, or flowers or digits by name; arrays are packed by hpctrain.write_pack"
         )
     with path.open("rb") as file:
         start = file.read(8)
-    is_arrays = path.suffix == ".npz" or arrays.is_idx(path)
-    if is_arrays and labels.manifest:
-        raise UsageError(f"--manifest is for image files; source {path} holds arrays and labels")
-    if path.suffix == ".npz":
-        return arrays.npz_source(path, new_file)
     if start.startswith(ZIP):
         return _zip(path, labels)
     if start.startswith(HDF5):
         raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")
-    if is_arrays:
-        return arrays.idx_source(path.name, [arrays.find_labels(path)], new_file)
     if start.startswith(GZIP):
         unzipped = new_file()
         unzip(path, unzipped)
@@ -126,7 +117,10 @@ def _listed(path: Path, new_file: NewFile, labels: Labels) -> ImageSource:
     if tarfile.is_tarfile(path):
         with path.open("rb") as file:
             return _tar(path, file, str(path.resolve()), labels)
-    raise UsageError(f"source {path} is no .tgz, .tar, .zip, idx, .npz, .csv or .parquet file")
+    raise UsageError(
+        f"source {path} is no .tgz, .tar, .zip or .csv file; arrays are packed by"
+        " hpctrain.write_pack"
+    )
 
 
 def _source(
@@ -157,7 +151,7 @@ def _source(
             notes.append(f"{found.ignored} image files outside the class folders were ignored")
     images = image_table(kind, names, order, **columns)
     name = path.resolve().name if kind == "folder" else path.name
-    source = ImageSource(name, kind, root, classes, images, names.encoded, notes=notes, split_by=by)
+    source = ImageSource(name, kind, root, classes, images, names.encoded, by, notes=notes)
     return source, order
 
 
@@ -228,20 +222,19 @@ def _tar(path: Path, file: IO[bytes], opened: str, labels: Labels) -> ImageSourc
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"source {path} is no whole tar archive: {brief(error)}") from None
     kinds, offsets, sizes = (np.frombuffer(column, column.typecode) for column in columns)
-    source, targets = _source(path, "slices", "", names, kinds == FOLDER, labels)
+    source, targets = _source(path, "slices", opened, names, kinds == FOLDER, labels)
     numbers = {name: number for number, name in enumerate(names)} if links else {}
     is_link = (kinds[targets] == SOFT_LINK) | (kinds[targets] == HARD_LINK)
     for row in np.flatnonzero(is_link).tolist():
         targets[row] = _follow(source.name_of(row), numbers, kinds, links)
     source.images["offset"], source.images["size"] = offsets[targets], sizes[targets]
     bad = np.flatnonzero((targets < 0) | (kinds[targets] != REGULAR)).tolist()
-    link, other = "a link out of the archive", "no regular file"
+    link, other = "a link out of the archive", REASONS[OTHER]
     source.leave_out({row: link if targets[row] < 0 else other for row in bad})
     cut = np.flatnonzero(source.images["offset"] + source.images["size"] > length)
     if len(cut):
         name = source.name_of(int(cut[0]))
         raise UsageError(f"source {path} is cut short within {name}: fetch it again")
-    source.files = [opened]
     return source
 
 
@@ -272,21 +265,28 @@ def _zip(path: Path, labels: Labels) -> ImageSource:
             for m in archive.infolist():
                 if name := _safe_name(m.filename, path):
                     place = min(m.header_offset, HUGE), min(m.file_size, HUGE)
-                    how = m.compress_type, m.flag_bits, min(m.compress_size, HUGE), m.CRC
+                    how = m.compress_type, min(m.compress_size, HUGE), m.CRC
                     facts[len(names)] = place + how
-                    is_regular = stat.S_IFMT(m.external_attr >> 16) in (0, stat.S_IFREG)
-                    kinds.append(FOLDER if m.is_dir() else REGULAR if is_regular else OTHER)
+                    kinds.append(_zip_kind(m))
                     names.append(name)
-    except (*ZIP_ERRORS, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, RuntimeError, OSError, ValueError) as error:
         raise UsageError(f"source {path} is no whole zip archive: {brief(error)}") from None
     kind = np.frombuffer(kinds, np.uint8)
     source, order = _source(path, "zip", str(path.resolve()), names, kind == FOLDER, labels)
     for column in facts.dtype.names or ():
         source.images[column] = facts[column][order]
-    source.leave_out(
-        dict.fromkeys(np.flatnonzero(kind[order] == OTHER).tolist(), "no regular file")
-    )
+    bad = np.flatnonzero(kind[order] > REGULAR).tolist()
+    source.leave_out({row: REASONS[int(kind[order[row]])] for row in bad})
     return source
+
+
+def _zip_kind(member: zipfile.ZipInfo) -> int:
+    if member.is_dir():
+        return FOLDER
+    if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
+        return OTHER
+    known = member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    return REGULAR if known and not member.flag_bits & ENCRYPTED else UNREADABLE
 
 
 def _safe_name(name: str, archive: Path) -> str:

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -34,9 +34,9 @@ from hpctrain.data.pack_format import (
     ordered,
     rows_per_block,
 )
-from hpctrain.data.packing.decode import PAGE, Span, Written, sum_up
+from hpctrain.data.packing.decode import PAGE, Span, Written
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import whole_file, write_at
+from hpctrain.files import write_at
 
 LIBRARY = ("v110", "v110")  # metadata checksums, a mark while being written, long attributes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -192,40 +192,6 @@ def lay_out(
             datasets.append(DatasetLayout(split, "offsets", "<i8", (rows[split] + 1,)))
         datasets.append(DatasetLayout(split, "labels", "<i8", (rows[split],)))
     return datasets
-
-
-def write_pack(
-    path: str | os.PathLike[str],
-    splits: dict[str, tuple[np.ndarray, np.ndarray]],
-    classes: Sequence[str],
-    provenance: dict[str, Any],
-) -> None:
-    """Write arrays as a pack: per split (images (N, H, W, C) uint8, labels (N,) int64).
-
-    One split must be named train. The file is renamed to `path` when it is complete; an existing
-    file is replaced. Raises ValueError if arrays do not fit together, OSError if the file cannot be
-    written.
-    """
-    shapes = {images.shape[1:] for images, _ in splits.values()}
-    if "train" not in splits or len(shapes) != 1:
-        raise ValueError(f"splits {list(splits)} with image shapes {shapes}: train, and one shape")
-    shape = shapes.pop()
-    for name in ordered(splits):
-        images, labels = splits[name]
-        if images.dtype != np.uint8 or images.ndim != 4 or labels.shape != (len(images),):
-            raise ValueError(f"{name}: {images.dtype} {images.shape}, labels {labels.shape}")
-        if images.size == 0 or not 0 <= labels.min() <= labels.max() < len(classes):
-            raise ValueError(f"{name}: no images, or labels beyond the {len(classes)} classes")
-    rows = {name: len(labels) for name, (_, labels) in splits.items()}
-    with whole_file(Path(path)) as file:
-        writer = PackWriter(file, lay_out(rows, shape))
-        for span in writer.spans(1):
-            block = np.ascontiguousarray(splits[span.split][0][span.start : span.stop])
-            data = block.data.cast("B")
-            writer.write_rest([(span.offset, data)])
-            writer.add(sum_up(data, span, []))
-        facts = PackFacts(shape, tuple(classes), provenance)
-        writer.finish(facts, {name: labels for name, (_, labels) in splits.items()})
 
 
 def _allocate(group: h5py.Group, dataset: DatasetLayout) -> int:

@@ -1,6 +1,5 @@
 """Tables that give labels, splits and groups; folds; what a pack says of its splits."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -216,33 +215,10 @@ def test_images_that_are_not_there(images, tmp_path, capfd):
     other = table(tmp_path / "other.csv", [(f"x/{name(i)}", "ab"[i % 2]) for i in range(50)])
     with pytest.raises(UsageError, match="names 50 images that the archive does not hold"):
         pack(archive, tmp_path / "b.h5", manifest=str(other))
-    np.savez(tmp_path / "x.npz", images=np.zeros((2, 3, 3), np.uint8), labels=np.arange(2))
-    with pytest.raises(UsageError, match="--manifest is for image files"):
-        pack(tmp_path / "x.npz", tmp_path / "c.h5", manifest=str(file))
     with pytest.raises(UsageError, match="manifest .* cannot be read: No such file"):
         pack(images, tmp_path / "c.h5", manifest=str(tmp_path / "gone.csv"))
     with pytest.raises(UsageError, match="--manifest does not apply to digits"):
         pack("digits", tmp_path / "c.h5", manifest=str(file))
-
-
-def test_parquet_without_pyarrow_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UsageError, match=r"needs pyarrow: pip install 'hpctrain\[parquet\]'"):
-        read_manifest(tmp_path / "labels.parquet")
-
-
-def test_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    columns = {"Path": ["a", "b"], "label": [7, 3], "note": [[1], [2]], "group": ["x", "y"]}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "labels.parquet")
-    found = read_manifest(tmp_path / "labels.parquet")
-    assert ([*found.paths], found.classes) == (["a", "b"], ("3", "7"))
-    assert (found.labels.tolist(), found.groups.tolist()) == ([1, 0], [0, 1])
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no table")
-    with pytest.raises(UsageError, match="bad.parquet cannot be read: "):
-        read_manifest(tmp_path / "bad.parquet")
 
 
 def test_ranks_pack_a_manifest_as_one_process_does(images, tmp_path):

@@ -1,22 +1,19 @@
 import gzip
 import io
 import os
-import struct
 import tarfile
 import zipfile
 
 import numpy as np
 import pytest
 
-from hpctrain.data.images import BadImage
 from hpctrain.data.packing import scratch
-from hpctrain.data.packing.decode import ImageReader
 from hpctrain.data.packing.layout import read_class_folders
 from hpctrain.data.packing.names import Names
 from hpctrain.data.packing.scratch import scratch_files
 from hpctrain.data.packing.sources import HUGE, Labels, open_source
 from hpctrain.errors import UsageError
-from tests.data.pictures import class_folders, encode, idx, picture, tar, zipped
+from tests.data.pictures import class_folders, encode, picture, tar, zipped
 
 
 def listed(path, folder, **labels):
@@ -146,9 +143,7 @@ def test_sources_without_classes_are_refused(tmp_path):
     assert "1 of 3 class folders" in refusal(root, tmp_path)
     assert "does not exist" in refusal(tmp_path / "none", tmp_path)
     (tmp_path / "a.txt").write_text("hello")
-    assert "is no .tgz, .tar, .zip, idx, .npz, .csv or .parquet file" in refusal(
-        tmp_path / "a.txt", tmp_path
-    )
+    assert "is no .tgz, .tar, .zip or .csv file" in refusal(tmp_path / "a.txt", tmp_path)
 
 
 def test_links_are_followed_and_loops_and_pipes_are_not(tmp_path):
@@ -298,151 +293,3 @@ def test_a_gzip_bomb_is_refused(tmp_path, monkeypatch):
     (tmp_path / "bomb.tgz").write_bytes(gzip.compress(bytes(10**7)))
     monkeypatch.setattr(scratch, "SPARE", 0)
     assert "200 times its size: 2,097,152 are refused" in refusal(tmp_path / "bomb.tgz", tmp_path)
-
-
-def mnist(folder, count=7, zipped_too=""):
-    folder.mkdir()
-    for part, first in (("train", 0), ("t10k", 100)):
-        images = np.stack([picture(first + i, 5, 3, 1)[..., 0] for i in range(count)])
-        idx(folder / f"{part}-images-idx3-ubyte{zipped_too}", images)
-        idx(folder / f"{part}-labels-idx1-ubyte{zipped_too}", np.arange(count) % 3)
-    return folder
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_idx_folders_and_files(tmp_path, suffix):
-    folder = mnist(tmp_path / "mnist", 7, suffix)
-    source = listed(folder, tmp_path)
-    assert (source.kind, source.shape, source.classes) == ("pixels", (3, 5, 1), ("0", "1", "2"))
-    assert source.images["split"].tolist() == [0] * 7 + [2] * 7
-    assert source.images["label"].tolist() == [0, 1, 2, 0, 1, 2, 0] * 2
-    one = listed(folder / f"t10k-images-idx3-ubyte{suffix}", tmp_path)
-    assert one.images["split"].tolist() == [2] * 7
-
-
-def test_idx_mistakes(tmp_path):
-    folder = mnist(tmp_path / "mnist")
-    images = folder / "train-images-idx3-ubyte"
-    data = images.read_bytes()
-    images.write_bytes(data[:-1])
-    assert "says 105 bytes of pixels but has 104" in refusal(folder, tmp_path)
-    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(data + b"x"))
-    images.unlink()
-    assert "105 bytes of pixels but has more" in refusal(folder, tmp_path)
-    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(data)[:-9])
-    assert "cut short or corrupt" in refusal(folder, tmp_path)
-    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(data))
-    idx(folder / "train-labels-idx1-ubyte", np.arange(6))
-    assert "has 7 images but 6 labels" in refusal(folder, tmp_path)
-    (folder / "train-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, 2**32 - 1))
-    assert "has 7 images but 4,294,967,295 labels" in refusal(folder, tmp_path)  # and reads none
-    (folder / "train-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 0, 1]))
-    assert "labels-idx1-ubyte has 0 dimensions, not 1" in refusal(folder, tmp_path)
-    (folder / "train-labels-idx1-ubyte").unlink()
-    assert "has no labels beside it" in refusal(folder, tmp_path)
-    idx(folder / "train-labels-idx1-ubyte", np.arange(7))
-    idx(folder / "letters-train-images-idx3-ubyte", np.zeros((2, 3, 5)))
-    idx(folder / "letters-train-labels-idx1-ubyte", np.arange(2))
-    assert "several idx sets" in refusal(folder, tmp_path)
-
-
-def pixels_of(path, folder):
-    with open_source(path, scratch_files(folder / "a.h5", False)) as source:
-        with ImageReader(source) as reader:
-            pixels = b"".join(reader.read(row) for row in range(len(source.images)))
-        shape = (len(source.images), *source.shape)
-        return source, np.frombuffer(pixels, np.uint8).reshape(shape)
-
-
-def test_npz(tmp_path):
-    images = np.stack([picture(i, 5, 3) for i in range(7)])
-    labels = np.array([5, 9, 5, 9, 9, 5, 9])
-    path = tmp_path / "x.npz"
-    np.savez_compressed(path, images=images, labels=labels)
-    source, pixels = pixels_of(path, tmp_path)
-    assert (pixels == images).all() and source.classes == ("5", "9")
-    assert source.images["label"].tolist() == [0, 1, 0, 1, 1, 0, 1]
-    np.savez(path, images=np.asfortranarray(images), labels=labels[:, None])
-    assert (pixels_of(path, tmp_path)[1] == images).all()
-    np.savez(path, images=images, labels=np.array(["cat", "dog"])[labels // 9])
-    assert listed(path, tmp_path).classes == ("cat", "dog")
-    np.savez(path, images=images, labels=labels // 9, classes=np.array(["x", "y", "z"]))
-    assert listed(path, tmp_path).classes == ("x", "y", "z")
-    np.savez(path, x_train=images, y_train=labels, x_test=images[:2], y_test=labels[:2])
-    assert listed(path, tmp_path).images["split"].tolist() == [0] * 7 + [2] * 2
-
-
-def test_npz_mistakes(tmp_path):
-    path = tmp_path / "x.npz"
-    images, labels = np.zeros((7, 3, 5), np.uint8), np.arange(7)
-    np.savez(path, pictures=images)
-    assert "holds pictures; known are images and labels" in refusal(path, tmp_path)
-    np.savez(path, images=images / 255, labels=labels)
-    assert "is float64, not uint8" in refusal(path, tmp_path)
-    np.savez(path, images=images, labels=labels[:6])
-    assert "has 7 images but 6 labels" in refusal(path, tmp_path)
-    np.savez(path, images=np.zeros((7, 3, 5, 4), np.uint8), labels=labels)
-    assert "has shape (7, 3, 5, 4): expected" in refusal(path, tmp_path)
-    np.savez(path, images=images, labels=np.eye(7))
-    assert "labels is float64 of shape (7, 7)" in refusal(path, tmp_path)
-    np.savez(path, images=images, labels=labels, classes=np.array(["a", "b"]))
-    assert "labels are not numbers 0 to 1" in refusal(path, tmp_path)
-    np.savez(path, images=images, labels=labels, classes=np.array(["a", "b", *"cdefgha"]))
-    assert "two classes have the name 'a'" in refusal(path, tmp_path)
-    np.savez(path, images=np.array([{}], object), labels=labels[:1])  # would be unpickled
-    assert "is object, not uint8" in refusal(path, tmp_path)
-    np.savez(path, x_train=images, y_train=labels, x_test=images[:, :2], y_test=labels)
-    assert "images of several shapes" in refusal(path, tmp_path)
-    np.savez(path, images=images, labels=labels)
-    data = bytearray(path.read_bytes())
-    data[data.index(b"NUMPY") + 140] ^= 1  # in the pixels
-    path.write_bytes(data)
-    assert "no whole .npz file" in refusal(path, tmp_path)
-    renamed = bytearray(data)
-    renamed[26:28] = b"\xff\x00"  # 255 bytes of header and pixels are the member's name
-    path.write_bytes(renamed)
-    said = refusal(path, tmp_path)
-    assert "no whole .npz file: File name in directory" in said and len(said) < 400
-    path.write_bytes(data[:-60])
-    assert "no whole .npz file" in refusal(path, tmp_path)
-
-
-def test_an_npz_that_is_encrypted(tmp_path):
-    path = tmp_path / "x.npz"
-    np.savez(path, images=np.zeros((7, 3, 5), np.uint8), labels=np.arange(7))
-    data = bytearray(path.read_bytes())
-    for header, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
-        data[data.index(header) + flags] |= 1
-    path.write_bytes(data)
-    assert "no whole .npz file: File 'images.npy' is encrypted" in refusal(path, tmp_path)
-
-
-def test_damaged_lzma_data(tmp_path):
-    pytest.importorskip("lzma")
-    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_LZMA) as archive:
-        for name in ("images.npy", "a/1.png", "b/1.png"):
-            archive.writestr(name, np.random.default_rng(0).bytes(400))
-        archive.writestr("labels.npy", b"")
-    data = bytearray((tmp_path / "x.npz").read_bytes())
-    for name in (b"images.npy", b"a/1.png"):
-        start = data.index(name) + len(name) + 9  # after the properties of the stream
-        data[start : start + 300] = b"\xff" * 300
-    (tmp_path / "x.npz").write_bytes(data)
-    assert "no whole .npz file: Corrupt input data" in refusal(tmp_path / "x.npz", tmp_path)
-    source = listed((tmp_path / "x.npz").rename(tmp_path / "x.zip"), tmp_path)
-    with ImageReader(source) as reader, pytest.raises(BadImage, match="Corrupt input data"):
-        reader.read(0)
-
-
-@pytest.mark.parametrize("value", [0, 64, 255])
-def test_every_byte_of_the_directory_of_an_npz(tmp_path, value):
-    """Offsets in it may lead before the beginning of the file, where nothing can seek."""
-    path = tmp_path / "x.npz"
-    np.savez(path, images=np.zeros((7, 3, 5), np.uint8), labels=np.arange(7))
-    whole = path.read_bytes()
-    for place in range(whole.index(b"PK\1\2"), len(whole)):
-        path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
-        try:
-            listed(path, tmp_path)
-        except UsageError as error:
-            assert "x.npz" in str(error)
