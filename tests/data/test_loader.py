@@ -23,6 +23,7 @@ from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from tests.data.pictures import class_folders, pack
 from tests.packs import order_of, places
+from tests.wait import wait_for
 
 ROWS, SHAPE, SEED = 101, (5, 7, 3), 3
 PARTITION = cut_epoch(ROWS, 16, 3)  # 7 steps; shares 6, 5, 5; the last step has 5 rows
@@ -242,19 +243,10 @@ def test_the_thread_reads_only_a_little_ahead():
     steps = Loader(source, PARTITION, MINE, SEED, read_buffer=STREAMING).epoch(0)
     next(steps)
     ahead = 2 * 4  # gathers of 2 shards: 1 step taken, 3 read before they are needed
-    deadline = time.monotonic() + 10
-    while len(source.asked) < ahead and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    wait_for(lambda: len(source.asked) >= ahead)
+    time.sleep(0.1)  # in which it might read more
     assert len(source.asked) == ahead
     steps.close()
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert condition()
 
 
 class Gated(Source):
@@ -433,9 +425,7 @@ def test_one_thing_is_made_while_the_one_before_is_used():
     begun, used = [], []
     for made in Ahead(lambda n: begun.append(n) or n * n, range(5)):
         used.append(made)
-        deadline = time.monotonic() + 20
-        while len(begun) < min(5, len(used) + 1) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_for(lambda: len(begun) >= min(5, len(used) + 1))
         assert begun == list(range(min(5, len(used) + 1)))
     assert used == [0, 1, 4, 9, 16]
     assert list(Ahead(str, [])) == []
@@ -452,14 +442,22 @@ def test_one_thing_is_made_while_the_one_before_is_used():
 
 
 def test_what_was_not_begun_is_not_made_after_closing():
-    begun = []
+    begun, may_end = [], threading.Event()
 
     def make(n):
         begun.append(n)
-        time.sleep(0.2 * n)
+        assert n == 0 or may_end.wait(60)
         return n
 
     made = Ahead(make, range(9), 3)
+    shutdown = made._thread.shutdown
+
+    def end(**options):
+        shutdown(wait=False, **options)
+        may_end.set()
+        shutdown(**options)
+
+    made._thread.shutdown = end
     assert next(made) == 0
     made.close()
     assert begun in ([0], [0, 1])
