@@ -137,8 +137,8 @@ def first_difference(a: Iterable[Record], b: Iterable[Record]) -> tuple[int, str
     """Return the first step at which two records differ, and the difference; None if there is none.
 
     The fields that equal runs record identically are compared: losses, accuracies, learning rates,
-    digests of the steps for which both runs have one (--digest-every may differ), and finally the
-    digest at the end of both runs.
+    digests of the steps for which both runs have one (checkpoints may be of other steps), and
+    finally the digest at the end of both runs.
     """
     a, b = list(a), list(b)
     in_a, in_b = ({r["step"] for r in records if r["kind"] == "digest"} for records in (a, b))

@@ -135,7 +135,7 @@ def end(digest):
         ),
         ([step(1)], [{"kind": "evaluation", "step": 0, "loss": 1}], (0, "one has step 1, the ")),
         ([step(1), end("ab")], [step(1), end("ac")], (1, "end: digest ab and ac")),
-        (  # --digest-every 1 and 2: what both have is compared
+        (  # checkpoints at other steps: what both have is compared
             [step(1), digested(1, "x"), step(2), digested(2, "y"), step(3)],
             [step(1), step(2), digested(2, "y"), step(3)],
             None,

@@ -131,9 +131,6 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
         RECORD,
         choices=("last", "best", "ema"),
     )
-    digest_every: int = option(
-        100, "steps between comparisons of all ranks by digest; 0 = never", RECORD, AT_LEAST_0
-    )
     checkpoint_every: str = option(
         "10m",
         "write a checkpoint this often: a time such as 90s, or steps; auto = as the cost of a"

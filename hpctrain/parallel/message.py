@@ -1,6 +1,6 @@
 """The message: one flat buffer that holds everything a step sends, summed once over ranks.
 
-    gradients | moments | scalars | digest | slots
+    gradients | moments | scalars | slots
 
 * gradients: of the parameters that are trained, group after group (`Group`), in a group in the
   order of `model.parameters()`, each at a multiple of 64 elements (256 bytes), with the parameter's
@@ -9,8 +9,6 @@
 * moments: two numbers per batch-norm channel (batchnorm.py).
 * scalars: one number each (SCALARS), summed over ranks, or computed from the sum afterwards, as
   `skipped` is.
-* digest: for each of the 64 bits of a digest, the number of ranks on which it is set. The digests
-  are equal if each of these counts is 0 or the number of ranks.
 * slots: the seconds (SLOTS) of at most MOST_SLOTS ranks. Only one rank writes to a slot, so the sum
   leaves it unchanged. More ranks take turns, and each sends its mean since its last turn. The
   means exclude the first WARM_UP steps, which are slower: with many ranks, it takes many steps
@@ -46,14 +44,12 @@ SCALARS: dict[str, type[int] | type[float]] = {
     "stop": int,
     "preempted": int,
     "save": int,
-    "changed": int,
     "skipped": int,
     "weight": float,
 }
 SLOTS = ("compute", "data")
 MOST_SLOTS = 256  # ranks that send their seconds in one step
 WARM_UP = 4  # steps in which libraries warm up
-DIGEST_BITS = 64
 
 
 class Totals(NamedTuple):
@@ -66,10 +62,8 @@ class Totals(NamedTuple):
     stop: int  # number of ranks that requested it, as are the next two
     preempted: int
     save: int
-    changed: int  # number of ranks whose replay found changed values
     skipped: int  # 1 = the sum held NaN or infinity, and no weight was updated
     weight: float  # sum over samples of the weights of their classes; 0 without --class-weights
-    alike: bool  # all ranks sent the same digest, or none did
     compute: np.ndarray  # seconds by rank, as last sent; 0 if never sent
     data: np.ndarray  # seconds waiting for data, likewise
     own: float  # sum of the losses of this rank
@@ -111,10 +105,10 @@ class Message:
         self._seconds: list[tuple[float, float]] = []  # of the steps since this rank's last turn
         self._latest = np.zeros((size, len(SLOTS)))  # seconds by rank
         sent = len(self._turn) * len(SLOTS)
-        parts = [self.layout.length, 2 * channels, len(SCALARS), DIGEST_BITS, sent]
+        parts = [self.layout.length, 2 * channels, len(SCALARS), sent]
         self.buffer = plain_zeros(sum(parts) + 1, self.layout.dtype, self.device)
         self.tensor = self.buffer[:-1]
-        self.gradients, moments, self.scalars, self.digest_bits, slots = self.tensor.split(parts)
+        self.gradients, moments, self.scalars, slots = self.tensor.split(parts)
         self.moments = moments.view(2, channels)
         self._reported = self.buffer[-sum(parts[2:]) - 1 :]
         self.scalar = dict(zip(SCALARS, self.scalars.unbind(), strict=True))
@@ -206,17 +200,6 @@ class Message:
         if self.rank in self._turn or not warm:
             self._seconds.clear()
 
-    def set_digest(self, digest: torch.Tensor | None, changed: torch.Tensor | None = None) -> None:
-        """Set this rank's digest (int64), and whether its replay found changed values (bool).
-
-        None leaves the counts at 0.
-        """
-        if digest is not None:
-            places = torch.arange(DIGEST_BITS, device=self.device)
-            self.digest_bits.copy_(digest >> places & 1)
-        if changed is not None:
-            self.scalar["changed"].copy_(changed)
-
     def rescale(self, part: torch.Tensor, planned: int, by: str) -> torch.Tensor:
         """Rescale a part of the reduced sums, divided by `planned` samples so far, to a mean.
 
@@ -270,17 +253,10 @@ class Report(NamedTuple):
             name: _whole(number) if kind is int else number
             for (name, kind), number in zip(SCALARS.items(), numbers.tolist(), strict=False)
         }
-        first = len(SCALARS) + DIGEST_BITS  # of the slots
-        counts, slots = numbers[len(SCALARS) : first], numbers[first:-1].reshape(-1, len(SLOTS))
+        slots = numbers[len(SCALARS) : -1].reshape(-1, len(SLOTS))
         self.latest[self.turn.start : self.turn.stop] = slots[: len(self.turn)]
         compute, data = self.latest.T.copy()
-        return Totals(
-            **scalars,
-            alike=bool(((counts == 0) | (counts == len(self.latest))).all()),
-            compute=compute,
-            data=data,
-            own=float(numbers[-1]),
-        )
+        return Totals(**scalars, compute=compute, data=data, own=float(numbers[-1]))
 
 
 def _whole(number: float) -> int:

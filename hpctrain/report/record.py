@@ -197,7 +197,7 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
     """Remove from a run's record the lines that a resumed launch will record again.
 
     These are the steps after `step`, the epochs after `epoch`, the validations after step
-    `validated`, the digests from `step` on, all other evaluations, and an end with status "done".
+    `validated`, the digests after `step`, all other evaluations, and an end with status "done".
     All other lines are kept byte for byte, up to the first corrupt line.
     """
     path = folder / FILE_NAME
@@ -216,10 +216,8 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
 
 def _is_recorded_again(record: Record, step: int, epoch: int, validated: int) -> bool:
     match record["kind"]:
-        case "step":
+        case "step" | "digest":
             return bool(record["step"] > step)
-        case "digest":
-            return bool(record["step"] >= step)
         case "evaluation":
             return record["split"] != "validation" or bool(record["step"] > validated)
         case "epoch":

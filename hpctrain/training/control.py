@@ -21,16 +21,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hpctrain.config import Config, Interval, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
 from hpctrain.launcher import launched_size, local_size, received_signal
 from hpctrain.scheduler import job_end
-
-if TYPE_CHECKING:  # watch and sweep stop runs without importing it
-    import torch
 
 STOP_FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between checks of the file system
@@ -46,8 +43,6 @@ class StepFlags(NamedTuple):
     stop: bool = False
     preempted: bool = False
     save: bool = False  # a checkpoint is due
-    digest: torch.Tensor | None = None  # of its state
-    changed: torch.Tensor | None = None  # whether its replay found changed values
 
 
 class Control:

@@ -6,14 +6,13 @@ import time
 from contextlib import closing
 from functools import partial
 
-from hpctrain.streams import Snapshot
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.replay import RunReplay
 from hpctrain.training.setup import unfreeze
 from hpctrain.training.state import Run, gather
 from hpctrain.training.step import train_step
-from hpctrain.training.steps import PendingStep, PendingSteps, collect_flags
+from hpctrain.training.steps import PendingStep, PendingSteps, compare_ranks
 from hpctrain.training.validate import validate, validation_due
 from hpctrain.watchdog import doing
 
@@ -23,6 +22,7 @@ def train_epochs(run: Run) -> None:
     job, state, per_epoch = run.job, run.state, run.job.plan.steps_per_epoch
     pending = PendingSteps(run)
     if state.step and validation_due(run, state.step) and state.validated < state.step:
+        compare_ranks(run)
         validate(run)  # the previous launch was preempted during it
     with closing(job.loader) as loader:
         while state.epoch < job.plan.epochs and not state.ended:
@@ -37,13 +37,14 @@ def train_epochs(run: Run) -> None:
                 doing(f"step {step}")
                 rows = job.plan.partition.total(number)
                 rate = learning_rate(job.config, job.plan, step - 1)
-                flags, found = collect_flags(run, step, batches, waited)
+                if run.replay:
+                    run.replay.take(batches)
+                flags = run.control.flags(waited, run.writer is not None and run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
                 report = train_step(job.trainer, batches, rows, flags, wait, rate)
                 if job.trainer.average is not None and step % job.config.ema_every == 0:
                     job.trainer.average.update()
-                copy = None if flags.digest is None else Snapshot(flags.digest)
-                pending.append(PendingStep(step, rows, rate, copy, found, report))
+                pending.append(PendingStep(step, rows, rate, report))
                 finish_step(run, pending)
                 if state.ended or number + 1 == per_epoch:
                     break
@@ -71,8 +72,10 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
     if last:
         end_epoch(run)
     if not state.ended and validates:
+        compare_ranks(run)
         validate(run)
     if not state.ended and (state.save or saves):
+        compare_ranks(run)
         save_checkpoint(run)
     pending.restart_clock()
 

@@ -59,6 +59,7 @@ class Progress:
     step: int = 0  # steps done
     epoch: int = 0  # epochs done
     validated: int = 0  # step of the last validation
+    compared: int = 0  # step after which the ranks' digests were last compared
     ended: EndReason | None = None
     save: bool = False  # a checkpoint was requested
     reason: str | None = None  # for `ended`, as text
@@ -165,7 +166,7 @@ class Run:
     state: Progress
     checkpoints: Interval
     writer: Writer | None  # on rank 0 only
-    replay: RunReplay | None = None  # if digests are compared, unless --local-buffers
+    replay: RunReplay | None = None  # unless --local-buffers
     folder: Path = Path()
 
 

@@ -2,11 +2,9 @@
 
 The README shows a custom training loop built from the same parts.
 
-A digest identifies all bits of a run's state. Every `--digest-every` steps each rank reduces its
-weights, optimizer state, running statistics and buffers to a 64-bit checksum on its device, without
-synchronizing. The next step's message counts, for each bit, the ranks on which it is set. If the
-digests differ, they are gathered, and the ranks that differ are reported. Rank 0 records its
-digest.
+A digest identifies all bits of a run's state. Before each checkpoint and validation, and at the
+end, each rank reduces its weights, optimizer state, running statistics and buffers to a 64-bit
+checksum on its device, and all ranks compare them (`compare_ranks`).
 
 The figures of all steps and evaluations are chained into a hash; together with the saved network
 they give the digest at the end of a run. These hashes are SHA-256 (FIPS 180-4).
@@ -25,7 +23,6 @@ import torch
 from torch import nn
 
 from hpctrain.data.loader import Batch
-from hpctrain.errors import RunError
 from hpctrain.models import as_bytes
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.device import seed_torch
@@ -159,7 +156,6 @@ def train_step(
             message.scalar["weight"].add_(class_weights[batch.targets].sum())
         trainer.reduce.accumulate(batch.shard)
     message.set_flags(flags.stop, flags.preempted, flags.save)
-    message.set_digest(flags.digest, flags.changed)
     message.set_seconds(clock.computed(), flags.waited)
 
     before_waiting()
@@ -255,20 +251,18 @@ def as_hex(digest: int) -> str:
     return f"{digest % 2**64:016x}"
 
 
-def check_digests(values: list[int], step: int) -> None:
-    """Raise RunError with the ranks whose digest after `step` is not that of most ranks."""
-    (usual, count), *others = Counter(values).most_common()
-    if not others:
-        return
+def describe_divergence(values: list[int], step: int) -> str:
+    """Say which ranks' digests after `step`, given by rank, are not that of most ranks."""
+    usual, count = Counter(values).most_common(1)[0]
     cause = "a fault of memory or GPU there, or something that changes the model outside the step"
     if 2 * count <= len(values):
         found = listed(map(as_hex, values), MOST_LISTED)
-        raise RunError(
+        return (
             f"after step {step} the ranks did not hold the same weights (digests by rank: {found}),"
             f" and no more than half agree: {cause}"
         )
     odd = [rank for rank, value in enumerate(values) if value != usual]
-    raise RunError(
+    return (
         f"after step {step} rank{'s' if len(odd) > 1 else ''} {listed(odd, MOST_LISTED)} of"
         f" {len(values)} held other weights than the rest (digest {as_hex(values[odd[0]])}, not"
         f" {as_hex(usual)}): {cause}"

@@ -12,20 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.data.checks import describe_first, find_nonfinite
-from hpctrain.data.loader import Batch
 from hpctrain.errors import Failure, RunError
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, call_on_all, first_of_all, minimum
-from hpctrain.streams import Snapshot, current_stream, record_event
+from hpctrain.streams import current_stream, record_event
 from hpctrain.text import listed
-from hpctrain.training.control import StepFlags
 from hpctrain.training.reading import order_of
-from hpctrain.training.replay import Differences, changed_error
+from hpctrain.training.replay import changed_error
 from hpctrain.training.state import EndReason, Run
 from hpctrain.training.step import (
     MOST_LISTED,
     as_hex,
-    check_digests,
+    describe_divergence,
     rank_digest,
     tensor_digests,
 )
@@ -89,8 +87,6 @@ class PendingStep(NamedTuple):
     step: int
     rows: int
     rate: float
-    digest: Snapshot | None  # of the state before it
-    found: Differences | None  # by the replay before it
     report: Report
 
 
@@ -125,18 +121,14 @@ class PendingSteps:
     def drain(self, left: int = 0) -> None:
         """Read, check and record the totals of the oldest steps until `left` steps are pending.
 
-        Raises as `check` and `check_alike` do.
+        Raises as `check` does.
         """
         run, state = self._run, self._run.state
         while len(self._steps) > left:
-            step, rows, rate, digest, found, report = self._steps.popleft()
+            step, rows, rate, report = self._steps.popleft()
             doing(f"recording step {step}")
             totals = report.totals()
             check(run, totals, step, rows)
-            if digest:
-                own = digest.numbers()
-                check_alike(run, totals.changed > 0, totals.alike, own, found)
-                run.recorder.digest(state.step, as_hex(own))
             state.step = step
             seconds, self._since = self._since.elapsed_time(report.ended) / 1000, report.ended
             record_step(run, totals, rate, seconds)
@@ -145,23 +137,6 @@ class PendingSteps:
             elif totals.preempted and not state.ended:
                 state.ended = EndReason.PREEMPTED
             state.save |= totals.save > 0
-
-
-def collect_flags(
-    run: Run, step: int, batches: list[Batch], waited: float
-) -> tuple[StepFlags, Differences | None]:
-    """Return the flags that this rank sends in `step`, and the result of a replay, if due."""
-    every, done, found = run.job.config.digest_every, step - 1, None
-    if run.replay:
-        run.replay.take(batches)
-    save = run.writer is not None and run.writer.overdue()
-    flags = run.control.flags(waited, save)
-    if every and done and done % every == 0:
-        flags = flags._replace(digest=rank_digest(run.job.trainer))
-        if run.replay:
-            found = run.replay()
-            flags = flags._replace(changed=found.any())
-    return flags, found
 
 
 def find_bad_image(run: Run, step: int) -> str | None:
@@ -189,50 +164,32 @@ def find_bad_image(run: Run, step: int) -> str | None:
     return describe_first(allgather(run.comm, found))
 
 
-def compare_at_end(run: Run) -> None:
-    """Compare digests, and replay, after the last step of a launch. Collective.
+def compare_ranks(run: Run) -> None:
+    """Compare the digests of the state of all ranks, and record it once a step. Collective.
 
-    There is no message of a next step to carry the digests.
+    The state is that after the last recorded step; nothing is saved or validated before this.
+    Raises the same RunError on all ranks, with the ranks and tensors that differ; and UsageError if
+    a replay found values that changed.
     """
-    if run.job.config.digest_every:
-        digest = int(rank_digest(run.job.trainer))
-        found = run.replay() if run.replay else None
-        changed = bool(found and found.names())
-        smallest, largest, none = minimum(run.comm, digest, ~digest, not changed)
-        check_alike(run, not none, smallest == ~largest, digest, found)
-
-
-def check_alike(
-    run: Run, changed: bool, alike: bool, digest: int, found: Differences | None
-) -> None:
-    """Raise the same error on all ranks if digests differ or a replay found changed values.
-
-    `changed`: the replay of any rank found changed values; `alike`: the digests of all ranks are
-    equal. `digest` and `found` are those of this rank. Collective if there is an error.
-    """
-    step = run.state.step
-    names = found.names() if changed and found else None
-    if changed and (first := first_of_all(run.comm, names or None)):
-        where = f" (after step {step} on rank {first.rank} of {run.comm.size})"
+    state, comm, trainer = run.state, run.comm, run.job.trainer
+    digest = int(rank_digest(trainer))
+    changed = run.replay().names() if run.replay else []
+    smallest, largest, none = minimum(comm, digest, ~digest, not changed)
+    if not none and (first := first_of_all(comm, changed or None)):
+        where = f" (after step {state.step} on rank {first.rank} of {comm.size})"
         raise agreed(changed_error(first.value, where))
-    if alike:
-        return
-    try:
-        check_digests(allgather(run.comm, digest), step)
-    except RunError as error:
-        held = allgather(run.comm, tensor_digests(run.job.trainer))
+    if smallest != ~largest:
+        held = allgather(comm, tensor_digests(trainer))
         differ = [
             name.removeprefix("model.")
             for name in held[0]
             if len({each.get(name) for each in held}) > 1
         ]
-        raise agreed(RunError(f"{error}; they differ in {listed(differ, 3)}")) from None
-    raise agreed(
-        RunError(
-            f"after step {step} the digests of all ranks are equal, but the reduced counts of their"
-            " bits differ: a fault of the network or of MPI"
-        )
-    )
+        who = describe_divergence(allgather(comm, digest), state.step)
+        raise agreed(RunError(f"{who}; they differ in {listed(differ, 3)}"))
+    if state.compared < state.step:
+        run.recorder.digest(state.step, as_hex(digest))
+        state.compared = state.step
 
 
 def record_step(run: Run, totals: Totals, rate: float, seconds: float) -> None:

@@ -51,7 +51,7 @@ from hpctrain.training.replay import RunReplay
 from hpctrain.training.setup import Job, set_up
 from hpctrain.training.state import EndReason, Progress, Run, restore
 from hpctrain.training.step import run_digest
-from hpctrain.training.steps import CannotContinue, NonFinite, compare_at_end
+from hpctrain.training.steps import CannotContinue, NonFinite, compare_ranks
 from hpctrain.training.validate import (
     describe_network,
     evaluated_network,
@@ -184,7 +184,6 @@ def open_run(
             recorder.note(line)
         own = job.trainer.tensors().values()
         control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK
-        replays = config.digest_every and not config.local_buffers
         run = Run(
             job,
             comm,
@@ -193,7 +192,7 @@ def open_run(
             state,
             times.checkpoints,
             writer,
-            RunReplay(job.trainer, job.task, job.plan) if replays else None,
+            None if config.local_buffers else RunReplay(job.trainer, job.task, job.plan),
             folder,
         )
         try:
@@ -227,6 +226,7 @@ def record_failure(run: Run, error: CannotContinue) -> Failure:
     if not run.state.chosen:
         doing("saving")
         try:
+            compare_ranks(run)
             call_on_root(run.comm, partial(save_all, run))
         except RunError as second:
             error = type(error)(f"{error}; not saved: {second}")
@@ -272,7 +272,7 @@ def finish(run: Run, first: int) -> TrainingResult:
     """
     state, trainer, comm = run.state, run.job.trainer, run.comm
     doing("comparing digests")
-    compare_at_end(run)
+    compare_ranks(run)
     doing("saving")
     save_checkpoint(run)
     call_on_root(comm, partial(wait_for_writer, run))

@@ -43,7 +43,6 @@ WEIGHTS, INSIDE = "weights", "inside MPI"  # excluded from the bytes at the star
 def play_step(message: Message) -> None:
     """Do the host's work of a step for the part of the message after the moments."""
     message.set_flags(False)
-    message.set_digest(None)
     message.set_seconds(1.0, 0.5)
     time_shares(message.totals(), 0.25)
 

@@ -74,7 +74,6 @@ def run_settings(folder: Path, **more: Any) -> Config:
         "epochs": 2,
         "batch_size": 8,
         "checkpoint_every": "2",
-        "digest_every": 3,
         "deterministic": True,
         "shards": 2,
         "threads": 1,

@@ -34,7 +34,7 @@ def main(folder: str, transport: str) -> None:
         return original(self, *told)
 
     flags = {"model": "digits", "device": "cuda", "reduce": transport, "threads": 1, "run": "costs"}
-    flags |= {"epochs": 2, "batch_size": 16, "digest_every": 0}
+    flags |= {"epochs": 2, "batch_size": 16}
     with mock.patch.object(Control, "flags", count):
         train(short_run(Path(folder), "pack.h5", **flags), comm)
     if comm.rank == 0:

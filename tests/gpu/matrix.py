@@ -134,7 +134,6 @@ def settings_of(cell: Cell, folder: Path, device: str) -> Config:
         reduce=cell.transport if gpu and cell.ranks > 1 else "auto",
         precision=cell.precision,
         device=device,
-        digest_every=3,
         threads=1,
         timeout="60s",
     )

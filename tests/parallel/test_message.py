@@ -1,4 +1,4 @@
-"""The message after the gradients: bounded length, slots in turns, digests, own losses."""
+"""The message after the gradients: bounded length, slots in turns, own losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpctrain.parallel import message as module
-from hpctrain.parallel.message import DIGEST_BITS, MOST_SLOTS, SCALARS, SLOTS, Message
+from hpctrain.parallel.message import MOST_SLOTS, SCALARS, SLOTS, Message
 from hpctrain.training.steps import time_shares
 
 MANY = 16_384
@@ -33,7 +33,7 @@ def test_the_length_is_bounded():
         message = of_rank(size - 1, size)
         lengths[size] = len(message.tensor) - message.layout.length - message.moments.numel()
         assert len(message.report().snapshot.array()) == lengths[size] + 1
-    rest = len(SCALARS) + DIGEST_BITS
+    rest = len(SCALARS)
     assert lengths == {
         1: rest + 2,
         4: rest + 8,
@@ -41,7 +41,7 @@ def test_the_length_is_bounded():
         1024: rest + 2 * MOST_SLOTS,
         MANY: rest + 2 * MOST_SLOTS,
     }
-    assert len(SLOTS) == 2 and lengths[MANY] < 600
+    assert len(SLOTS) == 2 and lengths[MANY] < 530
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 10])
@@ -105,41 +105,6 @@ def test_warm_up_steps_do_not_make_a_rank_look_slow_later(monkeypatch):
             assert totals.compute.tolist() == [1.0] * 12
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [2, 3, 4, 1024, MANY])
-def test_one_bit_of_one_rank_shows_that_digests_differ(size, dtype):
-    message = Message(nn.Linear(3, 2).to(dtype), 5, 0, size)
-
-    def alike(digest, other, ranks):
-        """Whether digests count as equal if `ranks` ranks have `other`."""
-        message.zero()
-        message.set_digest(torch.tensor(other))
-        part = message.tensor.clone()
-        message.zero()
-        message.set_digest(torch.tensor(digest))
-        message.tensor.mul_(size - ranks).add_(part * ranks)  # exact: integers below 2^24
-        return message.totals().alike
-
-    for digest in (0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF):
-        assert alike(digest, digest, 1)
-        for bit in range(64):
-            other = (digest ^ 1 << bit) & 2**64 - 1
-            assert not alike(digest, other - 2**64 if other >= 2**63 else other, 1)
-    # the same number of set bits, at other positions
-    assert not alike(0b0110, 0b1001, size // 2)
-    message.zero()
-    assert message.totals().alike, "no digest in this step"
-
-
-def test_ranks_whose_replay_found_changes_are_counted():
-    messages = [of_rank(rank, 3) for rank in range(3)]
-    for rank, message in enumerate(messages):
-        message.zero()
-        message.set_digest(torch.tensor(7), torch.tensor(rank == 1))
-    add_up(messages)
-    assert messages[0].totals().changed == 1 and messages[0].totals().alike
-
-
 def test_the_loss_of_a_rank_is_not_reduced():
     messages = [of_rank(rank, 3) for rank in range(3)]
     for rank, message in enumerate(messages):
@@ -181,7 +146,6 @@ def test_the_instructions_of_a_step_do_not_grow_with_the_ranks():
         def step(message=message):
             message.zero()
             message.set_flags(False)
-            message.set_digest(None)
             message.set_seconds(1.0, 0.5)
             time_shares(message.totals(), 0.25)
 

@@ -409,13 +409,13 @@ def test_what_came_after_a_checkpoint_is_taken_out_and_the_rest_stays_as_it_is(t
         line(kind="step", epoch=1, step=1),
         line(kind="digest", step=1, digest="ab"),
         line(kind="step", epoch=1, step=2),
+        line(kind="digest", step=2, digest="ab"),
         line(kind="epoch", epoch=1),
         line(kind="evaluation", epoch=1, step=2, split="validation"),
         line(kind="note", text="x"),
         line(kind="end", status="left"),
     ]
     late = [
-        line(kind="digest", step=2, digest="ab"),
         line(kind="evaluation", epoch=1, step=2, split="test"),
         line(kind="end", status="done"),
         line(kind="step", epoch=2, step=3),

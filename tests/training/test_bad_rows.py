@@ -65,7 +65,7 @@ def figures(config, name):
 def test_images_that_cannot_be_decoded_have_no_weight_on_any_number_of_ranks(
     comm, settings, crop, capfd
 ):
-    config = dataclasses.replace(settings, random_crop=crop, digest_every=2)
+    config = dataclasses.replace(settings, random_crop=crop, checkpoint_every="2")
     assert loop.train(dataclasses.replace(config, run="all"), comm) == 0
     told = comm.allreduce(capfd.readouterr().err)
     owner = next(rank for rank, run in enumerate(assign_shards(4, comm.size)) if 1 in run)

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.parallel import mpi
+from hpctrain.parallel.message import Message
 from hpctrain.parallel.overlap import Overlapped
+from hpctrain.report.find import checkpoint_steps
 from hpctrain.report.record import read_records
+from hpctrain.streams import IN_FLIGHT
 from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.step import (
     AT_ONCE,
     as_hex,
-    check_digests,
     checksum,
+    describe_divergence,
     rank_digest,
     tensor_digests,
 )
+from hpctrain.training.steps import NonFinite
 from tests.launch import mpirun, run
 from tests.packs import make_pack
-from tests.training.runs import FINE_TUNING, digest
+from tests.training.runs import FINE_TUNING, digest, leave_after
 from tests.training.test_step import Config, make_trainer, small_model
 
 ROWS = {"train": 101, "validation": 13, "test": 23}
@@ -59,7 +65,7 @@ CASES = {
 
 @pytest.fixture
 def settings(small_settings):
-    own = {"shards": 8, "deterministic": True, "digest_every": 3, "threads": None, "run": None}
+    own = {"shards": 8, "deterministic": True, "threads": None, "run": None}
     return dataclasses.replace(small_settings, **own)
 
 
@@ -145,7 +151,7 @@ def test_the_digest_depends_on_seed_and_figures(comm, settings):
     assert len(set(digests)) == len(digests)
 
 
-MANY = ["--epochs", "2", "--batch-size", "16", "--shards", "8", "--digest-every", "3"]
+MANY = ["--epochs", "2", "--batch-size", "16", "--shards", "8"]
 MANY += ["--model", "digits", "--deterministic", "--progress", "none"]
 # The first 7 of 8 ranks train, then all of them.
 SEVEN_AND_EIGHT = """
@@ -181,63 +187,126 @@ def test_more_ranks_than_the_session_has(settings, comm, ranks, program, runs, t
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("wrong", "every", "recorded"), [(4, 2, [2]), (14, 4, [4, 8, 12])])
-def test_all_ranks_compare_digests_and_the_one_that_differs_is_named(
-    comm, settings, monkeypatch, wrong, every, recorded
+@pytest.mark.parametrize(
+    ("change", "wrong", "found", "recorded"),
+    [
+        ({"checkpoint_every": "4"}, 8, 8, [4, 7]),
+        ({"checkpoint_every": "4"}, 5, 7, [4]),
+        ({"validate_steps": 6}, 3, 6, []),
+        ({"evaluate_every": 0}, 4, 14, []),
+        ({"evaluate_every": 0, "output": "ema", "ema": 0.9}, 14, 14, []),
+    ],
+    ids=["checkpoint", "epoch", "validation", "end", "last step"],
+)
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_ranks_that_differ_are_named_and_nothing_of_them_is_saved(
+    comm, settings, monkeypatch, change, wrong, found, recorded, in_flight
 ):
-    """Also after the last step, which no message follows."""
-    step, odd = inner.train_step, comm.size - 1
+    monkeypatch.setitem(IN_FLIGHT, "cpu", in_flight)
+    config = dataclasses.replace(settings, run="a", **change)
+    with diverging(comm, wrong):
+        if comm.size == 1:
+            assert loop.train(config, comm) == 0
+            return
+        with pytest.raises(RunError, match=divergence(comm, found)):
+            loop.train(config, comm)
+    if comm.rank == 0:
+        folder = Path(config.runs_dir) / "a"
+        records = list(read_records(folder))
+        assert [r["step"] for r in records if r["kind"] == "digest"] == recorded
+        assert records[-1]["status"] == "failed"
+        kept = [4] if "checkpoint_every" in change else []
+        assert checkpoint_steps(folder / "checkpoints") == kept
+        assert not (folder / "model.safetensors").exists()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("vote", ["preempted", "stop", "save"])
+def test_divergence_and_a_request_in_one_step_save_nothing(comm, settings, vote):
+    """A signal, a STOP file, or a checkpoint by time, of which rank 0 alone knows."""
+    config = dataclasses.replace(settings, run="a")
+    with diverging(comm, 4), leave_after(4, vote=vote, votes=comm.rank == 0):
+        if comm.size == 1:
+            assert loop.train(config, comm) == (75 if vote == "preempted" else 0)
+            return
+        with pytest.raises(RunError, match=divergence(comm, 4)):
+            loop.train(config, comm)
+    if comm.rank == 0:
+        folder = Path(config.runs_dir) / "a"
+        assert list(read_records(folder))[-1]["status"] == "failed"
+        assert checkpoint_steps(folder / "checkpoints") == []
+
+
+@pytest.mark.mpi
+def test_ranks_that_differ_are_not_saved_when_a_step_is_not_finite(comm, settings, monkeypatch):
+    original, counted = Message.set_flags, []
+
+    def set_flags(self, *votes):
+        counted.append(1)
+        if len(counted) == 5:
+            self.gradients[3] = float("inf")
+        original(self, *votes)
+
+    monkeypatch.setattr(Message, "set_flags", set_flags)
+    config = dataclasses.replace(settings, run="a")
+    words = f"; not saved: {divergence(comm, 4)}" if comm.size > 1 else "may help$"
+    with diverging(comm, 4), pytest.raises(NonFinite, match=f"gradient of step 5.*{words}"):
+        loop.train(config, comm)
+    if comm.rank == 0:
+        kept = checkpoint_steps(Path(config.runs_dir) / "a/checkpoints")
+        assert kept == ([] if comm.size > 1 else [4])
+
+
+@contextlib.contextmanager
+def diverging(comm, wrong):
+    """Within this block, step `wrong` changes a weight on the last of several ranks alone."""
+    step, done = inner.train_step, []
 
     def faulty(trainer, *arguments):
         result = step(trainer, *arguments)
-        faulty.steps += 1
-        if comm.rank == odd and faulty.steps == wrong:
-            trainer.message.weights.data[7] += 1e-3
+        done.append(1)
+        if comm.rank == comm.size - 1 > 0 and len(done) == wrong:
+            trainer.message.parameters["fc.bias"].data[1] += 1e-3
         return result
 
-    faulty.steps = 0
-    monkeypatch.setattr(inner, "train_step", faulty)
-    config = dataclasses.replace(settings, run="a", digest_every=every)
-    if comm.size == 1:
-        assert loop.train(config, comm) == 0
-        return
-    message = rf"after step {wrong} rank {odd} of {comm.size} held other"
+    with mock.patch.object(inner, "train_step", faulty):
+        yield
+
+
+def divergence(comm, step):
+    """The pattern of the error for a step after `diverging`."""
     if comm.size == 2:  # nobody knows which
-        message = f"after step {wrong} the ranks did not hold the same weights"
-    with pytest.raises(RunError, match=message):
-        loop.train(config, comm)
-    if comm.rank == 0:
-        records = list(read_records(Path(config.runs_dir) / "a"))
-        assert [r["step"] for r in records if r["kind"] == "digest"] == recorded
-        assert records[-1]["status"] == "failed"
+        words = (
+            r"the ranks did not hold the same weights \(digests by rank: [0-9a-f]{16}, [0-9a-f]{16}"
+        )
+    else:
+        words = rf"rank {comm.size - 1} of {comm.size} held other .*\(digest [0-9a-f]{{16}}, not"
+    return f"after step {step} {words}.*they differ in .*fc.bias"
 
 
 @pytest.mark.mpi
 def test_digests_in_the_record_are_those_of_any_number_of_ranks(comm, one_rank, settings):
-    digest(settings, comm, "together")
+    config = dataclasses.replace(settings, validate_steps=3)
+    digest(config, comm, "together")
     if comm.rank == 0:
-        digest(settings, one_rank, "alone")
+        digest(config, one_rank, "alone")
         found = [
             [r["digest"] for r in read_records(Path(settings.runs_dir) / name) if "digest" in r]
             for name in ("together", "alone")
         ]
         assert found[0] == found[1]
-        assert len(set(found[0])) == 5  # after steps 3, 6, 9, 12, and at the end of 14
+        assert len(set(found[0])) == 6  # after steps 3, 6, 9, 12 and 14, and of the run
 
 
 def test_the_rank_in_the_minority_is_named():
-    check_digests([5, 5, 5], 100)
-    with pytest.raises(RunError, match="after step 100 rank 1 of 3 held other weights"):
-        check_digests([5, 9, 5], 100)
-    with pytest.raises(RunError, match="ranks 0, 2 of 5"):
-        check_digests([1, 5, 2, 5, 5], 7)
-    with pytest.raises(RunError, match="digest 0000000000000009, not 0000000000000005"):
-        check_digests([5, 9, 5], 100)
-    by_rank = r"by rank: 0000000000000005, ffffffffffffffff\), and no more than half agree"
-    with pytest.raises(RunError, match=by_rank):
-        check_digests([5, -1], 100)
-    with pytest.raises(RunError, match=r"ranks 0, 1, .* 15 and 4,984 more of 16384 held"):
-        check_digests([*range(100, 5100), *[7] * 11384], 100)
+    words = describe_divergence([5, 9, 5], 100)
+    assert words.startswith("after step 100 rank 1 of 3 held other weights")
+    assert "digest 0000000000000009, not 0000000000000005" in words
+    assert "ranks 0, 2 of 5" in describe_divergence([1, 5, 2, 5, 5], 7)
+    by_rank = "by rank: 0000000000000005, ffffffffffffffff), and no more than half agree"
+    assert by_rank in describe_divergence([5, -1], 100)
+    many = describe_divergence([*range(100, 5100), *[7] * 11384], 100)
+    assert "ranks 0, 1," in many and "15 and 4,984 more of 16384 held" in many
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])

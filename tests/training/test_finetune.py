@@ -464,7 +464,7 @@ PHASES = {
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", PHASES)
 def test_a_phase_begins_with_what_may_differ_between_ranks(comm, settings, name):
-    how = {"freeze": "stem,bn,last", "unfreeze_epoch": 1, "epochs": 2, "digest_every": 2}
+    how = {"freeze": "stem,bn,last", "unfreeze_epoch": 1, "epochs": 2, "validate_steps": 2}
     assert train(dataclasses.replace(settings, **how, **PHASES[name]), comm) == 0
 
 

@@ -21,7 +21,6 @@ from hpctrain.report.record import read_records
 from hpctrain.streams import IN_FLIGHT
 from hpctrain.training import loop as steps_module
 from hpctrain.training.checkpoint import Writer
-from hpctrain.training.control import StepFlags
 from hpctrain.training.step import rank_digest
 from hpctrain.training.steps import NonFinite
 from hpctrain.training.train import train
@@ -40,7 +39,7 @@ def late(monkeypatch):
 
 @pytest.fixture
 def settings(settings):
-    return dataclasses.replace(settings, shards=8, deterministic=True, digest_every=4, threads=None)
+    return dataclasses.replace(settings, shards=8, deterministic=True, threads=None)
 
 
 def recorded(settings, comm, name):
@@ -133,7 +132,7 @@ def test_nothing_follows_a_step_that_is_not_finite(comm, settings, late, monkeyp
             self.gradients[3] = float("inf")
         original(self, *votes)
 
-    few = dataclasses.replace(settings, epochs=1, digest_every=0)
+    few = dataclasses.replace(settings, epochs=1)
     with monkeypatch.context() as patch, pytest.raises(NonFinite, match="gradient of step 5"):
         patch.setattr(Message, "set_flags", set_flags)
         train(few, comm)
@@ -177,11 +176,9 @@ def test_a_step_does_not_wait_for_the_device(comm, mode, skips):
         for key in range(2):
             batch = Batch(comm.rank, torch.rand(6, 1, 28, 28), labels, key)
             digest = rank_digest(trainer)
-            flags = StepFlags(digest=digest, changed=digest > 0)
-            train_step(trainer, [batch], 7 * comm.size if skips else 6 * comm.size, flags)
+            train_step(trainer, [batch], 7 * comm.size if skips else 6 * comm.size)
             report = trainer.message.report()
         with pytest.raises(AssertionError, match="_local_scalar_dense"):
             digest.item()
     totals = report.totals()
     assert totals.rows == 6 * comm.size and totals.finite
-    assert totals.alike and totals.changed in (0, comm.size)

@@ -198,7 +198,7 @@ CASES = {
 
 @pytest.fixture
 def deterministic(small_settings):
-    own = {"shards": 5, "deterministic": True, "digest_every": 3, "threads": None, "epochs": 2}
+    own = {"shards": 5, "deterministic": True, "threads": None, "epochs": 2}
     return dataclasses.replace(small_settings, run=None, **own)
 
 

@@ -53,7 +53,7 @@ CASES = {
 
 @pytest.fixture
 def settings(small_settings):
-    own = {"shards": 8, "deterministic": True, "digest_every": 4, "threads": None}
+    own = {"shards": 8, "deterministic": True, "threads": None}
     return dataclasses.replace(small_settings, **own)
 
 
@@ -79,13 +79,16 @@ def end(settings, comm, name="a"):
 
 
 def check_record(settings, other):
-    """The record holds every step once, in order, and the figures of an uninterrupted run."""
+    """The record holds every step and digest once, in order, and the figures of an uninterrupted
+    run.
+    """
     folders = [Path(settings.runs_dir) / name for name in ("a", other)]
     records, reference = (list(read_records(folder)) for folder in folders)
     numbers = [r["step"] for r in records if r["kind"] == "step"]
     assert numbers == list(range(1, len(numbers) + 1))
-    epochs = [r["epoch"] for r in records if r["kind"] == "epoch"]
-    assert epochs == sorted(set(epochs))
+    for kind, name in (("epoch", "epoch"), ("digest", "step")):
+        found = [r[name] for r in records if r["kind"] == kind]
+        assert found and found == sorted(set(found))
     assert first_difference(records, reference) is None
 
 
@@ -282,7 +285,7 @@ def test_another_run_is_not_continued(comm, settings, leave_after, change, messa
     with pytest.raises(UsageError, match=message):
         program.train(dataclasses.replace(settings, **change), comm)
     leave_after()
-    free = dataclasses.replace(settings, threads=2, keep=5, progress="plain", digest_every=0)
+    free = dataclasses.replace(settings, threads=2, keep=5, progress="plain")
     assert program.train(dataclasses.replace(free, test=False), comm) == 0
 
 
@@ -503,7 +506,7 @@ def test_a_record_that_lost_a_validation_is_told_again_or_named(comm, settings, 
     if comm.rank == 0:
         lines = (folder / "progress.jsonl").read_bytes().splitlines(keepends=True)
         place = next(i for i, line in enumerate(lines) if b'"kind": "evaluation"' in line)
-        assert b'"kind": "epoch"' in lines[place - 1]
+        assert b'"kind": "digest"' in lines[place - 1]
         (folder / "progress.jsonl").write_bytes(b"".join(lines[:place]))
     comm.Barrier()
     assert program.train(config, comm) == 0
@@ -609,7 +612,7 @@ def test_a_record_that_lost_a_line_is_told_again_from_there(comm, settings, leav
             r["text"] for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == "note"
         ]
         passed = "the record ends at step 4: the checkpoint of 6 is passed over"
-        assert "line 7 is no line of a record" in notes[0]
+        assert "line 8 is no line of a record" in notes[0]
         assert notes[1:] == [passed, "going on after step 4"]
         check_record(settings, "whole")
 

@@ -44,7 +44,6 @@ ELSEWHERE = {  # flag -> where it is tested
     "tensorboard": "below",
     "dry_run": "below",
     "deterministic": "tests/training/test_deterministic.py",
-    "digest_every": "tests/training/test_deterministic.py",
     "worker_load": "tests/training/test_deterministic.py",
     "task": "tests/training/test_denoise.py",
     "noise": "tests/training/test_denoise.py",

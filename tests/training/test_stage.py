@@ -111,7 +111,6 @@ def test_a_staged_run_computes_the_same_bits(comm, shared_tmp, shuffle):
         shards=4,
         shuffle=shuffle,
         read_buffer="1K",
-        digest_every=2,
         deterministic=True,
     )
     local = shared_tmp / "local"

@@ -44,7 +44,7 @@ def settings(comm, shared_tmp, monkeypatch, request):
         else:
             make_pack(shared_tmp / "a.h5", {"train": 59}, (16, 16, 1))
     comm.Barrier()
-    given = {"model": "digits", "epochs": 2, "batch_size": 16, "shards": 4, "digest_every": 2}
+    given = {"model": "digits", "epochs": 2, "batch_size": 16, "shards": 4}
     given |= {"read_buffer": "1K", "deterministic": True, "threads": 1}
     return short_run(shared_tmp, "a.h5", **given | own)
 

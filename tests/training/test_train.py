@@ -83,7 +83,7 @@ def test_a_run_leaves_records_configuration_plan_and_weights(comm, settings):
         return
     records = list(read_records(folder))
     kinds = Counter(r["kind"] for r in records)
-    assert kinds == {"run": 1, "step": 14, "epoch": 2, "evaluation": 3, "end": 1}
+    assert kinds == {"run": 1, "step": 14, "epoch": 2, "digest": 2, "evaluation": 3, "end": 1}
     steps = [r for r in records if r["kind"] == "step"]
     assert [r["step"] for r in steps] == list(range(1, 15))
     assert sum(r["rows"] for r in steps) == 2 * 101

@@ -69,7 +69,7 @@ def workload(case: Case) -> list[str]:
     pack = made_pack(case, case.size(413, 101), case.size((64, 64, 3), (28, 28, 1)))
     model = case.size("resnet18", "digits")
     flags = ["--data", pack, "--model", model, "--batch-size", "32", "--flip", "--shift", "2"]
-    return [*flags, "--epochs", "1", "--digest-every", "5", *SAME]
+    return [*flags, "--epochs", "1", *SAME]
 
 
 def digest(case: Case, *flags: str, ranks: int = 1) -> str:
