@@ -80,8 +80,6 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
         yield f"--ema-every {config.ema_every} goes with --ema"
     if config.ema is not None and config.batch_norm == "local":
         yield "--ema and --batch-norm local exclude each other: each rank would average its own"
-    if config.unfreeze_epoch is not None and config.freeze is None:
-        yield f"--unfreeze-epoch {config.unfreeze_epoch} goes with --freeze: nothing is frozen"
 
 
 def _machine_conflicts(config: Config) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.data import COMMON
-from hpctrain.config.option import AT_LEAST_1, Bounds, option
+from hpctrain.config.option import Bounds, option
 from hpctrain.config.patterns import patterns
 
 NETWORK = "Network"
@@ -46,9 +46,6 @@ class NetworkSettings:
         " batch-norm layers keep their statistics",
         NETWORK,
         patterns,
-    )
-    unfreeze_epoch: int | None = option(
-        None, "train the parameters of --freeze too after so many epochs", NETWORK, AT_LEAST_1
     )
     small_stem: bool = option(
         False, "use a 3x3 first convolution without pooling in ResNets, for small images", NETWORK

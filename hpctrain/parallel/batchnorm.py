@@ -94,8 +94,7 @@ class BatchNorms:
         self._make_room()
         self._updates = self.updates.unbind()
         # phi; negative = cumulative average (momentum None)
-        self._momenta = [layer.momentum for layer in layers]
-        phi = [-1.0 if momentum is None else momentum for momentum in self._momenta]
+        phi = [-1.0 if layer.momentum is None else layer.momentum for layer in layers]
         for layer in layers:
             layer.momentum = 1.0
         self._of_layer = torch.repeat_interleave(
@@ -110,11 +109,6 @@ class BatchNorms:
         self._private_share, self.first_shard = 0.0, 0  # the first of this rank, for "local"
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.read()
-
-    def release(self) -> None:
-        """Give the layers their own momentum back, before other statistics of them are made."""
-        for layer, momentum in zip(self.layers.values(), self._momenta, strict=True):
-            layer.momentum = momentum
 
     def _make_room(self) -> None:
         """Allocate memory for the computations of a step, and its views, which take time too."""

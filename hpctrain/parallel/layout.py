@@ -18,7 +18,6 @@ ALIGNMENT = 64  # elements
 class Group(NamedTuple):
     """What parameters have in common that the optimizer updates together, in one operation."""
 
-    phase: int = 0  # of the training, in which they are trained first
     lr_scale: float = 1.0  # factor of the learning rate
     weight_decay: float = 0.0
 
@@ -60,8 +59,7 @@ class Layout:
 def lay_out(model: nn.Module, groups: Mapping[str, Group] | None = None) -> Layout:
     """Lay out the trainable parameters, tied ones once. Raises UsageError for mixed types.
 
-    `groups` gives the group of each parameter by name; None = one group. Groups of an earlier phase
-    come first: a layout keeps its offsets where parameters of a later phase are added to it.
+    `groups` gives the group of each parameter by name; None = one group.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
@@ -74,12 +72,10 @@ def lay_out(model: nn.Module, groups: Mapping[str, Group] | None = None) -> Layo
     for number, name in enumerate(trained):
         group = groups[name] if groups else Group()
         members.setdefault(group, []).append((number, name))
-    rates = list(dict.fromkeys((group.phase, group.lr_scale) for group in members))
+    rates = list(dict.fromkeys(group.lr_scale for group in members))
     # Groups of one learning rate are next to each other, the smallest weight decay first: with
     # --no-decay these are the small ones, whose gradients become ready last of all (overlap.py).
-    ordered = sorted(
-        members, key=lambda g: (g.phase, rates.index((g.phase, g.lr_scale)), g.weight_decay)
-    )
+    ordered = sorted(members, key=lambda g: (rates.index(g.lr_scale), g.weight_decay))
     segments, length, found = [], 0, []
     for group in ordered:
         start = length

@@ -53,11 +53,3 @@ class Average:
             yield
         finally:
             self.swap()
-
-    def continue_from(self, earlier: Average) -> None:
-        """Take over the average of an earlier phase, with fewer parameters and layers."""
-        self.weights[: len(earlier.weights)] = earlier.weights
-        own = dict(zip(self._norms.layers, self.running.split(self._norms.sizes, 1), strict=True))
-        before = earlier.running.split(earlier._norms.sizes, 1)
-        for name, part in zip(earlier._norms.layers, before, strict=True):
-            own[name].copy_(part)

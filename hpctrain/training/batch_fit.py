@@ -38,7 +38,6 @@ from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, minimum
 from hpctrain.plan import Facts, shard_count
 from hpctrain.streams import IN_FLIGHT
 from hpctrain.text import counted
-from hpctrain.training.finetune import Frozen
 from hpctrain.training.live_bytes import LiveBytes
 from hpctrain.watchdog import doing
 
@@ -117,7 +116,6 @@ class MemoryTrial:
     def __init__(
         self,
         model: nn.Module,
-        frozen: Frozen,
         task: Task,
         source: Split,
         prepare: Prepare,
@@ -125,7 +123,6 @@ class MemoryTrial:
         comm: Comm,
     ) -> None:
         self._model, self._task, self._prepare, self._comm = model, task, prepare, comm
-        self._frozen, self._unfreezes = frozen, config.unfreeze_epoch is not None
         self._shape = source.image_shape
         self._dtype = torch.from_numpy(np.empty(0, source.dtype)).dtype
         weights = list(model.parameters())
@@ -181,7 +178,6 @@ class MemoryTrial:
     def step(self, images: int) -> None:
         """Run forward and backward with black images, and restore the model."""
         before = ModelState(self._model)
-        self._frozen.set_trained(self._unfreezes)  # as in the phase that takes more
         try:
             with fork_rng(self._device):
                 black = torch.zeros((images, *self._shape), dtype=self._dtype)
@@ -192,7 +188,6 @@ class MemoryTrial:
                 loss.backward()
         finally:
             self._model.zero_grad()
-            self._frozen.set_trained(False)
             before.restore()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 
@@ -20,8 +19,7 @@ from hpctrain.config import Config, learning_rate_factors, patterns
 from hpctrain.errors import UsageError
 from hpctrain.parallel.layout import Group
 from hpctrain.parallel.message import Message
-from hpctrain.plan import Plan
-from hpctrain.text import counted, listed
+from hpctrain.text import listed
 
 
 def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
@@ -39,61 +37,41 @@ def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
     raise UsageError(f"{flag} {pattern}: no name in the network matches; {hint} network has {tops}")
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """The part of a network that --freeze names."""
-
-    parameters: dict[str, nn.Parameter]  # that were trainable before
-    layers: tuple[nn.Module, ...]  # batch norm, whose running statistics are named
-
-    def set_trained(self, trained: bool) -> None:
-        """Freeze this part, or train it."""
-        for parameter in self.parameters.values():
-            parameter.requires_grad_(trained)
-        for layer in self.layers:
-            layer.train(trained)
-
-    def describe(self, message: Message) -> str:
-        """Return a note on what is trained now; empty if nothing was ever frozen."""
-        if not self.parameters:
-            return ""
-        parameters = message.parameters.values()
-        frozen = [p for p in self.parameters.values() if not p.requires_grad]
-        size = f"the message of a step has {message.tensor.nbytes / 1e6:,.3f} MB"
-        if not frozen:
-            return f"the parameters of --freeze are trained now: {size}"
-        less = sum(p.nbytes for p in frozen) / 1e6
-        return (
-            f"--freeze: {len(frozen)} of {len(parameters)} parameters are frozen: {size}, without"
-            f" the {less:,.3f} MB of their gradients"
-        )
-
-
-def freeze(model: nn.Module, names: str | None) -> Frozen:
-    """Freeze what the patterns of --freeze match.
+def freeze(model: nn.Module, names: str | None) -> list[nn.Parameter]:
+    """Freeze what the patterns of --freeze match, and return the parameters that it froze.
 
     A batch-norm layer whose running statistics match is in evaluation mode from then on: it
     normalises with them and does not change them. Raises UsageError if a pattern matches nothing,
     or if nothing remains to be trained.
     """
     if names is None:
-        return Frozen({}, ())
+        return []
     first = _first_names(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     known = [*dict.fromkeys([*model.state_dict(), *first])]
     found = set().union(*(select("--freeze", each, known) for each in patterns(names, "--freeze")))
     matched = {first.get(name, name) for name in found}
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if f"{name}.running_mean".lstrip(".") in matched and module.training
-    ]
-    frozen = Frozen({n: p for n, p in trained.items() if n in matched}, tuple(layers))
-    if len(frozen.parameters) == len(trained):
+    frozen = [parameter for name, parameter in trained.items() if name in matched]
+    if len(frozen) == len(trained):
         last = [*trained][-1].rpartition(".")[0]
         raise UsageError(f"--freeze {names}: it freezes all parameters; leave out {last}, say")
-    frozen.set_trained(False)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for name, module in model.named_modules():
+        if f"{name}.running_mean".lstrip(".") in matched:
+            module.eval()
     return frozen
+
+
+def describe_frozen(frozen: Sequence[nn.Parameter], message: Message) -> str:
+    """Return a note on the `frozen` parameters and the message without them; "" if none is."""
+    if not frozen:
+        return ""
+    return (
+        f"--freeze: {len(frozen)} of {len(message.parameters)} parameters are frozen: the message"
+        f" of a step has {message.tensor.nbytes / 1e6:,.3f} MB, without the"
+        f" {sum(p.nbytes for p in frozen) / 1e6:,.3f} MB of their gradients"
+    )
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -103,20 +81,10 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     return {name: first[parameter] for name, parameter in every}
 
 
-def check_phases(config: Config, plan: Plan) -> None:
-    """Raise UsageError if the run ends before the epoch of --unfreeze-epoch."""
-    if config.unfreeze_epoch is not None and config.unfreeze_epoch >= plan.epochs:
-        raise UsageError(
-            f"--unfreeze-epoch {config.unfreeze_epoch}: the run ends after"
-            f" {counted(plan.epochs, 'epoch')}, and nothing would be unfrozen"
-        )
-
-
-def parameter_groups(model: nn.Module, config: Config, frozen: Frozen) -> dict[str, Group]:
+def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
     """Return the group of each trainable parameter by name.
 
-    Parameters that were frozen belong to a later phase: their optimizer state begins in it. Raises
-    UsageError if a pattern matches nothing.
+    Raises UsageError if a pattern matches nothing.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     first = _first_names(model)
@@ -129,7 +97,6 @@ def parameter_groups(model: nn.Module, config: Config, frozen: Frozen) -> dict[s
     undecayed = {first[name] for name in _undecayed(model, config.no_decay, [*first])}
     return {
         name: Group(
-            int(name in frozen.parameters),
             scales[name] * factors[name],
             0.0 if name in undecayed else config.weight_decay,
         )

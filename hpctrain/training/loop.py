@@ -8,8 +8,6 @@ from functools import partial
 
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
-from hpctrain.training.replay import RunReplay
-from hpctrain.training.setup import unfreeze
 from hpctrain.training.state import Run, gather
 from hpctrain.training.step import train_step
 from hpctrain.training.steps import PendingStep, PendingSteps, compare_ranks
@@ -27,8 +25,6 @@ def train_epochs(run: Run) -> None:
     with closing(job.loader) as loader:
         while state.epoch < job.plan.epochs and not state.ended:
             first = state.step - state.epoch * per_epoch
-            if state.epoch == job.config.unfreeze_epoch and not state.unfrozen:
-                begin_last_phase(run)
             pending.restart_clock()
             began = time.perf_counter()
             for number, batches in enumerate(loader.epoch(state.epoch, first), start=first):
@@ -78,15 +74,6 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
         compare_ranks(run)
         save_checkpoint(run)
     pending.restart_clock()
-
-
-def begin_last_phase(run: Run) -> None:
-    """Train the parameters of --freeze too from the next step on. Collective."""
-    doing("unfreezing")
-    run.recorder.note(unfreeze(run.job, run.comm))
-    run.state.unfrozen = True
-    if run.replay:
-        run.replay = RunReplay(run.job.trainer, run.job.task, run.job.plan)
 
 
 def end_epoch(run: Run) -> None:

@@ -6,9 +6,7 @@ The order is: pack, device, network, plan, then the message and the objects that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +38,7 @@ from hpctrain.parallel.placement import Choice
 from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
 from hpctrain.plan_check import go_on
 from hpctrain.training.batch_fit import MemoryTrial, fit_batch
-from hpctrain.training.finetune import Frozen, check_phases, freeze
+from hpctrain.training.finetune import describe_frozen, freeze
 from hpctrain.training.reading import (
     FIRST_ROWS,
     Reading,
@@ -56,14 +54,13 @@ from hpctrain.training.trainer import (
     check_fixed_state,
     make_trainer,
     probe_norms,
-    probe_phases,
 )
 from hpctrain.watchdog import doing
 
 
 @dataclass
 class Job:
-    """One run, ready for its first step; a new phase of the training replaces its trainer."""
+    """One run, ready for its first step."""
 
     config: Config
     plan: Plan
@@ -71,7 +68,6 @@ class Job:
     reading: Reading
     transport: Choice
     task: Task
-    frozen: Frozen
     trainer: Trainer
     loader: Loader
     prepare: Prepare  # without augmentation, for evaluation
@@ -85,14 +81,12 @@ class Job:
         self.reading.source.close()
 
 
-def set_up(
-    config: Config, comm: Comm, earlier: Plan | None = None, saved: Mapping[str, Any] | None = None
-) -> Job:
+def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool = False) -> Job:
     """Build a job from a configuration that passed `check_settings`. Collective.
 
-    `earlier` is the plan of the run's first launch, if this launch resumes it, and `saved` the
-    state in its checkpoint, if any: --init is then ignored, because the checkpoint provides the
-    weights. Raises the same error on all ranks.
+    `earlier` is the plan of the run's first launch, if this launch resumes it, and `saved` whether
+    it left a checkpoint, which then provides the weights instead of --init. Raises the same error
+    on all ranks.
     """
     pack = open_pack(config, "train", comm)
     doing("setting up")  # replaces the last block of the pack that rank 0 compared
@@ -101,7 +95,7 @@ def set_up(
         comm, config.device, lambda share: cpu_threads(config, share, earlier)
     )
 
-    model, init = call_on_all(comm, lambda: make_model(config, pack, saved is None))
+    model, init = call_on_all(comm, lambda: make_model(config, pack, not saved))
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
     frozen = call_on_all(comm, lambda: freeze(model, config.freeze))
@@ -114,22 +108,20 @@ def set_up(
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     scaling, why = call_on_all(comm, lambda: choose_scaling(config, earlier, pack, model, init))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
-    last = bool(saved and saved.get("unfrozen"))
-    norms, probe = probe_phases(model, frozen, last, task, source, prepare, config, comm)
+    norms, probe = probe_norms(model, task, source, prepare, config, comm)
 
     held = sample_bytes(source, config.random_crop > 0)
     machine = comm.size, device.type, threads
     facts = facts_of(pack, held, machine, probe.min_samples, weights, scaling)
-    trial = MemoryTrial(model, frozen, task, source, prepare, config, comm)
+    trial = MemoryTrial(model, task, source, prepare, config, comm)
     asked, fitted = (config, "") if earlier else fit_batch(config, facts, trial)
     plan = call_on_root(
         comm, lambda: go_on(earlier, config, facts) if earlier else resolve(asked, facts)
     )
-    call_on_all(comm, lambda: check_phases(config, plan))
     norms.start(probe)
     transport, choice, sharing = open_transport(comm, device, config.reduce)
     runs = [range(*run) for run in plan.runs]
-    trainer = make_trainer(norms, task, config, plan, frozen, transport, runs)
+    trainer = make_trainer(norms, task, config, plan, transport, runs)
     check_fixed_state(model, comm)
     shards = runs[comm.rank]
     # Before --stage, whose copy may lack labels of other hosts' samples.
@@ -140,8 +132,8 @@ def set_up(
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
-    texts = fitted, sharing, init, why, frozen.describe(trainer.message), *balance
-    made = pack, reading, choice, task, frozen, trainer, loader, prepare, init
+    texts = fitted, sharing, init, why, describe_frozen(frozen, trainer.message), *balance
+    made = pack, reading, choice, task, trainer, loader, prepare, init
     return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
 
 
@@ -247,23 +239,3 @@ def make_model(
         init = load_init(model, path, classes, pack.image_shape[2])
     model.train()
     return model, init
-
-
-def unfreeze(job: Job, comm: Comm) -> str:
-    """Train the parameters of --freeze too from the next step on. Collective.
-
-    Returns a note for the record.
-    """
-    old, runs = job.trainer, [range(*run) for run in job.plan.runs]
-    old.close()
-    old.norms.release()
-    job.frozen.set_trained(True)
-    # `probe_phases` has tested this phase by replays; forward may have created buffers since then.
-    config = dataclasses.replace(job.config, local_buffers=True)
-    with call_on_all(comm, lambda: job.reading.split("train")) as source:
-        norms, probe = probe_norms(old.model, job.task, source, job.prepare, config, comm)
-    norms.start(probe)
-    how = job.config, job.plan, job.frozen, old.reduce.transport, runs
-    job.trainer = make_trainer(norms, job.task, *how)
-    job.trainer.continue_from(old)
-    return job.frozen.describe(job.trainer.message)

@@ -76,7 +76,6 @@ class Progress:
     sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # of the current epoch: loss,
     # correct, samples, seconds
     weight: float = 0.0  # of the current epoch: sum of the samples' class weights
-    unfrozen: bool = False  # the parameters of --freeze are trained too
 
     def is_preempted(self) -> bool:
         """Whether the run has been preempted."""

@@ -98,22 +98,6 @@ class Trainer:
         constants = {f"model.{name}": tensor for name, tensor in self.constants().items()}
         return self.tensors() | constants
 
-    def continue_from(self, earlier: Trainer) -> None:
-        """Take over the state of a trainer of an earlier phase, with fewer parameters.
-
-        Its groups are the first of this one (`lay_out`).
-        """
-        for (own, group), (old, before) in zip(
-            self.message.groups, earlier.message.groups, strict=False
-        ):
-            if (group, own.shape) != (before, old.shape):
-                raise RuntimeError(f"the parameters of {before} were laid out in another order")
-            self.optimizer.state[own] = earlier.optimizer.state[old]
-        self.buffers = earlier.buffers
-        self.unused.used[: len(earlier.unused.used)] = earlier.unused.used
-        if self.average is not None and earlier.average is not None:
-            self.average.continue_from(earlier.average)
-
     def close(self) -> None:
         """Release the hooks and the thread of the reduction, after the last step."""
         self.reduce.close()

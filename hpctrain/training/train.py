@@ -118,7 +118,7 @@ def run_training(
             config = dataclasses.replace(config, precision=earlier.precision)
         stack.enter_context(torch_settings(precision, config.deterministic))
         plan, checkpoint = (earlier.plan, earlier.checkpoint) if earlier else (None, None)
-        saved = checkpoint.state if checkpoint else None
+        saved = checkpoint is not None
         job = stack.enter_context(closing(set_up(config, comm, plan, saved)))
         if config.dry_run:
             notes = (f"note           {note}" for note in job.notes)

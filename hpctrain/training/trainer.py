@@ -1,4 +1,4 @@
-"""Construction of the trainer of a phase: statistics, message, optimizer, reduction."""
+"""Construction of the trainer: statistics, message, optimizer, reduction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpctrain.plan import Plan
 from hpctrain.streams import IN_FLIGHT
 from hpctrain.training.average import Average
 from hpctrain.training.compute import make_backward
-from hpctrain.training.finetune import Frozen, parameter_groups
+from hpctrain.training.finetune import parameter_groups
 from hpctrain.training.optimizer import make_optimizer
 from hpctrain.training.replay import probe_model
 from hpctrain.training.step import Trainer, hash_tensors
@@ -32,7 +32,7 @@ from hpctrain.training.step import Trainer, hash_tensors
 def probe_norms(
     model: nn.Module, task: Task, source: Split, prepare: Prepare, config: Config, comm: Comm
 ) -> tuple[BatchNorms, Probe]:
-    """Make the batch-norm statistics of the layers that are trained now. Collective.
+    """Make the batch-norm statistics of the layers that are trained. Collective.
 
     Also returns what these layers see of the first samples. Raises UsageError as `probe_model`.
     """
@@ -40,37 +40,11 @@ def probe_norms(
     return norms, call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
 
-def probe_phases(
-    model: nn.Module,
-    frozen: Frozen,
-    last: bool,
-    task: Task,
-    source: Split,
-    prepare: Prepare,
-    config: Config,
-    comm: Comm,
-) -> tuple[BatchNorms, Probe]:
-    """As `probe_norms`, for the phase that a launch begins in: the `last` one, or the first.
-
-    The number of samples that a shard needs is that of all phases. Sets what is trained.
-    """
-    least = 1
-    if config.unfreeze_epoch is not None:  # what would fail later fails now
-        frozen.set_trained(True)
-        norms, probe = probe_norms(model, task, source, prepare, config, comm)
-        least = probe.min_samples
-        norms.release()
-    frozen.set_trained(last)
-    norms, probe = probe_norms(model, task, source, prepare, config, comm)
-    return norms, probe._replace(min_samples=max(least, probe.min_samples))
-
-
 def make_trainer(
     norms: BatchNorms,
     task: Task,
     config: Config,
     plan: Plan,
-    frozen: Frozen,
     transport: Transport,
     runs: Sequence[range],
 ) -> Trainer:
@@ -81,7 +55,7 @@ def make_trainer(
     comm, model = transport.comm, norms.model
 
     def lay_out_message() -> Message:
-        groups = parameter_groups(model, config, frozen)
+        groups = parameter_groups(model, config)
         return Message(model, norms.channels, comm.rank, comm.size, groups)
 
     message = call_on_all(comm, lay_out_message)

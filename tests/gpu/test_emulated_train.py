@@ -61,9 +61,8 @@ def test_deterministic_runs_have_one_digest_on_any_number_of_gpus(folder):
 
 
 def test_fine_tuning_has_one_digest_on_any_number_of_gpus(folder):
-    """In two phases: the second has another message, optimizer and reduction."""
     flags = ["--deterministic", "--shards", "4", "--freeze", "conv1,bn1,layer1"]
-    flags += ["--unfreeze-epoch", "1", "--lr-scale", "layer*=0.5", "--ema", "0.9"]
+    flags += ["--lr-scale", "layer*=0.5", "--ema", "0.9"]
     flags += ["--output", "ema", "--weight-decay", "0.1", "--no-decay", "norm"]
     ways = [(1, "late", ()), (2, "2", ("--reduce", "nccl")), (3, "early", ("--overlap", "3"))]
     runs = [train(folder, *flags, *more, ranks=n, order=order) for n, order, more in ways]

@@ -13,16 +13,15 @@ from hpctrain.training.control import Control
 from hpctrain.training.state import Progress, Run
 from hpctrain.training.train import train
 
-# in two phases, with groups of parameters; and averaged
+# with a frozen part and groups of parameters; and averaged
 FINE_TUNING = {
-    "unfreeze": {
+    "freeze": {
         "optimizer": "adamw",
         "weight_decay": 0.1,
         "no_decay": "norm",
         "schedule": "cosine",
         "min_lr": 1e-4,
         "freeze": "conv1,bn1",
-        "unfreeze_epoch": 1,
         "lr_scale": "fc=2",
         "validate_steps": 3,
         "output": "best",
@@ -36,7 +35,6 @@ FINE_TUNING = {
         "output": "ema",
         "validate_steps": 3,
         "freeze": "conv1,bn1",
-        "unfreeze_epoch": 1,
     },
 }
 

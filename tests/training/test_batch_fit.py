@@ -20,7 +20,6 @@ from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.plan import Facts, resolve
 from hpctrain.training import batch_fit
 from hpctrain.training.batch_fit import MemoryTrial, fit_batch, free_memory
-from hpctrain.training.finetune import Frozen, freeze
 from hpctrain.training.live_bytes import LiveBytes
 from hpctrain.training.train import train
 from tests.packs import make_pack
@@ -128,7 +127,7 @@ def make_trial(comm, shared_tmp):
         source = Split(pack, "train")
         BatchNorms(model)  # sets the momentum of a run
         task = Classification(classes=10)
-        return MemoryTrial(model, Frozen({}, ()), task, source, make_prepare(), config, comm), model
+        return MemoryTrial(model, task, source, make_prepare(), config, comm), model
 
     return make
 
@@ -175,19 +174,6 @@ def test_a_rank_without_free_memory_asks_the_others_once_too(make_trial, monkeyp
     monkeypatch.setattr(batch_fit, "free_memory", free)
     assert not trial(1, 1) and not trial(1, 1)
     assert asked == [1]
-
-
-def test_what_is_unfrozen_later_is_measured(make_trial):
-    peaks = []
-    for config in (Config(freeze="conv*,bn*"), Config(freeze="conv*,bn*", unfreeze_epoch=1)):
-        trial, model = make_trial(config)
-        trial._frozen = freeze(model, config.freeze)
-        with LiveBytes() as live:
-            trial.step(16)
-        peaks.append(live.peak)
-        trained = {name for name, each in model.named_parameters() if each.requires_grad}
-        assert trained == {"fc.weight", "fc.bias"} and not model.bn1.training
-    assert peaks[1] > 1.5 * peaks[0]
 
 
 @pytest.mark.mpi

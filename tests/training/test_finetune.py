@@ -1,4 +1,4 @@
-"""Fine-tuning against plain torch in float64: frozen parts, groups, schedules, phases."""
+"""Fine-tuning against plain torch in float64: frozen parts, groups, schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpctrain.config import Config, check_settings
 from hpctrain.data.pack import write_pack
-from hpctrain.errors import RunError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.models import read_model
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.layout import Group, lay_out
@@ -22,10 +22,9 @@ from hpctrain.parallel.message import Message
 from hpctrain.parallel.overlap import cut
 from hpctrain.report.record import read_records
 from hpctrain.training.average import Average
-from hpctrain.training.finetune import Frozen, freeze, parameter_groups
+from hpctrain.training.finetune import freeze, parameter_groups
 from hpctrain.training.setup import make_model, set_up
 from hpctrain.training.train import train
-from tests.training.runs import leave_after
 
 MODEL = "tests.training.test_finetune:network"
 STEPS, EPOCHS = 7, 3
@@ -103,14 +102,9 @@ CASES = {
     "freeze": Case(
         {"freeze": "stem,bn,blocks.0.*"}, frozen=lambda n: n.startswith(("stem", "bn", "blocks.0"))
     ),
-    "unfreeze": Case(
-        {"freeze": "stem, bn ,blocks.0", "unfreeze_epoch": 1},
-        frozen=lambda n: n.startswith(("stem", "bn", "blocks.0")),
-    ),
-    "unfreeze, groups": Case(
+    "freeze, groups": Case(
         {
-            "freeze": "stem,bn",
-            "unfreeze_epoch": 2,
+            "freeze": "stem, bn",
             "optimizer": "adamw",
             "weight_decay": 0.3,
             "no_decay": "norm,bias,shift",
@@ -130,10 +124,9 @@ CASES = {
         decay=lambda n: 0.0 if n.endswith("bias") else 0.3,
         schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS * EPOCHS, 0.02),
     ),
-    "average, unfreeze": Case(
+    "average, freeze": Case(
         {
             "freeze": "stem,bn",
-            "unfreeze_epoch": 1,
             "ema": 0.8,
             "ema_every": 2,
             "output": "ema",
@@ -162,7 +155,7 @@ def settings(small_settings):
 
 def plain_torch(case, config, alone):
     """The same batches by shards in one process, with nothing of hpctrain's optimizer or layout."""
-    job = set_up(dataclasses.replace(config, overlap=0, freeze=None, unfreeze_epoch=None), alone)
+    job = set_up(dataclasses.replace(config, overlap=0, freeze=None), alone)
     model, _ = make_model(config, job.pack)
     parameters = dict(model.named_parameters())
     frozen = [name for name in parameters if case.frozen(name)]
@@ -181,12 +174,6 @@ def plain_torch(case, config, alone):
     if average:
         average.update_parameters(model)  # the first one copies
     for epoch in range(EPOCHS):
-        if config.unfreeze_epoch == epoch:
-            assert all(map(torch.equal, before.values(), model.bn.state_dict().values()))
-            for name in frozen:
-                parameters[name].requires_grad_(True)
-                optimizer.add_param_group(group(name))
-            model.bn.train()
         for number, batches in enumerate(job.loader.epoch(epoch)):
             optimizer.zero_grad()
             for batch in batches:
@@ -216,13 +203,12 @@ def test_it_learns_what_plain_torch_learns_in_float64(comm, one_rank, settings, 
             value = expected[key]
             torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12)
         if config.freeze:
-            kept = [torch.equal(found[f"bn.{key}"], value) for key, value in statistics.items()]
-            assert not any(kept[2:]) if config.unfreeze_epoch else all(kept)
+            assert all(torch.equal(found[f"bn.{key}"], value) for key, value in statistics.items())
     comm.Barrier()
 
 
-@pytest.mark.parametrize("name", ["unfreeze", "average, unfreeze"])
-def test_running_statistics_are_those_of_torch_in_both_phases(one_rank, settings, name, shared_tmp):
+@pytest.mark.parametrize("name", ["freeze", "average, freeze"])
+def test_running_statistics_are_those_of_torch(one_rank, settings, name, shared_tmp):
     """With one shard, pooled statistics are those of torch."""
     case = CASES[name]
     config = dataclasses.replace(settings, run=name, shards=1, **case.settings)
@@ -232,21 +218,6 @@ def test_running_statistics_are_those_of_torch_in_both_phases(one_rank, settings
     for key in expected:
         if "running" in key:
             torch.testing.assert_close(found[key], expected[key], rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.mpi
-def test_a_run_that_ends_where_a_phase_ends_goes_on_in_the_next_one(comm, settings, shared_tmp):
-    how = {"freeze": "stem,bn", "unfreeze_epoch": 1, "optimizer": "adam", "deterministic": True}
-    config = dataclasses.replace(settings, threads=None, validate_steps=3, output="best", **how)
-    assert train(dataclasses.replace(config, run="whole"), comm) == 0
-    with leave_after(STEPS, STEPS + 1, STEPS + 3):
-        codes = [train(dataclasses.replace(config, run="cut"), comm) for _ in range(4)]
-    assert codes == [75, 75, 75, 0]
-    if comm.rank == 0:
-        files = [shared_tmp / "runs" / run / "model.safetensors" for run in ("whole", "cut")]
-        whole, cut = (read_model(file)[0] for file in files)
-        assert all(torch.equal(whole[key], cut[key]) for key in whole)
-    comm.Barrier()
 
 
 @pytest.mark.mpi
@@ -301,46 +272,25 @@ def test_running_statistics_are_averaged_and_a_skipped_step_is_not():
 
 def test_the_message_holds_no_gradient_of_a_frozen_part():
     model = network((12, 12, 1), 10)
-    whole = lay_out(model)
-    frozen = freeze(model, "stem,bn,blocks,last")
+    freeze(model, "stem,bn,blocks,last")
     assert lay_out(model).length == 64 * (1 + 1 + 1)  # shift, fc.weight and fc.bias
     assert not model.bn.training and model.blocks.training
-    frozen.set_trained(True)
-    assert lay_out(model) == whole and model.bn.training
 
 
-def test_groups_are_contiguous_and_a_later_phase_is_appended():
+def test_groups_are_contiguous():
     model = network((12, 12, 1), 10)
     config = Config(weight_decay=0.1, no_decay="bias", lr_scale="fc=2")
-    frozen = freeze(model, "blocks")
-    first = lay_out(model, parameter_groups(model, config, frozen))
-    frozen.set_trained(True)
-    second = lay_out(model, parameter_groups(model, config, frozen))
-    assert [group for group, _ in second.groups] == [
-        *(Group(0, scale, decay) for scale in (1.0, 2.0) for decay in (0.0, 0.1)),
-        *(Group(1, 1.0, decay) for decay in (0.0, 0.1)),
+    layout = lay_out(model, parameter_groups(model, config))
+    assert [group for group, _ in layout.groups] == [
+        Group(scale, decay) for scale in (1.0, 2.0) for decay in (0.0, 0.1)
     ]
-    ends = [0, *(span.stop for _, span in second.groups)]
-    assert [span.start for _, span in second.groups] == ends[:-1] and ends[-1] == second.length
-    names = [(s.name, s.offset) for s in second.segments]
-    assert names[: len(first.segments)] == [(s.name, s.offset) for s in first.segments]
-    assert first.groups == second.groups[:4]
-
-
-def test_a_frozen_part_that_comes_first_does_not_change_the_order_of_the_groups():
-    model = network((12, 12, 1), 10)
-    config, frozen = Config(lr_scale="bn=0.5"), freeze(model, "shift,stem")
-    first = lay_out(model, parameter_groups(model, config, frozen))
-    frozen.set_trained(True)
-    second = lay_out(model, parameter_groups(model, config, frozen))
-    assert len(first.groups) == 2 and first.groups == second.groups[:2]
+    ends = [0, *(span.stop for _, span in layout.groups)]
+    assert [span.start for _, span in layout.groups] == ends[:-1] and ends[-1] == layout.length
 
 
 def test_segments_are_summed_in_the_order_in_which_backward_completes_them():
     model = network((12, 12, 1), 10)
-    frozen = freeze(model, "stem,blocks.0")
-    frozen.set_trained(True)
-    layout = lay_out(model, parameter_groups(model, Config(), frozen))
+    layout = lay_out(model, parameter_groups(model, Config(lr_scale="stem=0.5,blocks.0=0.5")))
     spans = cut(layout, 4)
     first = [min(s.number for s in layout.segments if s.offset in span) for span in spans]
     assert len(spans) > 2 and first == sorted(first, reverse=True) and first[-1] == 0
@@ -350,7 +300,7 @@ def test_segments_are_summed_in_the_order_in_which_backward_completes_them():
 def test_layers_of_a_network_of_several_kinds():
     norms = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3, bias=False))
     norms.append(nn.ModuleDict({"x": nn.Linear(3, 2)}))
-    groups = parameter_groups(norms, Config(layer_decay=0.1), Frozen({}, ()))
+    groups = parameter_groups(norms, Config(layer_decay=0.1))
     scales = {name: round(math.log10(group.lr_scale)) for name, group in groups.items()}
     assert scales == {
         **{"0.weight": -2, "0.bias": -2, "1.weight": -2, "1.bias": -2, "2.weight": -1},
@@ -375,7 +325,7 @@ class Transformer(nn.Module):
 
 
 def test_each_block_of_a_transformer_is_a_layer():
-    groups = parameter_groups(Transformer(), Config(layer_decay=0.1), Frozen({}, ()))
+    groups = parameter_groups(Transformer(), Config(layer_decay=0.1))
     scales = {name: round(math.log10(group.lr_scale)) for name, group in groups.items()}
     first = dict.fromkeys(("token", "patches.weight", "patches.bias", "encoder.position"), -4)
     assert scales == {
@@ -394,90 +344,10 @@ class Tied(Network):
 def test_tied_parameters_are_named_by_either_name():
     model = Tied(1, 10)
     config = Config(lr_scale="blocks.1.conv.weight=0.5", no_decay="blocks.1", weight_decay=0.1)
-    groups = parameter_groups(model, config, Frozen({}, ()))
-    assert groups["blocks.0.conv.weight"] == Group(0, 0.5, 0.0)
+    groups = parameter_groups(model, config)
+    assert groups["blocks.0.conv.weight"] == Group(0.5, 0.0)
     freeze(model, "blocks.1.conv")
     assert not model.blocks[0].conv.weight.requires_grad
-
-
-def test_a_layer_that_the_network_itself_keeps_in_evaluation_mode_stays_so():
-    model = network((12, 12, 1), 10)
-    model.bn.eval()
-    frozen = freeze(model, "stem,bn")
-    frozen.set_trained(True)
-    assert not model.bn.training and model.stem.weight.requires_grad
-
-
-def test_a_factor_of_the_frozen_part_does_not_reorder_the_groups_of_the_rest():
-    model = network((12, 12, 1), 10)
-    config = Config(lr_scale="blocks.0=0.5")
-    frozen = freeze(model, "shift,stem,bn")
-    first = lay_out(model, parameter_groups(model, config, frozen))
-    frozen.set_trained(True)
-    second = lay_out(model, parameter_groups(model, config, frozen))
-    assert second.groups[: len(first.groups)] == first.groups
-    assert second.segments[0][2:] == first.segments[0][2:]
-
-
-def exploding(image_shape, classes):
-    return Exploding(image_shape[2], classes).double()
-
-
-class Exploding(Network):
-    """The gradient of its stem is not finite, which is noticed when it is no longer frozen."""
-
-    def forward(self, x):
-        y = torch.tanh(torch.sqrt(0 * self.bn(self.stem(x))))
-        x = self.blocks(y + torch.ones_like(y))
-        return self.fc(self.last(x).mean((2, 3)) + self.shift)
-
-
-class Caching(Network):
-    """Makes a buffer in forward that differs between ranks."""
-
-    def __init__(self, channels, classes):
-        super().__init__(channels, classes)
-        self.register_buffer("seen", None, persistent=False)
-
-    def forward(self, x):
-        if self.training:
-            self.seen = x.detach().mean((0, 2, 3))
-        return super().forward(x)
-
-
-def caching(image_shape, classes):
-    return Caching(image_shape[2], classes).double()
-
-
-def own_loss(outputs, targets):
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-
-PHASES = {
-    "local": {"batch_norm": "local", "output": "best"},
-    "made later": {"model": "tests.training.test_finetune:caching"},
-    "local buffers": {"model": "tests.training.test_finetune:caching", "local_buffers": True},
-    "own loss": {"loss": "tests.training.test_finetune:own_loss"},
-}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", PHASES)
-def test_a_phase_begins_with_what_may_differ_between_ranks(comm, settings, name):
-    how = {"freeze": "stem,bn,last", "unfreeze_epoch": 1, "epochs": 2, "validate_steps": 2}
-    assert train(dataclasses.replace(settings, **how, **PHASES[name]), comm) == 0
-
-
-@pytest.mark.mpi
-def test_a_failure_in_the_first_step_of_a_phase_is_met_again_when_resumed(comm, settings):
-    how = {
-        "freeze": "stem,bn",
-        "unfreeze_epoch": 1,
-        "model": f"{MODEL.partition(':')[0]}:exploding",
-    }
-    for _ in range(2):
-        with pytest.raises(RunError, match="step 8 .* is not finite"):
-            train(dataclasses.replace(settings, **how), comm)
 
 
 REFUSED = {
@@ -496,7 +366,8 @@ def test_a_pattern_that_matches_nothing_is_refused(words):
     config, model = Config(**REFUSED[words]), network((12, 12, 1), 10)
     check_settings(config)
     with pytest.raises(UsageError) as caught:
-        parameter_groups(model, config, freeze(model, config.freeze))
+        freeze(model, config.freeze)
+        parameter_groups(model, config)
     assert words in str(caught.value)
 
 
@@ -517,7 +388,6 @@ CONFLICTS = {
     "--min-lr is for --schedule cosine or step": {"min_lr": 0.1},
     "--min-lr 0.1 is above --lr 0.01": {"min_lr": 0.1, "schedule": "cosine"},
     "--schedule one-cycle has a warm-up": {"schedule": "one-cycle", "warmup_epochs": 1.0},
-    "--unfreeze-epoch 2 goes with --freeze": {"unfreeze_epoch": 2},
     "--ema 0.9 needs --output ema": {"ema": 0.9},
     "--output ema needs the decay": {"output": "ema"},
     "--ema-every 2 goes with --ema": {"ema_every": 2},
@@ -534,10 +404,3 @@ def test_settings_that_contradict_each_other_are_refused(words):
     with pytest.raises(UsageError) as caught:
         check_settings(Config(**CONFLICTS[words]))
     assert words in str(caught.value)
-
-
-@pytest.mark.mpi
-def test_a_run_too_short_to_unfreeze_is_refused(comm, settings):
-    config = dataclasses.replace(settings, freeze="bn", unfreeze_epoch=EPOCHS)
-    with pytest.raises(UsageError, match="the run ends after 3 epochs"):
-        train(config, comm)

@@ -93,7 +93,9 @@ def test_a_resumed_run_keeps_its_scaling(given, comm):
     notes = [line["text"] for line in read_records(Path("runs/a")) if line["kind"] == "note"]
     assert [note.startswith("--normalize auto") for note in notes].count(True) == 1
     plan = read_plan(json.loads(Path("runs/a/plan.json").read_text()))
-    black = set_up(config, comm, plan, {}).prepare(torch.zeros(1, 16, 16, 3, dtype=torch.uint8), 0)
+    black = set_up(config, comm, plan, True).prepare(
+        torch.zeros(1, 16, 16, 3, dtype=torch.uint8), 0
+    )
     expected = [-m / s for m, s in zip(*IMAGENET, strict=True)]
     torch.testing.assert_close(black[0, :, 0, 0], torch.tensor(expected))
     with pytest.raises(

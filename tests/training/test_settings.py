@@ -74,7 +74,6 @@ ELSEWHERE = {  # flag -> where it is tested
     **dict.fromkeys(
         (
             "freeze",
-            "unfreeze_epoch",
             "lr_scale",
             "layer_decay",
             "no_decay",

@@ -22,7 +22,6 @@ CASES = {
     "first samples": {
         "augment": "tests.own_functions:mirror",
         "freeze": "conv1,bn1",
-        "unfreeze_epoch": 1,
     },
     "picture": {"task": "denoise", "model": "autoencoder"},
 }

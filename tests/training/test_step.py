@@ -66,9 +66,9 @@ def small_model():
 
 def make_trainer(model, comm, config=None, weights=None, **how):
     config = config or Config(lr=0.1)
-    frozen = freeze(model.train(), config.freeze)
+    freeze(model.train(), config.freeze)
     norms = BatchNorms(model, config.batch_norm)
-    groups = parameter_groups(model, config, frozen)
+    groups = parameter_groups(model, config)
     message = Message(model, norms.channels, comm.rank, comm.size, groups)
     return Trainer(
         model,
