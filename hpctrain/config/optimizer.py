@@ -67,12 +67,6 @@ class OptimizerSettings:
         OPTIMIZER,
         learning_rate_factors,
     )
-    layer_decay: float = option(
-        1.0,
-        "multiply the learning rate of each layer or block by this once for every one after it",
-        OPTIMIZER,
-        Bounds(0, 1, "(]"),
-    )
     schedule: str = option(
         "constant",
         "schedule of the learning rate",

@@ -10,7 +10,6 @@ import difflib
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from itertools import groupby
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -86,9 +85,7 @@ def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
 
     Raises UsageError if a pattern matches nothing.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     first = _first_names(model)
-    factors = _layer_factors(model, config.layer_decay)
     scales = dict.fromkeys(first.values(), 1.0)
     if config.lr_scale:
         for pattern, factor in learning_rate_factors(config.lr_scale):
@@ -96,11 +93,9 @@ def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
             scales |= {first[name]: factor for name in matched}
     undecayed = {first[name] for name in _undecayed(model, config.no_decay, [*first])}
     return {
-        name: Group(
-            scales[name] * factors[name],
-            0.0 if name in undecayed else config.weight_decay,
-        )
-        for name in names
+        name: Group(scales[name], 0.0 if name in undecayed else config.weight_decay)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
 
 
@@ -126,40 +121,3 @@ def _of_normalization(model: nn.Module) -> set[str]:
         if isinstance(module, kinds) or "norm" in type(module).__name__.lower()
         for name, _ in module.named_parameters(recurse=False)
     }
-
-
-def _layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
-    """Return the factor of each parameter's learning rate by --layer-decay.
-
-    It is 1 in the last layer, `decay` in the one before, `decay`^2 in the one before that, and so
-    on (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; Bao et al. 2022, arXiv:2106.08254). A
-    layer is a child of the outermost nn.Sequential or nn.ModuleList, or else of the network.
-    Normalization layers count with the layer before, and so do parameters of a module that holds
-    layers, such as a position embedding; those of the network itself count with the first layer.
-    """
-    modules, names = dict(model.named_modules()), [name for name, _ in model.named_parameters()]
-    joined = _of_normalization(model) | {name for name in names if _is_of_holder(name, modules)}
-    index: dict[str, int] = {}
-    number, begun = 0, False
-    for layer, group in groupby(names, lambda name: _layer(name, modules)):
-        members = list(group)
-        number += begun and not joined.issuperset(members)
-        begun = begun or bool(layer)
-        index |= dict.fromkeys(members, number)
-    return {name: decay ** (number - own) for name, own in index.items()}
-
-
-def _is_of_holder(parameter: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a parameter belongs directly to a child of the network that holds its layers."""
-    owner, _, _ = parameter.rpartition(".")
-    kinds = nn.Sequential | nn.ModuleList
-    return "." not in owner and any(isinstance(part, kinds) for part in modules[owner].children())
-
-
-def _layer(parameter: str, modules: dict[str, nn.Module]) -> str:
-    """Return the name of the layer that a parameter belongs to; "" = the network itself."""
-    path = parameter.split(".")[:-1]
-    for end in range(len(path)):
-        if isinstance(modules[".".join(path[:end])], nn.Sequential | nn.ModuleList):
-            return ".".join(path[: end + 1])
-    return path[0] if path else ""

@@ -30,7 +30,7 @@ FINE_TUNING = {
         "ema": 0.9,
         "ema_every": 2,
         "nesterov": True,
-        "layer_decay": 0.8,
+        "lr_scale": "conv2=0.8,conv3=0.64",
         "schedule": "one-cycle",
         "output": "ema",
         "validate_steps": 3,

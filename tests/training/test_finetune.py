@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -116,8 +115,13 @@ CASES = {
         lambda n: 0.0 if undecayed(n) else 0.3,
         lambda n: n.startswith(("stem", "bn")),
     ),
-    "layer decay, Nesterov": Case(
-        {"layer_decay": 0.5, "nesterov": True}, nesterov, lambda n: 0.5 ** (3 - layer(n))
+    "a factor for each layer, Nesterov": Case(
+        {
+            "lr_scale": "stem=0.125,bn=0.125,shift=0.125,blocks.0=0.25,blocks.1=0.5,last=0.5",
+            "nesterov": True,
+        },
+        nesterov,
+        lambda n: 0.5 ** (3 - layer(n)),
     ),
     "no decay, smallest rate": Case(
         {"weight_decay": 0.3, "no_decay": "bias", "schedule": "cosine", "min_lr": 0.02},
@@ -295,44 +299,6 @@ def test_segments_are_summed_in_the_order_in_which_backward_completes_them():
     first = [min(s.number for s in layout.segments if s.offset in span) for span in spans]
     assert len(spans) > 2 and first == sorted(first, reverse=True) and first[-1] == 0
     assert [span.start for span in spans] != sorted((s.start for s in spans), reverse=True)
-
-
-def test_layers_of_a_network_of_several_kinds():
-    norms = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3, bias=False))
-    norms.append(nn.ModuleDict({"x": nn.Linear(3, 2)}))
-    groups = parameter_groups(norms, Config(layer_decay=0.1))
-    scales = {name: round(math.log10(group.lr_scale)) for name, group in groups.items()}
-    assert scales == {
-        **{"0.weight": -2, "0.bias": -2, "1.weight": -2, "1.bias": -2, "2.weight": -1},
-        **{"3.x.weight": 0, "3.x.bias": 0},
-    }
-
-
-class Transformer(nn.Module):
-    """Blocks that begin with their norm, inside a module with a position embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.token, self.patches, self.encoder = (
-            nn.Parameter(torch.zeros(4)),
-            nn.Linear(4, 4),
-            nn.Module(),
-        )
-        self.encoder.position = nn.Parameter(torch.zeros(4))
-        blocks = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3)]
-        self.encoder.blocks, self.encoder.norm = nn.Sequential(*blocks), nn.LayerNorm(4)
-        self.head = nn.Linear(4, 2)
-
-
-def test_each_block_of_a_transformer_is_a_layer():
-    groups = parameter_groups(Transformer(), Config(layer_decay=0.1))
-    scales = {name: round(math.log10(group.lr_scale)) for name, group in groups.items()}
-    first = dict.fromkeys(("token", "patches.weight", "patches.bias", "encoder.position"), -4)
-    assert scales == {
-        **first,
-        **{n: -3 + int(n.split(".")[2]) for n in scales if n.startswith("encoder.blocks")},
-        **{"encoder.norm.weight": -1, "encoder.norm.bias": -1, "head.weight": 0, "head.bias": 0},
-    }
 
 
 class Tied(Network):

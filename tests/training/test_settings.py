@@ -75,7 +75,6 @@ ELSEWHERE = {  # flag -> where it is tested
         (
             "freeze",
             "lr_scale",
-            "layer_decay",
             "no_decay",
             "nesterov",
             "min_lr",
