@@ -14,7 +14,7 @@ import zlib
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from hpctrain.config import Config, byte_count, images_per_rank, optimizer_and_rate, worker_loads
+from hpctrain.config import Config, byte_count, optimizer_and_rate, worker_loads
 from hpctrain.config.others import evaluation_rows
 from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
@@ -214,12 +214,8 @@ def rate_growth(config: Config, batch_size: int) -> float:
     It is linear (Goyal et al. 2017, arXiv:1706.02677) or the square root (Krizhevsky 2014,
     arXiv:1404.5997; usual for adam).
     """
-    times = batch_size / (_own_batch(config) or usual_batch(config))
+    times = batch_size / (config.batch_per_rank or usual_batch(config))
     return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.lr_scaling]
-
-
-def _own_batch(config: Config) -> int | None:
-    return None if config.batch_per_rank is None else images_per_rank(config.batch_per_rank)
 
 
 def _cut(config: Config, facts: Facts, shards: int) -> Partition:
@@ -239,8 +235,8 @@ def _batch_size(config: Config, facts: Facts, shards: int) -> int:
             " exclude each other: give one"
         )
     workers = shards if config.shards else facts.ranks
-    if own := _own_batch(config):
-        return own * workers
+    if config.batch_per_rank is not None:
+        return config.batch_per_rank * workers
     if config.batch_size is not None:
         return config.batch_size
     return usual_batch(config) * (workers if facts.device == "cuda" else 1)

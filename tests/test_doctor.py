@@ -17,6 +17,7 @@ from hpctrain.doctor.findings import GIB, KIB, MIB, findings
 from hpctrain.doctor.machine import Gpu, RankFacts
 from hpctrain.launcher import launcher_name
 from hpctrain.parallel import memory, nccl
+from hpctrain.parallel.host_memory import free_memory
 from hpctrain.parallel.placement import Choice
 from tests.launch import ROOT, run, run_cli, run_mpi
 
@@ -547,3 +548,36 @@ def test_hosts_of_two_kinds_cannot_give_the_same_bits():
     row = {row.name: row for row in findings([LAPTOP, other])}["same bits on"]
     assert row.verdict == "warn"
     assert "B CPU, AVX2 on rank 1 (node2)" in row.found
+
+
+def host(root, groups, files):
+    """A /proc and a /sys with 1 GiB available."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable:    1048576 kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return free_memory(root) / MIB
+
+
+def test_free_memory_is_that_of_the_host_or_of_its_control_group(tmp_path):
+    def group(folder, limit, used, cached):
+        return {
+            f"{folder}/memory.max": f"{limit}\n",
+            f"{folder}/memory.current": f"{used * MIB}\n",
+            f"{folder}/memory.stat": f"anon 5\ninactive_file {cached * MIB}\n",
+        }
+
+    assert host(tmp_path / "none", "0::/\n", {}) == 1024
+    own = group("job/step", 500 * MIB, 200, 50)
+    assert host(tmp_path / "own", "0::/job/step\n", own) == 350
+    above = group("job", 300 * MIB, 200, 0) | group("job/step", "max", 100, 0)
+    assert host(tmp_path / "above", "0::/job/step\n", above) == 100
+    old = {
+        "memory/job/memory.limit_in_bytes": str(90 * MIB),
+        "memory/job/memory.usage_in_bytes": str(80 * MIB),
+        "memory/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {10 * MIB}\n",
+    }
+    assert host(tmp_path / "old", "4:cpu,memory:/job\n3:pids:/\n", old) == 20

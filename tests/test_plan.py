@@ -283,7 +283,7 @@ def test_numbers_that_no_file_of_a_run_could_say_are_refused():
 def test_a_pickled_plan_of_many_ranks_is_small():
     facts = dataclasses.replace(FACTS, ranks=16_384, rows=1_234_567)
     plans = [
-        resolve(Config(batch_per_rank="32", worker_load=load), facts)
+        resolve(Config(batch_per_rank=32, worker_load=load), facts)
         for load in (None, ",".join(["2", "1"] * 8192))
     ]
     assert len({plan.runs for plan in plans}) == 2

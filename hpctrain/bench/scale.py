@@ -174,7 +174,7 @@ def make_objects(ranks: int) -> Objects:
     """Create the plan, message and tree-order reduction of rank 0 of `ranks`; measure the costs."""
 
     def make() -> tuple[Message, Callable[[], None], object]:
-        settings = replace(Config(), batch_per_rank="32", epochs=1, deterministic=True)
+        settings = replace(Config(), batch_per_rank=32, epochs=1, deterministic=True)
         plan = resolve(settings, Facts(ranks, "cpu", 1, 64 * ranks, (100, 100, 3), 1, 5, "", 1))
         comm: Any = SimpleNamespace(rank=0, size=ranks)
         message = Message(nn.Linear(8, 8), 0, 0, ranks)

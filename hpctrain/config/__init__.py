@@ -22,7 +22,6 @@ from hpctrain.config.option import (
     duration,
     fold_number,
     image_size,
-    images_per_rank,
     renamed,
     split_shares,
     to_toml,

@@ -92,16 +92,6 @@ def _machine_conflicts(config: Config) -> Iterator[str]:
             f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
             " come at once"
         )
-    if config.batch_per_rank == "auto" and config.graphs:
-        yield (
-            "--batch-per-rank auto and --graphs exclude each other: each graph keeps memory of its"
-            " own, which is not measured"
-        )
-    if config.checkpoint_activations and config.compile:
-        yield (
-            "--checkpoint-activations and --compile exclude each other: the compiler chooses itself"
-            " what it recomputes"
-        )
 
 
 def _loss_conflicts(config: Config) -> Iterator[str]:

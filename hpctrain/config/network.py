@@ -50,12 +50,6 @@ class NetworkSettings:
     small_stem: bool = option(
         False, "use a 3x3 first convolution without pooling in ResNets, for small images", NETWORK
     )
-    checkpoint_activations: bool = option(
-        False,
-        "recompute the activations of ResNet blocks in backward instead of keeping them: less"
-        " memory, more time, the same result",
-        NETWORK,
-    )
     batch_norm: str = option(
         "exact",
         "combine batch-norm running statistics: exact = pooled batch moments; running = each"

@@ -123,16 +123,6 @@ def byte_count(text: str, flag: str) -> int:
     return size
 
 
-def images_per_rank(text: str, flag: str = "--batch-per-rank") -> int | None:
-    """Parse --batch-per-rank: the number of images, None for "auto". Raises UsageError."""
-    if text == "auto":
-        return None
-    if not re.fullmatch(rf"-?[0-9]{{1,{MOST_DIGITS}}}", str(text)):
-        raise UsageError(f"{flag} {brief(text)}: give a number of images, or auto")
-    AT_LEAST_1(int(text), flag)
-    return int(text)
-
-
 def worker_loads(text: str | None, flag: str = "--worker-load") -> tuple[float, ...]:
     """Parse --worker-load: positive numbers, one per rank; () for None. Raises UsageError."""
     if text is None:

@@ -14,7 +14,6 @@ from hpctrain.config.option import (
     Bounds,
     check_folder_name,
     duration,
-    images_per_rank,
     option,
     worker_loads,
 )
@@ -40,12 +39,11 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
         COMMON,
         AT_LEAST_1,
     )
-    batch_per_rank: str | None = option(
+    batch_per_rank: int | None = option(
         None,
-        "batch size per rank, or with --shards per shard, instead of --batch-size; auto = the"
-        " largest power of two that fits in memory, with --batch-size as many --shards as needed",
+        "batch size per rank, or with --shards per shard, instead of --batch-size",
         BATCH,
-        images_per_rank,
+        AT_LEAST_1,
     )
     shards: int | None = option(
         None,

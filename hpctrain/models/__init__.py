@@ -6,7 +6,6 @@ from hpctrain.models.build import (
     check_forward,
     check_names,
     checked_output,
-    checkpoint_activations,
 )
 from hpctrain.models.init import InitialWeights, load_init
 from hpctrain.models.libraries import own_input
@@ -36,7 +35,6 @@ __all__ = [
     "check_forward",
     "check_names",
     "checked_output",
-    "checkpoint_activations",
     "evaluating",
     "held_values",
     "load_init",

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from hpctrain.config.imports import Imported, import_function, is_of_library, one_line
 from hpctrain.errors import UsageError
 from hpctrain.models.libraries import library_function, library_with, size_hint
-from hpctrain.models.resnet import ResNet, resnet18, resnet34, resnet50
+from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import autoencoder, digits
 from hpctrain.models.state import ModelState, evaluating
 from hpctrain.models.weights import check_type
@@ -54,29 +53,6 @@ def build(
     if small_stem:
         return NETWORKS[name](image_shape, classes, small_stem=True)
     return NETWORKS[name](image_shape, classes)
-
-
-def checkpoint_activations(model: nn.Module, name: str) -> None:
-    """Make a network recompute activations in backward, if it has a method for it.
-
-    Raises UsageError if it has none, or if batch norm would count what is recomputed.
-    """
-    enable = getattr(model, "set_grad_checkpointing", None)
-    if enable is None:
-        raise UsageError(
-            f"--checkpoint-activations is for {', '.join(STEMS)}, and for networks with a method"
-            f" set_grad_checkpointing(enable); --model {name} has none"
-        )
-    norms = (m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats)
-    if not isinstance(model, ResNet) and next(norms, None) is not None:
-        raise UsageError(
-            f"--checkpoint-activations: --model {name} has batch norm, whose statistics would"
-            f" count what is recomputed; {', '.join(STEMS)} leave it out"
-        )
-    try:
-        enable(True)
-    except AssertionError as error:  # by which timm's networks refuse
-        raise UsageError(f"--checkpoint-activations: --model {name}: {one_line(error)}") from error
 
 
 def check_forward(

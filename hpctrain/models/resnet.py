@@ -10,15 +10,7 @@ Rectifiers", ICCV 2015), batch norm with weight 1 and bias 0, the linear layer w
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-# Without torch's decorator, which imports the compiler on the first call.
-_checkpoint = inspect.unwrap(checkpoint)
 
 
 class BasicBlock(nn.Module):
@@ -82,7 +74,6 @@ class ResNet(nn.Module):
         small_stem: bool = False,
     ) -> None:
         super().__init__()
-        self.checkpointing = False
         if small_stem:
             self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         else:
@@ -103,41 +94,8 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (N, C, H, W)
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))  # (N, 64, H / 4, W / 4)
-        if self.checkpointing and self.training:
-            for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
-                for block in layer:
-                    x = recomputed(block, x)
-        else:
-            x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (N, 512 k, H / 32, W / 32)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (N, 512 k, H / 32, W / 32)
         return self.fc(self.avgpool(x).flatten(1))  # (N, classes)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the activations of every block in backward; the name is that of timm."""
-        self.checkpointing = enable
-
-
-def recomputed(block: nn.Module, x: Tensor) -> Tensor:
-    """Compute ``block(x)`` and keep only `x`: backward computes the activations again."""
-
-    def contexts() -> tuple[nullcontext[None], AbstractContextManager[None]]:
-        return nullcontext(), untracked(block)
-
-    # A block draws no random numbers.
-    return _checkpoint(block, x, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
-
-
-@contextmanager
-def untracked(block: nn.Module) -> Iterator[None]:
-    """Let batch norm normalize as before, but not update its running statistics a second time."""
-    layers = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
-    before = [(layer.momentum, layer.num_batches_tracked) for layer in layers]
-    for layer in layers:
-        layer.momentum, layer.num_batches_tracked = 0.0, None
-    try:
-        yield
-    finally:
-        for layer, (momentum, batches) in zip(layers, before, strict=True):
-            layer.momentum, layer.num_batches_tracked = momentum, batches
 
 
 def shortcut(channels: int, width: int, stride: int) -> nn.Sequential | None:

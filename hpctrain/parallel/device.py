@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.errors import Failure, UsageError, first_line
+from hpctrain.errors import Failure, RunError, UsageError, first_line
 from hpctrain.parallel.memory import EXCLUSIVE, built_for, is_exclusive
 from hpctrain.parallel.placement import which_gpu
 from hpctrain.streams import current_stream
+from hpctrain.text import brief
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
@@ -187,6 +188,7 @@ def _set_backend_flags(
     torch.set_float32_matmul_precision(matmul)
 
 
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's words
 REFUSAL = "does not have a deterministic implementation"  # torch's words
 
 
@@ -218,6 +220,22 @@ def hardware_key(device: torch.device) -> str:
         name = "MIOpen" if torch.version.hip else "cuDNN"
         parts.append(f"{built_for()}, {name} {torch.backends.cudnn.version()}")
     return ", ".join(parts)
+
+
+@contextmanager
+def name_out_of_memory() -> Iterator[None]:
+    """Raise RunError, one line that says what helps, if torch or NumPy runs out of memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not full and NO_MEMORY not in str(error):
+            raise
+        raise RunError(
+            f"out of memory: {brief(first_line(error))}. A rank holds the images of one shard at a"
+            " time: a new run with more --shards needs less memory, but batch norm then normalizes"
+            " smaller groups of images, so the result differs"
+        ) from error
 
 
 @contextmanager

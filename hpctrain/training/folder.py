@@ -182,7 +182,7 @@ FREE = {
     *("run", "runs_dir", "data", "data_dir", "read_buffer", "epochs", "worker_load"),
     *("stage", "verify", "skip_bad", "reduce", "overlap"),
     *("device", "threads", "checkpoint_every", "mttf", "keep", "resume", "time_limit", "timeout"),
-    *("test", "progress", "tensorboard", "dry_run", "checkpoint_activations"),
+    *("test", "progress", "tensorboard", "dry_run"),
 }
 
 

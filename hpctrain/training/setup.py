@@ -24,7 +24,7 @@ from hpctrain.inference.network import find_model
 from hpctrain.inference.own import import_functions, import_own, with_augment
 from hpctrain.inference.own_check import check_augment
 from hpctrain.inference.tasks import Task, make_task, output_shape
-from hpctrain.models import InitialWeights, build, check_forward, checkpoint_activations, load_init
+from hpctrain.models import InitialWeights, build, check_forward, load_init
 from hpctrain.parallel.batchnorm import Probe
 from hpctrain.parallel.choose import open_device, open_transport
 from hpctrain.parallel.device import place
@@ -37,7 +37,6 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.placement import Choice
 from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
 from hpctrain.plan_check import go_on
-from hpctrain.training.batch_fit import MemoryTrial, fit_batch
 from hpctrain.training.finetune import describe_frozen, freeze
 from hpctrain.training.reading import (
     FIRST_ROWS,
@@ -113,10 +112,8 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     held = sample_bytes(source, config.random_crop > 0)
     machine = comm.size, device.type, threads
     facts = facts_of(pack, held, machine, probe.min_samples, weights, scaling)
-    trial = MemoryTrial(model, task, source, prepare, config, comm)
-    asked, fitted = (config, "") if earlier else fit_batch(config, facts, trial)
     plan = call_on_root(
-        comm, lambda: go_on(earlier, config, facts) if earlier else resolve(asked, facts)
+        comm, lambda: go_on(earlier, config, facts) if earlier else resolve(config, facts)
     )
     norms.start(probe)
     transport, choice, sharing = open_transport(comm, device, config.reduce)
@@ -132,7 +129,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
-    texts = fitted, sharing, init, why, describe_frozen(frozen, trainer.message), *balance
+    texts = sharing, init, why, describe_frozen(frozen, trainer.message), *balance
     made = pack, reading, choice, task, trainer, loader, prepare, init
     return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
 
@@ -230,8 +227,6 @@ def make_model(
     classes = len(pack.classes)
     name = model_name(config, pack.image_shape)
     model = build(name, pack.image_shape, classes, config.small_stem)
-    if config.checkpoint_activations:
-        checkpoint_activations(model, name)
     check_forward(model, pack.image_shape, output_shape(config.task, pack.image_shape, classes))
     init = None
     if config.init and first_weights:

@@ -21,7 +21,7 @@ from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.launcher import LEFT
 from hpctrain.models import read_model, save_model
-from hpctrain.parallel.device import name_refused_operation, torch_settings
+from hpctrain.parallel.device import name_out_of_memory, name_refused_operation, torch_settings
 from hpctrain.parallel.mpi import (
     Comm,
     abort_all,
@@ -106,6 +106,7 @@ def run_training(
     with ExitStack() as stack:
         stack.callback(lock.release)
         stack.enter_context(name_refused_operation(RunError))
+        stack.enter_context(name_out_of_memory())
         if not current():  # called by a user's own program
             watchdog = Watchdog(comm.rank, comm.size, host_name(), times.timeout, abort_all)
             stack.enter_context(watchdog)

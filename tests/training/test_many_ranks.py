@@ -16,7 +16,7 @@ MANY = 16_384
         {},
         {"deterministic": True, "overlap": 3},
         {"worker_load": ",".join(["2", "1"] * (MANY // 2)), "batch_size": 2 * MANY},
-        {"batch_per_rank": "auto", "batch_size": None},
+        {"batch_per_rank": 1, "batch_size": None},
     ],
 )
 def test_a_rank_receives_few_bytes_at_the_start_on_any_number_of_ranks(tmp_path, changes):

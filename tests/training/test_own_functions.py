@@ -138,7 +138,7 @@ def test_a_function_that_fails_later_is_one_line(comm, small_settings, name):
 
 
 def test_a_memory_error_passes_a_function(comm):
-    """--batch-per-rank auto waits for it."""
+    """The run says what helps."""
 
     def full(outputs, targets):
         raise torch.OutOfMemoryError

@@ -51,7 +51,6 @@ ELSEWHERE = {  # flag -> where it is tested
     "shuffle": "tests/data/test_orders.py",
     "balanced_sampling": "tests/data/test_imbalance.py",
     "comm_dtype": "tests/parallel/test_bf16.py",
-    "checkpoint_activations": "tests/models/test_checkpointing.py",
     "overlap": "tests/parallel/test_overlap.py",
     "reduce": "tests/parallel/test_choose.py",
     "read_buffer": "tests/data/test_loader.py",

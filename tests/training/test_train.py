@@ -100,6 +100,25 @@ def test_a_run_leaves_records_configuration_plan_and_weights(comm, settings):
     assert json.loads((folder / "plan.json").read_text())["ranks"] == comm.size
 
 
+def allocate_too_much(*arguments):
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def fill_the_gpu(*arguments):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def fill_the_host(*arguments):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("step", [allocate_too_much, fill_the_gpu, fill_the_host])
+def test_out_of_memory_is_one_line_that_names_shards(one_rank, settings, monkeypatch, step):
+    monkeypatch.setattr("hpctrain.training.loop.train_step", step)
+    with pytest.raises(RunError, match="^out of memory: .*emory.* more --shards .* batch norm"):
+        loop.train(settings, one_rank)
+
+
 def test_what_a_step_an_evaluation_and_a_save_take_is_measured(comm, settings, monkeypatch):
     """From these the run knows when to leave before its time is up."""
     seen = []
