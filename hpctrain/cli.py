@@ -47,9 +47,6 @@ COMMANDS = {
     "supervise": Command(
         NO_LAUNCHER, "supervise", config.SuperviseConfig, "restart a run after failures"
     ),
-    "bundle": Command(
-        ONE_PROCESS, "bundle", config.BundleConfig, "copy Python to the disk of every node"
-    ),
     "stop": Command(
         ONE_PROCESS, "stop", config.StopConfig, "stop a run or a sweep after its next step, saved"
     ),

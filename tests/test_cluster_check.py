@@ -313,7 +313,9 @@ def test_slow_file_systems_and_starts_get_advice(monkeypatch, site):
     slow = {"read by all ranks, MB/s": 100, "create, files/s of all ranks": 999}
     monkeypatch.setattr(Site, "ask", lambda *_: slow)
     line, details = checks.check_files(site)
-    assert line.startswith("100 MB/s by all ranks; 999 operations/s: slow, put eval")
+    assert line.startswith(
+        "100 MB/s by all ranks; 999 operations/s: slow, use slurm/local_python.sh"
+    )
     assert "| create, files/s of all ranks | 999 |" in details
     assert not list(site.folder.iterdir())
     monkeypatch.setattr(Site, "ask", lambda *_: [{**each, "started": 15.1} for each in RANKS])

@@ -210,66 +210,39 @@ def test_ranks_know_their_node_and_the_end_of_their_job(cluster):
         assert end == begun + 7 * 60
 
 
-@pytest.fixture(scope="module")
-def bundling(cluster):
-    """train.sbatch with the line of `hpctrain bundle`, and a small environment for it."""
-    venv, script = cluster.folder / "venv", cluster.folder / "bundling.sbatch"
+def test_ranks_start_from_the_local_disks_of_their_nodes(cluster):
+    """train.sbatch with the line of local_python.sh, and a small environment for it."""
+    script, program = cluster.folder / "local.sbatch", ROOT / "slurm" / "local_python.sh"
     base = Path(sys.base_prefix) / "bin" / "python3"
+    venv = cluster.folder / "archived" / "venv"
     subprocess.run([base, "-m", "venv", "--without-pip", venv], check=True)
     packages = next(venv.glob("lib/python*/site-packages"))
     (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
-    text = (ROOT / "slurm" / "train.sbatch").read_text()
-    assert text.count("\n# eval ") == 1
-    # Ranks of which Slurm knows only the launch tell where they start from.
-    text = text.replace("\n# eval ", "\neval ").replace(
-        "exec python", f"srun --mpi=none {venv.name}/../where.sh\nexec python"
+    subprocess.run(
+        ["tar", "-czf", "python.tgz", "-C", "archived", "."], cwd=cluster.folder, check=True
     )
-    script.write_text(text)
-    where = cluster.folder / "where.sh"
-    where.write_text('#!/bin/sh\necho "$SLURMD_NODENAME $(readlink -f "$(command -v python)")"\n')
-    where.chmod(0o755)
+    text = (ROOT / "slurm" / "train.sbatch").read_text()
+    assert text.count("\n# bin=$(slurm/local_python.sh") == 1
+    # Ranks of which Slurm knows only the launch tell where they start from.
+    where = "srun --mpi=none sh -c 'echo $SLURMD_NODENAME $(command -v python)'"
+    text = text.replace("\n# bin=$(slurm/local_python.sh", f"\nbin=$({program}")
+    script.write_text(text.replace("exec python", f"{where}\nexec python"))
     library = f"{sys.prefix}/lib/libmpi.so.40"  # of the environment that the tests run in
-    own = {"HPCTRAIN_VENV": str(venv), "PMIX_MCA_psec": "native"}
+    own = {"PMIX_MCA_psec": "native"}
     own |= {"MPI4PY_LIBMPI": library} if Path(library).exists() else {}
-    disks = Path(cluster.env["SLURM_CONF"]).parent / "tmp"
-
-    def copies():
-        return sorted(str(path.relative_to(disks)) for path in disks.glob("n*/hpctrain-job-*"))
-
     before, cluster.env = cluster.env, {**cluster.env, **own}
-    yield str(script), copies
+    job = cluster.submit(str(script), *TRAIN, "--epochs", "2", "--run", "local")
     cluster.env = before
-
-
-def test_ranks_start_from_copies_on_their_nodes_which_go_with_the_job(cluster, bundling):
-    script, copies = bundling
-    job = cluster.submit(script, *TRAIN, "--epochs", "2", "--run", "bundled")
     found = cluster.wait(job, "COMPLETED", "FAILED", seconds=240)
     assert found["JobState"] == "COMPLETED", cluster.log(job)
-    told = re.findall(
-        r"^(n\d) (/tmp/hpctrain-job-python-\d+)/base/bin/python", cluster.log(job), re.M
+    starts = re.findall(
+        r"^(n\d) (/tmp/hpctrain-python-\d+-\d+)/venv/bin/python", cluster.log(job), re.M
     )
-    assert len(told) == 4 and len(set(told)) == 2, cluster.log(job)
-    assert cluster.end("bundled")["status"] == "done"
-    wait_until(lambda: copies() == [])
-
-
-def test_a_cancelled_job_takes_its_copies_of_python_along(cluster, bundling):
-    script, copies = bundling
-    job = cluster.submit(script, *SLOW, "--run", "bundled2", pace=0.1)
-    cluster.wait_for_step("bundled2", 3, seconds=120)
-    assert len(copies()) == 2
-    cluster.call("scancel", job)
-    cluster.wait(job, "CANCELLED")
-    wait_until(lambda: copies() == [])
-    assert cluster.end("bundled2")["reason"] == "SIGTERM; saved"
-
-
-def wait_until(condition, seconds=45):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.5)
+    assert len(starts) == 4 and len(set(starts)) == 2, cluster.log(job)
+    disks = Path(cluster.env["SLURM_CONF"]).parent / "tmp"
+    left = {path.relative_to(disks).parts[0] for path in disks.glob("n*/hpctrain-python-*")}
+    assert left == {node for node, _ in starts}
+    assert cluster.end("local")["status"] == "done"
 
 
 def test_scancel_ends_for_good(cluster):

@@ -29,7 +29,6 @@ from hpctrain.config.option import (
     worker_loads,
 )
 from hpctrain.config.others import (
-    BundleConfig,
     CompareConfig,
     PackConfig,
     PlotConfig,

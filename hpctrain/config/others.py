@@ -185,24 +185,6 @@ class StopConfig:
 
 
 @dataclass(frozen=True)
-class BundleConfig:
-    """Settings of ``hpctrain bundle``: Python and its packages on the disk of every node."""
-
-    folder: str = option(
-        ".hpctrain-python", "keep the archive of Python and its packages in this folder", "Where"
-    )
-    disk: str | None = option(
-        None, "extract it below this folder of each node; default: $LOCAL_DISK, or /tmp", "Where"
-    )
-    launcher: str | None = option(
-        None,
-        "start one process on each node with this command, such as 'mpirun --map-by ppr:1:node';"
-        " default: srun in a Slurm job, else this host only",
-        "Where",
-    )
-
-
-@dataclass(frozen=True)
 class CompareConfig:
     """Settings of ``hpctrain compare``: two runs, bit by bit."""
 

@@ -3,6 +3,5 @@
 python -m scripts.benchmarks CASE      digits, resnet50, tree, sweep, data (cases.py)
 python -m scripts.benchmarks.predict RUN PHOTOS
 python -m scripts.benchmarks.operators [--device cuda]
-python -m scripts.benchmarks.start --data PACK
 scripts/gpu_check                      everything that needs a GPU (gpu/)
 """

@@ -35,7 +35,7 @@ TRANSPORTS = {"mpi": "MPI, host memory", "host": "MPI, GPU memory by way of host
 TRANSPORTS |= {"mpi-gpu": "MPI, GPU memory", "nccl": "NCCL"}
 SIDE, READ_BYTES, MOST_BYTES = 64, 32 << 20, 2 << 30  # pack: image side, bytes per rank, in all
 SLOW_START, SLOW_FILES = 15.0, 1000  # seconds to start and import; operations/s
-BUNDLE = ': slow, put eval "$(python -m hpctrain bundle)" into batch scripts'
+ADVICE = ": slow, use slurm/local_python.sh"
 CONTAINERS = ("apptainer", "singularity", "podman")
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
@@ -47,7 +47,7 @@ def check_launch(site: Site) -> Found:
     slowest = max(rank["started"] for rank in site.facts)
     line = f"{counted(site.ranks, 'rank')} on {counted(len(site.hosts), 'node')};"
     line += " start of Python and its packages:"
-    line += f" {slowest:.1f} s{BUNDLE if slowest > SLOW_START else ''}"
+    line += f" {slowest:.1f} s{ADVICE if slowest > SLOW_START else ''}"
     hosts = [(h, [r for r in site.facts if r["host"] == h]) for h in site.hosts]
     rows = [(h, len(ranks), ranks[0]["system"], ranks[0]["network"]) for h, ranks in hosts]
     return line, table(("node", "ranks", "system", "network"), rows)
@@ -122,7 +122,7 @@ def check_files(site: Site) -> Found:
     slowest = min(rate for name, rate in found.items() if "files/s" in name)
     line = f"{found['read by all ranks, MB/s']:,} MB/s by all ranks; {slowest:,} operations/s"
     details = "\nThe pack was dropped from each node's page cache before reading (posix_fadvise).\n"
-    advice = BUNDLE if slowest < SLOW_FILES else ""
+    advice = ADVICE if slowest < SLOW_FILES else ""
     return line + advice, table(("what", "found"), found.items()) + details
 
 
