@@ -1,6 +1,6 @@
 """The message: one flat buffer that holds everything a step sends, summed once over ranks.
 
-    gradients | moments | scalars | slots
+    gradients | moments | scalars | seconds
 
 * gradients: of the parameters that are trained, group after group (`Group`), in a group in the
   order of `model.parameters()`, each at a multiple of 64 elements (256 bytes), with the parameter's
@@ -9,14 +9,11 @@
 * moments: two numbers per batch-norm channel (batchnorm.py).
 * scalars: one number each (SCALARS), summed over ranks, or computed from the sum afterwards, as
   `skipped` is.
-* slots: the seconds (SLOTS) of at most MOST_SLOTS ranks. Only one rank writes to a slot, so the sum
-  leaves it unchanged. More ranks take turns, and each sends its mean since its last turn. The
-  means exclude the first WARM_UP steps, which are slower: with many ranks, it takes many steps
-  until the next turn corrects a value.
+* seconds: two numbers per rank, of computation and of waiting for data. Only that rank sets them,
+  so the sum leaves them unchanged.
 
-The length of the message is thus bounded for any number of ranks. In `buffer` the message is
-followed by the sum of the losses of this rank alone, which is not reduced. Ranks gather these sums
-only if a step is not finite.
+In `buffer` the message is followed by the sum of the losses of this rank alone, which is not
+reduced. Ranks gather these sums only if a step is not finite.
 
 Float32 holds integers up to 2^24 exactly, so counts and flags survive the sum.
 """
@@ -47,9 +44,6 @@ SCALARS: dict[str, type[int] | type[float]] = {
     "skipped": int,
     "weight": float,
 }
-SLOTS = ("compute", "data")
-MOST_SLOTS = 256  # ranks that send their seconds in one step
-WARM_UP = 4  # steps in which libraries warm up
 
 
 class Totals(NamedTuple):
@@ -64,8 +58,8 @@ class Totals(NamedTuple):
     save: int
     skipped: int  # 1 = the sum held NaN or infinity, and no weight was updated
     weight: float  # sum over samples of the weights of their classes; 0 without --class-weights
-    compute: np.ndarray  # seconds by rank, as last sent; 0 if never sent
-    data: np.ndarray  # seconds waiting for data, likewise
+    compute: np.ndarray  # seconds by rank
+    data: np.ndarray  # seconds waiting for data, by rank
     own: float  # sum of the losses of this rank
 
     @property
@@ -96,24 +90,17 @@ class Message:
         whose gradient is `gradients`. With several `groups` (by parameter, see `lay_out`), `groups`
         holds a view of it for each, for the optimizer.
         """
-        self.rank, self.layout = rank, lay_out(model, groups)
+        self.layout = lay_out(model, groups)
         self.device = next(model.parameters()).device
-        self._turns = [
-            range(first, min(first + MOST_SLOTS, size)) for first in range(0, size, MOST_SLOTS)
-        ]
-        self._turn, self._steps = self._turns[0], 0
-        self._seconds: list[tuple[float, float]] = []  # of the steps since this rank's last turn
-        self._latest = np.zeros((size, len(SLOTS)))  # seconds by rank
-        sent = len(self._turn) * len(SLOTS)
-        parts = [self.layout.length, 2 * channels, len(SCALARS), sent]
+        parts = [self.layout.length, 2 * channels, len(SCALARS), 2 * size]
         self.buffer = plain_zeros(sum(parts) + 1, self.layout.dtype, self.device)
         self.tensor = self.buffer[:-1]
-        self.gradients, moments, self.scalars, slots = self.tensor.split(parts)
+        self.gradients, moments, self.scalars, seconds = self.tensor.split(parts)
         self.moments = moments.view(2, channels)
         self._reported = self.buffer[-sum(parts[2:]) - 1 :]
         self.scalar = dict(zip(SCALARS, self.scalars.unbind(), strict=True))
         self.skipped = self.scalar["skipped"]
-        self._slot = list(slots.view(-1, len(SLOTS))[rank % MOST_SLOTS].unbind())
+        self._seconds = list(seconds.view(size, 2)[rank].unbind())
         # the loss in the scalars and the loss of this rank: one operation adds to both
         start = self.scalar["loss"].storage_offset()
         apart = self.buffer[-1].storage_offset() - start
@@ -190,15 +177,7 @@ class Message:
 
     def set_seconds(self, compute: float, data: float) -> None:
         """Set this rank's seconds of computation and of waiting for data, once per step."""
-        self._steps += 1
-        warm = self._steps > WARM_UP
-        self._turn = self._turns[self._steps % len(self._turns) if warm else 0]
-        self._seconds.append((compute, data))
-        if self.rank in self._turn:
-            columns, steps = zip(*self._seconds, strict=True), len(self._seconds)
-            torch._foreach_add_(self._slot, [sum(column) / steps for column in columns])
-        if self.rank in self._turn or not warm:
-            self._seconds.clear()
+        torch._foreach_add_(self._seconds, [compute, data])
 
     def rescale(self, part: torch.Tensor, planned: int, by: str) -> torch.Tensor:
         """Rescale a part of the reduced sums, divided by `planned` samples so far, to a mean.
@@ -231,7 +210,7 @@ class Message:
     def report(self) -> Report:
         """Copy the reduced message after the moments to the host asynchronously."""
         ended = record_event(self.device, timing=True)  # complete once the copy has arrived
-        return Report(ended, Snapshot(self._reported), self._turn, self._latest)
+        return Report(ended, Snapshot(self._reported))
 
     def totals(self) -> Totals:
         """Read the reduced message after the moments (synchronizes with the device)."""
@@ -243,19 +222,16 @@ class Report(NamedTuple):
 
     ended: Event
     snapshot: Snapshot
-    turn: range  # the ranks that sent their seconds in this step
-    latest: np.ndarray  # (size, 2) seconds by rank as last sent; updated by `totals`
 
     def totals(self) -> Totals:
         """Wait for the copy and return the totals."""
         numbers = self.snapshot.array()
+        first, seconds = numbers[: len(SCALARS)], numbers[len(SCALARS) : -1]
         scalars: dict[str, Any] = {
             name: _whole(number) if kind is int else number
-            for (name, kind), number in zip(SCALARS.items(), numbers.tolist(), strict=False)
+            for (name, kind), number in zip(SCALARS.items(), first.tolist(), strict=True)
         }
-        slots = numbers[len(SCALARS) : -1].reshape(-1, len(SLOTS))
-        self.latest[self.turn.start : self.turn.stop] = slots[: len(self.turn)]
-        compute, data = self.latest.T.copy()
+        compute, data = seconds.reshape(-1, 2).T
         return Totals(**scalars, compute=compute, data=data, own=float(numbers[-1]))
 
 

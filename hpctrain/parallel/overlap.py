@@ -2,7 +2,7 @@
 
 Backward computes the gradients of the last parameters first. The gradients are therefore split at
 borders between parameters. All ranks sum the segments in one order, that in which backward is
-likely to complete them, and then the rest of the message (moments, scalars, slots), so that
+likely to complete them, and then the rest of the message (moments, scalars, seconds), so that
 collectives match in whatever order gradients become ready. A segment is sent as soon as its
 gradients are complete and all segments before it have been sent, in the last batch that the rank
 has in a step; earlier batches only accumulate. Segments that backward does not complete (a

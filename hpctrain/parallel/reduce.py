@@ -10,7 +10,7 @@ A `Transport` moves the bytes (transport.py). Nothing else in a step waits for t
 MPI has no bfloat16 (Open MPI would add its bytes as numbers without an error). In `Bfloat16Reduce`
 every rank therefore sends each other rank the slice which that rank owns (Alltoall), the owner
 adds the slices in float32, and the sums return in bfloat16 (Allgather). This sends as many bytes
-as a ring; a gradient is rounded twice, to 8 significant bits. Moments, counts and slots are sent
+as a ring; a gradient is rounded twice, to 8 significant bits. Moments, counts and seconds are sent
 unrounded in the same two calls. Every rank owns one block of the send buffer: its slice of the rest
 of the message, then its slice of the gradients. All blocks have the same length, so they are rows
 of matrices: copying, sending and adding all of them takes few operations for any number of ranks.

@@ -68,8 +68,7 @@ def check(run: Run, totals: Totals, step: int, rows: int) -> None:
 def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]:
     """Return the seconds of a step by activity of its slowest rank, and that rank.
 
-    Seconds are those that each rank last sent; ranks that have not sent any are ignored. The time
-    that rank 0 waited for the slowest rank in the reduction is not counted as reduction.
+    The time that rank 0 waited for the slowest rank in the reduction is not counted as reduction.
     """
     busy = totals.data + totals.compute
     slowest = int(busy.argmax())
@@ -77,7 +76,7 @@ def time_shares(totals: Totals, reducing: float) -> tuple[dict[str, float], int]
         "data": float(totals.data[slowest]),
         "compute": float(totals.compute[slowest]),
         "reduce": max(0.0, reducing - float(busy[slowest] - busy[0])),
-        "idle": float(busy[slowest] - busy.sum() / max(1, np.count_nonzero(busy))),
+        "idle": float(busy[slowest] - busy.mean()),
     }, slowest
 
 
