@@ -83,11 +83,6 @@ def keep_in(folder: Path) -> None:
         _current[-1].keep_in(folder)
 
 
-def stack_file() -> int:
-    """Return the descriptor to which a crash writes its stacks: the watchdog's, else stderr."""
-    return _current[-1].stack_file if _current else STDERR
-
-
 @contextmanager
 def waiting(whom: str = "all") -> Iterator[None]:
     """Report that the block waits for other ranks."""
@@ -136,11 +131,6 @@ class Watchdog:
         """Seconds between two heartbeats."""
         return beat_interval(self.timeout, self.size)
 
-    @property
-    def stack_file(self) -> int:
-        """The file descriptor to which the stacks of this rank are written."""
-        return STDERR if self._stack is None else self._stack
-
     def __enter__(self) -> Watchdog:
         end_with_launcher()
         _current.append(self)
@@ -162,7 +152,8 @@ class Watchdog:
         """Start faulthandler's timer, which needs no interpreter, as a second line of defence. Its
         limit is longer than the thread's, which restarts it with each heartbeat."""
         limit = 2 * self.limit + LAST_WORDS
-        faulthandler.dump_traceback_later(limit, exit=True, file=self.stack_file)
+        stacks = STDERR if self._stack is None else self._stack
+        faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
 
     def keep_in(self, folder: Path) -> None:
         """Write heartbeats and stacks to `folder` from now on. Raises UsageError if that fails."""

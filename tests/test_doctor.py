@@ -383,7 +383,7 @@ def test_facts_of_a_gpu_machine(two_gpus):
 
     choice = Choice("torch", "CuPy is not installed, nor needed")
     two_gpus.setattr(memory, "memory_of", lambda place: choice)
-    two_gpus.setattr(memory, "plain_zeros", zeros)
+    two_gpus.setattr(memory, "zeros_for_messages", zeros)
     two_gpus.setattr(nccl, "nccl_version", lambda: "NCCL 2.29.7")
     versions = {}
     found = machine._torch_facts(versions, local_rank=3)
@@ -391,7 +391,7 @@ def test_facts_of_a_gpu_machine(two_gpus):
     assert (found["gpu"], found["built_for"], found["nccl"]) == (1, "CUDA 12.8", "NCCL 2.29.7")
     assert (found["memory"], found["memory_problem"]) == (f"torch's: {choice.reason}", "")
     assert versions == {"torch": torch.__version__}
-    two_gpus.setattr(memory, "plain_zeros", lambda *args: torch.ones(1))
+    two_gpus.setattr(memory, "zeros_for_messages", lambda *args: torch.ones(1))
     found = machine._torch_facts({}, local_rank=0)
     assert found["memory_problem"] == "1 was written there, 2.0 is read"
 
@@ -402,7 +402,7 @@ def test_memory_or_a_runtime_that_fails_is_told(two_gpus):
     def fails(*args):
         raise RuntimeError("no kernel image\nmore")
 
-    two_gpus.setattr(memory, "plain_zeros", fails)
+    two_gpus.setattr(memory, "zeros_for_messages", fails)
     found = machine._torch_facts({}, local_rank=0)
     assert (found["gpu"], found["memory_problem"]) == (0, "RuntimeError: no kernel image")
     two_gpus.setattr(torch.cuda, "get_device_properties", fails)

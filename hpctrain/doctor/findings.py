@@ -243,15 +243,14 @@ def _memory(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
         yield judge("message memory", first.memory or "none", (problem, "fail", problem))
         yield Finding("NCCL", first.nccl or "none: torch was built without it")
     if len(with_gpus) == len(ranks):
-        devices = placement.group_devices(dict(enumerate(map(place, ranks))))
-        name, reason = placement.choose_transport(devices)
+        name, reason = placement.choose_transport([place(rank) for rank in ranks])
         yield Finding("messages", f"--reduce auto is {name}: {reason}")
 
 
 def place(rank: RankFacts) -> placement.RankDevice:
     """Return the device on which a rank would compute."""
     gpu = rank.gpus[rank.gpu].uuid if rank.gpus else ""
-    return placement.RankDevice(rank.host, "cuda" if gpu else "cpu", gpu, rank.nccl)
+    return placement.RankDevice(rank.host, gpu, rank.nccl)
 
 
 def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:

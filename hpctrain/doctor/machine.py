@@ -200,11 +200,11 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
 
 def _message_facts(torch: Any, place: Any) -> dict[str, Any]:
     """Write and read one number in the memory used for messages."""
-    from hpctrain.parallel.memory import memory_of, plain_zeros
+    from hpctrain.parallel.memory import memory_of, zeros_for_messages
     from hpctrain.parallel.nccl import nccl_version
 
     try:
-        choice, tensor = memory_of(place), plain_zeros(1, torch.float32, place)
+        choice, tensor = memory_of(place), zeros_for_messages(1, torch.float32, place)
         tensor += 1
         seen = float(tensor)
     except (RunError, RuntimeError) as error:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import Failure, RunError, UsageError, first_line
-from hpctrain.parallel.memory import EXCLUSIVE, built_for, is_exclusive
+from hpctrain.parallel.memory import built_for
 from hpctrain.parallel.placement import which_gpu
 from hpctrain.streams import current_stream
 from hpctrain.text import brief
@@ -51,15 +51,10 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         torch.cuda.set_device(number)
         device = torch.device("cuda", number)
         current_stream(device).synchronize()  # first use of the GPU, unlike set_device
-    except RuntimeError as error:  # an old driver, a GPU in exclusive mode that is taken
-        way_out = "python -m hpctrain doctor shows more; --device cpu does without"
-        if is_exclusive(number):
-            way_out = (
-                f"it {EXCLUSIVE}: start one rank for each GPU and end others that use it, or ask"
-                f" for the mode DEFAULT (nvidia-smi -i {number} -c DEFAULT)"
-            )
+    except RuntimeError as error:  # an old driver, a GPU that another process holds
         raise UsageError(
-            f"GPU {number} of {count} cannot be used ({first_line(error)}): {way_out}"
+            f"GPU {number} of {count} cannot be used ({first_line(error)}): python -m hpctrain"
+            " doctor shows more; --device cpu does without"
         ) from error
     return device
 

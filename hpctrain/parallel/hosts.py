@@ -1,8 +1,4 @@
-"""Hosts: which ranks run on the same host, and how they share its cores.
-
-Values are gathered among the ranks of a host only. Across hosts they are reduced, so that no rank
-receives a value from every other rank.
-"""
+"""Hosts: which ranks run on the same host, and how they share its cores."""
 
 from __future__ import annotations
 
@@ -61,10 +57,10 @@ def core_mask() -> int:
 def describe_hosts(comm: Comm) -> tuple[list[str], int, int]:
     """Return all host names, and ranks and cores of the host with the fewest cores per rank.
 
-    Collective. Complete on rank 0 only.
+    Collective.
     """
-    own = {host_name()}, crowd(allgather(comm_of_host(comm), core_mask()))
-    with waiting():
-        found = comm.reduce(own, lambda a, b: (a[0] | b[0], max(a[1], b[1])))
-    names, (_, ranks, cores) = found or own
-    return sorted(names), ranks, cores
+    masks: dict[str, list[int]] = {}
+    for host, mask in allgather(comm, (host_name(), core_mask())):
+        masks.setdefault(host, []).append(mask)
+    _, ranks, cores = max(map(crowd, masks.values()))
+    return sorted(masks), ranks, cores

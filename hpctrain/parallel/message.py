@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from hpctrain.parallel.layout import Group, flatten_parameters, lay_out
-from hpctrain.parallel.memory import plain_zeros
+from hpctrain.parallel.memory import zeros_for_messages
 from hpctrain.streams import Event, Snapshot, record_event
 
 # Scalars by name, with the type as which they are read; counts of requesting ranks are integers.
@@ -93,7 +93,7 @@ class Message:
         self.layout = lay_out(model, groups)
         self.device = next(model.parameters()).device
         parts = [self.layout.length, 2 * channels, len(SCALARS), 2 * size]
-        self.buffer = plain_zeros(sum(parts) + 1, self.layout.dtype, self.device)
+        self.buffer = zeros_for_messages(sum(parts) + 1, self.layout.dtype, self.device)
         self.tensor = self.buffer[:-1]
         self.gradients, moments, self.scalars, seconds = self.tensor.split(parts)
         self.moments = moments.view(2, channels)

@@ -146,7 +146,7 @@ class HostMemory(Transport):
 
 
 class DeviceMemory(HostMemory):
-    """MPI on device memory. To be used only after a test: MPI without GPU support crashes."""
+    """MPI on device memory. An MPI that is not GPU-aware crashes."""
 
     def _buffer(self, vector: torch.Tensor) -> Any:
         current_stream(vector.device).synchronize()  # MPI does not know about streams

@@ -29,8 +29,8 @@ from tests.launch import ROOT, marked, run
 
 CUDA_ONLY = {  # why a rehearsal leaves lines out, by row
     "parity": {"only a real GPU computes in TF32"},
-    "message": {"that allocator is for GPUs"},
-    "memory": {"cudaMalloc is CUDA's"},
+    "message": {"CuPy does not allocate it"},
+    "memory": {"CuPy does not allocate it"},
     "trace": {"torch's alarm for waits is CUDA's"},
     **{row: {"--graphs is for GPUs"} for row in ("peers", "digests", "speed")},
 }

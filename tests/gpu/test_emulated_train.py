@@ -77,18 +77,11 @@ def test_graphs_train_with_the_same_bits_as_kernel_by_kernel(folder):
     assert digests([plain]) == digests([graphs])
 
 
-def test_the_process_that_tries_device_memory_waits_for_its_numbers():
-    """MPI reads them: on one rank, in a process of its own, which --reduce mpi-gpu starts."""
-    env = {"HPCTRAIN_EMULATED_GPU_ORDER": "late"}
-    done = run([sys.executable, "-m", "hpctrain.parallel.choose", "0"], 100, env, ROOT)
-    assert done.returncode == 0, done.stderr
-
-
 SECOND = """
 import torch
-from hpctrain.parallel.memory import memory_of, plain_zeros
+from hpctrain.parallel.memory import memory_of, zeros_for_messages
 device = torch.device("cuda:1")
-assert plain_zeros(7, torch.float32, device).device == device
+assert zeros_for_messages(7, torch.float32, device).device == device
 print(memory_of(device))
 """
 

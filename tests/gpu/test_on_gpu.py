@@ -31,10 +31,10 @@ def test_on_a_gpu(row, tmp_path):
 
 def test_staging_sums_what_lies_on_the_gpu(comm):
     """Through pinned memory in pieces, and back to where it was."""
-    from hpctrain.parallel.memory import plain_zeros
+    from hpctrain.parallel.memory import zeros_for_messages
     from hpctrain.parallel.transport import Pinned
 
-    vector = plain_zeros(1003, torch.float32, torch.device("cuda"))
+    vector = zeros_for_messages(1003, torch.float32, torch.device("cuda"))
     vector.copy_(torch.arange(1003))
     Pinned(comm, piece_bytes=64).allreduce(vector)
     assert torch.equal(vector.cpu(), torch.arange(1003.0))

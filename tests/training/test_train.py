@@ -144,8 +144,8 @@ def test_what_a_step_an_evaluation_and_a_save_take_is_measured(comm, settings, m
 def test_ranks_that_share_a_gpu_are_told_so(comm, settings, monkeypatch, capsys):
     """In the record, and with the plan; for ranks on CPUs nothing is said."""
     assert loop.train(dataclasses.replace(settings, run="cpu", epochs=1), comm) == 0
-    shared = RankDevice("n1", "cuda", "the only GPU", 22304)
-    monkeypatch.setattr("hpctrain.parallel.choose.describe_rank", lambda device, wanted: shared)
+    shared = RankDevice("n1", "the only GPU", "NCCL 2")
+    monkeypatch.setattr("hpctrain.parallel.choose.describe_rank", lambda device: shared)
     assert loop.train(dataclasses.replace(settings, run="gpu", epochs=1), comm) == 0
     capsys.readouterr()
     assert loop.train(dataclasses.replace(settings, run="dry", dry_run=True), comm) == 0

@@ -1,4 +1,4 @@
-"""Device memory: the message is one block of plain device memory, shared with the model.
+"""Device memory: the message is one block, of plain device memory if CuPy allocates it.
 
 Also checks that the loader's batches on the GPU have the same bits as on the CPU.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from hpctrain.parallel.memory import memory_of
 from hpctrain.training.step import train_step
 from scripts.benchmarks.gpu.case import (
     Case,
@@ -42,8 +43,8 @@ def message(case: Case) -> Iterator[Result]:
     what = "every parameter lies in the weights, its gradient in the message alone"
     yield shown(what, inside == len(parameters), f"{inside} of {len(parameters)}", "all")
     what = "message outside of torch's caching allocator"
-    if not case.on_gpu:
-        yield not_run(what, "that allocator is for GPUs")
+    if memory_of(tensor.device).name != "cupy":
+        yield not_run(what, "CuPy does not allocate it")
         return
     weights = job.trainer.message.weights
     good = not in_torch_pool(tensor) and in_torch_pool(weights)
@@ -55,8 +56,8 @@ def message(case: Case) -> Iterator[Result]:
 def memory(case: Case) -> Iterator[Result]:
     """Check that the message is plain device memory and that batches equal those on the CPU."""
     what = "message is plain cudaMalloc memory"
-    if not case.on_gpu:
-        yield not_run(what, "cudaMalloc is CUDA's")
+    if memory_of(torch.empty(0, device=case.device).device).name != "cupy":
+        yield not_run(what, "CuPy does not allocate it")
     else:
         yield attempt(what, plain_memory, case)
     flags = ("--flip", "--shift", "3", "--normalize", "pack")

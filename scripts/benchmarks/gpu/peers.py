@@ -23,7 +23,7 @@ from hpctrain.data.loader import Batch
 from hpctrain.errors import UsageError
 from hpctrain.models import build
 from hpctrain.parallel.device import pinned, place, torch_settings
-from hpctrain.parallel.memory import plain_zeros
+from hpctrain.parallel.memory import zeros_for_messages
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.parallel.transport import Pinned
 from hpctrain.training.setup import Job
@@ -160,7 +160,7 @@ def staging(case: Case) -> Iterator[Result]:
     to the host and one back.
     """
     device, numbers = torch.device(case.device), case.size(NUMBERS, NUMBERS // 100)
-    vector = plain_zeros(numbers, torch.float32, device)
+    vector = zeros_for_messages(numbers, torch.float32, device)
     host = pinned(numbers, torch.float32, device)
     transport = Pinned(start_mpi())
 
