@@ -30,11 +30,6 @@ def conflicts(config: Config) -> Iterator[str]:
                     f"{flag_of(name)} goes with --images and --labels, for a file that is no pack:"
                     " packs have theirs"
                 )
-    elif config.skip_bad:
-        yield (
-            "--skip-bad leaves out samples of a pack whose checksums differ: the file of --images"
-            " has no checksums"
-        )
     elif config.normalize == "pack":
         yield (
             "--normalize pack takes the mean and std that a pack holds, and the file of --images"

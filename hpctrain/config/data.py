@@ -97,9 +97,7 @@ class DataSettings:
     verify: str = option(
         "auto",
         "compare the pack's checksums: start = before the first step; first-touch = when a block is"
-        " first read; never; auto = start for packs up to 1 GiB, first-touch for larger ones"
-        " and with --skip-bad",
+        " first read; never; auto = start for packs up to 1 GiB, first-touch for larger ones",
         DATA,
         choices=("auto", "start", "first-touch", "never"),
     )
-    skip_bad: bool = option(False, "skip corrupt samples of a pack instead of failing", DATA)

@@ -1,4 +1,4 @@
-"""Read bytes at offsets of a file, verify checksums of blocks, and record unusable samples.
+"""Read bytes at offsets of a file, and verify checksums of blocks.
 
 Bytes are read with preadv(2). It needs no HDF5, holds neither the library's lock nor the
 interpreter's, takes 1 to 2 microseconds per sample instead of 30, and reports a truncated file as
@@ -142,46 +142,6 @@ def _gather_ascending(
         read_exactly(path, descriptor, buffers, at)
 
 
-class BadSamples:
-    """The unusable samples of a split, which raise an error or are skipped. Thread-safe.
-
-    Whether a sample is bad depends on the content of the file alone, not on which rank reads it or
-    when. So skipping bad samples keeps results independent of the number of ranks.
-    """
-
-    def __init__(self, warn: Callable[[str], None] | None = None) -> None:
-        """`warn` is called with a message about skipped samples; if None, they raise an error."""
-        self._warn, self._lock = warn, threading.Lock()
-        self._indices: set[int] = set()
-        self._warned: set[str] = set()
-
-    def add(self, indices: Iterable[int], text: str, cause: str = "") -> None:
-        """Skip these samples, for the reason in `text`; warn once about a `cause` that many share.
-
-        Raises RunError if samples may not be skipped.
-        """
-        if self._warn is None:
-            raise RunError(
-                f"{text}: 'hpctrain pack --check' finds what else is corrupt, train --skip-bad"
-                " skips such samples"
-            )
-        with self._lock:
-            new = set(indices) - self._indices
-            self._indices |= new
-            warn = bool(new) and (cause or text) not in self._warned
-            self._warned.add(cause or text)
-        if warn:
-            self._warn(f"{cause or text}: skipped")
-
-    def usable(self, indices: np.ndarray) -> np.ndarray | None:
-        """Return a mask (n,) of the samples `indices` (n,) that can be used; None if all can."""
-        if not self._indices:
-            return None
-        with self._lock:
-            bad = np.isin(indices, list(self._indices))
-        return ~bad if bad.any() else None
-
-
 class BlockChecksums:
     """The checksums of one column, and the blocks already verified. Thread-safe."""
 
@@ -241,23 +201,12 @@ class BlockChecksums:
 
 
 class Checks:
-    """The checks that all readers of a pack share: checksums, and the treatment of bad samples."""
+    """The checksums that all readers of a pack share."""
 
-    def __init__(
-        self,
-        sums: Sums | None = None,
-        warn: Callable[[str], None] | None = None,
-    ) -> None:
-        """With `sums`, blocks are verified when first read. With `warn`, bad samples are skipped
-        and it is called with a message; otherwise they raise an error.
-        """
-        self.sums, self.warn = sums, warn
-        self._bad: dict[str, BadSamples] = {}
+    def __init__(self, sums: Sums | None = None) -> None:
+        """With `sums`, blocks are verified when first read."""
+        self.sums = sums
         self._checksums: dict[str, BlockChecksums] = {}
-
-    def bad_samples(self, split: str) -> BadSamples:
-        """Return the bad samples of a split that any reader has found so far."""
-        return self._bad.setdefault(split, BadSamples(self.warn))
 
     def checksums(self, split: str, kind: str, column: StoredColumn) -> BlockChecksums | None:
         """Return the checksums of a column, or None if they are not verified."""

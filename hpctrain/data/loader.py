@@ -86,19 +86,6 @@ def read_samples(
     return (prepare or make_prepare())(torch.from_numpy(images), 0)
 
 
-def keep_usable(split: Split, indices: np.ndarray, images: np.ndarray) -> np.ndarray:
-    """Return those of the samples `indices` (n,) that can be used.
-
-    Their images are moved to the front of `images` (n, H, W, C).
-    """
-    usable = split.bad.usable(indices)
-    if usable is None:
-        return indices
-    indices = indices[usable]
-    images[: len(indices)] = images[usable]
-    return indices
-
-
 def make_pairs(
     upload: Upload, split: Split, parts: Sequence[Part], prepare: Prepare, pair: Pair
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -188,7 +175,6 @@ class Loader:
         order: Order | None = None,
         read_buffer: int = READ_BUFFER,
         random_crop: float = 0.0,
-        min_samples: int = 1,
         device: torch.device | str = "cpu",
         epochs: int = 0,
     ) -> None:
@@ -199,9 +185,8 @@ class Loader:
         `order` is the order of the samples; None = a new order of each shard's own samples in every
         epoch. The cache of samples takes at most `read_buffer` bytes; if all fit, they are read
         once. With `random_crop`, every image is a random crop of its file with at least that share
-        of the area; raises UsageError unless the samples are JPEG files. If bad samples are skipped
-        and fewer than `min_samples` of a shard are left in a step, the shard has no batch. `epochs`
-        is the number of epochs; the first steps of the next epoch are prefetched before one ends.
+        of the area; raises UsageError unless the samples are JPEG files. `epochs` is the number of
+        epochs; the first steps of the next epoch are prefetched before one ends.
         """
         if random_crop and not split.pack.encoded:
             raise UsageError(
@@ -213,7 +198,6 @@ class Loader:
         self.pair = pair or (lambda images, labels, key: (images, labels))
         self.order = order or Order(partition, seed)
         self._read_buffer, self._random_crop = read_buffer, random_crop
-        self._min_samples = min_samples
         self._prefetch: Ahead[Ready] | None = None
         # The epoch and step that it yields next, between two epochs.
         self._following: tuple[int, int] | None = None
@@ -280,9 +264,7 @@ class Loader:
 
                 crops = draw_crops(self._random_crop, count, random_key(key, "crop"))
             indices = self._cache.gather(epoch, shard, first, images, crops)
-            indices = keep_usable(self.split, indices, images)
-            if len(indices) >= min(count, self._min_samples):
-                parts[shard], used = (indices, key), used + len(indices)
+            parts[shard], used = (indices, key), used + count
         made: list[Batch] = []
         if parts:
             own = list(parts.values())

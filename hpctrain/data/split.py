@@ -28,12 +28,13 @@ from hpctrain.data.checks import Checks, as_bytes, gather_rows, open_file, open_
 from hpctrain.data.columns import HELD_ROWS, Column, LabelColumn, OffsetColumn, pieces
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import READ_BYTES
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from hpctrain.data.hdf5_chunks import Chunks
     from hpctrain.data.jpeg import Crop
 
+ADVICE = "'hpctrain pack --check' finds what else is corrupt"
 WHOLE_FILE = ""  # the name of the split of all samples of an external file
 
 
@@ -41,8 +42,7 @@ class Split:
     """The samples of one split of a pack or an external HDF5 file. Reading is thread-safe.
 
     Images have the shape ``image_shape`` (H, W, C) and the type ``dtype``: uint8, or the floats of
-    an external file, which are used unchanged. ``bad`` are the unusable samples found so far; for
-    these, ``gather`` returns undefined values. Labels and JPEG file offsets are read on demand;
+    an external file, which are used unchanged. Labels and JPEG file offsets are read on demand;
     ``hold`` keeps those of a range of samples in memory.
     """
 
@@ -60,7 +60,6 @@ class Split:
         self.pack, self.name = pack, name
         self.image_shape, self.dtype = pack.image_shape, pack.dtype
         self._checks = checks or Checks()
-        self.bad = self._checks.bad_samples(name)
         self._source = pack.external_splits.get(name, pack.external)
         self._index: np.ndarray | None = None  # (N,) samples of the file
         self._labels: LabelColumn | np.ndarray  # (N,); an array of an external file
@@ -92,7 +91,7 @@ class Split:
         `out` is (n, H, W, C) of ``dtype``. For JPEG files it may also be (n,) objects, which
         receive the undecoded files; in a later call, `files` are decoded instead of reading them
         again. With `crops` (n,), a crop of each JPEG file is decoded.
-        Raises RunError if the file is truncated, or a sample is bad and may not be skipped.
+        Raises RunError if the file is truncated, or a sample is corrupt.
         """
         self._check_request(indices, out)
         if out.dtype == object:
@@ -271,8 +270,7 @@ class Split:
                     out[place] = np.frombuffer(pixels, np.uint8).reshape(self.image_shape)
                 except jpeg.BadImage as error:
                     where = self.describe(int(indices[place]))
-                    self.bad.add([int(indices[place])], f"{where} cannot be decoded ({error})")
-                    out[place] = 0
+                    raise RunError(f"{where} cannot be decoded ({error}): {ADVICE}") from None
 
         jpeg.map_parts(threads, decode_part, len(indices))
 
@@ -281,7 +279,7 @@ class Split:
     ) -> None:
         """Verify the blocks of a column that hold the samples `indices` (n,), if requested.
 
-        They are at bytes `starts` to `stops`. Samples in a corrupt block are bad samples.
+        They are at bytes `starts` to `stops`. Raises RunError for a sample in a corrupt block.
         """
         if not len(indices):
             return
@@ -291,10 +289,10 @@ class Split:
         if checksums is None:
             return
         blocks = checksums.find_corrupt(starts, stops, self._read)
-        for place in np.flatnonzero(blocks >= 0).tolist():
-            index, cause = int(indices[place]), checksums.describe(int(blocks[place]))
-            text = f"{self.describe(index)} cannot be used ({cause})"
-            self.bad.add([index], text, f"{self.pack.path}: {cause}")
+        if (corrupt := np.flatnonzero(blocks >= 0)).size:
+            where = self.describe(int(indices[corrupt[0]]))
+            cause = checksums.describe(int(blocks[corrupt[0]]))
+            raise RunError(f"{where} cannot be used ({cause}): {ADVICE}")
 
     def _read(self, buffers: list[memoryview], offset: int) -> None:
         read_exactly(self.pack.path, self._descriptor, buffers, offset)

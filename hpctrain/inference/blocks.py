@@ -70,8 +70,8 @@ def compute_blocks(
     """Yield the blocks of `parts`, each with its results on the host and without its tensors.
 
     A thread calls `load` for one block ahead of the network, through `upload`; `compute` gets each
-    block with its own random numbers. Blocks without samples are skipped. The first block for which
-    `go_on` returns False ends the iteration.
+    block with its own random numbers. The first block for which `go_on` returns False ends the
+    iteration.
     """
 
     def queued() -> Iterator[tuple[Block, torch.Tensor]]:
@@ -80,11 +80,10 @@ def compute_blocks(
             for block, made in loaded:
                 if not go_on(f"block {block.number}"):
                     return
-                if len(block.rows):
-                    upload.take(made, block.tensors)
-                    seed_torch(block_key(block.number), upload.device)
-                    # Blocks in flight would keep their tensors in the device's memory.
-                    yield block._replace(tensors=()), compute(block)
+                upload.take(made, block.tensors)
+                seed_torch(block_key(block.number), upload.device)
+                # Blocks in flight would keep their tensors in the device's memory.
+                yield block._replace(tensors=()), compute(block)
 
     yield from copy_to_host(queued(), upload.device)
 

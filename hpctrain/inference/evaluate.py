@@ -23,7 +23,7 @@ from torch import nn
 
 from hpctrain.config import EvaluateConfig
 from hpctrain.data.checks import describe_first, find_nonfinite
-from hpctrain.data.loader import Prepare, keep_usable, make_pairs
+from hpctrain.data.loader import Prepare, make_pairs
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
@@ -180,7 +180,7 @@ BlockSums = dict[str, list[float]]  # by figure: the sums of its values and of t
 class RankPart:
     """The results of one rank, without its confusion matrix."""
 
-    sums: list[BlockSums] = field(default_factory=list)  # of its nonempty blocks, in order
+    sums: list[BlockSums] = field(default_factory=list)  # of its blocks, in order
     rows: int = 0
     bad: dict[int, str] = field(default_factory=dict)
     mistakes: list[Answer] = field(default_factory=list)  # the most confident ones
@@ -201,16 +201,15 @@ def combine(
 ) -> Evaluation | None:
     """Combine the results of all ranks; None if one of them is not complete. Collective.
 
-    Raises RunError on all ranks for samples that are not finite, or if no sample is usable, and
-    UsageError if the metric did not name the same figures for all blocks.
+    Raises RunError on all ranks for samples that are not finite, and UsageError if the metric did
+    not name the same figures for all blocks.
     """
     parts = allgather(comm, own)
     if bad := describe_first(part.bad for part in parts):
         raise agreed(RunError(bad))
     if not all(part.complete for part in parts):
         return None
-    if not (rows := sum(part.rows for part in parts)):
-        raise agreed(RunError("no row of the split can be used"))
+    rows = sum(part.rows for part in parts)
     blocks, found = [each for part in parts for each in part.sums], dict[str, float]()
     for other in blocks:
         if error := refuse_names(task.own.metric, blocks[0], other):
@@ -250,7 +249,7 @@ def evaluate(
     go_on: Callable[[str], bool] = lambda what: True,
     kept: int = 0,
 ) -> Evaluation | None:
-    """Evaluate `model` in `task` over all usable samples of `source`. Collective.
+    """Evaluate `model` in `task` over all samples of `source`. Collective.
 
     The result includes the `kept` most confident mistakes. `go_on` is called with a description of
     the next action; if it returns False on any rank, that rank's remaining blocks are skipped, and
@@ -265,7 +264,6 @@ def evaluate(
         images = upload.buffer(len(rows))
         source.gather(rows, images)
         bad = find_nonfinite(source, rows, images)
-        rows = keep_usable(source, rows, images)
         (pair,) = make_pairs(upload, source, [(rows, block_key(number))], prepare, task.pair)
         return Block(number, rows, bad, pair)
 

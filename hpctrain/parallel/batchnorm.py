@@ -223,16 +223,13 @@ class BatchNorms:
             calls -= self._forwards - 1
         return (calls != self._expected).sum()
 
-    def _bessel(self, rows: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bessel(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Bessel's correction by channel for n = rows x elements: (n - 1) / n and n / (n - 1)."""
-        if isinstance(rows, int) and rows in self._factors:
-            return self._factors[rows]
-        n = (rows * self.elements).to(torch.float64)
-        remove, apply = (n - 1) / n, n / (n - 1).clamp(min=1)
-        found = remove.to(self._state.dtype), apply.to(self._state.dtype)
-        if isinstance(rows, int):
-            self._factors[rows] = found
-        return found
+        if rows not in self._factors:
+            n = (rows * self.elements).to(torch.float64)
+            remove, apply = (n - 1) / n, n / (n - 1).clamp(min=1)
+            self._factors[rows] = remove.to(self._state.dtype), apply.to(self._state.dtype)
+        return self._factors[rows]
 
     def _weight(self) -> torch.Tensor | float:
         """phi by channel; 1 / (number of this update) if momentum is None."""
@@ -241,11 +238,10 @@ class BatchNorms:
         average = 1.0 / (self.updates[self._of_layer] + 1).to(self._state.dtype)
         return torch.where(self.momentum < 0, average, self.momentum)
 
-    def merge(self, summed: torch.Tensor, rows: int | torch.Tensor, finite: torch.Tensor) -> None:
+    def merge(self, summed: torch.Tensor, rows: int, finite: torch.Tensor) -> None:
         """Update the running statistics from the reduced moments (2, C) of `rows` samples.
 
-        `rows` is a number on the host or on the device. If `finite`, a bool on the device, is
-        false, nothing changes.
+        If `finite`, a bool on the device, is false, nothing changes.
         """
         if not self.channels:
             return

@@ -179,16 +179,14 @@ class Message:
         """Set this rank's seconds of computation and of waiting for data, once per step."""
         torch._foreach_add_(self._seconds, [compute, data])
 
-    def rescale(self, part: torch.Tensor, planned: int, by: str) -> torch.Tensor:
-        """Rescale a part of the reduced sums, divided by `planned` samples so far, to a mean.
+    def weigh_gradients(self, rows: int) -> None:
+        """Divide the reduced gradients, divided by `rows` samples so far, by their class weights.
 
-        Its divisor is the scalar `by`: "rows", the samples counted, or "weight", the sum of their
-        class weights (`planned` where that is 0). Returns it, float64 on the device.
+        The divisor is the sum of the weights of all samples' classes, or `rows` where that is 0.
         """
-        counted = self.scalar[by].to(torch.float64)
-        counted = torch.where(counted > 0, counted, planned)
-        part.mul_((planned / counted).to(self.tensor.dtype))
-        return counted
+        weight = self.scalar["weight"].to(torch.float64)
+        weight = torch.where(weight > 0, weight, rows)
+        self.gradients.mul_((rows / weight).to(self.tensor.dtype))
 
     def finite(self, lasting: bool = False) -> torch.Tensor:
         """Whether the reduced message is free of NaN and infinity, as a bool on the device.

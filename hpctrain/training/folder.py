@@ -180,7 +180,7 @@ def chosen(job: Job) -> dict[str, object]:
 # Settings that may change from launch to launch: they do not affect what is computed.
 FREE = {
     *("run", "runs_dir", "data", "data_dir", "read_buffer", "epochs", "worker_load"),
-    *("stage", "verify", "skip_bad", "reduce", "overlap"),
+    *("stage", "verify", "reduce", "overlap"),
     *("device", "threads", "checkpoint_every", "mttf", "keep", "resume", "time_limit", "timeout"),
     *("test", "progress", "tensorboard", "dry_run"),
 }

@@ -83,8 +83,6 @@ def end_epoch(run: Run) -> None:
     loss /= state.weight or rows
     accuracy = correct / rows if run.job.task.classes else None
     state.epoch += 1
-    if missing := run.job.plan.partition.samples - round(rows):
-        run.recorder.note(f"epoch {state.epoch}: {missing:,} rows could not be used")
     if state.epoch == 1 and (unused := run.job.trainer.unused.names()):
         of = len(run.job.trainer.message.layout.segments)
         run.recorder.note(

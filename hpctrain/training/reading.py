@@ -7,7 +7,6 @@ and reused; an incomplete one has another name.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +36,6 @@ from hpctrain.inference.opening import find_sums, require_split
 from hpctrain.parallel.hosts import comm_of_host
 from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root
 from hpctrain.plan import Plan
-from hpctrain.text import say
 
 VERIFIED_BYTES = 1 << 30  # packs up to this size are verified at start, about 1 s per GB
 FIRST_ROWS = 32  # of the training split: rank 0 tests the network and own functions with them
@@ -121,24 +119,18 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
 def verified(config: Config, pack: Pack) -> str:
     """Return when the checksums of a pack are compared: `START`, `FIRST_TOUCH` or `NEVER`.
 
-    The default depends on the size of the pack; with --skip-bad it is never `START`, since a
-    corrupt block would end the run there.
+    The default depends on the size of the pack.
     """
     if config.verify != "auto":
         return config.verify
-    early = pack.file_size <= VERIFIED_BYTES and not config.skip_bad
-    return START if early else FIRST_TOUCH
+    return START if pack.file_size <= VERIFIED_BYTES else FIRST_TOUCH
 
 
 def make_checks(config: Config, pack: Pack, comm: Comm) -> Checks:
-    """Make the checks of samples as they are read; --skip-bad skips bad ones. Collective."""
-
-    def warn(text: str) -> None:
-        say(f"hpctrain: rank {comm.rank}: {text}", sys.stderr)
-
+    """Make the checks of samples as they are read. Collective."""
     wanted = not pack.external and verified(config, pack) == FIRST_TOUCH
     sums = call_on_root(comm, lambda: find_sums(pack)) if wanted else None
-    return Checks(sums, warn if config.skip_bad else None)
+    return Checks(sums)
 
 
 def make_reading(
@@ -183,7 +175,7 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     _copy(pack, final, share, needed, host, comm)
     source.close()
     here = replace(pack, path=str(final), part=part)
-    checks = Checks(None, reading.checks.warn)  # every block was verified when copied
+    checks = Checks()  # every block was verified when copied
     opened = call_on_all(comm, lambda: Split(here, "train", checks=checks))
     return replace(reading, pack=here, checks=checks, source=opened)
 

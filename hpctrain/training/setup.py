@@ -25,7 +25,6 @@ from hpctrain.inference.own import import_functions, import_own, with_augment
 from hpctrain.inference.own_check import check_augment
 from hpctrain.inference.tasks import Task, make_task, output_shape
 from hpctrain.models import InitialWeights, build, check_forward, load_init
-from hpctrain.parallel.batchnorm import Probe
 from hpctrain.parallel.choose import open_device, open_transport
 from hpctrain.parallel.device import place
 from hpctrain.parallel.mpi import (
@@ -128,7 +127,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     reading = make_reading(config, plan, source, checks, shards, comm)
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
-    loader = make_loader(config, plan, reading, shards, task, augmented, probe, device)
+    loader = make_loader(config, plan, reading, shards, task, augmented, device)
     texts = sharing, init, why, describe_frozen(frozen, trainer.message), *balance
     made = pack, reading, choice, task, trainer, loader, prepare, init
     return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
@@ -141,7 +140,6 @@ def make_loader(
     shards: range,
     task: Task,
     augmented: Prepare,
-    probe: Probe,
     device: torch.device,
 ) -> Loader:
     """Make the loader of the training split for the `shards` of this rank."""
@@ -149,7 +147,6 @@ def make_loader(
         *(reading.source, plan.partition, shards, plan.seed, augmented, task.pair, reading.order),
         read_buffer=byte_count(config.read_buffer, "--read-buffer"),
         random_crop=config.random_crop,
-        min_samples=probe.min_samples,
         device=device,
         epochs=plan.epochs,
     )

@@ -54,7 +54,6 @@ class Trainer:
     reduce: Reduce
     backward: Backward
     clip_norm: float | None = None
-    skips_rows: bool = False  # a step may have fewer samples than planned
     local_buffers: bool = False  # buffers other than batch norm's may differ between ranks
     in_flight: int = 0  # number of steps that are started before the totals of one are read
     class_weights: torch.Tensor | None = None  # (K,) with which the loss weighs samples
@@ -115,9 +114,8 @@ def train_step(
 
     `total`: number of samples in the global batch. `rate`: learning rate (None = the optimizer's).
     `flags` are sent in the message, and the report reads its totals on request. `before_waiting` is
-    called when this rank has finished its part. If bad samples were skipped, the sum is rescaled to
-    the number of samples that remain; with class weights, the gradients are rescaled to the sum of
-    the weights of the samples' classes, by which torch's cross_entropy divides.
+    called when this rank has finished its part. With class weights, the gradients are rescaled to
+    the sum of the weights of the samples' classes, by which torch's cross_entropy divides.
 
     A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do the
     steps that follow before its totals are read. A parameter stays unchanged until the first step
@@ -147,13 +145,9 @@ def train_step(
     clock.reduced()
 
     finite = message.finite(lasting=trainer.in_flight > 0)
-    counted: int | torch.Tensor = total
-    if trainer.skips_rows:
-        counted = message.rescale(message.moments, total, "rows")
-    if trainer.skips_rows or class_weights is not None:
-        divisor = "rows" if class_weights is None else "weight"
-        message.rescale(message.gradients, total, divisor)
-    norms.merge(message.moments, counted, finite)
+    if class_weights is not None:
+        message.weigh_gradients(total)
+    norms.merge(message.moments, total, finite)
     if trainer.clip_norm is not None:
         clip_gradient(message.gradients, trainer.clip_norm)
     gate_update(trainer.optimizer, message.skipped)

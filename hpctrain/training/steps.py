@@ -41,10 +41,10 @@ class NonFinite(CannotContinue):
 def check(run: Run, totals: Totals, step: int, rows: int) -> None:
     """Check the totals of `step`, planned with `rows` samples. Collective if one is wrong.
 
-    Fewer samples are allowed if bad ones are skipped. Raises NonFinite, or RunError for totals that
-    must not occur; all ranks see the same totals and raise the same error.
+    Raises NonFinite, or RunError for totals that must not occur; all ranks see the same totals and
+    raise the same error.
     """
-    where, skips_rows = f"step {step} (epoch {run.state.epoch + 1})", run.job.trainer.skips_rows
+    where = f"step {step} (epoch {run.state.epoch + 1})"
     if not totals.finite:
         what, ranks = "the gradient", ""
         advice = find_bad_image(run, step) or "A lower --lr or --clip-norm may help"
@@ -59,9 +59,7 @@ def check(run: Run, totals: Totals, step: int, rows: int) -> None:
         )
     if totals.irregular:
         raise agreed(RunError(f"a batch-norm layer did not run exactly once in {where}"))
-    if skips_rows and totals.rows == 0:
-        raise agreed(RunError(f"{where}: none of its {rows} rows can be used"))
-    if totals.rows != rows and not (skips_rows and totals.rows < rows):
+    if totals.rows != rows:
         raise agreed(RunError(f"step {step} summed {totals.rows} rows, but the plan has {rows}"))
 
 

@@ -87,7 +87,6 @@ def make_trainer(
         reduce,
         backward,
         config.clip_norm,
-        config.skip_bad,
         config.local_buffers,
         IN_FLIGHT[message.device.type],
         task.weights,

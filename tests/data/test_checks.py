@@ -80,21 +80,8 @@ def test_every_block_is_compared_once(pixels, monkeypatch):
     assert len(compared) - gathered == 7
 
 
-def test_rows_of_a_damaged_block_can_be_left_out(pixels):
-    flip(pixels.path, pixels.splits["train"].images_offset + 23 * 63 + 5)
-    told = []
-    with Split(pixels, "train", checks=Checks(read_sums(pixels), told.append)) as rows:
-        found = gather(rows, [3, 20, 22, 41])
-        usable = rows.bad.usable(np.array([3, 20, 22, 41]))
-        assert usable.tolist() == [True, False, False, True]
-        assert (found[usable] == gather(rows, [3, 41])).all()
-        gather(rows, [20])
-    told_of = f"{pixels.path}: train/images: rows 20 to 29 (block 2) are corrupt: skipped"
-    assert told == [told_of], "once for all rows of a block"
-
-
 @pytest.mark.parametrize("kind", ["labels", "offsets"])
-def test_corrupt_labels_and_offsets_are_errors_even_with_skip_bad(pixels, tmp_path, kind):
+def test_corrupt_labels_and_offsets_are_errors(pixels, tmp_path, kind):
     if kind == "labels":
         packed, at = pixels, pixels.splits["train"].labels_offset + 8 * 3
     else:
@@ -104,7 +91,7 @@ def test_corrupt_labels_and_offsets_are_errors_even_with_skip_bad(pixels, tmp_pa
     sums = read_sums(packed)
     flip(packed.path, at)
     corrupt = rf"train/{kind}: rows 0 to \d+ \(block 0\) are corrupt"
-    with Split(packed, "train", checks=Checks(sums, print)) as rows:
+    with Split(packed, "train", checks=Checks(sums)) as rows:
         with pytest.raises(RunError, match=corrupt):
             rows.hold(range(2, 7))
         with pytest.raises(RunError, match=corrupt):
@@ -124,8 +111,11 @@ def test_files_that_reach_over_blocks(tmp_path, monkeypatch):
     flip(packed.path, packed.splits["train"].images_offset + middle)
     block = range(middle // 97 * 97, middle // 97 * 97 + 97)
     expected = [not (offsets[i] < block.stop and block.start < offsets[i + 1]) for i in range(38)]
-    told = []
-    with Split(packed, "train", checks=Checks(read_sums(packed), told.append)) as rows:
-        gather(rows, range(38))
-        usable = rows.bad.usable(np.arange(38))
-    assert usable.tolist() == expected and not usable[7] and 1 <= len(told) <= 2
+    with Split(packed, "train", checks=Checks(read_sums(packed))) as rows:
+        for row, is_sound in enumerate(expected):
+            if is_sound:
+                gather(rows, [row])
+                continue
+            with pytest.raises(RunError, match=f"sample {row} of split 'train' cannot be used"):
+                gather(rows, [row])
+    assert not expected[7]

@@ -15,7 +15,6 @@ import torch
 from hpctrain.data import jpeg
 from hpctrain.data import loader as module
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import Ahead, Loader, make_prepare, read_samples
 from hpctrain.data.orders import make_order
 from hpctrain.data.partition import cut_epoch
@@ -41,7 +40,6 @@ class Source:
         self.images = rng.integers(0, 256, (rows, *SHAPE), dtype=np.uint8)
         self.labels = rng.integers(0, 10, rows)
         self.asked = []
-        self.bad = BadSamples()
 
     def read_labels(self, indices):
         return self.labels[indices]
@@ -389,36 +387,6 @@ def test_a_torn_file_is_an_error_with_windows_too():
     with pytest.raises(RunError, match="cut short"):
         list(steps)
     assert not loader_threads()
-
-
-def test_bad_rows_are_left_out_of_their_batches():
-    """Each batch keeps its other rows, labels and key; one of too few rows is no batch."""
-    source, clean = Source(), Source()
-    told = []
-    source.bad = BadSamples(told.append)
-    bad = {3, 4, 40}
-    source.bad.add(bad, "rows of no use")
-    source.bad.add([4], "once more")
-    assert told == ["rows of no use: skipped"]
-    for step, (batches, whole) in enumerate(
-        zip(
-            Loader(source, PARTITION, MINE, SEED).epoch(0),
-            Loader(clean, PARTITION, MINE, SEED).epoch(0),
-            strict=True,
-        )
-    ):
-        for batch, other in zip(batches, whole, strict=True):
-            rows = order_of(PARTITION, SEED, 0, batch.shard)
-            share = PARTITION.shares[batch.shard]
-            rows = rows[step * share : step * share + len(other.targets)]
-            keep = torch.from_numpy(~np.isin(rows, list(bad)))
-            assert torch.equal(batch.images, other.images[keep]) and batch.key == other.key
-            assert torch.equal(batch.targets, other.targets[keep])
-    source.bad.add(range(ROWS - 1), "nearly all")
-    kept = [b for s in Loader(source, PARTITION, range(3), SEED).epoch(0) for b in s]
-    assert [len(batch.targets) for batch in kept] == [1]
-    steps = Loader(source, PARTITION, range(3), SEED, min_samples=2).epoch(0)
-    assert not any(steps)
 
 
 def test_one_thing_is_made_while_the_one_before_is_used():

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hpctrain.data.augment import Augmentation, add_noise
-from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import Loader, make_prepare
 from hpctrain.data.partition import cut_epoch
 from hpctrain.streams import Upload, copy_to_device
@@ -32,7 +31,7 @@ class Source:
         rng = np.random.default_rng(1)
         self.images = rng.integers(0, 256, (ROWS, *SHAPE)).astype(dtype)
         self.dtype = self.images.dtype
-        self.labels, self.bad = rng.integers(0, 10, ROWS), BadSamples()
+        self.labels = rng.integers(0, 10, ROWS)
 
     def read_labels(self, indices):
         return self.labels[indices]
@@ -88,21 +87,6 @@ def test_what_is_used_was_handed_over_before(stream):
         assert len(stream.taken) == number + 1
         made = [entry for entry in stream.log if entry[0] == "event"]
         assert stream.log.index(("hand over", stream.taken[-1][0])) > stream.log.index(made[number])
-
-
-def test_bad_rows_are_left_out_before_the_copy(stream):
-    """So that it is one copy of a part of the buffer, and no mask has to be looked at there."""
-    source = Source()
-    source.bad = BadSamples(lambda text: None)
-    source.bad.add(range(0, ROWS, 2), "every other one")
-    loader = Loader(source, PARTITION, [0], SEED)
-    watched(loader._upload, stream)
-    batches = [b for step in loader.epoch(0) for b in step]
-    plain = [b for step in Loader(source, PARTITION, [0], SEED).epoch(0) for b in step]
-    assert 0 < sum(len(b.targets) for b in batches) < sum(PARTITION.sizes[:1])
-    for batch, other in zip(batches, plain, strict=True):
-        assert torch.equal(batch.images, other.images)
-    assert sum(what == "+copy" for what, _ in stream.log) == len(batches)
 
 
 def test_on_the_cpu_the_buffer_is_the_batch_and_nothing_is_waited_for():

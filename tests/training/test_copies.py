@@ -38,13 +38,8 @@ def others(folder):
     return {"images": "x", "labels": "y", "split": "0.9,0.1"}
 
 
-@pytest.mark.parametrize(
-    ("make", "bad"),
-    [(pixels, False), (pixels, True), (files, False), (files, True), (others, False)],
-)
-def test_one_copy_up_for_images_one_for_labels_and_one_down(
-    one_rank, tmp_path, monkeypatch, make, bad
-):
+@pytest.mark.parametrize("make", [pixels, files, others])
+def test_one_copy_up_for_images_one_for_labels_and_one_down(one_rank, tmp_path, monkeypatch, make):
     copies, snapshot, upload, sent = (
         Counter(),
         Snapshot.__init__,
@@ -57,15 +52,6 @@ def test_one_copy_up_for_images_one_for_labels_and_one_down(
 
     settings = short_run(tmp_path, "data.h5", model="digits", run="a", shards=5, batch_size=BATCH)
     settings = dataclasses.replace(settings, threads=1, test=False, **make(tmp_path))
-    if bad:
-        original = loader.keep_usable
-
-        def keep_usable(source, rows, images):
-            source.bad.add(range(0, ROWS, 7), "of no use")
-            return original(source, rows, images)
-
-        settings = dataclasses.replace(settings, skip_bad=True)
-        monkeypatch.setattr(loader, "keep_usable", keep_usable)
     monkeypatch.setattr(Snapshot, "__init__", counted("down", snapshot))
     monkeypatch.setattr(Upload, "make", counted("images", upload))
     monkeypatch.setattr(loader, "copy_to_device", counted("labels", sent))

@@ -21,7 +21,6 @@ from PIL import Image
 
 import hpctrain.inference.evaluate as evaluation
 from hpctrain.config import Config, EvaluateConfig, PredictConfig
-from hpctrain.data.checks import BadSamples
 from hpctrain.data.loader import make_prepare
 from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
@@ -97,27 +96,6 @@ def test_the_figures_are_those_of_one_process(comm, network):
     np.add.at(expected, (labels.numpy(), scores.argmax(1).numpy()), 1)
     assert np.array_equal(result.confusion, expected)
     assert result.accuracy == (scores.argmax(1) == labels).double().mean().item()
-
-
-def test_bad_rows_are_left_out_of_the_figures(comm, network):
-    """A whole block of them, too."""
-    _, pack, model = network
-    bad = [0, 3, *range(14, 21), 99]
-    with Split(pack, "test") as source:
-        source.bad = BadSamples(lambda text: None)
-        source.bad.add(bad, "of no use")
-        result = evaluate(model, source, Classification(classes=10), make_prepare(), comm, 7)
-        images = source.gather(np.arange(ROWS), np.empty((ROWS, 28, 28, 1), np.uint8))
-    kept = np.delete(np.arange(ROWS), bad)
-    labels = torch.from_numpy(source.labels)
-    scores = model(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255)
-    losses = torch.nn.functional.cross_entropy(scores, labels, reduction="none")
-    assert result.rows == len(kept)
-    assert result.loss == pytest.approx(losses[kept].mean().item(), rel=1e-5)
-    assert result.loss != pytest.approx(losses.mean().item(), rel=1e-5)
-    expected = np.zeros((10, 10), np.int64)
-    np.add.at(expected, (labels.numpy()[kept], scores.argmax(1).numpy()[kept]), 1)
-    assert np.array_equal(result.confusion, expected)
 
 
 def test_the_same_bits_on_all_ranks_and_on_one_rank_alone(comm, network):

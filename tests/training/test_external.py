@@ -261,7 +261,6 @@ def test_the_order_of_chunks_is_told(comm, settings):
         ({"label_gaps": "close"}, "--label-gaps close: there are map, keep"),
         ({"images": None, "labels": None}, "not a pack .* --images and --labels"),
         ({"normalize": "imagenet"}, "imagenet is for images of 3 channels; these have 1"),
-        ({"skip_bad": True}, "--skip-bad leaves out samples of a pack"),
         ({"output": "best"}, "has none: train with --split 0.8,0.1,0.1"),
         ({"split": "2"}, "--split 2: give shares that sum to 1"),
         ({"images": "g/z"}, "there is no dataset g/z; /g holds x, y"),

@@ -64,21 +64,6 @@ def test_weighted_gradients_are_those_of_torch_on_the_whole_batch(comm, cut, smo
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("shards", [1, 3, 5])
-def test_weights_count_for_the_rows_that_there_are(comm, shards):
-    """With --skip-bad, the moments go by samples and the gradients by weights."""
-    source = Arrays()
-    source.bad.add([2, 3, 5, 19], "no use")
-    partition = cut_epoch(ROWS, 7, max(shards, comm.size))
-    config = Config(lr=0.1)
-    trainer = make_trainer(small_model(), comm, config, WEIGHTS)
-    trainer.skips_rows = True
-    train(trainer, source, partition, comm)
-    expected = plain_torch(source, partition, config, weights=WEIGHTS)
-    assert (parameters(trainer) - expected).abs().max() < 1e-12
-
-
-@pytest.mark.mpi
 def test_the_loss_of_a_step_is_the_weighted_mean(comm):
     source, partition = Arrays(), cut_epoch(ROWS, ROWS, comm.size)
     trainer = make_trainer(small_model(), comm, Config(lr=1e-9), WEIGHTS)
@@ -90,17 +75,14 @@ def test_the_loss_of_a_step_is_the_weighted_mean(comm):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("bad", [(), (2, 3, 5, 19)])
-def test_moments_stay_by_counts(comm, bad):
+def test_moments_stay_by_counts(comm):
     """Running statistics of weighted and other training are those of the same images."""
 
     def statistics(weights):
         torch.manual_seed(5)
         layers = [torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(60, 3)]
         trainer = make_trainer(torch.nn.Sequential(*layers).double(), comm, weights=weights)
-        trainer.skips_rows, source = bool(bad), Arrays()
-        source.bad.add(bad, "no use")
-        train(trainer, source, cut_epoch(ROWS, 7, comm.size), comm, epochs=1)
+        train(trainer, Arrays(), cut_epoch(ROWS, 7, comm.size), comm, epochs=1)
         return trainer.norms.running.clone()
 
     assert torch.equal(statistics(WEIGHTS), statistics(None))

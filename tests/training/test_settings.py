@@ -56,7 +56,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "read_buffer": "tests/data/test_loader.py",
     "random_crop": "tests/training/test_jpeg.py",
     "stage": "tests/training/test_stage.py",
-    **dict.fromkeys(("verify", "skip_bad"), "tests/training/test_bad_rows.py"),
+    "verify": "tests/training/test_bad_rows.py",
     **dict.fromkeys(("loss", "augment", "metric"), "tests/training/test_own_functions.py"),
     "validate_steps": "tests/training/test_validate.py",
     "patience": "tests/training/test_validate.py",

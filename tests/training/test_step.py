@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config import Config
-from hpctrain.data.checks import BadSamples
-from hpctrain.data.loader import Batch, Loader
+from hpctrain.data.loader import Loader
 from hpctrain.data.partition import Partition, cut_epoch, even_shares
 from hpctrain.inference.tasks import Classification
 from hpctrain.models import build
@@ -40,7 +39,6 @@ class Arrays:
         self.images = rng.integers(0, 256, (rows, *shape), dtype=np.uint8)
         self.image_shape, self.dtype = shape, np.dtype(np.uint8)
         self.labels = rng.integers(0, classes, rows)
-        self.bad = BadSamples(lambda text: None)
 
     def read_labels(self, indices):
         return self.labels[indices]
@@ -91,7 +89,7 @@ def train(trainer, source, partition, comm, epochs=2, prepare=to_float64):
         for number, batches in enumerate(loader.epoch(epoch)):
             train_step(trainer, batches, partition.total(number))
             totals = trainer.message.totals()
-            assert trainer.skips_rows or totals.rows == partition.total(number)
+            assert totals.rows == partition.total(number)
             assert totals.irregular == 0
             losses.append(totals.mean_loss)
     return losses
@@ -108,8 +106,6 @@ def plain_torch(source, partition, config, epochs=2, weights=None):
         orders = [order_of(partition, 7, epoch, j) for j in shards]
         for step in range(partition.steps):
             rows = np.concatenate([orders[j][places(partition, step, j)] for j in shards])
-            usable = source.bad.usable(rows)
-            rows = rows if usable is None else rows[usable]
             optimizer.zero_grad()
             x = to_float64(torch.from_numpy(source.images[rows]), 0)
             loss = nn.functional.cross_entropy(
@@ -355,35 +351,3 @@ def test_dropout_draws_anew_in_every_step(comm):
     train(trainer, Arrays(), partition, comm, epochs=1)
     full = [o for o in outputs if len(o) == len(outputs[0])]
     assert not torch.equal(full[0], full[1])
-
-
-@pytest.mark.parametrize("shards", [1, 3, 5])
-def test_rows_left_out_have_no_weight(comm, shards):
-    """The update is that of the rows that there are, as plain torch makes it."""
-    source = Arrays()
-    source.bad.add([2, 3, 5, 19], "no use")
-    partition = cut_epoch(ROWS, 7, max(shards, comm.size))
-    config = Config(lr=0.1, weight_decay=0.01)
-    trainer = make_trainer(small_model(), comm, config)
-    trainer.skips_rows = True
-    train(trainer, source, partition, comm)
-    expected = plain_torch(source, partition, config)
-    assert torch.allclose(parameters(trainer), expected, rtol=1e-12, atol=1e-14)
-
-
-def test_statistics_are_those_of_the_rows_that_there_are(comm):
-    def run(planned, skips_rows):
-        torch.manual_seed(5)
-        net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(48, 3))
-        trainer = make_trainer(net.double(), comm)
-        trainer.skips_rows = skips_rows
-        rows = 3 + comm.rank
-        generator = torch.Generator().manual_seed(comm.rank)
-        images = torch.randn(rows, 2, 6, 5, generator=generator, dtype=torch.float64)
-        batches = [Batch(comm.rank, images, torch.arange(rows) % 3, 1)]
-        train_step(trainer, batches, planned)
-        return [tensor.clone() for tensor in trainer.tensors().values()]
-
-    total = comm.allreduce(3 + comm.rank)
-    for left, right in zip(run(total + 4, True), run(total, False), strict=True):
-        assert torch.allclose(left, right, rtol=1e-12)
