@@ -1,7 +1,7 @@
 """``hpctrain stop RUN``: write a STOP file, which the run's rank 0 sees within half a second.
 
-In the folder of a sweep, the driver sees it, stops all networks and starts no other. Without a
-driver (a job array), all networks that are training are stopped.
+In the folder of a sweep, neither its driver nor the tasks of its job array start a network once
+there is a STOP file; those that are training get a STOP file of their own.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ def ask(folder: Path) -> str:
 
 
 def ask_sweep(folder: Path) -> str:
-    """Request that a sweep's driver stop, or without one all its runs and its job array's tasks.
+    """Request that a sweep's driver, its runs and the tasks of its job array stop.
 
-    Returns the line to print.
+    The sweep's STOP file comes first, so that no other network begins. Returns the line to print.
     """
-    driven = is_locked(folder)
-    working = [] if driven else [run for run in sweep_runs(folder) if is_locked(run)]
+    request_stop(folder)
+    working = [run for run in sweep_runs(folder) if is_locked(run)]
     for run in working:
         request_stop(run)
-    if driven or working or (folder / "array.sbatch").is_file():
-        request_stop(folder)
+    if working or is_locked(folder):
         return f"{folder} is asked to stop: its networks after their next step, no other begins"
-    return f"{folder} is not at work"
+    return f"{folder} is not at work; queued tasks of a job array will end at once"

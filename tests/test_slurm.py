@@ -343,21 +343,16 @@ def nodes_of(pid: int) -> str:
     return next(v.split(b"=")[1].decode() for v in variables if v.startswith(b"SLURMD_NODENAME="))
 
 
-def test_chain_array_and_staging(cluster):
-    """A chain's second job finds the run finished; an array's runs differ by their seed."""
+def test_chain_and_staging(cluster):
+    """A chain's second job finds the run finished."""
     short = [*TRAIN, "--epochs", "1"]
     chain = cluster.call(
         str(ROOT / "slurm/chain.sh"), "2", str(ROOT / "slurm/train.sbatch"), *short, "--run", "c"
     )
     jobs = re.findall(r"job (\d+)", chain)
-    array = cluster.submit("array.sbatch", *short, flags=("--array=0-1",))
     for job in jobs:
         cluster.wait(job, "COMPLETED")
     assert "The run runs/c is finished" in cluster.log(jobs[1])
-    for seed in (0, 1):
-        cluster.wait(f"{array}_{seed}", "COMPLETED")
-    ends = [cluster.end(f"array-{array}-{seed}") for seed in (0, 1)]
-    assert ends[0]["digest"] != ends[1]["digest"]
     cluster.env["PACK"] = str(cluster.folder / "pack.h5")
     staged = cluster.submit("staged.sbatch", *short[2:], "--run", "staged")
     cluster.wait(staged, "COMPLETED")
@@ -384,6 +379,20 @@ def sweep_digests(cluster, name):
     return [row["status"] for row in rows], [cluster.end(run).get("digest") for run in runs]
 
 
+def hpctrain(cluster, *words):
+    """What a subcommand prints outside of a job."""
+    done = run([sys.executable, "-m", "hpctrain", *words], 60, cwd=cluster.folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def wait_for_tasks(cluster, job):
+    """Wait for the three tasks of a sweep's job array."""
+    for number in (1, 2, 3):
+        found = cluster.wait(f"{job}_{number}", "COMPLETED", "FAILED", seconds=200)
+        assert found["JobState"] == "COMPLETED", cluster.log(job)
+
+
 def test_a_sweep_as_steps_of_one_job_and_as_a_job_array(cluster):
     """Two nodes with two tasks each hold two networks of two ranks side by side; the array gives
     the same bits.
@@ -399,18 +408,33 @@ def test_a_sweep_as_steps_of_one_job_and_as_a_job_array(cluster):
     statuses, digests = sweep_digests(cluster, "steps")
     assert statuses == ["done"] * 3
     assert len(set(digests)) == 3
-    submitted = run(
-        [sys.executable, "-m", "hpctrain", "sweep", *words, "--name", "array", "--slurm"],
-        60,
-        env=cluster.env,
-        cwd=cluster.folder,
-    )
-    assert submitted.returncode == 0, submitted.stderr
-    job = re.search(r"as job (\d+)", submitted.stdout)[1]
-    for number in (1, 2, 3):
-        found = cluster.wait(f"{job}_{number}", "COMPLETED", "FAILED", seconds=200)
-        assert found["JobState"] == "COMPLETED", cluster.log(job)
+    prepared = hpctrain(cluster, "sweep", "sweep.toml", "--name", "array", "--prepare")
+    assert prepared.endswith("sbatch --array=1-3 slurm/sweep.sbatch runs/array\n")
+    flags = ("--ntasks=2", "--array=1-3")
+    wait_for_tasks(cluster, cluster.submit("sweep.sbatch", "runs/array", flags=flags))
+    hpctrain(cluster, "sweep", "runs/array", "--results")
     assert sweep_digests(cluster, "array") == (statuses, digests)
+
+
+def test_a_stopped_job_array_trains_no_more_and_the_rest_is_submitted_again(cluster):
+    """One task at a time: network 2 trains when the sweep is stopped, and network 3 is queued."""
+    (cluster.folder / "again.toml").write_text(SWEEP.replace("epochs = 2", "epochs = 10"))
+    prepare = "sweep", "again.toml", "--name", "again", "--prepare"
+    assert "3 of 3 networks to train" in hpctrain(cluster, *prepare)
+    words = "sweep.sbatch", "runs/again", "--model", "tests.odd_models:slow"
+    first = cluster.submit(*words, flags=("--array=1-3%1",), pace=0.1)
+    cluster.wait_for_step("again/02-seed=2", 3, seconds=120)
+    assert "is asked to stop" in hpctrain(cluster, "stop", "again")
+    wait_for_tasks(cluster, first)
+    assert cluster.end("again/02-seed=2")["status"] == "stopped"
+    assert "network 3 is not trained" in cluster.log(f"{first}_3")
+    assert "sbatch --array=2-3 " in hpctrain(cluster, *prepare)
+    second = cluster.submit(*words, flags=("--array=2-3",), pace=0.01)
+    for task in (f"{second}_2", f"{second}_3"):
+        assert cluster.wait(task, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
+    hpctrain(cluster, "sweep", "runs/again", "--results")
+    assert sweep_digests(cluster, "again")[0] == ["done"] * 3
+    assert "going on after step" in str(list(read_records(cluster.folder / "runs/again/02-seed=2")))
 
 
 def test_a_notice_to_a_sweep_within_a_job_saves_its_steps(cluster):

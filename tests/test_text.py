@@ -7,9 +7,6 @@ import csv
 import errno
 import io
 import os
-import shlex
-import subprocess
-import sys
 import tomllib
 import tracemalloc
 from pathlib import Path
@@ -18,7 +15,7 @@ import numpy as np
 import pytest
 from rich.table import Table
 
-from hpctrain.config import Config, SweepConfig, check_settings, to_toml
+from hpctrain.config import Config, check_settings, to_toml
 from hpctrain.console import Console, styled
 from hpctrain.data.pack import write_pack
 from hpctrain.errors import RunError, UsageError, did_you_mean
@@ -27,8 +24,6 @@ from hpctrain.report.confusion import Confusion
 from hpctrain.report.figures import shortened
 from hpctrain.report.pictures import draw_captioned, write_rows
 from hpctrain.report.tables import open_predictions, print_evaluation
-from hpctrain.sweep.file import SweepNetwork
-from hpctrain.sweep.machine import write_array_script
 from hpctrain.text import brief, csv_cell, listed, printable, say, told_apart
 from tests.launch import ROOT, run_cli
 
@@ -36,7 +31,6 @@ NAMES = (
     *("[/x]", "[bold]a", ":smile:", "=cmd|' /C calc'!A0", "@SUM(1)", "\x1b]0;evil\x07", "\x9b2J"),
     *("\u202eabc", "$x^{", "\udcff", "a\nb", "\ttab", "x" * 300, "<b>&", "%a;$(id)`id`'\"", "-1+1"),
 )
-NETWORK = SweepNetwork(1, "01-base", Config())
 PRINT_ALLOWED = {  # text that names nothing, other processes, stacks, and what is drawn already
     *("text", "cli", "parallel/mpi", "parallel/choose", "doctor/__init__"),
 }
@@ -126,37 +120,6 @@ def test_answers_on_standard_output_steer_no_terminal(capsys):
         "\\x1b[2J.png,a,0.500000,0.500000,0.500000",
         "\\udcff.png,a,0.500000,0.500000,0.500000",
     ]
-
-
-@pytest.mark.parametrize("name", ["x\ntouch pwned", "x\rtouch pwned", "a\\b", "\x1b[2J", "\udcff"])
-def test_a_folder_that_a_batch_script_cannot_hold_is_refused(tmp_path, name):
-    folder = tmp_path / name
-    folder.mkdir()
-    with pytest.raises(UsageError, match=r"--slurm: the folder .* choose another --runs-dir"):
-        write_array_script(SweepConfig(), folder, [NETWORK])
-    assert list(folder.iterdir()) == []
-
-
-def test_no_name_is_executed_by_the_batch_script(tmp_path):
-    folder = tmp_path / "a b;$(touch pwned)`touch pwned`'\"%j #c" / "-x --wrap=y"
-    folder.mkdir(parents=True)
-    (folder / "01-base.toml").touch()
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for tool in ("srun", "scontrol"):
-        (tools / tool).write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >>"{tmp_path}/called"\n')
-        (tools / tool).chmod(0o755)
-    script = write_array_script(SweepConfig(), folder, [NETWORK])
-    options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    words = [shlex.split(line.removeprefix("#SBATCH"), comments=True) for line in options]
-    assert [f"--job-name={folder.name}"] in words
-    assert [f"--output={str(folder).replace('%', '%%')}/%a.slurm.log"] in words
-    assert all(len(each) == 1 for each in words)
-    env = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
-    program = script.read_text().replace(f"{sys.executable} -m hpctrain", "true")
-    subprocess.run(["bash", "-c", program], cwd=tmp_path, env=env, check=False, timeout=60)
-    assert f"\n{folder}/01-base.toml\n" in (tmp_path / "called").read_text()
-    assert not [path for path in tmp_path.rglob("*pwned*") if path.name == "pwned"]
 
 
 def test_settings_come_back_from_their_file():

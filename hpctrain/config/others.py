@@ -139,8 +139,12 @@ class SweepConfig:
         "Machine",
         choices=("auto", "mpirun", "srun"),
     )
-    slurm: bool = option(False, "submit a Slurm job array with a task per network", "Machine")
-    sbatch: str = option("", "options of sbatch for --slurm, such as '-t 2:00:00'", "Machine")
+    prepare: bool = option(
+        False,
+        "write the settings of all networks for slurm/sweep.sbatch, print the numbers of those left"
+        " to train, and exit",
+        "Machine",
+    )
     progress: str = option(
         "auto",
         "show a live table, or plain = a line per network; auto = live on a terminal",

@@ -2,9 +2,9 @@
 
     hpctrain sweep sweep.toml --ranks-per-network 2 --slots 4
 
-In a Slurm allocation, the networks are job steps; --slurm submits them as a job array. The driver
-uses neither MPI nor torch. The file of a sweep is described in file.py, its folder in folder.py,
-and how it is resumed in driver.py.
+In a Slurm allocation, the networks are job steps. After --prepare, slurm/sweep.sbatch trains them
+as the tasks of a job array, without a driver. The driver uses neither MPI nor torch. The file of a
+sweep is described in file.py, its folder in folder.py, and how it is resumed in driver.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from hpctrain.sweep.folder import (
     read_results,
     write_csv,
 )
-from hpctrain.sweep.machine import Machine, find_machine, submit_array
+from hpctrain.sweep.machine import Machine, find_machine
+from hpctrain.text import ranges
 from hpctrain.training.control import STOP_FILE, RunLock
 
 PATIENCE = 60.0  # seconds to wait for others that write the results
@@ -41,7 +42,6 @@ def main(settings: SweepConfig) -> int:
     """Check everything, then launch. Exit code 0: all done, 1: some failed, 75: to be resumed."""
     file, folder = find_sweep_file(settings)
     sweep = read_sweep(file)
-    check_modes(settings)
     display = SweepDisplay(settings.progress)
     folder = folder or choose_folder(settings, file, sweep)
     is_new = not folder.exists()
@@ -50,7 +50,7 @@ def main(settings: SweepConfig) -> int:
             raise UsageError(f"--results: there is no sweep {folder} yet")
         return collect(settings, folder, sweep, display)
     wants_gpus = any(network.config.device != "cpu" for network in sweep.networks)
-    machine = None if settings.slurm else find_machine(settings, wants_gpus)
+    machine = find_machine(settings, wants_gpus)
     if settings.dry_run:
         preview(folder, sweep, machine, display)
         return 0
@@ -65,18 +65,12 @@ def main(settings: SweepConfig) -> int:
     lock = take_lock(folder)
     try:
         make_folder(folder, file, sweep, settings.runs_dir)
-        if machine is None:
-            return submit(settings, folder, left, display)
         display.line(f"{folder}: {len(left)} of {len(sweep.networks)} networks to train")
+        if settings.prepare:
+            return prepare(folder, left, display)
         return drive(settings, folder, sweep, machine, display)
     finally:
         lock.release()
-
-
-def check_modes(settings: SweepConfig) -> None:
-    """Raise UsageError if settings exclude each other."""
-    if settings.sbatch and not settings.slurm:
-        raise UsageError("--sbatch goes with --slurm")
 
 
 def allow_imports(settings: SweepConfig, file: Path, sweep: Sweep) -> None:
@@ -135,15 +129,11 @@ def drive(
     return code
 
 
-def submit(
-    settings: SweepConfig, folder: Path, networks: list[SweepNetwork], display: SweepDisplay
-) -> int:
-    """Submit the remaining networks as a job array."""
+def prepare(folder: Path, networks: list[SweepNetwork], display: SweepDisplay) -> int:
+    """Print how to train these networks, which are left, as a job array that no request stops."""
     (folder / STOP_FILE).unlink(missing_ok=True)
-    job = submit_array(settings, folder, networks)
-    display.line(f"{folder}: {len(networks)} networks are submitted as job {job}")
-    name = shlex.quote(str(folder))
-    display.line(f"results: hpctrain sweep {name} --results    stop: hpctrain stop {name}")
+    numbers = ranges([network.number for network in networks]).replace(" ", "")
+    display.line(f"sbatch --array={numbers} slurm/sweep.sbatch {shlex.quote(str(folder))}")
     return 0
 
 
@@ -162,7 +152,7 @@ def collect(settings: SweepConfig, folder: Path, sweep: Sweep, display: SweepDis
     return int(any(result.status == FAILED for result in results))
 
 
-def preview(folder: Path, sweep: Sweep, machine: Machine | None, display: SweepDisplay) -> None:
+def preview(folder: Path, sweep: Sweep, machine: Machine, display: SweepDisplay) -> None:
     """Print the networks and slots without launching anything."""
     table = Table(pad_edge=False)
     for head in ("network", *sweep.differing):
@@ -172,9 +162,6 @@ def preview(folder: Path, sweep: Sweep, machine: Machine | None, display: SweepD
         table.add_row(network.name, *("" if value is None else str(value) for value in values))
     display.console.print(table)
     count = len(sweep.networks)
-    if machine is None:
-        display.line(f"{count} networks, one task each of a job array")
-        return
     slots = "; ".join(f"{slot.number}: {slot}" for slot in machine.slots)
     where = "steps of the Slurm job" if machine.slurm else slots
     display.line(f"{count} networks in {len(machine.slots)} slots ({where})")

@@ -199,7 +199,6 @@ def test_a_stopped_sweep_would_go_on(place):
         (TWO, ["--slots", "0"], "--slots 0: give 1 or more"),
         (TWO, ["--ranks-per-network", "0"], "--ranks-per-network 0"),
         (TWO, ["--launcher", "srun"], "no Slurm allocation"),
-        (TWO, ["--sbatch", "-t 5"], "--sbatch goes with --slurm"),
         (TWO, ["--name", "a/b"], "give the name of a folder"),
         (TWO, ["--results", "--name", "none"], "there is no sweep"),
     ],
