@@ -4,7 +4,6 @@ digits, resnet50   hpctrain against the same network without loading and communi
                    and under PyTorch's DistributedDataParallel (``peers.py``)
 data               batches from a pack against a copy in memory, h5py and torch's DataLoader
 allreduce          MPI's Allreduce for messages of 4 B to 64 MiB (``hpctrain doctor`` on all ranks)
-scale              messages and CPU time of a step on 8 to 16,384 ranks; a model of the efficiency
 
 hpctrain is measured end to end: whole epochs from the pack, run by the public command, with its
 records written, timed by the wall-clock times in ``progress.jsonl``. In all training jobs the clock
@@ -60,14 +59,10 @@ def main(config: BenchConfig) -> int:
     """Run all rounds of a case and print its table."""
     from hpctrain.console import Console
 
-    if config.plot:
-        from hpctrain.report.figures import check_name
-
-        check_name(Path(config.plot), "--plot")
     console = Console(width=None if sys.stdout.isatty() else 120)
     for line in machine_lines():
         console.print(line)
-    cases = {"data": bench_data, "allreduce": bench_allreduce, "scale": bench_scale}
+    cases = {"data": bench_data, "allreduce": bench_allreduce}
     case = cases.get(config.case, bench_training)
     with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
         case(config, Path(folder), console.print)
@@ -191,13 +186,6 @@ def bench_data(config: BenchConfig, folder: Path, show: Show) -> Rates:
     rates = measure(READERS, config.rounds, run, show)
     show(table(f"Reading {pack.name} on one core", rates, COMPARED))
     return rates
-
-
-def bench_scale(config: BenchConfig, folder: Path, show: Show) -> None:
-    """Show the costs of a step on many ranks, and a model of the scaling efficiency."""
-    from hpctrain.bench import scale
-
-    scale.bench_scale(config, folder, show)
 
 
 def bench_allreduce(config: BenchConfig, folder: Path, show: Show) -> None:

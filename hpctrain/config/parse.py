@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from hpctrain.config.conflicts import conflicts
 from hpctrain.config.imports import add_flags, check_imports, own_functions
-from hpctrain.config.machine import BenchConfig, check_bench
 from hpctrain.config.option import class_weights, flag_of, renamed
 from hpctrain.config.patterns import learning_rate_factors, patterns
 from hpctrain.config.train import Config
@@ -206,8 +205,6 @@ def check_settings(settings: Any) -> None:
             raise UsageError(f"{flag} {brief(value)}: give at most {LARGEST}")
         if check is not None:
             check(value, flag)
-    if isinstance(settings, BenchConfig):
-        check_bench(settings)
     if isinstance(settings, Config):
         for conflict in conflicts(settings):
             raise UsageError(conflict)

@@ -230,16 +230,3 @@ def in_messages(spans: list[Span], ranks: int) -> list[list[Span]]:
     the time for packing them is longer than that of a message.
     """
     return [[span] for span in spans] if ranks <= 4 and len(spans) <= 2 else [spans]
-
-
-def sent(rounds: Sequence[Round], ranks: int) -> tuple[int, int]:
-    """Return how many messages one of the ranks sends in its rounds and back, and numbers."""
-    there = [
-        len(p.send) * len(spans)
-        for r in rounds
-        for p in r.partners
-        for spans in in_messages(p.sends, ranks)
-    ]
-    back = [len(p.receive) for r in rounds if r.comes_back for p in r.partners]
-    lengths = [numbers for numbers in there + back if numbers]
-    return len(lengths), sum(lengths)

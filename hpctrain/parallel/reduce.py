@@ -91,7 +91,7 @@ class Bfloat16Reduce(Reduce):
             )
         self.transport, self.rank, self.size = transport, transport.comm.rank, transport.comm.size
         many, few = _width(len(gradients), self.size, 2), _width(len(rest), self.size, 1)
-        block = block_bytes(len(gradients), len(rest), self.size)
+        block = 2 * many + 4 * few  # bytes that each rank owns
         # the send buffer, which also takes the result; and the slices received from all ranks
         self._all, self._sent = (
             empty((block * self.size,), torch.uint8, gradients.device).zero_() for _ in range(2)
@@ -122,11 +122,6 @@ class Bfloat16Reduce(Reduce):
         self.transport.allgather(self._all)
         for vector, block in self._copies:
             vector.copy_(block)
-
-
-def block_bytes(gradients: int, rest: int, ranks: int) -> int:
-    """Return the bytes of the block that each rank owns, of so many numbers of both vectors."""
-    return 2 * _width(gradients, ranks, 2) + 4 * _width(rest, ranks, 1)
 
 
 def _width(length: int, ranks: int, unit: int) -> int:

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from hpctrain.parallel.halving import additions, schedule, sent, subtrees
+from hpctrain.parallel.halving import additions, in_messages, schedule, subtrees
 from hpctrain.parallel.placement import assign_shards
 from tests.parallel.test_tree import leaves_of, tree_sum
 
@@ -64,6 +64,19 @@ class Player:
                 if send:
                     assert np.isnan(self.vector[send]).all()
                     self.vector[send] = yield from self.receive(peer)
+
+
+def sent(rounds, ranks):
+    """Return how many messages one of the ranks sends in its rounds and back, and numbers."""
+    there = [
+        len(p.send) * len(spans)
+        for r in rounds
+        for p in r.partners
+        for spans in in_messages(p.sends, ranks)
+    ]
+    back = [len(p.receive) for r in rounds if r.comes_back for p in r.partners]
+    lengths = [numbers for numbers in there + back if numbers]
+    return len(lengths), sum(lengths)
 
 
 def play(runs, length):

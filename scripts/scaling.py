@@ -1,0 +1,138 @@
+"""The weak-scaling efficiency of training on P ranks, computed by a model of the step.
+
+    python -m scripts.scaling --step-time 0.2 --latency 2 --bandwidth 25
+
+The computation of a step takes c seconds on average, normally distributed over the ranks. All ranks
+wait for the slowest one, whose time is the expected maximum of P such times. A message of b bytes
+takes latency + b / bandwidth, and a rank sends its messages one after another (R. W. Hockney, "The
+communication challenge for MPP", Parallel Computing 20, 1994). With overlap, gradients are summed
+in segments while backward computes the remaining ones. The efficiency is c divided by the time of
+the step. The model ignores topology, other jobs and the file system. docs/speed.md says where to
+measure its inputs, and compares it with published runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+BYTES = 4  # of a float32
+BACKWARD = 2 / 3  # of forward and backward: each product in forward takes two in backward
+RESNET_50 = 25_557_032 + 2 * 26_560  # parameters, and moments of batch norm
+RANKS = tuple(2**power for power in range(3, 15))
+
+
+class Link(NamedTuple):
+    """The link over which a rank sends."""
+
+    latency: float  # seconds per message
+    bandwidth: float  # bytes/s
+
+
+class Traffic(NamedTuple):
+    """What one rank sends in a step."""
+
+    messages: int
+    bytes: float
+
+    def seconds(self, link: Link) -> float:
+        """Return the time to send it over a link."""
+        return self.messages * link.latency + self.bytes / link.bandwidth
+
+
+def ring(numbers: int, ranks: int) -> Traffic:
+    """Return the traffic of a ring Allreduce, as in NCCL, and in MPI for long messages."""
+    return Traffic(2 * (ranks - 1), 2 * (1 - 1 / ranks) * numbers * BYTES)
+
+
+def tree(numbers: int, ranks: int) -> Traffic:
+    """Return the traffic of --deterministic with one shard per rank (parallel/halving.py).
+
+    It is exact if the number of ranks is a power of two.
+    """
+    return Traffic(2 * math.ceil(math.log2(ranks)), 2 * (1 - 1 / ranks) * numbers * BYTES)
+
+
+def bfloat16(numbers: int, ranks: int) -> Traffic:
+    """Return the traffic of --comm-dtype bf16: an Alltoall and an Allgather of blocks."""
+    return Traffic(2 * (ranks - 1), (1 - 1 / ranks) * numbers * BYTES)
+
+
+def slowest(seconds: float, spread: float, ranks: int) -> float:
+    """Return the expected seconds of the slowest rank (G. Blom's approximation, 1958).
+
+    `spread` is the standard deviation of the times of the ranks, divided by their mean.
+    """
+    return seconds * (1 + spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)))
+
+
+def exposed(reduce: float, compute: float, segments: int) -> float:
+    """Return the seconds of a reduction that remain after backward.
+
+    Segment k of n is complete k / n of the way through backward, each takes reduce / n, and one is
+    summed at a time.
+    """
+    hidden = BACKWARD * compute * (segments - 1) / segments
+    return max(reduce / segments, reduce - hidden)
+
+
+def efficiency(
+    seconds: float, spread: float, link: Link, traffic: Traffic, ranks: int, segments: int = 1
+) -> float:
+    """Return the efficiency of `ranks` that each send `traffic` in this many segments."""
+    compute = slowest(seconds, spread, ranks)
+    reduce = Traffic(segments * traffic.messages, traffic.bytes).seconds(link)
+    return seconds / (compute + exposed(reduce, compute, segments))
+
+
+def rows(options: argparse.Namespace) -> list[list[str]]:
+    """Return the lines of the table, each as its cells."""
+    link = Link(options.latency / 1e6, options.bandwidth * 1e9)
+    spread = options.spread / 100
+    found = []
+    for ranks in options.ranks:
+        cells = [f"{ranks:,}", f"{slowest(options.step_time, spread, ranks):.4g}"]
+        for way, segments in (
+            (ring, 1),
+            (ring, options.overlap),
+            (tree, 1),
+            (tree, options.overlap),
+            (bfloat16, 1),
+        ):
+            traffic = way(options.parameters, ranks)
+            share = efficiency(options.step_time, spread, link, traffic, ranks, segments)
+            sent = f" ({traffic.messages:,}, {traffic.bytes / 1e6:.0f} MB)" if segments == 1 else ""
+            cells.append(f"{100 * share:.1f} %{sent}")
+        found.append(cells)
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print a table with a line for each number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--step-time", type=float, required=True, help="seconds of a step on one rank")
+    add("--spread", type=float, default=1, help="standard deviation of --step-time, in percent")
+    add("--parameters", type=int, default=RESNET_50, help="of the network (default: ResNet-50)")
+    add("--latency", type=float, required=True, help="microseconds per message")
+    add("--bandwidth", type=float, required=True, help="GB/s (10^9 bytes) per rank")
+    add("--overlap", type=int, default=2, help="segments of the gradients (default: 2)")
+    add("--ranks", type=int, nargs="+", default=RANKS, help="default: 8 to 16,384")
+    options = parser.parse_args(words)
+    for name in ("step_time", "parameters", "bandwidth", "overlap"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    if options.spread < 0 or options.latency < 0 or min(options.ranks) < 1:
+        parser.error("--spread and --latency must be 0 or more, --ranks 1 or more")
+    print("Efficiency by the model (messages and bytes that a rank sends in a step)")
+    heads = ["ranks", "slowest, s", "ring", "overlapped", "tree order", "overlapped", "bf16"]
+    for cells in (heads, *rows(options)):
+        widths = (7, 12, 26, 12, 23, 12, 26)
+        print("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+
+
+if __name__ == "__main__":
+    main()
