@@ -21,7 +21,6 @@ from hpctrain.watchdog import Watchdog
 
 # How a subcommand uses the processes that a launcher started.
 RANKS = "all are ranks"
-RANKS_OR_ALONE = "all are ranks, but one process needs no MPI"
 ONE_PROCESS = "refused: several would do the same thing several times"
 NO_LAUNCHER = "refused: it starts ranks with a launcher itself, and launchers do not nest"
 ANY = "each decides for itself"
@@ -41,7 +40,7 @@ COMMANDS = {
         RANKS, "training.train", config.Config, "train a network on all ranks (the default)"
     ),
     "pack": Command(
-        RANKS_OR_ALONE, "pack", config.PackConfig, "convert image files to one HDF5 pack"
+        ONE_PROCESS, "data.pack", config.PackConfig, "convert image files to one HDF5 pack"
     ),
     "sweep": Command(NO_LAUNCHER, "sweep", config.SweepConfig, "train many networks"),
     "supervise": Command(
@@ -80,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             return start("", "", failure=error)  # all ranks agree on the error and print it once
         processes, module = COMMANDS[name].processes, f"hpctrain.{COMMANDS[name].module}"
-        if processes == RANKS or (processes == RANKS_OR_ALONE and ranks > 1):
+        if processes == RANKS:
             return start(name, module, settings)
         return int(importlib.import_module(module).main(settings))
     except Failure as error:
@@ -144,9 +143,7 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
 
     with Watchdog(rank, size, socket.gethostname(), timeout, whole=True) as watchdog:
         watchdog.doing("importing MPI")
-        if name == "pack":  # importing h5py starts a process, which must happen before MPI_Init
-            importlib.import_module(module)
-        elif rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
+        if rank == 0 and failure is None and getattr(settings, "progress", "") != "none":
             ranks = f"{size} ranks" if size > 1 else "1 rank"
             say(f"hpctrain {name}: starting on {ranks} ...", sys.stderr)
         from hpctrain.parallel.mpi import abort_all, call_on_all, conclude, start_mpi

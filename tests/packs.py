@@ -86,7 +86,7 @@ def make_sparse_pack(
         writer = _HoleWriter(file, lay_out(rows, shape, sizes))
         for d in writer.images():
             span, sums = Span("", d.split, 0, 0, 0, 0, 0), np.zeros((2, shape[2]))
-            writer.add(Written(span, zero_checksums(d), sums, []))
+            writer.add(Written(span, zero_checksums(d), sums))
         for dataset in writer.datasets:
             writer.write_numbers(dataset.split, dataset.name, np.empty(0))
         names = tuple(f"class{k}" for k in range(classes))

@@ -169,7 +169,7 @@ def test_a_run_that_exists_is_refused(folder):
     assert "taken exists" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["compare", "plot", "stop", "watch"])
+@pytest.mark.parametrize("name", ["compare", "pack", "plot", "stop", "watch"])
 def test_what_one_process_does_is_refused_among_several(monkeypatch, name):
     monkeypatch.setattr(cli, "launched_size", lambda: 1)
     words = [name, "a", "b"] if name == "compare" else [name]

@@ -12,13 +12,12 @@ from hpctrain.config.option import (
     Bounds,
     check_channels,
     check_folder_name,
-    duration,
     fold_number,
     image_size,
     option,
     split_shares,
 )
-from hpctrain.config.train import RUNS_DIR, TIMEOUT
+from hpctrain.config.train import RUNS_DIR
 
 EVALUATION_ROWS = 64  # samples of a block, on CPUs
 GPU_EVALUATION_ROWS = 256  # at most: with larger blocks, fewer ranks have one
@@ -93,13 +92,11 @@ class PackConfig:
     skip_bad: bool = option(False, "skip unreadable files instead of failing", "Output")
     jobs: int | None = option(
         None,
-        "worker processes, or threads per rank under mpirun and srun; default: one per allowed"
-        " core, shared fairly among ranks",
+        "worker processes; default: one per allowed core",
         "Output",
         AT_LEAST_1,
     )
     data_dir: str = option(*DATA_DIR, "Output")
-    timeout: str = option(*TIMEOUT, "Output", duration)
     check: str | None = option(None, "verify this pack's checksums and print its table", "Check")
 
 

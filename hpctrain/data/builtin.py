@@ -116,10 +116,10 @@ def _make(name: str, path: Path) -> Path:
         raise UsageError(
             f"--data-dir {path.parent} cannot be made: {error.strerror}; choose another"
         ) from None
-    # Another process may have finished by now: replacing its file with an equal one is harmless.
-    return make_pack(
-        PackConfig(source=name, output=str(path), data_dir=str(path.parent), overwrite=True)
-    )
+    # One job: this may be a rank, and no processes should be started after MPI_Init. Another
+    # process may have finished by now: replacing its file with an equal one is harmless.
+    folder = str(path.parent)
+    return make_pack(PackConfig(name, output=str(path), data_dir=folder, jobs=1, overwrite=True))
 
 
 def generate(seed: int = 0) -> tuple[dict[str, Split], tuple[str, ...], dict[str, Any]]:

@@ -8,9 +8,7 @@ Memory is bounded by a few blocks of pixels and a few hundred bytes per image. T
    pixels (``make.py``, ``decode.py``);
 4. add checksums and attributes, and rename the file (``write.py``).
 
-A single process decodes with a pool of worker processes. In an MPI job, each rank does a part of
-every step (``hpctrain/pack.py``), which gives the same bytes; listing the source, assigning images
-to splits and reporting are done by rank 0 alone.
+Images are decoded by a pool of worker processes (``workers.py``) on one node.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from hpctrain.data.packing.arrays import write_pack
 from hpctrain.data.packing.make import pack_images
 from hpctrain.data.packing.sources import HDF5
 from hpctrain.data.packing.split import assign, rows_by_split
-from hpctrain.data.packing.workers import ONE_PROCESS, Processes
 from hpctrain.data.packing.write import writing
 from hpctrain.errors import UsageError
 from hpctrain.files import left_behind, open_regular
@@ -39,21 +36,21 @@ from hpctrain.text import say
 __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
 
 
-def main(config: PackConfig, processes: Processes = ONE_PROCESS) -> int:
+def main(config: PackConfig) -> int:
     """Run the subcommand: make or check a pack. Returns the exit code."""
     if config.check is not None:
         if config.source is not None:
             raise UsageError(f"--check {config.check} packs nothing: leave out {config.source}")
-        return check_pack(config.check, processes.columns)
-    create_pack(config, processes)
+        return check_pack(config.check)
+    create_pack(config)
     return 0
 
 
-def check_pack(path: str, columns: int | None = None) -> int:
+def check_pack(path: str) -> int:
     """Verify all checksums and print the pack's table. Returns 0, or 1 if the pack is corrupt."""
     pack = read_pack(path)
     corrupt = verify(pack)
-    report.print_table(pack, columns)
+    report.print_table(pack)
     for line in corrupt:
         report.say(f"{pack.path}: {line}")
     if corrupt:
@@ -63,19 +60,19 @@ def check_pack(path: str, columns: int | None = None) -> int:
     return 0
 
 
-def create_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
+def create_pack(config: PackConfig) -> Path:
     """Make the pack that `config` describes, print its table and return its path."""
     start = time.perf_counter()
-    path = make_pack(config, processes)
+    path = make_pack(config)
     seconds = time.perf_counter() - start
     pack = read_pack(path)
-    report.print_table(pack, processes.columns)
+    report.print_table(pack)
     images = sum(split.samples for split in pack.splits.values())
     report.say(f"{images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
     return path
 
 
-def make_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
+def make_pack(config: PackConfig) -> Path:
     """Make the pack without printing a table, and return its path.
 
     Raises UsageError if the source or the settings cannot be used, RunError if the disk is full.
@@ -96,7 +93,7 @@ def make_pack(config: PackConfig, processes: Processes = ONE_PROCESS) -> Path:
         if config.source == "digits":
             _pack_digits(config, output)
         else:
-            pack_images(config, path, output, processes)
+            pack_images(config, path, output)
     return output
 
 

@@ -14,6 +14,7 @@ from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, tar
+from tests.launch import run_mpi
 
 
 @pytest.fixture
@@ -92,6 +93,28 @@ def test_flowers_are_packed_once(tmp_path, monkeypatch):
     assert asked == [folder]
 
 
+BESIDE_MPI = """
+import _posixsubprocess, os, subprocess, sys  # subprocess first: h5py may run uname
+from pathlib import Path
+from hpctrain.data import flowers
+from hpctrain.data.builtin import locate
+from hpctrain.parallel.mpi import call_on_root, start_mpi
+def refused(*arguments):
+    raise AssertionError("a process is started beside MPI")
+comm = start_mpi()
+os.fork = _posixsubprocess.fork_exec = refused
+flowers.fetch_archive = lambda data_dir: Path(sys.argv[1])
+print(call_on_root(comm, lambda: str(locate("flowers", "data"))))
+"""
+
+
+def test_flowers_are_packed_on_one_rank_and_no_process_is_started_beside_mpi(tmp_path):
+    archive = tar(tmp_path / "photos.tgz", class_folders(tmp_path / "photos", {"a": 50, "b": 50}))
+    done = run_mpi(2, ["-c", BESIDE_MPI, str(archive)], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "data/flowers.h5\n" * 2), done.stderr
+    assert sum(s.samples for s in read_pack(tmp_path / "data/flowers.h5").splits.values()) == 100
+
+
 def test_flowers_are_packed_as_the_name_says(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(pack, "make_pack", lambda config: seen.append(config) or "made")
@@ -101,6 +124,7 @@ def test_flowers_are_packed_as_the_name_says(tmp_path, monkeypatch):
             source="flowers",
             output=str(tmp_path / "flowers.h5"),
             data_dir=str(tmp_path),
+            jobs=1,
             overwrite=True,
         )
     ]

@@ -91,6 +91,42 @@ def test_equal_asks_give_equal_bytes(folder, tmp_path):
     assert (contents(other, "test")[0] != contents(first, "test")[0]).any()
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """397 images of 97 per block, three of them equal, and three bad files."""
+    root = tmp_path_factory.mktemp("source") / "mixture"
+    class_folders(root, {"a": 211, "b": 184}, width=61, height=59)
+    (root / "a" / "twin.png").write_bytes(encode(picture(3, 61, 59)))
+    (root / "b" / "twin.bmp").write_bytes(encode(picture(3, 61, 59), "BMP"))
+    (root / "a" / "000.txt").write_text("hello")
+    (root / "b" / "zzz.png").write_bytes(b"")
+    (root / "b" / "nothing.png").write_text("GIF89a")
+    return root
+
+
+@pytest.mark.parametrize("kind", ["folder", "tgz", "tar", "zip"])
+@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
+def test_any_number_of_jobs_gives_equal_bytes_and_words(mixture, tmp_path, capfd, kind, encoding):
+    source = {
+        "folder": lambda: mixture,
+        "tgz": lambda: tar(tmp_path / "x.tgz", mixture, "top"),
+        "tar": lambda: tar(tmp_path / "x.tar", mixture, "top", "w"),
+        "zip": lambda: zipped(tmp_path / "x.zip", mixture),
+    }[kind]()
+    said = []
+    (tmp_path / "out").mkdir()
+    for jobs in (1, 3):
+        output = tmp_path / "out" / f"{jobs}.h5"
+        settings = {"size": "32x32", "skip_bad": True, "split": "0.8,0.1,0.1", "jobs": jobs}
+        made = pack(source, output, encoding=encoding, **settings)
+        said.append(capfd.readouterr().err)
+    assert said[0] == said[1]
+    assert "3 of 400 files left out" in said[0] and "equal pixels (in different cl" in said[0]
+    assert sum(split.samples for split in made.splits.values()) == 397 and verify(made) == []
+    assert (tmp_path / "out/1.h5").read_bytes() == (tmp_path / "out/3.h5").read_bytes()
+    assert sorted(os.listdir(tmp_path / "out")) == ["1.h5", "3.h5"]  # and nothing hidden
+
+
 @pytest.mark.parametrize("make", [tar, zipped])
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_archives_give_the_pack_of_their_folder(folder, tmp_path, make, jobs):
@@ -145,6 +181,20 @@ def test_sizes(folder, tmp_path):
     text = refusal(mixed, tmp_path / "4.h5", jobs=1)
     assert "b/x/000.png 17x11: give one with --size, at most 13x11 to enlarge none" in text
     assert pack(mixed, tmp_path / "4.h5", size="13x11", split="1").splits["train"].samples == 5
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_sizes_that_differ_are_found_anywhere(tmp_path, jobs):
+    """Far behind the first; and beside a first that has a header but cannot be decoded."""
+    far = class_folders(tmp_path / "far", {"a": 300, "b": 3})
+    class_folders(far / "c", {"x": 2}, width=17)
+    text = refusal(far, tmp_path / "a.h5", jobs=jobs)
+    assert "a/000.png has 13x11 pixels and c/x/000.png 17x11" in text
+    near = class_folders(tmp_path / "near", {"a": 40})
+    (near / "a" / "000.png").write_bytes((near / "a" / "000.png").read_bytes()[:50])
+    (near / "a" / "001.png").write_bytes(encode(picture(1, 19, 11)))
+    text = refusal(near, tmp_path / "a.h5", jobs=jobs)
+    assert "a/000.png has 13x11 pixels and a/001.png 19x11" in text
 
 
 def test_wrong_settings_are_refused_before_any_work(folder, tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.packing.decode import sum_up
+from hpctrain.data.packing.decode import write_span
 from hpctrain.data.packing.write import PackFacts, PackWriter, lay_out, writing
 from hpctrain.errors import UsageError
 from hpctrain.files import whole_file
@@ -62,8 +62,7 @@ def write_pack(
         for span in writer.spans(SLAB_BLOCKS):
             slab = np.ascontiguousarray(splits[span.split][0][span.start : span.stop], np.uint8)
             data = slab.reshape(span.stop - span.start, *shape).data.cast("B")
-            writer.write_rest([(span.offset, data)])
-            writer.add(sum_up(data, span, []))
+            writer.add(write_span(data, span))
         writer.finish(PackFacts(shape, names, provenance), labels)
 
 

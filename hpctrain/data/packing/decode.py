@@ -32,7 +32,6 @@ from hpctrain.errors import RunError
 from hpctrain.files import open_itself, open_regular, write_at
 from hpctrain.watchdog import doing
 
-PAGE = 4096  # bytes
 TAIL = 4096  # bytes at the end of a file, for its fingerprint
 LOCAL_HEADER = 30  # bytes, of a member of a .zip (APPNOTE.TXT 4.3.7)
 BadFiles = list[tuple[str, str]]  # name, reason
@@ -41,12 +40,7 @@ current_image: list[memoryview] = []  # a worker process writes the name of the 
 
 
 class Span(NamedTuple):
-    """Rows `start` to `stop` of a split's dataset, whole blocks, from byte `offset` of a file on.
-
-    A task writes only whole pages of the file and returns the remaining bytes. Two hosts must never
-    write to the same page, because network file systems cache whole pages on each host: the page
-    that is written back last would overwrite the data of the other host.
-    """
+    """Rows `start` to `stop` of a split's dataset, whole blocks, at byte `offset` of a file."""
 
     path: str
     split: str
@@ -67,7 +61,6 @@ class Written(NamedTuple):
     span: Span
     checksums: list[int]  # CRC-32 of every block
     sums: np.ndarray  # (2, C) uint64: of the values of each channel and of their squares
-    rest: list[tuple[int, bytes]]  # offsets in the file and bytes that were not written
 
 
 def read_headers(source: ImageSource) -> np.ndarray:
@@ -175,24 +168,15 @@ def copy_rows(path: str, offsets: np.ndarray, row_bytes: int, span: Span) -> Wri
 
 
 def write_span(data: memoryview, span: Span) -> Written:
-    """Write the whole pages of `data`, the content of a span. Raises OSError."""
-    start, stop = span.offset, span.offset + len(data)
-    low = min(-(-start // PAGE) * PAGE, stop)
-    high = max(stop // PAGE * PAGE, low)
+    """Write `data`, the content of a span; compute its checksums and sums. Raises OSError."""
     descriptor = open_itself(span.path, os.O_WRONLY)
     try:
-        write_at(descriptor, data[low - start : high - start], low)
+        write_at(descriptor, data, span.offset)
     finally:
         os.close(descriptor)
-    ends = ((start, low), (high, stop))
-    return sum_up(data, span, [(at, bytes(data[at - start : end - start])) for at, end in ends])
-
-
-def sum_up(data: memoryview, span: Span, rest: list[tuple[int, bytes]]) -> Written:
-    """Compute checksums and sums of the bytes of a span; `rest` are those not written yet."""
     step = span.block_bytes
     checksums = [zlib.crc32(data[at : at + step]) for at in range(0, len(data), step)]
-    return Written(span, checksums, channel_sums(data, span.channels), rest)
+    return Written(span, checksums, channel_sums(data, span.channels))
 
 
 def channel_sums(pixels: bytes | memoryview, channels: int) -> np.ndarray:

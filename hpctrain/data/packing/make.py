@@ -1,4 +1,4 @@
-"""Make one pack: the steps that all processes run, and the work of the root between them.
+"""Make one pack: the steps that the workers run, and the work between them.
 
 Only after decoding is it known which images have equal pixels and which cannot be read. To write
 every pixel only once, images are assigned to splits before decoding, under the assumption that all
@@ -37,10 +37,9 @@ from hpctrain.data.packing.decode import (
     write_files,
 )
 from hpctrain.data.packing.layout import DECODED, ImageSource, jpeg_dtype
-from hpctrain.data.packing.scratch import scratch_files
 from hpctrain.data.packing.sources import Labels, open_source
 from hpctrain.data.packing.split import assign_rows, equal_pixels
-from hpctrain.data.packing.workers import PackTask, Processes, RunTasks
+from hpctrain.data.packing.workers import PackTask, RunTasks, start_workers
 from hpctrain.data.packing.write import (
     PackFacts,
     PackWriter,
@@ -61,17 +60,16 @@ class Reordered(Exception):
     """The rows of a file are not in their final order; a second file has been made instead."""
 
 
-def pack_images(config: PackConfig, path: Path, output: Path, processes: Processes) -> None:
+def pack_images(config: PackConfig, path: Path, output: Path) -> None:
     """Make a pack of the images at `path`."""
     if config.crop and not asked_size(config):
         raise UsageError("--crop cuts to a size: give one, as in --size 100x100")
-    new_file = scratch_files(output, named=processes.size > 1)
     labels = Labels(config.manifest, config.any_subfolders)
-    with open_source(path, new_file, labels) as source:
-        share = -(-len(source.images) // processes.size)
-        jobs = max(1, min(config.jobs or processes.cores, share // MIN_IMAGES_PER_JOB))
-        with processes.start(jobs, output, [source.root]) as run:
-            making = PackMaker(config, source, output, run, jobs * processes.size)
+    with open_source(path, output.parent, labels) as source:
+        cores = len(os.sched_getaffinity(0))
+        jobs = max(1, min(config.jobs or cores, len(source.images) // MIN_IMAGES_PER_JOB))
+        with start_workers(jobs) as run:
+            making = PackMaker(config, source, output, run, jobs)
             fit = making.choose_fit()
             if config.encoding == JPEG:
                 making.write_files(fit)
@@ -80,13 +78,13 @@ def pack_images(config: PackConfig, path: Path, output: Path, processes: Process
 
 
 class PackMaker:
-    """Makes one pack of a listed source; `workers` is the number of workers of all processes."""
+    """Makes one pack of a listed source."""
 
     def __init__(
-        self, config: PackConfig, source: ImageSource, output: Path, run: RunTasks, workers: int
+        self, config: PackConfig, source: ImageSource, output: Path, run: RunTasks, jobs: int
     ) -> None:
         self._config, self._source, self._output = config, source, output
-        self._run, self._workers = run, workers
+        self._run, self._jobs = run, jobs
         self._shares = split_shares(config.split)
 
     def choose_fit(self) -> Fit:
@@ -134,7 +132,6 @@ class PackMaker:
             places = np.zeros(count, np.int64)
             for data in writer.images():
                 places[guess[data.split]] = data.offset + data.row_bytes * np.arange(data.shape[0])
-            os.fsync(first.fileno())  # other hosts read it
             self._copy_rows(writer.path, places, rows, made)
             raise Reordered
 
@@ -242,7 +239,7 @@ class PackMaker:
     def _spans(self, writer: PackWriter) -> Iterator[Span]:
         """Yield the datasets of images in parts of whole blocks."""
         blocks = sum(-(-data.shape[0] // data.block_rows) for data in writer.images())
-        return writer.spans(min(max(blocks // (TASKS_PER_WORKER * self._workers), 1), MAX_BLOCKS))
+        return writer.spans(min(max(blocks // (TASKS_PER_WORKER * self._jobs), 1), MAX_BLOCKS))
 
     def _labels(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {split: self._source.images["label"][of] for split, of in rows.items()}

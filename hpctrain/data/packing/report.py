@@ -36,31 +36,20 @@ def say(text: str) -> None:
     Console(stderr=True).print(printable(text, newlines=False), soft_wrap=True)
 
 
-def _console(columns: int | None, stderr: bool = False) -> Console:
-    """Return a console with this number of columns; 0 = no terminal, None = detect."""
-    console = Console(stderr=stderr, force_terminal=None if columns is None else columns > 0)
-    if columns or not console.is_terminal:
-        console.width = columns or WIDTH
-    return console
-
-
 @contextmanager
-def progress(
-    what: str, total: int, own: int, columns: int | None
-) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar over `total` images on a terminal, nothing elsewhere.
 
-    Gives a function that advances it by a number of this process's images, of about `own`. The bar
-    shows the same fraction of all images.
+    Gives a function that advances it by a number of images.
     """
-    console = _console(columns, stderr=True)
+    console = Console(stderr=True)
     done = 0
 
     def advance(images: int) -> None:
         nonlocal done
         done += images
-        doing(f"{what} image {done:,} of {own:,}")
-        bar.update(task, completed=min(done * total // max(own, 1), total))
+        doing(f"{what} image {done:,} of {total:,}")
+        bar.update(task, completed=done)
 
     fields = (
         TextColumn("{task.description:<8}"),
@@ -162,9 +151,11 @@ def say_duplicates(
         say(f"{images:,} images in {len(groups):,} groups have equal pixels: {kept}")
 
 
-def print_table(pack: Pack, columns: int | None = None) -> None:
+def print_table(pack: Pack) -> None:
     """Print the number of images by class and split, and the properties of the pack."""
-    console = _console(columns)
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
     counts = {name: _class_counts(pack, name) for name in pack.splits}
     table = Table(title=pack.path)
     table.add_column("class")

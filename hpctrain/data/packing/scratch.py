@@ -4,45 +4,18 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
-import tempfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from hpctrain.errors import UsageError
-from hpctrain.files import temporary_name
 from hpctrain.text import brief
-from hpctrain.watchdog import doing
 
 BLOCK = 2**20
 DIRECTORY_LIMIT = 2**30  # bytes of the directory of a .zip
 ENTRY = b"PK\1\2"  # signature of each entry in it
 SPARE, RATIO = 2**30, 200  # compressed data may expand to SPARE bytes plus RATIO times their size
 MAX_IMAGES = 30_000_000  # of a source; docs/data.md: memory per image
-
-NewFile = Callable[[], IO[bytes]]  # makes an empty file, open for writing and reading
-
-
-def scratch_files(output: Path, named: bool) -> NewFile:
-    """Return a function that makes scratch files in the folder of `output`.
-
-    Files without a name vanish when this process ends, in whatever way. Processes on other hosts
-    can only open `named` ones.
-    """
-    folder = output.parent.resolve()
-    prefix = temporary_name(output).stem + "-"  # found again by files.left_behind
-    if named:
-        return lambda: tempfile.NamedTemporaryFile(prefix=prefix, suffix=".tmp", dir=folder)
-    return lambda: tempfile.TemporaryFile(dir=folder)
-
-
-def path_of(file: IO[bytes]) -> str:
-    """Return a path by which other processes can open the file, even if it has no name."""
-    if isinstance(file.name, str) and os.path.exists(file.name):
-        return os.path.abspath(file.name)
-    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def unzip(path: Path, target: IO[bytes]) -> None:
@@ -51,7 +24,6 @@ def unzip(path: Path, target: IO[bytes]) -> None:
         with gzip.open(path) as stream:
             while block := stream.read(BLOCK):
                 target.write(block)
-                doing(f"unzipping byte {target.tell():,} of {path}")
                 check_growth(path, target.tell())
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(

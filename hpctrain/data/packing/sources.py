@@ -15,8 +15,9 @@ import tarfile
 import zipfile
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -34,15 +35,12 @@ from hpctrain.data.packing.manifest import find_images, read_manifest
 from hpctrain.data.packing.names import Names
 from hpctrain.data.packing.scratch import (
     RATIO,
-    NewFile,
     ZipArchive,
     check_count,
-    path_of,
     unzip,
 )
 from hpctrain.errors import UsageError
 from hpctrain.text import brief
-from hpctrain.watchdog import doing
 
 FOLDER, REGULAR, SOFT_LINK, HARD_LINK, OTHER, UNREADABLE = range(6)  # kinds of members
 REASONS = {OTHER: "no regular file", UNREADABLE: "encrypted, or not compressed by deflate"}
@@ -70,15 +68,14 @@ class Labels(NamedTuple):
 
 
 @contextmanager
-def open_source(
-    path: Path, new_file: NewFile, labels: Labels | None = None
-) -> Iterator[ImageSource]:
-    """List the source at `path`, for use in a ``with`` block; `new_file` makes scratch files.
+def open_source(path: Path, scratch: Path, labels: Labels | None = None) -> Iterator[ImageSource]:
+    """List the source at `path`, for use in a ``with`` block.
 
-    Raises UsageError (one line) if there is nothing to pack.
+    A .tgz is unzipped to a file in the folder `scratch`. It has no name, so it vanishes when this
+    process ends, in whatever way. Raises UsageError (one line) if there is nothing to pack.
     """
-    with ExitStack() as stack:
-        source = _listed(path, lambda: stack.enter_context(new_file()), labels or Labels())
+    with TemporaryFile(dir=scratch) as unzipped:
+        source = _listed(path, unzipped, labels or Labels())
         if source.kind != "folder":  # whose files have sizes when they are read
             _leave_out_large(source)
         yield source
@@ -93,7 +90,7 @@ def _leave_out_large(source: ImageSource) -> None:
     source.leave_out({row: f"{sizes[row]:,} bytes; the limit is {limits[row]:,}" for row in large})
 
 
-def _listed(path: Path, new_file: NewFile, labels: Labels) -> ImageSource:
+def _listed(path: Path, unzipped: IO[bytes], labels: Labels) -> ImageSource:
     if path.suffix == ".csv" and path.is_file():
         return _folder(path.absolute().parent, Labels(str(path)))
     if path.is_dir():
@@ -111,9 +108,8 @@ def _listed(path: Path, new_file: NewFile, labels: Labels) -> ImageSource:
     if start.startswith(HDF5):
         raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")
     if start.startswith(GZIP):
-        unzipped = new_file()
         unzip(path, unzipped)
-        return _tar(path, unzipped, path_of(unzipped), labels)
+        return _tar(path, unzipped, f"/proc/{os.getpid()}/fd/{unzipped.fileno()}", labels)
     if tarfile.is_tarfile(path):
         with path.open("rb") as file:
             return _tar(path, file, str(path.resolve()), labels)
@@ -175,7 +171,6 @@ def _walk(root: str) -> tuple[Names, bytearray, list[tuple[str, str]]]:
     bad: list[tuple[str, str]] = []
 
     def enter(folder: str, above: tuple[tuple[int, int], ...]) -> None:
-        doing(f"listing {root}/{folder}")
         with os.scandir(os.path.join(root, folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
@@ -210,7 +205,6 @@ def _tar(path: Path, file: IO[bytes], opened: str, labels: Labels) -> ImageSourc
         with TarStream.open(fileobj=file, mode="r:") as archive:
             while (found := archive.next()) is not None:
                 archive.members = []
-                doing(f"listing {path}")
                 if name := _safe_name(found.name, path):
                     names.append(name)
                     facts = _kind(found), found.offset_data, min(found.size, HUGE)

@@ -1,9 +1,7 @@
-"""Run the tasks of ``pack`` in a process pool or in threads.
+"""Run the tasks of ``pack`` in a process pool.
 
-A single process uses a pool of worker processes, so that an image that crashes a decoder ends only
-a worker and is reported. Workers are spawned, not forked, and the kernel ends them when their
-parent dies. Ranks of an MPI job decode in threads, because no processes should be started under
-MPI; Pillow releases the interpreter's lock.
+An image that crashes a decoder ends only a worker and is reported. Workers are spawned, not forked,
+and the kernel ends them when their parent dies. One job is a thread of this process.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hpctrain.data.packing.decode import current_image
@@ -42,20 +39,6 @@ class PackTask(NamedTuple):
 
 
 RunTasks = Callable[[str, Callable[..., Any], Iterable[PackTask], int], Iterator[Any]]
-
-
-class Processes(NamedTuple):
-    """The processes that make a pack together.
-
-    start(jobs, output, files) gives a function that runs tasks in all of them, with `jobs` workers
-    in each. Its arguments are a text for the progress bar, a function, the tasks and their number
-    of images; it yields the results in the order of the tasks. All processes must see `files`.
-    """
-
-    size: int
-    cores: int  # fair share of each process
-    columns: int | None  # width of the root's terminal; 0 = none, None = unknown
-    start: Callable[[int, Path, list[str]], AbstractContextManager[RunTasks]]
 
 
 class TaskRunner:
@@ -147,34 +130,34 @@ class ProcessRunner(TaskRunner):
 
 
 @contextmanager
-def start_threads(jobs: int) -> Iterator[TaskRunner]:
-    """Run tasks in `jobs` threads."""
-    with warnings.catch_warnings(), ThreadPoolExecutor(jobs) as threads:
+def _start_thread() -> Iterator[TaskRunner]:
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
         warnings.simplefilter("ignore")  # from Pillow, about unusual metadata
         try:
-            yield TaskRunner(jobs, threads)
+            yield TaskRunner(1, thread)
         finally:
-            threads.shutdown(cancel_futures=True)
+            thread.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def _start_alone(jobs: int, output: Path, files: list[str]) -> Iterator[RunTasks]:
-    """Run tasks in `jobs` worker processes, or for one job in a thread of this process."""
+def start_workers(jobs: int) -> Iterator[RunTasks]:
+    """Yield a function that runs tasks in `jobs` processes, or for one job in a thread.
+
+    Its arguments are a text for the progress bar, a function, the tasks and their number of images;
+    it yields the results in the order of the tasks.
+    """
     from hpctrain.data.packing import report  # imports rich, which a worker need not
 
-    kind = start_threads(1) if jobs == 1 else closing(ProcessRunner(jobs))
+    kind = _start_thread() if jobs == 1 else closing(ProcessRunner(jobs))
     with kind as runner:
 
         def run_tasks(
             what: str, function: Callable[..., Any], tasks: Iterable[PackTask], images: int
         ) -> Iterator[Any]:
-            with report.progress(what, images, images, None) as advance:
+            with report.progress(what, images) as advance:
                 yield from runner.run(function, tasks, advance)
 
         yield run_tasks
-
-
-ONE_PROCESS = Processes(1, len(os.sched_getaffinity(0)), None, _start_alone)
 
 
 def _begin(names: Any, number: Any, parent: int) -> None:

@@ -34,10 +34,11 @@ from hpctrain.data.pack_format import (
     ordered,
     rows_per_block,
 )
-from hpctrain.data.packing.decode import PAGE, Span, Written
+from hpctrain.data.packing.decode import Span, Written
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import write_at
 
+PAGE = 4096  # bytes
 LIBRARY = ("v110", "v110")  # metadata checksums, a mark while being written, long attributes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KINDS = {"u1": h5py.h5t.STD_U8LE, "<i8": h5py.h5t.STD_I64LE}
@@ -113,14 +114,8 @@ class PackWriter:
                 stop = min(data.shape[0], start + step)
                 yield Span(self.path, data.split, start, stop, *where, channels)
 
-    def write_rest(self, pieces: Iterable[tuple[int, bytes | memoryview]]) -> None:
-        """Write bytes at their offsets in the file."""
-        for offset, data in pieces:
-            write_at(self._file.fileno(), memoryview(data), offset)
-
     def add(self, part: Written) -> None:
-        """Write the remaining bytes of a span, and keep its checksums and sums."""
-        self.write_rest(part.rest)
+        """Keep the checksums and sums of a span."""
         span = part.span
         data = next(d for d in self.images() if d.split == span.split)
         first = span.start // data.block_rows

@@ -216,19 +216,19 @@ def test_progress_counts_every_image_once(folder, tmp_path, monkeypatch):
     told = {}
 
     @contextmanager
-    def progress(what, total, own, columns):
-        yield told.setdefault((what, total, own), []).append
+    def progress(what, total):
+        yield told.setdefault((what, total), []).append
 
     monkeypatch.setattr("hpctrain.data.packing.make.report.progress", progress)
     monkeypatch.setattr("hpctrain.data.packing.write.rows_per_block", lambda row_bytes: 997)
     monkeypatch.setattr(make, "FIRST_IMAGES", 19)
     made = pack(folder, tmp_path / "a.h5", size=SIZE, encoding="jpeg")
     assert {key: sum(counts) for key, counts in told.items()} == {
-        ("reading", 19, 19): 19,  # the first ones have colour
-        ("decoding", 72, 72): 72,
-        ("writing", 72, 72): 72,
+        ("reading", 19): 19,  # the first ones have colour
+        ("decoding", 72): 72,
+        ("writing", 72): 72,
     }
-    assert len(told["writing", 72, 72]) > 20
+    assert len(told["writing", 72]) > 20
     assert verify(made) == []  # in blocks of another size
     monkeypatch.undo()
     assert files_of(made, "test") == files_of(

@@ -19,7 +19,6 @@ from hpctrain.data.images import BadImage, Fit, decode, probe, read_image
 from hpctrain.data.pack import make_pack
 from hpctrain.data.packing import decode as decoding
 from hpctrain.data.packing import scratch
-from hpctrain.data.packing.scratch import scratch_files
 from hpctrain.data.packing.sources import open_source
 from hpctrain.errors import UsageError
 from tests.launch import run
@@ -31,7 +30,7 @@ def opened(path, folder):
     """What is listed of a source, and the bytes of memory that it took at most."""
     tracemalloc.start()
     try:
-        with open_source(path, scratch_files(folder / "a.h5", named=False)) as source:
+        with open_source(path, folder) as source:
             return source, tracemalloc.get_traced_memory()[1]
     except UsageError as error:
         return str(error), tracemalloc.get_traced_memory()[1]

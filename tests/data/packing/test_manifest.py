@@ -1,7 +1,5 @@
 """Tables that give labels, splits and groups; folds; what a pack says of its splits."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,6 @@ from hpctrain.data.packing.split import (
 )
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, contents, counts, pack, picture, tar, zipped
-from tests.launch import run_mpi
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +216,3 @@ def test_images_that_are_not_there(images, tmp_path, capfd):
         pack(images, tmp_path / "c.h5", manifest=str(tmp_path / "gone.csv"))
     with pytest.raises(UsageError, match="--manifest does not apply to digits"):
         pack("digits", tmp_path / "c.h5", manifest=str(file))
-
-
-def test_ranks_pack_a_manifest_as_one_process_does(images, tmp_path):
-    rows = [(name(i), "ab"[i % 2], i // 3) for i in range(60)]
-    file = table(images / "labels.csv", rows, "path,label,group")
-    first = pack(file, tmp_path / "1.h5", fold="1/3")
-    done = run_mpi(
-        3, ["-m", "hpctrain", "pack", str(file), "--fold", "1/3", "--output", "3.h5"], cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "3.h5").read_bytes() == Path(first.path).read_bytes()

@@ -10,14 +10,13 @@ import pytest
 from hpctrain.data.packing import scratch
 from hpctrain.data.packing.layout import read_class_folders
 from hpctrain.data.packing.names import Names
-from hpctrain.data.packing.scratch import scratch_files
 from hpctrain.data.packing.sources import HUGE, Labels, open_source
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, encode, picture, tar, zipped
 
 
 def listed(path, folder, **labels):
-    with open_source(path, scratch_files(folder / "a.h5", False), Labels(**labels)) as source:
+    with open_source(path, folder, Labels(**labels)) as source:
         return source
 
 

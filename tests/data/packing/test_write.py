@@ -1,7 +1,6 @@
-"""Tasks write whole pages of blocks; everything else of the file is the root's."""
+"""Sums and rows of a pack, and packs of arrays."""
 
 import os
-import threading
 import tracemalloc
 
 import h5py
@@ -10,30 +9,11 @@ import pytest
 
 from hpctrain.data.pack import write_pack
 from hpctrain.data.packed import read_pack, verify
-from hpctrain.data.packing import decode, make
-from hpctrain.data.packing.decode import PAGE, Span, channel_sums, write_span
+from hpctrain.data.packing import make
+from hpctrain.data.packing.decode import channel_sums
 from hpctrain.data.packing.workers import TaskRunner
 from hpctrain.errors import RunError, UsageError
 from tests.data.pictures import class_folders, contents, encode, pack, picture
-
-
-@pytest.mark.parametrize("offset", [0, 4096, 2056, 4095, 10_000])
-@pytest.mark.parametrize("length", [1, 31, 4096, 4097, 8192, 100_003])
-def test_whole_pages_are_written_and_the_rest_is_given_back(tmp_path, offset, length):
-    data = np.random.default_rng(length).integers(1, 256, length, np.uint8).tobytes()
-    path = tmp_path / "file"
-    path.write_bytes(bytes(offset + length))
-    written = write_span(memoryview(data), Span(str(path), "", 0, 1, offset, 997, 0))
-    whole = bytearray(path.read_bytes())
-    touched = [byte for byte, value in enumerate(whole) if value]
-    pages = {byte // PAGE for byte in touched}
-    assert len(touched) == len(pages) * PAGE  # nothing but whole pages
-    assert sum(len(piece) for _, piece in written.rest) == length - len(touched) < 2 * PAGE
-    for at, piece in written.rest:
-        assert whole[at : at + len(piece)] == bytes(len(piece))
-        whole[at : at + len(piece)] = piece
-    assert whole == bytes(offset) + data
-    assert len(written.checksums) == -(-length // 997)
 
 
 def test_sums_are_exact():
@@ -42,50 +22,6 @@ def test_sums_are_exact():
     for channels in (1, 3, 7):
         expected = [(wide.reshape(-1, channels) ** power).sum(axis=0).tolist() for power in (1, 2)]
         assert channel_sums(pixels.tobytes(), channels).tolist() == expected
-
-
-def written_pages(monkeypatch):
-    """Which tasks write which pages of which file; task 0 is the root, which is the main thread."""
-    pages, task = {}, [0]
-
-    def recording(function):
-        def run(*arguments):
-            task[0] += 1
-            return function(*arguments)
-
-        return run
-
-    def write_at(descriptor, data, offset):
-        if len(data):
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            root = threading.current_thread() is threading.main_thread()
-            for page in range(offset // PAGE, -(-(offset + len(data)) // PAGE)):
-                pages.setdefault((path, page), []).append(0 if root else task[0])
-        real(descriptor, data, offset)
-
-    real = decode.write_at
-    monkeypatch.setattr(decode, "write_at", write_at)
-    monkeypatch.setattr("hpctrain.data.packing.write.write_at", write_at)
-    for name in ("decode_rows", "copy_rows", "write_files"):
-        monkeypatch.setattr(make, name, recording(getattr(decode, name)))
-    return pages
-
-
-@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
-@pytest.mark.parametrize("twins", [False, True])
-def test_no_page_is_written_by_two_tasks(tmp_path, monkeypatch, encoding, twins):
-    monkeypatch.setattr("hpctrain.data.packing.write.rows_per_block", lambda size: 9001 // size)
-    root = class_folders(tmp_path / "images", {"a": 43, "b": 37}, width=31)
-    if twins:  # of equal pixels in other files: known after decoding only
-        for number in (3, 5, 60):
-            (root / "a" / f"{number}.bmp").write_bytes(encode(picture(number, 31), "BMP"))
-    pages = written_pages(monkeypatch)
-    pack(root, tmp_path / "a.h5", encoding=encoding, size="31x11", split="0.5,0.5")
-    files = {path for path, _ in pages}
-    assert len(files) == (2 if twins and encoding == "raw" else 1)
-    tasks = [{task for task in found if task} for found in pages.values()]
-    assert {len(found) for found in tasks} == {0, 1} and len(set().union(*tasks)) > 5
-    assert all(len(found) == 1 for found in pages.values() if found[0])  # each pixel once
 
 
 def test_equal_files_are_known_before_anything_is_decoded(tmp_path, monkeypatch):
