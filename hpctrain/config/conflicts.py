@@ -48,8 +48,6 @@ def conflicts(config: Config) -> Iterator[str]:
             "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"
             " for itself depend on the number of ranks"
         )
-    if config.mttf != type(config).mttf and config.checkpoint_every != "auto":
-        yield f"--mttf {config.mttf} goes with --checkpoint-every auto"
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield "--tensorboard needs its package: pip install 'hpctrain[tensorboard]'"
 

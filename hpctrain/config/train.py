@@ -131,16 +131,9 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
     )
     checkpoint_every: str = option(
         "10m",
-        "write a checkpoint this often: a time such as 90s, or steps; auto = as the cost of a"
-        " checkpoint and --mttf recommend",
+        "write a checkpoint this often: a time such as 90s, or steps",
         RECORD,
         Interval.parse,
-    )
-    mttf: str = option(
-        "1000h",
-        "mean time to failure of a node, for --checkpoint-every auto",
-        RECORD,
-        duration,
     )
     keep: int = option(2, "keep this many checkpoints", RECORD, AT_LEAST_1)
     resume: str = option(

@@ -102,11 +102,7 @@ class Writer:
     def overdue(self) -> bool:
         """Whether it is time to save. Raises RunError if an earlier write failed."""
         self.check()
-        return time.monotonic() - self._saved >= self.seconds_between()
-
-    def seconds_between(self) -> float:
-        """Return the interval of checkpoints, infinity if it is a number of steps."""
-        return self.interval.length(self.stall, self.seconds)
+        return time.monotonic() - self._saved >= self.interval.seconds
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]

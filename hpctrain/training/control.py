@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import math
 import os
 import signal
 import threading
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 from hpctrain.config import Config, Interval, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
-from hpctrain.launcher import launched_size, local_size, received_signal
+from hpctrain.launcher import received_signal
 from hpctrain.scheduler import job_end
 
 STOP_FILE = "STOP"
@@ -152,11 +151,7 @@ def read_times(config: Config) -> TimeLimits:
     """Parse the settings about time. Raises UsageError if one is invalid."""
     timeout = duration(config.timeout, "--timeout")
     ends, note = deadline(config.time_limit)
-    nodes = math.ceil((launched_size() or 1) / local_size())
-    mttf = duration(config.mttf, "--mttf") / nodes
-    return TimeLimits(
-        timeout, ends, Interval.parse(config.checkpoint_every)._replace(mttf=mttf), note
-    )
+    return TimeLimits(timeout, ends, Interval.parse(config.checkpoint_every), note)
 
 
 def request_stop(folder: Path) -> None:

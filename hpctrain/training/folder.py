@@ -181,7 +181,7 @@ def chosen(job: Job) -> dict[str, object]:
 FREE = {
     *("run", "runs_dir", "data", "data_dir", "read_buffer", "epochs", "worker_load"),
     *("stage", "verify", "reduce", "overlap"),
-    *("device", "threads", "checkpoint_every", "mttf", "keep", "resume", "time_limit", "timeout"),
+    *("device", "threads", "checkpoint_every", "keep", "resume", "time_limit", "timeout"),
     *("test", "progress", "tensorboard", "dry_run"),
 }
 

@@ -298,7 +298,6 @@ def finish(run: Run, first: int) -> TrainingResult:
         steps=state.step,
         digest=run_digest(trainer, state.chain) if comm.rank == 0 else None,
         checkpoint_stall=run.writer.stall if run.writer else None,
-        checkpoint_every=run.writer.seconds_between() if run.writer else None,
         **tests,
     )
     run.control.ended()

@@ -12,14 +12,12 @@ import time
 import pytest
 import torch
 
-from hpctrain.config import Config, check_settings
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import UMASK
 from hpctrain.models import as_bytes
 from hpctrain.report.find import checkpoint_steps
 from hpctrain.training import checkpoint
 from hpctrain.training.checkpoint import Interval, Writer, make_ready, newest, verify
-from hpctrain.training.control import read_times
 from tests.flips import flip_each_bit
 from tests.launch import environment
 from tests.odd_models import fine_tuned
@@ -55,7 +53,9 @@ def test_intervals(text, interval):
     assert Interval.parse(text) == interval
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "", "often", "0m", "²", "9" * 5000, "9" * 400 + "s"])
+@pytest.mark.parametrize(
+    "text", ["0", "-3", "", "often", "0m", "²", "auto", "9" * 5000, "9" * 400 + "s"]
+)
 def test_intervals_that_are_none(text):
     with pytest.raises(UsageError, match="--checkpoint-every"):
         Interval.parse(text)
@@ -71,39 +71,6 @@ def test_when_a_checkpoint_is_due(run, monkeypatch):
         assert by_time.overdue() and not by_steps.overdue()
         by_time.save(1, TENSORS, {})
         assert not by_time.overdue()
-
-
-def test_an_automatic_interval_weighs_cost_against_failures(run, monkeypatch):
-    """A minute before the first checkpoint; then sqrt(2 cost mttf), but never less than writing."""
-    auto = Interval.parse("auto")._replace(mttf=7.9 * 3600)
-    assert auto.length(0.0, 0.0) == 60
-    assert auto.length(0.5, 3.0) == pytest.approx(168.64, abs=0.01)
-    assert auto.length(0.5, 200.0) == 200
-    assert Interval.parse("10m").length(0.5, 3.0) == 600
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with Writer(run, auto, 2) as writer:
-        now[0] += 59
-        assert not writer.overdue()
-        now[0] += 1
-        assert writer.overdue()
-        writer.save(1, TENSORS, {})
-        writer.wait()
-        writer.stall, writer.seconds = 0.5, 3.0
-        now[0] += 168
-        assert not writer.overdue()
-        now[0] += 1
-        assert writer.overdue()
-
-
-def test_the_mttf_is_that_of_all_nodes(monkeypatch):
-    """Eight ranks, two of them on this node, are four nodes."""
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
-    interval = read_times(Config(checkpoint_every="auto", mttf="100h")).checkpoints
-    assert (interval.auto, interval.mttf) == (True, 25 * 3600)
-    with pytest.raises(UsageError, match="--mttf 5h goes with --checkpoint-every auto"):
-        check_settings(Config(mttf="5h"))
 
 
 def test_what_is_written_is_read(run):

@@ -63,7 +63,6 @@ ELSEWHERE = {  # flag -> where it is tested
     "output": "tests/training/test_validate.py",
     "checkpoint_every": "tests/training/test_resume.py",
     "keep": "tests/training/test_checkpoint.py",
-    "mttf": "tests/training/test_checkpoint.py",
     "compile": "tests/training/test_backward.py",
     "graphs": "tests/training/test_backward.py",
     "resume": "tests/training/test_resume.py",
