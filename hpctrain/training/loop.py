@@ -6,6 +6,8 @@ import time
 from contextlib import closing
 from functools import partial
 
+import torch
+
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.state import Run, gather
@@ -83,12 +85,8 @@ def end_epoch(run: Run) -> None:
     loss /= state.weight or rows
     accuracy = correct / rows if run.job.task.classes else None
     state.epoch += 1
-    if state.epoch == 1 and (unused := run.job.trainer.unused.names()):
-        of = len(run.job.trainer.message.layout.segments)
-        run.recorder.note(
-            f"no gradient reached {len(unused)} of {of} parameters ({listed(unused, 5)}): they are"
-            " left as they were, by --weight-decay too"
-        )
+    if state.epoch == 1:
+        note_unused(run)
     state.sums, state.weight = (0.0, 0.0, 0.0, 0.0), 0.0
     state.figures.update(loss=loss, accuracy=accuracy)
     run.recorder.epoch(
@@ -98,6 +96,20 @@ def end_epoch(run: Run) -> None:
         images_per_second=rows / seconds,
         seconds=seconds,
     )
+
+
+def note_unused(run: Run) -> None:
+    """Note the parameters whose gradient was zero in the last step, if any."""
+    message = run.job.trainer.message
+    segments = message.layout.segments
+    reached = torch.stack([message.gradients[each.span].any() for each in segments]).tolist()
+    names = [each.name for each, used in zip(segments, reached, strict=True) if not used]
+    if names:
+        run.recorder.note(
+            f"no gradient reached {len(names)} of {len(segments)} parameters in the last step of"
+            f" the first epoch ({listed(names, 5)}): if no output depends on them, they change by"
+            " --weight-decay alone"
+        )
 
 
 def save_checkpoint(run: Run) -> None:

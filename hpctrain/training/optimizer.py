@@ -1,27 +1,16 @@
-"""The update of the weights: optimizers, learning rate, clipping, parameters without gradients.
+"""The update of the weights: optimizers, learning rate, clipping.
 
 The optimizers are torch's fused ones: one kernel for the whole vector, and an update that can be
 skipped on the device. If ``optimizer.found_inf``, a zero-dimensional float32 tensor, is 1, ``step``
 leaves weights, momenta and step counters unchanged, without synchronizing with the host. Only the
 value 1 skips the update.
-
-Parameters that have not received a gradient yet are not updated. torch skips a parameter whose
-`.grad` is None. Here all parameters are one vector with one gradient, in which weight decay would
-shrink parameters that no loss depends on. A parameter therefore counts as used from the first step
-in which its gradient, summed over all ranks, is not zero. It then stays used, so that layers which
-are left out of some steps (stochastic depth) are updated in those steps too. Until then its weights
-are restored after each step and its optimizer state is zero.
-
-Usage is determined on the device and copied to the host asynchronously. Parameters that the host
-knows to be used need no further work; after the first steps of most networks these are all.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,9 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hpctrain.config import Config
 from hpctrain.parallel.layout import Group
-from hpctrain.parallel.message import Message
 from hpctrain.plan import Plan
-from hpctrain.streams import Snapshot
 
 
 def make_optimizer(
@@ -135,58 +122,3 @@ def clip_gradient(flat_gradient: Tensor, max_norm: float) -> Tensor:
     norm = norm.to(flat_gradient.dtype)
     flat_gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-class UnusedParameters:
-    """Keeps each parameter of one message unchanged until it receives a gradient."""
-
-    def __init__(self, message: Message, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer` updates the weights of `message`."""
-        self._message, self._optimizer = message, optimizer
-        segments = message.layout.segments
-        self._spans = [segment.span for segment in segments]
-        self._homes = [  # of each segment: the group's weights, and its range in them
-            (weights, slice(s.span.start - span.start, s.span.stop - span.start))
-            for (weights, _), (_, span) in zip(message.groups, message.layout.groups, strict=True)
-            for s in segments
-            if span.start <= s.offset < span.stop
-        ]
-        self.used = torch.zeros(len(segments), dtype=torch.bool, device=message.device)
-        self._flags = self.used.unbind()
-        self._left = list(range(len(segments)))  # those that the host does not know to be used
-        self._sent: Snapshot | None = None  # asynchronous copy of `used` to the host
-
-    @contextmanager
-    def untouched(self, finite: torch.Tensor) -> Iterator[None]:
-        """Undo what an update in the block does to parameters without a gradient so far.
-
-        The message holds the gradient of this step, summed over all ranks; `finite`, a bool on the
-        device, is whether this step counts.
-        """
-        for i in self._left:
-            reached = self._message.gradients[self._spans[i]].any()
-            self._flags[i].logical_or_(reached.logical_and_(finite))
-        if self._left:
-            self._sent = self._sent or Snapshot(self.used)
-        if self._sent and self._sent.arrived:
-            used, self._sent = self._sent.numbers(), None
-            self._left = [i for i in self._left if not used[i]]
-        if not self._left:
-            yield
-            return
-        weights = self._message.weights.data
-        decays = any(group["weight_decay"] for group in self._optimizer.param_groups)
-        before = {i: weights[self._spans[i]].clone() for i in self._left if decays}
-        yield
-        for i, old in before.items():
-            span, used = self._spans[i], self._flags[i]
-            weights[span].copy_(torch.where(used, weights[span], old))
-            group, span = self._homes[i]
-            for tensor in self._optimizer.state[group].values():
-                if tensor.shape == group.shape:
-                    tensor[span].masked_fill_(~used, 0)
-
-    def names(self) -> list[str]:
-        """Names of the parameters without a gradient so far (synchronizes with the device)."""
-        segments = zip(self._message.layout.segments, self.used.tolist(), strict=True)
-        return [segment.name for segment, used in segments if not used]

@@ -238,7 +238,6 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
     own, groups = trainer.state(), trainer.message.groups
     homes = {str(n) if len(groups) > 1 else "": group for n, (group, _) in enumerate(groups)}
     places = {name: own[name] for name in own if not name.startswith("optimizer.")}
-    tensors = {"used": torch.ones_like(own["used"]), **tensors}  # absent in old files: all were
     if "best.0" in tensors:
         tensors = _name_best(trainer, tensors)
     kept = {f"best.{name}": tensor for name, tensor in trainer.model.state_dict().items()}

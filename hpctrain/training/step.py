@@ -34,7 +34,6 @@ from hpctrain.training.average import Average
 from hpctrain.training.compute import Backward
 from hpctrain.training.control import StepFlags
 from hpctrain.training.optimizer import (
-    UnusedParameters,
     clip_gradient,
     gate_update,
     set_learning_rate,
@@ -59,18 +58,16 @@ class Trainer:
     class_weights: torch.Tensor | None = None  # (K,) with which the loss weighs samples
     average: Average | None = None
     clock: Clock = field(init=False)
-    unused: UnusedParameters = field(init=False)
     buffers: frozenset[str] = field(init=False)  # names of those that exist before the first step
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.message.device)
-        self.unused = UnusedParameters(self.message, self.optimizer)
         self.buffers = frozenset(name for name, _ in self.model.named_buffers())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return everything that steps change, by name, without copying.
 
-        These are weights, optimizer state, running statistics, and which parameters are used.
+        These are weights, optimizer state and running statistics.
         """
         found = {"weights": self.message.weights.data}
         for number, (weights, _) in enumerate(self.message.groups):
@@ -82,7 +79,7 @@ class Trainer:
         found |= {f"norms.{name}": tensor for name, tensor in norms.items()}
         if self.average is not None:
             found |= {"ema.weights": self.average.weights, "ema.running": self.average.running}
-        return found | {"used": self.unused.used}
+        return found
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Return what no step changes unless --local-buffers allows it, by name, without copying.
@@ -118,8 +115,7 @@ def train_step(
     the sum of the weights of the samples' classes, by which torch's cross_entropy divides.
 
     A step with a nonfinite loss or gradient leaves weights and statistics unchanged, and so do the
-    steps that follow before its totals are read. A parameter stays unchanged until the first step
-    that gives it a gradient (`UnusedParameters`).
+    steps that follow before its totals are read.
     """
     message, norms, clock = trainer.message, trainer.norms, trainer.clock
     class_weights = trainer.class_weights
@@ -151,8 +147,7 @@ def train_step(
     if trainer.clip_norm is not None:
         clip_gradient(message.gradients, trainer.clip_norm)
     gate_update(trainer.optimizer, message.skipped)
-    with trainer.unused.untouched(finite):
-        trainer.optimizer.step()
+    trainer.optimizer.step()
     return message.report()
 
 
