@@ -1,29 +1,26 @@
-"""The job that this process belongs to: Slurm, PBS or Flux; its ID, its end, how it is requeued.
+"""The job that this process belongs to: Slurm, PBS or Flux; its ID, how it is requeued, its end.
+
+Only Slurm is asked for the end of a job; in PBS and Flux, --time-limit gives it.
 
 What these schedulers document, and what of it was tested, is the table of docs/cluster.md. Sources:
 
 * Slurm: sbatch(1), squeue(1), scontrol(1).
-* PBS Professional and OpenPBS: qsub(1B), qstat(1B), qrerun(1B), pbs_job_attributes(7B).
-  ``qrerun`` needs the privilege of an operator, and PBS holds a job after 21 starts.
-* Flux: flux-environment(7), flux-job(1), flux-batch(1). A batch script has no FLUX_JOB_ID, but
-  FLUX_URI. A job without a time limit of its own has that of the enclosing job (RFC 14).
+* PBS Professional and OpenPBS: qsub(1B), qrerun(1B). ``qrerun`` needs the privilege of an
+  operator, and PBS holds a job after 21 starts.
+* Flux: flux-environment(7). A batch script has no FLUX_JOB_ID, but FLUX_URI.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.errors import RunError
 
-ANSWER_WITHIN = 10.0  # seconds for squeue, qstat and flux
-STARTED = "%a %b %d %H:%M:%S %Y"  # stime of qstat -f, in local time
+ANSWER_WITHIN = 10.0  # seconds for squeue and scontrol
 MOST_REQUEUES = 20
-FLUX_UNLIMITED = 2**32 - 1  # flux job timeleft without a time limit
 
 
 @dataclass(frozen=True)
@@ -32,20 +29,9 @@ class Scheduler:
 
     name: str
     variables: tuple[str, ...]  # any of them means that there is a job; the first is its ID
-    find_end: Callable[[str], float | None]  # see `job_end`
     requeue: tuple[str, ...] = ()  # command to which the ID is appended; none cannot requeue
     restarts: str = ""  # variable with the number of requeues so far
     facts: tuple[tuple[str, str], ...] = ()  # what doctor shows besides the ID, by variable
-
-
-def job_end() -> float | None:
-    """Return the time at which this process's job ends, in seconds since 1970.
-
-    None without a job, or for a job without a time limit. Raises RunError if the time cannot be
-    determined.
-    """
-    found = find_job(os.environ)
-    return found[0].find_end(found[1]) if found else None
 
 
 def find_job(env: Mapping[str, str]) -> tuple[Scheduler, str] | None:
@@ -83,8 +69,15 @@ def ask(*command: str, within: float | None = None, **variables: str) -> str:
     return done.stdout
 
 
-def _slurm_end(job: str) -> float | None:
-    """Slurm 22.05 does not set the variable; then squeue is run."""
+def job_end() -> float | None:
+    """Return the time at which this process's Slurm job ends, in seconds since 1970.
+
+    None outside of Slurm, or for a job without a time limit. Slurm 22.05 does not set the variable:
+    then squeue is run. Raises RunError if the time cannot be determined.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job:
+        return None
     if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
         return float(end)
     # %A distinguishes the tasks of an array; the last one has the ID of the whole array.
@@ -98,33 +91,10 @@ def _slurm_end(job: str) -> float | None:
     raise RunError(f"squeue: {end or 'no such job'}")
 
 
-def _pbs_end(job: str) -> float | None:
-    """The time at which this life of the job started, and its time limit."""
-    found = dict(re.findall(r"^\s*(\S+) = (.*\S)", ask("qstat", "-f", job), re.MULTILINE))
-    limit, start = found.get("Resource_List.walltime"), found.get("stime", "none")
-    if limit is None:
-        return None
-    try:
-        began = time.mktime(time.strptime(start, STARTED))
-        fields = [int(field) for field in reversed(limit.split(":"))]
-    except ValueError as error:
-        raise RunError(f"qstat: job {job} has stime {start}, walltime {limit}") from error
-    return began + sum(field * 60**place for place, field in enumerate(fields))
-
-
-def _flux_end(job: str) -> float | None:
-    """The command finds the job, or the one whose batch script this is, by itself."""
-    left = ask("flux", "job", "timeleft").strip()
-    if not left.isdigit():
-        raise RunError(f"flux job timeleft: {left or 'no answer'}")
-    return None if int(left) >= FLUX_UNLIMITED else time.time() + int(left)
-
-
 SCHEDULERS = (
     Scheduler(
         "Slurm",
         ("SLURM_JOB_ID",),
-        _slurm_end,
         ("scontrol", "requeue"),
         "SLURM_RESTART_COUNT",
         (
@@ -133,8 +103,6 @@ SCHEDULERS = (
             ("cores per task", "SLURM_CPUS_PER_TASK"),
         ),
     ),
-    Scheduler("PBS", ("PBS_JOBID",), _pbs_end, ("qrerun",), facts=(("queue", "PBS_QUEUE"),)),
-    Scheduler(
-        "Flux", ("FLUX_JOB_ID", "FLUX_URI"), _flux_end, facts=(("nodes", "FLUX_JOB_NNODES"),)
-    ),
+    Scheduler("PBS", ("PBS_JOBID",), ("qrerun",), facts=(("queue", "PBS_QUEUE"),)),
+    Scheduler("Flux", ("FLUX_JOB_ID", "FLUX_URI"), facts=(("nodes", "FLUX_JOB_NNODES"),)),
 )

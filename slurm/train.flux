@@ -8,7 +8,7 @@
 # flux: --job-name=hpctrain
 # flux: --nodes=2
 # flux: --exclusive
-# flux: --time-limit=1h
+# flux: --time-limit=1h             # change --time-limit below, too
 # flux: --signal=USR2@2m            # SIGUSR2 two minutes before the time limit
 # flux: --output=hpctrain-{{id}}.log
 
@@ -18,4 +18,4 @@ source "${HPCTRAIN_VENV:-$PWD/.venv}/bin/activate"
 # for Open MPI 5 with the plugin flux-pmix.
 exec python -m hpctrain supervise -- \
     flux run --nodes="$(flux getattr size)" --tasks-per-node=2 -o pmi="${HPCTRAIN_PMI:-simple}" \
-    python -m hpctrain "$@"
+    python -m hpctrain --time-limit 58m "$@"

@@ -335,11 +335,13 @@ def test_the_job_is_named_with_its_scheduler(monkeypatch, tmp_path):
     pbs = {"PBS_JOBID": "5.head", "PBS_QUEUE": "long", "PATH": str(tmp_path)}
     monkeypatch.setattr(os, "environ", pbs)
     found = machine._limit_facts()
-    ends = "unknown (qstat: No such file or directory)"
     assert found["scheduler"] == "PBS"
-    assert found["job"] == {"job": "5.head", "queue": "long", "ends": ends}
+    assert found["job"] == {"job": "5.head", "queue": "long"}
     rank = dataclasses.replace(LAPTOP, scheduler="PBS", job=found["job"])
-    assert row([rank], "PBS").found == f"job 5.head, queue long, ends {ends}"
+    assert row([rank], "PBS").found == "job 5.head, queue long"
+    monkeypatch.setattr(os, "environ", {"SLURM_JOB_ID": "5", "PATH": str(tmp_path)})
+    ends = "unknown (squeue: No such file or directory)"
+    assert machine._limit_facts()["job"] == {"job": "5", "ends": ends}
     monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
     found = machine._limit_facts()
     assert (found["scheduler"], found["job"]) == ("", {})

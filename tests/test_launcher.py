@@ -1,4 +1,4 @@
-"""What launchers leave in the environment, and what Slurm, PBS and Flux are asked for."""
+"""What launchers leave in the environment, and what Slurm is asked for."""
 
 from __future__ import annotations
 
@@ -154,74 +154,6 @@ def test_the_job_is_that_of_the_outermost_scheduler():
     assert find_job({"SLURM_JOB_ID": ""}) is None
 
 
-@pytest.fixture
-def command(tmp_path, monkeypatch):
-    """A function that lets a command be this shell script, outside of all jobs."""
-    for name in ("SLURM_JOB_ID", "PBS_JOBID", "FLUX_JOB_ID", "FLUX_URI"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-
-    def make(name, text):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho $* >{tmp_path}/asked\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-
-    return make
-
-
-QSTAT = """cat <<END
-Job Id: 5.head
-    Job_Name = hpctrain
-    {limit}
-    Resource_List.select = 2:ncpus=2:mpiprocs=2
-    stime = {start}
-    Variable_List = PBS_O_HOME=/home/me,PBS_O_LANG=C,
-\tPBS_O_PATH=/bin
-END
-"""
-
-
-def test_the_end_of_a_pbs_job_is_its_start_and_its_walltime(command, monkeypatch, tmp_path):
-    monkeypatch.setenv("PBS_JOBID", "5.head")
-    start = "Mon Nov  2 09:08:07 2026"
-    began = time.mktime((2026, 11, 2, 9, 8, 7, 0, 0, -1))
-    for limit, seconds in (("01:02:03", 3723), ("100:00:00", 360000), ("90", 90)):
-        command("qstat", QSTAT.format(limit=f"Resource_List.walltime = {limit}", start=start))
-        assert job_end() == began + seconds
-    assert (tmp_path / "asked").read_text() == "-f 5.head\n"
-    command("qstat", QSTAT.format(limit="Rerunable = True", start=start))
-    assert job_end() is None
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("echo qstat: Unknown Job Id 5.head >&2; exit 153", "qstat: qstat: Unknown Job Id 5.head"),
-        ("exit 3", "qstat: exit code 3"),
-        ("echo ' Resource_List.walltime = 1:0:0'", "qstat: job 5.head has stime none, walltime"),
-        ("printf ' Resource_List.walltime = soon\n stime = Mon Nov  2 09:08:07 2026'", "soon"),
-    ],
-)
-def test_an_end_that_pbs_does_not_tell(command, monkeypatch, text, said):
-    monkeypatch.setenv("PBS_JOBID", "5.head")
-    command("qstat", text)
-    with pytest.raises(RunError, match=said):
-        job_end()
-
-
-def test_the_end_of_a_flux_job_is_asked_of_flux(command, monkeypatch, tmp_path):
-    monkeypatch.setenv("FLUX_URI", "local:///run/flux")  # a batch script has no ID
-    command("flux", "echo 90")
-    assert job_end() == pytest.approx(time.time() + 90, abs=5)
-    assert (tmp_path / "asked").read_text() == "job timeleft\n"
-    command("flux", "echo 4294967295")
-    assert job_end() is None
-    command("flux", "echo 0")
-    assert job_end() == pytest.approx(time.time(), abs=5)
-    command("flux", "echo flux-job: not part of an active job >&2; exit 1")
-    with pytest.raises(RunError, match="flux: flux-job: not part of an active job"):
-        job_end()
-
-
 FAKE_SRUN = """#!/bin/bash
 trap 'echo told >>"$OUT/told"; sleep 0.3; exit 75' USR2
 echo "$*" >"$OUT/launched"
@@ -299,13 +231,15 @@ def test_a_notice_to_the_templates_of_pbs_and_flux_reaches_the_ranks(site, name)
         _, err = job.communicate(timeout=20)
         assert (job.returncode, (folder / "told").read_text()) == (75, "told\n")
         if name == "train.pbs":
-            words = "-n 4 --ppn 2 python -m hpctrain --run job-5 --data p.h5 --run first\n"
-            assert (folder / "launched").read_text() == words
+            words = "-n 4 --ppn 2 python -m hpctrain --run job-5 --time-limit 58m"
+            left = "--data p.h5 --run first --time-limit 34"  # what is left, in seconds
+            assert (folder / "launched").read_text().startswith(f"{words} {left}")
             assert (folder / "requeued").read_text() == "5.head\n"
             assert "job 5.head is requeued" in err
         else:
             assert not (folder / "requeued").exists()
             assert "the same command with --run first resumes" in err
             assert "run --nodes=2 --tasks-per-node=2" in (folder / "flux").read_text()
+            assert " --time-limit 58m --data p.h5 " in (folder / "flux").read_text()
     finally:
         job.end()
