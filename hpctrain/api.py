@@ -71,17 +71,22 @@ def train(
         return run_training(chosen, comm, on_evaluation)
 
 
-def evaluate(run: str | os.PathLike[str], **settings: Any) -> Evaluation:
+def evaluate(
+    run: str | os.PathLike[str], *, trust_code: bool = False, **settings: Any
+) -> Evaluation:
     """Evaluate a trained network on a split, as ``python -m hpctrain evaluate`` does. Collective.
 
     `run` is the name or the folder of a run, or a .safetensors file. The settings are those of the
-    command line, such as ``split="validation"``, ``data="other.h5"`` or ``mistakes=32``. All ranks
-    of an MPI launch must make the call.
+    command line, such as ``split="validation"``, ``data="other.h5"`` or ``mistakes=32``. With
+    `trust_code`, the functions of your own that the run's files name are imported: its network,
+    loss and metric. All ranks of an MPI launch must make the call.
 
     Returns loss, accuracy, confusion matrix and so on, on all ranks; no tables are printed. Raises
     UsageError and RunError.
     """
-    chosen = _settings(EvaluateConfig(run=os.fspath(run)), settings, "evaluate")
+    chosen = _settings(
+        EvaluateConfig(run=os.fspath(run), trust_code=trust_code), settings, "evaluate"
+    )
     with _all_ranks(chosen, "evaluate") as comm:
         from hpctrain.inference.evaluate import evaluate_saved
 

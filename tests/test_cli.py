@@ -269,19 +269,27 @@ def test_words_without_flags_stand_in_files_too(tmp_path):
     assert settings.run == "other"
 
 
-@pytest.mark.parametrize("mark", ["plan.json", "sweep.toml"])
-def test_a_network_that_the_file_of_a_run_names_must_be_typed(tmp_path, mark):
+@pytest.mark.parametrize("setting", ["model", "loss", "augment", "metric"])
+def test_a_function_that_a_file_names_needs_trust_code(tmp_path, setting):
     path = tmp_path / "config.toml"
-    path.write_text('model = "payload:net"\n')
+    path.write_text(f'{setting} = "payload:net"\n')
     words = ["--config", str(path)]
-    assert cli.parse(words)[1].model == "payload:net"  # a file of the user's own
-    (tmp_path / mark).touch()
-    with pytest.raises(cli.UsageError, match="if you trust it, add --model payload:net$"):
+    with pytest.raises(cli.UsageError, match=r"config\.toml names payload:net: .* --trust-code"):
         cli.parse(words)
-    for own in (["--model", "payload:net"], ["--model=payload:net"]):
-        assert cli.parse([*words, *own])[1].model == "payload:net"
+    for own in (["--trust-code"], [f"--{setting}", "other:net"], [f"--{setting}=payload:net"]):
+        assert ":net" in getattr(cli.parse([*words, *own])[1], setting)
     path.write_text('model = "resnet18"\n')
     assert cli.parse(words)[1].model == "resnet18"
+    assert getattr(cli.parse([f"--{setting}", "payload:net"])[1], setting) == "payload:net"
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "predict", "export", "sweep"])
+def test_no_file_can_grant_trust(tmp_path, command):
+    path = tmp_path / "a.toml"
+    path.write_text("trust_code = true\n")
+    with pytest.raises(cli.UsageError, match=r"a\.toml: trust_code can be given on the command"):
+        cli.parse([command, "--config", str(path), "--trust-code"])
+    assert "trust_code" not in cli.config.to_toml(cli.config.Config())
 
 
 def test_the_configuration_that_a_run_leaves_can_be_read_again(tmp_path):

@@ -440,7 +440,7 @@ def test_a_stopped_job_array_trains_no_more_and_the_rest_is_submitted_again(clus
 def test_a_notice_to_a_sweep_within_a_job_saves_its_steps(cluster):
     slow = SWEEP.replace("epochs = 2", 'epochs = 30\nmodel = "tests.odd_models:slow"')
     (cluster.folder / "slow.toml").write_text(slow)
-    words = ["slow.toml", "--ranks-per-network", "2", "--name", "noticed"]
+    words = ["slow.toml", "--trust-code", "--ranks-per-network", "2", "--name", "noticed"]
     program = shlex.join([sys.executable, "-m", "hpctrain", "sweep", *words])
     flags = ["-N2", "--ntasks-per-node=2", "--output=hpctrain-noticed-%j.log", "--no-requeue"]
     flags += ["--export=ALL,HPCTRAIN_TEST_PACE=0.25", "--gpus=4"]  # which steps must not inherit

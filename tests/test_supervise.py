@@ -87,7 +87,8 @@ def finish(job, seconds=120):
 
 def test_a_rank_that_dies_is_launched_again_with_the_same_bits(supervise, tmp_path):
     (tmp_path / "killing.py").write_text(KILLING.format(killed={12: 1, 16: 0}, always=False))
-    model = ["--model", "killing:net"]
+    (tmp_path / "net.toml").write_text('model = "killing:net"\n')
+    model = ["--config", "net.toml", "--trust-code"]  # given to every launch
     code, lines, err = finish(supervise("--max-failures", "2", words=model))
     assert code == 0, err
     failures = re.findall(r"launch (\d) failed, exit code (\d+): (.*); .* step (\d+)$", lines, re.M)
@@ -337,6 +338,15 @@ def test_the_word_hpctrain_in_a_path_is_not_the_program():
 def test_a_command_that_does_not_train_is_refused(command, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         parse_command(command)
+
+
+def test_a_command_whose_file_names_a_function_needs_trust_code(tmp_path):
+    (tmp_path / "net.toml").write_text('model = "killing:net"\n')
+    words = ("python", "-m", "hpctrain", "--run", "a", "--config", str(tmp_path / "net.toml"))
+    with pytest.raises(UsageError, match=r"net\.toml names killing:net: .* --trust-code"):
+        parse_command(words)
+    given, config = parse_command((*words, "--trust-code"))
+    assert given == [*words, "--trust-code"] and config.model == "killing:net"
 
 
 def test_the_command_comes_after_dashes(capsys):

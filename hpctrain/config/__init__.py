@@ -5,7 +5,7 @@ A dataclass here is the only source of a subcommand's flags, TOML keys, defaults
 data; ``plan.py`` resolves them. A default of None means "decided by the plan"; the help says how.
 """
 
-from hpctrain.config.imports import add_flags, check_imports, own_functions
+from hpctrain.config.imports import own_functions, require_trust
 from hpctrain.config.inference import (
     EvaluateConfig,
     ExportConfig,

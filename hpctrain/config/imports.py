@@ -1,7 +1,7 @@
 """Functions of the user's own, named by a setting as ``package.module:function``.
 
-They are imported with the current folder importable, as under ``python -m``. A name that stands in
-a file is imported only if the command line names it too: others may have written the file.
+They are imported with the current folder importable, as under ``python -m``. A function that a file
+names is imported only with --trust-code: others may have written the file.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import difflib
 import importlib
 import inspect
 import os
-import shlex
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hpctrain.errors import UsageError
+from hpctrain.text import listed
 
 T = TypeVar("T")
 SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
@@ -114,7 +114,7 @@ def own_functions(settings: Mapping[str, Any]) -> dict[str, str]:
     named = {name: settings.get(name) or "" for name in SETTINGS}
     if is_of_library(named["model"]):
         del named["model"]
-    return {name: value for name, value in named.items() if is_own_function(value)}
+    return {name: value for name, value in named.items() if ":" in value}
 
 
 def is_of_library(model: str) -> bool:
@@ -122,34 +122,13 @@ def is_of_library(model: str) -> bool:
     return ":" in model and model.partition(":")[0] in LIBRARIES
 
 
-def is_own_function(name: str) -> bool:
-    """Whether a name is that of a function, module:function."""
-    return ":" in name
-
-
-def check_imports(
-    who: str,
-    named: Collection[str],
-    allowed: Collection[str],
-    how: str,
-    what: str = "network",
-) -> None:
-    """Raise UsageError if a file names functions, module:function, that are not allowed.
-
-    The file may have been written by others. A module is imported only if the command line names
-    it too. `what` these functions are, and `how` to allow them, are parts of the message.
-    """
-    if any(is_own_function(name) and name not in allowed for name in named):
-        plural = "s" if len(named) > 1 else ""
+def require_trust(named: Iterable[str], file: str | Path, trust_code: bool) -> None:
+    """Raise UsageError if a file names functions, module:function, without --trust-code."""
+    if not trust_code and (own := dict.fromkeys(named)):
         raise UsageError(
-            f"{who} names the {what}{plural} {', '.join(map(repr, named))}, and no module is"
-            f" imported because a file says so: if you trust it, {how}"
+            f"{file} names {listed(own)}: a function that a file names is imported only with"
+            " --trust-code (in Python, trust_code=True)"
         )
-
-
-def add_flags(named: Mapping[str, str]) -> str:
-    """Return how to name functions on the command line, given them by flag: "add --model a:b"."""
-    return " ".join(["add", *(f"--{flag} {shlex.quote(own)}" for flag, own in named.items())])
 
 
 def one_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.data import DATA_DIR
-from hpctrain.config.option import AT_LEAST_1, Bounds, check_file_name, duration, option
+from hpctrain.config.option import AT_LEAST_1, TRUST_CODE, Bounds, check_file_name, duration, option
 from hpctrain.config.train import PRECISIONS, RUNS_DIR, TIMEOUT
 
 IMAGES_DRAWN = Bounds(0, 1000, "[]")  # on one page
@@ -18,11 +18,7 @@ class SavedConfig:
     run: str | None = option(
         None, "run, by name or folder, or .safetensors file", "What", positional=True
     )
-    model: str | None = option(
-        None,
-        "allow the import of your own network that the file names, as package.module:function",
-        "What",
-    )
+    trust_code: bool = option(False, TRUST_CODE, "What")
     best: bool = option(False, "use the best network of a sweep, by validation", "What")
     data: str | None = option(None, "read this pack; default: the one of the training", "What")
     split: str = option("test", "read this split of the pack", "What")
@@ -59,12 +55,12 @@ class EvaluateConfig(NetworkConfig):
 
     loss: str | None = option(
         None,
-        "compute this loss, package.module:function; required for a network trained with your own",
+        "compute this loss, package.module:function; default: that of the training",
         "What",
     )
     metric: str | None = option(
         None,
-        "compute your own metric, package.module:function; required for a run that had one",
+        "compute this metric, package.module:function; default: that of the training",
         "What",
     )
     output: str | None = option(

@@ -9,6 +9,7 @@ from typing import ClassVar
 from hpctrain.config.data import DATA_DIR
 from hpctrain.config.option import (
     AT_LEAST_1,
+    TRUST_CODE,
     Bounds,
     check_channels,
     check_folder_name,
@@ -107,12 +108,7 @@ class SweepConfig:
     file: str | None = option(
         None, "TOML file of the networks; or a sweep, by name or folder", "What", positional=True
     )
-    model: str | None = option(
-        None,
-        "allow the import of your own functions that the file of a sweep names (networks, losses,"
-        " augmentations, metrics), as package.module:function,...",
-        "What",
-    )
+    trust_code: bool = option(False, TRUST_CODE, "What")
     name: str | None = option(
         None,
         "name of the sweep, by which it is resumed; default: the newest unfinished one of this"

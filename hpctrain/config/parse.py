@@ -12,12 +12,11 @@ import dataclasses
 import os
 import typing
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hpctrain.config.conflicts import conflicts
-from hpctrain.config.imports import add_flags, check_imports, own_functions
-from hpctrain.config.option import class_weights, flag_of, renamed
+from hpctrain.config.imports import own_functions, require_trust
+from hpctrain.config.option import TRUST_CODE, class_weights, flag_of, renamed
 from hpctrain.config.patterns import learning_rate_factors, patterns
 from hpctrain.config.train import Config
 from hpctrain.errors import UsageError, did_you_mean
@@ -62,14 +61,13 @@ def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]
             hint = f": options of the command come after --, as in {name} {settings.usage}"
         raise UsageError(f"unknown option {given!r}{hint}")
     given_in_files: dict[str, Any] = {}
+    trust_code = bool(flags.get("trust_code"))
+    if settings is Config:
+        flags.pop("trust_code", None)  # of this launch, not of the run
     for path in flags.pop("config", []):
         table = read_table(load_toml(path, "--config "), settings, path)
-        of_a_run = any(Path(path).with_name(n).is_file() for n in ("plan.json", "sweep.toml"))
-        named = {n: own for n, own in own_functions(table).items() if n not in flags}
-        if of_a_run and named:
-            what = "network" if list(named) == ["model"] else "function"
-            who = f"{path} lies in the folder of a run and"
-            check_imports(who, list(named.values()), [], add_flags(named), what)
+        named = [own for n, own in own_functions(table).items() if n not in flags]
+        require_trust(named, path, trust_code)
         given_in_files |= table
     found_settings = settings(**given_in_files | flags)
     check_settings(found_settings)
@@ -101,6 +99,8 @@ def make_parser(name: str, summary: str, settings: type) -> Parser:
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
         _add_option(groups[group], field, hints[field.name])
+    if settings is Config:
+        parser.add_argument("--trust-code", action="store_true", default=SUPPRESS, help=TRUST_CODE)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -153,6 +153,8 @@ def read_table(table: dict[str, Any], settings: type, place: str) -> dict[str, A
     fields = {field.name: field for field in dataclasses.fields(settings)}
     hints, found = typing.get_type_hints(settings), {}
     for name, value in renamed(table).items():
+        if name == "trust_code":
+            raise UsageError(f"{place}: trust_code can be given on the command line only")
         if name not in fields:
             hint = did_you_mean(name, fields)
             if isinstance(value, dict):

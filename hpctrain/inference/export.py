@@ -49,7 +49,7 @@ def main(settings: ExportConfig) -> int:
     """``hpctrain export``: write a network as ONNX or .pt2, after comparing it with torch."""
     path = find_model(settings.run, settings.runs_dir, settings.best)
     output = output_file(settings, path)
-    saved = restore(path, settings.model)
+    saved = restore(path, settings.trust_code)
     images, source = find_images(saved, settings)
     exported = Exported(saved, settings.preprocess).eval().requires_grad_(False)
     with torch.no_grad(), writing(output), whole_file(output) as file:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import PRECISIONS, Config, add_flags, check_imports
-from hpctrain.config.imports import is_of_library
+from hpctrain.config import PRECISIONS, Config
+from hpctrain.config.imports import own_functions, require_trust
 from hpctrain.config.others import EVALUATION_ROWS
 from hpctrain.data.augment import normalization
 from hpctrain.data.loader import Prepare, make_prepare
@@ -113,11 +113,11 @@ def find_model(target: str | None, runs_dir: str, best: bool = False) -> Path:
     raise UsageError(f"{what} in {runs_dir} and no such {other}{propose_run(target, runs_dir)}")
 
 
-def restore(path: Path, model: str | None = None, in_program: bool = False) -> Saved:
+def restore(path: Path, trust_code: bool = False) -> Saved:
     """Build the network of a file and load its weights.
 
-    Raises UsageError for a file not written by hpctrain, and if it names a network that is neither
-    hpctrain's nor equal to `model`: --model, or `in_program` an argument of hpctrain.load.
+    Raises UsageError for a file not written by hpctrain, and if it names a function of the user's
+    own without `trust_code`.
     """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
     if isinstance(earlier := metadata.pop("foreign", None), dict):
@@ -125,7 +125,8 @@ def restore(path: Path, model: str | None = None, in_program: bool = False) -> S
     check_metadata(path, metadata)
     height, width, channels = metadata["image_shape"]
     shape, classes = (height, width, channels), tuple(metadata["classes"])
-    name = trusted_name(path, metadata["model"], model, in_program)
+    name = metadata["model"]
+    require_trust(own_functions({"model": name}).values(), path, trust_code)
     with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
         network = build(name, shape, len(classes), metadata.get("small_stem", False))
     load_weights(network, state, path)
@@ -133,19 +134,6 @@ def restore(path: Path, model: str | None = None, in_program: bool = False) -> S
     if metadata.get("mean"):
         scaling = (torch.tensor(metadata["mean"]), torch.tensor(metadata["std"]))
     return Saved(path, network.eval(), shape, classes, scaling, metadata)
-
-
-def trusted_name(path: Path, named: str, model: str | None, in_program: bool) -> str:
-    """Return the network that the file names, if it is hpctrain's own or --model names it too.
-
-    Otherwise raises UsageError: the author of a file must not choose what is imported.
-    """
-    if model is not None and model != named:
-        raise UsageError(f"--model {model}: {path} names the network {named!r}")
-    allowed = [named] if is_of_library(named) else [] if model is None else [model]
-    given = f"give model={named!r}" if in_program else add_flags({"model": named})
-    check_imports(str(path), [named], allowed, given)
-    return named
 
 
 def check_metadata(path: Path, metadata: dict[str, Any]) -> None:

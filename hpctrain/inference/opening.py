@@ -12,9 +12,8 @@ from hpctrain.config import (
     EvaluateConfig,
     PredictConfig,
     SavedConfig,
-    add_flags,
-    check_imports,
     check_settings,
+    require_trust,
 )
 from hpctrain.data.builtin import locate
 from hpctrain.data.checks import Checks, Sums
@@ -40,22 +39,23 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     path = call_on_root(comm, lambda: find_model(settings.run, settings.runs_dir, settings.best))
     threads = settings.threads
     device, _ = open_device(comm, settings.device, lambda share: threads or share)
-    saved = call_on_all(comm, lambda: restore(path, settings.model))
+    saved = call_on_all(comm, lambda: restore(path, settings.trust_code))
     return ready_network(saved, device, settings.precision, settings.batch)
 
 
 def own_task(network: Network, settings: EvaluateConfig, source: Split, comm: Comm) -> Task:
-    """Return the task of a network with the functions of --loss and --metric. Collective.
+    """Return the task of a network with the loss and the metric of the user's own. Collective.
 
-    Raises UsageError if the network was trained with others that the command line does not name,
-    and as `check_task` does, which calls them with the first samples of `source`.
+    They are those of --loss and --metric, by default those of the training. Raises UsageError if
+    the latter are not trusted, and as `check_task` does, which calls them with the first samples of
+    `source`.
     """
-    path, metadata = str(network.saved.path), network.saved.metadata
-    saved = {"loss": metadata.get("own_loss"), "metric": metadata.get("own_metric")}
-    named = {name: own for name, own in saved.items() if own and not getattr(settings, name)}
-    how = add_flags(named)
-    call_on_root(comm, lambda: check_imports(path, list(named.values()), [], how, "function"))
-    own = call_on_all(comm, lambda: import_functions(settings.loss, settings.metric))
+    saved = network.saved
+    loss = settings.loss or saved.metadata.get("own_loss")
+    metric = settings.metric or saved.metadata.get("own_metric")
+    named = [own for own in (loss, metric) if own and own not in (settings.loss, settings.metric)]
+    call_on_root(comm, lambda: require_trust(named, saved.path, settings.trust_code))
+    own = call_on_all(comm, lambda: import_functions(loss, metric))
     task = replace(network.task, own=own)
     key = random_key("own functions")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hpctrain.config import Config
-from hpctrain.config.imports import as_setting
+from hpctrain.config.imports import own_functions, require_trust
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.blocks import classify_blocks, describe_unusable
 from hpctrain.inference.image_files import open_images
@@ -29,8 +29,8 @@ from hpctrain.report.tables import answer_columns
 
 def load(
     run: str | os.PathLike[str],
-    model: str | Callable[..., nn.Module] | None = None,
     *,
+    trust_code: bool = False,
     runs_dir: str | os.PathLike[str] = "runs",
     device: str | torch.device = "auto",
     best: bool = False,
@@ -38,13 +38,13 @@ def load(
     """Load a trained network, in this process alone and without MPI.
 
     `run` is the name or the folder of a run, a .safetensors file, or with `best` a sweep, of which
-    the best network is loaded. A network of your own is imported only if `model` names it too, by
-    the function or "package.module:function": a file does not decide what is imported. `device` is
-    "auto", "cpu", "cuda", "cuda:N" or a torch.device. Raises UsageError.
+    the best network is loaded. With `trust_code`, functions of your own that the files of the run
+    name are imported, such as its network. `device` is "auto", "cpu", "cuda", "cuda:N" or a
+    torch.device. Raises UsageError.
     """
     device = str(device)
     found = find_model(os.fspath(run), os.fspath(runs_dir), best)
-    saved = restore(found, as_setting(model), in_program=True)
+    saved = restore(found, trust_code)
     if device.startswith("cuda:"):
         if not device[5:].isdigit() or int(device[5:]) >= torch.cuda.device_count():
             raise UsageError(f"device {device!r}: torch sees {torch.cuda.device_count()} GPUs")
@@ -53,7 +53,7 @@ def load(
         place = choose_device(device, launched_local_rank())
     else:
         raise UsageError(f"device {device!r}: there are auto, cpu, cuda and cuda:N")
-    return TrainedNetwork(ready_network(saved, place))
+    return TrainedNetwork(ready_network(saved, place), trust_code)
 
 
 class Predictions(dict[str, np.ndarray]):
@@ -89,8 +89,8 @@ class Predictions(dict[str, np.ndarray]):
 class TrainedNetwork:
     """A trained network, as `load` returns it."""
 
-    def __init__(self, network: Network) -> None:
-        self._network = network
+    def __init__(self, network: Network, trust_code: bool = False) -> None:
+        self._network, self._trust_code = network, trust_code
         self.model: nn.Module = network.model  # plain torch, in evaluation mode
         self.device: torch.device = network.device
         self.path: Path = network.saved.path  # of the file
@@ -108,15 +108,18 @@ class TrainedNetwork:
     def config(self) -> Config | None:
         """The settings of the run; None for a file that does not lie in the folder of a run.
 
-        Raises UsageError if they cannot be read.
+        Raises UsageError if they cannot be read, or name functions of the user's own without
+        `trust_code`: ``train`` would import them.
         """
         path = self.path.with_name(SETTINGS_FILE)
         if not path.is_file():
             return None
         try:
-            return read_config(path.read_bytes())
+            config = read_config(path.read_bytes())
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} cannot be read: {error}") from error
+        require_trust(own_functions(vars(config)).values(), path, self._trust_code)
+        return config
 
     def preprocess(self, images: Any) -> torch.Tensor:
         """Return images as the input of `model`, (N, C, H, W) on its device.

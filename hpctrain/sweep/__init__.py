@@ -16,15 +16,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hpctrain.config import SweepConfig, check_imports
+from hpctrain.config import SweepConfig, own_functions, require_trust
 from hpctrain.errors import UsageError
-from hpctrain.report.find import SWEEP_FILE
 from hpctrain.sweep.display import SweepDisplay, counts
 from hpctrain.sweep.driver import Driver
 from hpctrain.sweep.file import Sweep, SweepNetwork, read_sweep
 from hpctrain.sweep.folder import (
     FAILED,
-    RESULTS_FILE,
     choose_folder,
     find_sweep_file,
     make_folder,
@@ -54,32 +52,23 @@ def main(settings: SweepConfig) -> int:
     if settings.dry_run:
         preview(folder, sweep, machine, display)
         return 0
-    if file == folder / SWEEP_FILE or file.with_name(RESULTS_FILE).is_file():  # of another sweep
-        allow_imports(settings, file, sweep)
     results = read_results(folder, sweep, settings.retry).values()
     left = [result.network for result in results if not result.is_final]
     if not is_new and not left:
         display.line(f"{folder} has ended: {counts(results)}")
         return int(any(result.status == FAILED for result in results))
+    named = [own for n in sweep.networks for own in own_functions(vars(n.config)).values()]
+    require_trust(named, file, settings.trust_code)
     check_data(sweep)
     lock = take_lock(folder)
     try:
         make_folder(folder, file, sweep, settings.runs_dir)
         display.line(f"{folder}: {len(left)} of {len(sweep.networks)} networks to train")
         if settings.prepare:
-            return prepare(folder, left, display)
+            return prepare(settings, folder, left, display)
         return drive(settings, folder, sweep, machine, display)
     finally:
         lock.release()
-
-
-def allow_imports(settings: SweepConfig, file: Path, sweep: Sweep) -> None:
-    """Raise UsageError if a sweep's file names functions to import that --model does not name."""
-    who = f"--model {settings.model}: " if settings.model else ""
-    how = f"give --model {shlex.quote(','.join(sweep.imported))}"
-    allowed = (settings.model or "").split(",")
-    what = "network" if all(n.imported.keys() <= {"model"} for n in sweep.networks) else "function"
-    check_imports(f"{who}{file}", sweep.imported, allowed, how, what)
 
 
 def check_data(sweep: Sweep) -> None:
@@ -129,11 +118,14 @@ def drive(
     return code
 
 
-def prepare(folder: Path, networks: list[SweepNetwork], display: SweepDisplay) -> int:
+def prepare(
+    settings: SweepConfig, folder: Path, networks: list[SweepNetwork], display: SweepDisplay
+) -> int:
     """Print how to train these networks, which are left, as a job array that no request stops."""
     (folder / STOP_FILE).unlink(missing_ok=True)
     numbers = ranges([network.number for network in networks]).replace(" ", "")
-    display.line(f"sbatch --array={numbers} slurm/sweep.sbatch {shlex.quote(str(folder))}")
+    trust = " --trust-code" if settings.trust_code else ""
+    display.line(f"sbatch --array={numbers} slurm/sweep.sbatch {shlex.quote(str(folder))}{trust}")
     return 0
 
 

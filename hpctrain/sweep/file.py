@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config import Config, check_settings, load_toml, own_functions, read_table, renamed
+from hpctrain.config import Config, check_settings, load_toml, read_table, renamed
 from hpctrain.config.option import RENAMED
 from hpctrain.errors import UsageError, did_you_mean
 
@@ -39,11 +39,6 @@ class SweepNetwork:
     name: str
     config: Config
 
-    @property
-    def imported(self) -> dict[str, str]:
-        """The functions "module:name" of the user's own, by setting."""
-        return own_functions(dataclasses.asdict(self.config))
-
 
 @dataclass(frozen=True)
 class Sweep:
@@ -51,11 +46,6 @@ class Sweep:
 
     networks: tuple[SweepNetwork, ...]
     differing: tuple[str, ...]  # settings in which they may differ
-
-    @property
-    def imported(self) -> list[str]:
-        """The functions of the user's own, each once."""
-        return list(dict.fromkeys(name for n in self.networks for name in n.imported.values()))
 
 
 def read_sweep(path: Path) -> Sweep:

@@ -50,15 +50,13 @@ class Machine:
     launcher: tuple[str, ...]  # the launch command up to python
     slots: tuple[Slot, ...]
     slurm: bool = False  # slots are job steps of a Slurm job
+    trust_code: bool = False  # passed on to train
 
     def command(self, folder: Path, network: SweepNetwork) -> list[str]:
         """Return the command that launches a network of the sweep in `folder`."""
-        settings = str(settings_file(folder, network))
-        return [
-            *self.launcher,
-            *(sys.executable, "-m", "hpctrain", "train", "--config", settings),
-            *(word for name, own in network.imported.items() for word in (f"--{name}", own)),
-        ]
+        words = [sys.executable, "-m", "hpctrain", "train"]
+        words += ["--config", str(settings_file(folder, network))]
+        return [*self.launcher, *words, *(["--trust-code"] if self.trust_code else [])]
 
 
 def find_machine(settings: SweepConfig, gpus_wanted: bool) -> Machine:
@@ -72,10 +70,11 @@ def find_machine(settings: SweepConfig, gpus_wanted: bool) -> Machine:
     if inside and settings.launcher != "mpirun":
         words, count = step_words(ranks, os.environ)
         slots = tuple(Slot(number) for number in range(1, (settings.slots or count) + 1))
-        return Machine(words, slots, slurm=True)
+        return Machine(words, slots, slurm=True, trust_code=settings.trust_code)
     cores = sorted(os.sched_getaffinity(0))
     gpus = visible_gpus() if gpus_wanted else []
-    return Machine((mpirun(), "-n", str(ranks)), make_slots(settings.slots, ranks, cores, gpus))
+    slots = make_slots(settings.slots, ranks, cores, gpus)
+    return Machine((mpirun(), "-n", str(ranks)), slots, trust_code=settings.trust_code)
 
 
 def make_slots(

@@ -18,21 +18,6 @@ from tests.packs import make_pack
 from tests.records import end_line, make_run, run_line
 
 
-def test_the_file_of_another_sweep_imports_nothing(tmp_path, monkeypatch):
-    """Named by its path too: who sent the folder must not choose what is imported."""
-    monkeypatch.chdir(tmp_path)
-    text = '[base]\ndata = "gone.h5"\nmodel = "payload:net"\n[grid]\nlr = [0.1]\n'
-    for name in ("got", "own"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "sweep.toml").write_text(text)
-    (tmp_path / "got/results.csv").write_text("name,status\n")
-    with pytest.raises(UsageError, match="if you trust it, give --model payload:net$"):
-        sweep(SweepConfig(file="got/sweep.toml"))
-    for own in ({"file": "got/sweep.toml", "model": "payload:net"}, {"file": "own/sweep.toml"}):
-        with pytest.raises(UsageError, match=r"gone\.h5"):  # it was allowed to go on
-            sweep(SweepConfig(**own))
-
-
 def test_a_folder_that_is_no_sweep_is_named(tmp_path):
     (tmp_path / "pictures").mkdir()
     for name, message in ("pictures", "no run or sweep 'pictures'"), ("x.toml", "no file x.toml"):
@@ -75,6 +60,8 @@ def test_a_task_supervises_the_network_of_its_number(prepared, capsys, name):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"runs/{name}: 3 of 3 networks to train"
     assert shlex.split(lines[1]) == ["sbatch", "--array=1-3", "slurm/sweep.sbatch", f"runs/{name}"]
+    assert sweep(SweepConfig(file="s.toml", name=name, prepare=True, trust_code=True)) == 0
+    assert capsys.readouterr().out == f"{lines[0]}\n{lines[1]} --trust-code\n"
     assert run_task(env, 2, f"runs/{name}", "--epochs", "3") == ""
     called = (folder / "called").read_text().splitlines()
     assert called[:4] == ["-m", "hpctrain", "supervise", "--"] and "--mpi=pmi2" in called

@@ -29,7 +29,7 @@ device = "cpu"
 checkpoint_every = "5"
 """
 TWO = BASE + "[grid]\nseed = [1, 2]\n"
-OWN = ("--model", "tests.odd_models:slow")
+OWN = ("--trust-code",)
 NAMES = ("01-seed=1", "02-seed=2")
 
 
@@ -86,7 +86,7 @@ def hit(place):
     """A sweep of two networks: a rank of one is killed, the driver gets SIGTERM, and the same
     command with --retry ends it.
     """
-    words = ["two.toml", "--name", "hit", "--ranks-per-network", "2", "--slots", "2"]
+    words = ["two.toml", *OWN, "--name", "hit", "--ranks-per-network", "2", "--slots", "2"]
     sweep = place / "runs" / "hit"
     job = sweep_job(place, *words, env={"HPCTRAIN_TEST_PACE": "0.25"})
     try:
@@ -143,7 +143,7 @@ def test_what_was_hit_ends_with_the_bits_of_undisturbed_runs(place, hit, call):
 def test_the_best_network_classifies_and_predicts(hit, call):
     code, printed, error = call("evaluate", "hit", "--best")
     assert (code, printed) == (2, "")
-    assert error.endswith("if you trust it, add --model tests.odd_models:slow\n")
+    assert "names tests.odd_models:slow" in error and "--trust-code" in error
     code, printed, error = call("evaluate", "hit", "--best", *OWN)
     assert code == 0, error
     assert "best of runs/hit: 0" in error
@@ -159,12 +159,7 @@ def test_the_best_network_classifies_and_predicts(hit, call):
 def test_the_same_command_repeats_nothing(place, hit, call):
     ended = 0, "runs/hit has ended: 2 done\n", ""
     assert call("sweep", "two.toml", "--name", "hit") == ended
-    code, printed, error = call("sweep", "runs/hit")
-    assert (code, printed) == (2, "")
-    assert error.endswith(f"if you trust it, give {' '.join(OWN)}\n")
-    assert call("sweep", "runs/hit", *OWN) == ended
-    code, _, error = call("sweep", "runs/hit", "--model", "a:b")
-    assert (code, "--model a:b: " in error) == (2, True)
+    assert call("sweep", "runs/hit") == ended
     (place / "other.toml").write_text(TWO.replace("[1, 2]", "[1, 3]"))
     code, _, error = call("sweep", "other.toml", "--name", "hit")
     assert code == 2
@@ -173,7 +168,7 @@ def test_the_same_command_repeats_nothing(place, hit, call):
 
 def test_a_stopped_sweep_would_go_on(place):
     (place / "long.toml").write_text(BASE.replace("epochs = 12", "epochs = 2000") + "[[variant]]\n")
-    job = sweep_job(place, "long.toml")
+    job = sweep_job(place, "long.toml", *OWN)
     try:
         wait_for(lambda: [*place.glob("runs/*-sweep/01-base/progress.jsonl")])
         sweep = next((place / "runs").glob("*-sweep"))
@@ -184,7 +179,7 @@ def test_a_stopped_sweep_would_go_on(place):
         assert job.returncode == 0, err
         assert f"{sweep.relative_to(place)}: 1 stopped" in out
         assert statuses(sweep) == {"01": "stopped"}
-        done = run_cli(["sweep", "long.toml", "--dry-run"], cwd=place)
+        done = run_cli(["sweep", "long.toml", "--dry-run", *OWN], cwd=place)
         line = f"--config {sweep.relative_to(place)}/01-base.toml {' '.join(OWN)}"
         assert line in done.stdout  # it would go on
     finally:
@@ -195,7 +190,9 @@ def test_a_stopped_sweep_would_go_on(place):
     ("text", "words", "message"),
     [
         (TWO + "[[variant]]\nlr = -1.0\n", [], "--lr -1.0"),
-        (TWO.replace("pack.h5", "away.h5"), [], "--data 'away.h5' is no file"),
+        (TWO, [], "bad.toml names tests.odd_models:slow: a function that a file names"),
+        (TWO.replace("[grid]", "trust_code = true\n[grid]"), OWN, "trust_code can be given on the"),
+        (TWO.replace("pack.h5", "away.h5"), OWN, "--data 'away.h5' is no file"),
         (TWO, ["--slots", "0"], "--slots 0: give 1 or more"),
         (TWO, ["--ranks-per-network", "0"], "--ranks-per-network 0"),
         (TWO, ["--launcher", "srun"], "no Slurm allocation"),

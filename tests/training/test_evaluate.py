@@ -163,7 +163,7 @@ def test_the_command_draws_the_numbers_of_the_runs_own_test(comm, drawing):
     for seed in range(2):
         torch.manual_seed(seed)
         output = str(drawing / f"{seed}.json")
-        asked = EvaluateConfig(run=str(drawing), model=DRAWING, output=output, threads=1)
+        asked = EvaluateConfig(run=str(drawing), trust_code=True, output=output, threads=1)
         assert evaluate_main(asked) == 0
     comm.Barrier()
     own, *again = (
@@ -190,7 +190,7 @@ def test_numbers_drawn_in_evaluation_belong_to_the_block(comm, drawing, monkeypa
     for name, ranks in (("together", comm), (f"alone{comm.rank}", alone)):
         monkeypatch.setattr(predict, "start_mpi", lambda ranks=ranks: ranks)
         output = str(drawing / name)
-        asked = {"run": str(drawing), "model": DRAWING}
+        asked = {"run": str(drawing), "trust_code": True}
         settings = PredictConfig(**asked, output=output, batch=7, threads=1)
         assert predict.main(settings) == 0
     comm.Barrier()
@@ -201,7 +201,7 @@ def test_numbers_drawn_in_evaluation_belong_to_the_block(comm, drawing, monkeypa
 
 def read_again(folder):
     """The network of a run."""
-    return saved.restore(folder / saved.FILE, DRAWING).model
+    return saved.restore(folder / saved.FILE, True).model
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -245,7 +245,7 @@ def test_the_block_is_that_of_the_runs_own_test(comm, drawing):
             metadata |= {} if stored is None else {"evaluation_rows": stored}
             save_tensors(drawing / saved.FILE, state, metadata)
         comm.Barrier()
-        asked = EvaluateConfig(run=str(drawing), model=DRAWING, batch=batch, threads=1)
+        asked = EvaluateConfig(run=str(drawing), trust_code=True, batch=batch, threads=1)
         assert open_network(asked, comm).block == expected
 
 

@@ -19,6 +19,7 @@ from hpctrain.inference.evaluate import evaluate
 from hpctrain.inference.own import compute_losses, import_functions
 from hpctrain.inference.own_check import check_task
 from hpctrain.inference.tasks import Classification
+from hpctrain.inference.trained import load
 from hpctrain.report.record import read_records
 from hpctrain.training.setup import set_up
 from hpctrain.training.train import train
@@ -293,31 +294,34 @@ def test_the_test_at_the_start_changes_neither_network_nor_generator():
     assert all(map(torch.equal, before, after)) and model[0].training
 
 
-def test_nothing_is_imported_because_a_file_says_so(comm, small_settings, capsys):
-    """evaluate needs the functions again, and so does --config in the folder of a run."""
+def test_functions_of_the_training_are_imported_with_trust_code_only(comm, small_settings, capsys):
+    """By evaluate, unless others are given, and by --config; predict needs none."""
     flags = {"loss": own("focal"), "metric": own("top3"), "augment": own("darken")}
     assert run_with(small_settings, comm, **flags) == 0
     folder = Path(small_settings.runs_dir) / "a"
+    top3 = f"top3 {records(small_settings, 'evaluation')[-1]['metrics']['top3']:.4f}"
     capsys.readouterr()
-    assert main(["evaluate", str(folder)]) == 2
+    words = ["evaluate", str(folder)]
     given = ["--loss", own("focal"), "--metric", own("top3")]
-    assert f"names the functions '{own('focal')}', '{own('top3')}', and no" in (
-        error := capsys.readouterr().err
-    )
-    assert error.rstrip().endswith(f"if you trust it, add {' '.join(given)}")
-    assert main(["evaluate", str(folder), *given]) == 0
-    assert f"top3 {records(small_settings, 'evaluation')[-1]['metrics']['top3']:.4f}" in (
-        capsys.readouterr().out
-    )
+    for some, named in (([], f"{given[1]}, {given[3]}"), (given[:2], given[3])):
+        assert main([*words, *some]) == 2
+        assert f"model.safetensors names {named}: a function that" in capsys.readouterr().err
+    for allowed in (given, ["--trust-code"], [*given[:2], "--trust-code"]):
+        assert main([*words, *allowed]) == 0
+        assert top3 in capsys.readouterr().out
     wrong = own("draws_from_torch")
-    assert main(["evaluate", str(folder), f"--loss={own('focal')}", f"--metric={wrong}"]) == 2
+    assert main([*words, "--trust-code", f"--metric={wrong}"]) == 2
     assert f"--metric {wrong} draws random numbers from torch" in capsys.readouterr().err
     assert main(["predict", str(folder), "--output", str(folder / "answers.csv")]) == 0
     words = ["train", "--config", str(folder / "config.toml"), "--dry-run"]
     assert main(words) == 2
-    given = [f"--{name} {flags[name]}" for name in ("loss", "augment", "metric")]
-    assert capsys.readouterr().err.rstrip().endswith(f"if you trust it, add {' '.join(given)}")
-    assert main([*words, *" ".join(given).split()]) == 0
+    names = ", ".join(flags[name] for name in ("loss", "augment", "metric"))
+    assert f"config.toml names {names}: a function that" in capsys.readouterr().err
+    assert main([*words, "--trust-code"]) == 0
+    assert main([*words, *(f"--{name}={own}" for name, own in flags.items())]) == 0
+    with pytest.raises(UsageError, match=r"config\.toml names .*trust_code=True"):
+        _ = load(folder).config
+    assert load(folder, trust_code=True).config.augment == own("darken")
 
 
 @pytest.mark.parametrize(
