@@ -24,7 +24,7 @@ def conflicts(config: Config) -> Iterator[str]:
         there, missing = ("labels", "images") if config.images is None else ("images", "labels")
         yield f"--{there} goes with --{missing}: name both datasets of the file"
     if config.images is None:
-        for name in ("layout", "split", "scale", "label_gaps"):
+        for name in ("layout", "split", "scale"):
             if getattr(config, name) is not None:
                 yield (
                     f"{flag_of(name)} goes with --images and --labels, for a file that is no pack:"

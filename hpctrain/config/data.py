@@ -59,12 +59,6 @@ class DataSettings:
     scale: float | None = option(
         None, "divide values of --images by this; default: 65535 for uint16", DATA, POSITIVE
     )
-    label_gaps: str | None = option(
-        None,
-        "map labels to 0 ... K-1 where they have gaps, or keep empty classes; default: refuse gaps",
-        DATA,
-        choices=("map", "keep"),
-    )
     split: str | None = option(
         None,
         "split --images at random into these shares of train,test or train,validation,test;"

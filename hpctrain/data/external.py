@@ -30,6 +30,7 @@ from hpctrain.data.packing.split import Shares, assign, cut, shuffled
 from hpctrain.data.partition import READ_BYTES, random_key
 from hpctrain.data.split import WHOLE_FILE, Split
 from hpctrain.errors import RunError, UsageError
+from hpctrain.text import listed
 
 DEFAULT_SPLIT = "0.9,0.1"
 UINT16_MAX = 65535.0
@@ -48,7 +49,6 @@ def read_external(
     seed: int = 0,
     block_rows: int | None = None,
     scale: float | None = None,
-    label_gaps: str | None = None,
 ) -> Pack:
     """Check, split and identify an external file and return it as a `Pack`.
 
@@ -56,9 +56,8 @@ def read_external(
     same folder; if they contain "{split}", each split has its own datasets. Otherwise `split` gives
     the shares as for the packer, and samples are drawn in blocks of `block_rows`; 0 = one by one,
     stratified by class; None = in blocks that suit the file. Chunks are never divided. Images are
-    divided by `scale`; None = by 65,535 for uint16, else not at all. Labels other than 0 ... K-1
-    are an error, unless `label_gaps` is "map" (they are mapped to 0 ... K-1) or "keep" (some
-    classes have no images). Raises UsageError.
+    divided by `scale`; None = by 65,535 for uint16, else not at all. Labels are mapped to 0 ... K-1
+    in ascending order; classes are named by their labels. Raises UsageError.
     """
     from hpctrain.data import external_file  # imports h5py
 
@@ -69,7 +68,7 @@ def read_external(
     if "{split}" in images:
         names = external_file.find_splits(path, images, labels)
     found = {name: external_file.inspect(path, *names[name], layout) for name in names}
-    classes, values = _class_names(path, [labels for _, labels in found.values()], label_gaps)
+    classes, values = _class_names(path, [labels for _, labels in found.values()])
     sources = {
         name: dataclasses.replace(
             source,
@@ -83,7 +82,7 @@ def read_external(
     }
     first = next(iter(sources.values()))
     arguments = [images, labels, first.layout, "" if first.split in SPLITS else first.split, seed]
-    arguments += [first.block_rows, scale or 0.0, label_gaps or ""]
+    arguments += [first.block_rows, scale or 0.0]
     pack = Pack(
         first.path,
         "",
@@ -119,27 +118,15 @@ def _identified(pack: Pack, sources: dict[str, ExternalFile], scale: float | Non
     return dataclasses.replace(pack, uuid=identity, splits=layouts)
 
 
-def _class_names(
-    path: str, labels: list[np.ndarray], gaps: str | None
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _class_names(path: str, labels: list[np.ndarray]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the names of all classes, and the labels that are mapped to 0 ... K-1, () for none.
 
     Raises UsageError.
     """
     values = sorted(set().union(*(np.unique(some).tolist() for some in labels)))
-    count, rows = len(values), sum(map(len, labels))
     if missing := set(values) - set(np.unique(labels[0]).tolist()):
         raise UsageError(f"{path}: class {min(missing)} has no image in train")
-    if gaps == "map":
-        return tuple(map(str, values)), () if values == list(range(count)) else tuple(values)
-    low, high = values[0], values[-1]
-    if low < 0 or high >= rows or (gaps != "keep" and high >= count):
-        shown = ", ".join(map(str, values[:5])) + (f", ... {high}" if count > 5 else "")
-        way = f"--label-gaps map numbers them 0 ... {count - 1}"
-        if low >= 0 and high < rows:
-            way += f", --label-gaps keep has {high + 1} classes, some without images"
-        raise UsageError(f"{path}: the labels have the values {shown}, not 0 ... K-1: {way}")
-    return tuple(str(k) for k in range(high + 1)), ()
+    return tuple(map(str, values)), () if values == list(range(len(values))) else tuple(values)
 
 
 def _divisor(source: ExternalFile, scale: float | None) -> float:
@@ -266,6 +253,18 @@ def _draw_blocks(source: ExternalFile, labels: np.ndarray, shares: Shares) -> di
         rows = (chosen[:, None] + np.arange(source.block_rows)).ravel()
         drawn[name] = rows[rows < source.rows]  # the last block may be short
     return drawn
+
+
+def labels_note(pack: Pack) -> str | None:
+    """Return a note for the record if the labels of the file are mapped to others, or None."""
+    source = pack.external
+    if source is None or not source.label_values:
+        return None
+    last = len(pack.classes) - 1
+    return (
+        f"{source.labels} has {last + 1:,} classes, with the labels {listed(pack.classes, 5)}: they"
+        f" are mapped to 0 ... {last}"
+    )
 
 
 def reading_note(pack: Pack, shuffle: str, window_blocks: int) -> str | None:

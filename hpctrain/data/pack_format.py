@@ -150,14 +150,7 @@ EXTERNAL_ARGUMENTS = {  # of read_external, saved to find the same samples again
     "seed": int,
     "block_rows": int,
     "scale": float,
-    "label_gaps": str,
 }
-
-
-def earlier_external_arguments(earlier: dict[str, Any]) -> dict[str, Any]:
-    """Convert the arguments in the metadata of earlier networks, which store them as `foreign`."""
-    renamed = {("block_rows" if n == "run_rows" else n): value for n, value in earlier.items()}
-    return {**renamed, "scale": 1.0, "label_gaps": "keep"}
 
 
 def valid_external_arguments(value: Any) -> bool:

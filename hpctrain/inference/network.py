@@ -21,7 +21,7 @@ from hpctrain.config.imports import own_functions, require_trust
 from hpctrain.config.others import EVALUATION_ROWS
 from hpctrain.data.augment import normalization
 from hpctrain.data.loader import Prepare, make_prepare
-from hpctrain.data.pack_format import Pack, earlier_external_arguments, valid_external_arguments
+from hpctrain.data.pack_format import Pack, valid_external_arguments
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
@@ -120,8 +120,6 @@ def restore(path: Path, trust_code: bool = False) -> Saved:
     own without `trust_code`.
     """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
-    if isinstance(earlier := metadata.pop("foreign", None), dict):
-        metadata["external"] = earlier_external_arguments(earlier)
     check_metadata(path, metadata)
     height, width, channels = metadata["image_shape"]
     shape, classes = (height, width, channels), tuple(metadata["classes"])

@@ -103,7 +103,7 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
             names = config.images, config.labels, config.layout
             blocks = None if config.shuffle == "blocks" else 0
             split_by = config.split, config.seed, blocks
-            return read_external(path, *names, *split_by, config.scale, config.label_gaps)
+            return read_external(path, *names, *split_by, config.scale)
         pack = read_pack(path)
         require_split(pack, split)
         when = verified(config, pack)

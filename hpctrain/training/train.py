@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain.config import Config, check_settings
-from hpctrain.data.external import reading_note
+from hpctrain.data.external import labels_note, reading_note
 from hpctrain.data.staging import remove_copies
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
@@ -181,7 +181,8 @@ def open_run(
     ):
         recorder.run(run_facts(job, folder, comm))
         reading = reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks)
-        for line in (*notes, *job.notes, *filter(None, (times.note, reading))):
+        added = times.note, labels_note(job.pack), reading
+        for line in (*notes, *job.notes, *filter(None, added)):
             recorder.note(line)
         own = job.trainer.tensors().values()
         control.saving = sum(tensor.nbytes for tensor in own) / SLOW_DISK

@@ -6,9 +6,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data.external import read_external, split_labels
+from hpctrain.data.external import labels_note, read_external, split_labels
 from hpctrain.data.loader import read_samples
-from hpctrain.data.pack_format import earlier_external_arguments, valid_external_arguments
 from hpctrain.data.packed import read_again
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
@@ -91,44 +90,23 @@ def test_what_the_scale_would_do_is_not_done_to_bytes(tmp_path):
 
 @pytest.mark.parametrize("offset", [1, -3])
 @pytest.mark.parametrize("step", [1, 5])
-def test_gaps_in_labels_are_mapped_or_kept(tmp_path, offset, step):
+def test_labels_are_mapped(tmp_path, offset, step):
     path = write(tmp_path / "a.h5", IMAGES, LABELS * step + offset)
-    mapped = read_external(path, "x", "y", label_gaps="map")
+    mapped = read_external(path, "x", "y")
     assert mapped.classes == tuple(str(k * step + offset) for k in range(CLASSES))
     with Split(mapped, "train") as split:
         assert np.array_equal(split.labels, LABELS[split._index])
     again = read_again(path, mapped.external_arguments)
     assert (again.uuid, again.classes, again.splits) == (mapped.uuid, mapped.classes, mapped.splits)
-    if offset > 0:
-        kept = read_external(path, "x", "y", label_gaps="keep")
-        assert kept.classes == tuple(map(str, range((CLASSES - 1) * step + 2)))
-        assert contents(kept)[1].min() == 1 and kept.uuid != mapped.uuid
-    else:
-        with pytest.raises(UsageError, match="the values -3, .* map numbers them 0 ... 3$"):
-            read_external(path, "x", "y", label_gaps="keep")
-
-
-@pytest.mark.parametrize(
-    "images", [IMAGES, IMAGES.astype("f4"), (IMAGES / 255).astype("f8")], ids=lambda x: x.dtype
-)
-def test_what_earlier_networks_were_trained_on_is_found_again(tmp_path, images):
-    """Floats of any size and labels with gaps, as they were taken before."""
-    path = write(tmp_path / "a.h5", images, LABELS * 2)
-    now = read_external(path, "/x", "/y", "NHWC", "0.7,0.3", 5, 0, 1.0, "keep")
-    names = {"images": "/x", "labels": "/y", "layout": "NHWC", "split": "0.7,0.3"}
-    arguments = earlier_external_arguments({**names, "seed": 5, "run_rows": 0})
-    assert valid_external_arguments(arguments)
-    found = read_again(path, arguments)
-    assert (found.uuid, found.splits, found.dtype) == (now.uuid, now.splits, images.dtype)
-    assert found.classes == tuple(map(str, range(7)))
-    with Split(found, "test") as split:
-        assert np.array_equal(contents(found, "test")[0], images[split._index])
+    labels = ", ".join(mapped.classes)
+    assert labels_note(mapped) == (
+        f"/y has 4 classes, with the labels {labels}: they are mapped to 0 ... 3"
+    )
 
 
 def test_labels_without_gaps_are_left_alone(tmp_path):
-    path = write(tmp_path / "a.h5", IMAGES, LABELS)
-    packs = [read_external(path, "x", "y", label_gaps=how) for how in (None, "map", "keep")]
-    assert len({pack.uuid for pack in packs}) == 1 and not packs[1].external.label_values
+    pack = read_external(write(tmp_path / "a.h5", IMAGES, LABELS), "x", "y")
+    assert not pack.external.label_values and labels_note(pack) is None
 
 
 @pytest.mark.parametrize("names", [("train", "test"), ("training", "val", "testing")])
@@ -210,9 +188,7 @@ def test_files_of_matlab(tmp_path, gray, chunks):
         file["y"] = (LABELS + 1.0).reshape(1, -1)
     with open(tmp_path / "a.mat", "r+b") as file:
         file.write(b"MATLAB 7.3 MAT-file, Platform: GLNXA64".ljust(128))
-    with pytest.raises(UsageError, match="values 1, 2, 3, 4, not .*--label-gaps map"):
-        read_external(tmp_path / "a.mat", "X", "y")
-    pack = read_external(tmp_path / "a.mat", "X", "y", label_gaps="map", split="1")
+    pack = read_external(tmp_path / "a.mat", "X", "y", split="1")
     assert pack.image_shape == (*SHAPE[:2], 1 if gray else 3) and pack.classes == tuple("1234")
     assert pack.external.layout == ("NWH" if gray else "NCWH")
     with Split(pack, "train") as split:

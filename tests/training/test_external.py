@@ -198,7 +198,7 @@ def test_splits_and_classes_of_the_file_are_found_again(comm, settings):
                 file[f"{name}/x"] = IMAGES[rows].astype(np.float32)
                 file[f"{name}/y"] = LABELS[rows].reshape(-1, 1) + 1.0
     comm.Barrier()
-    names = {"images": "{split}/x", "labels": "{split}/y", "label_gaps": "map", "scale": 255.0}
+    names = {"images": "{split}/x", "labels": "{split}/y", "scale": 255.0}
     config = dataclasses.replace(settings, data=str(path), epochs=1, **names)
     assert loop.train(config, comm) == 0
     assert loop.train(dataclasses.replace(config, epochs=2), comm) == 0
@@ -209,6 +209,10 @@ def test_splits_and_classes_of_the_file_are_found_again(comm, settings):
         end = list(read_records(Path(settings.runs_dir) / "a"))[-1]
         assert figures["accuracy"] == end["test_accuracy"] and figures["rows"] == 105
         assert figures["classes"] == [str(k) for k in range(1, 11)]
+        notes = [
+            r["text"] for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == "note"
+        ]
+        assert any("has 10 classes, with the labels 1, 2, 3, " in text for text in notes)
 
 
 @pytest.mark.mpi
@@ -256,9 +260,7 @@ def test_the_order_of_chunks_is_told(comm, settings):
         ({"images": None, "labels": None, "layout": "NHWC"}, "--layout goes with --images"),
         ({"images": None, "labels": None, "split": "1"}, "--split goes with --images"),
         ({"images": None, "labels": None, "scale": 2.0}, "--scale goes with --images"),
-        ({"images": None, "labels": None, "label_gaps": "map"}, "--label-gaps goes with --images"),
         ({"scale": 0.0}, "--scale 0"),
-        ({"label_gaps": "close"}, "--label-gaps close: there are map, keep"),
         ({"images": None, "labels": None}, "not a pack .* --images and --labels"),
         ({"normalize": "imagenet"}, "imagenet is for images of 3 channels; these have 1"),
         ({"output": "best"}, "has none: train with --split 0.8,0.1,0.1"),

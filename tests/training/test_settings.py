@@ -33,7 +33,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "data": "tests/data/test_builtin.py",
     "data_dir": "tests/data/test_builtin.py",
     **dict.fromkeys(
-        ("images", "labels", "layout", "split", "scale", "label_gaps"),
+        ("images", "labels", "layout", "split", "scale"),
         "tests/training/test_external.py",
     ),
     "local_buffers": "tests/training/test_train.py",
