@@ -34,7 +34,6 @@ EXTRAS = {
     "export": ["onnx", "onnxruntime", "onnxscript"],
     "plot": ["matplotlib"],
     "timm": ["timm>=1.0"],  # --model timm:NAME
-    "torchvision": ["torchvision"],  # --model torchvision:NAME
     "tensorboard": ["tensorboard"],
     "watch": ["textual>=1.0"],
     "test": [

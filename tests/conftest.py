@@ -56,13 +56,13 @@ def own_folders() -> None:
 
 
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make the stand-ins for timm and torchvision importable, where these are not installed."""
-    if importlib.util.find_spec("torchvision"):
-        pytest.skip("torchvision itself is installed")
+def timm_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the stand-in for timm importable, where timm is not installed."""
+    if importlib.util.find_spec("timm"):
+        pytest.skip("timm itself is installed")
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "libraries"))
     yield
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("timm", "torchvision")]:
+    for name in [n for n in sys.modules if n.partition(".")[0] == "timm"]:
         del sys.modules[name]
 
 

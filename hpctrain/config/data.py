@@ -25,7 +25,7 @@ class DataSettings:
         "auto",
         "scale inputs: unit = to [0, 1]; pack = by the pack's mean and std; imagenet = by those of"
         " ImageNet; auto = as the file of --init says or, for files of other programs, ImageNet's;"
-        " else as a network of timm or torchvision says; else unit",
+        " else as a network of timm says; else unit",
         DATA,
         choices=("auto", "unit", "pack", "imagenet"),
     )

@@ -21,7 +21,6 @@ from hpctrain.text import listed
 
 T = TypeVar("T")
 SETTINGS = ("model", "loss", "augment", "metric")  # that may name a function
-LIBRARIES = ("timm", "torchvision")  # of networks; --model timm:NAME is no function timm:NAME
 
 
 class Imported(NamedTuple):
@@ -112,14 +111,14 @@ def as_setting(value: Any) -> Any:
 def own_functions(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return those of `settings`, by name, that name a function of the user's own."""
     named = {name: settings.get(name) or "" for name in SETTINGS}
-    if is_of_library(named["model"]):
+    if is_of_timm(named["model"]):
         del named["model"]
     return {name: value for name, value in named.items() if ":" in value}
 
 
-def is_of_library(model: str) -> bool:
-    """Whether a network is one of a library, such as timm:NAME, and not the user's own."""
-    return ":" in model and model.partition(":")[0] in LIBRARIES
+def is_of_timm(model: str) -> bool:
+    """Whether a network is one of timm, timm:NAME, and not a function of the user's own."""
+    return model.startswith("timm:")
 
 
 def require_trust(named: Iterable[str], file: str | Path, trust_code: bool) -> None:

@@ -32,9 +32,9 @@ class NetworkSettings:
     )
     model: str = option(
         "auto",
-        "train this network: digits, resnet18, resnet34, resnet50, autoencoder, timm:NAME,"
-        " torchvision:NAME or your own as package.module:function; auto = digits for images of"
-        " 28x28x1, autoencoder for denoise, else resnet50",
+        "train this network: digits, resnet18, resnet34, resnet50, autoencoder, timm:NAME or"
+        " your own as package.module:function; auto = digits for images of 28x28x1, autoencoder for"
+        " denoise, else resnet50",
         COMMON,
     )
     init: str | None = option(

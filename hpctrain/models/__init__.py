@@ -8,7 +8,6 @@ from hpctrain.models.build import (
     checked_output,
 )
 from hpctrain.models.init import InitialWeights, load_init
-from hpctrain.models.libraries import own_input
 from hpctrain.models.state import (
     ModelState,
     buffer_owner,
@@ -16,6 +15,7 @@ from hpctrain.models.state import (
     held_values,
     replace_buffer,
 )
+from hpctrain.models.timm_networks import own_input
 from hpctrain.models.weights import (
     as_bytes,
     load_weights,

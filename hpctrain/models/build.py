@@ -1,9 +1,9 @@
 """Networks by name: ``build("resnet50", image_shape, classes)``, or the user's own function.
 
-``timm:NAME`` and ``torchvision:NAME`` are networks of these libraries (libraries.py). Any other
-``package.module:function`` is imported and called as
-``function(image_shape=(H, W, C), classes=K)``; it returns a torch module that maps images
-(N, C, H, W) to scores (N, K), or to images (N, C, H, W) for a task that restores images.
+``timm:NAME`` is a network of timm (timm_networks.py). Any other ``package.module:function`` is
+imported and called as ``function(image_shape=(H, W, C), classes=K)``; it returns a torch module
+that maps images (N, C, H, W) to scores (N, K), or to images (N, C, H, W) for a task that restores
+images.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hpctrain.config.imports import Imported, import_function, is_of_library, one_line
+from hpctrain.config.imports import Imported, import_function, is_of_timm, one_line
 from hpctrain.errors import UsageError
-from hpctrain.models.libraries import library_function, library_with, size_hint
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import autoencoder, digits
 from hpctrain.models.state import ModelState, evaluating
+from hpctrain.models.timm_networks import is_in_timm, size_hint, timm_function
 from hpctrain.models.weights import check_type
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
@@ -45,8 +45,7 @@ def build(
     if small_stem and name not in STEMS:
         raise UsageError(f"--small-stem is for {', '.join(STEMS)}; --model is {name}")
     if ":" in name:
-        of_library = is_of_library(name)
-        own = library_function(name) if of_library else import_function(name, "--model")
+        own = timm_function(name) if is_of_timm(name) else import_function(name, "--model")
         return _call(own, image_shape, classes)
     if name not in NETWORKS:
         raise UsageError(f"--model {name}: no such network{_hint(name)}")
@@ -147,15 +146,15 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _hint(name: str) -> str:
-    if other := library_with(name):
-        return f"; there is {other}"
+    if is_in_timm(name):
+        return f"; there is timm:{name}"
     near = difflib.get_close_matches(name.lower(), NETWORKS, n=1)
     if near:
         return f"; did you mean {near[0]}?"
     if "." in name and "/" not in name:
         module, _, function = name.rpartition(".")
         return f"; a function of your own is written {module}:{function}"
-    own = "timm:NAME, torchvision:NAME, or package.module:function of your own"
+    own = "timm:NAME, or package.module:function of your own"
     return f"; there are {', '.join(NETWORKS)}, {own}"
 
 

@@ -7,24 +7,21 @@ not listed: it is the one with which most names are those of the network.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.build import STEMS, build
-from hpctrain.models.libraries import AUXILIARIES, convert, own_input, pack_again, relatives
+from hpctrain.models.timm_networks import convert, own_input
 from hpctrain.models.torch_file import read_weights
 from hpctrain.models.weights import load_weights
 from hpctrain.text import listed
 from hpctrain.typed import typed
 
 COUNTER = "num_batches_tracked"  # of a batch-norm layer; old files lack it
-NEAR = 0.8  # share of equal tensors from which a network is named as the nearest
 Tensors = dict[str, Tensor]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean, std by channel
 
@@ -79,7 +76,7 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
     is not in the file, keeps its values. A first convolution for another number of channels gets
     the file's weights as in timm: for one channel their sum over the channels, otherwise repeated
     and scaled by the ratio of the numbers of channels. Batch counters may be missing. Raises
-    UsageError that names the first tensors that do not fit, and the network that the file holds.
+    UsageError that names the first tensors that do not fit.
     """
     found, metadata, entry = read_weights(path)
     named = "mean" in metadata, _statistics(path, metadata)
@@ -95,10 +92,10 @@ def load_init(model: nn.Module, path: str | Path, classes: int, channels: int) -
                 raise
             loaded = _load(model, path, converted, classes, channels)
         except UsageError:
-            hint = _hint(model, found, metadata.get("model"))
+            saved_for = metadata.get("model")
+            hint = f"; it was saved for --model {saved_for}" if saved_for else ""
             raise UsageError(f"{error}{hint}") from None
         resized = tuple(n for n in tensors if n in converted and _differs(n, tensors, converted))
-        outside += tuple(name for name in tensors if name.startswith(AUXILIARIES))
     counted = sum(not name.endswith(COUNTER) for name in model.state_dict())
     loaded = loaded._replace(left_out=outside + loaded.left_out)
     own = str(path), classes, channels, entry, prefix, counted
@@ -205,41 +202,3 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
         return weight.sum(1, keepdim=True)
     times = -(-channels // theirs)
     return weight.repeat(1, times, 1, 1)[:, :channels] * (theirs / channels)
-
-
-def _hint(model: nn.Module, tensors: Tensors, named: Any) -> str:
-    """Return which network the tensors belong to, as far as it is known."""
-    if isinstance(named, str):
-        return f"; it was saved for --model {named}"
-    best, share, best_names = "", 0.0, model.state_dict().keys()
-    for words, other in _candidates(model):
-        state, (theirs, _) = other.state_dict(), rename(tensors, other.state_dict())
-        equal = sum(n in theirs and t.shape[1:] == theirs[n].shape[1:] for n, t in state.items())
-        counters = sum(n.endswith(COUNTER) and n not in theirs for n in state)
-        found = equal / (len(state.keys() | theirs.keys()) - counters)
-        if found > share:
-            best, share, best_names = words, found, state.keys()
-        if share == 1.0:
-            break
-    if share < NEAR:
-        return ""
-    if (known := own_input(model)) and best.endswith(f":{known.get('architecture')}"):
-        size = known["input_size"]
-        return f"; it holds this network for images of another size{pack_again(size[1:])}"
-    if share < 1.0 and best_names == model.state_dict().keys():
-        return ""  # this network itself
-    return f"; it holds a {best}" if share == 1.0 else f"; the nearest network is {best}"
-
-
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield networks like `model` without memory for weights, and the words that name them."""
-    from_library = ((f"{name}: --model {name}", other) for name, other in relatives(model))
-    if own_input(model):
-        yield from from_library
-    for name in STEMS:
-        for small in (False, True):
-            with torch.device("meta"):
-                other = build(name, (224, 224, 3), 1000, small)
-            yield f"{name}: --model {name}{' --small-stem' * small}", other
-    if not own_input(model):
-        yield from from_library

@@ -7,11 +7,9 @@ The tensors may lie in an entry of the file, such as "state_dict".
 from __future__ import annotations
 
 import argparse
-import pickle
-import struct
+import re
 import warnings
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,7 @@ from hpctrain.models.weights import is_torch_file, read_model
 
 # Entries of a checkpoint that hold weights. Averaged ones come first, as in timm.
 ENTRIES = ("state_dict_ema", "model_ema", "ema", "state_dict", "model_state_dict", "model")
-ARGUMENTS = argparse.Namespace  # stored by training scripts of timm and torchvision; runs no code
-DAMAGED = (
-    *(pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError),
-    *(TypeError, LookupError, AttributeError, AssertionError, ImportError, OverflowError),
-    *(MemoryError, struct.error, zlib.error),
-)
-TORCH_SUFFIXES = (".pth", ".pt", ".ckpt", ".tar", ".bin")
+ARGUMENTS = argparse.Namespace  # stored by training scripts of timm and others; runs no code
 Tensors = dict[str, Tensor]
 
 
@@ -47,45 +39,26 @@ def read_weights(path: str | Path) -> tuple[Tensors, dict[str, Any], str]:
     except OSError as error:
         raise UsageError(f"cannot read the weights {path}: {error.strerror or error}") from error
     if not is_torch_file(head):
-        try:
-            return *read_model(path), ""
-        except UsageError as error:
-            if Path(path).suffix not in TORCH_SUFFIXES:
-                raise
-            size = Path(path).stat().st_size
-            raise UsageError(
-                f"{path} ({size:,} bytes) is no file of torch.save, nor a safetensors file: was it"
-                " downloaded completely?"
-            ) from error
+        return *read_model(path), ""
     try:
         if head[:2] == b"PK":
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():  # torch.load does not compare the checksums
                     raise ValueError(f"{damaged} does not match its CRC-32")
-                if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                    raise ValueError("it is TorchScript, which is code: save its .state_dict()")
         with torch.serialization.safe_globals([ARGUMENTS]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about old formats
             found = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "GLOBAL" not in str(error):
-            raise UsageError(f"{path} is damaged: {one_line(error)[:200]}") from error
-        raise UsageError(_refused_pickle(path, str(error))) from error
-    except DAMAGED as error:
+    except Exception as error:
+        if unknown := re.search(r"GLOBAL (\S+)", str(error)):
+            raise UsageError(
+                f"{path} holds an object of the type {unknown[1]}, and no code of a file is"
+                " executed to make it: save the network's .state_dict() alone"
+            ) from error
+        size = f"{Path(path).stat().st_size:,} bytes"
         raise UsageError(
-            f"{path} is no file of weights, or was cut short ({Path(path).stat().st_size:,} bytes):"
-            f" copy it again ({one_line(error)[:200]})"
+            f"{path} ({size}) cannot be read by torch.load: {one_line(error)[:200]}"
         ) from error
     return _tensors_of(path, found)
-
-
-def _refused_pickle(path: str | Path, message: str) -> str:
-    named = message.partition("GLOBAL ")[2].split()[0]
-    return (
-        f"{path} holds an object of the type {named}, and no code of a file is executed to make it."
-        " If you trust it, save its weights alone: torch.save(torch.load(FILE,"
-        " weights_only=False)['state_dict'], NEW), or the .state_dict() of a whole network"
-    )
 
 
 def _tensors_of(path: str | Path, found: Any) -> tuple[Tensors, dict[str, Any], str]:

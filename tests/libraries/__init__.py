@@ -1,1 +1,1 @@
-"""Stand-ins for timm and torchvision, with the few functions that hpctrain calls."""
+"""A stand-in for timm, with the few functions that hpctrain calls."""

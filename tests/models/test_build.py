@@ -94,7 +94,7 @@ def test_lazy_layers_get_their_shapes(module: Write) -> None:
         ("Digits", "did you mean digits?"),
         (
             "vit",
-            "resnet50, timm:NAME, torchvision:NAME, or package.module",
+            "resnet50, timm:NAME, or package.module",
         ),
         ("mine.nets.net", "a function of your own is written mine.nets:net"),
         ("no_such_package.net:f", "no module no_such_package, installed or in "),

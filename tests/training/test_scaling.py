@@ -1,4 +1,4 @@
-"""--normalize auto; networks of libraries, from the first step to the answer."""
+"""--normalize auto; networks of timm, from the first step to the answer."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ def foreign(name, shape=(16, 16, 3)):
         ({"model": "timm:tiny_net"}, TINY, "as published for timm:tiny_net"),
         ({"model": "timm:tiny_net", "normalize": "unit"}, (), ""),
         ({"model": "timm:tiny_net", "data": "gray.h5"}, ((11 / 24,), (1.75 / 3,)), "mean 0.4583"),
-        ({"model": "torchvision:net"}, ((0.5, 0.25, 0.125), TINY[1]), "for torchvision:net"),
     ],
 )
-def test_auto_scales_as_the_first_weights_expect(libraries, given, comm, settings, scaling, said):
+def test_auto_scales_as_the_first_weights_expect(
+    timm_stand_in, given, comm, settings, scaling, said
+):
     foreign("resnet18")
     job = set_up(dataclasses.replace(given, **settings), comm)
     torch.testing.assert_close(torch.tensor(job.plan.scaling), torch.tensor(scaling))
@@ -116,8 +117,8 @@ def test_a_run_from_before_there_was_auto_keeps_unit(given, comm):
     assert read_model("runs/a/model.safetensors")[1]["mean"] is None
 
 
-@pytest.mark.parametrize("name", ["timm:tiny_vit.clip", "torchvision:googlenet"])
-def test_a_network_of_a_library_from_first_step_to_answer(libraries, given, comm, name, capsys):
+def test_a_network_of_timm_from_first_step_to_answer(timm_stand_in, given, comm, capsys):
+    name = "timm:tiny_vit.clip"
     config = dataclasses.replace(given, model=name, run="a")
     program.train(config, comm)
     program.train(dataclasses.replace(config, epochs=2), comm)

@@ -1,0 +1,139 @@
+"""Networks of timm, with a stand-in where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.config.imports import own_functions
+from hpctrain.errors import UsageError
+from hpctrain.models import build, check_forward, load_init, own_input
+from hpctrain.models.timm_networks import is_in_timm
+
+SHAPE = (16, 16, 3)
+Shape = tuple[int, int, int]
+
+
+def refusal(name: str, shape: Shape = SHAPE) -> str:
+    """The one line with which a network is refused."""
+    with pytest.raises(UsageError) as caught:
+        check_forward(build(name, shape, 5), shape, (5,))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_without_timm_the_command_that_installs_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = "--model timm:resnet18 needs timm: pip install 'hpctrain[timm]'"
+    assert refusal("timm:resnet18") == said
+    assert not is_in_timm("resnet101")
+
+
+def test_a_timm_for_another_torch_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator nms does not\\nexist')")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = "--model timm:a: importing timm failed: RuntimeError: operator nms does not exist"
+    assert refusal("timm:a") == said
+    monkeypatch.chdir(tmp_path)  # a module beside a file that names the library is not imported
+    assert "timm.py is not the installed timm: move it away" in refusal("timm:a")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "mean"),
+    [
+        ("timm:tiny_net", (16, 16, 3), 0.125),
+        ("timm:tiny_net", (20, 28, 7), 0.125),
+        ("timm:tiny_vit", (16, 16, 1), 0.5),
+        ("timm:tiny_vit.clip", (24, 12, 3), 0.25),
+        ("timm:tiny_fixed", (16, 16, 3), 0.125),
+        ("timm:tiny_rigid", (16, 16, 3), 0.125),
+    ],
+)
+def test_networks_are_made_for_the_images(
+    timm_stand_in: None, name: str, shape: Shape, mean: float
+) -> None:
+    model = build(name, shape, 5)
+    check_forward(model, shape, (5,))
+    assert own_input(model)["mean"][0] == mean
+    assert tuple(own_input(model)["input_size"]) == (3, 16, 16)
+    torch.manual_seed(0)
+    first = build(name, shape, 5)
+    torch.manual_seed(0)
+    second = build(name, shape, 5)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("timm:tiny_vot", SHAPE, "timm 0.0 has no such network; nearest: timm:tiny_vit"),
+        ("timm:hf-hub:someone/x", SHAPE, "timm 0.0 has no such network"),
+        ("timm:tiny_vit.dino", SHAPE, "--model timm:tiny_vit.dino: there are tiny_vit.clip"),
+        ("timm:tiny_fixed", (20, 24, 3), "published for 16x16: pack with --size 16x16"),
+        ("timm:tiny_rigid", (20, 24, 3), "published for 16x16: pack with --size 16x16"),
+        ("timm:tiny_vit", (18, 16, 3), "of the patches; published for 16x16: pack with --size"),
+        ("tiny_vit", SHAPE, "--model tiny_vit: no such network; there is timm:tiny_vit"),
+    ],
+)
+def test_what_timm_cannot_make_is_refused(
+    timm_stand_in: None, name: str, shape: Shape, said: str
+) -> None:
+    assert said in refusal(name, shape)
+
+
+def test_a_file_may_name_a_network_of_timm_but_no_function() -> None:
+    for name in ("timm:vit", "resnet18"):
+        assert own_functions({"model": name}) == {}
+    for name in ("timmy:vit", "torch.hub:load", "timm.models:load", "mine:net"):
+        assert own_functions({"model": name, "loss": "timm:f"}) == {"model": name, "loss": "timm:f"}
+
+
+def saved(path: Path, name: str, shape: Shape = SHAPE, **renamed: str) -> Path:
+    """A file of the weights of a network for 1000 classes; `renamed` maps parts of names."""
+    tensors = build(name, shape, 1000).state_dict()
+    for old, new in renamed.items():
+        tensors = {key.replace(old, new): value for key, value in tensors.items()}
+    torch.save({"model": tensors}, path)
+    return path
+
+
+def test_weights_for_another_size_are_converted_by_timm(
+    timm_stand_in: None, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "m", "timm:tiny_vit")
+    found = load_init(build("timm:tiny_vit", (24, 24, 3), 5), path, 5, 3)
+    assert found.resized == ("pos_embed",) and max(found.fresh.values()) == 1000
+    assert "; resized for images of this size: pos_embed" in str(found)
+    assert load_init(build("timm:tiny_vit", SHAPE, 5), path, 5, 3).resized == ()
+
+
+def test_classifier_and_channels_are_found_in_networks_of_timm(
+    timm_stand_in: None, tmp_path: Path
+) -> None:
+    model, path = build("timm:tiny_net", (16, 16, 1), 5), saved(tmp_path / "m", "timm:tiny_net")
+    found = load_init(model, path, 5, 1)
+    assert found.fresh == {"head.weight": 1000, "head.bias": 1000}  # not the last layer
+    assert found.adapted == {"stem.weight": 3}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "timm:resnet18"])
+def test_timm_itself(tmp_path: Path, name: str) -> None:
+    timm = pytest.importorskip("timm")
+    source = timm.create_model(name.partition(":")[2])
+    torch.save({"state_dict_ema": source.state_dict()}, tmp_path / "m")
+    model = build(name, (64, 64, 1), 5)
+    check_forward(model, (64, 64, 1), (5,))
+    found = load_init(model, tmp_path / "m", 5, 1)
+    assert max(found.fresh.values()) == 1000 and len(found.adapted) == 1
+    assert found.resized == (("pos_embed",) if "vit" in name else ())
