@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpctrain import files, launch
-from hpctrain.data import flowers, pack, staging
+from hpctrain.data import pack, staging
 from hpctrain.data.images import read_image
 from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.data.packing import arrays
@@ -140,17 +140,11 @@ def run_sweep(path):
     launch.start(["true"], path, dict(os.environ)).wait()
 
 
-def fetch(path):
-    archive = flowers.Archive("file:///nothing", "a.tgz", 7, "0")
-    flowers.fetch_archive(path.parent, archive)
-
-
 WRITERS = {
     "progress.jsonl": RecordFile,
     "lock": take_lock,
     "STOP": lambda path: request_stop(path.parent),
     "a.log": run_sweep,
-    "a.tgz.part": fetch,
 }
 
 
