@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import open_itself
 from hpctrain.launcher import PR_SET_PDEATHSIG
 from hpctrain.report.history import Outcome, RunHistory
 from hpctrain.report.record import HistoryReader
@@ -166,7 +165,7 @@ def start(
         if cores:
             os.sched_setaffinity(0, cores)
 
-    with open(log, "ab", opener=open_itself) if log else nullcontext() as output:
+    with open(log, "ab") if log else nullcontext() as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain import files, launch
+from hpctrain import files
 from hpctrain.data import pack, staging
 from hpctrain.data.images import read_image
 from hpctrain.data.packed import read_pack, read_sums
@@ -136,15 +136,10 @@ def take_lock(path):
     RunLock().take(path.parent)
 
 
-def run_sweep(path):
-    launch.start(["true"], path, dict(os.environ)).wait()
-
-
 WRITERS = {
     "progress.jsonl": RecordFile,
     "lock": take_lock,
     "STOP": lambda path: request_stop(path.parent),
-    "a.log": run_sweep,
 }
 
 

@@ -10,7 +10,6 @@ sweep is described in file.py, its folder in folder.py, and how it is resumed in
 from __future__ import annotations
 
 import shlex
-import time
 from functools import partial
 from pathlib import Path
 
@@ -32,8 +31,6 @@ from hpctrain.sweep.folder import (
 from hpctrain.sweep.machine import Machine, find_machine
 from hpctrain.text import ranges
 from hpctrain.training.control import STOP_FILE, RunLock
-
-PATIENCE = 60.0  # seconds to wait for others that write the results
 
 
 def main(settings: SweepConfig) -> int:
@@ -86,24 +83,17 @@ def check_data(sweep: Sweep) -> None:
             read_pack(path)
 
 
-def take_lock(folder: Path, patience: float = 0.0) -> RunLock:
-    """Create the folder and lock it against other drivers.
-
-    Raises UsageError if another driver still holds the lock after `patience` seconds.
-    """
+def take_lock(folder: Path) -> RunLock:
+    """Create the folder and lock it. Raises UsageError if another driver holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock, until = RunLock(), time.monotonic() + patience
-    while True:
-        try:
-            lock.take(folder)
-            return lock
-        except UsageError as error:
-            if time.monotonic() >= until:
-                raise UsageError(
-                    f"the sweep {folder} is at work: hpctrain stop {folder} first, or choose"
-                    " another --name"
-                ) from error
-            time.sleep(0.1)
+    lock = RunLock()
+    try:
+        lock.take(folder)
+    except UsageError as error:
+        raise UsageError(
+            f"the sweep {folder} is at work: hpctrain stop {folder} first, or choose another --name"
+        ) from error
+    return lock
 
 
 def drive(
@@ -132,7 +122,7 @@ def prepare(
 def collect(settings: SweepConfig, folder: Path, sweep: Sweep, display: SweepDisplay) -> int:
     """Write results.csv from the records. Return 1 if a network has failed, else 0."""
     try:
-        lock = take_lock(folder, PATIENCE)
+        lock = take_lock(folder)
     except UsageError:
         raise UsageError(f"a driver works in {folder}: it writes the results") from None
     try:
