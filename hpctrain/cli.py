@@ -68,6 +68,15 @@ COMMANDS = {
 }
 
 
+# What other programs call the subcommands.
+ELSEWHERE = {
+    **dict.fromkeys(("test", "val", "validate"), "evaluate"),
+    **dict.fromkeys(("status", "list"), "watch"),
+    "cancel": "stop",
+    "diff": "compare",
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 failed, 2 wrong usage, 75 to resume."""
     ranks = launched_size() or 1
@@ -99,7 +108,9 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         raise SystemExit(0)
     name, words = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
     if name not in COMMANDS:
-        raise UsageError(f"there is no subcommand {name!r}{did_you_mean(name, COMMANDS)}")
+        raise UsageError(
+            f"there is no subcommand {name!r}{did_you_mean(name, COMMANDS, ELSEWHERE)}"
+        )
     command, ranks = COMMANDS[name], launched_size() or 1
     if command.processes == NO_LAUNCHER and (under_mpirun() or ranks > 1):
         raise UsageError(f"{name} starts its own ranks: call it without mpirun or srun")

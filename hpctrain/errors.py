@@ -4,7 +4,8 @@ Any other exception that is not caught is a bug and is printed with its tracebac
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from hpctrain.text import printable
 
@@ -42,8 +43,15 @@ def first_line(error: object) -> str:
     return next(filter(None, lines), type(error).__name__)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ", did you mean 'X'?" for the closest known name, or ""; "-" and "_" are equal."""
+def did_you_mean(
+    word: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return ", did you mean 'X'?" for the closest known name, or ""; "-" and "_" are equal.
+
+    `elsewhere` maps what other programs call it to what it is called here.
+    """
+    if meant := elsewhere.get(_bare(word)):
+        return f", did you mean {meant!r}?"
     names = {_bare(name): name for name in known if name != word}
     match = difflib.get_close_matches(_bare(word), names, n=1, cutoff=0.6)
     return f", did you mean {names[match[0]]!r}?" if match else ""

@@ -219,7 +219,7 @@ class WatchConfig:
     """Settings of ``hpctrain watch``: show runs as they train."""
 
     targets: tuple[str, ...] = option(
-        (), "runs or sweeps, by name or folder", "What", positional=True
+        (), "runs or sweeps, by name or folder; default: list all runs", "What", positional=True
     )
     runs_dir: str = option(*RUNS_DIR, "What")
     once: bool = option(False, "print a line for each run and exit", "Display")

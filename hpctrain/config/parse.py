@@ -26,6 +26,14 @@ from hpctrain.typed import LARGEST, parse_toml
 KINDS = {int: "an integer", float: "a number", str: "a string"}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 SUPPRESS = argparse.SUPPRESS
+# What other programs call the options of train.
+ELSEWHERE = {
+    "learning_rate": "--lr",
+    "gpus": "mpirun -n N, one rank for each GPU",
+    "workers": "mpirun -n N, or --threads of each rank",
+    "backend": "--reduce",
+    "accumulate": "--shards",
+}
 LISTS = (patterns, learning_rate_factors, class_weights)  # checks of options that take lists
 
 
@@ -56,7 +64,7 @@ def parse_settings(name: str, summary: str, settings: type, words: Sequence[str]
         if not given.startswith("-"):
             hint = _comma_hint(words, rest[0], settings)
             raise UsageError(f"unexpected argument {brief(given)!r} for hpctrain {name}{hint}")
-        hint = did_you_mean(given, map(flag_of, known))
+        hint = did_you_mean(given, map(flag_of, known), ELSEWHERE if settings is Config else {})
         if hasattr(settings, "usage") and "--" not in words:
             hint = f": options of the command come after --, as in {name} {settings.usage}"
         raise UsageError(f"unknown option {given!r}{hint}")

@@ -56,11 +56,14 @@ def find_folder(target: str, runs_dir: str, files: Sequence[str] = ()) -> Path:
 
 def propose_run(target: str, runs_dir: str) -> str:
     """Return ', did you mean X?' for the run or sweep with the most similar name, or ''."""
+    return did_you_mean(target, all_names(runs_dir))
+
+
+def all_names(runs_dir: str) -> list[str]:
+    """Return the names of all runs and sweeps in `runs_dir`, sorted; none if there is no folder."""
     markers = (SETTINGS_FILE, FILE_NAME, SWEEP_FILE)
-    runs = Path(runs_dir)
-    folders = runs.iterdir() if runs.is_dir() else ()
-    known = [each.name for each in folders if any((each / name).is_file() for name in markers)]
-    return did_you_mean(target, known)
+    found = {path.parent.name for name in markers for path in Path(runs_dir).glob(f"*/{name}")}
+    return sorted(found)
 
 
 def sweep_runs(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""``hpctrain watch RUN...``: monitor runs while they train, in a terminal or in a browser.
+"""``hpctrain watch [RUN...]``: monitor runs while they train, in a terminal or in a browser.
 
 Reads the folders of the runs only and needs neither MPI nor torch. This file selects the display.
 """
@@ -10,25 +10,36 @@ import sys
 from hpctrain.config import WatchConfig
 from hpctrain.errors import UsageError
 from hpctrain.report.bar import dumb_terminal
+from hpctrain.report.find import all_names
 from hpctrain.text import say
 from hpctrain.watch.drawing import status_line
 from hpctrain.watch.runs import WatchedRuns
 
 
 def main(settings: WatchConfig) -> int:
-    """Watch until the user quits; if there is no terminal, print a line per run and return."""
-    if not settings.targets:
-        raise UsageError("watch what? Name runs or a sweep")
+    """Watch until the user quits; if there is no terminal, print a line per run and return.
+
+    Without names, all runs are listed; with --web, shown.
+    """
     if settings.once and settings.web:
         raise UsageError("--once and --web exclude each other")
     if settings.port and not settings.web:
         raise UsageError("--port goes with --web")
-    runs = WatchedRuns(settings.targets, settings.runs_dir)
+    named = settings.targets or all_names(settings.runs_dir)
+    if not named:
+        raise UsageError(f"there is no run in {settings.runs_dir}")
+    runs = WatchedRuns(named, settings.runs_dir)
     if settings.web:
         from hpctrain.watch.web import serve
 
         return serve(runs, settings.port)
-    if settings.once or not sys.stdout.isatty() or not sys.stdin.isatty() or dumb_terminal():
+    if (
+        settings.once
+        or not settings.targets
+        or not sys.stdout.isatty()
+        or not sys.stdin.isatty()
+        or dumb_terminal()
+    ):
         return print_once(runs)
     from hpctrain.watch.terminal import show
 

@@ -194,6 +194,15 @@ def test_without_a_terminal_a_line_for_each_run(tmp_path):
     ]
 
 
+def test_without_a_name_all_runs_are_listed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "b", run_line(), step_line(1), end_line())
+    make_run(tmp_path / "runs" / "a", run_line(), step_line(1), end_line())
+    (tmp_path / "runs" / "no run").mkdir()
+    assert main(["watch"]) == 0
+    assert [text[:7] for text in capsys.readouterr().out.splitlines()] == ["a  done", "b  done"]
+
+
 def test_a_damaged_run_is_one_line_among_others(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs" / "a", b"rubbish\n")
@@ -206,7 +215,7 @@ def test_a_damaged_run_is_one_line_among_others(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "watch what?"),
+        (["--runs-dir", "none"], "there is no run in none"),
         (["first", "--port", "70000", "--web"], "--port 70000"),
         (["first", "--port", "80"], "--port goes with --web"),
         (["first", "--once", "--web"], "exclude each other"),
