@@ -1,6 +1,6 @@
 """The history of a run, built from its record: launches and outcomes, epochs, steps, metrics.
 
-Curves, notes, splits and launches are bounded in size, however long the record is.
+Curves and notes are bounded in size, however long the record is.
 ``record.read_history`` builds the history from a whole record, ``record.HistoryReader`` while the
 record grows. How a run ended is decided here alone (`RunHistory.outcome`, `find_outcome`), for the
 next launch of train, and for watch, sweep, compare, plot and stop.
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.heartbeats import find_cause
-from hpctrain.report.fields import LABELS, MOST_PARTS, Record
+from hpctrain.report.fields import LABELS, Record
 from hpctrain.report.step_stats import Costs, Curve
 from hpctrain.text import listed
 
 RECENT = 50  # steps over which speeds and shares are computed
-MOST_NOTES, MOST_SPLITS, MOST_LAUNCHES = 5, 8, 1000  # kept in a history
+MOST_NOTES = 5  # kept in a history
 LARGEST = 1e200
 STATUSES = {"left": "preempted"} | {s: s for s in ("done", "stopped", "preempted", "failed")}
 
@@ -75,7 +75,7 @@ class RunHistory:
     """The state of a run, accumulated from its records in order. Any record may be missing."""
 
     def __init__(self) -> None:
-        self.launches: deque[Launch] = deque([Launch()], MOST_LAUNCHES)
+        self.launches = [Launch()]
         self.last: Record = {}  # the last record, of any kind
         self.step: Record = {}  # the last record of kind "step"
         self.last_step = 0  # the largest number of a step; 0 for none
@@ -179,12 +179,11 @@ class RunHistory:
             self.validations.append(metrics_of(record))
             own = {"balanced accuracy": record.get("balanced_accuracy")}
             own |= record.get("metrics") or {}
-            for name in [*own][: MOST_PARTS + 1 - len(self.metric_curves.keys() - own)]:
+            for name in own:
                 add_point({name: self.metric_curves.setdefault(name, Curve())}, record["step"], own)
-        if split in self.split_curves or len(self.split_curves) < MOST_SPLITS:
-            self.evaluations[split] = record
-            curves = self.split_curves.setdefault(split, {name: Curve() for name in LABELS})
-            add_point(curves, record["step"], record)
+        self.evaluations[split] = record
+        curves = self.split_curves.setdefault(split, {name: Curve() for name in LABELS})
+        add_point(curves, record["step"], record)
 
     def missing_steps(self, done: int) -> str:
         """List the steps up to `done` that are not recorded, as "5, 7 to 9"; empty if none."""

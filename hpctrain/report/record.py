@@ -2,8 +2,7 @@
 
 ``progress.jsonl`` is read and truncated only here, so that corrupt lines are handled in one place:
 a line cut off by a kill or a full disk, foreign bytes, values that a field cannot hold (checked by
-``fields.parse_record``), a line longer than `LONGEST_LINE`. Each becomes one UsageError that names
-the file and the line. Memory is bounded by the longest line.
+``fields.parse_record``). Each becomes one UsageError that names the file and the line.
 
 Writers append whole lines (``recorder.RecordFile``), so a killed writer can leave only its last
 line incomplete. Readers skip that line, and the next writer truncates it.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +22,6 @@ from hpctrain.report.history import RunHistory
 
 FILE_NAME = "progress.jsonl"
 BEGINNING = b'{"kind": '  # of every line
-LONGEST_LINE = 1 << 20  # bytes; writers and readers refuse longer lines
 BLOCK = 1 << 16  # bytes read at a time when searching for the last whole line
 SAMPLE = 8000  # steps decoded in one pass over a long record, approximately
 NEAR_END = 1 << 16  # bytes at the end of the record in which every step is decoded
@@ -51,13 +48,10 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 def read_lines(file: BinaryIO, path: Path, number: int = 0) -> Iterator[bytes]:
     """Yield whole lines, newline included; `number` lines came before them.
 
-    Raises UsageError if a line is longer than `LONGEST_LINE`, or if the first line of the file is
-    incomplete and does not begin like a record.
+    Raises UsageError if the first line of the file is incomplete and does not begin like a record.
     """
-    for line in iter(partial(file.readline, LONGEST_LINE + 1), b""):
+    for line in file:
         number += 1
-        if len(line) > LONGEST_LINE:
-            raise corrupt_error(path, number, f"it is longer than {LONGEST_LINE:,} bytes")
         if line.endswith(b"\n"):
             yield line
         elif number == 1 and not line.startswith(BEGINNING[: len(line)]):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.errors import Failure, RunError
 from hpctrain.files import open_itself
 from hpctrain.report.fields import FIELDS, encode_record
-from hpctrain.report.record import FILE_NAME, LONGEST_LINE, cut_torn_line
+from hpctrain.report.record import FILE_NAME, cut_torn_line
 from hpctrain.report.step_stats import Costs
 
 if TYPE_CHECKING:
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from hpctrain.report.tensorboard import EventWriter
 
 FORMAT = 1
-RESERVED = {"kind", "time", "format", "nonfinite"}  # fields that facts must not replace
 LONGEST_WAIT = 1.0  # seconds after a write in which steps are buffered, at most
 COST_RATIO = 2000  # up to that limit, the time between writes in units of the last one's duration
-LONGEST_TEXT = 10_000  # characters of a note or a reason
 
 
 class RecordFile:
@@ -63,7 +61,7 @@ class RecordFile:
         if self._descriptor < 0:
             return
         start = time.monotonic()
-        data = b"".join([self._encode(record) for record in self._buffered])
+        data = b"".join([encode_record(record) for record in self._buffered])
         self._buffered.clear()
         try:
             while data:  # one write, unless the disk fills up: then the next write raises
@@ -84,16 +82,6 @@ class RecordFile:
         except OSError as error:
             raise self._failed(error) from error
         self._descriptor = -1
-
-    def _encode(self, record: dict[str, Any]) -> bytes:
-        line = encode_record(record)
-        if len(line) > LONGEST_LINE:
-            self._buffered.clear()
-            raise RunError(
-                f"cannot write {self._path}: a record of kind {record['kind']} has {len(line):,}"
-                f" bytes, more than the {LONGEST_LINE:,} of a line"
-            )
-        return line
 
     def _failed(self, error: OSError) -> RunError:
         """Truncate the file to whole lines, close it, and return the error to raise."""
@@ -153,7 +141,7 @@ class Recorder:
         """
         self._started = time.monotonic()
         self._costs.describe(facts)
-        self._write("run", {"format": FORMAT, **_checked(facts)})
+        self._write("run", {"format": FORMAT, **facts})
 
     def step(self, **fields: Any) -> None:
         """Record one update, with the fields of kind "step".
@@ -191,7 +179,7 @@ class Recorder:
 
     def note(self, text: str) -> None:
         """Record a message for the user."""
-        self._write("note", {"text": text[:LONGEST_TEXT]})
+        self._write("note", {"text": text})
 
     def end(self, status: str, reason: str | None = None, **facts: Any) -> None:
         """Record how the run ended and how the time of its steps was spent; display a summary.
@@ -200,9 +188,8 @@ class Recorder:
         """
         self._ended = True
         seconds = round(time.monotonic() - self._started, 3) if self._started else 0.0
-        reason = reason[:LONGEST_TEXT] if reason else reason
         fields = {"status": status, "reason": reason, "seconds": seconds, **self._costs.facts()}
-        self._write("end", {**fields, **_checked(facts)})
+        self._write("end", {**fields, **facts})
 
     def close(self) -> None:
         """Flush and close the file, the display and TensorBoard. May be called again."""
@@ -236,10 +223,3 @@ class Recorder:
         for sink in self._sinks:
             sink.write(record)
         return record
-
-
-def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
-    taken = RESERVED.intersection(facts)
-    if taken:
-        raise ValueError(f"the recorder itself sets {', '.join(sorted(taken))}")
-    return dict(facts)

