@@ -153,13 +153,6 @@ EXTERNAL_ARGUMENTS = {  # of read_external, saved to find the same samples again
 }
 
 
-def valid_external_arguments(value: Any) -> bool:
-    """Whether `value` is None or has the form of `Pack.external_arguments`."""
-    if not isinstance(value, dict):
-        return value is None
-    return {name: type(entry) for name, entry in value.items()} == EXTERNAL_ARGUMENTS
-
-
 @dataclass(frozen=True)
 class Pack:
     """All that is needed to read a pack by byte offset; small and picklable.

@@ -6,7 +6,6 @@ mean and standard deviation, the pack it was trained on, the run, the step and i
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,12 @@ import torch
 from torch import nn
 
 from hpctrain import __version__
-from hpctrain.config import PRECISIONS, Config
+from hpctrain.config import Config
 from hpctrain.config.imports import own_functions, require_trust
 from hpctrain.config.others import EVALUATION_ROWS
 from hpctrain.data.augment import normalization
 from hpctrain.data.loader import Prepare, make_prepare
-from hpctrain.data.pack_format import Pack, valid_external_arguments
+from hpctrain.data.pack_format import Pack
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
@@ -29,6 +28,7 @@ from hpctrain.parallel.device import place
 from hpctrain.plan import Plan
 from hpctrain.report.find import SWEEP_FILE, best_run, propose_run
 from hpctrain.text import say
+from hpctrain.typed import typed
 
 FILE, BEST = "model.safetensors", "best.safetensors"
 
@@ -120,66 +120,21 @@ def restore(path: Path, trust_code: bool = False) -> Saved:
     own without `trust_code`.
     """
     state, metadata = read_model(path, required=("model", "image_shape", "classes"))
-    check_metadata(path, metadata)
-    height, width, channels = metadata["image_shape"]
-    shape, classes = (height, width, channels), tuple(metadata["classes"])
-    name = metadata["model"]
+    try:
+        name = typed(metadata["model"], str, "model")
+        shape = typed(metadata["image_shape"], tuple[int, int, int], "image_shape")
+        classes = typed(metadata["classes"], tuple[str, ...], "classes")
+        mean, std = (
+            typed(metadata.get(key), tuple[float, ...] | None, key) for key in ("mean", "std")
+        )
+    except ValueError as error:
+        raise UsageError(f"{path}: its metadata are corrupt, {error}") from error
     require_trust(own_functions({"model": name}).values(), path, trust_code)
     with torch.random.fork_rng(devices=[]):  # first weights are drawn, and replaced
         network = build(name, shape, len(classes), metadata.get("small_stem", False))
     load_weights(network, state, path)
-    scaling = None
-    if metadata.get("mean"):
-        scaling = (torch.tensor(metadata["mean"]), torch.tensor(metadata["std"]))
+    scaling = (torch.tensor(mean), torch.tensor(std)) if mean else None
     return Saved(path, network.eval(), shape, classes, scaling, metadata)
-
-
-def check_metadata(path: Path, metadata: dict[str, Any]) -> None:
-    """Raise UsageError that names the first invalid entry of the metadata."""
-
-    def numbers(
-        value: Any, kind: type[int] | type[float], count: int, above: float, below: float = 1e6
-    ) -> bool:
-        good = isinstance(value, list) and len(value) == count
-        return good and all(type(v) is kind and above < float(v) < below for v in value)
-
-    shape, classes = metadata["image_shape"], metadata["classes"]
-    channels = shape[2] if numbers(shape, int, 3, 0) else 0
-    mean, std = metadata.get("mean"), metadata.get("std")
-    weights = metadata.get("class_weights")
-    good = {
-        "image_shape": channels > 0,
-        "model": isinstance(metadata["model"], str) and metadata["model"].isprintable(),
-        "classes": isinstance(classes, list)
-        and len(classes) > 0
-        and all(isinstance(name, str) for name in classes),
-        "mean": mean is None or numbers(mean, float, channels, -1e6),
-        "std": std is None if mean is None else numbers(std, float, channels, 0.0),
-        "pack": isinstance(metadata.get("pack", ""), str),
-        "provenance": isinstance(metadata.get("provenance", {}), dict),
-        "external": metadata.get("external") is None
-        or valid_external_arguments(metadata["external"]),
-        "precision": metadata.get("precision", "fp32") in PRECISIONS,
-        "evaluation_rows": numbers([_block(metadata)], int, 1, 0),
-        "class_weights": weights is None
-        or (isinstance(classes, list) and numbers(weights, float, len(classes), 0.0, math.inf)),
-        "own_loss": _is_name(metadata.get("own_loss")),
-        "own_metric": _is_name(metadata.get("own_metric")),
-        "channels_last": isinstance(metadata.get("channels_last", True), bool),
-        "task": metadata.get("task", "classify") in ("classify", "denoise"),
-    }
-    for name, fine in good.items():
-        if not fine:
-            raise UsageError(f"{path}: its metadata are corrupt, {name} is {metadata.get(name)!r}")
-
-
-def _is_name(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value.isprintable())
-
-
-def _block(metadata: dict[str, Any]) -> Any:
-    """Return the samples per block of the run's own evaluations, which older files lack."""
-    return metadata.get("evaluation_rows", EVALUATION_ROWS)
 
 
 @dataclass(frozen=True)
@@ -206,4 +161,5 @@ def ready_network(
     precision = precision or saved.metadata.get("precision", "fp32")
     settings = {**saved.metadata, "precision": precision}
     task = make_task(settings, len(saved.classes), next(model.parameters()))
-    return Network(saved, model, device, precision, task, prepare, block or _block(saved.metadata))
+    rows = saved.metadata.get("evaluation_rows", EVALUATION_ROWS)
+    return Network(saved, model, device, precision, task, prepare, block or rows)

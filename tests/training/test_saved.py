@@ -45,33 +45,20 @@ def changed(run, tensors=None, **metadata):
     return run / "other.safetensors"
 
 
-DAMAGE = [
-    {"image_shape": [28, 28]},
-    {"image_shape": "abc"},
-    {"image_shape": [1e9, 1e9, 1]},
-    {"classes": 5},
-    {"classes": []},
-    {"model": 5},
-    {"model": "a\x1b[2J:b"},
-    {"mean": [0.1, 0.2, 0.3, 0.4], "std": [1.0]},
-    {"mean": [0.5], "std": None},
-    {"mean": [0.5], "std": [0.0]},
-    {"pack": 5},
-    {"provenance": 5},
-    {"precision": "fp7"},
-    {"channels_last": "zz"},
-    {"task": "sing"},
-    {"evaluation_rows": 0},
-    {"evaluation_rows": "64"},
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGE, ids=str)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"image_shape": [28, 28]},
+        {"image_shape": "abc"},
+        {"classes": 5},
+        {"model": 5},
+        {"mean": "abc"},
+    ],
+    ids=str,
+)
 def test_corrupt_metadata_are_named(run, damage):
     assert restore(changed(run)).image_shape == (28, 28, 1)
-    with pytest.raises(
-        UsageError, match="metadata are corrupt, (image_sh|class|mod|mean|std|pa|pr|ch|t|eval)"
-    ):
+    with pytest.raises(UsageError, match=f"its metadata are corrupt, {next(iter(damage))}"):
         restore(changed(run, **damage))
 
 
