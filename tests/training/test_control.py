@@ -45,10 +45,10 @@ def test_a_handler_of_a_program_that_embeds_python_is_no_error(monkeypatch):
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
 def test_a_notice_only_sets_a_flag(notices, name):
     control = Control(None)
-    assert control.flags(0.5, False) == (0.5, False, False, False, None, None)
+    assert control.flags(0.5, False) == (0.5, False, False, False)
     os.kill(os.getpid(), getattr(signal, name))
     assert control.preempted_by() == name
-    assert control.flags(0.5, True) == (0.5, False, True, True, None, None)
+    assert control.flags(0.5, True) == (0.5, False, True, True)
 
 
 def test_sigterm_is_a_notice_unless_mpirun_sends_it(monkeypatch):
