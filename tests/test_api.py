@@ -462,11 +462,11 @@ def test_a_second_interrupt_ends_at_once_and_the_run_can_be_resumed(data, monkey
     with monkeypatch.context() as patched:
         signalled(patched, signal.SIGINT, signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            hp.train(**data, run="a", checkpoint_every="1")
+            hp.train(**data, run="a", checkpoint_every="1step")
     assert state_of_process() == before
     folder = Path(data["runs_dir"]) / "a"
     assert not is_locked(folder)
-    assert hp.train(**data, run="a", checkpoint_every="1").status == "done"
+    assert hp.train(**data, run="a", checkpoint_every="1step").status == "done"
 
 
 def test_training_in_another_thread(data):

@@ -261,10 +261,10 @@ def test_flags_win_over_the_file_wherever_they_stand(tmp_path, order):
 
 def test_a_file_gives_values_as_the_command_line_does(tmp_path):
     path, other = tmp_path / "a.toml", tmp_path / "b.toml"
-    path.write_text('lr = 1\ncheckpoint_every = 500\ntime_limit = 02:30:00\nepochs = "3"\n')
+    path.write_text('lr = 1\nvalidate_every = 0\ntime_limit = 02:30:00\nepochs = "3"\n')
     other.write_text("epochs = 4\n")
     _, settings = cli.parse(["--config", str(path), "--config", str(other)])
-    assert (settings.lr, type(settings.lr), settings.checkpoint_every) == (1.0, float, "500")
+    assert (settings.lr, type(settings.lr), settings.validate_every) == (1.0, float, "0")
     assert (settings.time_limit, settings.epochs) == ("02:30:00", 4)
 
 

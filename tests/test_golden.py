@@ -54,7 +54,7 @@ def test_a_finished_run_has_nothing_left_to_do(golden, capsys):
 def test_a_stopped_run_goes_on_from_its_checkpoint_or_says_what_to_do(golden, capsys):
     shutil.rmtree("runs/stopped/ranks", ignore_errors=True)  # as of a version without it
     saved = json.loads(next(Path("runs/stopped/checkpoints").glob("*.json")).read_text())["step"]
-    adam = ("--optimizer", "adam", "--epochs", "60", "--checkpoint-every", "5")
+    adam = ("--optimizer", "adam", "--epochs", "60", "--checkpoint-every", "5steps")
     code = main(["train", *TRAIN, *adam, "--run", "stopped"])
     lines = capsys.readouterr()
     if golden == "plan1":  # its samples came in another order

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 TRAIN = ["--data", "pack.h5", "--batch-size", "16", "--shards", "4", "--deterministic"]
-TRAIN += ["--progress", "none", "--timeout", "60s", "--checkpoint-every", "5"]
+TRAIN += ["--progress", "none", "--timeout", "60s", "--checkpoint-every", "5steps"]
 SLOW = [*TRAIN, "--model", "tests.odd_models:slow", "--epochs", "30"]  # 210 steps
 
 

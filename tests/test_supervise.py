@@ -34,7 +34,7 @@ from tests.records import line
 from tests.wait import wait_for
 
 TRAIN = ["--data", "pack.h5", "--run", "a", "--batch-size", "16", "--shards", "4", "--epochs", "4"]
-TRAIN += ["--deterministic", "--progress", "none", "--checkpoint-every", "3"]
+TRAIN += ["--deterministic", "--progress", "none", "--checkpoint-every", "3steps"]
 # A rank is killed, or raises an error as a GPU does, in its forward pass of some shards, each of
 # them once unless "always".
 KILLING = """

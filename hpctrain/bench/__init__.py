@@ -144,7 +144,7 @@ def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
     """Return the command of each contestant; it writes its results into the folder of `job`."""
     found = {}
     own = Config(data=job.data, model=job.model, batch_size=job.batch_size, epochs=job.epochs)
-    own = replace(own, evaluate_every=0, device="cpu", threads=1, progress="none")
+    own = replace(own, validate_every="0", device="cpu", threads=1, progress="none")
     for form, (precision, last) in FORMATS.items():
         settings = replace(own, precision=precision, channels_last=last)
         words = as_words(replace(settings, run="run", runs_dir=job.folder))

@@ -13,7 +13,7 @@ from hpctrain.config.inference import (
     PredictConfig,
     SavedConfig,
 )
-from hpctrain.config.interval import Interval
+from hpctrain.config.interval import Interval, checkpoint_interval, validation_interval
 from hpctrain.config.machine import BenchConfig, DoctorConfig
 from hpctrain.config.optimizer import optimizer_and_rate
 from hpctrain.config.option import (

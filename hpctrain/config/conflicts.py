@@ -69,8 +69,6 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
         yield f"--ema {config.ema} needs --output ema, which tests and saves the average"
     if config.output == "ema" and config.ema is None:
         yield "--output ema needs the decay of the average, such as --ema 0.999"
-    if config.ema_every > 1 and config.ema is None:
-        yield f"--ema-every {config.ema_every} goes with --ema"
     if config.ema is not None and config.batch_norm == "local":
         yield "--ema and --batch-norm local exclude each other: each rank would average its own"
 

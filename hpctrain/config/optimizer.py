@@ -87,9 +87,6 @@ class OptimizerSettings:
         OPTIMIZER,
         Bounds(0, 1, "()"),
     )
-    ema_every: int = option(
-        1, "add the weights to the average of --ema every this many steps", OPTIMIZER, AT_LEAST_1
-    )
     clip_norm: float | None = option(
         None, "clip the L2 norm of the gradient to this; default: no clipping", OPTIMIZER, POSITIVE
     )

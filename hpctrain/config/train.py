@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.data import COMMON, DataSettings
-from hpctrain.config.interval import Interval
+from hpctrain.config.interval import checkpoint_interval, validation_interval
 from hpctrain.config.network import NetworkSettings
 from hpctrain.config.optimizer import OptimizerSettings
 from hpctrain.config.option import (
@@ -104,17 +104,17 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
         None, "name of the run, to resume it; default: time and model", COMMON, check_folder_name
     )
     runs_dir: str = option(*RUNS_DIR, RECORD)
-    evaluate_every: int = option(
-        1, "validate every this many epochs; 0 = only at the end", RECORD, AT_LEAST_0
+    validate_every: str = option(
+        "1epoch",
+        "validate this often: epochs or steps, such as 2epochs or 500steps; 0 = only at the end",
+        RECORD,
+        validation_interval,
     )
     metric: str | None = option(
         None,
         "evaluate by your own function, too: package.module:function, called with outputs and"
         " targets; it returns one value a sample, or a dict of these",
         RECORD,
-    )
-    validate_steps: int | None = option(
-        None, "validate every this many steps, in place of epochs", RECORD, AT_LEAST_1
     )
     patience: int | None = option(
         None,
@@ -131,9 +131,10 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
     )
     checkpoint_every: str = option(
         "10m",
-        "write a checkpoint this often: a time such as 90s, or steps",
+        "write a checkpoint this often: a time, epochs or steps, such as 90s, 2epochs or 500steps;"
+        " 0 = only at the end",
         RECORD,
-        Interval.parse,
+        checkpoint_interval,
     )
     keep: int = option(2, "keep this many checkpoints", RECORD, AT_LEAST_1)
     resume: str = option(

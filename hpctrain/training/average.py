@@ -2,7 +2,7 @@
 
     average <- decay average + (1 - decay) weights
 
-after every update of the weights, or every few (Polyak and Juditsky 1992; Tarvainen and Valpola
+after every update of the weights (Polyak and Juditsky 1992; Tarvainen and Valpola
 2017, arXiv:1703.01780). It begins with the weights before the first step and sends no message:
 equal weights on all ranks have equal averages. Running statistics of batch norm are averaged in the
 same way, as in timm's ModelEmaV3. Other buffers are those of the network.

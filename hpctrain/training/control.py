@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-from hpctrain.config import Config, Interval, duration
+from hpctrain.config import Config, Interval, checkpoint_interval, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import open_itself
 from hpctrain.launcher import received_signal
@@ -151,7 +151,7 @@ def read_times(config: Config) -> TimeLimits:
     """Parse the settings about time. Raises UsageError if one is invalid."""
     timeout = duration(config.timeout, "--timeout")
     ends, note = deadline(config.time_limit)
-    return TimeLimits(timeout, ends, Interval.parse(config.checkpoint_every), note)
+    return TimeLimits(timeout, ends, checkpoint_interval(config.checkpoint_every), note)
 
 
 def request_stop(folder: Path) -> None:

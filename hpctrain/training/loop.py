@@ -40,7 +40,7 @@ def train_epochs(run: Run) -> None:
                 flags = run.control.flags(waited, run.writer is not None and run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
                 report = train_step(job.trainer, batches, rows, flags, wait, rate)
-                if job.trainer.average is not None and step % job.config.ema_every == 0:
+                if job.trainer.average is not None:
                     job.trainer.average.update()
                 pending.append(PendingStep(step, rows, rate, report))
                 finish_step(run, pending)
@@ -60,7 +60,8 @@ def finish_step(run: Run, pending: PendingSteps) -> None:
     """
     state, plan, step = run.state, run.job.plan, pending.newest
     last = step % plan.steps_per_epoch == 0
-    validates, saves = validation_due(run, step), run.checkpoints.follows(step)
+    validates = validation_due(run, step)
+    saves = run.checkpoints.follows(step, plan.steps_per_epoch)
     needed = last or validates or saves  # known to all ranks in advance
     pending.drain(0 if needed else run.job.trainer.in_flight)
     if state.ended or state.save:

@@ -74,7 +74,7 @@ def check_data(config: Config, pack: Pack) -> None:
     needs = {
         "--output best": config.output == "best",
         "--patience": config.patience,
-        "--validate-steps": config.validate_steps,
+        "--validate-every": config.validate_every not in (Config.validate_every, "0"),
     }
     require_validation(pack, needs)
 

@@ -163,6 +163,7 @@ class Run:
     recorder: Recorder
     control: Control
     state: Progress
+    validations: Interval
     checkpoints: Interval
     writer: Writer | None  # on rank 0 only
     replay: RunReplay | None = None  # unless --local-buffers

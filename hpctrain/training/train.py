@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hpctrain.config import Config, check_settings
+from hpctrain.config import Config, check_settings, validation_interval
 from hpctrain.data.external import labels_note, reading_note
 from hpctrain.data.staging import remove_copies
 from hpctrain.errors import Failure, RunError, UsageError
@@ -192,6 +192,7 @@ def open_run(
             recorder,
             control,
             state,
+            validation_interval(config.validate_every),
             times.checkpoints,
             writer,
             None if config.local_buffers else RunReplay(job.trainer, job.task, job.plan),

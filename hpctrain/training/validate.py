@@ -34,13 +34,9 @@ assert SHOWN <= FIRST_ROWS
 
 def validation_due(run: Run, step: int) -> bool:
     """Whether a validation follows this step."""
-    config, per_epoch = run.job.config, run.job.plan.steps_per_epoch
     if "validation" not in run.job.pack.splits:
         return False
-    if config.validate_steps:
-        return step % config.validate_steps == 0
-    every = config.evaluate_every * per_epoch
-    return bool(every) and step % every == 0
+    return run.validations.follows(step, run.job.plan.steps_per_epoch)
 
 
 def validate(run: Run) -> None:

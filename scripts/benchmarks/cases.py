@@ -87,7 +87,7 @@ def first_step(pack: str, folder: Path) -> float:
 def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, float]]:
     """Train without validation, one CPU thread per rank; return the records of the steps."""
     words = ["--runs-dir", str(folder), "--run", "run", "--progress", "none"]
-    words += ["--evaluate-every", "0", "--device", "cpu", "--threads", "1", *flags]
+    words += ["--validate-every", "0", "--device", "cpu", "--threads", "1", *flags]
     run_job(python("hpctrain", "train", *words, ranks=ranks), f"training on {ranks} ranks")
     return [record for record in read_records(folder / "run") if record["kind"] == "step"]
 

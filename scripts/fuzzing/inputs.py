@@ -73,7 +73,7 @@ def run_settings(folder: Path, **more: Any) -> Config:
         "model": "digits",
         "epochs": 2,
         "batch_size": 8,
-        "checkpoint_every": "2",
+        "checkpoint_every": "2steps",
         "deterministic": True,
         "shards": 2,
         "threads": 1,

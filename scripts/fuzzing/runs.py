@@ -175,7 +175,7 @@ class Weights(Surface):
         """Return the digest of a run that starts from these weights."""
         shutil.rmtree(self.folder / "next", ignore_errors=True)
         init = str(self.folder / "mutated/model.safetensors")
-        train(run_settings(self.folder, run="next", init=init, epochs=1, checkpoint_every="9"))
+        train(run_settings(self.folder, run="next", init=init, epochs=1, checkpoint_every="9steps"))
         return last_digest(self.folder / "next")
 
     def compare(self) -> tuple[int, str]:

@@ -77,7 +77,16 @@ def test_a_killed_rank_costs_no_bits(tmp_path, transport):
             "--run",
             name,
         ]
-        return [*words, *flags, "--checkpoint-every", "10", "--progress", "none", "--threads", "1"]
+        return [
+            *words,
+            *flags,
+            "--checkpoint-every",
+            "10steps",
+            "--progress",
+            "none",
+            "--threads",
+            "1",
+        ]
 
     whole = launch(words("whole"), 2)
     assert whole.returncode == 0, whole.stderr

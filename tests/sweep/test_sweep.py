@@ -26,7 +26,7 @@ batch_size = 16
 shards = 2
 deterministic = true
 device = "cpu"
-checkpoint_every = "5"
+checkpoint_every = "5steps"
 """
 TWO = BASE + "[grid]\nseed = [1, 2]\n"
 OWN = ("--trust-code",)

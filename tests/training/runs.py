@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from unittest import mock
 
-from hpctrain.config import Config, Interval
+from hpctrain.config import Config, Interval, validation_interval
 from hpctrain.report.record import read_records
 from hpctrain.training.control import Control
 from hpctrain.training.state import Progress, Run
@@ -23,17 +23,16 @@ FINE_TUNING = {
         "min_lr": 1e-4,
         "freeze": "conv1,bn1",
         "lr_scale": "fc=2",
-        "validate_steps": 3,
+        "validate_every": "3steps",
         "output": "best",
     },
     "ema": {
         "ema": 0.9,
-        "ema_every": 2,
         "nesterov": True,
         "lr_scale": "conv2=0.8,conv3=0.64",
         "schedule": "one-cycle",
         "output": "ema",
-        "validate_steps": 3,
+        "validate_every": "3steps",
         "freeze": "conv1,bn1",
     },
 }
@@ -47,7 +46,9 @@ def short_run(folder, pack, **settings):
 
 def make_run(job, comm, recorder, control=None):
     """What the training loop works with."""
-    return Run(job, comm, recorder, control or Control(None), Progress(), Interval(), None)
+    validations = validation_interval(job.config.validate_every)
+    control = control or Control(None)
+    return Run(job, comm, recorder, control, Progress(), validations, Interval(), None)
 
 
 @contextlib.contextmanager

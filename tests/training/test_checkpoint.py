@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,12 +13,13 @@ import time
 import pytest
 import torch
 
+from hpctrain.config import Interval, checkpoint_interval, validation_interval
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import UMASK
 from hpctrain.models import as_bytes
 from hpctrain.report.find import checkpoint_steps
 from hpctrain.training import checkpoint
-from hpctrain.training.checkpoint import Interval, Writer, make_ready, newest, verify
+from hpctrain.training.checkpoint import Writer, make_ready, newest, verify
 from tests.flips import flip_each_bit
 from tests.launch import environment
 from tests.odd_models import fine_tuned
@@ -47,25 +49,43 @@ def step_of(found):
 
 @pytest.mark.parametrize(
     ("text", "interval"),
-    [("5", Interval(steps=5)), ("90s", Interval(seconds=90)), ("0.5m", Interval(seconds=30))],
+    [
+        ("5steps", Interval(steps=5)),
+        ("1step", Interval(steps=1)),
+        ("2epochs", Interval(epochs=2)),
+        ("90s", Interval(seconds=90)),
+        ("0.5m", Interval(seconds=30)),
+        ("1:30:00", Interval(seconds=5400)),
+        ("0", Interval()),
+    ],
 )
 def test_intervals(text, interval):
-    assert Interval.parse(text) == interval
+    assert checkpoint_interval(text) == interval
+    if interval.seconds == math.inf:
+        assert validation_interval(text) == interval
 
 
-@pytest.mark.parametrize(
-    "text", ["0", "-3", "", "often", "0m", "²", "auto", "9" * 5000, "9" * 400 + "s"]
-)
+WRONG = ["5", "-3", "", "often", "0m", "0steps", "1.5epochs", "²", "auto", "9" * 5000]
+
+
+@pytest.mark.parametrize("text", [*WRONG, "9" * 400 + "s"])
 def test_intervals_that_are_none(text):
     with pytest.raises(UsageError, match="--checkpoint-every"):
-        Interval.parse(text)
+        checkpoint_interval(text)
+
+
+@pytest.mark.parametrize("text", [*WRONG, "10m", "90s"])
+def test_the_ranks_validate_after_a_number_of_steps(text):
+    with pytest.raises(UsageError, match="--validate-every .*: give .* 2epochs, 500steps; 0 = onl"):
+        validation_interval(text)
 
 
 def test_when_a_checkpoint_is_due(run, monkeypatch):
     every = Interval(steps=4)
-    assert [step for step in range(1, 10) if every.follows(step)] == [4, 8]
+    assert [step for step in range(1, 10) if every.follows(step, 7)] == [4, 8]
+    assert [step for step in range(1, 30) if Interval(epochs=2).follows(step, 7)] == [14, 28]
     with Writer(run, every, 2) as by_steps, Writer(run, Interval(seconds=60), 2) as by_time:
-        assert not by_time.interval.follows(4) and not by_time.overdue()
+        assert not by_time.interval.follows(4, 7) and not by_time.overdue()
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 61)
         assert by_time.overdue() and not by_steps.overdue()

@@ -53,13 +53,23 @@ CASES = {
     "NCHW": {"channels_last": False},
     "global": {"shuffle": "global"},
     "blocks": {"shuffle": "blocks", "read_buffer": "60K"},
-    "denoise": {"task": "denoise", "model": "autoencoder", "validate_steps": 3, "output": "best"},
+    "denoise": {
+        "task": "denoise",
+        "model": "autoencoder",
+        "validate_every": "3steps",
+        "output": "best",
+    },
     **FINE_TUNING,
     "two threads": {"threads": 2},
     "class weights": {"class_weights": "balanced", "label_smoothing": 0.1, "output": "best"},
     "balanced": {"balanced_sampling": True, "read_buffer": "4K"},
     "balanced, global": {"balanced_sampling": True, "shuffle": "global"},
-    "draws in evaluation": {"model": DRAWING, "validate_steps": 3, "patience": 2, "output": "best"},
+    "draws in evaluation": {
+        "model": DRAWING,
+        "validate_every": "3steps",
+        "patience": 2,
+        "output": "best",
+    },
 }
 
 
@@ -146,7 +156,7 @@ def test_the_plain_allreduce_depends_on_the_number_of_ranks(comm, one_rank, sett
 @pytest.mark.mpi
 def test_the_digest_depends_on_seed_and_figures(comm, settings):
     digests = [digest(settings, comm, "a")]
-    for number, change in enumerate(({"seed": 1}, {"lr": 0.02}, {"evaluate_every": 0})):
+    for number, change in enumerate(({"seed": 1}, {"lr": 0.02}, {"validate_every": "0"})):
         digests.append(digest(dataclasses.replace(settings, **change), comm, f"b{number}"))
     assert len(set(digests)) == len(digests)
 
@@ -190,11 +200,11 @@ def test_more_ranks_than_the_session_has(settings, comm, ranks, program, runs, t
 @pytest.mark.parametrize(
     ("change", "wrong", "found", "recorded"),
     [
-        ({"checkpoint_every": "4"}, 8, 8, [4, 7]),
-        ({"checkpoint_every": "4"}, 5, 7, [4]),
-        ({"validate_steps": 6}, 3, 6, []),
-        ({"evaluate_every": 0}, 4, 14, []),
-        ({"evaluate_every": 0, "output": "ema", "ema": 0.9}, 14, 14, []),
+        ({"checkpoint_every": "4steps"}, 8, 8, [4, 7]),
+        ({"checkpoint_every": "4steps"}, 5, 7, [4]),
+        ({"validate_every": "6steps"}, 3, 6, []),
+        ({"validate_every": "0"}, 4, 14, []),
+        ({"validate_every": "0", "output": "ema", "ema": 0.9}, 14, 14, []),
     ],
     ids=["checkpoint", "epoch", "validation", "end", "last step"],
 )
@@ -286,7 +296,7 @@ def divergence(comm, step):
 
 @pytest.mark.mpi
 def test_digests_in_the_record_are_those_of_any_number_of_ranks(comm, one_rank, settings):
-    config = dataclasses.replace(settings, validate_steps=3)
+    config = dataclasses.replace(settings, validate_every="3steps")
     digest(config, comm, "together")
     if comm.rank == 0:
         digest(config, one_rank, "alone")

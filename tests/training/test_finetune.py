@@ -132,7 +132,6 @@ CASES = {
         {
             "freeze": "stem,bn",
             "ema": 0.8,
-            "ema_every": 2,
             "output": "ema",
             "optimizer": "adamw",
         },
@@ -188,7 +187,7 @@ def plain_torch(case, config, alone):
             steps += 1
             if scheduler:
                 scheduler.step()
-            if average and steps % config.ema_every == 0:
+            if average:
                 average.update_parameters(model)
     job.loader.close()
     return (average.module if average else model).state_dict(), before
@@ -356,7 +355,6 @@ CONFLICTS = {
     "--schedule one-cycle has a warm-up": {"schedule": "one-cycle", "warmup_epochs": 1.0},
     "--ema 0.9 needs --output ema": {"ema": 0.9},
     "--output ema needs the decay": {"output": "ema"},
-    "--ema-every 2 goes with --ema": {"ema_every": 2},
     "--ema and --batch-norm local exclude": dict(ema=0.9, output="ema", batch_norm="local"),
     "--lr-scale fc: give patterns": {"lr_scale": "fc"},
     "--lr-scale fc=0: give patterns": {"lr_scale": "fc=0"},

@@ -51,7 +51,7 @@ def recorded(settings, comm, name):
     return comm.bcast([{k: r[k] for k in own if k in r} | {"kind": r["kind"]} for r in records])
 
 
-@pytest.mark.parametrize("change", [{}, {"validate_steps": 3, "checkpoint_every": "4"}])
+@pytest.mark.parametrize("change", [{}, {"validate_every": "3steps", "checkpoint_every": "4steps"}])
 def test_a_late_run_is_the_same_run(comm, settings, late, change):
     found = []
     for name, number in (("at once", 0), ("one", 1), ("three", 3)):
@@ -80,7 +80,7 @@ def test_seconds_of_steps_that_are_read_together_are_their_own(
 
     monkeypatch.setattr(steps_module, "train_step", slow)
     late(number)
-    assert train(dataclasses.replace(settings, validate_steps=5), comm) == 0
+    assert train(dataclasses.replace(settings, validate_every="5steps"), comm) == 0
     if comm.rank == 0:
         found = [r for r in read_records(Path(settings.runs_dir) / "a") if r["kind"] == "step"]
         assert [record["seconds"]["total"] for record in found] == pytest.approx(lasted)

@@ -28,7 +28,7 @@ STEPS = 14  # of a run; each rank does one forward a step
 
 @pytest.fixture
 def settings(settings):
-    return dataclasses.replace(settings, checkpoint_every="5", test=False)
+    return dataclasses.replace(settings, checkpoint_every="5steps", test=False)
 
 
 def odd(settings, kind, **changes):
@@ -70,7 +70,7 @@ def test_a_buffer_that_is_none_at_first_is_refused_by_name(comm, settings, kind)
 
 @pytest.mark.parametrize("kind", ["cache", "made_later", "drops", "frozen"])
 def test_what_follows_from_the_input_alone_is_trained(comm, settings, kind):
-    config = odd(settings, kind, checkpoint_every="1")
+    config = odd(settings, kind, checkpoint_every="1step")
     assert loop.train(config, comm) == 0
     more = dataclasses.replace(config, epochs=3)
     assert loop.train(more, comm) == 0, "resumed"
@@ -86,8 +86,10 @@ def test_what_begins_to_change_later_is_named_at_the_next_digest(
     """On rank 0 from the seventh or eleventh step on: forwards to look at it count too."""
     where = rf"changed .* to the next \(after step {step} on rank 0 of {comm.size}"
     with pytest.raises(UsageError, match=f"the network's {name}.*{where}"):
-        loop.train(odd(settings, kind, checkpoint_every=str(every), evaluate_every=0), comm)
-    allowed = odd(settings, kind, checkpoint_every=str(every), local_buffers=True, run="allowed")
+        loop.train(odd(settings, kind, checkpoint_every=f"{every}steps", validate_every="0"), comm)
+    allowed = odd(
+        settings, kind, checkpoint_every=f"{every}steps", local_buffers=True, run="allowed"
+    )
     assert loop.train(allowed, comm) == 0
 
 
@@ -158,7 +160,8 @@ def test_ranks_with_different_weights_are_named_at_the_next_digest(
         words = r"did not hold the same weights \(digests by rank: [0-9a-f]{16}, [0-9a-f]{16}\)"
     with pytest.raises(RunError, match=f"after step 3 .*{words}.*they differ in linear.bias"):
         loop.train(
-            odd(settings, "frozen", checkpoint_every="3", **{"local_buffers": True} | changes), comm
+            odd(settings, "frozen", checkpoint_every="3steps", **{"local_buffers": True} | changes),
+            comm,
         )
 
 
@@ -168,7 +171,8 @@ def test_looking_leaves_no_trace(comm, settings, changes):
     config = odd(settings, "drops", run=None, test=True, **changes)
     assert comm.size < 5
     found = {
-        digest(dataclasses.replace(config, checkpoint_every=n), comm, n) for n in ("10m", "1", "4")
+        digest(dataclasses.replace(config, checkpoint_every=n), comm, n)
+        for n in ("10m", "1step", "4steps")
     }
     assert len(found) == 1 or (not changes and comm.size > 2), "MPI may add in another order"
 

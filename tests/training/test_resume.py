@@ -41,10 +41,10 @@ CASES = {
     "denoise, best": {
         "task": "denoise",
         "model": "autoencoder",
-        "validate_steps": 3,
+        "validate_every": "3steps",
         "output": "best",
     },
-    "patience": {"validate_steps": 2, "patience": 2, "lr": 0.3},
+    "patience": {"validate_every": "2steps", "patience": 2, "lr": 0.3},
     "bf16": {"precision": "bf16", "shift": 2},
     **runs.FINE_TUNING,
     "unused": {"model": "tests.odd_models:branches", "weight_decay": 0.1},
@@ -124,7 +124,7 @@ def test_on_another_number_of_ranks(comm, settings, leave_after):
     if comm.size > 1:
         leave_after()
     if comm.rank == 0:
-        few = dataclasses.replace(settings, checkpoint_every="2")
+        few = dataclasses.replace(settings, checkpoint_every="2steps")
         if comm.size > 1:
             with runs.leave_after(5):
                 assert program.train(few, alone) == 75
@@ -141,7 +141,7 @@ def test_on_another_number_of_ranks(comm, settings, leave_after):
 
 @pytest.mark.parametrize("dies_after", [1, 6, 7, 8])
 def test_a_run_that_died_goes_on_after_its_last_checkpoint(comm, settings, monkeypatch, dies_after):
-    config = dataclasses.replace(settings, checkpoint_every="3")
+    config = dataclasses.replace(settings, checkpoint_every="3steps")
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     step = inner.train_step
 
@@ -166,7 +166,7 @@ def test_a_run_that_died_goes_on_after_its_last_checkpoint(comm, settings, monke
 
 
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(comm, settings, leave_after):
-    config = dataclasses.replace(settings, checkpoint_every="2")
+    config = dataclasses.replace(settings, checkpoint_every="2steps")
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(7)
     assert program.train(config, comm) == 75
@@ -482,7 +482,7 @@ def test_a_buffer_that_forward_makes_is_as_it_was(comm, settings, leave_after, m
 
     monkeypatch.setattr(program, "restore", restore)
     own = {"model": "tests.odd_models:lazy", "local_buffers": True, "deterministic": False}
-    own |= {"output": output, "validate_steps": 2}
+    own |= {"output": output, "validate_every": "2steps"}
     config = dataclasses.replace(settings, **own)
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(3)
@@ -497,7 +497,7 @@ def test_a_buffer_that_forward_makes_is_as_it_was(comm, settings, leave_after, m
 @pytest.mark.parametrize("keep", [2, 3])
 def test_a_record_that_lost_a_validation_is_told_again_or_named(comm, settings, leave_after, keep):
     """After step 7 there are an epoch and a validation, and a checkpoint that follows them."""
-    config = dataclasses.replace(settings, checkpoint_every="1", keep=keep)
+    config = dataclasses.replace(settings, checkpoint_every="1step", keep=keep)
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(8)
     assert program.train(config, comm) == 75
@@ -523,7 +523,7 @@ def test_a_record_that_lost_a_validation_is_told_again_or_named(comm, settings, 
 
 
 def test_checkpoints_that_were_passed_over_do_not_push_out_new_ones(comm, settings, leave_after):
-    config = dataclasses.replace(settings, checkpoint_every="2", keep=2)
+    config = dataclasses.replace(settings, checkpoint_every="2steps", keep=2)
     leave_after(7)
     assert program.train(config, comm) == 75
     folder = Path(settings.runs_dir) / "a" / "checkpoints"
@@ -594,7 +594,7 @@ def test_a_notice_does_not_take_back_a_stop(comm, settings, monkeypatch):
 @pytest.mark.parametrize("bad", [b"\0" * 40 + b"\n", b"[5]\n", b'{"kind": "step", "step": "x"}\n'])
 def test_a_record_that_lost_a_line_is_told_again_from_there(comm, settings, leave_after, bad):
     """As after a power failure: only what a checkpoint covers has reached the disk for sure."""
-    config = dataclasses.replace(settings, checkpoint_every="2")
+    config = dataclasses.replace(settings, checkpoint_every="2steps")
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(6)
     assert program.train(config, comm) == 75
@@ -619,7 +619,7 @@ def test_a_record_that_lost_a_line_is_told_again_from_there(comm, settings, leav
 
 def test_steps_that_the_record_lost_are_named(comm, settings, leave_after, capfd):
     """Cut shorter than the only checkpoint, and without a line in between: nothing else is lost."""
-    config = dataclasses.replace(settings, keep=1, progress="plain", validate_steps=2)
+    config = dataclasses.replace(settings, keep=1, progress="plain", validate_every="2steps")
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(9)
     assert program.train(config, comm) == 75
@@ -672,7 +672,7 @@ def ever_worse(monkeypatch):
 def test_a_run_that_patience_ended_goes_on_when_extended_even_if_killed_at_once(
     comm, settings, monkeypatch
 ):
-    flags = {"validate_steps": 2, "patience": 1, "checkpoint_every": "1000"}
+    flags = {"validate_every": "2steps", "patience": 1, "checkpoint_every": "1000steps"}
     config = dataclasses.replace(settings, **flags)
     assert program.train(config, comm) == 0
     assert (end(settings, comm)["status"], end(settings, comm)["steps"]) == ("done", 4)
@@ -689,7 +689,7 @@ def test_a_run_that_patience_ended_goes_on_when_extended_even_if_killed_at_once(
 
 @pytest.mark.usefixtures("ever_worse")
 def test_the_best_network_is_tested_once_in_the_record_of_an_extended_run(comm, settings):
-    config = dataclasses.replace(settings, validate_steps=3, output="best")
+    config = dataclasses.replace(settings, validate_every="3steps", output="best")
     longer = dataclasses.replace(config, epochs=3)
     assert program.train(dataclasses.replace(longer, run="whole"), comm) == 0
     assert program.train(config, comm) == program.train(longer, comm) == 0
@@ -742,7 +742,7 @@ def test_fewer_epochs_are_refused(comm, settings, leave_after):
 def test_checkpoints_that_may_be_whole_are_not_thrown_away(
     comm, settings, leave_after, monkeypatch, how
 ):
-    config = dataclasses.replace(settings, checkpoint_every="2")
+    config = dataclasses.replace(settings, checkpoint_every="2steps")
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(3)
     assert program.train(config, comm) == 75

@@ -40,7 +40,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "run": "tests/training/test_train.py",
     "runs_dir": "tests/training/test_train.py",
     "progress": "tests/report/test_progress.py",
-    "evaluate_every": "below",
+    "validate_every": "below",
     "tensorboard": "below",
     "dry_run": "below",
     "deterministic": "tests/training/test_deterministic.py",
@@ -58,7 +58,6 @@ ELSEWHERE = {  # flag -> where it is tested
     "stage": "tests/training/test_stage.py",
     "verify": "tests/training/test_bad_rows.py",
     **dict.fromkeys(("loss", "augment", "metric"), "tests/training/test_own_functions.py"),
-    "validate_steps": "tests/training/test_validate.py",
     "patience": "tests/training/test_validate.py",
     "output": "tests/training/test_validate.py",
     "checkpoint_every": "tests/training/test_resume.py",
@@ -77,7 +76,6 @@ ELSEWHERE = {  # flag -> where it is tested
             "nesterov",
             "min_lr",
             "ema",
-            "ema_every",
         ),
         "tests/training/test_finetune.py",
     ),
@@ -145,7 +143,7 @@ def settings(comm, shared_tmp):
         shards=4,
         lr=LR,
         momentum=0.0,
-        evaluate_every=0,
+        validate_every="0",
         device="cpu",
         threads=1,
     )
@@ -447,10 +445,11 @@ def test_every_flag_is_tested():
 
 
 @pytest.mark.parametrize(
-    ("every", "expected"), [(0, [3]), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])], ids=str
+    ("every", "expected"),
+    [("0", [3]), ("1epoch", [1, 2, 3]), ("2epochs", [2, 3]), ("3epochs", [3])],
 )
-def test_evaluate_every(comm, settings, every, expected):
-    loop.train(dataclasses.replace(settings, epochs=3, evaluate_every=every), comm)
+def test_validate_every(comm, settings, every, expected):
+    loop.train(dataclasses.replace(settings, epochs=3, validate_every=every), comm)
     if comm.rank == 0:
         records = list(read_records(Path(settings.runs_dir) / "a"))
         found = [r["epoch"] for r in records if r.get("split") == "validation"]

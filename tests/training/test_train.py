@@ -130,7 +130,9 @@ def test_what_a_step_an_evaluation_and_a_save_take_is_measured(comm, settings, m
         return original(self, *told)
 
     monkeypatch.setattr(Control, "flags", flags)
-    loop.train(dataclasses.replace(settings, validate_steps=4, checkpoint_every="3"), comm)
+    loop.train(
+        dataclasses.replace(settings, validate_every="4steps", checkpoint_every="3steps"), comm
+    )
     assert seen[0][:2] == (0, 0)
     assert 0 < seen[0][2] < 1, "guessed, until one was saved"
     assert 0 < seen[1][0] < 30
@@ -289,7 +291,7 @@ def test_local_statistics_are_tested_as_they_are_saved(comm, settings):
 
 
 def test_validation_comes_at_the_end_where_no_epoch_asks_for_it(comm, settings):
-    loop.train(dataclasses.replace(settings, evaluate_every=0), comm)
+    loop.train(dataclasses.replace(settings, validate_every="0"), comm)
     if comm.rank == 0:
         records = list(read_records(Path(settings.runs_dir) / "a"))
         found = [(r["split"], r["step"]) for r in records if r["kind"] == "evaluation"]

@@ -57,7 +57,7 @@ def validations(settings):
     ids=str,
 )
 def test_validation_comes_every_given_number_of_steps(comm, settings, every, expected):
-    loop.train(dataclasses.replace(settings, validate_steps=every), comm)
+    loop.train(dataclasses.replace(settings, validate_every=f"{every}steps"), comm)
     if comm.rank == 0:
         assert validations(settings)[0] == expected
 
@@ -69,7 +69,7 @@ def test_patience_is_counted_in_validations_without_a_smaller_loss(
     comm, settings, losses, patience, last
 ):
     losses([5.0, 4.0, 3.0, 3.0, 3.5, 2.0, 9.0])
-    loop.train(dataclasses.replace(settings, validate_steps=2, patience=patience), comm)
+    loop.train(dataclasses.replace(settings, validate_every="2steps", patience=patience), comm)
     if comm.rank == 0:
         steps, end = validations(settings)
         assert steps[-1] == end["steps"] == last
@@ -83,7 +83,7 @@ def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(
     comm, settings, losses, output, place
 ):
     seen = losses([5.0, 1.0, 3.0, 3.0])
-    loop.train(dataclasses.replace(settings, validate_steps=4, output=output), comm)
+    loop.train(dataclasses.replace(settings, validate_every="4steps", output=output), comm)
     assert len(seen) == 4
     if comm.rank == 0:
         folder = Path(settings.runs_dir) / "a"
@@ -102,7 +102,9 @@ def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(
         assert np.isfinite(tests[0]["loss"])
 
 
-@pytest.mark.parametrize("flags", [{"output": "best"}, {"patience": 2}, {"validate_steps": 3}])
+@pytest.mark.parametrize(
+    "flags", [{"output": "best"}, {"patience": 2}, {"validate_every": "3steps"}]
+)
 def test_what_needs_a_validation_split_is_refused_without_one(comm, settings, flags):
     name = "--" + next(iter(flags)).replace("_", "-")
     name += " best" if "output" in flags else ""
@@ -130,15 +132,13 @@ def saved_steps(settings):
 
 
 @pytest.mark.parametrize(
-    "settings_of", [(5, 1, 5), (7, 1, 7), (None, 1, 7), (None, 0, 14)], ids=str
+    "settings_of", [("5steps", 5), ("7steps", 7), ("1epoch", 7), ("0", 14)], ids=str
 )
 @pytest.mark.parametrize("what", ["unreadable on one rank", "not finite"])
 def test_a_validation_that_fails_loses_no_step(comm, settings, monkeypatch, settings_of, what):
     """The run ends with 1, saved; once the rows are sound again, it comes to the same end."""
-    each, every, reached = settings_of
-    settings = dataclasses.replace(
-        settings, validate_steps=each, evaluate_every=every, deterministic=True, shards=4
-    )
+    every, reached = settings_of
+    settings = dataclasses.replace(settings, validate_every=every, deterministic=True, shards=4)
     whole, real = digest(settings, comm, "whole"), evaluate.find_nonfinite
 
     def find_nonfinite(source, rows, images):

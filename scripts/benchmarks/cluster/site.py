@@ -101,7 +101,14 @@ class Site:
         pack, batch = locate("digits", str(self.folder)), 504 + -504 % self.ranks
         epochs = str(60 * batch // 10_000)
         words = ["--data", str(pack), "--batch-size", str(batch), "--shards", str(self.ranks)]
-        words += ["--epochs", epochs, "--deterministic", "--checkpoint-every", "5", "--no-test"]
+        words += [
+            "--epochs",
+            epochs,
+            "--deterministic",
+            "--checkpoint-every",
+            "5steps",
+            "--no-test",
+        ]
         words += ["--runs-dir", str(self.folder), "--run", run, "--timeout", "2m"]
         return [*words, "--progress", "none", *flags]
 

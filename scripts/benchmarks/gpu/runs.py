@@ -178,7 +178,7 @@ def rate(case: Case, side: int, *flags: str, ranks: int = 1) -> tuple[float, int
     batch, steps, epochs = case.size((BATCH, PACK_STEPS, EPOCHS), (4, 2, 3))
     pack = made_pack(case, batch * steps * ranks, (side, side, 3))
     words = ["--data", pack, "--model", network(case), "--batch-per-rank", str(batch)]
-    words += ["--epochs", str(epochs), "--evaluate-every", "0", *flags]
+    words += ["--epochs", str(epochs), "--validate-every", "0", *flags]
     found = [record for record in train(case, *words, ranks=ranks) if record["kind"] == "step"]
     warm = WARM_EPOCHS * steps
     return steps_rate(found, warm), len(found) - warm
