@@ -6,8 +6,6 @@ A pattern is a shell pattern (fnmatch) of a name in the network's state dict, su
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -24,16 +22,12 @@ from hpctrain.text import listed
 def select(flag: str, pattern: str, names: Sequence[str]) -> set[str]:
     """Return the names that match a pattern. Raises UsageError if there is none."""
     found = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
-    if found:
-        return found
-    modules = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
-    known = {*modules, *names, *(["norm", "bias"] if flag == "--no-decay" else [])}
-    stems = {re.sub(r"\d+$", "*", module) for module in modules} if "*" in pattern else set()
-    near = difflib.get_close_matches(pattern, sorted(stems), n=1, cutoff=0.7)
-    near = near or difflib.get_close_matches(pattern.rstrip("*."), sorted(known), n=1)
-    tops = listed(dict.fromkeys(name.partition(".")[0] for name in names), 12)
-    hint = f"did you mean {near[0]}? The" if near else "the"
-    raise UsageError(f"{flag} {pattern}: no name in the network matches; {hint} network has {tops}")
+    if not found:
+        tops = listed(dict.fromkeys(name.partition(".")[0] for name in names), 12)
+        raise UsageError(
+            f"{flag} {pattern}: no name in the network matches; the network has {tops}"
+        )
+    return found
 
 
 def freeze(model: nn.Module, names: str | None) -> list[nn.Parameter]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpctrain.config import Config, check_settings, validation_interval
 from hpctrain.data.external import labels_note, reading_note
 from hpctrain.data.staging import remove_copies
-from hpctrain.errors import Failure, RunError, UsageError
+from hpctrain.errors import Failure, RunError
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.inference.network import FILE as MODEL_FILE
 from hpctrain.launcher import LEFT
@@ -139,15 +139,11 @@ main = run_training
 def say_finished(earlier: PreviousLaunch) -> TrainingResult:
     """Print that nothing is left to do, and return how the run has ended (rank 0).
 
-    Raises RunError if the network of the finished run is missing or corrupt.
+    Raises UsageError if the network of the finished run is missing or corrupt.
     """
-    text = f"The run {earlier.folder} is finished, {counted(earlier.plan.epochs, 'epoch')}"
-    try:
-        _, known = read_model(earlier.folder / MODEL_FILE)
-    except UsageError as error:
-        advice = "bring that file back, or train anew under another --run"
-        raise RunError(f"{text}, but {error}: {advice}") from error
-    say(f"{text}: a larger --epochs extends it")
+    _, known = read_model(earlier.folder / MODEL_FILE)
+    epochs = counted(earlier.plan.epochs, "epoch")
+    say(f"The run {earlier.folder} is finished, {epochs}: a larger --epochs extends it")
     reached = known.get("step", 0), known.get("epoch", 0), known.get("figures", {})
     return TrainingResult(earlier.folder, "done", 0, *reached)
 

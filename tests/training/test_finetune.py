@@ -316,9 +316,6 @@ def test_tied_parameters_are_named_by_either_name():
 
 
 REFUSED = {
-    "no name in the network matches; did you mean blocks": {"freeze": "block"},
-    "did you mean blocks.*? The network has shift, stem": {"freeze": "blok*"},
-    "did you mean bias? The network": {"no_decay": "biases", "weight_decay": 0.1},
     "x*: no name in the network matches; the network has shift, stem, bn": {"freeze": "x*"},
     "it freezes all parameters": {"freeze": "*"},
     "--lr-scale blocks.2: no name": {"lr_scale": "blocks.2=0.1"},

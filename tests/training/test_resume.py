@@ -231,7 +231,7 @@ def test_a_finished_run_says_so_and_more_epochs_extend_it(comm, settings, capsys
         if comm.rank == 0:
             change(folder / "model.safetensors")
         comm.Barrier()
-        with pytest.raises(RunError, match=f"is finished, 2 epochs, but .*{message}"):
+        with pytest.raises(UsageError, match=f"model.safetensors.*{message}"):
             program.train(settings, comm)
     assert program.train(dataclasses.replace(settings, epochs=3), comm) == 0
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
