@@ -72,10 +72,7 @@ def read_beat(path: Path) -> Beat | None:
     try:
         with open(path, "rb", opener=open_itself) as file:
             written, content = os.fstat(file.fileno()).st_mtime, file.read(LONGEST)
-        found = parse_json(content)
-        if isinstance(found, dict):  # a later version may write more fields
-            found = {name: found[name] for name in Beat.__annotations__ if name in found}
-        beat = from_fields(Beat, found)
+        beat = from_fields(Beat, parse_json(content))
     except (OSError, ValueError):
         return None
     if path.name != f"{beat.rank}.json":

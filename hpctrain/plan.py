@@ -9,10 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
-import pickle
-import zlib
 from functools import cached_property
-from itertools import accumulate, pairwise
 
 from hpctrain.config import Config, byte_count, optimizer_and_rate, worker_loads
 from hpctrain.config.others import evaluation_rows
@@ -20,8 +17,7 @@ from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
 
-VERSION = 2  # meaning of a plan's numbers. 1, not stored: samples in the order of NumPy's shuffle
-LATER = ("class_weights", "balanced_sampling", "scaling")  # added later: hashed if not the default
+VERSION = 1  # meaning of a plan's numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +85,6 @@ class Plan:
     balanced_sampling: bool = False  # classes are drawn equally often
     scaling: tuple[tuple[float, ...], ...] = ()  # mean and std by channel; () = images in [0, 1]
 
-    def __getstate__(self) -> bytes:
-        """Return the fields for pickle, compressed; 200 KB for 16,384 ranks if they were not."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["runs"] = [end - first for first, end in self.runs]
-        return zlib.compress(pickle.dumps(fields))
-
-    def __setstate__(self, state: bytes) -> None:
-        fields = pickle.loads(zlib.decompress(state))
-        self.__dict__.update(fields, runs=tuple(pairwise([0, *accumulate(fields["runs"])])))
-
     @cached_property
     def partition(self) -> Partition:
         return Partition(self.rows, self.shares, self.last)
@@ -110,11 +96,8 @@ class Plan:
 
     def digest(self) -> str:
         """Return a hash of all fields that determine the results: all but the ranks of a launch."""
-        fields = dataclasses.asdict(self) | {"wire": self.comm_dtype}  # its first name
-        del fields["ranks"], fields["runs"], fields["comm_dtype"]
-        if self.version == 1:
-            del fields["version"]  # such plans were hashed without it
-        fields = {n: v for n, v in fields.items() if n not in LATER or v != getattr(Plan, n)}
+        fields = dataclasses.asdict(self)
+        del fields["ranks"], fields["runs"]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

@@ -33,13 +33,6 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert settings == Config(lr=0.5, batch_size=32, model="resnet18")
 
 
-def test_earlier_names_of_settings_are_read_from_files(tmp_path):
-    (tmp_path / "run.toml").write_text('wire = "bf16"\n')
-    assert cli.parse(["--config", str(tmp_path / "run.toml")])[1].comm_dtype == "bf16"
-    with pytest.raises(UsageError, match="unknown option '--wire'"):
-        cli.parse(["--wire", "bf16"])
-
-
 def test_a_written_configuration_reads_back_the_same(tmp_path):
     config = Config(lr=0.25, shards=6, flip=True, run='odd "name"', init=None)
     (tmp_path / "config.toml").write_text(to_toml(config))

@@ -119,7 +119,8 @@ def digested(step, digest):
 
 
 def end(digest):
-    return {"kind": "end", "status": "done" if digest else "left", "steps": 1, "digest": digest}
+    status = "done" if digest else "preempted"
+    return {"kind": "end", "status": status, "steps": 1, "digest": digest}
 
 
 @pytest.mark.parametrize(

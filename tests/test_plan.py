@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -145,17 +144,12 @@ def test_the_digest_changes_with_every_field():
 
 
 def test_a_plan_of_another_version_is_told_and_not_continued():
-    """Version 1 was not written, and its digest is in the records of such runs."""
     plan = resolve(Config(), FACTS)
     assert go_on(read_plan(json.loads(plan.to_json())), Config(), FACTS) == plan
-    old = json.loads(plan.to_json())
-    assert old.pop("version") == VERSION
-    assert old.pop("digest") == plan.digest()
-    assert read_plan(old).digest() == "5a72e08d628d67c1"
-    for fields, version in ((old, 1), ({**old, "version": VERSION + 1}, VERSION + 1)):
-        words = f"rows in another order .its plan has version {version},.* finish it with the one"
-        with pytest.raises(UsageError, match=words):
-            go_on(read_plan(fields), Config(), FACTS)
+    other = dataclasses.replace(plan, version=VERSION + 1)
+    words = f"rows in another order .its plan has version {VERSION + 1},.* finish it with the one"
+    with pytest.raises(UsageError, match=words):
+        go_on(read_plan(json.loads(other.to_json())), Config(), FACTS)
 
 
 def test_a_plan_is_that_of_the_record():
@@ -176,8 +170,9 @@ def test_a_digest_that_is_not_the_plans_is_refused():
     fields = json.loads(resolve(Config(), FACTS).to_json())
     with pytest.raises(ValueError, match="its digest is [0-9a-f]{16}, and not 0000 as it says"):
         read_plan({**fields, "digest": "0000"})
-    del fields["digest"]  # as in earlier ones
-    assert read_plan(fields) == resolve(Config(), FACTS)
+    del fields["digest"]
+    with pytest.raises(ValueError, match="and not None as it says"):
+        read_plan(fields)
 
 
 def test_the_plan_can_be_read():
@@ -244,33 +239,10 @@ def test_a_plan_is_read_back_as_it_was_written():
     assert read_plan(json.loads(plan.to_json())) == plan
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("epochs", 0),
-        ("rows", 3303),
-        ("rows", -3301),
-        ("shards", 8),
-        ("shards", 0),
-        ("shares", [128]),
-        ("shares", []),
-        ("batch_size", 127),
-        ("last", [-1, 24, 24, 24]),
-        ("steps_per_epoch", 25),
-        ("window_blocks", 0),
-        ("evaluation_rows", -64),
-        ("threads", 10**9),
-        ("image_shape", [100, -100, 3]),
-        ("optimizer", "sgd"),
-        ("precision", "fp64"),
-        ("shuffle", ""),
-        ("class_weights", [1.0]),
-        ("class_weights", [1.0] * (FACTS.classes - 1) + [0.0]),
-    ],
-)
-def test_a_plan_that_does_not_add_up_is_refused(name, value):
+@pytest.mark.parametrize("name, value", [("epochs", 0), ("last", [-1, 24, 24, 24])])
+def test_a_plan_whose_numbers_were_changed_is_refused(name, value):
     fields = {**json.loads(resolve(Config(), FACTS).to_json()), name: value}
-    with pytest.raises(ValueError, match=" is .*, which does not fit the rest of the plan"):
+    with pytest.raises(ValueError, match="its digest is"):
         read_plan(fields)
 
 
@@ -278,17 +250,3 @@ def test_numbers_that_no_file_of_a_run_could_say_are_refused():
     with pytest.raises(UsageError, match="--seed 9223372036854775808: give at most"):
         check_settings(Config(seed=2**63))
     check_settings(Config(seed=-(2**63) + 1))
-
-
-def test_a_pickled_plan_of_many_ranks_is_small():
-    facts = dataclasses.replace(FACTS, ranks=16_384, rows=1_234_567)
-    plans = [
-        resolve(Config(batch_per_rank=32, worker_load=load), facts)
-        for load in (None, ",".join(["2", "1"] * 8192))
-    ]
-    assert len({plan.runs for plan in plans}) == 2
-    for plan in plans:
-        assert plan.partition  # what follows from the fields is not sent
-        sent = pickle.dumps(plan)
-        assert len(sent) < 5000 and pickle.loads(sent) == plan
-        assert pickle.loads(sent).partition == plan.partition

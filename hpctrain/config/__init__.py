@@ -22,7 +22,6 @@ from hpctrain.config.option import (
     duration,
     fold_number,
     image_size,
-    renamed,
     split_shares,
     to_toml,
     toml_value,

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -22,12 +22,6 @@ LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that timers accept
 MOST_DIGITS = 15  # of a number of steps
 MAX_SIDE = 2**14  # pixels, of a decoded image
 TRUST_CODE = "import functions of your own, package.module:function, that a file names"
-RENAMED = {"wire": "comm_dtype"}  # settings whose earlier names are still read from files
-
-
-def renamed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table of settings with earlier names replaced by the current ones."""
-    return {RENAMED.get(name, name): value for name, value in table.items()}
 
 
 def option(

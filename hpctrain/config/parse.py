@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from hpctrain.config.conflicts import conflicts
 from hpctrain.config.imports import own_functions, require_trust
-from hpctrain.config.option import TRUST_CODE, class_weights, flag_of, renamed
+from hpctrain.config.option import TRUST_CODE, class_weights, flag_of
 from hpctrain.config.patterns import learning_rate_factors, patterns
 from hpctrain.config.train import Config
 from hpctrain.errors import UsageError, did_you_mean
@@ -160,7 +160,7 @@ def read_table(table: dict[str, Any], settings: type, place: str) -> dict[str, A
     """
     fields = {field.name: field for field in dataclasses.fields(settings)}
     hints, found = typing.get_type_hints(settings), {}
-    for name, value in renamed(table).items():
+    for name, value in table.items():
         if name == "trust_code":
             raise UsageError(f"{place}: trust_code can be given on the command line only")
         if name not in fields:
@@ -192,7 +192,7 @@ def load_toml(path: str, flag: str = "") -> dict[str, Any]:
         raise UsageError(f"{flag}{path} is a folder: name a TOML file")
     try:
         with open(path, "rb") as file:
-            return renamed(parse_toml(file.read()))
+            return parse_toml(file.read())
     except OSError as error:
         raise UsageError(f"{flag}{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -172,7 +172,7 @@ class Pack:
     provenance: dict[str, Any]
     uuid_offset: int = -1  # byte offset of the uuid, to recognise the file; -1 = not found
     fit: str = ""  # of a pack of JPEG files: one of FITS
-    sha256: str = ""  # from `facts_sha256`; empty if the pack has none
+    sha256: str = ""  # from `facts_sha256`
     external: ExternalFile | None = None  # of train
     external_splits: dict[str, ExternalFile] = field(default_factory=dict)  # if each has its own
     external_arguments: dict[str, Any] = field(default_factory=dict)  # of `read_external`

@@ -132,7 +132,7 @@ def _read_attributes(path: str) -> Pack:
             provenance,
             uuid_offset=_find_uuid(path, size, identity.encode()),
             fit=_fit(file) if encoded else "",
-            sha256=_text(file, "sha256")[0].decode() if "sha256" in file.attrs else "",
+            sha256=_text(file, "sha256")[0].decode(),
         )
 
 
@@ -267,4 +267,4 @@ def _find_altered(pack: Pack, sums: Sums) -> str | None:
     if content_uuid(pack.image_shape, pack.classes, stored, pack.fit) != pack.uuid:
         return NOT_OF_UUID
     made = facts_sha256(pack.uuid, pack.mean, pack.std, pack.provenance)
-    return NOT_OF_SHA256 if pack.sha256 not in ("", made) else None
+    return NOT_OF_SHA256 if pack.sha256 != made else None

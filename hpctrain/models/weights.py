@@ -9,8 +9,7 @@ not every version of the library supports, are stored as pairs of real numbers; 
 A file of weights holds all parameters and buffers, contiguous in torch's order, and two metadata
 entries: "hpctrain", a JSON object with what the caller needs to build the model again, and
 "hpctrain.sha256", the SHA-256 of the file that would be written without this entry: it covers
-names, types, shapes, values and the metadata. Files of earlier versions lack the checksum; those of
-other programs lack both entries.
+names, types, shapes, values and the metadata. Files of other programs lack both entries.
 """
 
 from __future__ import annotations

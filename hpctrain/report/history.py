@@ -25,7 +25,7 @@ from hpctrain.text import listed
 RECENT = 50  # steps over which speeds and shares are computed
 MOST_NOTES = 5  # kept in a history
 LARGEST = 1e200
-STATUSES = {"left": "preempted"} | {s: s for s in ("done", "stopped", "preempted", "failed")}
+STATUSES = ("done", "stopped", "preempted", "failed")
 
 
 class Outcome(NamedTuple):
@@ -67,7 +67,7 @@ class Launch:
         """How the launch ended, according to its end record."""
         if not self.end:
             return Outcome()
-        status = STATUSES.get(self.end["status"], "failed")
+        status = self.end["status"] if self.end["status"] in STATUSES else "failed"
         return Outcome(status, self.end.get("reason"), time_of(self.end) or 0.0)
 
 

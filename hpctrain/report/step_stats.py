@@ -77,11 +77,8 @@ class Costs:
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Store the facts from the description of a run that the advice depends on."""
         large = facts.get("parameters", 0) >= WORTH_NARROWING
-        self.may_narrow = (
-            large
-            and facts.get("comm_dtype", facts.get("wire")) == "fp32"
-            and not facts.get("deterministic")
-        )
+        narrow = facts.get("comm_dtype") == "fp32" and not facts.get("deterministic")
+        self.may_narrow = large and narrow
         self.may_stage = not facts.get("staged")
         self.crowd = facts.get("host_ranks", 1), facts.get("host_cores", 1)
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config import Config, check_settings, load_toml, read_table, renamed
-from hpctrain.config.option import RENAMED
+from hpctrain.config import Config, check_settings, load_toml, read_table
 from hpctrain.errors import UsageError, did_you_mean
 
 MOST = 10_000  # networks
@@ -75,7 +74,7 @@ def read_sweep(path: Path) -> Sweep:
     digits = max(2, len(str(len(given))))
     for number, (name, settings) in enumerate(given, start=1):
         folder = f"{number:0{digits}}-{folder_name(settings, name)}"
-        config = dataclasses.replace(Config(), **renamed(base) | renamed(settings))
+        config = dataclasses.replace(Config(), **base | settings)
         try:
             check_settings(config)
         except UsageError as error:
@@ -83,7 +82,7 @@ def read_sweep(path: Path) -> Sweep:
         if config in networks:
             raise UsageError(f"{path}: {networks[config].name} and {folder} have the same settings")
         networks[config] = SweepNetwork(number, folder, config)
-    differing = dict.fromkeys(key for _, settings in given for key in renamed(settings))
+    differing = dict.fromkeys(key for _, settings in given for key in settings)
     return Sweep(tuple(networks.values()), tuple(differing))
 
 
@@ -103,15 +102,11 @@ def _variants(tables: list[Any], path: Path) -> list[tuple[str | None, Settings]
 
 
 def _settings(table: Settings, path: Path, where: str) -> Settings:
-    """Return the settings of a table by their names there, which may be earlier ones.
-
-    Raises UsageError if one is unknown or of a wrong type.
-    """
+    """Return the settings of a table. Raises UsageError if one is unknown or of a wrong type."""
     place = f"{path}, {where}"
     if owned := [key for key in table if key in OWNED]:
         raise UsageError(f"{place}: {owned[0]} is set by the sweep itself")
-    found = read_table(table, Config, place)
-    return {name: found[RENAMED.get(name, name)] for name in table}
+    return read_table(table, Config, place)
 
 
 def _grid(table: Settings | None, path: Path) -> list[Settings]:

@@ -36,7 +36,6 @@ from hpctrain.report.record import FILE_NAME
 from hpctrain.typed import from_fields
 
 FORMAT = 1
-LIBRARY_TEMPORARY = ".tmp" + 6 * "[0-9A-Za-z]"  # by safetensors' writer, used by earlier versions
 Tensors = dict[str, torch.Tensor]
 
 
@@ -178,8 +177,7 @@ def make_ready(run: Path, step: int) -> None:
     """
     folder = run / CHECKPOINTS
     folder.mkdir(exist_ok=True)
-    hidden = ((run, ".*.tmp"), (folder, ".*.tmp"), (folder, LIBRARY_TEMPORARY))
-    for stale in (path for within, names in hidden for path in within.glob(names)):
+    for stale in (*run.glob(".*.tmp"), *folder.glob(".*.tmp")):
         stale.unlink()
     for later in checkpoint_steps(folder):
         if later > step:

@@ -94,7 +94,6 @@ def open_run_folder(job: Job, earlier: PreviousLaunch, state: Progress) -> Path:
             record.write({"kind": "end", **earlier.crash._asdict()})
             record.close()
         write_settings(job, folder)
-        (folder / heartbeats.FOLDER).mkdir(exist_ok=True)  # runs of earlier versions may lack it
         heartbeats.remove_all(folder / heartbeats.FOLDER)  # there may be fewer ranks now
         for file in folder.glob(evaluation_file(folder, "*").name):  # training resumes
             file.unlink()
@@ -269,8 +268,6 @@ def check_same(config: Config, before: Config, plan: Plan, folder: Path) -> None
         old, new = getattr(before, field.name), getattr(config, field.name)
         if field.name == "precision":
             old = new if new == field.default else plan.precision  # the default keeps the plan's
-        if field.name == "normalize" and (old, new) == ("unit", "auto"):
-            old = new  # "unit" was the default before there was "auto", and is kept
         flag = "--" + field.name.replace("_", "-")
         if field.name not in FREE and _setting(flag, old) != _setting(flag, new):
             raise UsageError(

@@ -26,13 +26,11 @@ from hpctrain.training.checkpoint import Checkpoint, Writer
 from hpctrain.training.control import Control
 from hpctrain.training.replay import RunReplay
 from hpctrain.training.setup import Job
-from hpctrain.training.step import NETWORK, Trainer, chain
+from hpctrain.training.step import Trainer, chain
 from hpctrain.typed import typed_fields
 
 if TYPE_CHECKING:
     from hpctrain.training.folder import PreviousLaunch
-
-RESUMED = ("planned", "step", "epoch", "best_loss", "sums")  # every checkpoint holds these
 
 
 class EndReason(StrEnum):
@@ -105,8 +103,9 @@ class Progress:
         Raises ValueError that names a field which is missing or of another type.
         """
         planned, types = self.planned, {**typing.get_type_hints(Progress), "best_loss": str}
-        known = {name: saved[name] for name in self.to_json() if name in saved}
-        for name, value in typed_fields(known, types, RESUMED).items():
+        own = self.to_json()
+        known = {name: saved[name] for name in own if name in saved}
+        for name, value in typed_fields(known, types, own).items():
             setattr(self, name, value)
         try:
             self.best_loss = float(self.best_loss)
@@ -239,8 +238,6 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
     own, groups = trainer.state(), trainer.message.groups
     homes = {str(n) if len(groups) > 1 else "": group for n, (group, _) in enumerate(groups)}
     places = {name: own[name] for name in own if not name.startswith("optimizer.")}
-    if "best.0" in tensors:
-        tensors = _name_best(trainer, tensors)
     kept = {f"best.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
@@ -267,25 +264,3 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
     device = trainer.message.device
     state.best = {n.removeprefix("best."): t.to(device) for n, t in best.items()} or None
     trainer.norms.restore()
-
-
-def _name_best(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert the best network of an earlier version, as vectors, to tensors by name.
-
-    Its other tensors were those of the last network. Overwrites the network. Raises ValueError as
-    `_put` does.
-    """
-    own, rest = trainer.tensors(), dict(tensors)
-    for name, constant in trainer.constants().items():
-        if (saved := tensors.get(f"model.{name}")) is not None and saved.shape == constant.shape:
-            constant.copy_(saved)
-    for number, name in enumerate(NETWORK):
-        saved = rest.pop(f"best.{number}", None)
-        if saved is None:
-            raise ValueError(f"it lacks the tensor 'best.{number}'")
-        if (saved.shape, saved.dtype) != (own[name].shape, own[name].dtype):
-            has = f"{tuple(saved.shape)} of {saved.dtype}"
-            raise ValueError(f"the model has no place for the tensor 'best.{number}', {has}")
-        own[name].copy_(saved)
-    trainer.norms.restore()
-    return rest | {f"best.{name}": tensor for name, tensor in _copy_network(trainer).items()}

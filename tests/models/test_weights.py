@@ -160,7 +160,7 @@ def test_altered_weights_are_refused(tmp_path: Path, change: str) -> None:
     safetensors.torch.save_file(tensors, path, entries)
     with pytest.raises(UsageError, match="tensors or metadata do not match their SHA-256"):
         read_model(path)
-    del entries["hpctrain.sha256"]  # as of earlier versions
+    del entries["hpctrain.sha256"]  # changed on purpose
     safetensors.torch.save_file(tensors, path, entries)
     assert read_model(path)[0].keys() == tensors.keys()
 

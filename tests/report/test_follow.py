@@ -49,7 +49,7 @@ def test_a_record_that_is_not_there_yet_and_one_that_goes(tmp_path):
 
 
 def test_a_resumed_launch_cuts_the_record_back_and_tells_anew(tmp_path):
-    run = make_run(tmp_path / "a", run_line(), *map(step_line, range(1, 8)), end_line("left"))
+    run = make_run(tmp_path / "a", run_line(), *map(step_line, range(1, 8)), end_line("preempted"))
     reader = HistoryReader(run, "sampled")
     reader.poll()
     assert reader.history.outcome.status == "preempted"
@@ -166,10 +166,9 @@ def test_a_curve_that_goes_back_drops_what_came_later():
 
 
 def test_launches_and_how_each_ended(tmp_path):
-    """Runs recorded when "left" was the word for preempted are read."""
     moment = 1_700_000_000.0
     lines = [run_line(time=moment), *(step_line(n, time=moment + n) for n in range(1, 4))]
-    lines += [end_line("left", "the time is up", time=moment + 5)]
+    lines += [end_line("preempted", "the time is up", time=moment + 5)]
     lines += [run_line(time=moment + 100, ranks=3), step_line(4, time=moment + 103)]
     run = make_run(tmp_path / "a", *lines)
     history = read_history(run)

@@ -394,7 +394,7 @@ def test_what_came_after_a_checkpoint_is_taken_out_and_the_rest_stays_as_it_is(t
         line(kind="epoch", epoch=1),
         line(kind="evaluation", epoch=1, step=2, split="validation"),
         line(kind="note", text="x"),
-        line(kind="end", status="left"),
+        line(kind="end", status="preempted"),
     ]
     late = [
         line(kind="evaluation", epoch=1, step=2, split="test"),

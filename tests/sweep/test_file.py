@@ -95,14 +95,3 @@ def test_what_is_refused(tmp_path, text, message):
         networks(tmp_path, text)
     assert "\n" not in str(caught.value)
     assert "sweep.toml" in str(caught.value)
-
-
-def test_earlier_names_of_settings_set_the_same_and_keep_the_names_of_folders(tmp_path):
-    grid = networks(tmp_path, '[grid]\nwire = ["fp32", "bf16"]')
-    assert [network.name for network in grid.networks] == ["01-wire=fp32", "02-wire=bf16"]
-    assert [network.config.comm_dtype for network in grid.networks] == ["fp32", "bf16"]
-    assert grid.differing == ("comm_dtype",)
-    text = '[base]\nwire = "bf16"\n[[variant]]\nlr = 1\n[[variant]]\ncomm_dtype = "fp32"'
-    variants = networks(tmp_path, f'{text}\n[[variant]]\nwire = "fp32"\nlr = 2').networks
-    assert [n.name for n in variants] == ["01-lr=1", "02-comm_dtype=fp32", "03-wire=fp32,lr=2"]
-    assert [network.config.comm_dtype for network in variants] == ["bf16", "fp32", "fp32"]

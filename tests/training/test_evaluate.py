@@ -237,7 +237,7 @@ def test_a_block_is_read_when_later_ones_are_queued(comm, network, monkeypatch, 
 
 
 def test_the_block_is_that_of_the_runs_own_test(comm, drawing):
-    """64 where the file does not say it: those of earlier versions had no other."""
+    """64 where the file does not say it."""
     for stored, batch, expected in ((None, None, 64), (23, None, 23), (23, 7, 7)):
         if comm.rank == 0:
             state, metadata = read_model(drawing / saved.FILE)

@@ -105,18 +105,6 @@ def test_a_resumed_run_keeps_its_scaling(given, comm):
         program.train(dataclasses.replace(config, epochs=3, normalize="unit"), comm)
 
 
-def test_a_run_from_before_there_was_auto_keeps_unit(given, comm):
-    config = dataclasses.replace(given, run="a")
-    program.train(dataclasses.replace(config, normalize="unit"), comm)
-    settings, plan = Path("runs/a/config.toml"), Path("runs/a/plan.json")
-    assert 'normalize = "unit"' in settings.read_text()
-    fields = json.loads(plan.read_text())
-    del fields["scaling"]  # not stored then; the digest is the same
-    plan.write_text(json.dumps(fields))
-    program.train(dataclasses.replace(config, epochs=2), comm)
-    assert read_model("runs/a/model.safetensors")[1]["mean"] is None
-
-
 def test_a_network_of_timm_from_first_step_to_answer(timm_stand_in, given, comm, capsys):
     name = "timm:tiny_vit.clip"
     config = dataclasses.replace(given, model=name, run="a")

@@ -429,13 +429,6 @@ def test_what_is_done_starts_the_time_anew(tmp_path, clock, exits):
     assert exits == [1]
 
 
-def test_a_heartbeat_of_a_later_version_with_more_fields_is_read(tmp_path):
-    write_beat(tmp_path, beat := Beat(0, "h", 7, "step 9", 0.0, 1.0))
-    path = tmp_path / "0.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "joules": {"gpu": 1}}))
-    assert replace(read_beat(path), written=0.0) == beat
-
-
 def test_another_phase_is_written_at_once(tmp_path, clock, exits):
     """Else the last heartbeat of a rank that is killed tells of its setup, seconds ago."""
 

@@ -60,7 +60,7 @@ def test_a_run_under_way(tmp_path):
     [
         (("done", None), "done", "done"),
         (("stopped", "asked to stop"), "stopped", "stopped: asked to stop"),
-        (("left", "the time is up"), "preempted", "preempted: the time is up"),
+        (("preempted", "the time is up"), "preempted", "preempted: the time is up"),
         (("failed", "disk full\nat once"), "failed", "failed: disk full"),
         (("odd", None), "failed", "failed"),
     ],
