@@ -102,7 +102,7 @@ class OptimizerSettings:
     class_weights: str | None = option(
         None,
         "weigh classes in the loss: balanced = images / (classes x images of the class); or numbers"
-        " in the order of the classes, such as 0.2,1; or a CSV file of lines class,weight",
+        " in the order of the classes, such as 0.2,1",
         OPTIMIZER,
         class_weights,
     )

@@ -132,14 +132,18 @@ def worker_loads(text: str | None, flag: str = "--worker-load") -> tuple[float, 
 
 
 def class_weights(text: str, flag: str = "--class-weights") -> tuple[float, ...]:
-    """Parse --class-weights: positive numbers, one per class; () for "balanced" and for a file.
+    """Parse --class-weights: positive numbers, one per class; () for "balanced".
 
     Raises UsageError.
     """
+    if text == "balanced":
+        return ()
     try:
         weights = tuple(float(part) for part in text.split(","))
     except ValueError:
-        return ()
+        raise UsageError(
+            f"{flag} {brief(text)}: give balanced, or a number for each class such as 0.2,1"
+        ) from None
     if not all(0 < weight < math.inf for weight in weights):
         raise UsageError(
             f"{flag} {brief(text)}: give a number above 0 for every class, as in 0.2,1: without"
