@@ -32,8 +32,6 @@ from hpctrain.watchdog import doing
 BUILT_IN = ("digits", "flowers")
 # Names of sources for `pack`, refused here: the reader of packs would only report "no HDF5 file".
 SOURCES = (".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
-SOURCE = "hpctrain.data.digits"  # in the provenance of the digits
-VERSION = 1  # of the generator: increase it when any byte of the set changes
 SIDE = 28  # pixels
 PER_CLASS, TEST_PER_CLASS, UNSEEN_PER_CLASS = 1000, 100, 100
 CLASSES = tuple("0123456789")
@@ -70,10 +68,8 @@ def locate(data: str, data_dir: str) -> Path:
     line) if `data` is no file or has to be packed first. Making a set raises what `pack` raises.
     """
     path = Path(data)
-    if data == "digits":
-        return _digits(Path(data_dir))
-    if data == "flowers":
-        path = Path(data_dir) / "flowers.h5"
+    if data in BUILT_IN:
+        path = Path(data_dir) / f"{data}.h5"
         return path if path.exists() else _make(data, path)
     if data and path.is_file() and not data.lower().endswith(SOURCES):
         return path
@@ -87,23 +83,6 @@ def locate(data: str, data_dir: str) -> Path:
     known = [*BUILT_IN, *(str(file) for file in path.parent.glob("*.h5"))]
     hint = did_you_mean(data.lower(), known) or f": built in are {' and '.join(BUILT_IN)}"
     raise UsageError(f"--data {data!r} is no file and no built-in set{hint}")
-
-
-def _digits(folder: Path) -> Path:
-    """Return digits.h5 of this generator's version; if the name is taken, digits-v<version>.h5."""
-    from hpctrain.data.packed import read_pack
-
-    names = ("digits.h5", f"digits-v{VERSION}.h5")
-    for path in (folder / name for name in names):
-        if not path.exists():
-            return _make("digits", path)
-        made = read_pack(path).provenance
-        if (made.get("source"), made.get("generator_version")) == (SOURCE, VERSION):
-            return path
-    raise UsageError(
-        f"{folder} holds {' and '.join(names)}, but neither has the digits of generator version"
-        f" {VERSION}: move one away, or choose another --data-dir"
-    )
 
 
 def _make(name: str, path: Path) -> Path:
@@ -142,8 +121,7 @@ def generate(seed: int = 0) -> tuple[dict[str, Split], tuple[str, ...], dict[str
         "unseen": (unseen[0][unseen_rows], unseen[1][unseen_rows]),
     }
     provenance = {
-        "source": SOURCE,
-        "generator_version": VERSION,
+        "source": "hpctrain.data.digits",
         "seed": seed,
         "styles": list(glyphs.STYLES),
         "unseen_styles": list(glyphs.UNSEEN),

@@ -48,21 +48,6 @@ def test_digits_are_made_once(small, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_another_generator_version_gets_another_name(small, tmp_path, monkeypatch):
-    old = locate("digits", str(tmp_path))
-    before = old.read_bytes()
-    monkeypatch.setattr(digits, "VERSION", digits.VERSION + 1)
-    new = locate("digits", str(tmp_path))
-    assert new == tmp_path / f"digits-v{digits.VERSION}.h5"
-    assert read_pack(new).provenance["generator_version"] == digits.VERSION
-    assert locate("digits", str(tmp_path)) == new
-    assert old.read_bytes() == before
-    old.replace(new)
-    new.with_name("digits.h5").write_bytes(before)
-    with pytest.raises(UsageError, match="neither has the digits of generator version"):
-        locate("digits", str(tmp_path))
-
-
 def test_two_processes_at_once(tmp_path):
     code = f"from hpctrain.data.builtin import locate; locate('digits', {str(tmp_path)!r})"
     shrink = "from hpctrain.data import builtin as d; d.PER_CLASS, d.TEST_PER_CLASS = 20, 2;"
