@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import stat
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -156,31 +154,6 @@ def test_what_stands_in_the_place_of_a_known_name_is_not_written_to(tmp_path, vi
         WRITERS[name](path)
 
 
-def test_copies_are_staged_where_nobody_else_can_change_them(tmp_path, monkeypatch):
-    staging.make_folder(tmp_path / "new")
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
-    staging.make_folder(tmp_path / "new")
-    for mode in (0o770, 0o702):
-        (tmp_path / "new").chmod(mode)
-        with pytest.raises(UsageError, match=rf"belongs to \S+ and has mode {mode:04o}: others"):
-            staging.make_folder(tmp_path / "new")
-    (tmp_path / "new").chmod(0o755)
-    staging.make_folder(tmp_path / "new")
-    me = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    with pytest.raises(UsageError, match="belongs to .* and has mode 0755: others could change"):
-        staging.make_folder(tmp_path / "new")
-
-
-def test_a_copy_of_another_user_is_not_used_again(tmp_path, monkeypatch):
-    packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
-    share = staging.pieces(packed, read_sums(packed), part_of(packed, range(11)))
-    assert staging.compare(packed, Path(packed.path), share)
-    me = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert not staging.compare(packed, Path(packed.path), share)
-
-
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_a_folder_or_a_pipe_in_place_of_a_copy_is_not_one(tmp_path, make):
     packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
@@ -189,30 +162,3 @@ def test_a_folder_or_a_pipe_in_place_of_a_copy_is_not_one(tmp_path, make):
     descriptors = os.listdir("/proc/self/fd")
     assert not staging.compare(packed, tmp_path / "b", share)
     assert os.listdir("/proc/self/fd") == descriptors
-
-
-def test_a_copy_is_not_written_through_a_link(tmp_path, victim):
-    packed = read_pack(make_pack(tmp_path / "a.h5", {"train": 11}))
-    begun = staging.begin(tmp_path, packed, "b")
-    begun.unlink()
-    begun.symlink_to(victim)
-    share = staging.pieces(packed, read_sums(packed), part_of(packed, range(11)))
-    with pytest.raises(RunError, match=files.REFUSED):
-        staging.copy(packed, begun, share)
-    whole = dataclasses.replace(packed, path=str(victim))
-    assert not staging.compare(whole, victim, share)
-
-
-@pytest.mark.parametrize(("job", "stays"), [("12", False), ("2", True), ("", True)])
-def test_the_copies_of_a_cancelled_job_are_removed(tmp_path, monkeypatch, job, stays):
-    folder = tmp_path / "hpctrain-job-12"
-    folder.mkdir()
-    (folder / "hpctrain-uuid-0-7.staged").touch()
-    monkeypatch.setenv("SLURM_JOB_ID", job)
-    staging.remove_copies(str(folder))
-    assert folder.exists() == stays
-    (tmp_path / "other-12").mkdir()
-    (tmp_path / "other-12" / "mine").touch()
-    staging.remove_copies(str(tmp_path / "other-12"))
-    assert (tmp_path / "other-12" / "mine").exists()
-    staging.remove_copies(None)

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
 import shutil
-import stat
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.data.checks import Sums, open_file, read_exactly
 from hpctrain.data.pack_format import Pack, Part
 from hpctrain.errors import Failure, RunError, UsageError
-from hpctrain.files import left_behind, open_itself, temporary_name, write_at
+from hpctrain.files import temporary_name, write_at
 from hpctrain.watchdog import doing
 
 PIECE = 1 << 20  # bytes copied at a time where there are no checksums
@@ -80,56 +77,18 @@ def staged_name(pack: Pack, part: Part) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the copies if it does not exist.
-
-    Raises UsageError if it cannot be made, or if other users could write there and so replace a
-    copy.
-    """
+    """Make the folder of the copies if it does not exist. Raises UsageError."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owners = {os.lstat(folder).st_uid, os.stat(folder).st_uid}
-        mode = stat.S_IMODE(os.stat(folder).st_mode)
+        folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise UsageError(f"--stage {folder} is a file: name a folder") from None
     except OSError as error:
         raise UsageError(f"--stage {folder}: {error.strerror}") from None
-    others = owners - {os.geteuid()}
-    if others or mode & (stat.S_IWGRP | stat.S_IWOTH):
-        number = min(others or owners)
-        try:
-            owner = pwd.getpwuid(number).pw_name
-        except KeyError:
-            owner = f"user {number}"
-        raise UsageError(
-            f"--stage {folder} belongs to {owner} and has mode {mode:04o}: others could change the"
-            f" copies there; name a folder that only you may write, such as {folder / 'mine'}"
-        )
 
 
-def remove_copies(folder: str | None) -> None:
-    """Remove the copies of a cancelled job if the folder belongs to this job alone.
-
-    The name of such a folder ends with the job's number.
-    """
-    job = os.environ.get("SLURM_JOB_ID", "")
-    if folder and job.isdigit() and folder.endswith(f"-{job}"):
-        with suppress(OSError):  # other ranks of the host do the same
-            for copied in Path(folder).glob("hpctrain-*.staged"):
-                copied.unlink(missing_ok=True)
-            Path(folder).rmdir()
-
-
-def make_room(folder: Path, name: str, needed: int) -> None:
-    """Remove temporary files of this name left by killed processes, and check the free space.
-
-    Raises UsageError if that fails, RunError if fewer than `needed` bytes are free.
-    """
-    try:
-        for left in left_behind(folder / name):
-            left.unlink(missing_ok=True)
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise UsageError(f"--stage {folder}: {error.strerror}") from None
+def check_room(folder: Path, needed: int) -> None:
+    """Raise RunError if fewer than `needed` bytes are free in the folder."""
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise RunError(
             f"--stage {folder}: {free / 2**20:,.0f} MiB are free, the host's part of the pack needs"
@@ -144,7 +103,7 @@ def copy(pack: Pack, target: Path, share: Sequence[Piece]) -> None:
     """
     with open(open_file(pack.path), "rb", buffering=0) as source:
         try:
-            with open(target, "r+b", buffering=0, opener=open_itself) as into:
+            with open(target, "r+b", buffering=0) as into:
                 for piece in share:
                     doing(f"staging byte {piece.start:,}")
                     data = read_piece(pack.path, source.fileno(), piece)
@@ -155,7 +114,7 @@ def copy(pack: Pack, target: Path, share: Sequence[Piece]) -> None:
 
 
 def compare(pack: Pack, copied: Path, share: Sequence[Piece]) -> bool:
-    """Whether an earlier copy has the right size and owner, and these pieces of it are intact.
+    """Whether an earlier copy has the right size, and these pieces of it are intact.
 
     Pieces without a checksum, which are few, are compared with those of the pack.
     """
@@ -164,8 +123,7 @@ def compare(pack: Pack, copied: Path, share: Sequence[Piece]) -> bool:
             open(open_file(str(copied)), "rb", buffering=0) as there,
             open(open_file(pack.path), "rb", buffering=0) as original,
         ):
-            found = os.fstat(there.fileno())
-            if (found.st_size, found.st_uid) != (pack.file_size, os.geteuid()):
+            if os.fstat(there.fileno()).st_size != pack.file_size:
                 return False
             for piece in share:
                 doing(f"comparing staged byte {piece.start:,}")
@@ -191,7 +149,7 @@ def begin(folder: Path, pack: Pack, name: str) -> Path:
     """Make an empty file of the pack's length with a temporary name. Raises RunError."""
     target = temporary_name(folder / name)
     try:
-        with open(target, "xb", opener=open_itself) as file:
+        with open(target, "xb") as file:
             file.truncate(pack.file_size)
     except OSError as error:
         target.unlink(missing_ok=True)

@@ -23,11 +23,11 @@ from hpctrain.data.split import Split
 from hpctrain.data.staging import (
     Piece,
     begin,
+    check_room,
     compare,
     copy,
     finish,
     make_folder,
-    make_room,
     pieces,
     staged_name,
 )
@@ -199,7 +199,7 @@ def _copy(pack: Pack, final: Path, share: list[Piece], needed: int, host: Comm, 
     def make() -> Path | None:
         if not needed or host.rank:
             return None
-        make_room(final.parent, final.name, needed)
+        check_room(final.parent, needed)
         return begin(final.parent, pack, final.name)
 
     temporary = call_on_all(comm, make)

@@ -6,7 +6,6 @@ mpirun -n 4 python -m hpctrain --data flowers.h5 --run first
 from __future__ import annotations
 
 import dataclasses
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from pathlib import Path
 
 from hpctrain.config import Config, check_settings, validation_interval
 from hpctrain.data.external import labels_note, reading_note
-from hpctrain.data.staging import remove_copies
 from hpctrain.errors import Failure, RunError
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.inference.network import FILE as MODEL_FILE
@@ -258,8 +256,6 @@ def end_preempted(run: Run, done: int) -> TrainingResult:
     first = first_of_all(run.comm, run.control.preempted_by())
     why = first.value if first else "a signal"
     run.recorder.end("preempted", f"{why}; saved", steps=run.state.step)
-    if why == signal.SIGTERM.name:  # what scancel sends
-        remove_copies(run.job.config.stage)
     return TrainingResult(run.folder, "preempted", LEFT if done > 0 else 1, *run.state.network)
 
 

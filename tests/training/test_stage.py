@@ -80,21 +80,12 @@ def test_too_small_a_disk_is_refused_with_both_numbers(tmp_path):
     with pytest.raises(
         RunError, match="MiB are free, the host's part of the pack needs 1,099,511,627,776 MiB"
     ):
-        staging.make_room(tmp_path, "a", 1 << 60)
+        staging.check_room(tmp_path, 1 << 60)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is a file: name a folder"):
         staging.make_folder(tmp_path / "file")
     with pytest.raises(UsageError, match="--stage"):
         staging.make_folder(tmp_path / "file" / "x")
-
-
-def test_what_a_killed_copier_left_is_removed(tmp_path):
-    packed = make(tmp_path, rows=11)
-    begun = staging.begin(tmp_path, packed, "a")
-    dead = begun.with_name(begun.name.replace(f"-{os.getpid()}-", "-999999999-"))
-    dead.touch()
-    staging.make_room(tmp_path, "a", 1)
-    assert begun.exists() and not dead.exists()
 
 
 @pytest.mark.mpi
@@ -195,25 +186,6 @@ def test_offsets_that_one_rank_cannot_read_are_an_error_on_all_ranks(comm, share
     with pytest.raises(RunError, match="reading at byte 12 failed") as caught:
         loop.train(config, comm)
     assert caught.value.agreed
-
-
-@pytest.mark.parametrize("notice", ["SIGTERM", "SIGUSR2"])
-def test_ranks_of_a_cancelled_job_remove_its_copies(comm, tmp_path, monkeypatch, notice):
-    make_pack(tmp_path / "a.h5", {"train": 101}, SHAPE)
-    local = tmp_path / "hpctrain-job-12"
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "99999999999")
-    began = []
-
-    def noticed():
-        began.append(os.listdir(local))
-        return notice if len(began) > 1 else None
-
-    monkeypatch.setattr("hpctrain.training.control.received_signal", noticed)
-    config = short_run(tmp_path, "a.h5", model="digits", batch_size=16, stage=str(local))
-    assert loop.train(config, comm) == 75
-    assert len(began[0]) == 1
-    assert local.exists() == (notice == "SIGUSR2")
 
 
 STANDINS = {
