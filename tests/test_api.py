@@ -420,11 +420,11 @@ def test_on_evaluation_gets_every_validation_and_stops_the_run(comm, data):
     assert hp.train(**longer).status == "done"
     comm.Barrier()
     if comm.rank == 0:
-        make_pack(Path(data["data"]), {"train": 47}, (28, 28, 3), 5)
+        make_pack(Path(data["runs_dir"]) / "bare.h5", {"train": 47}, (28, 28, 3), 5)
     comm.Barrier()
     own = print if comm.rank == 0 else None  # the others may leave it out
     with pytest.raises(hp.UsageError, match="on_evaluation needs a split validation"):
-        hp.train(**{**data, "run": "c"}, on_evaluation=own)
+        hp.train(**{**data, "data": data["runs_dir"] + "/bare.h5"}, on_evaluation=own)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
