@@ -85,9 +85,6 @@ class PackConfig:
         "read labels from this CSV table: path, label, optionally split and group",
         "Split",
     )
-    any_subfolders: bool = option(
-        False, "take top folders as classes even if their subfolders look like classes", "Split"
-    )
     output: str | None = option(None, "write this pack; default: SOURCE.h5", "Output")
     overwrite: bool = option(False, "replace an existing pack, and no other file", "Output")
     skip_bad: bool = option(False, "skip unreadable files instead of failing", "Output")

@@ -131,7 +131,7 @@ def looks_like_pack(path: Path) -> bool:
 
 
 def _pack_digits(config: PackConfig, output: Path) -> None:
-    for name in ("size", "channels", "crop", "encoding", "manifest", "fold", "any_subfolders"):
+    for name in ("size", "channels", "crop", "encoding", "manifest", "fold"):
         if getattr(config, name) != getattr(PackConfig, name):
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} does not apply to digits: they are made as they are")

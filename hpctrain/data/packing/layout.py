@@ -130,17 +130,12 @@ def hidden(parts: Iterable[str]) -> bool:
 
 
 def read_class_folders(
-    names: Names,
-    files: np.ndarray,
-    folders: Iterable[str],
-    where: str,
-    any_subfolders: bool = False,
+    names: Names, files: np.ndarray, folders: Iterable[str], where: str
 ) -> ClassFolders:
     """Derive classes and splits from names relative to the source, with parts joined by "/".
 
-    `files` (n,) int64 are the indices of the files among the names, sorted folder by folder. With
-    `any_subfolders`, folders are classes, even if they look like splits. Raises UsageError if there
-    are no class folders, if one is empty, or if they look like splits.
+    `files` (n,) int64 are the indices of the files among the names, sorted folder by folder.
+    Raises UsageError if there are no class folders, if one is empty, or if they look like splits.
     """
     above, folder_of = _folders_of(names, files)
     files, folder_of = files[folder_of >= 0], folder_of[folder_of >= 0]
@@ -158,7 +153,7 @@ def read_class_folders(
             f" class, as in {where}/CLASS/IMAGE, or a table of labels (--manifest)"
         )
     below = {head: sorted(tree[head]) for head in sorted(tree)}
-    splits = {} if any_subfolders else _split_folders(below, where)
+    splits = _split_folders(below, where)
     classes = tuple(sorted({name for head in splits for name in below[head]} or tree))
     depth = top + bool(splits)  # of the part that names the class
     label_of = {name: label for label, name in enumerate(classes)}
@@ -197,8 +192,8 @@ def _split_folders(below: Mapping[str, list[str]], where: str) -> dict[str, int]
     splits = {head: split_number(head) for head in nested}
     known = {head: split for head, split in splits.items() if split is not None}
     way_out = (
-        "name split folders train, validation and test and move others away; pack with"
-        " --any-subfolders if these folders are classes"
+        "name split folders train, validation and test and move others away; if these folders are"
+        " classes, give labels by a table (--manifest)"
     )
     if known and len(known) == len(below) and 0 in known.values():
         return known

@@ -37,7 +37,7 @@ from hpctrain.data.packing.decode import (
     write_files,
 )
 from hpctrain.data.packing.layout import DECODED, ImageSource, jpeg_dtype
-from hpctrain.data.packing.sources import Labels, open_source
+from hpctrain.data.packing.sources import open_source
 from hpctrain.data.packing.split import assign_rows, equal_pixels
 from hpctrain.data.packing.workers import PackTask, RunTasks, start_workers
 from hpctrain.data.packing.write import (
@@ -64,8 +64,7 @@ def pack_images(config: PackConfig, path: Path, output: Path) -> None:
     """Make a pack of the images at `path`."""
     if config.crop and not asked_size(config):
         raise UsageError("--crop cuts to a size: give one, as in --size 100x100")
-    labels = Labels(config.manifest, config.any_subfolders)
-    with open_source(path, output.parent, labels) as source:
+    with open_source(path, output.parent, config.manifest) as source:
         cores = len(os.sched_getaffinity(0))
         jobs = max(1, min(config.jobs or cores, len(source.images) // MIN_IMAGES_PER_JOB))
         with start_workers(jobs) as run:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
 
@@ -57,25 +57,15 @@ class TarStream(tarfile.TarFile):
     members: list[tarfile.TarInfo]
 
 
-class Labels(NamedTuple):
-    """The origin of classes and splits: a manifest, or else the folders.
-
-    With `any_subfolders`, folders are classes, even if they look like splits.
-    """
-
-    manifest: str | None = None
-    any_subfolders: bool = False
-
-
 @contextmanager
-def open_source(path: Path, scratch: Path, labels: Labels | None = None) -> Iterator[ImageSource]:
+def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Iterator[ImageSource]:
     """List the source at `path`, for use in a ``with`` block.
 
     A .tgz is unzipped to a file in the folder `scratch`. It has no name, so it vanishes when this
     process ends, in whatever way. Raises UsageError (one line) if there is nothing to pack.
     """
     with TemporaryFile(dir=scratch) as unzipped:
-        source = _listed(path, unzipped, labels or Labels())
+        source = _listed(path, unzipped, manifest)
         if source.kind != "folder":  # whose files have sizes when they are read
             _leave_out_large(source)
         yield source
@@ -90,11 +80,11 @@ def _leave_out_large(source: ImageSource) -> None:
     source.leave_out({row: f"{sizes[row]:,} bytes; the limit is {limits[row]:,}" for row in large})
 
 
-def _listed(path: Path, unzipped: IO[bytes], labels: Labels) -> ImageSource:
+def _listed(path: Path, unzipped: IO[bytes], manifest: str | None) -> ImageSource:
     if path.suffix == ".csv" and path.is_file():
-        return _folder(path.absolute().parent, Labels(str(path)))
+        return _folder(path.absolute().parent, str(path))
     if path.is_dir():
-        return _folder(path, labels)
+        return _folder(path, manifest)
     if not path.is_file():
         kind = "is no file or folder" if path.exists() else "does not exist"
         raise UsageError(
@@ -104,15 +94,15 @@ def _listed(path: Path, unzipped: IO[bytes], labels: Labels) -> ImageSource:
     with path.open("rb") as file:
         start = file.read(8)
     if start.startswith(ZIP):
-        return _zip(path, labels)
+        return _zip(path, manifest)
     if start.startswith(HDF5):
         raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")
     if start.startswith(GZIP):
         unzip(path, unzipped)
-        return _tar(path, unzipped, f"/proc/{os.getpid()}/fd/{unzipped.fileno()}", labels)
+        return _tar(path, unzipped, f"/proc/{os.getpid()}/fd/{unzipped.fileno()}", manifest)
     if tarfile.is_tarfile(path):
         with path.open("rb") as file:
-            return _tar(path, file, str(path.resolve()), labels)
+            return _tar(path, file, str(path.resolve()), manifest)
     raise UsageError(
         f"source {path} is no .tgz, .tar, .zip or .csv file; arrays are packed by"
         " hpctrain.write_pack"
@@ -120,15 +110,15 @@ def _listed(path: Path, unzipped: IO[bytes], labels: Labels) -> ImageSource:
 
 
 def _source(
-    path: Path, kind: str, root: str, names: Names, is_folder: np.ndarray, labels: Labels
+    path: Path, kind: str, root: str, names: Names, is_folder: np.ndarray, manifest: str | None
 ) -> tuple[ImageSource, np.ndarray]:
     """Make a source of the images among these names; return it and their indices (N,) in `names`.
 
     is_folder (n,) bool: the other names are files; of equal names the last one counts.
     """
     notes: list[str] = []
-    if labels.manifest:
-        table = read_manifest(Path(labels.manifest))
+    if manifest:
+        table = read_manifest(Path(manifest))
         if kind == "folder":
             names, order = table.paths, np.arange(len(table.paths))
         else:
@@ -140,7 +130,7 @@ def _source(
         order = order[np.roll(new, -1)]  # the last one of equal names
         folders = (names[row] for row in order[is_folder[order]])
         files = order[~is_folder[order]]
-        found = read_class_folders(names, files, folders, str(path), labels.any_subfolders)
+        found = read_class_folders(names, files, folders, str(path))
         order, classes, by = found.order, found.classes, "folders"
         columns = dict(label=found.labels, split=found.splits)
         if found.ignored:
@@ -151,13 +141,13 @@ def _source(
     return source, order
 
 
-def _folder(root: Path, labels: Labels) -> ImageSource:
+def _folder(root: Path, manifest: str | None) -> ImageSource:
     """List the image files of a folder.
 
     If a manifest names them, the folder is not searched: missing files are noticed when read.
     """
-    names, is_folder, bad = (Names(), bytearray(), []) if labels.manifest else _walk(str(root))
-    source, _ = _source(root, "folder", str(root), names, np.frombuffer(is_folder, bool), labels)
+    names, is_folder, bad = (Names(), bytearray(), []) if manifest else _walk(str(root))
+    source, _ = _source(root, "folder", str(root), names, np.frombuffer(is_folder, bool), manifest)
     source.bad = [(name, why) for name, why in bad if not hidden(name.split("/"))]
     return source
 
@@ -194,7 +184,7 @@ def _walk(root: str) -> tuple[Names, bytearray, list[tuple[str, str]]]:
     return names, is_folder, bad
 
 
-def _tar(path: Path, file: IO[bytes], opened: str, labels: Labels) -> ImageSource:
+def _tar(path: Path, file: IO[bytes], opened: str, manifest: str | None) -> ImageSource:
     """List members as slices of `file`; of members with equal names the last is used, as in tar."""
     names = Names()
     columns = array("b"), array("q"), array("q")  # kind, offset, size
@@ -216,7 +206,7 @@ def _tar(path: Path, file: IO[bytes], opened: str, labels: Labels) -> ImageSourc
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"source {path} is no whole tar archive: {brief(error)}") from None
     kinds, offsets, sizes = (np.frombuffer(column, column.typecode) for column in columns)
-    source, targets = _source(path, "slices", opened, names, kinds == FOLDER, labels)
+    source, targets = _source(path, "slices", opened, names, kinds == FOLDER, manifest)
     numbers = {name: number for number, name in enumerate(names)} if links else {}
     is_link = (kinds[targets] == SOFT_LINK) | (kinds[targets] == HARD_LINK)
     for row in np.flatnonzero(is_link).tolist():
@@ -251,7 +241,7 @@ def _follow(name: str, numbers: dict[str, int], kinds: np.ndarray, links: dict[i
     return -1
 
 
-def _zip(path: Path, labels: Labels) -> ImageSource:
+def _zip(path: Path, manifest: str | None) -> ImageSource:
     names, facts, kinds = Names(), np.zeros(0, ZIP_FACTS), bytearray()
     try:
         with ZipArchive(path) as file, zipfile.ZipFile(file) as archive:
@@ -266,7 +256,7 @@ def _zip(path: Path, labels: Labels) -> ImageSource:
     except (zipfile.BadZipFile, RuntimeError, OSError, ValueError) as error:
         raise UsageError(f"source {path} is no whole zip archive: {brief(error)}") from None
     kind = np.frombuffer(kinds, np.uint8)
-    source, order = _source(path, "zip", str(path.resolve()), names, kind == FOLDER, labels)
+    source, order = _source(path, "zip", str(path.resolve()), names, kind == FOLDER, manifest)
     for column in facts.dtype.names or ():
         source.images[column] = facts[column][order]
     bad = np.flatnonzero(kind[order] > REGULAR).tolist()

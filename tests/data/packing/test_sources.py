@@ -10,13 +10,13 @@ import pytest
 from hpctrain.data.packing import scratch
 from hpctrain.data.packing.layout import read_class_folders
 from hpctrain.data.packing.names import Names
-from hpctrain.data.packing.sources import HUGE, Labels, open_source
+from hpctrain.data.packing.sources import HUGE, open_source
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, encode, picture, tar, zipped
 
 
-def listed(path, folder, **labels):
-    with open_source(path, folder, Labels(**labels)) as source:
+def listed(path, folder):
+    with open_source(path, folder) as source:
         return source
 
 
@@ -31,22 +31,22 @@ def names(source):
     return [name for (name,) in rows(source)]
 
 
-def refusal(path, folder, **labels):
+def refusal(path, folder):
     with pytest.raises(UsageError) as caught:
-        listed(path, folder, **labels)
+        listed(path, folder)
     text = str(caught.value)
     assert "\n" not in text
     return text
 
 
-def class_folders_of(files, folders=(), **options):
+def class_folders_of(files, folders=()):
     names = Names(files)
-    return read_class_folders(names, names.sort()[0], folders, "here", **options)
+    return read_class_folders(names, names.sort()[0], folders, "here")
 
 
-def arranged(files, folders=(), **options):
+def arranged(files, folders=()):
     """Classes, and (name, label, split) of every image."""
-    found = class_folders_of(files, folders, **options)
+    found = class_folders_of(files, folders)
     facts = (found.labels.tolist(), found.splits.tolist())
     return found.classes, list(zip([files[i] for i in found.order], *facts, strict=True))
 
@@ -120,9 +120,7 @@ def test_split_folders(train, validation, test):
 def test_what_looks_like_splits_is_no_class(files, words):
     with pytest.raises(UsageError) as caught:
         arranged(files)
-    assert words in str(caught.value) and "--any-subfolders" in str(caught.value)
-    heads = sorted({name.partition("/")[0] for name in files})
-    assert arranged(files, any_subfolders=True)[0] == tuple(heads)
+    assert words in str(caught.value) and "a table (--manifest)" in str(caught.value)
 
 
 def test_subfolders_that_differ_belong_to_their_class():
