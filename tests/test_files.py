@@ -6,17 +6,14 @@ import errno
 import os
 import stat
 
-import numpy as np
 import pytest
 
 from hpctrain import files
-from hpctrain.data import pack, staging
+from hpctrain.data import staging
 from hpctrain.data.images import read_image
 from hpctrain.data.packed import read_pack, read_sums
-from hpctrain.data.packing import arrays
-from hpctrain.data.packing.decode import Span, write_span
 from hpctrain.data.packing.manifest import read_manifest
-from hpctrain.errors import Failure, RunError, UsageError
+from hpctrain.errors import Failure, UsageError
 from hpctrain.heartbeats import Beat, write_beat
 from hpctrain.inference.image_files import list_images
 from hpctrain.report.recorder import RecordFile
@@ -98,25 +95,6 @@ def test_a_file_that_is_exchanged_while_it_is_written_is_noticed(tmp_path, victi
     path.symlink_to(victim)
     files.write_whole(path, "mine")  # takes the place of a link
     assert (path.is_symlink(), path.read_text()) == (False, "mine")
-
-
-def test_a_pack_is_written_to_its_own_file_whatever_its_name_means(tmp_path, victim, monkeypatch):
-    original = arrays.PackWriter
-
-    def exchanged(new, datasets):
-        os.rename(new.name, tmp_path / "moved")
-        os.symlink(victim, new.name)
-        return original(new, datasets)
-
-    monkeypatch.setattr(arrays, "PackWriter", exchanged)
-    images, labels = np.zeros((7, 5, 3, 1), np.uint8), np.zeros(7, np.int64)
-    with pytest.raises(RunError, match="writing .*a.h5 failed"):
-        pack.write_pack(tmp_path / "a.h5", {"train": (images, labels)}, ["a"], {})
-    (tmp_path / "link").symlink_to(victim)
-    with pytest.raises(OSError, match=files.REFUSED):
-        write_span(memoryview(bytes(9)), Span(str(tmp_path / "link"), "", 0, 9, 0, 9, 0))
-    (tmp_path / "link").unlink()
-    assert sorted(os.listdir(tmp_path)) == ["moved", "victim"]
 
 
 def test_what_killed_writers_left_is_found(tmp_path):

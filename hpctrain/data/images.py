@@ -3,10 +3,10 @@
 A file is processed in these steps:
 
 1. Decode with Pillow: only formats that are decoded in this process (not EPS, which starts a
-   program), only the first of several frames, and at most MAX_PIXELS, checked before memory is
-   allocated. A JPEG much larger than requested is decoded at 1/2, 1/4 or 1/8 scale, but never below
-   twice the requested size: on pictures of 12 megapixels this is three times as fast, and differs
-   from full decoding by 0.4 gray levels on average, by 4 at most.
+   program), and only the first of several frames. A JPEG much larger than requested is decoded at
+   1/2, 1/4 or 1/8 scale, but never below twice the requested size: on pictures of 12 megapixels
+   this is three times as fast, and differs from full decoding by 0.4 gray levels on average, by 4
+   at most.
 2. Convert to gray or RGB: palettes and CMYK become RGB (a palette of grays becomes gray), 16-bit
    gray is scaled by 1/257, and transparent pixels are blended over black, so transparent is 0.
 3. Resize with a bilinear filter that is widened when shrinking (no aliasing): stretch the whole
@@ -30,8 +30,6 @@ from hpctrain.files import open_regular
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 
-FILE_LIMIT = 2**28  # bytes of one image file
-MAX_PIXELS = 2**26  # of a decoded image; with a palette or transparency, decoding takes 1 GB
 QUALITY = 95  # of images converted to JPEG
 GRAY_MODES = ("1", "L", "LA", "La", "I", "F")  # and every mode that begins with "I;16"
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
@@ -129,7 +127,7 @@ def as_jpeg(data: bytes) -> bytes:
         sound = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")  # MPO: several JPEGs
         if sound and _orientation(image) == 1:
             return data
-        _load(image)
+        image.load()  # which rotates a TIFF
         turn = TURNS.get(_orientation(image))
         image = _gray_or_rgb(image)
         file = io.BytesIO()
@@ -143,9 +141,7 @@ def probe(data: bytes) -> Header:
     with bad_images():
         image = _open(data)
         if image.format == "TIFF":
-            _load(image)  # Pillow applies a TIFF's orientation when it loads the image
-        if image.format == "PNG":
-            _check_pixels(image)  # Pillow loads a PNG to find its orientation
+            image.load()  # Pillow applies a TIFF's orientation when it loads the image
         width, height = image.size
         if _orientation(image) in SIDEWAYS:
             width, height = height, width
@@ -159,27 +155,12 @@ def read_image(path: str, shape: tuple[int, int, int], crop: bool = False) -> np
     """
     height, width, channels = shape
     with open(path, "rb", opener=open_regular) as file:
-        data = file.read(FILE_LIMIT + 1)
-    if len(data) > FILE_LIMIT:
-        raise BadImage(f"more than {FILE_LIMIT:,} bytes")
-    pixels = decode(data, Fit(width, height, channels, crop))
+        pixels = decode(file.read(), Fit(width, height, channels, crop))
     return np.frombuffer(pixels, np.uint8).reshape(shape).copy()
 
 
 def _open(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data), formats=FORMATS)
-
-
-def _load(image: Image.Image) -> None:
-    """Decode the pixels. Raises BadImage if there are too many."""
-    _check_pixels(image)
-    image.load()
-
-
-def _check_pixels(image: Image.Image) -> None:
-    width, height = image.size  # of a JPEG at the scale at which it is decoded
-    if width * height > MAX_PIXELS:
-        raise BadImage(f"{width:,} x {height:,} pixels; the limit is {MAX_PIXELS:,}")
 
 
 def _decode(image: Image.Image, fit: Fit) -> bytes:
@@ -188,7 +169,7 @@ def _decode(image: Image.Image, fit: Fit) -> bytes:
         reach = 2 * max(fit.width, fit.height)  # for both sides: EXIF may exchange them
         drafted = image.draft(None, (reach, reach))  # JPEG only, None elsewhere
         box = drafted[1] if drafted else None
-    _load(image)
+    image.load()
     orientation = _orientation(image)  # after load, which rotates a TIFF
     if fit.exact:
         width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
@@ -250,7 +231,6 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 
 def _has_colour(image: Image.Image) -> bool:
     if image.mode in ("P", "PA"):
-        _load(image)
         red, green, blue = image.convert("RGB").split()
         return not red.tobytes() == green.tobytes() == blue.tobytes()
     return image.mode not in GRAY_MODES and not image.mode.startswith("I;16")

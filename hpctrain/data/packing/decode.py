@@ -18,7 +18,6 @@ from PIL import Image
 
 from hpctrain.data.checks import read_exactly
 from hpctrain.data.images import (
-    FILE_LIMIT,
     BadImage,
     Fit,
     WrongSize,
@@ -29,7 +28,7 @@ from hpctrain.data.images import (
 from hpctrain.data.packing.layout import DECODED, DIGEST_BYTES, LISTED, ImageSource, jpeg_dtype
 from hpctrain.data.packing.names import CODEC
 from hpctrain.errors import RunError
-from hpctrain.files import open_itself, open_regular, write_at
+from hpctrain.files import open_regular, write_at
 from hpctrain.watchdog import doing
 
 TAIL = 4096  # bytes at the end of a file, for its fingerprint
@@ -169,7 +168,7 @@ def copy_rows(path: str, offsets: np.ndarray, row_bytes: int, span: Span) -> Wri
 
 def write_span(data: memoryview, span: Span) -> Written:
     """Write `data`, the content of a span; compute its checksums and sums. Raises OSError."""
-    descriptor = open_itself(span.path, os.O_WRONLY)
+    descriptor = os.open(span.path, os.O_WRONLY)
     try:
         write_at(descriptor, data, span.offset)
     finally:
@@ -227,12 +226,10 @@ class ImageReader:
         try:
             with ExitStack() as stack:
                 descriptor, offset, size = self.locate(row, stack)
-                if size > FILE_LIMIT:
-                    raise BadImage(f"{size:,} bytes; the limit is {FILE_LIMIT:,}")
                 if self._source.kind == "zip":
                     return read_member(descriptor, *self._places[row])
                 data = os.pread(descriptor, size, offset)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, MemoryError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise BadImage(reason or type(error).__name__) from None
         if len(data) != size:

@@ -20,7 +20,6 @@ import numpy as np
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packing.layout import NO_SPLIT, split_number
 from hpctrain.data.packing.names import Names
-from hpctrain.data.packing.scratch import check_count
 from hpctrain.errors import UsageError
 from hpctrain.files import open_regular
 from hpctrain.text import brief
@@ -70,12 +69,9 @@ def read_manifest(path: Path) -> Manifest:
         for name in NEEDED:
             if not cells[name]:
                 raise UsageError(f"{path}: row {number} has no {name}")
-        if "\0" in cells["path"]:
-            raise UsageError(f"{path}: row {number} has a NUL byte in its path")
-        paths.append(_shortest(cells["path"]))
+        paths.append(shortest(cells["path"]))
         for name, column in columns.items():
             column.append(cells[name])
-        check_count(f"manifest {path}", len(paths))
     if not paths:
         raise UsageError(f"{path} names no images")
     _check_unique(path, paths)
@@ -91,7 +87,7 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest(str(path), paths, classes, labels, splits, groups)
 
 
-def _shortest(path: str) -> str:
+def shortest(path: str) -> str:
     """Return a path without "." and empty parts, as members of archives are listed."""
     parts = (part for part in path.split("/") if part not in ("", "."))
     return "/" * path.startswith("/") + "/".join(parts)

@@ -1,18 +1,19 @@
 """Detect the type of a source and list its images: a folder or an archive.
 
 Archives are never extracted to paths. A .tgz is decompressed once into a scratch file, where every
-member is a slice at a known offset; a .zip is read member by member. So a member's name cannot
-lead out of a folder; archives with such names are an error all the same. Links are followed within
-the archive only. Devices and pipes are listed as unreadable files.
+member is a slice at a known offset; a .zip is read member by member. Links in archives, devices and
+pipes are listed as unreadable files.
 """
 
 from __future__ import annotations
 
+import gzip
 import os
-import posixpath
+import shutil
 import stat
 import tarfile
 import zipfile
+import zlib
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from typing import IO
 
 import numpy as np
 
-from hpctrain.data.images import FILE_LIMIT
 from hpctrain.data.packing.layout import (
     PLACED,
     ZIPPED,
@@ -31,22 +31,15 @@ from hpctrain.data.packing.layout import (
     image_table,
     read_class_folders,
 )
-from hpctrain.data.packing.manifest import find_images, read_manifest
+from hpctrain.data.packing.manifest import find_images, read_manifest, shortest
 from hpctrain.data.packing.names import Names
-from hpctrain.data.packing.scratch import (
-    RATIO,
-    ZipArchive,
-    check_count,
-    unzip,
-)
 from hpctrain.errors import UsageError
 from hpctrain.text import brief
 
-FOLDER, REGULAR, SOFT_LINK, HARD_LINK, OTHER, UNREADABLE = range(6)  # kinds of members
+FOLDER, REGULAR, OTHER, UNREADABLE = range(4)  # kinds of members
 REASONS = {OTHER: "no regular file", UNREADABLE: "encrypted, or not compressed by deflate"}
-HUGE = 2**61  # bytes; larger sizes are stored as this one
 ENCRYPTED = 0x1  # flag of a member of a .zip (APPNOTE.TXT 4.4.4)
-SMALL = 2**24  # bytes of an image file that any member of a .zip may expand to
+BLOCK = 2**20
 ZIP_FACTS = [*PLACED, *ZIPPED]  # columns of one archive
 GZIP, ZIP, HDF5 = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n"
 
@@ -65,19 +58,7 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
     process ends, in whatever way. Raises UsageError (one line) if there is nothing to pack.
     """
     with TemporaryFile(dir=scratch) as unzipped:
-        source = _listed(path, unzipped, manifest)
-        if source.kind != "folder":  # whose files have sizes when they are read
-            _leave_out_large(source)
-        yield source
-
-
-def _leave_out_large(source: ImageSource) -> None:
-    sizes, limits = source.images["size"], np.full(len(source.images), FILE_LIMIT)
-    if source.kind == "zip":
-        sizes = np.maximum(sizes, source.images["compressed"])
-        limits = np.minimum(limits, SMALL + RATIO * source.images["compressed"])
-    large = np.flatnonzero(sizes > limits).tolist()
-    source.leave_out({row: f"{sizes[row]:,} bytes; the limit is {limits[row]:,}" for row in large})
+        yield _listed(path, unzipped, manifest)
 
 
 def _listed(path: Path, unzipped: IO[bytes], manifest: str | None) -> ImageSource:
@@ -98,7 +79,7 @@ def _listed(path: Path, unzipped: IO[bytes], manifest: str | None) -> ImageSourc
     if start.startswith(HDF5):
         raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")
     if start.startswith(GZIP):
-        unzip(path, unzipped)
+        _unzip(path, unzipped)
         return _tar(path, unzipped, f"/proc/{os.getpid()}/fd/{unzipped.fileno()}", manifest)
     if tarfile.is_tarfile(path):
         with path.open("rb") as file:
@@ -188,33 +169,22 @@ def _tar(path: Path, file: IO[bytes], opened: str, manifest: str | None) -> Imag
     """List members as slices of `file`; of members with equal names the last is used, as in tar."""
     names = Names()
     columns = array("b"), array("q"), array("q")  # kind, offset, size
-    links: dict[int, str] = {}
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
     try:
         with TarStream.open(fileobj=file, mode="r:") as archive:
             while (found := archive.next()) is not None:
                 archive.members = []
-                if name := _safe_name(found.name, path):
-                    names.append(name)
-                    facts = _kind(found), found.offset_data, min(found.size, HUGE)
-                    for column, fact in zip(columns, facts, strict=True):
-                        column.append(fact)
-                    if facts[0] in (SOFT_LINK, HARD_LINK):
-                        links[len(names) - 1] = found.linkname
-                    check_count(f"source {path}", len(names))
-    except (tarfile.TarError, EOFError, ValueError) as error:
+                names.append(shortest(found.name.lstrip("/")))
+                facts = _kind(found), found.offset_data, found.size
+                for column, fact in zip(columns, facts, strict=True):
+                    column.append(fact)
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise UsageError(f"source {path} is no whole tar archive: {brief(error)}") from None
     kinds, offsets, sizes = (np.frombuffer(column, column.typecode) for column in columns)
-    source, targets = _source(path, "slices", opened, names, kinds == FOLDER, manifest)
-    numbers = {name: number for number, name in enumerate(names)} if links else {}
-    is_link = (kinds[targets] == SOFT_LINK) | (kinds[targets] == HARD_LINK)
-    for row in np.flatnonzero(is_link).tolist():
-        targets[row] = _follow(source.name_of(row), numbers, kinds, links)
-    source.images["offset"], source.images["size"] = offsets[targets], sizes[targets]
-    bad = np.flatnonzero((targets < 0) | (kinds[targets] != REGULAR)).tolist()
-    link, other = "a link out of the archive", REASONS[OTHER]
-    source.leave_out({row: link if targets[row] < 0 else other for row in bad})
+    source, order = _source(path, "slices", opened, names, kinds == FOLDER, manifest)
+    source.images["offset"], source.images["size"] = offsets[order], sizes[order]
+    _leave_out(source, kinds[order])
     cut = np.flatnonzero(source.images["offset"] + source.images["size"] > length)
     if len(cut):
         name = source.name_of(int(cut[0]))
@@ -222,45 +192,36 @@ def _tar(path: Path, file: IO[bytes], opened: str, manifest: str | None) -> Imag
     return source
 
 
+def _leave_out(source: ImageSource, kinds: np.ndarray) -> None:
+    """Leave out images that are no readable files, by the kind (N,) of their member."""
+    rows = np.flatnonzero(kinds > REGULAR).tolist()
+    source.leave_out({row: REASONS[int(kinds[row])] for row in rows})
+
+
 def _kind(member: tarfile.TarInfo) -> int:
-    if member.issym() or member.islnk():
-        return SOFT_LINK if member.issym() else HARD_LINK
     if member.isdir():
         return FOLDER
     return REGULAR if member.isreg() and not member.issparse() else OTHER
 
 
-def _follow(name: str, numbers: dict[str, int], kinds: np.ndarray, links: dict[int, str]) -> int:
-    """Follow links within the archive; return the number of the member, or -1 if there is none."""
-    for _ in range(8):
-        number = numbers.get(name, -1)
-        if number not in links:
-            return number
-        base = posixpath.dirname(name) if kinds[number] == SOFT_LINK else ""
-        name = posixpath.normpath(posixpath.join(base, links[number]))
-    return -1
-
-
 def _zip(path: Path, manifest: str | None) -> ImageSource:
     names, facts, kinds = Names(), np.zeros(0, ZIP_FACTS), bytearray()
     try:
-        with ZipArchive(path) as file, zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(path) as archive:
             facts = np.zeros(len(archive.infolist()), ZIP_FACTS)
             for m in archive.infolist():
-                if name := _safe_name(m.filename, path):
-                    place = min(m.header_offset, HUGE), min(m.file_size, HUGE)
-                    how = m.compress_type, min(m.compress_size, HUGE), m.CRC
-                    facts[len(names)] = place + how
+                if name := shortest(m.filename.lstrip("/")):
+                    place = m.header_offset, m.file_size
+                    facts[len(names)] = *place, m.compress_type, m.compress_size, m.CRC
                     kinds.append(_zip_kind(m))
                     names.append(name)
-    except (zipfile.BadZipFile, RuntimeError, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, RuntimeError, OSError, ValueError, OverflowError) as error:
         raise UsageError(f"source {path} is no whole zip archive: {brief(error)}") from None
     kind = np.frombuffer(kinds, np.uint8)
     source, order = _source(path, "zip", str(path.resolve()), names, kind == FOLDER, manifest)
     for column in facts.dtype.names or ():
         source.images[column] = facts[column][order]
-    bad = np.flatnonzero(kind[order] > REGULAR).tolist()
-    source.leave_out({row: REASONS[int(kind[order[row]])] for row in bad})
+    _leave_out(source, kind[order])
     return source
 
 
@@ -273,11 +234,13 @@ def _zip_kind(member: zipfile.ZipInfo) -> int:
     return REGULAR if known and not member.flag_bits & ENCRYPTED else UNREADABLE
 
 
-def _safe_name(name: str, archive: Path) -> str:
-    """Return the name without "./". Raises UsageError if it leads out of the archive."""
-    parts = [part for part in name.split("/") if part not in ("", ".")]
-    if "\0" in name:
-        raise UsageError(f"source {archive} has a name with a NUL byte, {name!r}: refused")
-    if name.startswith("/") or ".." in parts:
-        raise UsageError(f"source {archive} names a file outside of itself, {name!r}: refused")
-    return "/".join(parts)
+def _unzip(path: Path, target: IO[bytes]) -> None:
+    """Write the contents of the .gz file `path` to `target`. Raises UsageError."""
+    try:
+        with gzip.open(path) as stream:
+            shutil.copyfileobj(stream, target, BLOCK)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(
+            f"source {path} is cut short or corrupt ({brief(error)}): fetch it again"
+        ) from None
+    target.flush()

@@ -80,12 +80,11 @@ class PackWriter:
     """
 
     def __init__(self, file: BinaryIO, datasets: Iterable[DatasetLayout]) -> None:
-        self._file = file
+        self._file, self.path = file, os.path.abspath(file.name)
         with self._open("w") as pack:
             self.datasets = [
                 d._replace(offset=_allocate(pack.require_group(d.split), d)) for d in datasets
             ]
-        self.path = os.path.abspath(file.name)
         self._checksums = {
             (d.split, d.name): np.zeros(-(-d.shape[0] // d.block_rows), "<u4")
             for d in self.datasets
@@ -162,7 +161,7 @@ class PackWriter:
 
     def _open(self, mode: str) -> h5py.File:
         return h5py.File(
-            f"/proc/self/fd/{self._file.fileno()}",  # its name may refer to another file by now
+            self.path,
             mode,
             libver=LIBRARY,
             locking=False,

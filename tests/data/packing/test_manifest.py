@@ -181,7 +181,6 @@ MISTAKES = {
     "path,label\na,b\nc,b\n./a,d\n": "rows 2 and 4 both name a",
     "path,label,label\na,b,c\n": "has 2 columns label: leave one",
     "path,label\na,b\nc,d,e\n": "row 3 has 3 cells, the header 2",
-    "path,label\na,b\nc\0d,b\n": "row 3 has a NUL byte in its path",
     "path,label,split\na,b,train\nc,b,holdout\n": "row 3 has the split 'holdout': give train, val",
     "path,label,split\na,b,train\nc,b\n": "row 3 has no split, other rows have one",
     "path,label,split,group\na,b,train,1\nc,b,test,1\n": "row 3: group '1' is in both train and t",

@@ -7,10 +7,9 @@ import zipfile
 import numpy as np
 import pytest
 
-from hpctrain.data.packing import scratch
 from hpctrain.data.packing.layout import read_class_folders
 from hpctrain.data.packing.names import Names
-from hpctrain.data.packing.sources import HUGE, open_source
+from hpctrain.data.packing.sources import open_source
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, encode, picture, tar, zipped
 
@@ -202,56 +201,16 @@ def tar_of(path, *members):
     return path
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../../x/1.png", "a/../../1.png"])
-def test_archives_that_lead_outside_are_refused(tmp_path, name):
-    text = refusal(tar_of(tmp_path / "x.tgz", (name, "file", "")), tmp_path)
-    assert "names a file outside of itself" in text and name in text
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
-        archive.writestr("a/1.png", b"")
-        archive.writestr(name, b"")
-    assert "names a file outside of itself" in refusal(tmp_path / "x.zip", tmp_path)
-
-
-def test_names_with_a_nul_byte_are_refused(tmp_path):
-    info = tarfile.TarInfo("a/2.png")
-    info.pax_headers = {"path": "a\0b/2.png"}
-    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
-        archive.addfile(info)
-    assert "has a name with a NUL byte" in refusal(tmp_path / "x.tar", tmp_path)
-
-
-def test_a_member_of_a_zip_beyond_2_to_the_63_is_listed(tmp_path, monkeypatch):
-    path = zipped(tmp_path / "x.zip", class_folders(tmp_path / "x", {"a": 2, "b": 1}))
-    infolist = zipfile.ZipFile.infolist
-
-    def far(archive):
-        for member in (members := infolist(archive)):
-            member.header_offset += 2**63
-        return members
-
-    monkeypatch.setattr(zipfile.ZipFile, "infolist", far)
-    assert set(listed(path, tmp_path).images["offset"]) == {HUGE}
-
-
-def test_links_and_devices_in_archives(tmp_path):
+def test_links_and_devices_in_archives_are_no_images(tmp_path):
     path = tar_of(
         tmp_path / "x.tgz",
         ("a/2.png", "hard", "b/1.png"),
         ("a/3.png", "soft", "../b/1.png"),
-        ("a/4.png", "soft", "/etc/passwd"),
-        ("a/5.png", "soft", "../../../etc/passwd"),
-        ("a/6.png", "device", ""),
-        ("a/7.png", "soft", "7.png"),
+        ("a/4.png", "device", ""),
     )
     source = listed(path, tmp_path)
-    where = dict(rows(source, "offset"))
-    assert where["a/2.png"] == where["a/3.png"] == where["b/1.png"] != where["a/1.png"]
-    assert dict(source.bad) == {
-        "a/4.png": "a link out of the archive",
-        "a/5.png": "a link out of the archive",
-        "a/6.png": "no regular file",
-        "a/7.png": "a link out of the archive",
-    }
+    assert names(source) == ["a/1.png", "b/1.png"]
+    assert source.bad == [(f"a/{number}.png", "no regular file") for number in (2, 3, 4)]
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("a/1.png", b"")
         link = zipfile.ZipInfo("a/2.png")
@@ -284,9 +243,3 @@ def test_damaged_archives(tmp_path):
     assert "no whole zip" in refusal(tmp_path / "half.zip", tmp_path)
     (tmp_path / "x.gz").write_bytes(gzip.compress(b"no tar at all"))
     assert "no whole tar" in refusal(tmp_path / "x.gz", tmp_path)
-
-
-def test_a_gzip_bomb_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "bomb.tgz").write_bytes(gzip.compress(bytes(10**7)))
-    monkeypatch.setattr(scratch, "SPARE", 0)
-    assert "200 times its size: 2,097,152 are refused" in refusal(tmp_path / "bomb.tgz", tmp_path)
