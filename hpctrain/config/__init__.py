@@ -11,7 +11,6 @@ from hpctrain.config.inference import (
     ExportConfig,
     NetworkConfig,
     PredictConfig,
-    SavedConfig,
 )
 from hpctrain.config.interval import Interval, checkpoint_interval, validation_interval
 from hpctrain.config.machine import BenchConfig, DoctorConfig

@@ -13,23 +13,23 @@ IMAGES_DRAWN = Bounds(0, 1000, "[]")  # on one page
 
 @dataclass(frozen=True)
 class SavedConfig:
-    """Settings of all subcommands that read a trained network: which, and its data."""
+    """Settings of all subcommands that read a trained network."""
 
     run: str | None = option(
         None, "run, by name or folder, or .safetensors file", "What", positional=True
     )
     trust_code: bool = option(False, TRUST_CODE, "What")
     best: bool = option(False, "use the best network of a sweep, by validation", "What")
-    data: str | None = option(None, "read this pack; default: the one of the training", "What")
-    split: str = option("test", "read this split of the pack", "What")
     runs_dir: str = option(*RUNS_DIR, "What")
-    data_dir: str = option(*DATA_DIR, "What")
 
 
 @dataclass(frozen=True)
 class NetworkConfig(SavedConfig):
     """Settings of the subcommands that compute with a trained network on all ranks."""
 
+    data: str | None = option(None, "read this pack; default: the one of the training", "What")
+    split: str = option("test", "read this split of the pack", "What")
+    data_dir: str = option(*DATA_DIR, "What")
     batch: int | None = option(
         None,
         "compute this many images at a time; default: as the run's own test (64, on GPUs up to"

@@ -7,8 +7,8 @@ at a time. Classifiers give scores, of which softmax makes the probabilities of 
 --preprocess the input is uint8 images (N, H, W, C) at the size of the training images, and a
 network that restores images returns such images.
 
-Before the file gets its name, it is read back and run on images of the test split. Its output must
-be that of the network in torch.
+Before the file gets its name, it is read back and run on images of random bytes. Its output must be
+that of the network in torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from torch import Tensor
 
 from hpctrain.config import ExportConfig
 from hpctrain.data.augment import to_input
-from hpctrain.data.checks import Checks, find_nonfinite
-from hpctrain.data.split import Split
-from hpctrain.errors import RunError, UsageError, first_line
+from hpctrain.errors import RunError, UsageError
 from hpctrain.files import whole_file, writing
 from hpctrain.inference.export_formats import (
     Exported,
@@ -36,7 +34,6 @@ from hpctrain.inference.export_formats import (
     write_pt2,
 )
 from hpctrain.inference.network import Saved, find_model, restore
-from hpctrain.inference.opening import find_pack, find_sums
 from hpctrain.inference.tasks import network_output
 from hpctrain.text import say
 
@@ -50,7 +47,7 @@ def main(settings: ExportConfig) -> int:
     path = find_model(settings.run, settings.runs_dir, settings.best)
     output = output_file(settings, path)
     saved = restore(path, settings.trust_code)
-    images, source = find_images(saved, settings)
+    images = make_images(saved, settings.batch or COMPARED)
     exported = Exported(saved, settings.preprocess).eval().requires_grad_(False)
     with torch.no_grad(), writing(output), whole_file(output) as file:
         write = write_onnx if output.suffix == ".onnx" else write_pt2
@@ -63,7 +60,7 @@ def main(settings: ExportConfig) -> int:
     if found is None:
         say("  not compared with torch: pip install onnxruntime")
     else:
-        say(f"  differs from torch by at most {found:.2g} on {source}")
+        say(f"  differs from torch by at most {found:.2g} on {len(images)} images of random bytes")
     if saved.metadata.get("precision") == "bf16":
         say("  computes in float32: compare it with evaluate --precision fp32")
     return 0
@@ -85,32 +82,12 @@ def output_file(settings: ExportConfig, model: Path) -> Path:
     return path
 
 
-def find_images(saved: Saved, settings: ExportConfig) -> tuple[Tensor, str]:
-    """Return images (n, H, W, C) to compare with, and what they are.
-
-    They are the first ones of the split, or made up if its pack cannot be opened, unless --data
-    names it, or if the file takes bytes and the pack holds none.
-    """
-    count = settings.batch or COMPARED
-    try:
-        pack = find_pack(saved, settings)
-    except UsageError as error:
-        if settings.data is not None:
-            raise
-        why = first_line(error)
-    else:
-        checks = Checks(None if pack.external else find_sums(pack))
-        with Split(pack, settings.split, checks=checks) as split:
-            if split.dtype == np.uint8 or not settings.preprocess:
-                rows = np.arange(count) % len(split)
-                images = split.gather(rows, np.empty((count, *split.image_shape), split.dtype))
-                images[np.isin(rows, list(find_nonfinite(split, rows, images)))] = 0
-                return torch.from_numpy(images), f"{count} images of {settings.split}"
-        why = f"{pack.path} holds no bytes"
+def make_images(saved: Saved, count: int) -> Tensor:
+    """Return images (n, H, W, C) of random bytes to compare with."""
     generator = torch.Generator().manual_seed(0)
-    shape = (count, *saved.image_shape)
-    made = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    return made, f"{count} images of random bytes ({why})"
+    return torch.randint(
+        0, 256, (count, *saved.image_shape), dtype=torch.uint8, generator=generator
+    )
 
 
 def compare(

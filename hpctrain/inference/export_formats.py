@@ -157,19 +157,12 @@ def open_file(file: BinaryIO, suffix: str) -> Run | None:
     if not importlib.util.find_spec("onnxruntime"):
         return None
     import onnxruntime
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    errors = tuple(
-        kind
-        for kind in vars(state).values()
-        if isinstance(kind, type) and issubclass(kind, Exception)
-    )
 
     @contextmanager
     def running() -> Iterator[None]:
         try:
             yield
-        except errors as error:
+        except Exception as error:  # its classes are not public
             hint = FIXED if "invalid dimensions" in str(error) else ""
             raise RunError(
                 f"onnxruntime cannot run this network: {first_line(error)}{hint}"

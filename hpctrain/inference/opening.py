@@ -10,8 +10,8 @@ import torch
 
 from hpctrain.config import (
     EvaluateConfig,
+    NetworkConfig,
     PredictConfig,
-    SavedConfig,
     check_settings,
     require_trust,
 )
@@ -85,7 +85,7 @@ def find_sums(pack: Pack) -> Sums:
     return read_sums(pack)
 
 
-def open_pack_for(saved: Saved, settings: SavedConfig, comm: Comm) -> Pack:
+def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
     """Open the pack of --data, by default the one of training. Collective.
 
     Raises UsageError as `find_pack` does.
@@ -93,7 +93,7 @@ def open_pack_for(saved: Saved, settings: SavedConfig, comm: Comm) -> Pack:
     return call_on_root(comm, lambda: find_pack(saved, settings))
 
 
-def find_pack(saved: Saved, settings: SavedConfig) -> Pack:
+def find_pack(saved: Saved, settings: NetworkConfig) -> Pack:
     """Open the pack of --data, by default the one of training, on one rank.
 
     Raises UsageError if there is none, or if its image shape or classes are not those of the

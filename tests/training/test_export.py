@@ -86,7 +86,7 @@ def test_answers_are_those_of_evaluate_and_predict_on_the_whole_split(
     asked = settings(folder, "digits", preprocess=preprocess, output=str(output))
     assert export.main(asked) == 0
     shown = capsys.readouterr().out
-    assert "-> scores (N, 10)" in shown and "16 images of test" in shown
+    assert "-> scores (N, 10)" in shown and "16 images of random bytes" in shown
     assert ("uint8 (N, 28, 28, 1)" if preprocess else "float32 (N, 1, 28, 28)") in shown
 
     pack = read_pack(folder / "gray.h5")
@@ -179,7 +179,7 @@ def test_other_networks(folder, tmp_path, model):
     for suffix, preprocess in ((".onnx", True), (".pt2", False)):
         output = str(tmp_path / f"model{suffix}")
         asked = ExportConfig(str(path), trust_code=":" in model, output=output)
-        asked = dataclasses.replace(asked, preprocess=preprocess, data=str(folder / "colour.h5"))
+        asked = dataclasses.replace(asked, preprocess=preprocess)
         assert export.main(asked) == 0
 
 
@@ -189,20 +189,16 @@ def test_a_fixed_number_of_images(folder, tmp_path):
     assert onnxruntime.InferenceSession(str(output)).get_inputs()[0].shape == [3, 1, 28, 28]
 
 
-def test_without_the_pack_random_bytes_are_compared(folder, tmp_path, capsys):
-    path = save_untrained(folder, "lonely", "digits", "gray.h5")
-    metadata_free = tmp_path / "model.safetensors"
-    path.rename(metadata_free)
+def test_the_file_lies_beside_the_weights_and_needs_no_pack(folder, tmp_path):
+    path = save_untrained(folder, "lonely", "digits", "gray.h5").rename(
+        tmp_path / "model.safetensors"
+    )
     (folder / "gray.h5").rename(folder / "away.h5")
     try:
-        assert export.main(ExportConfig(str(metadata_free))) == 0
-        other = str(tmp_path / "other.onnx")
-        with pytest.raises(UsageError, match="nowhere"):
-            export.main(ExportConfig(str(metadata_free), data="nowhere.h5", output=other))
+        assert export.main(ExportConfig(str(path))) == 0
     finally:
         (folder / "away.h5").rename(folder / "gray.h5")
-    assert "16 images of random bytes (the pack that" in capsys.readouterr().out
-    assert (tmp_path / "model.onnx").is_file()  # beside the weights
+    assert (tmp_path / "model.onnx").is_file()
 
 
 @pytest.mark.parametrize("suffix", export.SUFFIXES)
@@ -219,18 +215,17 @@ def test_a_file_with_other_answers_is_not_kept(folder, tmp_path, monkeypatch, su
 
 
 def test_a_network_that_cannot_be_traced_is_refused_in_one_line(folder, tmp_path):
-    data = str(folder / "colour.h5")
     for model in ("tests.odd_models:data_dependent", "tests.odd_models:asking"):
         path = save_untrained(folder, "odd", model)
         for suffix in export.SUFFIXES:
             output = str(tmp_path / f"odd{suffix}")
             with pytest.raises(RunError, match="torch cannot export this network") as caught:
-                export.main(ExportConfig(str(path), True, data=data, output=output))
+                export.main(ExportConfig(str(path), True, output=output))
             assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     model = "tests.odd_models:pairs_only"
     path, output = save_untrained(folder, "pairs", model), str(tmp_path / "pairs.pt2")
-    asked = ExportConfig(str(path), True, data=data, output=output)
+    asked = ExportConfig(str(path), True, output=output)
     with pytest.raises(RunError, match="try --batch N, a fixed number"):
         export.main(asked)
     assert export.main(dataclasses.replace(asked, batch=2)) == 0
