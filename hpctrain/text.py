@@ -1,22 +1,18 @@
 """Text from data: names of files, classes, runs and tensors, and all text in records.
 
-A name may contain any character. All names that are printed or written to a CSV file pass through
-this module: `say` and `printable` for terminals (rich's tables through ``console.py``), `csv_cell`
-for CSV files.
+A name may contain any character. All names that are printed pass through this module: `say` and
+`printable` (rich's tables through ``console.py``).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import TextIO
-
-FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # prefixes of cells that spreadsheets evaluate
 
 
 def printable(text: str, encoding: str = "utf-8", newlines: bool = True) -> str:
@@ -82,25 +78,12 @@ def brief(value: object, most: int = 160) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def csv_cell(value: object) -> object:
-    """Return the value for a cell of a CSV file, with an apostrophe before a formula.
-
-    Spreadsheets would evaluate the formula; the apostrophe makes it text
-    (https://owasp.org/www-community/attacks/CSV_Injection).
-    """
-    is_formula = isinstance(value, str) and value.lstrip(" ").startswith(FORMULAS)
-    return f"'{value}" if is_formula else value
-
-
 def told_apart(names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...]:
     """Return distinct names of classes, none of which is `taken`.
 
-    Equal names, and names that look alike in Unicode (NFKC), get the number of their class:
-    "x (0)", "x (3)".
+    Equal names get the number of their class: "x (0)", "x (3)".
     """
-    looks = [unicodedata.normalize("NFKC", name) for name in names]
-    shared = {look for look, count in Counter([*looks, *taken]).items() if count > 1}
+    shared = {name for name, count in Counter([*names, *taken]).items() if count > 1}
     return tuple(
-        f"{name} ({number})" if look in shared else name
-        for number, (name, look) in enumerate(zip(names, looks, strict=True))
+        f"{name} ({number})" if name in shared else name for number, name in enumerate(names)
     )

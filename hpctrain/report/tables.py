@@ -16,7 +16,7 @@ import numpy as np
 from hpctrain.files import as_text, left_behind, whole_file, write_whole, writing
 from hpctrain.report.confusion import Confusion
 from hpctrain.report.fields import without_nonfinite
-from hpctrain.text import csv_cell, say, told_apart
+from hpctrain.text import say, told_apart
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -163,14 +163,13 @@ def open_predictions(
 
 def _put(lines: Iterable[Sequence[str]], file: TextIO | None, output: str) -> None:
     """Write lines to a CSV file, whose name is `output`, or to standard output for None."""
-    cells = (map(csv_cell, line) for line in lines)
     if file is None:
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(cells)
+        csv.writer(text, lineterminator="\n").writerows(lines)
         say(text.getvalue().removesuffix("\n"))
         return
     with writing(output):
-        csv.writer(file, lineterminator="\n").writerows(cells)
+        csv.writer(file, lineterminator="\n").writerows(lines)
 
 
 def _prediction_lines(

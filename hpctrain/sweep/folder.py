@@ -27,7 +27,6 @@ from hpctrain.report.find import SWEEP_FILE, find_run_or_sweep
 from hpctrain.report.history import RunHistory, find_outcome
 from hpctrain.report.record import read_history
 from hpctrain.sweep.file import Sweep, SweepNetwork
-from hpctrain.text import csv_cell
 
 RESULTS_FILE = "results.csv"
 DONE, FAILED = "done", "failed"
@@ -110,7 +109,7 @@ def write_csv(folder: Path, sweep: Sweep, results: Iterable[NetworkResult]) -> N
         lines.append([*line, history.epochs, round(history.seconds, 1)])
     path = folder / RESULTS_FILE
     with writing(path), whole_file(path) as binary, as_text(binary) as file:
-        csv.writer(file).writerows(map(csv_cell, line) for line in lines)
+        csv.writer(file).writerows(lines)
 
 
 def find_sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:

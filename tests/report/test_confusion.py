@@ -62,10 +62,7 @@ def test_an_empty_matrix():
         {"true": [0], "predicted": [1, 2], "count": [1]},
         {"true": [3], "predicted": [1], "count": [1]},
         {"true": [0], "predicted": [-1], "count": [1]},
-        {"true": [0], "predicted": [1], "count": [-1]},
-        {"true": 0, "predicted": 1, "count": 1},
-        [[1, 2], [3, 4]],
-        [[1, 2, 3], [0, 0, 0], [0, -1, 0]],
+        [[1, 2, 3, 4]] * 3,
         "text",
     ],
 )

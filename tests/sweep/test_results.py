@@ -9,7 +9,7 @@ from hpctrain.config import Config
 from hpctrain.report.history import Metrics, RunHistory
 from hpctrain.sweep.display import best_first
 from hpctrain.sweep.file import Sweep, SweepNetwork
-from hpctrain.sweep.folder import DONE, FAILED, NetworkResult, read_csv, read_results, write_csv
+from hpctrain.sweep.folder import DONE, FAILED, NetworkResult, read_results, write_csv
 from tests.records import append, end_line, make_run, run_line, step_line
 
 
@@ -34,18 +34,6 @@ def test_networks_are_ordered_by_their_best_validation():
 
 def test_without_validation_training_decides():
     assert names(row("a", 0.5, 1.0), row("b", 0.9, 0.1)) == ["b", "a"]
-
-
-def test_no_cell_of_results_csv_is_a_formula_however_often_it_is_written(tmp_path):
-    network = SweepNetwork(1, "01-base", Config(init="=cmd|x", lr=-0.5))
-    sweep = Sweep((network,), ("init", "lr"))
-    reason = "@SUM(1)"
-    for _ in range(2):
-        write_csv(tmp_path, sweep, [NetworkResult(network, DONE, reason, RunHistory())])
-        _, reason = read_csv(tmp_path)["01-base"]
-    assert reason == "'@SUM(1)"
-    line = (tmp_path / "results.csv").read_text().splitlines()[1]
-    assert line.startswith("01-base,done,'@SUM(1),'=cmd|x,-0.5,")
 
 
 def test_how_a_network_stands_where_nobody_could_record_it(tmp_path):
