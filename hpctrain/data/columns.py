@@ -1,7 +1,7 @@
-"""Columns with one number per sample, which are read on demand: labels and JPEG file offsets.
+"""Columns with one number per sample: labels and JPEG file offsets.
 
-The labels of 10^9 samples take 8 GB, and so do the offsets. If a rank may use few samples, it
-therefore keeps the numbers of these samples; otherwise it reads the numbers of each batch.
+A rank of a training reads the numbers of the samples that its shards may use once, and keeps them;
+all others are read on demand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from hpctrain.data.checks import Checks, ReadInto, as_bytes
 from hpctrain.data.pack_format import Pack
 from hpctrain.errors import RunError, UsageError
 
-HELD_ROWS = 1 << 22  # most rows of a column that are kept: 32 MiB
 PIECE_ROWS = 1 << 20  # rows read at a time from a whole column
 
 
@@ -40,15 +39,14 @@ class Column:
         return self._column.rows
 
     def hold(self, rows: range) -> None:
-        """Keep the values of `rows` in memory, unless there are too many; drop others."""
+        """Keep the values of `rows` in memory; drop others."""
         if (self._held[0], len(self._held[1])) == (rows.start, len(rows)):
             return
         self._held = 0, np.empty(0, np.int64)
-        if len(rows) <= HELD_ROWS:
-            held = np.empty(len(rows), np.int64)
-            for part in pieces(len(rows)):
-                held[part] = self.take(rows.start + part)
-            self._held = rows.start, held
+        held = np.empty(len(rows), np.int64)
+        for part in pieces(len(rows)):
+            held[part] = self.take(rows.start + part)
+        self._held = rows.start, held
 
     def take(self, rows: np.ndarray) -> np.ndarray:
         """Return the values of `rows` (n,), (n,) int64.

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.data.checks import Checks, as_bytes, gather_rows, open_file, open_pack, read_exactly
-from hpctrain.data.columns import HELD_ROWS, Column, LabelColumn, OffsetColumn, pieces
+from hpctrain.data.columns import Column, LabelColumn, OffsetColumn, pieces
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import READ_BYTES
 from hpctrain.errors import RunError, UsageError
@@ -129,14 +129,14 @@ class Split:
         return counts
 
     def hold(self, samples: range) -> None:
-        """Keep the labels and offsets of `samples` in memory, unless there are too many."""
+        """Keep the labels and offsets of `samples` in memory."""
         for column in (self._labels, self._offsets):
             if isinstance(column, Column):
                 column.hold(range(samples.start, samples.stop + column.more))
 
     def check_columns(self) -> None:
-        """Check all labels and offsets; those of large splits only when read. Raises Failure."""
-        for part in pieces(len(self)) if len(self) <= HELD_ROWS else ():
+        """Check all labels and offsets. Raises Failure."""
+        for part in pieces(len(self)):
             self.read_labels(part)
             if self._offsets:
                 self._offsets.spans(part)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import os
 
 import h5py
 import numpy as np
 import pytest
-from PIL import Image
 
 from hpctrain.data import columns
 from hpctrain.data.checks import Checks
 from hpctrain.data.imbalance import BalancedOrder, describe_balance, describe_missing
 from hpctrain.data.loader import Loader
-from hpctrain.data.orders import Order, make_order
+from hpctrain.data.orders import make_order
 from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
-from hpctrain.errors import UsageError
-from tests.packs import make_pack, make_sparse_pack
+from tests.packs import make_pack
 
-ROWS, BILLION = 203, 10**9
+ROWS = 203
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +44,9 @@ def label_reads(made, monkeypatch):
     return rows
 
 
-@pytest.mark.parametrize("held", [0, ROWS])
 @pytest.mark.parametrize("checked", [False, True])
-def test_labels_in_memory_and_on_demand_equal_those_of_the_file(made, monkeypatch, held, checked):
+def test_labels_in_memory_and_on_demand_equal_those_of_the_file(made, monkeypatch, checked):
     pack, labels = made
-    monkeypatch.setattr(columns, "HELD_ROWS", held)
     monkeypatch.setattr(columns, "PIECE_ROWS", 7)
     checks = Checks(read_sums(pack) if checked else None)
     with Split(pack, "train", checks=checks) as split:
@@ -64,11 +59,9 @@ def test_labels_in_memory_and_on_demand_equal_those_of_the_file(made, monkeypatc
         assert np.array_equal(split.labels, labels)
 
 
-@pytest.mark.parametrize("held", [0, ROWS])
 @pytest.mark.parametrize("order", ["partition", "blocks"])
-def test_a_rank_reads_only_the_labels_of_its_shards(made, monkeypatch, label_reads, held, order):
+def test_a_rank_reads_only_the_labels_of_its_shards(made, label_reads, order):
     pack, labels = made
-    monkeypatch.setattr(columns, "HELD_ROWS", held)
     partition = cut_epoch(ROWS, 32, 4)
     order, shards = make_order(order, partition, 0, 5, 3), range(1, 3)
     reach = order.reach(shards)
@@ -77,8 +70,7 @@ def test_a_rank_reads_only_the_labels_of_its_shards(made, monkeypatch, label_rea
         found = [b for epoch in range(2) for step in loader.epoch(epoch) for b in step]
         loader.close()
     assert set(label_reads) == set(reach) and len(reach) < ROWS
-    times = 1 if held else 2  # once, or in every epoch
-    assert np.array_equal(np.bincount(label_reads)[reach.start :], [times] * len(reach))
+    assert np.array_equal(np.bincount(label_reads)[reach.start :], [1] * len(reach))
     targets = np.concatenate([batch.targets.numpy() for batch in found])
     assert np.array_equal(np.sort(targets), np.sort(np.tile(labels[reach.start : reach.stop], 2)))
 
@@ -115,54 +107,3 @@ def test_a_balanced_order_reads_only_the_labels_of_the_requested_shards(
         names = [str(k) for k in range(10)]
         assert describe_balance(order) == describe_balance(kept)
         assert describe_missing(order, names) == describe_missing(kept, names)
-
-
-def test_an_invalid_label_in_a_large_pack_is_an_error_when_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns, "HELD_ROWS", 50)
-    monkeypatch.setattr("hpctrain.data.split.HELD_ROWS", 50)
-    path = make_pack(tmp_path / "a.h5", {"train": 60}, (6, 6, 1))
-    for label in (10, -1):
-        with h5py.File(path, "r+", locking=False) as file:
-            file["train/labels"][7] = label
-        with Split(read_pack(path), "train") as split:
-            split.hold(range(60))
-            assert len(split.read_labels(np.array([6, 8]))) == 2
-            with pytest.raises(
-                UsageError, match=f"labels of split 'train' go .* {label}.*10 class"
-            ):
-                split.read_labels(np.array([6, 7]))
-
-
-def test_one_of_1024_ranks_reads_its_part_of_10_to_the_9_jpeg_files(tmp_path):
-    """All other offsets are holes in the file: zeros, which would be refused if they were read."""
-    image, data = Image.new("RGB", (8, 8), (10, 200, 30)), io.BytesIO()
-    image.save(data, "JPEG")
-    size = len(data.getvalue())
-    pack = read_pack(make_sparse_pack(tmp_path / "a.h5", {"train": BILLION}, (8, 8, 3), 10, size))
-    assert pack.file_size > 600 * BILLION
-    partition, shards = cut_epoch(BILLION, 8192, 4096), range(400, 404)
-    order, layout = Order(partition, 0), pack.splits["train"]
-    reach = order.reach(shards)
-    with open(pack.path, "r+b") as file:
-        os.pwrite(
-            file.fileno(),
-            np.arange(reach.start, reach.stop + 1) * size,
-            layout.offsets_offset + 8 * reach.start,
-        )
-        for shard in shards:
-            for sample in order.samples(0, shard, 0, 12).tolist():
-                os.pwrite(file.fileno(), data.getvalue(), layout.images_offset + sample * size)
-    with Split(pack, "train") as split:
-        loader = Loader(split, partition, shards, order=order, read_buffer=0)
-        batches = next(steps := loader.epoch(0))
-        steps.close()
-        loader.close()
-        assert [b.images.shape for b in batches] == [(2, 3, 8, 8)] * 4
-        assert all((b.images[:, 1] > 0.7).all() and (b.targets == 0).all() for b in batches)
-        with pytest.raises(UsageError, match="offsets of split 'train' do not divide"):
-            split.gather(np.array([reach.stop]), np.empty((1, 8, 8, 3), np.uint8))
-        for wrong in ([-9, 5], [5, BILLION * size + 1]):  # beyond all files
-            with open(pack.path, "r+b") as file:
-                os.pwrite(file.fileno(), np.array(wrong), layout.offsets_offset + 8 * 77)
-            with pytest.raises(UsageError, match="offsets of split 'train' do not divide"):
-                split.gather(np.array([77]), np.empty((1, 8, 8, 3), np.uint8))

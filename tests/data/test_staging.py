@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,13 +10,11 @@ import numpy as np
 import pytest
 
 from hpctrain.data import staging
-from hpctrain.data.pack_format import Part
 from hpctrain.data.packed import read_pack, read_sums
-from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from tests.data.pictures import class_folders, pack
-from tests.packs import make_pack, make_sparse_pack, part_of
+from tests.packs import make_pack, part_of
 from tests.training.test_bad_rows import overwrite
 
 ROWS, BLOCK, SHAPE = 59, 7, (9, 11, 3)
@@ -109,25 +105,3 @@ def test_a_corrupt_block_is_an_error_only_for_those_who_need_it(made, tmp_path):
         assert staging.compare(made, Path(here.path), share)
         overwrite(here.path, column + 3 * BLOCK * 8)
         assert not staging.compare(made, Path(here.path), share)
-
-
-@pytest.mark.parametrize("size", [0, 600], ids=["pixels", "jpeg"])
-def test_one_of_1000_shards_of_10_to_the_9_samples_takes_little(tmp_path, size):
-    """Its labels take 8 MB, and those of all samples 8 GB; so do the offsets."""
-    samples, mib = 10**9, 1 << 20
-    packed = read_pack(make_sparse_pack(tmp_path / "a.h5", {"train": samples}, (2, 2, 1), 10, size))
-    partition = cut_epoch(samples, 8000, 1000)
-    held = range(partition.start(700), partition.start(701))
-    files = range(held.start * size, held.start * size + 8 * mib)  # a part of them is enough
-    began, part = time.perf_counter(), Part(held, files)
-    here, _ = copied(packed, part, tmp_path)
-    assert time.perf_counter() - began < 10
-    own = 8 * len(held) * (2 if size else 1) + (8 * mib if size else 4 * len(held))
-    sums = sum(4 * len(known) for known, _ in read_sums(packed).values())
-    assert own < 512 * os.stat(here.path).st_blocks < own + sums + 6 * mib
-    assert os.stat(here.path).st_size == packed.file_size > 8 * samples
-    with Split(here, "train", threads=1) as split:
-        assert not split.read_labels(np.array([held.start, held.stop - 1])).any()
-        for row in (held.start - 1, held.stop):
-            with pytest.raises(RuntimeError, match="of train's labels"):
-                split.read_labels(np.array([row]))
