@@ -54,9 +54,7 @@ def conflicts(config: Config) -> Iterator[str]:
 
 def _optimizer_conflicts(config: Config) -> Iterator[str]:
     """Yield one line for each conflict between options of the optimizer."""
-    optimizer, lr = optimizer_and_rate(config.optimizer, config.lr, config.task)
-    if config.nesterov and (optimizer != "sgdm" or not config.momentum):
-        yield f"--nesterov is for sgdm with --momentum: this is {optimizer} with {config.momentum}"
+    _, lr = optimizer_and_rate(config.optimizer, config.lr, config.task)
     if config.no_decay and not config.weight_decay:
         yield f"--no-decay {config.no_decay} needs a --weight-decay above 0"
     if config.min_lr and config.schedule not in ("cosine", "step"):

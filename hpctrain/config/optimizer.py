@@ -49,7 +49,6 @@ class OptimizerSettings:
         None, "epochs of linear warm-up; default: 5 with --lr-scaling", OPTIMIZER, AT_LEAST_0
     )
     momentum: float = option(0.9, "momentum of sgdm", OPTIMIZER, Bounds(0, 1))
-    nesterov: bool = option(False, "use Nesterov's momentum in sgdm", OPTIMIZER)
     weight_decay: float = option(
         0.0, "L2 penalty (sgdm, adam) or decoupled weight decay (adamw)", OPTIMIZER, AT_LEAST_0
     )
@@ -76,9 +75,8 @@ class OptimizerSettings:
     min_lr: float = option(
         0.0, "smallest learning rate of --schedule cosine or step", OPTIMIZER, AT_LEAST_0
     )
-    step_epochs: int = option(30, "epochs between drops of --schedule step", OPTIMIZER, AT_LEAST_1)
-    step_factor: float = option(
-        0.1, "factor of each drop of --schedule step", OPTIMIZER, Bounds(0, 1, "(]")
+    step_epochs: int = option(
+        30, "epochs between drops of --schedule step, each to a tenth", OPTIMIZER, AT_LEAST_1
     )
     ema: float | None = option(
         None,

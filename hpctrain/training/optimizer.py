@@ -21,16 +21,17 @@ from hpctrain.config import Config
 from hpctrain.parallel.layout import Group
 from hpctrain.plan import Plan
 
+STEP_FACTOR = 0.1  # of the drops of --schedule step, as in torch's StepLR
+
 
 def make_optimizer(
     name: str, lr: float, config: Config, groups: Sequence[tuple[nn.Parameter, Group]]
 ) -> Optimizer:
     """Make the optimizer `name` with learning rate `lr` and the other settings of `config`.
 
-    sgdm: v <- momentum v + g + weight_decay w, w <- w - lr v; with --nesterov w <- w - lr (g +
-    weight_decay w + momentum v). adam and adamw: torch's defaults for betas (0.9, 0.999) and eps
-    (1e-8). Each group has its own weight decay and factor of the learning rate, which
-    `set_learning_rate` changes.
+    sgdm: v <- momentum v + g + weight_decay w, w <- w - lr v. adam and adamw: torch's defaults for
+    betas (0.9, 0.999) and eps (1e-8). Each group has its own weight decay and factor of the
+    learning rate, which `set_learning_rate` changes.
     """
     common = {"lr": lr, "fused": True}
     given = [
@@ -41,8 +42,7 @@ def make_optimizer(
         return _without_compiler(Adam)(given, **common)
     if name == "adamw":
         return _without_compiler(AdamW)(given, **common)
-    momentum, nesterov = config.momentum, config.nesterov
-    optimizer = _without_compiler(SGD)(given, momentum=momentum, nesterov=nesterov, **common)
+    optimizer = _without_compiler(SGD)(given, momentum=config.momentum, **common)
     if config.momentum:
         # Without this, a skipped first step leaves torch's new momentum buffer uninitialised, and
         # the second step adds it to the weights.
@@ -75,7 +75,7 @@ def learning_rate(config: Config, plan: Plan, step: int) -> float:
     if config.schedule == "cosine":
         rate = least + (most - least) * cosine(step / plan.steps)
     elif config.schedule == "step":
-        rate = max(least, most * config.step_factor ** (epoch // config.step_epochs))
+        rate = max(least, most * STEP_FACTOR ** (epoch // config.step_epochs))
     warm = 1.0
     if step < plan.warmup_steps:
         warm = plan.warmup_from + (1 - plan.warmup_from) * step / plan.warmup_steps

@@ -28,7 +28,6 @@ FINE_TUNING = {
     },
     "ema": {
         "ema": 0.9,
-        "nesterov": True,
         "lr_scale": "conv2=0.8,conv3=0.64",
         "schedule": "one-cycle",
         "output": "ema",

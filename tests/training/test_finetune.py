@@ -61,10 +61,6 @@ def sgd(groups):
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
 
 
-def nesterov(groups):
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, foreach=False)
-
-
 def adamw(groups):
     return torch.optim.AdamW(groups, lr=0.1, foreach=False)
 
@@ -115,13 +111,9 @@ CASES = {
         lambda n: 0.0 if undecayed(n) else 0.3,
         lambda n: n.startswith(("stem", "bn")),
     ),
-    "a factor for each layer, Nesterov": Case(
-        {
-            "lr_scale": "stem=0.125,bn=0.125,shift=0.125,blocks.0=0.25,blocks.1=0.5,last=0.5",
-            "nesterov": True,
-        },
-        nesterov,
-        lambda n: 0.5 ** (3 - layer(n)),
+    "a factor for each layer": Case(
+        {"lr_scale": "stem=0.125,bn=0.125,shift=0.125,blocks.0=0.25,blocks.1=0.5,last=0.5"},
+        scale=lambda n: 0.5 ** (3 - layer(n)),
     ),
     "no decay, smallest rate": Case(
         {"weight_decay": 0.3, "no_decay": "bias", "schedule": "cosine", "min_lr": 0.02},
@@ -342,10 +334,6 @@ def test_one_cycle_has_no_other_warm_up(comm, settings):
 
 
 CONFLICTS = {
-    "--nesterov is for sgdm with --momentum: this is adam": dict(nesterov=True, optimizer="adam"),
-    "--nesterov is for sgdm with --momentum: this is sgdm with 0": dict(
-        nesterov=True, momentum=0.0
-    ),
     "--no-decay bias needs a --weight-decay": {"no_decay": "bias"},
     "--min-lr is for --schedule cosine or step": {"min_lr": 0.1},
     "--min-lr 0.1 is above --lr 0.01": {"min_lr": 0.1, "schedule": "cosine"},
