@@ -143,8 +143,8 @@ BAD = {  # what is done to the file, what is asked for, what is said
     "int8": (rewritten(x=(IMAGES // 2).astype("i1")), {}, "images /x are int8"),
     "bool": (rewritten(x=IMAGES > 99), {}, "images /x are bool"),
     "complex": (rewritten(x=IMAGES.astype("c8")), {}, "images /x are complex64"),
-    "big endian": (rewritten(x=big_floats), {}, "images /x are float32 big endian, which is not"),
-    "text": (rewritten(x=np.array([b"abc"] * ROWS)), {}, "images /x are bytes24"),
+    "big endian": (rewritten(x=big_floats), {}, "images /x are >f4, which is not"),
+    "text": (rewritten(x=np.array([b"abc"] * ROWS)), {}, "images /x are .S3"),
     "two dimensions": (
         rewritten(x=IMAGES.reshape(ROWS, -1)),
         {},
@@ -177,7 +177,7 @@ BAD = {  # what is done to the file, what is asked for, what is said
     "halves": (rewritten(y=LABELS / 2), {}, r"labels /y are no whole numbers: row \d+ is 0\.5"),
     "floats too large": (rewritten(y=LABELS * 1e300), {}, "labels /y are no whole numbers: row"),
     "truth": (rewritten(y=LABELS > 0), {}, "labels /y are bool, not numbers"),
-    "names": (rewritten(y=np.array([b"cat"] * ROWS)), {}, "labels /y are bytes24, not numbers"),
+    "names": (rewritten(y=np.array([b"cat"] * ROWS)), {}, "labels /y are .S3, not numbers"),
     "virtual labels": (rewritten(y=virtual_labels), {}, "/y is a virtual dataset"),
     "labels elsewhere": (
         rewritten(y=lambda f, n: f.create_dataset(n, ROWS, "u1", external=[("b.h5", 0, ROWS)])),
