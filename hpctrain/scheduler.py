@@ -31,7 +31,6 @@ class Scheduler:
     variables: tuple[str, ...]  # any of them means that there is a job; the first is its ID
     requeue: tuple[str, ...] = ()  # command to which the ID is appended; none cannot requeue
     restarts: str = ""  # variable with the number of requeues so far
-    facts: tuple[tuple[str, str], ...] = ()  # what doctor shows besides the ID, by variable
 
 
 def find_job(env: Mapping[str, str]) -> tuple[Scheduler, str] | None:
@@ -92,17 +91,7 @@ def job_end() -> float | None:
 
 
 SCHEDULERS = (
-    Scheduler(
-        "Slurm",
-        ("SLURM_JOB_ID",),
-        ("scontrol", "requeue"),
-        "SLURM_RESTART_COUNT",
-        (
-            ("partition", "SLURM_JOB_PARTITION"),
-            ("nodes", "SLURM_JOB_NUM_NODES"),
-            ("cores per task", "SLURM_CPUS_PER_TASK"),
-        ),
-    ),
-    Scheduler("PBS", ("PBS_JOBID",), ("qrerun",), facts=(("queue", "PBS_QUEUE"),)),
-    Scheduler("Flux", ("FLUX_JOB_ID", "FLUX_URI"), facts=(("nodes", "FLUX_JOB_NNODES"),)),
+    Scheduler("Slurm", ("SLURM_JOB_ID",), ("scontrol", "requeue"), "SLURM_RESTART_COUNT"),
+    Scheduler("PBS", ("PBS_JOBID",), ("qrerun",)),
+    Scheduler("Flux", ("FLUX_JOB_ID", "FLUX_URI")),
 )

@@ -52,7 +52,7 @@ def test_a_written_configuration_reads_back_the_same(tmp_path):
             "--optimizer sgd: there are sgdm, adam, adamw, did you mean 'sgdm'",
         ),
         (["--lr", "-1"], "--lr -1.0: give a number above 0"),
-        (["doctor", "--mib", "0"], "--mib 0: give 1 or more"),
+        (["sweep", "a.toml", "--slots", "0"], "--slots 0: give 1 or more"),
         (["--timeout", "soon"], "--timeout soon: give a time"),
         (["--freeze", "conv1", "bn1"], "commas: --freeze 'conv1,bn1'"),
         (["doctor", "mpi"], "unexpected argument 'mpi' for hpctrain doctor"),

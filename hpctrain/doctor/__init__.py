@@ -55,45 +55,29 @@ def main(settings: DoctorConfig) -> int:
         ranks = [collect(None, launcher, reason)]
         return _conclude(_show(ranks)) if launched_rank() == 0 else 1
     try:
-        return _examine(settings, launcher)
+        return _examine(launcher)
     except BaseException as error:
         return conclude(error)
 
 
-def _examine(settings: DoctorConfig, launcher: str) -> int:
+def _examine(launcher: str) -> int:
     from hpctrain.parallel import mpi
-    from hpctrain.parallel.hosts import local_ranks
 
     try:
         comm = mpi.start_mpi()
     except mpi.LauncherMismatch:  # reported by the findings
         comm = mpi.MPI.COMM_WORLD.Dup()
-    _, ranks_here = local_ranks(comm)
-    if comm.size > 1:
-        mpi.call_on_all(comm, lambda: _require_memory(settings.mib, ranks_here))
     ranks = comm.gather(collect(comm, launcher)) or []  # of all, on rank 0
     speaks = comm.rank == 0 and (comm.size > 1 or launched_rank() == 0)
     rows = _show(ranks) if speaks else []
     if comm.size > 1 and comm.bcast(not any(rank.torch_error for rank in ranks)):
-        timings = time_allreduce(comm, settings.mib)
+        timings = time_allreduce(comm)
         rows += _show_allreduce(ranks, timings) if speaks else []
     return comm.bcast(_conclude(rows) if speaks else 1)
 
 
-def _require_memory(mib: int, ranks: int) -> None:
-    """Raise UsageError if messages of `ranks` and MPI's copies do not fit this host's memory."""
-    from hpctrain.parallel.host_memory import free_memory
-
-    free = free_memory() / KIB**2  # MiB
-    if 3 * ranks * mib > free:
-        raise UsageError(
-            f"--mib {mib}: {counted(ranks, 'rank')} would need {3 * ranks * mib:,} MiB of this"
-            f" host's memory, {free:,.0f} MiB are free; choose at most {free // 3 // ranks:.0f}"
-        )
-
-
-def time_allreduce(comm: Any, mib: int) -> list[Timing]:
-    """Time Allreduce of float32 from 4 B to `mib` MiB. Collective.
+def time_allreduce(comm: Any) -> list[Timing]:
+    """Time Allreduce of float32 in messages of `SIZES`. Collective.
 
     The time of a size is the median over several loops, where that of a loop is the time of its
     slowest rank. All ranks return the same timings.
@@ -102,10 +86,9 @@ def time_allreduce(comm: Any, mib: int) -> list[Timing]:
 
     from hpctrain.parallel.reduce import allreduce
 
-    largest = mib * MIB
-    vector = np.empty(largest // 4, np.float32)
+    vector = np.empty(max(SIZES) // 4, np.float32)
     timings = []
-    for size in [*(size for size in SIZES if size < largest), largest]:
+    for size in SIZES:
         part = vector[: size // 4]
         part.fill(comm.rank + 1)
         allreduce(comm, part)  # warm-up, and a check of the sum

