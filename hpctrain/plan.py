@@ -118,7 +118,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     model = model_name(config, facts.image_shape)
     loads, shards = worker_loads(config.worker_load), shard_count(config, facts.ranks)
     runs = assign_shards(shards, facts.ranks, loads)
-    partition = _cut(config, facts, shards)
+    partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.min_samples)
     row_bytes = facts.buffered_bytes or math.prod(facts.image_shape) * facts.value_bytes
     block_rows = facts.run_rows or -(-READ_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # holds two windows of every shard
@@ -199,16 +199,6 @@ def rate_growth(config: Config, batch_size: int) -> float:
     """
     times = batch_size / (config.batch_per_rank or usual_batch(config))
     return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.lr_scaling]
-
-
-def _cut(config: Config, facts: Facts, shards: int) -> Partition:
-    batch_size = _batch_size(config, facts, shards)
-    try:
-        return cut_epoch(facts.rows, batch_size, shards, facts.min_samples)
-    except UsageError as error:
-        if config.batch_per_rank is None or "--batch-size" not in str(error):
-            raise
-        raise UsageError(f"{error} in place of --batch-per-rank") from error
 
 
 def _batch_size(config: Config, facts: Facts, shards: int) -> int:

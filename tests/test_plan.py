@@ -109,7 +109,7 @@ def test_shards_default_to_ranks_and_do_not_change_the_batch():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(batch_size=3), "3 rows.*4 shards"),
+        (Config(batch_size=3), "mini-batches of 3,.* 4 shards"),
         (Config(batch_size=8, batch_per_rank=2), "exclude"),
         (Config(shards=3), "4 ranks cannot carry 3 shards"),
     ],
@@ -120,10 +120,9 @@ def test_what_does_not_fit_is_refused_with_the_numbers(config, message):
 
 
 @pytest.mark.parametrize("given", [{"batch_size": 5}, {"batch_per_rank": 1}])
-def test_the_mini_batch_that_is_proposed_is_accepted(given):
+def test_shards_of_too_few_images_are_refused(given):
     facts = dataclasses.replace(FACTS, min_samples=2)
-    words = "--batch-size 13" + " in place of --batch-per-rank" * ("batch_per_rank" in given)
-    with pytest.raises(UsageError, match=f"5 images over 5 shards leave 1: use {words}$"):
+    with pytest.raises(UsageError, match="mini-batches of 5, .* 5 shards of 2 or more images"):
         resolve(Config(shards=5, **given), facts)
     assert resolve(Config(shards=5, batch_size=13), facts).batch_size == 13
 

@@ -101,51 +101,19 @@ def cut_epoch(samples: int, batch_size: int, shards: int, min_samples: int = 1) 
     """Divide an epoch over `samples` samples into steps of `batch_size` and into shards.
 
     `min_samples` is the smallest number of samples that a shard may have in a step, except zero.
-    Raises UsageError if this is impossible in a full step or the last one; the message gives the
-    next larger global batch for which it is possible, if there is one.
+    Raises UsageError if this is impossible in a full step or the last one.
     """
-    partition = _cut(samples, min(batch_size, samples), shards, min_samples)
-    if partition is None:
-        raise UsageError(_refusal(samples, min(batch_size, samples), shards, min_samples))
-    return partition
-
-
-def _cut(samples: int, batch_size: int, shards: int, floor: int) -> Partition | None:
-    shares = even_shares(batch_size, shards)
-    if shares[-1] < max(floor, 1):
-        return None
-    last = cut_last_step(_last_samples(samples, batch_size), shares, floor)
-    return None if last is None else Partition(samples, shares, last)
-
-
-def _last_samples(samples: int, batch_size: int) -> int:
-    return samples - (-(-samples // batch_size) - 1) * batch_size
-
-
-def _refusal(samples: int, batch_size: int, shards: int, floor: int) -> str:
-    """Explain why the global batch (at most all samples) cannot be divided, and what to use."""
-    needs = (
-        f"the model normalises one value per image and channel somewhere, so a shard needs {floor}"
-        " images a step"
-    )
-    if samples < floor * shards:
-        why = f"{samples:,} training images cannot be cut into {shards:,} shards"
-        way = f"use at most {samples // floor} shards or ranks" if samples >= floor else "add some"
-        return f"{needs}: {why}: {way}" if floor > 1 else f"{why}: {way}"
-    if batch_size < shards:
-        why = f"a mini-batch of {batch_size:,} rows cannot be cut into {shards:,} shards"
-    elif batch_size < floor * shards:
-        share = batch_size // shards
-        why = f"{needs}; {batch_size:,} images over {shards:,} shards leave {share}"
-    else:
-        last = _last_samples(samples, batch_size)
-        why = (
-            f"{needs}, but the last step of an epoch would hold {last:,}"
-            f" ({samples:,} images in mini-batches of {batch_size:,})"
+    batch_size = min(batch_size, samples)
+    shares, rest = even_shares(batch_size, shards), samples % batch_size or batch_size
+    last = cut_last_step(rest, shares, min_samples) if shares[-1] >= max(min_samples, 1) else None
+    if last is None:
+        why = " (the model normalizes one value per image and channel)" if min_samples > 1 else ""
+        raise UsageError(
+            f"{samples:,} training images in mini-batches of {batch_size:,}, the last one of"
+            f" {rest:,}, cannot be cut into {shards:,} shards of {min_samples} or more images{why}:"
+            " use another --batch-size (or --batch-per-rank), or fewer shards or ranks"
         )
-    larger = range(max(batch_size + 1, floor * shards), samples + 1)  # the last of them is one step
-    fits = next(size for size in larger if _cut(samples, size, shards, floor))
-    return f"{why}: use --batch-size {fits}"
+    return Partition(samples, shares, last)
 
 
 def random_key(*parts: int | str) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import numpy as np
 import pytest
 
-from hpctrain.data import partition as data_partition
 from hpctrain.data.orders import make_order
 from hpctrain.data.partition import (
     Partition,
@@ -74,9 +72,9 @@ def test_orders_differ_by_epoch_and_shard_and_seed_and_repeat():
 
 
 def test_a_mini_batch_smaller_than_the_shards_is_refused_with_both_numbers():
-    with pytest.raises(UsageError, match=r"3 rows.*5 shards"):
+    with pytest.raises(UsageError, match="101 .* in mini-batches of 3, .* 5 shards of 1"):
         cut_epoch(101, 3, 5)
-    with pytest.raises(UsageError, match=r"4 training images.*5 shards"):
+    with pytest.raises(UsageError, match="4 training images .* 5 shards"):
         cut_epoch(4, 128, 5)
 
 
@@ -95,12 +93,12 @@ def test_single_rows_are_planned_away_where_a_layer_needs_two(rows, shards):
     assert sum(partition.sizes) == rows
 
 
-def test_what_cannot_be_planned_away_is_refused_with_a_size_that_works():
-    with pytest.raises(UsageError, match=r"would hold 1 \(129 images.*--batch-size 129$"):
+def test_what_cannot_be_planned_away_is_refused_with_the_numbers():
+    with pytest.raises(UsageError, match="129 .* of 128, the last one of 1, .* 2 shards of 2 or"):
         cut_epoch(129, 128, 2, min_samples=2)
-    with pytest.raises(UsageError, match="a shard needs 2 images"):
+    with pytest.raises(UsageError, match="8 shards of 2 or more images .the model normalizes"):
         cut_epoch(128, 8, 8, min_samples=2)
-    with pytest.raises(UsageError, match="9 training images .* 5 shards: use at most 4 shards"):
+    with pytest.raises(UsageError, match="9 training images .* 5 shards .* fewer shards or ranks"):
         cut_epoch(9, 8, 5, min_samples=2)
 
 
@@ -108,38 +106,10 @@ def test_what_cannot_be_planned_away_is_refused_with_a_size_that_works():
 def test_uneven_shares_are_cut_or_refused_at_once(rows, batch, shards):
     try:
         partition = cut_epoch(rows, batch, shards, min_samples=2)
-    except UsageError as error:
-        if rows < 2 * shards:
-            return
-        proposal = int(str(error).rsplit("--batch-size ", 1)[1])
-        partition = cut_epoch(rows, proposal, shards, min_samples=2)
+    except UsageError:
+        return
     assert sum(partition.sizes) == rows
     assert all(r == 0 or r >= 2 for r in (*partition.last, *partition.shares))
-
-
-def advised(refuse):
-    """The mini-batch that the refusal of a call names; None where it names none."""
-    with pytest.raises(UsageError) as caught:
-        refuse()
-    found = re.search(r"--batch-size (\S+)$", str(caught.value))
-    assert found or "batch-size" not in str(caught.value)
-    return found and int(found[1])
-
-
-def test_every_mini_batch_that_is_proposed_is_accepted():
-    """And is the nearest larger one; none is where none is accepted."""
-    proposals = 0
-    for rows, shards, least in itertools.product(range(1, 29), range(1, 12), (1, 2, 3)):
-        accepted = set()
-        for batch in range(rows + 1, 0, -1):
-            try:
-                cut_epoch(rows, batch, shards, least)
-                accepted.add(batch)
-            except UsageError:
-                proposal = advised(lambda: cut_epoch(rows, batch, shards, least))  # noqa: B023
-                assert proposal == min((b for b in accepted if b > batch), default=None)
-                proposals += proposal is not None
-    assert proposals > 3000
 
 
 class Counted(tuple):
@@ -167,17 +137,6 @@ def test_a_shard_more_costs_no_look_at_all_others(order):
             assert len(rows) == partition.count(step, shard)
             dealt.reach(range(shard, shard + 1))
     assert Counted.read <= 8 * shards
-
-
-def test_a_mini_batch_is_proposed_after_few_looks(monkeypatch):
-    """4,096 shards of two images, and a last step that is odd."""
-    looked, original = [], data_partition.even_shares
-    monkeypatch.setattr(
-        data_partition, "even_shares", lambda *given: looked.append(1) or original(*given)
-    )
-    assert advised(lambda: cut_epoch(1_000_001, 8192, 4096, min_samples=2)) == 8193
-    assert advised(lambda: cut_epoch(1_000_001, 1, 4096, min_samples=2)) == 8193
-    assert len(looked) <= 20
 
 
 def old_cut_last_step(rows, shares, least):
