@@ -13,6 +13,7 @@ Images are decoded by a pool of worker processes (``workers.py``) on one node.
 
 from __future__ import annotations
 
+import faulthandler
 import re
 import time
 from pathlib import Path
@@ -42,6 +43,7 @@ def main(config: PackConfig) -> int:
         if config.source is not None:
             raise UsageError(f"--check {config.check} packs nothing: leave out {config.source}")
         return check_pack(config.check)
+    faulthandler.enable(2)  # an image may crash its decoder: with --jobs 1, the stack is printed
     create_pack(config)
     return 0
 

@@ -401,13 +401,14 @@ def change_workers(monkeypatch, folder, change):
     monkeypatch.setitem(os.environ, "PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
 
 
-def test_a_worker_that_dies_is_named(folder, tmp_path, monkeypatch):
+WORKER_DIED = (
+    "a worker process of pack died: --jobs 1 shows where; if memory ran out, use fewer --jobs"
+)
+
+
+def test_a_worker_that_dies_is_one_line(folder, tmp_path, monkeypatch):
     change_workers(monkeypatch, tmp_path, "os.kill(os.getpid(), 9)")
-    text = refusal(folder, tmp_path / "a.h5", jobs=2)
-    assert text == (
-        "a worker process of pack was ended by SIGKILL before its first image; if memory ran out,"
-        " use fewer --jobs"
-    )
+    assert refusal(folder, tmp_path / "a.h5", jobs=2) == WORKER_DIED
 
 
 HOSTILE = """
@@ -423,13 +424,22 @@ Image.open = crash
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
-def test_an_image_that_crashes_the_decoder_is_named(tmp_path, monkeypatch, encoding):
+def test_an_image_that_crashes_the_decoder_is_one_line(tmp_path, monkeypatch, encoding):
     root = class_folders(tmp_path / "images", {"a": 43, "b": 47})
     (root / "b" / "hostile.png").write_bytes(encode(picture(1, 13, 12)))
     change_workers(monkeypatch, tmp_path, HOSTILE)
     text = refusal(root, tmp_path / "a.h5", jobs=2, size="7x5", channels=3, encoding=encoding)
-    assert text == ("a worker process of pack was ended by SIGSEGV while it decoded b/hostile.png")
+    assert text == WORKER_DIED
     assert [name for name in os.listdir(tmp_path) if "h5" in name] == []
+
+
+def test_one_job_shows_where_a_decoder_crashes(folder, tmp_path):
+    code = "import os, sys; from PIL import Image; from hpctrain.cli import main\n"
+    code += "Image.open = lambda *of, **how: os.kill(os.getpid(), 11)\nmain(sys.argv[1:])"
+    words = ["pack", folder, "--jobs", "1", "--output", tmp_path / "a.h5"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr and "images.py" in done.stderr
 
 
 def test_a_bug_in_a_worker_shows_its_traceback(folder, tmp_path, monkeypatch):

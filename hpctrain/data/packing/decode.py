@@ -26,16 +26,12 @@ from hpctrain.data.images import (
     probe,
 )
 from hpctrain.data.packing.layout import DECODED, DIGEST_BYTES, LISTED, ImageSource, jpeg_dtype
-from hpctrain.data.packing.names import CODEC
 from hpctrain.errors import RunError
 from hpctrain.files import open_regular, write_at
-from hpctrain.watchdog import doing
 
 TAIL = 4096  # bytes at the end of a file, for its fingerprint
 LOCAL_HEADER = 30  # bytes, of a member of a .zip (APPNOTE.TXT 4.3.7)
 BadFiles = list[tuple[str, str]]  # name, reason
-
-current_image: list[memoryview] = []  # a worker process writes the name of the current image here
 
 
 class Span(NamedTuple):
@@ -222,7 +218,6 @@ class ImageReader:
 
     def read(self, row: int) -> bytes:
         """Read all bytes of an image file. Raises BadImage."""
-        show_image(self._source.name_of(row))
         try:
             with ExitStack() as stack:
                 descriptor, offset, size = self.locate(row, stack)
@@ -257,14 +252,6 @@ def read_member(
     if (len(data), zlib.crc32(data)) != (size, crc32):
         raise BadImage("the archive is damaged: size or CRC-32 differs")
     return data
-
-
-def show_image(name: str) -> None:
-    """Record the name of the next image, to be reported if this process hangs or dies."""
-    doing(f"reading {name}")
-    for place in current_image:
-        text = name.encode(*CODEC)[: len(place) - 1]
-        place[: len(text) + 1] = text + b"\0"
 
 
 def _open(stack: ExitStack, path: str) -> int:

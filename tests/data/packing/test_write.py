@@ -1,5 +1,6 @@
 """Sums and rows of a pack, and packs of arrays."""
 
+import contextlib
 import os
 import tracemalloc
 
@@ -9,9 +10,9 @@ import pytest
 
 from hpctrain.data.pack import write_pack
 from hpctrain.data.packed import read_pack, verify
-from hpctrain.data.packing import make
+from hpctrain.data.packing import make, report
 from hpctrain.data.packing.decode import channel_sums
-from hpctrain.data.packing.workers import TaskRunner
+from hpctrain.data.packing.workers import PackTask, start_workers
 from hpctrain.errors import RunError, UsageError
 from tests.data.pictures import class_folders, contents, encode, pack, picture
 
@@ -146,14 +147,11 @@ def test_write_pack_leaves_nothing_if_images_cannot_be_read(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_results_come_in_the_order_of_the_tasks():
-    from concurrent.futures import ThreadPoolExecutor
-
-    from hpctrain.data.packing.workers import PackTask
-
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_results_come_in_the_order_of_the_tasks(monkeypatch, jobs):
     told = []
-    with ThreadPoolExecutor(3) as threads:
-        tasks = (PackTask((number,), number) for number in range(100))
-        found = TaskRunner(3, threads).run(lambda number: number**2, tasks, told.append)
-        assert list(found) == [number**2 for number in range(100)]
+    monkeypatch.setattr(report, "progress", lambda *of: contextlib.nullcontext(told.append))
+    with start_workers(jobs) as run:
+        tasks = (PackTask((number, 2), number) for number in range(100))
+        assert list(run("squaring", pow, tasks, 100)) == [number**2 for number in range(100)]
     assert told == list(range(100))
