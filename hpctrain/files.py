@@ -2,10 +2,6 @@
 
 rename(2) replaces a file atomically on POSIX file systems. fsync(2) of a file does not cover its
 directory entry, so the folder is synced as well.
-
-Other users may be able to write to these folders (/tmp, a project's folder). Therefore no file is
-opened through a symbolic link, and temporary files are created exclusively (O_EXCL) under
-unpredictable names.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ import glob
 import os
 import secrets
 import socket
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +20,6 @@ from hpctrain.errors import RunError
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)
-NOT_REGULAR = "it is no regular file"
-REFUSED = "a symbolic link is in its place"
 
 
 def temporary_name(path: Path) -> Path:
@@ -42,30 +35,6 @@ def left_behind(path: Path) -> Iterator[Path]:
         process = found.name[len(stem) : -len(".tmp")].partition("-")[0]
         if process.isdigit() and not Path("/proc", process).exists():
             yield found
-
-
-def open_regular(path: str | Path, flags: int) -> int:
-    """Open a regular file and return its descriptor; can be the `opener` of open().
-
-    Raises OSError, also for a device or a pipe.
-    """
-    more = os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its other end
-    descriptor = os.open(path, flags | more, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
-    os.set_blocking(descriptor, True)
-    return descriptor
-
-
-def open_itself(path: str | Path, flags: int) -> int:
-    """Open a regular file as `open_regular` does, but do not follow a symbolic link at `path`."""
-    try:
-        return open_regular(path, flags | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, REFUSED, str(path)) from None
-        raise
 
 
 def sync(path: Path) -> None:
@@ -93,16 +62,14 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     which is written often: what is at `path` is not checked.
     """
     if durable and path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     temporary = temporary_name(path)
-    with cast(BinaryIO, open(temporary, "x+b", opener=open_itself)) as file:
+    with cast(BinaryIO, open(temporary, "x+b")) as file:
         try:
             yield file
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            if not os.path.samestat(os.lstat(temporary), os.fstat(file.fileno())):
-                raise OSError(errno.EEXIST, "another file was put in its place", str(temporary))
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -19,14 +19,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpctrain.files import open_itself, write_whole
+from hpctrain.files import write_whole
 from hpctrain.text import printable, ranges
 from hpctrain.typed import from_fields, parse_json
 
 FOLDER = "ranks"  # in the folder of a run
 BEAT_EVERY = 5.0  # seconds
 WAITING = "waiting for "  # prefix of the activity of a rank that waits for others
-LONGEST, LONGEST_TEXT = 2**16, 500  # bytes read of a heartbeat, characters kept of a text in it
 MOST_NAMED = 8  # ranks in a message
 CRASH = re.compile(rb"Fatal Python error: ([ -~]{1,80})")  # first line written by faulthandler
 
@@ -70,16 +69,13 @@ def write_beat(folder: Path, beat: Beat) -> None:
 def read_beat(path: Path) -> Beat | None:
     """Read a heartbeat file; return None if it holds no valid heartbeat."""
     try:
-        with open(path, "rb", opener=open_itself) as file:
-            written, content = os.fstat(file.fileno()).st_mtime, file.read(LONGEST)
+        with open(path, "rb") as file:
+            written, content = os.fstat(file.fileno()).st_mtime, file.read()
         beat = from_fields(Beat, parse_json(content))
     except (OSError, ValueError):
         return None
-    if path.name != f"{beat.rank}.json":
-        return None
-    texts = (beat.host, beat.doing, beat.failed)
-    host, doing, failed = (printable(text[:LONGEST_TEXT], newlines=False) for text in texts)
-    return replace(beat, host=host, doing=doing, failed=failed, written=written)
+    doing, failed = (printable(text, newlines=False) for text in (beat.doing, beat.failed))
+    return replace(beat, doing=doing, failed=failed, written=written)
 
 
 def read_beats(folder: Path) -> list[Beat]:
@@ -183,7 +179,7 @@ class Turn:
             if self.mine:
                 os.utime(self._path)
                 return True
-            os.close(open_itself(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            self._path.touch(exist_ok=False)
             self.mine = True
         except FileExistsError:
             self._look()
@@ -208,7 +204,7 @@ class Turn:
 
     def announce(self) -> None:
         """Signal to the other ranks that all ranks exit."""
-        with suppress(OSError), open(self._path, "w", opener=open_itself) as file:
+        with suppress(OSError), open(self._path, "w") as file:
             file.write("hang\n")
 
     def give_back(self) -> None:
@@ -219,6 +215,6 @@ class Turn:
 
 
 def _head(path: Path) -> bytes:
-    with suppress(OSError), open(path, "rb", opener=open_itself) as file:
-        return file.read(LONGEST)
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read(200)
     return b""

@@ -1,7 +1,6 @@
-"""JSON (RFC 8259, with limits) and TOML, checked against the types that the reader expects.
+"""JSON (RFC 8259) and TOML, checked against the types that the reader expects.
 
-Files may be corrupt, truncated or written by others. Their content becomes values of these types,
-or a ValueError that names the field is raised.
+Their content becomes values of these types, or a ValueError that names the field is raised.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1  # int64
-MOST_DIGITS = 300  # of an integer in JSON: about the range of float64
 _hints = functools.cache(typing.get_type_hints)
 _short = reprlib.Repr()
 _short.maxother = _short.maxstring = _short.maxlong = 50
@@ -29,28 +27,17 @@ _short.maxother = _short.maxstring = _short.maxlong = 50
 def parse_json(content: bytes | str) -> Any:
     """Parse a JSON text.
 
-    Raises ValueError if it is not JSON, holds NaN, infinity or a number beyond float64, or is
-    nested too deeply for the parser.
+    Raises ValueError if it is not JSON or holds NaN, infinity or a number beyond float64.
     """
     try:
         return _DECODER.decode(content if isinstance(content, str) else content.decode())
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    """Parse a TOML text and return its top-level table.
-
-    Raises ValueError if it is not TOML, is nested too deeply or holds an integer beyond int64.
-    """
-    try:
-        found = tomllib.loads(text if isinstance(text, str) else text.decode())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    _check_numbers(found.values())
-    return found
+    """Parse a TOML text and return its top-level table. Raises ValueError if it is not TOML."""
+    return tomllib.loads(text if isinstance(text, str) else text.decode())
 
 
 def from_fields(kind: type[T], fields: Any) -> T:
@@ -105,20 +92,6 @@ def typed(value: Any, wanted: Any, name: str) -> Any:
     raise ValueError(f"{name} is {_short.repr(value)}, not {expected}")
 
 
-def _check_numbers(values: Collection[Any]) -> None:
-    for value in values:
-        if isinstance(value, dict | list):
-            _check_numbers(value.values() if isinstance(value, dict) else value)
-        elif isinstance(value, int) and abs(value) > LARGEST:
-            raise ValueError(f"the whole number {_short.repr(value)} is larger than {LARGEST}")
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a whole number of {len(digits)} digits is too large")
-    return int(digits)
-
-
 def _real(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
         raise ValueError(f"the number {digits[:20]} is too large")
@@ -129,4 +102,4 @@ def _constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-_DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_real, parse_constant=_constant)
+_DECODER = json.JSONDecoder(parse_float=_real, parse_constant=_constant)

@@ -27,7 +27,6 @@ from types import TracebackType
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.files import open_itself
 from hpctrain.heartbeats import (
     BEAT_EVERY,
     WAITING,
@@ -169,7 +168,7 @@ class Watchdog:
 
     def _open_stack(self, folder: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._stack = open_itself(folder / f"{self.rank}.stack", flags)
+        self._stack = os.open(folder / f"{self.rank}.stack", flags, 0o666)
         if self._whole:
             faulthandler.enable(self._stack)
             if under_mpirun():  # elsewhere SIGTERM is a notice

@@ -20,7 +20,6 @@ import numpy as np
 
 from hpctrain.data.pack_format import Pack, StoredColumn
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import open_regular
 from hpctrain.watchdog import doing
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def open_file(path: str, size: int | None = None) -> int:
     bytes.
     """
     try:
-        descriptor = open_regular(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise UsageError(f"{path} cannot be opened: {error.strerror}") from None
     there = os.fstat(descriptor).st_size

@@ -26,7 +26,6 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from hpctrain.errors import first_line
-from hpctrain.files import open_regular
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
 
@@ -154,7 +153,7 @@ def read_image(path: str, shape: tuple[int, int, int], crop: bool = False) -> np
     Raises BadImage, and OSError if the file cannot be read at all.
     """
     height, width, channels = shape
-    with open(path, "rb", opener=open_regular) as file:
+    with open(path, "rb") as file:
         pixels = decode(file.read(), Fit(width, height, channels, crop))
     return np.frombuffer(pixels, np.uint8).reshape(shape).copy()
 

@@ -31,7 +31,7 @@ from hpctrain.data.packing.sources import HDF5
 from hpctrain.data.packing.split import assign, rows_by_split
 from hpctrain.data.packing.write import writing
 from hpctrain.errors import UsageError
-from hpctrain.files import left_behind, open_regular
+from hpctrain.files import left_behind
 from hpctrain.text import say
 
 __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
@@ -125,8 +125,10 @@ def output_path(config: PackConfig) -> Path:
 
 def looks_like_pack(path: Path) -> bool:
     """Whether this is a regular file that begins as HDF5 files do, perhaps damaged, or is empty."""
+    if not path.is_file():  # a device or a pipe
+        return False
     try:
-        with open(path, "rb", opener=open_regular) as file:
+        with open(path, "rb") as file:
             return file.read(len(HDF5)) in (HDF5, b"")
     except OSError:
         return False

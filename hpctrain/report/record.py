@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpctrain.errors import UsageError
-from hpctrain.files import open_regular, write_whole
+from hpctrain.files import write_whole
 from hpctrain.report.fields import Record, parse_record
 from hpctrain.report.history import RunHistory
 
@@ -38,7 +38,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """
     path = path / FILE_NAME if path.is_dir() else path
     try:
-        with open(path, "rb", opener=open_regular) as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(read_lines(file, path), start=1):
                 yield decode(line, number, path)
     except OSError as error:
@@ -100,7 +100,7 @@ class HistoryReader:
         before = (self.version, self.problem)
         try:
             # Opened every time, so that an NFS client asks its server for changes.
-            with open(self.path, "rb", opener=open_regular) as file:
+            with open(self.path, "rb") as file:
                 self._read(file)
         except FileNotFoundError:
             if self._size:
@@ -198,7 +198,7 @@ def truncate_record(folder: Path, step: int, epoch: int, validated: int) -> None
     if not path.exists():
         return
     kept = []
-    with open(path, "rb", opener=open_regular) as file:
+    with open(path, "rb") as file:
         try:
             for number, line in enumerate(read_lines(file, path), start=1):
                 if not _is_recorded_again(decode(line, number, path), step, epoch, validated):

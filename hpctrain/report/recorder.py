@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import Failure, RunError
-from hpctrain.files import open_itself
 from hpctrain.report.fields import FIELDS, encode_record
 from hpctrain.report.record import FILE_NAME, cut_torn_line
 from hpctrain.report.step_stats import Costs
@@ -43,7 +42,7 @@ class RecordFile:
         self._buffered: list[dict[str, Any]] = []
         self._due = 0.0
         try:
-            self._descriptor = open_itself(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             cut_torn_line(self._descriptor)
         except OSError as error:
             raise RunError(f"cannot open {path}: {error.strerror}") from error

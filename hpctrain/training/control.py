@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from hpctrain.config import Config, Interval, checkpoint_interval, duration
 from hpctrain.errors import RunError, UsageError
-from hpctrain.files import open_itself
 from hpctrain.launcher import received_signal
 from hpctrain.scheduler import job_end
 
@@ -160,7 +159,7 @@ def request_stop(folder: Path) -> None:
     Raises RunError if the STOP file cannot be written.
     """
     try:
-        os.close(open_itself(folder / STOP_FILE, os.O_WRONLY | os.O_CREAT))
+        (folder / STOP_FILE).touch()
     except OSError as error:
         raise RunError(f"cannot write {folder / STOP_FILE}: {error.strerror}") from error
 
@@ -184,7 +183,7 @@ class RunLock:
         Raises UsageError if another process holds the lock, RunError if the folder is not writable.
         """
         try:
-            self._descriptor = open_itself(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+            self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise RunError(f"cannot write {folder / LOCK_FILE}: {error.strerror}") from error
         try:

@@ -9,7 +9,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-DEEP = "\0deep"  # placeholder of a value nested too deeply to be built in Python
 VALUES = (
     None,
     True,
@@ -34,12 +33,10 @@ VALUES = (
     [1, "a", None],
     {},
     {"a": {"b": [1]}},
-    DEEP,
 )
 ODD_TOML = (
     "= 1",
     "a = [[[[",
-    "a = " + "[" * 20_000,
     "a = " + "9" * 5_000,
     "[base]",
     "[[variant]]",
@@ -137,16 +134,11 @@ def mutate_value(value: Any, draw: random.Random) -> tuple[Any, str]:
             return value, f"{where} becomes {str(new)[:20]!r}"
 
 
-def dumps(value: Any) -> str:
-    """Return JSON text, with arrays nested too deeply for Python in place of DEEP."""
-    return json.dumps(value).replace(json.dumps(DEEP), "[" * 5_000 + "]" * 5_000)
-
-
 def mutate_json(data: bytes, draw: random.Random) -> tuple[bytes, str]:
     """Change a value of a JSON text or corrupt its bytes; return the text and what was done."""
     if draw.random() < 0.6:
         value, what = mutate_value(json.loads(data), draw)
-        return dumps(value).encode(), what
+        return json.dumps(value).encode(), what
     changed = bytearray(data)
     return changed, mutate_bytes(changed, draw)
 
@@ -158,7 +150,7 @@ def mutate_lines(data: bytes, draw: random.Random) -> tuple[bytes, str]:
     match draw.randrange(6):
         case 0 | 1 | 2:
             value, what = mutate_value(json.loads(lines[number]), draw)
-            lines[number] = dumps(value).encode() + b"\n"
+            lines[number] = json.dumps(value).encode() + b"\n"
         case 3:
             del lines[number]
             what = "gone"
@@ -182,7 +174,7 @@ def mutate_toml(data: bytes, draw: random.Random) -> tuple[bytes, str]:
             what = f"line {number + 1} put in: {odd[:30]!r}"
         case 1:
             name = lines[number].partition("=")[0]
-            lines[number] = f"{name}= {dumps(value := draw.choice(VALUES))}"
+            lines[number] = f"{name}= {json.dumps(value := draw.choice(VALUES))}"
             what = f"line {number + 1}: {name}= {str(value)[:30]!r}"
         case 2:
             what = f"line {number + 1} is gone: {lines.pop(number)[:30]!r}"
@@ -203,14 +195,14 @@ def mutate_tensors(data: bytes, draw: random.Random) -> tuple[bytes, str]:
         name = draw.choice(list(entries))
         try:
             inner, what = mutate_value(json.loads(entries[name]), draw)
-            entries[name] = dumps(inner)
+            entries[name] = json.dumps(inner)
         except ValueError:  # no JSON
             entries[name], what = "x", f"{name} becomes x"
         what = f"metadata {what}"
     else:
         changed = bytearray(data)
         return changed, mutate_bytes(changed, draw, 8 + length)
-    text = dumps(header).encode()
+    text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + tensors, what
 
 

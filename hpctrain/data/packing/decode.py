@@ -27,7 +27,7 @@ from hpctrain.data.images import (
 )
 from hpctrain.data.packing.layout import DECODED, DIGEST_BYTES, LISTED, ImageSource, jpeg_dtype
 from hpctrain.errors import RunError
-from hpctrain.files import open_regular, write_at
+from hpctrain.files import write_at
 
 TAIL = 4096  # bytes at the end of a file, for its fingerprint
 LOCAL_HEADER = 30  # bytes, of a member of a .zip (APPNOTE.TXT 4.3.7)
@@ -255,6 +255,6 @@ def read_member(
 
 
 def _open(stack: ExitStack, path: str) -> int:
-    descriptor = open_regular(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     stack.callback(os.close, descriptor)
     return descriptor

@@ -21,7 +21,6 @@ from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packing.layout import NO_SPLIT, split_number
 from hpctrain.data.packing.names import Names
 from hpctrain.errors import UsageError
-from hpctrain.files import open_regular
 from hpctrain.text import brief
 
 FIRST_ROW = 2  # below the header
@@ -173,9 +172,7 @@ def _check_columns(path: Path, names: Sequence[str]) -> None:
 
 def _csv_rows(path: Path) -> Iterator[Row]:
     try:
-        with open(
-            path, newline="", encoding="utf-8-sig", errors="surrogateescape", opener=open_regular
-        ) as file:
+        with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
             header = file.readline()
             separator = max(",;\t", key=header.count)
             names = [
