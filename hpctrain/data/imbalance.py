@@ -20,8 +20,6 @@ from hpctrain.data.partition import Partition, random_key
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, listed, ranges
 
-MOST_NAMED = 8  # classes whose weights are shown
-
 
 def find_class_weights(
     given: str, classes: Sequence[str], count_classes: Callable[[], np.ndarray]
@@ -47,25 +45,6 @@ def find_class_weights(
             f" {listed(classes)}"
         )
     return weights
-
-
-def describe_imbalance(
-    weights: Sequence[float], order: Order, classes: Sequence[str]
-) -> tuple[str | None, ...]:
-    """Return notes on the weights of the classes and on a balanced order, if any."""
-    drawn = describe_balance(order), describe_missing(order, classes)
-    return describe_weights(weights, classes), *drawn
-
-
-def describe_weights(weights: Sequence[float], classes: Sequence[str]) -> str | None:
-    """Describe the weights of --class-weights, if any: of many classes, the extremes."""
-    if not weights:
-        return None
-    named = list(zip(weights, classes, strict=True))
-    if len(named) > MOST_NAMED:
-        (least, common), (most, rare) = min(named), max(named)
-        return f"--class-weights: from {least:.4g} ({common}) to {most:.4g} ({rare})"
-    return "--class-weights: " + ", ".join(f"{name} {weight:.4g}" for weight, name in named)
 
 
 class BalancedOrder(Order):
@@ -136,18 +115,6 @@ class BalancedOrder(Order):
         """Return the order in which an epoch draws the n samples of a class."""
         key = random_key(self.seed, "class", epoch, number, *pool)
         return self._keep_newest(("class", number, pool), epoch, lambda: Permutation(n, key))
-
-
-def describe_balance(order: Order) -> str | None:
-    """Describe an epoch of a balanced order."""
-    if not isinstance(order, BalancedOrder):
-        return None
-    counts = order.count_classes(pieces(order.partition.samples))
-    each, drawn = counts[counts > 0], order.partition.samples
-    return (
-        f"--balanced-sampling: an epoch draws {drawn:,} images, about {drawn / len(each):,.0f} of"
-        f" each class; the data has {each.min():,} to {each.max():,}"
-    )
 
 
 def describe_missing(order: Order, names: Sequence[str]) -> str | None:

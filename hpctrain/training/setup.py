@@ -15,7 +15,7 @@ from torch import nn
 from hpctrain.config import Config, byte_count
 from hpctrain.data.augment import Augmentation
 from hpctrain.data.cache import sample_bytes
-from hpctrain.data.imbalance import describe_imbalance, find_class_weights
+from hpctrain.data.imbalance import describe_missing, find_class_weights
 from hpctrain.data.loader import Loader, Prepare, make_prepare, read_samples
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.partition import random_key
@@ -121,14 +121,12 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     check_fixed_state(model, comm)
     shards = runs[comm.rank]
     # Before --stage, whose copy may lack labels of other hosts' samples.
-    balance = call_on_root(
-        comm, lambda: describe_imbalance(weights, order_of(plan, source), pack.classes)
-    )
+    missing = call_on_root(comm, lambda: describe_missing(order_of(plan, source), pack.classes))
     reading = make_reading(config, plan, source, checks, shards, comm)
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, device)
-    texts = sharing, init, why, describe_frozen(frozen, trainer.message), *balance
+    texts = sharing, init, why, describe_frozen(frozen, trainer.message), missing
     made = pack, reading, choice, task, trainer, loader, prepare, init
     return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
 

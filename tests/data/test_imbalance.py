@@ -10,9 +10,7 @@ import pytest
 from hpctrain.config import Config
 from hpctrain.data.imbalance import (
     BalancedOrder,
-    describe_balance,
     describe_missing,
-    describe_weights,
 )
 from hpctrain.data.orders import Order
 from hpctrain.data.partition import cut_epoch
@@ -109,25 +107,6 @@ def test_a_class_that_a_shard_lacks_is_named():
     assert set(epoch_of(order, 0, 1).tolist()) == set(range(5, 10))
     assert describe_missing(BalancedOrder(partition, 0, labels.take, everywhere=True), "ab") is None
     assert describe_missing(Order(partition, 0), "ab") is None
-
-
-def test_an_epoch_is_described():
-    assert describe_balance(BalancedOrder(CUTS[2], 0, LABELS.take)) == (
-        "--balanced-sampling: an epoch draws 203 images, about 68 of each class; the data has 13"
-        " to 160"
-    )
-    assert describe_balance(Order(CUTS[2], 0)) is None
-
-
-def test_all_weights_are_described_or_the_extremes():
-    assert describe_weights((), NAMES) is None
-    weights = (0.4229166, 5.205128, 1)
-    assert describe_weights(weights, NAMES) == (
-        "--class-weights: common 0.4229, rare 5.205, usual 1"
-    )
-    assert describe_weights((3, *weights, *range(1, 9)), [f"c{k}" for k in range(12)]) == (
-        "--class-weights: from 0.4229 (c1) to 8 (c11)"
-    )
 
 
 def test_the_plan_says_that_classes_are_drawn_equally_often():

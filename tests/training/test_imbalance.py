@@ -115,7 +115,6 @@ def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, small_s
         assert last[name] == found[name]
     assert abs(found["loss"] - found["unweighted_loss"]) > 1e-4
     if comm.rank == 0:
-        assert "--class-weights: from 0.5 (class0) to 10 (class9)\n" in printed
         both = f"{found['accuracy']:.4f} (balanced {found['balanced_accuracy']:.4f})"
         assert f": test accuracy {both}\n" in printed
     again = json.loads((folder / "again.json").read_text())
@@ -188,7 +187,6 @@ def test_balanced_sampling_in_a_whole_run(comm, small_settings, shared_tmp, shuf
     drawn = [b.targets.tolist() for step in job.loader.epoch(0) for b in step]
     labels = [label for part in comm.allgather(drawn) for each in part for label in each]
     counts = np.bincount(labels, minlength=10)
-    assert any(note.startswith("--balanced-sampling: an epoch draws 101") for note in job.notes)
     lacking = [note for note in job.notes if "--balanced-sampling: some shards have no" in note]
     assert len(labels) == 101 and bool(lacking) == (shuffle == "partition")
     spread = 1 if shuffle == "global" else 4 + 101 // 10
