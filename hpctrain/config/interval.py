@@ -30,12 +30,12 @@ def checkpoint_interval(text: str, flag: str = "--checkpoint-every") -> Interval
     """Parse "2epochs", "500steps", a time such as "10m", or "0". Raises UsageError."""
     if re.fullmatch(TIME, text):
         return Interval(seconds=duration(text, flag))
-    return _count(text, flag, "500steps or a time (90s, 10m, 1h)")
+    return _count(text, flag, ", 500steps or a time (90s, 10m, 1h)")
 
 
 def validation_interval(text: str, flag: str = "--validate-every") -> Interval:
     """Parse "2epochs", "500steps" or "0". Raises UsageError."""
-    return _count(text, flag, "500steps")
+    return _count(text, flag, " or 500steps")
 
 
 def _count(text: str, flag: str, others: str) -> Interval:
@@ -44,7 +44,7 @@ def _count(text: str, flag: str, others: str) -> Interval:
     found = re.fullmatch(rf"([0-9]{{1,{MOST_DIGITS}}})(epoch|step)s?", text)
     if not found or int(found[1]) == 0:
         raise UsageError(
-            f"{flag} {brief(text, 50)}: give a number with its unit, as in 2epochs, {others};"
+            f"{flag} {brief(text, 50)}: give a number with its unit, as in 2epochs{others};"
             " 0 = only at the end"
         )
     number = int(found[1])

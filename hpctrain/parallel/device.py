@@ -227,7 +227,7 @@ def name_out_of_memory() -> Iterator[None]:
         if not full and NO_MEMORY not in str(error):
             raise
         raise RunError(
-            f"out of memory: {brief(first_line(error))}. A rank holds the images of one shard at a"
+            f"out of memory ({brief(first_line(error))}): a rank holds the images of one shard at a"
             " time: a new run with more --shards needs less memory, but batch norm then normalizes"
             " smaller groups of images, so the result differs"
         ) from error

@@ -115,7 +115,7 @@ def fill_the_host(*arguments):
 @pytest.mark.parametrize("step", [allocate_too_much, fill_the_gpu, fill_the_host])
 def test_out_of_memory_is_one_line_that_names_shards(one_rank, settings, monkeypatch, step):
     monkeypatch.setattr("hpctrain.training.loop.train_step", step)
-    with pytest.raises(RunError, match="^out of memory: .*emory.* more --shards .* batch norm"):
+    with pytest.raises(RunError, match="^out of memory .*emory.* more --shards .* batch norm"):
         loop.train(settings, one_rank)
 
 
