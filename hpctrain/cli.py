@@ -61,9 +61,6 @@ COMMANDS = {
     "compare": Command(ONE_PROCESS, "compare", config.CompareConfig, "compare two runs bit by bit"),
     "plot": Command(ONE_PROCESS, "plot", config.PlotConfig, "plot accuracy and loss by epoch"),
     "doctor": Command(ANY, "doctor", config.DoctorConfig, "check this machine"),
-    "bench": Command(
-        NO_LAUNCHER, "bench", config.BenchConfig, "measure training, reading and communication"
-    ),
     "watch": Command(ONE_PROCESS, "watch", config.WatchConfig, "show runs as they train"),
 }
 

@@ -25,7 +25,7 @@ FLOORS = (
 ONLY_IN = {
     "mpi4py": "parallel.mpi",
     "cupy": "parallel.memory",
-    "h5py": "data.pack* data.hdf5* data.external_file bench.peers",
+    "h5py": "data.pack* data.hdf5* data.external_file",
 }
 
 

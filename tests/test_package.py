@@ -85,8 +85,7 @@ def test_the_wheel_works_without_the_source_tree(built, tmp_path):
     words += ["--random-crop", "0", "--model", "digits", "--shift", "2", "--dry-run"]
     done = run([sys.executable, "-m", "hpctrain", *words], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
-    peers = run([sys.executable, "-c", "import hpctrain.bench.peers"], cwd=tmp_path, env=env)
-    assert peers.returncode == 0 and os.listdir(tmp_path / "site/hpctrain/templates")
+    assert os.listdir(tmp_path / "site/hpctrain/templates")
 
 
 def test_the_sdist_holds_tests_and_pages(built):

@@ -50,8 +50,7 @@ def test_text_goes_to_terminals_through_two_doors_only():
     for path in (ROOT / "hpctrain").rglob("*.py"):
         name = str(path.relative_to(ROOT / "hpctrain").with_suffix(""))
         found = calls(ast.parse(path.read_text()))
-        if not name.startswith("bench/"):
-            assert "print" not in found or name in PRINT_ALLOWED, f"{name}: use text.say"
+        assert "print" not in found or name in PRINT_ALLOWED, f"{name}: use text.say"
         assert "rich.console" not in found or name == "console", f"{name}: use console.Console"
 
 

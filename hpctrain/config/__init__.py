@@ -13,7 +13,6 @@ from hpctrain.config.inference import (
     PredictConfig,
 )
 from hpctrain.config.interval import Interval, checkpoint_interval, validation_interval
-from hpctrain.config.machine import BenchConfig, DoctorConfig
 from hpctrain.config.optimizer import optimizer_and_rate
 from hpctrain.config.option import (
     as_words,
@@ -28,6 +27,7 @@ from hpctrain.config.option import (
 )
 from hpctrain.config.others import (
     CompareConfig,
+    DoctorConfig,
     PackConfig,
     PlotConfig,
     StopConfig,

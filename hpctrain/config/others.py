@@ -179,6 +179,11 @@ class StopConfig:
 
 
 @dataclass(frozen=True)
+class DoctorConfig:
+    """Settings of ``hpctrain doctor``, facts about this machine with a verdict each: none."""
+
+
+@dataclass(frozen=True)
 class CompareConfig:
     """Settings of ``hpctrain compare``: two runs, bit by bit."""
 

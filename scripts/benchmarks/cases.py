@@ -1,21 +1,42 @@
 """The cases of ``python -m scripts.benchmarks`` that train on CPUs, and their goals.
 
-digits, resnet50   ``hpctrain bench`` of the same name; for digits also the time to the first step
+digits, resnet50   hpctrain against the same network without loading and communication (the limit)
+                   and under PyTorch's DistributedDataParallel (peers.py); for digits also the time
+                   to the first step
 tree               the cost of --deterministic: steps of the digits network, and sums of messages
 sweep              networks trained concurrently against the same ones trained one after another
+
+hpctrain is measured end to end: whole epochs from the pack, run by the public command, with its
+records written, timed by the wall-clock times in ``progress.jsonl``. In all training jobs the clock
+starts at the end of the last warm-up step. images/s are the images of all ranks divided by the time
+of the slowest rank.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from hpctrain.bench import DDP, HPCTRAIN, LIMIT, LOADER, Show, bench_training
-from hpctrain.bench.harness import (
+import numpy as np
+
+from hpctrain.config import Config, as_words
+from hpctrain.data.builtin import locate
+from hpctrain.data.pack import write_pack
+from hpctrain.data.packed import read_pack
+from hpctrain.data.split import Split
+from hpctrain.errors import UsageError
+from hpctrain.report.record import read_records
+from scripts.benchmarks import data
+from scripts.benchmarks.harness import (
+    Options,
     Rates,
+    Show,
+    goal_line,
     measure,
     python,
     ratio,
@@ -24,14 +45,21 @@ from hpctrain.bench.harness import (
     table,
     timestamp,
 )
-from hpctrain.config import BenchConfig
-from hpctrain.data.builtin import locate
-from hpctrain.report.record import read_records
-from scripts.benchmarks import data
-from scripts.benchmarks.data import goal_line
+from scripts.benchmarks.peers import TrainingJob
 
-FORMATS = ("fp32 NCHW", "fp32 NHWC", "bf16 NHWC")
-WRITTEN = f"{LOADER}, fp32 NCHW"
+FORMATS = {  # precision, channels_last
+    "fp32 NCHW": ("fp32", False),
+    "fp32 NHWC": ("fp32", True),  # hpctrain's default on CPUs
+    "bf16 NHWC": ("bf16", True),
+}
+HPCTRAIN, LIMIT, DDP = "hpctrain", "limit: no loading, no communication", "DDP, data in memory"
+LOADER, LOADER_2 = "DDP with DataLoader", "DDP with DataLoader, 2 workers"
+PLAIN = "fp32 NCHW"  # the usual format of a DataLoader
+MODES = {LIMIT: "limit", DDP: "ddp", LOADER: "loader", LOADER_2: "loader"}  # of peers.py
+RESNET_STEPS, RESNET_WARM, RESNET_BATCH = 15, 3, 32
+IMAGE_SHAPE, CLASSES = (100, 100, 3), 5  # of generated images
+
+WRITTEN = f"{LOADER}, {PLAIN}"
 GOALS = {  # case -> (contestant, minimum ratio, to this contestant)
     "digits": [
         ("hpctrain, fp32 NHWC", 1.5, WRITTEN),
@@ -62,19 +90,107 @@ seed = {seeds}
 """
 
 
-def training(config: BenchConfig, folder: Path, show: Show) -> list[str]:
-    """Run ``hpctrain bench`` and, for digits, time the first step; return a line for each goal."""
-    rates = bench_training(config, folder, show)
+def training(options: Options, folder: Path, show: Show) -> list[str]:
+    """Compare the contestants and, for digits, time the first step; return a line for each goal."""
+    rates = compare_training(options, folder, show)
     goals = [
         goal_line(ratio(rates, who, other), factor, f"{who} / {other}")
-        for who, factor, other in GOALS[config.case]
+        for who, factor, other in GOALS[options.case]
     ]
-    if config.case == "digits":
-        pack = str(locate(config.data or "digits", config.data_dir))
-        starts = [first_step(pack, folder / f"start{number}") for number in range(config.rounds)]
+    if options.case == "digits":
+        pack = str(locate(options.data or "digits", options.data_dir))
+        starts = [first_step(pack, folder / f"start{number}") for number in range(options.rounds)]
         what = f"seconds from mpirun -n {START_RANKS} to the first step, on 2 cores"
         goals.append(goal_line(median(starts), START_GOAL, what, at_most=True))
     return goals
+
+
+def compare_training(options: Options, folder: Path, show: Show) -> Rates:
+    """Measure images/s of hpctrain, of the limit and of DDP, in each format."""
+    work = make_job(options, folder)
+    commands = make_commands(replace(work, folder=str(folder / "job")), options.ranks)
+
+    def run(name: str) -> float:
+        (folder / "job").mkdir()
+        run_job(commands[name], name)
+        rate = training_rate(folder / "job", options.ranks, work.warm)
+        shutil.rmtree(folder / "job")
+        return rate
+
+    rates = measure(commands, options.rounds, run, show)
+    compared = {}
+    for name in commands:
+        form = name.rpartition(", ")[2]
+        peers = {"/ DataLoader": f"{LOADER}, {PLAIN}", "/ DDP": f"{DDP}, {form}"}
+        peers["/ limit"] = f"{LIMIT}, {form}"
+        compared[name] = {head: other for head, other in peers.items() if other != name}
+    show(table(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared))
+    return rates
+
+
+def make_job(options: Options, folder: Path) -> TrainingJob:
+    """Return the job to train: digits, or resnet50 on the first images of --data or generated ones.
+
+    Writes the pack for resnet50 into `folder`.
+    """
+    if options.case == "digits":
+        path = locate(options.data or "digits", options.data_dir)
+        rows = read_pack(path).splits["train"].samples
+        return TrainingJob("digits", str(path), 128, epochs=3, warm=-(-rows // 128))
+    path, rows = folder / "resnet50.h5", RESNET_STEPS * RESNET_BATCH
+    write_pixels(options.data and str(locate(options.data, options.data_dir)), path, rows)
+    return TrainingJob("resnet50", str(path), RESNET_BATCH, epochs=1, warm=RESNET_WARM)
+
+
+def write_pixels(data: str | None, path: Path, rows: int) -> None:
+    """Write a pack of pixels at `path`: the first `rows` training images of the pack `data`.
+
+    Without `data`, the images are generated. Raises UsageError if `data` has too few images.
+    """
+    if data is None:
+        random = np.random.default_rng(0)
+        images = random.integers(256, size=(rows, *IMAGE_SHAPE), dtype=np.uint8)
+        labels = np.arange(rows) % CLASSES
+        classes = tuple(f"class {number}" for number in range(CLASSES))
+    else:
+        pack = read_pack(data)
+        found = pack.splits["train"].samples
+        if found < rows:
+            raise UsageError(
+                f"{data} has {found:,} training images, {rows:,} are needed: give a larger pack,"
+                " or omit --data for random images"
+            )
+        with Split(pack, "train") as source:
+            images = source.gather(np.arange(rows), np.empty((rows, *pack.image_shape), np.uint8))
+            labels, classes = source.read_labels(np.arange(rows)), pack.classes
+    write_pack(path, {"train": (images, labels)}, classes, {"source": "scripts.benchmarks"})
+
+
+def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
+    """Return the command of each contestant; it writes its results into the folder of `job`."""
+    found = {}
+    own = Config(data=job.data, model=job.model, batch_size=job.batch_size, epochs=job.epochs)
+    own = replace(own, validate_every="0", device="cpu", threads=1, progress="none")
+    for form, (precision, last) in FORMATS.items():
+        settings = replace(own, precision=precision, channels_last=last)
+        words = as_words(replace(settings, run="run", runs_dir=job.folder))
+        found[f"{HPCTRAIN}, {form}"] = python("hpctrain", "train", *words, ranks=ranks)
+    for who, mode in MODES.items():
+        job = replace(job, mode=mode, workers=2 if who == LOADER_2 else 0)
+        for form in (PLAIN,) if mode == "loader" else FORMATS:
+            precision, last = FORMATS[form]
+            peer = replace(job, precision=precision, channels_last=last)
+            found[f"{who}, {form}"] = python(*peer.words, ranks=ranks)
+    return found
+
+
+def training_rate(folder: Path, ranks: int, warm: int) -> float:
+    """Return images/s of a completed job, from hpctrain's record or from the files of a peer."""
+    if (folder / "run").exists():
+        steps = [record for record in read_records(folder / "run") if record["kind"] == "step"]
+        return steps_rate(steps, warm)
+    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return float(sum(rank["rows"] for rank in found) / max(rank["seconds"] for rank in found))
 
 
 def first_step(pack: str, folder: Path) -> float:
@@ -92,9 +208,9 @@ def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, float]]:
     return [record for record in read_records(folder / "run") if record["kind"] == "step"]
 
 
-def tree(config: BenchConfig, folder: Path, show: Show) -> list[str]:
+def tree(options: Options, folder: Path, show: Show) -> list[str]:
     """Measure the milliseconds of a step and of a sum, in tree order and by a plain Allreduce."""
-    pack = str(locate(config.data or "digits", config.data_dir))
+    pack = str(locate(options.data or "digits", options.data_dir))
     flags = ["--data", pack, "--model", "digits", "--batch-size", str(TREE_BATCH)]
     flags += ["--epochs", str(TREE_EPOCHS)]
     ways = {
@@ -108,10 +224,10 @@ def tree(config: BenchConfig, folder: Path, show: Show) -> list[str]:
         steps = train(folder / f"{name} {time.time()}", ranks, *flags, *more)
         return 1000 * TREE_BATCH / steps_rate(steps, len(steps) // TREE_EPOCHS)
 
-    steps = measure(ways, config.rounds, step, show)
+    steps = measure(ways, options.rounds, step, show)
     show(table(f"digits, global batch size {TREE_BATCH}, a step", steps, by_plain(steps), "ms"))
     sums: Rates = {}
-    for _ in range(config.rounds):
+    for _ in range(options.rounds):
         for ranks in TREE_RANKS[1:]:
             for length in LENGTHS:
                 for way, seconds in add(ranks, length, folder / "sum.json").items():
@@ -142,9 +258,9 @@ def add(ranks: int, length: int, output: Path) -> dict[str, float]:
     return figures
 
 
-def sweep(config: BenchConfig, folder: Path, show: Show) -> list[str]:
+def sweep(options: Options, folder: Path, show: Show) -> list[str]:
     """Measure the seconds of a whole sweep of the digits network, in two slots and in one."""
-    pack = str(locate(config.data or "digits", config.data_dir))
+    pack = str(locate(options.data or "digits", options.data_dir))
     file, seeds = folder / "sweep.toml", list(range(NETWORKS))
     file.write_text(SWEEP.format(data=json.dumps(pack), epochs=SWEEP_EPOCHS, seeds=seeds))
     ways = {f"{slots} slot(s)": slots for slots in (SLOTS, 1)}
@@ -156,7 +272,7 @@ def sweep(config: BenchConfig, folder: Path, show: Show) -> list[str]:
         run_job(python("hpctrain", *words), f"the sweep in {name}")
         return time.perf_counter() - began
 
-    rates = measure(ways, config.rounds, seconds, show)
+    rates = measure(ways, options.rounds, seconds, show)
     together, alone = ways
     title = f"{NETWORKS} networks of {SWEEP_EPOCHS} epochs"
     show(table(title, rates, {together: {f"/ {alone}": alone}}, "s"))
@@ -164,7 +280,7 @@ def sweep(config: BenchConfig, folder: Path, show: Show) -> list[str]:
     return [goal_line(ratio(rates, together, alone), SWEEP_GOAL, what, at_most=True)]
 
 
-CASES: dict[str, Callable[[BenchConfig, Path, Show], list[str]]] = {
+CASES: dict[str, Callable[[Options, Path, Show], list[str]]] = {
     "digits": training,
     "resnet50": training,
     "tree": tree,

@@ -1,17 +1,21 @@
 """``python -m scripts.benchmarks data``: images/s of reading and packing images of 100x100x3.
 
-It runs ``hpctrain bench data``, and reads the same images as JPEG files and as HDF5 files that are
-not packs. Packing is compared with one thread of Pillow. --data may name any source of
-``hpctrain pack``.
+Each contestant reads on one core: packs, the same images in memory, by h5py and by torch's
+DataLoader, as JPEG files and as HDF5 files that are not packs. Packing is compared with one thread
+of Pillow. --data may name any source of ``hpctrain pack``.
 
     python -m scripts.benchmarks.data NAME FOLDER/raw.h5 OUTPUT     one contestant
+
+It first reads one epoch as a warm-up, which brings the file into the page cache.
 """
 
 from __future__ import annotations
 
-import subprocess
+import itertools
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,24 +24,47 @@ from typing import Any
 
 import h5py
 import numpy as np
+import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
-from hpctrain.bench import Show, peers
-from hpctrain.bench.harness import measure, python, ratio, run_job, table
-from hpctrain.bench.peers import COPY, GATHER, H5PY, KEPT, LOADER, LOADER_2, Reader, loaded
-from hpctrain.config import BenchConfig, PackConfig
+from hpctrain.config import PackConfig
+from hpctrain.data.augment import Augmentation
 from hpctrain.data.external import read_external
 from hpctrain.data.images import Fit, decode
+from hpctrain.data.loader import Loader, make_prepare
+from hpctrain.data.orders import make_order
 from hpctrain.data.pack import make_pack, write_pack
 from hpctrain.data.pack_format import Pack
 from hpctrain.data.packed import read_pack
+from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
+from hpctrain.parallel.device import keep_memory
+from scripts.benchmarks.harness import (
+    Options,
+    Show,
+    goal_line,
+    measure,
+    python,
+    ratio,
+    run_job,
+    table,
+)
+from scripts.benchmarks.peers import H5Images
 
 FILES, CLASSES, SIDE = 2000, 5, 100  # number of image files; pixels of packed images
 FILE_SIDES = (500, 375)  # pixels, as of photographs on the web
 COPIES = 2  # of each image, so that an epoch takes long enough
 CHUNK_ROWS = 32
 PILLOW, PACK = "Pillow, one thread, from files", "hpctrain pack, all cores, from files"
+BATCH = 128
+BLOCK_ROWS, WINDOW_BLOCKS = 140, 4  # a block is 4 MiB of images of 100x100x3
+SECONDS = 2.0  # minimum time of a reader's measurement
+COPY, H5PY = "copy of consecutive rows in memory, bytes", "h5py, fancy indexing, bytes"
+GATHER, KEPT = "pack, random rows gathered, bytes", "pack, kept in memory"
+LOADER, LOADER_2 = "DataLoader over h5py, 0 workers", "DataLoader over h5py, 2 workers"
+
+Reader = Callable[[Path], Iterator[int]]  # pack -> image count of each epoch, endless
 GOALS = (  # contestant, minimum ratio, to this contestant ("": minimum images/s)
     (GATHER, 0.35, COPY),
     (GATHER, 20, H5PY),
@@ -48,9 +75,9 @@ GOALS = (  # contestant, minimum ratio, to this contestant ("": minimum images/s
 )
 
 
-def measure_data(config: BenchConfig, folder: Path, show: Show) -> list[str]:
+def measure_data(options: Options, folder: Path, show: Show) -> list[str]:
     """Run all rounds and print the table; return a line for each goal."""
-    raw, jpeg = make_files(folder, config.data)
+    raw, jpeg = make_files(folder, options.data)
     show(
         f"{raw.splits['train'].samples:,} images: {raw.file_size / 2**20:,.1f} MiB of pixels,"
         f" {jpeg.file_size / 2**20:,.1f} MiB as JPEG files"
@@ -63,8 +90,8 @@ def measure_data(config: BenchConfig, folder: Path, show: Show) -> list[str]:
         run_job(python("scripts.benchmarks.data", *words), name)
         return float((folder / "rate").read_text())
 
-    rates = measure([*READERS, PACK], config.rounds, run, show)
-    compared = {**peers.COMPARED, PACK: {"/ Pillow": PILLOW}}
+    rates = measure([*READERS, PACK], options.rounds, run, show)
+    compared = {**COMPARED, PACK: {"/ Pillow": PILLOW}}
     show(table("Images of 100x100x3 on one core", rates, compared))
     return [
         goal_line(ratio(rates, name, other), least, f"{name} / {other}")
@@ -74,20 +101,13 @@ def measure_data(config: BenchConfig, folder: Path, show: Show) -> list[str]:
     ]
 
 
-def goal_line(found: float, bound: float, what: str, at_most: bool = False) -> str:
-    """Return a line that reports whether a goal is met."""
-    met = found <= bound if at_most else found >= bound
-    sign = "<=" if at_most else ">="
-    return f"{'met   ' if met else 'MISSED'} {found:,.3f}  {what} {sign} {bound:,}"
-
-
 def make_files(folder: Path, source: str | None) -> tuple[Pack, Pack]:
     """Write the files of all contestants to `folder`; return the two packs.
 
     raw.h5 and jpeg.h5 are packs. plain.h5 and gzip.h5 hold the pixels contiguously and in
     compressed chunks (/images, /labels). files/ holds the images at their own size.
     """
-    write_images(folder / "files")
+    write_images(folder / "files", FILES)
     images = source or str(folder / "files")
     settings = PackConfig(images, size=f"{SIDE}x{SIDE}", split="1", output=str(folder / "once.h5"))
     once = read_pack(make_pack(settings))
@@ -108,10 +128,10 @@ def make_files(folder: Path, source: str | None) -> tuple[Pack, Pack]:
     return read_pack(folder / "raw.h5"), jpeg
 
 
-def write_images(folder: Path) -> None:
+def write_images(folder: Path, count: int) -> None:
     """Write JPEG files that compress about as photographs do: smooth colours with some grain."""
     random = np.random.default_rng(0)
-    for number in range(FILES):
+    for number in range(count):
         place = folder / f"class{number % CLASSES}"
         place.mkdir(parents=True, exist_ok=True)
         coarse = Image.fromarray(random.integers(256, size=(24, 32, 3), dtype=np.uint8))
@@ -125,9 +145,63 @@ def pack_rate(folder: Path) -> float:
     """Return the images/s that ``hpctrain pack`` reports."""
     words = ["pack", str(folder / "files"), "--size", f"{SIDE}x{SIDE}", "--overwrite"]
     command = python("hpctrain", *words, "--output", str(folder / "again.h5"))
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    images, seconds = done.stderr.rpartition(" images in ")[::2]
+    images, seconds = run_job(command, PACK).rpartition(" images in ")[::2]
     return int(images.split()[-1].replace(",", "")) / float(seconds.split()[0])
+
+
+def random_batches(rows: int, epoch: int) -> Iterator[np.ndarray]:
+    """Return an iterator over row numbers (BATCH,) in random order, without an incomplete batch."""
+    order = np.random.default_rng(epoch).permutation(rows)
+    return (order[start : start + BATCH] for start in range(0, rows - BATCH + 1, BATCH))
+
+
+def copied(path: Path) -> Iterator[int]:
+    """Copy consecutive rows from memory to memory: the limit."""
+    with h5py.File(path, locking=False) as file:
+        images = file["train/images"][:]  # (N, H, W, C) uint8
+    out = np.empty((BATCH, *images.shape[1:]), np.uint8)
+    starts = range(0, len(images) - BATCH + 1, BATCH)
+    while True:
+        for start in starts:
+            np.copyto(out, images[start : start + BATCH])
+        yield BATCH * len(starts)
+
+
+def gathered(path: Path) -> Iterator[int]:
+    """Read rows in random order, by their byte offsets in the file, into one buffer."""
+    source = Split(pack := read_pack(path), "train")
+    out = np.empty((BATCH, *pack.image_shape), np.uint8)
+    for epoch in itertools.count():
+        batches = random_batches(len(source), epoch)
+        yield sum(len(source.gather(rows, out)) for rows in batches)
+
+
+def fancy(path: Path) -> Iterator[int]:
+    """Read the same rows by h5py's fancy indexing, which requires sorted indices."""
+    images = h5py.File(path, locking=False)["train/images"]
+    for epoch in itertools.count():
+        yield sum(len(images[np.sort(rows)]) for rows in random_batches(len(images), epoch))
+
+
+def loaded(pack: Pack, shuffle: str, keep: bool = False, **options: Any) -> Iterator[int]:
+    """Load batches as for training: float32 (n, C, H, W) in [0, 1], NHWC in memory."""
+    source = Split(pack, "train", threads=1)
+    partition = cut_epoch(len(source), BATCH, 1)
+    block_rows = pack.external.block_rows if pack.external else BLOCK_ROWS
+    blocks = (block_rows, WINDOW_BLOCKS, pack.external is not None)
+    order = make_order(shuffle, partition, 0, *blocks)
+    buffer = (4 << 30) if keep else 0
+    loader = Loader(source, partition, [0], order=order, read_buffer=buffer, **options)
+    for epoch in itertools.count():
+        yield sum(len(batches[0].targets) for batches in loader.epoch(epoch))
+
+
+def by_torch(path: Path, workers: int) -> Iterator[int]:
+    """Load batches by torch's DataLoader over h5py."""
+    images = H5Images(str(path))
+    loader = DataLoader(images, BATCH, True, num_workers=workers, persistent_workers=workers > 0)
+    while True:
+        yield sum(len(images) for images, _ in loader)
 
 
 def pillow(path: Path) -> Iterator[int]:
@@ -152,13 +226,50 @@ def external(path: Path, name: str, shuffle: str) -> Iterator[int]:
 
 
 READERS: dict[str, Reader] = {
-    **peers.READERS,
+    COPY: copied,
+    GATHER: gathered,
+    H5PY: fancy,
+    KEPT: lambda path: loaded(read_pack(path), "partition", keep=True),
+    "pack, --shuffle partition": lambda path: loaded(read_pack(path), "partition"),
+    "pack, --shuffle global": lambda path: loaded(read_pack(path), "global"),
+    "pack, --shuffle blocks": lambda path: loaded(read_pack(path), "blocks"),
+    "pack, kept, --flip --shift 4": lambda path: loaded(
+        read_pack(path), "partition", True, prepare=make_prepare(augmentation=Augmentation(True, 4))
+    ),
+    LOADER: lambda path: by_torch(path, 0),
+    LOADER_2: lambda path: by_torch(path, 2),
     "pack of JPEG files": jpeg,
     "pack of JPEG files, --random-crop 0.08": partial(jpeg, random_crop=0.08),
     "external HDF5, contiguous": partial(external, name="plain.h5", shuffle="partition"),
     "external HDF5, gzip chunks": partial(external, name="gzip.h5", shuffle="blocks"),
     PILLOW: pillow,
 }
+# Readers of bytes are compared with readers of bytes, readers of training batches with LOADER.
+COMPARED = {
+    name: {"/ copy": COPY, "/ h5py": H5PY} if name in (GATHER, H5PY) else {"/ DataLoader": LOADER}
+    for name in READERS
+    if name not in (COPY, LOADER, PILLOW)
+}
+
+
+def images_rate(epochs: Iterator[int]) -> float:
+    """Measure images/s over whole epochs, for at least `SECONDS`, after one epoch of warm-up."""
+    next(epochs)
+    done, began = 0, time.perf_counter()
+    while time.perf_counter() - began < SECONDS:
+        done += next(epochs)
+    return done / (time.perf_counter() - began)
+
+
+def read(words: Sequence[str]) -> None:
+    """Measure one reader on one core; a reader with worker processes may use all cores."""
+    name, path, output = words
+    if name != LOADER_2:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    keep_memory()  # for all readers, as in training
+    Path(output).write_text(repr(images_rate(READERS[name](Path(path)))))
+
 
 if __name__ == "__main__":
-    peers.read(sys.argv[1:], READERS)
+    read(sys.argv[1:])

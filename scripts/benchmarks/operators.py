@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.bench.peers import plain_step
 from hpctrain.models import build
 from hpctrain.parallel.device import place
 from scripts.benchmarks.gpu.case import CLASSES, Case, first_batches, made_pack, ready
+from scripts.benchmarks.peers import plain_step
 
 CASES = {"ResNet-50": ("resnet50", (64, 64, 3), 1.08), "digits": ("digits", (28, 28, 1), 1.5)}
 ROWS, WARM = 8, 4

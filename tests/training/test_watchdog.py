@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain import heartbeats, watchdog
-from hpctrain.bench.harness import timestamp
 from hpctrain.config import Config
 from hpctrain.errors import RunError, UsageError
 from hpctrain.heartbeats import (
@@ -39,6 +38,7 @@ from hpctrain.typed import from_fields, parse_toml
 from hpctrain.watch import runs as watch_runs
 from hpctrain.watch.runs import WatchedRuns
 from hpctrain.watchdog import MPI_INIT, Watchdog
+from scripts.benchmarks.harness import timestamp
 from tests.launch import Job, mpirun, run
 from tests.packs import make_pack
 from tests.wait import wait_for

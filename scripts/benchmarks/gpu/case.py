@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpctrain import launch
-from hpctrain.bench.harness import number_text, run_job
 from hpctrain.cli import parse
 from hpctrain.config import check_settings
 from hpctrain.errors import UsageError, first_line
+from scripts.benchmarks.harness import number_text, run_job
 
 if TYPE_CHECKING:
     from hpctrain.data.loader import Batch

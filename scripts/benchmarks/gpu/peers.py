@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.peers import plain_step
 from hpctrain.data.loader import Batch
 from hpctrain.errors import UsageError
 from hpctrain.models import build
@@ -38,6 +37,7 @@ from scripts.benchmarks.gpu.case import (
     not_run,
     ready,
 )
+from scripts.benchmarks.peers import plain_step
 
 TARGET = 0.98
 BATCHES, ROUNDS = 4, 5

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from hpctrain.bench.harness import steps_rate
 from hpctrain.errors import Failure
 from hpctrain.launch import ROOT
 from scripts.benchmarks.gpu.case import (
@@ -20,6 +19,7 @@ from scripts.benchmarks.gpu.case import (
     shown,
     train,
 )
+from scripts.benchmarks.harness import steps_rate
 
 SHARDS = 4
 SAME = ("--reduce", "host", "--deterministic", "--shards", str(SHARDS))

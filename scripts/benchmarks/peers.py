@@ -1,6 +1,6 @@
-"""The baselines of ``hpctrain bench`` in plain torch and h5py, each run as a process.
+"""The training jobs in plain torch that hpctrain is compared with, each run as a process.
 
-With one argument, a `TrainingJob` as a JSON object, this process is one rank of it, with the mode:
+The argument is a `TrainingJob` as a JSON object. This process is one rank of it, with the mode:
 limit    Each process trains alone on its part of the pack: batches are prepared in memory, nothing
          is communicated, freed memory is reused. No data-parallel training is faster.
 ddp      The same batches from memory, under DistributedDataParallel over gloo.
@@ -8,10 +8,6 @@ loader   DistributedDataParallel as it is usually written: a Dataset that reads 
          by image with h5py, DataLoader, DistributedSampler, `loss.item()` in every step.
 All modes train hpctrain's network with SGD and momentum on one thread and time the steps after the
 warm-up: rank r writes its rows and seconds to FOLDER/rank{r}.json.
-
-With three arguments NAME PACK OUTPUT, this process is one of `READERS`: it reads the split train of
-a pack of pixels on one core and writes images/s to OUTPUT. It first reads one epoch as a warm-up,
-which brings the file into the page cache.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,27 +32,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from hpctrain.data.augment import Augmentation, to_input
-from hpctrain.data.loader import Loader, make_prepare
-from hpctrain.data.orders import make_order
+from hpctrain.data.augment import to_input
 from hpctrain.data.packed import Pack, read_pack
-from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
 from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.models import build
 from hpctrain.parallel.device import keep_memory, place
 from hpctrain.typed import from_fields, parse_json
 
-BATCH = 128
-BLOCK_ROWS, WINDOW_BLOCKS = 140, 4  # a block is 4 MiB of images of 100x100x3
-SECONDS = 2.0  # minimum time of a reader's measurement
-COPY, H5PY = "copy of consecutive rows in memory, bytes", "h5py, fancy indexing, bytes"
-GATHER, KEPT = "pack, random rows gathered, bytes", "pack, kept in memory"
-LOADER, LOADER_2 = "DataLoader over h5py, 0 workers", "DataLoader over h5py, 2 workers"
-
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]  # images (n, C, H, W), labels (n,)
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> loss
-Reader = Callable[[Path], Iterator[int]]  # pack -> image count of each epoch, endless
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,7 @@ class TrainingJob:
     @property
     def words(self) -> list[str]:
         """The command of one rank, after ``python -m``."""
-        return ["hpctrain.bench.peers", json.dumps(dataclasses.asdict(self))]
+        return ["scripts.benchmarks.peers", json.dumps(dataclasses.asdict(self))]
 
 
 def train(job: TrainingJob) -> None:
@@ -192,104 +177,5 @@ def load_epochs(job: TrainingJob, pack: Pack, rank: int, size: int) -> Callable[
     return epoch
 
 
-def random_batches(rows: int, epoch: int) -> Iterator[np.ndarray]:
-    """Return an iterator over row numbers (BATCH,) in random order, without an incomplete batch."""
-    order = np.random.default_rng(epoch).permutation(rows)
-    return (order[start : start + BATCH] for start in range(0, rows - BATCH + 1, BATCH))
-
-
-def copied(path: Path) -> Iterator[int]:
-    """Copy consecutive rows from memory to memory: the limit."""
-    with h5py.File(path, locking=False) as file:
-        images = file["train/images"][:]  # (N, H, W, C) uint8
-    out = np.empty((BATCH, *images.shape[1:]), np.uint8)
-    starts = range(0, len(images) - BATCH + 1, BATCH)
-    while True:
-        for start in starts:
-            np.copyto(out, images[start : start + BATCH])
-        yield BATCH * len(starts)
-
-
-def gathered(path: Path) -> Iterator[int]:
-    """Read rows in random order, by their byte offsets in the file, into one buffer."""
-    source = Split(pack := read_pack(path), "train")
-    out = np.empty((BATCH, *pack.image_shape), np.uint8)
-    for epoch in itertools.count():
-        batches = random_batches(len(source), epoch)
-        yield sum(len(source.gather(rows, out)) for rows in batches)
-
-
-def fancy(path: Path) -> Iterator[int]:
-    """Read the same rows by h5py's fancy indexing, which requires sorted indices."""
-    images = h5py.File(path, locking=False)["train/images"]
-    for epoch in itertools.count():
-        yield sum(len(images[np.sort(rows)]) for rows in random_batches(len(images), epoch))
-
-
-def loaded(pack: Pack, shuffle: str, keep: bool = False, **options: Any) -> Iterator[int]:
-    """Load batches as for training: float32 (n, C, H, W) in [0, 1], NHWC in memory."""
-    source = Split(pack, "train", threads=1)
-    partition = cut_epoch(len(source), BATCH, 1)
-    block_rows = pack.external.block_rows if pack.external else BLOCK_ROWS
-    blocks = (block_rows, WINDOW_BLOCKS, pack.external is not None)
-    order = make_order(shuffle, partition, 0, *blocks)
-    buffer = (4 << 30) if keep else 0
-    loader = Loader(source, partition, [0], order=order, read_buffer=buffer, **options)
-    for epoch in itertools.count():
-        yield sum(len(batches[0].targets) for batches in loader.epoch(epoch))
-
-
-def by_torch(path: Path, workers: int) -> Iterator[int]:
-    """Load batches by torch's DataLoader over h5py."""
-    images = H5Images(str(path))
-    loader = DataLoader(images, BATCH, True, num_workers=workers, persistent_workers=workers > 0)
-    while True:
-        yield sum(len(images) for images, _ in loader)
-
-
-READERS: dict[str, Reader] = {
-    COPY: copied,
-    GATHER: gathered,
-    H5PY: fancy,
-    KEPT: lambda path: loaded(read_pack(path), "partition", keep=True),
-    "pack, --shuffle partition": lambda path: loaded(read_pack(path), "partition"),
-    "pack, --shuffle global": lambda path: loaded(read_pack(path), "global"),
-    "pack, --shuffle blocks": lambda path: loaded(read_pack(path), "blocks"),
-    "pack, kept, --flip --shift 4": lambda path: loaded(
-        read_pack(path), "partition", True, prepare=make_prepare(augmentation=Augmentation(True, 4))
-    ),
-    LOADER: lambda path: by_torch(path, 0),
-    LOADER_2: lambda path: by_torch(path, 2),
-}
-# Readers of bytes are compared with readers of bytes, readers of training batches with LOADER.
-COMPARED = {
-    name: {"/ copy": COPY, "/ h5py": H5PY} if name in (GATHER, H5PY) else {"/ DataLoader": LOADER}
-    for name in READERS
-    if name not in (COPY, LOADER)
-}
-
-
-def images_rate(epochs: Iterator[int]) -> float:
-    """Measure images/s over whole epochs, for at least `SECONDS`, after one epoch of warm-up."""
-    next(epochs)
-    done, began = 0, time.perf_counter()
-    while time.perf_counter() - began < SECONDS:
-        done += next(epochs)
-    return done / (time.perf_counter() - began)
-
-
-def read(words: Sequence[str], readers: Mapping[str, Reader] = READERS) -> None:
-    """Measure one reader on one core; a reader with worker processes may use all cores."""
-    name, path, output = words
-    if name != LOADER_2:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
-    keep_memory()  # for all readers, as in training
-    Path(output).write_text(repr(images_rate(readers[name](Path(path)))))
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        train(from_fields(TrainingJob, parse_json(sys.argv[1])))
-    else:
-        read(sys.argv[1:])
+    train(from_fields(TrainingJob, parse_json(sys.argv[1])))

@@ -12,59 +12,71 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from hpctrain import __version__, launch
 from hpctrain.errors import RunError, UsageError
-from hpctrain.text import say
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from hpctrain.parallel.device import processor_name
 
 JOB_LIMIT = 1800.0  # seconds
 FEWEST_ROUNDS = 3  # for results to be quoted
 
 Rates = dict[str, list[float]]  # contestant -> its rate in each round
+Show = Callable[[object], object]
 
 
-def run_job(command: list[str], name: str, env: Mapping[str, str] | None = None) -> None:
-    """Run a job to completion, by default with one thread per rank.
+@dataclass(frozen=True)
+class Options:
+    """The options of ``python -m scripts.benchmarks``."""
+
+    case: str
+    data: str | None = None
+    data_dir: str = "data"
+    ranks: int = 2
+    rounds: int = 3
+
+
+def run_job(
+    command: list[str],
+    name: str,
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> str:
+    """Run a job to completion, by default with one thread per rank; return its output.
 
     Raises RunError with its last error line if it fails, or if it takes longer than `JOB_LIMIT`;
     UsageError if its exit code is 2, wrong usage.
     """
-    say(f"running {name} ...", sys.stderr)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=env or launch.environment({"OMP_NUM_THREADS": "1"}),
-    )
+    print(f"running {name} ...", file=sys.stderr)
     try:
-        printed, _ = process.communicate(timeout=JOB_LIMIT)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=env or launch.environment({"OMP_NUM_THREADS": "1"}),
+            cwd=folder,
+            timeout=JOB_LIMIT,
+        )
     except subprocess.TimeoutExpired:
         raise RunError(f"{name}: not done after {JOB_LIMIT:.0f} s: {' '.join(command)}") from None
-    finally:
-        if process.poll() is None:  # also on Ctrl-C: mpirun then ends its ranks
-            process.terminate()
-            try:
-                process.communicate(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-    if process.returncode:
-        words = launch.last_error_line(printed)
-        if process.returncode == UsageError.exit_code:
+    if done.returncode:
+        words = launch.last_error_line(done.stdout)
+        if done.returncode == UsageError.exit_code:
             raise UsageError(words.removeprefix("hpctrain: "))
-        error = RunError(f"{name} failed ({process.returncode}): {words}")
-        error.add_note(printed)  # for logs; users see the one line
+        error = RunError(f"{name} failed ({done.returncode}): {words}")
+        error.add_note(done.stdout)  # for logs; users see the one line
         raise error
+    return done.stdout
 
 
 def python(*words: str, ranks: int = 0) -> list[str]:
@@ -111,8 +123,6 @@ def table(
     ``compared[name][heading]`` is the contestant by whose median that of `name` is divided in the
     column `heading`.
     """
-    from rich.table import Table
-
     rounds = min(map(len, rates.values()))
     made = Table(title=f"{title}, median of {rounds} round(s)")
     if rounds < FEWEST_ROUNDS:
@@ -135,20 +145,18 @@ def number_text(number: float) -> str:
     return f"{number:,.{decimals}f}"
 
 
+def goal_line(found: float, bound: float, what: str, at_most: bool = False) -> str:
+    """Return a line that reports whether a goal is met."""
+    met = found <= bound if at_most else found >= bound
+    sign = "<=" if at_most else ">="
+    return f"{'met   ' if met else 'MISSED'} {found:,.3f}  {what} {sign} {bound:,}"
+
+
 def machine_lines() -> list[str]:
     """Return lines on processor, cores, load and versions, without which results mean little."""
-    from hpctrain.parallel.device import processor_name  # imports torch
-
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "mpi4py", "h5py"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "mpi4py", "h5py"))
     load = os.getloadavg()[0]
     return [
         f"{processor_name()}, {len(os.sched_getaffinity(0))} cores allowed, load {load:.1f} before",
         f"hpctrain {__version__}, Python {platform.python_version()}, {versions}",
     ]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # not installed by a package manager of Python
-        return "?"
