@@ -60,7 +60,7 @@ def different_on_every_rank(image_shape, classes):
 
 
 class Skipping(nn.Module):
-    """Leaves its batch norm out in the second training step."""
+    """Leaves its batch norm out in training from the tenth pass on."""
 
     def __init__(self, values: int, classes: int):
         super().__init__()
@@ -69,7 +69,7 @@ class Skipping(nn.Module):
     def forward(self, x):
         x = self.linear(x.flatten(1))
         self.passes += self.training
-        return x if self.training and self.passes > 2 else self.norm(x)
+        return x if self.training and self.passes > 9 else self.norm(x)
 
 
 def skipping(image_shape, classes):
@@ -222,26 +222,6 @@ def fine_tuned(image_shape, classes):
     return FineTuned(image_shape[2], classes)
 
 
-class Lazy(nn.Module):
-    """Makes a buffer in its first forward pass and replaces it by a longer one in each other."""
-
-    def __init__(self, values: int, classes: int):
-        super().__init__()
-        self.linear = nn.Linear(values, classes)
-        self.register_buffer("passes", None)
-
-    def forward(self, x):
-        if self.training and torch.is_grad_enabled():
-            before = torch.zeros(1) if self.passes is None else self.passes
-            self.passes = torch.cat((before, torch.ones(1)))
-        return self.linear(x.flatten(1))
-
-
-def lazy(image_shape, classes):
-    height, width, channels = image_shape
-    return Lazy(height * width * channels, classes)
-
-
 class Recomputed(nn.Module):
     """Computes its second layer again in a backward within backward."""
 
@@ -293,7 +273,7 @@ class Remembering(nn.Module):
         self.linear, self.norm = nn.Linear(values, classes), nn.BatchNorm1d(classes)
         self.kind, self.classes, self.out_of_sight = kind, classes, SimpleNamespace(calls=0)
         self.register_buffer("late", torch.zeros(2))
-        self.register_buffer("mask", None, persistent=kind != "made_later")
+        self.register_buffer("mask", None, persistent="made" not in kind)
         self.memory, self.calls, self.seen = [], 0, []
         if kind == "frozen":
             self.frozen = nn.Parameter(torch.ones(classes), requires_grad=False)
@@ -308,11 +288,14 @@ class Remembering(nn.Module):
         return x * self.frozen
 
     def _counter(self, x):
-        """Changes nothing else: it may at the hundredth call."""
-        self.calls += self.training
+        """Changes nothing else."""
+        self.calls += 1
 
-    def _evaluation_counter(self, x):
-        self.calls += not self.training
+    def _counting_buffer(self, x):
+        self.late += self.training
+
+    def _evaluation_buffer(self, x):
+        self.late = self.late + (not self.training)
 
     def _queue(self, x):
         self.memory.append(x.detach().mean(0))
@@ -330,13 +313,6 @@ class Remembering(nn.Module):
 
     def _draws(self, x):
         return x * random.random()
-
-    def _late_buffer(self, x):
-        if self.out_of_sight.calls > 15:
-            self.late += 1
-
-    def _late_output(self, x):
-        return x * (1 + max(0, self.out_of_sight.calls - 15))
 
     def _none(self, x):
         self.mask = torch.ones(self.classes)
@@ -357,6 +333,12 @@ class Remembering(nn.Module):
         """Kept for all batches of as many rows, which are not the same on all ranks."""
         if self.mask is None or len(self.mask) != len(x):
             self.mask = torch.ones(len(x), 1)
+        return x * self.mask
+
+    def _made_once(self, x):
+        """In the first forward of all, which every rank does in evaluation mode."""
+        if self.mask is None:
+            self.mask = torch.ones(self.classes)
         return x * self.mask
 
     def _drops(self, x):

@@ -43,11 +43,6 @@ def conflicts(config: Config) -> Iterator[str]:
             f"--deterministic and --comm-dtype {config.comm_dtype} exclude each other: how"
             " sums of bfloat16 numbers are rounded depends on the number of ranks"
         )
-    if config.deterministic and config.local_buffers:
-        yield (
-            "--deterministic and --local-buffers exclude each other: buffers that each rank keeps"
-            " for itself depend on the number of ranks"
-        )
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield "--tensorboard needs its package: pip install 'hpctrain[tensorboard]'"
 
@@ -67,8 +62,6 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
         yield f"--ema {config.ema} needs --output ema, which tests and saves the average"
     if config.output == "ema" and config.ema is None:
         yield "--output ema needs the decay of the average, such as --ema 0.999"
-    if config.ema is not None and config.batch_norm == "local":
-        yield "--ema and --batch-norm local exclude each other: each rank would average its own"
 
 
 def _machine_conflicts(config: Config) -> Iterator[str]:

@@ -53,11 +53,7 @@ class NetworkSettings:
     batch_norm: str = option(
         "exact",
         "combine batch-norm running statistics: exact = pooled batch moments; running = each"
-        " shard's running statistics, pooled; average = weighted average; local = not combined,"
-        " those of rank 0 are saved",
+        " shard's running statistics, pooled; average = weighted average",
         NETWORK,
-        choices=("exact", "running", "average", "local"),
-    )
-    local_buffers: bool = option(
-        False, "allow other buffers that change in training; each rank keeps its own", NETWORK
+        choices=("exact", "running", "average"),
     )

@@ -13,6 +13,7 @@ quotient of two sums: of values, and of their weights, which are 1 unless the fi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ Tensor = torch.Tensor
 Answers = tuple[Tensor, Tensor]  # predicted classes (n,) and their probabilities (n,)
 
 
-def network_output(model: nn.Module, inputs: Tensor, precision: str) -> Tensor:
+def network_output(model: Callable[[Tensor], Tensor], inputs: Tensor, precision: str) -> Tensor:
     """Return the model's output for inputs (n, C, H, W), never as bfloat16.
 
     With precision "bf16" it is computed under autocast, otherwise in the model's own type;

@@ -6,15 +6,9 @@ from hpctrain.models.build import (
     check_forward,
     check_names,
     checked_output,
+    evaluating,
 )
 from hpctrain.models.init import InitialWeights, load_init
-from hpctrain.models.state import (
-    ModelState,
-    buffer_owner,
-    evaluating,
-    held_values,
-    replace_buffer,
-)
 from hpctrain.models.timm_networks import own_input
 from hpctrain.models.weights import (
     as_bytes,
@@ -28,20 +22,16 @@ from hpctrain.models.weights import (
 __all__ = [
     "NETWORKS",
     "InitialWeights",
-    "ModelState",
     "as_bytes",
-    "buffer_owner",
     "build",
     "check_forward",
     "check_names",
     "checked_output",
     "evaluating",
-    "held_values",
     "load_init",
     "load_weights",
     "own_input",
     "read_model",
-    "replace_buffer",
     "save_model",
     "save_tensors",
     "snapshot",

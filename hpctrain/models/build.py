@@ -9,7 +9,8 @@ images.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from hpctrain.config.imports import Imported, import_function, is_of_timm, one_l
 from hpctrain.errors import UsageError
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import autoencoder, digits
-from hpctrain.models.state import ModelState, evaluating
 from hpctrain.models.timm_networks import is_in_timm, size_hint, timm_function
 from hpctrain.models.weights import check_type
 
@@ -59,13 +59,13 @@ def check_forward(
 ) -> None:
     """Pass two black images (H, W, C) through `model` in evaluation mode.
 
-    Raises UsageError if that fails, and as `checked_output` and `check_names` do. The model and
-    torch's generator are restored (only lazy layers get their shapes).
+    Raises UsageError if that fails, and as `checked_output` and `check_names` do. Torch's
+    generator is restored; lazy layers get their shapes.
     """
     height, width, channels = image_shape
     weight = next(model.parameters())
     images = torch.zeros((2, channels, height, width), dtype=weight.dtype, device=weight.device)
-    names, before = set(model.state_dict()), ModelState(model)
+    names = set(model.state_dict())
     try:
         with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             scores = model(images)
@@ -77,9 +77,23 @@ def check_forward(
             f"the network cannot take images of {width}x{height}x{channels} (width, height,"
             f" channels): {one_line(error)}{size_hint(model, image_shape)}"
         ) from error
-    finally:
-        before.restore()
     checked_output(scores, 2, output, "evaluation")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set all modules to evaluation mode in the block, and each back to its own mode after it.
+
+    A network's own `train` is called for both; it may do more than set the mode.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(modes[model])
+        for module, training in modes.items():
+            module.training = training
 
 
 def check_names(model: nn.Module, before: Iterable[str]) -> None:

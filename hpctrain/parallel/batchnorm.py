@@ -16,9 +16,8 @@ training split), so that B - A^2 does not cancel. The running statistics are the
 
 Modes: "exact" is the above. "running" is the literal procedure of pooling running states that
 every worker has already updated with weight phi: variance (1 - phi) v + phi (B - phi A^2), in
-which the between-worker term is too small by the factor phi. "average" omits that term. "local"
-combines nothing: each rank keeps the statistics of its first shard. The last three use the unbiased
-s_j^2, as a torch process would hold it.
+which the between-worker term is too small by the factor phi. "average" omits that term. Both use
+the unbiased s_j^2, as a torch process would hold it.
 
 torch normalises with the biased variance and stores the unbiased one. With momentum 1 its running
 buffers *are* the batch statistics, so a forward pass stores them there at no cost; after every step
@@ -105,8 +104,6 @@ class BatchNorms:
         self._weights = torch.ones_like(self._state)  # with which a step updates `_state`
         self._weights[:2] = self.momentum
         self.elements = torch.ones(self.channels, dtype=torch.int64, device=some.device)
-        self._private = torch.zeros_like(self.running) if mode == "local" else None
-        self._private_share, self.first_shard = 0.0, 0  # the first of this rank, for "local"
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.read()
 
@@ -192,17 +189,14 @@ class BatchNorms:
         self._factors.clear()
         self._factor_rows = 0
 
-    def collect(
-        self, into: torch.Tensor, rows: int, total: int, shard: int | None = None
-    ) -> torch.Tensor | int:
+    def collect(self, into: torch.Tensor, rows: int, total: int) -> torch.Tensor | int:
         """Add the moments of a shard's forward pass to the message's segment `into`, (2, C).
 
-        The shard has `rows` of the `total` samples of the global batch. `shard` is used by "local"
-        only. Returns the number of layers that did not run exactly once, on the device.
+        The shard has `rows` of the `total` samples of the global batch. Returns the number of
+        layers that did not run exactly once, on the device.
         """
         if not self.channels:
             return 0
-        share = rows / total
         self._forwards += 1
         self._gather()
         torch.sub(self._mean, self._shift, out=self._distances)
@@ -213,11 +207,7 @@ class BatchNorms:
             self._factor_rows = rows
         # not by addcmul, which may round once where two operations round twice
         torch.sum(self._values * self._by, 0, out=self._second)
-        if self._private is None:
-            into.add_(self._terms, alpha=share)
-        elif shard is None or shard == self.first_shard:
-            self._private.add_(self._terms, alpha=share)
-            self._private_share += share
+        into.add_(self._terms, alpha=rows / total)
         calls = torch.stack(self._calls)
         if self._forwards > 1:
             calls -= self._forwards - 1
@@ -245,10 +235,6 @@ class BatchNorms:
         """
         if not self.channels:
             return
-        if self._private is not None:
-            if self._private_share == 0.0:
-                return self.restore()
-            summed = self._private / self._private_share
         if summed is not self._split[0]:  # views are operations too
             self._split = (summed, summed[0], summed[0].expand(2, -1), summed[1])
         _, first, both, second = self._split
@@ -285,6 +271,3 @@ class BatchNorms:
             torch._foreach_copy_(self._buffers, self._places)
             torch._foreach_copy_(self._calls, self._updates)
         self._forwards = 0  # since the buffers last held the running statistics
-        if self._private is not None:
-            self._private.zero_()
-            self._private_share = 0.0

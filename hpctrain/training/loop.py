@@ -35,8 +35,6 @@ def train_epochs(run: Run) -> None:
                 doing(f"step {step}")
                 rows = job.plan.partition.total(number)
                 rate = learning_rate(job.config, job.plan, step - 1)
-                if run.replay:
-                    run.replay.take(batches)
                 flags = run.control.flags(waited, run.writer is not None and run.writer.overdue())
                 wait = partial(doing, f"waiting for all in step {step}")
                 report = train_step(job.trainer, batches, rows, flags, wait, rate)

@@ -17,14 +17,12 @@ import torch
 
 from hpctrain.config import Interval
 from hpctrain.errors import UsageError
-from hpctrain.models import buffer_owner, replace_buffer
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.mpi import Comm, agreed, call_on_root
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.recorder import Recorder
 from hpctrain.training.checkpoint import Checkpoint, Writer
 from hpctrain.training.control import Control
-from hpctrain.training.replay import RunReplay
 from hpctrain.training.setup import Job
 from hpctrain.training.step import Trainer, chain
 from hpctrain.typed import typed_fields
@@ -140,10 +138,7 @@ class Progress:
         if self.best is not None:
             tensors = trainer.model.state_dict()
             for name, kept in self.best.items():
-                if name in tensors and tensors[name].shape == kept.shape:
-                    tensors[name].copy_(kept)
-                else:
-                    replace_buffer(trainer.model, name, kept)
+                tensors[name].copy_(kept)
             trainer.norms.read()
             self.went_back = True
 
@@ -165,7 +160,6 @@ class Run:
     validations: Interval
     checkpoints: Interval
     writer: Writer | None  # on rank 0 only
-    replay: RunReplay | None = None  # unless --local-buffers
     folder: Path = Path()
 
 
@@ -248,10 +242,6 @@ def _put(trainer: Trainer, state: Progress, tensors: dict[str, torch.Tensor]) ->
         else:
             expected = places.get(name, kept.get(name))
         if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
-            if kind == "model" and replace_buffer(trainer.model, rest, tensor):
-                continue
-            if kind == "best" and buffer_owner(trainer.model, rest) is not None:
-                continue
             has = f"{tuple(tensor.shape)} of {tensor.dtype}"
             raise ValueError(f"the model has no place for the tensor {name!r}, {has}")
         if kind == "optimizer" and weights is not None:

@@ -53,16 +53,13 @@ class Trainer:
     reduce: Reduce
     backward: Backward
     clip_norm: float | None = None
-    local_buffers: bool = False  # buffers other than batch norm's may differ between ranks
     in_flight: int = 0  # number of steps that are started before the totals of one are read
     class_weights: torch.Tensor | None = None  # (K,) with which the loss weighs samples
     average: Average | None = None
     clock: Clock = field(init=False)
-    buffers: frozenset[str] = field(init=False)  # names of those that exist before the first step
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.message.device)
-        self.buffers = frozenset(name for name, _ in self.model.named_buffers())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return everything that steps change, by name, without copying.
@@ -82,7 +79,7 @@ class Trainer:
         return found
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """Return what no step changes unless --local-buffers allows it, by name, without copying.
+        """Return what no step changes, by name, without copying.
 
         These are frozen parameters, and buffers other than batch norm's running statistics.
         """
@@ -128,7 +125,7 @@ def train_step(
         seed_torch(batch.key, message.device)  # dropout depends on the shard, not on the rank
         loss, correct = trainer.backward(batch.images, batch.targets, total)
         rows = len(batch.targets)
-        irregular = norms.collect(message.moments, rows, total, batch.shard)
+        irregular = norms.collect(message.moments, rows, total)
         message.add_counts(loss, correct, rows, irregular)
         if class_weights is not None:
             message.scalar["weight"].add_(class_weights[batch.targets].sum())
@@ -170,24 +167,10 @@ def rank_digest(trainer: Trainer) -> torch.Tensor:
 
     That is weights, optimizer state, running statistics, buffers and frozen parameters.
     """
-    own = own_tensors(trainer)
     found = torch.zeros((), dtype=torch.int64, device=trainer.message.device)
-    for name, tensor in trainer.state().items():
-        if name not in own:
-            found = found * FACTOR + checksum(tensor)
+    for tensor in trainer.state().values():
+        found = found * FACTOR + checksum(tensor)
     return found
-
-
-def own_tensors(trainer: Trainer) -> set[str]:
-    """Return the names, in `Trainer.state` and of buffers, that may differ between ranks."""
-    norms, own = trainer.norms, set()
-    if norms.mode == "local":
-        own = {"norms.running", "norms.shift", "norms.updates"}
-    for name, buffer in trainer.model.named_buffers():
-        may_differ = norms.mode == "local" if norms.owns(buffer) else trainer.local_buffers
-        if may_differ or name not in trainer.buffers:
-            own.add(f"model.{name}")
-    return own
 
 
 def tensor_digests(trainer: Trainer) -> dict[str, int]:
@@ -196,8 +179,7 @@ def tensor_digests(trainer: Trainer) -> dict[str, int]:
     tensors = {name: tensor for name, tensor in tensors.items() if name not in NETWORK}
     named = (*model.named_parameters(), *model.named_buffers())
     tensors |= {f"model.{name}": tensor for name, tensor in named}
-    own = own_tensors(trainer)
-    return {name: int(checksum(t)) for name, t in tensors.items() if name not in own}
+    return {name: int(checksum(tensor)) for name, tensor in tensors.items()}
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,10 @@ import numpy as np
 from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.errors import Failure, RunError
 from hpctrain.parallel.message import Report, Totals
-from hpctrain.parallel.mpi import agreed, allgather, call_on_all, first_of_all, minimum
+from hpctrain.parallel.mpi import agreed, allgather, call_on_all, minimum
 from hpctrain.streams import current_stream, record_event
 from hpctrain.text import listed
 from hpctrain.training.reading import order_of
-from hpctrain.training.replay import changed_error
 from hpctrain.training.state import EndReason, Run
 from hpctrain.training.step import (
     MOST_LISTED,
@@ -165,16 +164,11 @@ def compare_ranks(run: Run) -> None:
     """Compare the digests of the state of all ranks, and record it once a step. Collective.
 
     The state is that after the last recorded step; nothing is saved or validated before this.
-    Raises the same RunError on all ranks, with the ranks and tensors that differ; and UsageError if
-    a replay found values that changed.
+    Raises the same RunError on all ranks, with the ranks and tensors that differ.
     """
     state, comm, trainer = run.state, run.comm, run.job.trainer
     digest = int(rank_digest(trainer))
-    changed = run.replay().names() if run.replay else []
-    smallest, largest, none = minimum(comm, digest, ~digest, not changed)
-    if not none and (first := first_of_all(comm, changed or None)):
-        where = f" (after step {state.step} on rank {first.rank} of {comm.size})"
-        raise agreed(changed_error(first.value, where))
+    smallest, largest = minimum(comm, digest, ~digest)
     if smallest != ~largest:
         held = allgather(comm, tensor_digests(trainer))
         differ = [

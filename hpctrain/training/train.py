@@ -45,7 +45,6 @@ from hpctrain.training.folder import (
 )
 from hpctrain.training.loop import save_checkpoint, train_epochs
 from hpctrain.training.reading import require_validation
-from hpctrain.training.replay import RunReplay
 from hpctrain.training.setup import Job, set_up
 from hpctrain.training.state import EndReason, Progress, Run, restore
 from hpctrain.training.step import run_digest
@@ -189,7 +188,6 @@ def open_run(
             validation_interval(config.validate_every),
             times.checkpoints,
             writer,
-            None if config.local_buffers else RunReplay(job.trainer, job.task, job.plan),
             folder,
         )
         try:

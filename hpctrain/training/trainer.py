@@ -25,7 +25,7 @@ from hpctrain.training.average import Average
 from hpctrain.training.compute import make_backward
 from hpctrain.training.finetune import parameter_groups
 from hpctrain.training.optimizer import make_optimizer
-from hpctrain.training.replay import probe_model
+from hpctrain.training.probe import probe_model
 from hpctrain.training.step import Trainer, hash_tensors
 
 
@@ -73,7 +73,6 @@ def make_trainer(
         comm, lambda: make_backward(model, task, message, config.compile, config.graphs)
     )
     broadcast(comm, message.weights)
-    norms.first_shard = runs[comm.rank].start
     in_order = runs if plan.deterministic else None
     reduce = call_on_all(
         comm,
@@ -87,7 +86,6 @@ def make_trainer(
         reduce,
         backward,
         config.clip_norm,
-        config.local_buffers,
         IN_FLIGHT[message.device.type],
         task.weights,
         None if config.ema is None else Average(message, norms, config.ema),
@@ -97,8 +95,7 @@ def make_trainer(
 def check_fixed_state(model: nn.Module, comm: Comm) -> None:
     """Raise UsageError on all ranks if buffers or frozen parameters differ before the first step.
 
-    Collective. Later some buffers may differ: with --batch-norm local or --local-buffers, and those
-    that forward creates.
+    Collective.
     """
     fixed = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
     check_equal_on_all(comm, {"the model's fixed state": hash_tensors(fixed).hexdigest()[:16]})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from hpctrain.inference.tasks import Denoising, network_output
 from hpctrain.models import evaluating, save_tensors, snapshot
 from hpctrain.parallel.device import fork_rng, seed_torch
 from hpctrain.parallel.mpi import agreed, call_on_all, call_on_root
-from hpctrain.parallel.reduce import broadcast
 from hpctrain.report.find import evaluation_file
 from hpctrain.training.reading import FIRST_ROWS
 from hpctrain.training.state import EndReason, Run
@@ -92,7 +90,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     model, prepare, block = job.trainer.model, job.prepare, job.plan.evaluation_rows
     try:
         source = call_on_all(comm, lambda: job.reading.split(split))
-        with source, statistics_of_rank_0(run), evaluated_network(run):
+        with source, evaluated_network(run):
             result = evaluate(model, source, job.task, prepare, comm, block, go_on)
     except Failure as error:
         if not error.agreed:
@@ -122,23 +120,6 @@ def evaluated_network(run: Run) -> AbstractContextManager[None]:
     """Let the model be the average of --ema in a block, until it is chosen as the final network."""
     average = run.job.trainer.average
     return nullcontext() if average is None or run.state.chosen else average.in_model()
-
-
-@contextmanager
-def statistics_of_rank_0(run: Run) -> Iterator[None]:
-    """With --batch-norm local, use the statistics that rank 0 would save. Collective."""
-    norms = run.job.trainer.norms
-    if norms.mode != "local":
-        yield
-        return
-    own = norms.running.clone()
-    broadcast(run.comm, norms.running)
-    norms.restore()
-    try:
-        yield
-    finally:
-        norms.running.copy_(own)
-        norms.restore()
 
 
 def test(run: Run) -> dict[str, float | None]:

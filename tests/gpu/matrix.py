@@ -43,7 +43,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "sum": ("plain", "tree", "bf16"),
     "launch": ("eager", "overlap", "graphs"),
     "precision": ("default", "fp32", "tf32", "bf16"),
-    "batch_norm": ("exact", "running", "average", "local"),
+    "batch_norm": ("exact", "running", "average"),
     "ranks": (1, 2, 3, 4),
     "order": ORDERS,  # of the devices' work
 }

@@ -44,7 +44,6 @@ CASES = {
     "last step of one row": {"batch_size": 20},
     "running": {"batch_norm": "running"},
     "average": {"batch_norm": "average"},
-    "local": {"batch_norm": "local"},
     "dropout": {"model": MODEL},
     "augmentation": {"flip": True, "shift": 2},
     "adam": {"optimizer": "adam", "lr": 0.01},
@@ -379,12 +378,6 @@ def test_an_operation_without_deterministic_form_is_refused_by_name(comm, settin
 def test_a_backward_within_backward_is_not_refused(comm, settings):
     config = dataclasses.replace(settings, model="tests.odd_models:recomputed", run="a")
     assert loop.train(config, comm) == 0
-
-
-@pytest.mark.mpi
-def test_buffers_that_ranks_keep_for_themselves_are_refused(comm, settings):
-    with pytest.raises(UsageError, match="--deterministic and --local-buffers exclude"):
-        loop.train(dataclasses.replace(settings, local_buffers=True), comm)
 
 
 @pytest.mark.mpi

@@ -340,7 +340,6 @@ CONFLICTS = {
     "--schedule one-cycle has a warm-up": {"schedule": "one-cycle", "warmup_epochs": 1.0},
     "--ema 0.9 needs --output ema": {"ema": 0.9},
     "--output ema needs the decay": {"output": "ema"},
-    "--ema and --batch-norm local exclude": dict(ema=0.9, output="ema", batch_norm="local"),
     "--lr-scale fc: give patterns": {"lr_scale": "fc"},
     "--lr-scale fc=0: give patterns": {"lr_scale": "fc=0"},
     "--lr-scale fc=nan: give patterns": {"lr_scale": "fc=nan"},

@@ -163,7 +163,7 @@ class NoWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", ["exact", "running", "average", "local"])
+@pytest.mark.parametrize("mode", ["exact", "running", "average"])
 def test_a_step_does_not_wait_for_the_device(comm, mode):
     torch.manual_seed(5)
     model = build("digits", (28, 28, 1), 10)

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.mpi
 CASES = {
     "sgdm": {},
     "adam": {"optimizer": "adam", "lr": 0.01},
-    "local": {"batch_norm": "local"},
     "dropout": {"model": "tests.odd_models:with_dropout"},
     "cosine": {"schedule": "cosine"},
     "denoise, best": {
@@ -444,28 +443,6 @@ def test_a_model_with_another_fixed_state_is_refused(
     monkeypatch.setattr(odd_models, "frozen", changed)
     with pytest.raises(UsageError, match=message):
         program.train(config, comm)
-
-
-@pytest.mark.parametrize("output", ["last", "best"])
-def test_a_buffer_that_forward_makes_is_as_it_was(comm, settings, leave_after, monkeypatch, output):
-    passes = []
-
-    def restore(earlier, trainer, *others):
-        passes.append(trainer)
-        return resume.restore(earlier, trainer, *others)
-
-    monkeypatch.setattr(program, "restore", restore)
-    own = {"model": "tests.odd_models:lazy", "local_buffers": True, "deterministic": False}
-    own |= {"output": output, "validate_every": "2steps"}
-    config = dataclasses.replace(settings, **own)
-    assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
-    leave_after(3)
-    assert program.train(config, comm) == 75
-    leave_after()
-    assert program.train(config, comm) == 0
-    whole, first, second = (len(trainer.model.passes) for trainer in passes)
-    if comm.rank == 0:  # whose buffers a checkpoint holds
-        assert first < second == whole or output == "best"
 
 
 @pytest.mark.parametrize("keep", [2, 3])

@@ -36,7 +36,6 @@ ELSEWHERE = {  # flag -> where it is tested
         ("images", "labels", "layout", "split", "scale"),
         "tests/training/test_external.py",
     ),
-    "local_buffers": "tests/training/test_train.py",
     "run": "tests/training/test_train.py",
     "runs_dir": "tests/training/test_train.py",
     "progress": "tests/report/test_progress.py",
@@ -228,7 +227,7 @@ def first_weights(seen, comm):
 
 @of("batch_norm")
 def batch_norm(seen, comm):
-    modes = ("exact", "running", "average", "local")
+    modes = ("exact", "running", "average")
     runs = {mode: seen(batch_norm=mode) for mode in modes}
     variances = {}
     for mode, run in runs.items():
@@ -237,12 +236,11 @@ def batch_norm(seen, comm):
         assert torch.equal(run.weights[-1], runs["exact"].weights[-1])  # statistics alone differ
     for a in modes:
         for b in modes:
-            # one rank's own shards, averaged, are all shards if there is one rank
-            if a != b and ({a, b} != {"average", "local"} or comm.size > 1):
+            if a != b:
                 assert not torch.allclose(variances[a], variances[b], rtol=1e-5)
     own = comm.allgather({mode: v.numpy().tobytes() for mode, v in variances.items()})
     for mode in modes:
-        assert len({values[mode] for values in own}) == (comm.size if mode == "local" else 1)
+        assert len({values[mode] for values in own}) == 1
 
 
 @of("epochs", "batch_size", "batch_per_rank")

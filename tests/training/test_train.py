@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.config import Config, EvaluateConfig
+from hpctrain.config import Config
 from hpctrain.errors import RunError, UsageError
-from hpctrain.inference.evaluate import main as evaluate_main
 from hpctrain.models import read_model
 from hpctrain.parallel.placement import RankDevice
 from hpctrain.report.record import read_records
@@ -246,9 +245,8 @@ def test_more_ranks_than_shards_are_refused_with_both_numbers(comm, settings):
 
 def test_a_model_with_buffers_that_change_is_refused_by_name(comm, settings):
     odd = dataclasses.replace(settings, model="tests.odd_models:counting")
-    with pytest.raises(UsageError, match="seen.*--local-buffers"):
+    with pytest.raises(UsageError, match="buffer seen changed .* Only batch norm may"):
         set_up(odd, comm)
-    set_up(dataclasses.replace(odd, local_buffers=True), comm)
 
 
 def test_all_ranks_start_from_the_weights_of_rank_0(comm, settings):
@@ -259,7 +257,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0(comm, settings):
 
 
 def test_a_batch_norm_layer_that_is_skipped_under_way_is_an_error(comm, settings):
-    odd = dataclasses.replace(settings, model="tests.odd_models:skipping", local_buffers=True)
+    odd = dataclasses.replace(settings, model="tests.odd_models:skipping")
     with pytest.raises(RunError, match="did not run exactly once in step"):
         loop.train(odd, comm)
 
@@ -273,21 +271,6 @@ def test_a_step_that_lost_rows_is_an_error(comm, settings, monkeypatch):
     monkeypatch.setattr(inner, "train_step", forgetful)
     with pytest.raises(RunError, match="step 1 summed 0 rows, but the plan has 16"):
         loop.train(settings, comm)
-
-
-def test_local_statistics_are_tested_as_they_are_saved(comm, settings):
-    local = dataclasses.replace(settings, batch_norm="local", epochs=1)
-    loop.train(local, comm)
-    alone = comm.Split(comm.rank)
-    folder = Path(settings.runs_dir) / "a"
-    if comm.rank == 0:
-        again = EvaluateConfig(run=str(folder), output=str(folder / "e.json"), batch=64, threads=1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hpctrain.inference.evaluate.start_mpi", lambda: alone)
-            assert evaluate_main(again) == 0
-        end = list(read_records(folder))[-1]
-        assert json.loads((folder / "e.json").read_text())["accuracy"] == end["test_accuracy"]
-    alone.Free()
 
 
 def test_validation_comes_at_the_end_where_no_epoch_asks_for_it(comm, settings):

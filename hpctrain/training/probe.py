@@ -1,0 +1,118 @@
+"""One check of the network before its first step, with the first samples of the training split.
+
+It shows what each batch-norm layer sees of these samples, and that a forward pass depends on the
+weights, the running statistics and its input alone. How often a rank calls the network depends on
+the number of ranks: other state must not change from call to call.
+
+In training mode and in evaluation mode, the same samples pass forward twice, with the same random
+numbers, and others between them. Both outputs, and all buffers before and after, must be bitwise
+equal. On GPUs without --deterministic, sums may be added in another order each time, and only the
+buffers are compared. State that begins to change later is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hpctrain.config import Config
+from hpctrain.data.checks import describe_first, find_nonfinite
+from hpctrain.data.loader import Prepare, read_samples
+from hpctrain.data.partition import random_key
+from hpctrain.data.split import Split
+from hpctrain.errors import UsageError
+from hpctrain.inference.own_check import check_task
+from hpctrain.inference.tasks import Task, network_output, output_shape
+from hpctrain.models import as_bytes, check_names, checked_output, evaluating
+from hpctrain.parallel.batchnorm import BatchNorms, Probe
+from hpctrain.parallel.device import fork_rng, name_refused_operation, seed_torch
+from hpctrain.text import listed
+from hpctrain.training.reading import FIRST_ROWS
+
+Tensor = torch.Tensor
+ROWS = 8  # samples of a pass, at most: whether something changes does not depend on their number
+
+
+def probe_model(
+    norms: BatchNorms, task: Task, source: Split, prepare: Prepare, config: Config
+) -> Probe:
+    """Run training forwards of the first samples, and check that they can be repeated.
+
+    Raises UsageError for samples that are not finite, for outputs, layers or buffers that cannot be
+    combined over shards, for what changes from call to call and, with --deterministic, for
+    operations without a deterministic form.
+    """
+    model, names = norms.model, set(norms.model.state_dict())
+    rows = np.arange(min(FIRST_ROWS, len(source)))
+    if bad := describe_first([find_nonfinite(source, rows)]):
+        raise UsageError(bad)
+    images = read_samples(source, rows, prepare)
+    labels = torch.from_numpy(source.read_labels(rows)).to(images.device)
+    key = random_key(config.seed, "probe")
+    inputs, targets = task.pair(images, labels, key)
+    check_task(task, model, inputs, targets)
+    shape = output_shape(config.task, source.image_shape, task.classes)
+
+    def checked(inputs: Tensor) -> Tensor:
+        mode = "training" if model.training else "evaluation"
+        return checked_output(model(inputs), len(inputs), shape, mode)
+
+    def forward(inputs: Tensor) -> Tensor:
+        return network_output(checked, inputs, task.precision).detach()
+
+    torch.manual_seed(key)
+    with name_refused_operation(UsageError):
+        probe = norms.probe(lambda: forward(inputs), len(rows))
+        check_names(model, names)
+        if config.deterministic:  # torch refuses some operations only in backward
+            loss, _ = task(model, inputs, targets)
+            loss.backward()  # not autograd.grad: reentrant checkpoints refuse it
+            model.zero_grad()
+    exact = config.deterministic or inputs.device.type == "cpu"
+    check_repeats(norms, forward, inputs, key, exact)
+    with evaluating(model), torch.no_grad():
+        check_repeats(norms, forward, inputs, key, exact)
+    return probe
+
+
+def check_repeats(
+    norms: BatchNorms, forward: Callable[[Tensor], Tensor], inputs: Tensor, key: int, exact: bool
+) -> None:
+    """Check that a network's buffers and, if `exact`, its output are the same in a second pass.
+
+    `inputs` are samples (n, C, H, W). Batch norm's statistics and torch's generators are restored.
+    Raises UsageError that names what differs.
+    """
+    first, other, before, outputs = inputs[:ROWS], inputs[-ROWS:], _copy_buffers(norms), []
+    with fork_rng(inputs.device):
+        for samples, seed in ((first, key), (other, key + 1), (first, key)):
+            norms.restore()
+            seed_torch(seed, inputs.device)
+            outputs.append(forward(samples))
+    norms.restore()
+    after = _copy_buffers(norms)
+    changed = [
+        f"buffer {name}"
+        for name in {**before, **after}
+        if name not in before or name not in after or not _same_bits(before[name], after[name])
+    ]
+    if exact and not _same_bits(outputs[0], outputs[2]):
+        changed.append("output (does it draw random numbers from elsewhere than torch?)")
+    if changed:
+        raise UsageError(
+            f"the network's {listed(changed, 3)} changed from one forward pass to the next, with"
+            " equal images and random numbers: what is learnt would depend on how many each rank"
+            " does. Only batch norm may change buffers"
+        )
+
+
+def _copy_buffers(norms: BatchNorms) -> dict[str, Tensor]:
+    named = norms.model.named_buffers()
+    return {name: buffer.detach().clone() for name, buffer in named if not norms.owns(buffer)}
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and torch.equal(as_bytes(one), as_bytes(other))
