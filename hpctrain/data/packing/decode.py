@@ -125,9 +125,9 @@ def _decode_each(
                 decoded["good"][row] = True
                 decoded["digest"][row] = hashlib.blake2b(pixels, digest_size=DIGEST_BYTES).digest()
             except WrongSize as error:
-                bad.append((source.name_of(row), f"{error} pixels, not as its header says"))
+                bad.append((source.names[row], f"{error} pixels, not as its header says"))
             except BadImage as error:
-                bad.append((source.name_of(row), str(error)))
+                bad.append((source.names[row], str(error)))
     return decoded, bad
 
 
@@ -145,7 +145,7 @@ def write_files(source: ImageSource, known: np.ndarray, skip: int, span: Span) -
             except BadImage:
                 file = b""
             if (len(file), zlib.crc32(file)) != (known["size"][row], known["crc32"][row]):
-                name = source.name_of(row)
+                name = source.names[row]
                 raise RunError(f"{name} was changed while it was packed: pack again")
             data += file
     return write_span(memoryview(data)[skip : skip + span.stop - span.start], span)
@@ -212,7 +212,7 @@ class ImageReader:
         if self._source.kind != "folder":
             offset, size = self._places[row][:2]
             return self._archive, offset, size
-        path = os.path.join(self._source.root, self._source.name_of(row))
+        path = os.path.join(self._source.root, self._source.names[row])
         descriptor = _open(stack, path)
         return descriptor, 0, os.fstat(descriptor).st_size
 

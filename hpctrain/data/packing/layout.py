@@ -15,14 +15,13 @@ Folders that look like splits but have other names are an error; they are not pa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpctrain.data.pack_format import SPLITS
-from hpctrain.data.packing.names import CODEC, Names
 from hpctrain.errors import UsageError
 
 SPLIT_FOLDER = re.compile(
@@ -34,8 +33,8 @@ HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 NO_SPLIT = -1
 DIGEST_BYTES = 16
-#: One row per image. `start` to `stop`: its name among all names.
-LISTED = [("start", "<i8"), ("stop", "<i8"), ("label", "<i4"), ("split", "i1"), ("group", "<i4")]
+#: One row per image.
+LISTED = [("label", "<i4"), ("split", "i1"), ("group", "<i4")]
 #: The location of its bytes in an archive, and more that a .zip says about it.
 PLACED = [("offset", "<i8"), ("size", "<i8")]
 ZIPPED = [("method", "<u2"), ("compressed", "<i8"), ("crc32", "<u4")]
@@ -63,29 +62,22 @@ class ImageSource:
     root: str
     classes: tuple[str, ...]
     images: np.ndarray  # (N,) COLUMNS[kind]
-    names: bytes | bytearray
+    names: list[str]  # of the images, within the source
     split_by: str  # origin of the splits, if there are any: "folders" or "manifest"
     bad: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of unusable files
     notes: list[str] = field(default_factory=list)
 
-    def name_of(self, row: int) -> str:
-        """Return the name of an image within the source."""
-        start, stop = self.images["start"][row], self.images["stop"][row]
-        return self.names[start:stop].decode(*CODEC)
-
     def leave_out(self, reasons: Mapping[int, str]) -> None:
         """Remove unusable images, given by row with a reason, and list them as bad."""
-        self.bad += [(self.name_of(row), why) for row, why in reasons.items()]
-        self.images = np.delete(self.images, list(reasons)) if reasons else self.images
+        if reasons:
+            self.bad += [(self.names[row], why) for row, why in reasons.items()]
+            self.names = [name for row, name in enumerate(self.names) if row not in reasons]
+            self.images = np.delete(self.images, list(reasons))
 
     def take(self, rows: np.ndarray) -> ImageSource:
         """Return a source with only these images, in this order, and without names of classes."""
-        images = self.images[rows]
-        starts, stops = images["start"].tolist(), images["stop"].tolist()
-        names = b"".join(self.names[a:b] for a, b in zip(starts, stops, strict=True))
-        images["stop"] = np.cumsum(images["stop"] - images["start"])
-        images["start"][1:], images["start"][:1] = images["stop"][:-1], 0
-        return replace(self, classes=(), images=images, names=names, bad=[], notes=[])
+        names = [self.names[row] for row in rows.tolist()]
+        return replace(self, classes=(), images=self.images[rows], names=names, bad=[], notes=[])
 
 
 def jpeg_dtype(channels: int) -> np.dtype:
@@ -105,13 +97,12 @@ class ClassFolders(NamedTuple):
     ignored: int  # image files outside of class folders
 
 
-def image_table(kind: str, names: Names, rows: np.ndarray, **columns: object) -> np.ndarray:
-    """Return a table (N,) COLUMNS[kind] of the images `names[rows]`, with these columns.
+def image_table(kind: str, count: int, **columns: object) -> np.ndarray:
+    """Return a table (N,) COLUMNS[kind] of `count` images, with these columns.
 
     `split` and `group` default to -1.
     """
-    table, bounds = np.zeros(len(rows), COLUMNS[kind]), names.bounds()
-    table["start"], table["stop"] = bounds[rows], bounds[rows + 1]
+    table = np.zeros(count, COLUMNS[kind])
     table["split"] = table["group"] = -1
     for column, values in columns.items():
         table[column] = values
@@ -124,13 +115,24 @@ def split_number(name: str) -> int | None:
     return next(i for i, split in enumerate(SPLITS) if found[split]) if found else None
 
 
+def folder_by_folder(names: Sequence[str]) -> np.ndarray:
+    """Return the indices (n,) int64 of the distinct names, sorted; of equal names, the last one's.
+
+    "/" sorts before all other characters: the files of a folder stand before those of others whose
+    names begin with its own.
+    """
+    last = {name: row for row, name in enumerate(names)}
+    rows = sorted(last.values(), key=lambda row: names[row].replace("/", "\0"))
+    return np.array(rows, np.int64)
+
+
 def hidden(parts: Iterable[str]) -> bool:
     """Whether a path of these parts is ignored."""
     return any(part.startswith(".") or part in HIDDEN_NAMES for part in parts)
 
 
 def read_class_folders(
-    names: Names, files: np.ndarray, folders: Iterable[str], where: str
+    names: Sequence[str], files: np.ndarray, folders: Iterable[str], where: str
 ) -> ClassFolders:
     """Derive classes and splits from names relative to the source, with parts joined by "/".
 
@@ -172,7 +174,7 @@ def read_class_folders(
     return ClassFolders(classes, order, found, chosen, ignored)
 
 
-def _folders_of(names: Names, files: np.ndarray) -> tuple[list[str], np.ndarray]:
+def _folders_of(names: Sequence[str], files: np.ndarray) -> tuple[list[str], np.ndarray]:
     """Return the folders that hold files, and the index (n,) int32 of each file's; -1 = hidden."""
     numbers: dict[str, int] = {}
     found = np.full(len(files), -1, np.int32)

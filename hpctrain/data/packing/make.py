@@ -275,7 +275,7 @@ def _only_size(source: ImageSource, sizes: np.ndarray) -> tuple[int, int]:
     width, height = sizes[readable[0]].tolist()
     others = readable[(sizes[readable] != (width, height)).any(axis=1)]
     if len(others):
-        one, other = source.name_of(readable[0]), source.name_of(others[0])
+        one, other = source.names[readable[0]], source.names[others[0]]
         raise UsageError(
             f"source {source.name}: images differ in size, {one} has {width}x{height} pixels and"
             f" {other} {'x'.join(map(str, sizes[others[0]]))}: give one with --size,"

@@ -8,7 +8,6 @@ ignored. The file has a header and is separated by commas, semicolons or tabs.
 
 from __future__ import annotations
 
-import copy
 import csv
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ import numpy as np
 
 from hpctrain.data.pack_format import SPLITS
 from hpctrain.data.packing.layout import NO_SPLIT, split_number
-from hpctrain.data.packing.names import Names
 from hpctrain.errors import UsageError
 from hpctrain.text import brief
 
@@ -32,7 +30,7 @@ class Manifest(NamedTuple):
     """The content of a manifest; classes are in numerical order if all labels are whole numbers."""
 
     file: str
-    paths: Names
+    paths: list[str]
     classes: tuple[str, ...]
     labels: np.ndarray  # (N,) int32
     splits: np.ndarray  # (N,) int8: indices into SPLITS, or NO_SPLIT
@@ -62,28 +60,30 @@ class DistinctValues:
 
 def read_manifest(path: Path) -> Manifest:
     """Read a table of images. Raises UsageError with the row in its message."""
-    paths, columns = Names(), {name: DistinctValues() for name in ("label", *OPTIONAL)}
+    rows: dict[str, int] = {}  # of each path
+    columns = {name: DistinctValues() for name in ("label", *OPTIONAL)}
     for number, row in enumerate(_csv_rows(path), FIRST_ROW):
         cells = {name: (row.get(name) or "").strip() for name in (*NEEDED, *OPTIONAL)}
         for name in NEEDED:
             if not cells[name]:
                 raise UsageError(f"{path}: row {number} has no {name}")
-        paths.append(shortest(cells["path"]))
+        name = shortest(cells["path"])
+        if (first := rows.setdefault(name, number)) != number:
+            raise UsageError(f"{path}: rows {first} and {number} both name {name}")
         for name, column in columns.items():
             column.append(cells[name])
-    if not paths:
+    if not rows:
         raise UsageError(f"{path} names no images")
-    _check_unique(path, paths)
     for name in OPTIONAL:
         if "" in columns[name].distinct and len(columns[name].distinct) > 1:
             number = FIRST_ROW + columns[name].first("")
             raise UsageError(f"{path}: row {number} has no {name}, other rows have one")
     classes, labels = _numbered(columns["label"])
     names, groups = _numbered(columns["group"])
-    groups = groups if names[0] else np.full(len(paths), -1, np.int32)
+    groups = groups if names[0] else np.full(len(rows), -1, np.int32)
     splits = _splits(path, columns["split"])
     _check_groups(path, names, groups, splits)
-    return Manifest(str(path), paths, classes, labels, splits, groups)
+    return Manifest(str(path), list(rows), classes, labels, splits, groups)
 
 
 def shortest(path: str) -> str:
@@ -92,37 +92,23 @@ def shortest(path: str) -> str:
     return "/" * path.startswith("/") + "/".join(parts)
 
 
-def find_images(manifest: Manifest, names: Names, is_folder: np.ndarray) -> np.ndarray:
+def find_images(manifest: Manifest, names: Sequence[str], is_folder: np.ndarray) -> np.ndarray:
     """Return the indices (N,) of the manifest's images in `names`, members of an archive.
 
     is_folder (n,) bool: the other names are files; of equal names the last one counts. Raises
     UsageError if an image is missing.
     """
-    both = copy.deepcopy(names)
-    both.extend(manifest.paths)
-    order, new = both.sort()
-    places = np.flatnonzero((order >= len(names)) & ~new)  # of paths after a member of that name
-    members = order[places - 1]
-    found = np.full(len(manifest.paths), -1)
-    found[order[places] - len(names)] = np.where(is_folder[members], -1, members)
-    if len(missing := np.flatnonzero(found < 0)):
+    members = {name: row for row, name in enumerate(names)}
+    found = [members.get(path, -1) for path in manifest.paths]
+    missing = [
+        path for path, row in zip(manifest.paths, found, strict=True) if row < 0 or is_folder[row]
+    ]
+    if missing:
         raise UsageError(
             f"{manifest.file} names {len(missing):,} images that the archive does not hold, such"
-            f" as {manifest.paths[missing[0]]}"
+            f" as {missing[0]}"
         )
-    return found
-
-
-def _check_unique(path: Path, paths: Names) -> None:
-    """Raise UsageError if two rows have the same path."""
-    order, new = paths.sort()
-    if not new.all():
-        second = order[~new].min()
-        place = last = int(np.flatnonzero(order == second)[0])
-        while not new[place]:
-            place -= 1
-        one, other = FIRST_ROW + order[place], FIRST_ROW + order[last]
-        raise UsageError(f"{path}: rows {one} and {other} both name {paths[second]}")
+    return np.array(found)
 
 
 def _numbered(column: DistinctValues) -> tuple[tuple[str, ...], np.ndarray]:

@@ -88,7 +88,7 @@ def say_chosen(
     if (source.images["split"][good] > TRAIN).any():
         say(f"{source.name} says which images are for testing or validation: kept")
     labels, left_out = source.images["label"][good], len(good) - sum(map(len, rows.values()))
-    named = {int(row): source.name_of(good[row]) for group in equal[:GROUPS_SHOWN] for row in group}
+    named = {int(row): source.names[good[row]] for group in equal[:GROUPS_SHOWN] for row in group}
     say_duplicates(named, labels, equal, left_out)
 
 

@@ -27,12 +27,12 @@ from hpctrain.data.packing.layout import (
     PLACED,
     ZIPPED,
     ImageSource,
+    folder_by_folder,
     hidden,
     image_table,
     read_class_folders,
 )
 from hpctrain.data.packing.manifest import find_images, read_manifest, shortest
-from hpctrain.data.packing.names import Names
 from hpctrain.errors import UsageError
 from hpctrain.text import brief
 
@@ -91,7 +91,7 @@ def _listed(path: Path, unzipped: IO[bytes], manifest: str | None) -> ImageSourc
 
 
 def _source(
-    path: Path, kind: str, root: str, names: Names, is_folder: np.ndarray, manifest: str | None
+    path: Path, kind: str, root: str, names: list[str], is_folder: np.ndarray, manifest: str | None
 ) -> tuple[ImageSource, np.ndarray]:
     """Make a source of the images among these names; return it and their indices (N,) in `names`.
 
@@ -107,8 +107,7 @@ def _source(
         classes, by = table.classes, "manifest"
         columns = dict(label=table.labels, split=table.splits, group=table.groups)
     else:
-        order, new = names.sort()
-        order = order[np.roll(new, -1)]  # the last one of equal names
+        order = folder_by_folder(names)
         folders = (names[row] for row in order[is_folder[order]])
         files = order[~is_folder[order]]
         found = read_class_folders(names, files, folders, str(path))
@@ -116,9 +115,10 @@ def _source(
         columns = dict(label=found.labels, split=found.splits)
         if found.ignored:
             notes.append(f"{found.ignored} image files outside the class folders were ignored")
-    images = image_table(kind, names, order, **columns)
+    images = image_table(kind, len(order), **columns)
+    chosen = [names[row] for row in order.tolist()]
     name = path.resolve().name if kind == "folder" else path.name
-    source = ImageSource(name, kind, root, classes, images, names.encoded, by, notes=notes)
+    source = ImageSource(name, kind, root, classes, images, chosen, by, notes=notes)
     return source, order
 
 
@@ -127,18 +127,18 @@ def _folder(root: Path, manifest: str | None) -> ImageSource:
 
     If a manifest names them, the folder is not searched: missing files are noticed when read.
     """
-    names, is_folder, bad = (Names(), bytearray(), []) if manifest else _walk(str(root))
+    names, is_folder, bad = ([], bytearray(), []) if manifest else _walk(str(root))
     source, _ = _source(root, "folder", str(root), names, np.frombuffer(is_folder, bool), manifest)
     source.bad = [(name, why) for name, why in bad if not hidden(name.split("/"))]
     return source
 
 
-def _walk(root: str) -> tuple[Names, bytearray, list[tuple[str, str]]]:
+def _walk(root: str) -> tuple[list[str], bytearray, list[tuple[str, str]]]:
     """List the names below `root`, whether each is a folder, and other entries with a reason.
 
     Links are followed except in loops.
     """
-    names, is_folder = Names(), bytearray()
+    names, is_folder = list[str](), bytearray()
     bad: list[tuple[str, str]] = []
 
     def enter(folder: str, above: tuple[tuple[int, int], ...]) -> None:
@@ -167,7 +167,7 @@ def _walk(root: str) -> tuple[Names, bytearray, list[tuple[str, str]]]:
 
 def _tar(path: Path, file: IO[bytes], opened: str, manifest: str | None) -> ImageSource:
     """List members as slices of `file`; of members with equal names the last is used, as in tar."""
-    names = Names()
+    names: list[str] = []
     columns = array("b"), array("q"), array("q")  # kind, offset, size
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -187,7 +187,7 @@ def _tar(path: Path, file: IO[bytes], opened: str, manifest: str | None) -> Imag
     _leave_out(source, kinds[order])
     cut = np.flatnonzero(source.images["offset"] + source.images["size"] > length)
     if len(cut):
-        name = source.name_of(int(cut[0]))
+        name = source.names[int(cut[0])]
         raise UsageError(f"source {path} is cut short within {name}: fetch it again")
     return source
 
@@ -205,7 +205,7 @@ def _kind(member: tarfile.TarInfo) -> int:
 
 
 def _zip(path: Path, manifest: str | None) -> ImageSource:
-    names, facts, kinds = Names(), np.zeros(0, ZIP_FACTS), bytearray()
+    names, facts, kinds = list[str](), np.zeros(0, ZIP_FACTS), bytearray()
     try:
         with zipfile.ZipFile(path) as archive:
             facts = np.zeros(len(archive.infolist()), ZIP_FACTS)
