@@ -1,10 +1,10 @@
 """Open packs: read and check them once, on rank 0, and verify all their bytes.
 
-``read_pack`` uses HDF5 to check everything that reading by byte offset relies on: a pack is an
-untrusted file (``hdf5.py``), and every dataset must be contiguous bytes of it. It returns a small
-picklable ``Pack``, with which ``Split`` reads without HDF5. Import this module only in code that
-runs on rank 0 alone, because it imports h5py. The format is described in ``pack_format.py``, its
-writers are in ``packing/``.
+``read_pack`` uses HDF5 to check everything that reading by byte offset relies on: every dataset
+must be contiguous bytes of the file (``hdf5.py``). It returns a small picklable ``Pack``, with
+which ``Split`` reads without HDF5. Import this module only in code that runs on rank 0 alone,
+because it imports h5py. The format is described in ``pack_format.py``, its writers are in
+``packing/``.
 """
 
 from __future__ import annotations
