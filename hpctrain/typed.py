@@ -13,9 +13,8 @@ import math
 import reprlib
 import tomllib
 import typing
-from collections.abc import Collection
 from types import NoneType, UnionType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1  # int64
@@ -45,21 +44,16 @@ def from_fields(kind: type[T], fields: Any) -> T:
 
     Raises ValueError that names the field if one is missing, unknown or of another type.
     """
-    known: Any = kind
-    absent = (dataclasses.MISSING, dataclasses.MISSING)
-    needed = [f.name for f in dataclasses.fields(known) if (f.default, f.default_factory) == absent]
-    return kind(**typed_fields(fields, _hints(known), needed))
-
-
-def typed_fields(fields: Any, types: dict[str, Any], needed: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a JSON object, converted. Raises ValueError as `from_fields` does."""
     if not isinstance(fields, dict):
         raise ValueError(f"{_short.repr(fields)} is no object")
-    if missing := [name for name in needed if name not in fields]:
-        raise ValueError(f"{missing[0]} is missing")
+    known, types = dataclasses.fields(cast(Any, kind)), _hints(cast(Any, kind))
+    absent = (dataclasses.MISSING, dataclasses.MISSING)
+    for field in known:
+        if field.name not in fields and (field.default, field.default_factory) == absent:
+            raise ValueError(f"{field.name} is missing")
     if unknown := [name for name in fields if name not in types]:
         raise ValueError(f"{_short.repr(unknown[0])} is no field")
-    return {name: typed(value, types[name], name) for name, value in fields.items()}
+    return kind(**{name: typed(value, types[name], name) for name, value in fields.items()})
 
 
 def typed(value: Any, wanted: Any, name: str) -> Any:

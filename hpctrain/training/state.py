@@ -6,7 +6,6 @@ Nothing in it depends on ranks.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,7 +24,6 @@ from hpctrain.training.checkpoint import Checkpoint, Writer
 from hpctrain.training.control import Control
 from hpctrain.training.setup import Job
 from hpctrain.training.step import Trainer, chain
-from hpctrain.typed import typed_fields
 
 if TYPE_CHECKING:
     from hpctrain.training.folder import PreviousLaunch
@@ -96,20 +94,12 @@ class Progress:
         return fields | {"best_loss": repr(self.best_loss)}  # JSON has no infinity
 
     def from_json(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `to_json` returned. If more epochs are planned now, the run continues.
-
-        Raises ValueError that names a field which is missing or of another type.
-        """
-        planned, types = self.planned, {**typing.get_type_hints(Progress), "best_loss": str}
-        own = self.to_json()
-        known = {name: saved[name] for name in own if name in saved}
-        for name, value in typed_fields(known, types, own).items():
-            setattr(self, name, value)
-        try:
-            self.best_loss = float(self.best_loss)
-        except ValueError:
-            raise ValueError(f"best_loss is {self.best_loss!r}, not a number") from None
-        self.ended = self.ended if planned <= self.planned else None
+        """Restore what `to_json` returned. If more epochs are planned now, the run continues."""
+        planned = self.planned
+        for name in self.to_json():
+            setattr(self, name, saved[name])
+        self.best_loss, self.sums = float(self.best_loss), tuple(saved["sums"])
+        self.ended = EndReason(self.ended) if self.ended and planned <= self.planned else None
         self.planned = planned
 
     def add(self, figures: Mapping[str, Any]) -> None:
@@ -194,8 +184,8 @@ def restore(
                 f" {saved.get('layout')}, the model's are {layout}: it is another model"
             )
         )
+    state.from_json(saved)
     try:
-        state.from_json(saved)
         done = state.step - state.epoch * earlier.plan.steps_per_epoch
         if state.step != checkpoint.step or not 0 <= done <= earlier.plan.steps_per_epoch:
             raise ValueError(f"step {state.step} of epoch {state.epoch + 1} is no place in the run")
