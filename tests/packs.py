@@ -29,7 +29,8 @@ def make_pack(
             top = label * shape[0] // classes
             image[top : top + max(1, shape[0] // classes)] += 120
         splits[name] = (images, labels.astype(np.int64))
-    write_pack(path, splits, tuple(f"class{k}" for k in range(classes)), {"source": "test"})
+    names = tuple(f"class{k}" for k in range(classes))
+    write_pack(path, splits, names, {"source": "test"}, overwrite=True)
     return path
 
 

@@ -24,7 +24,6 @@ from PIL import Image
 
 import hpctrain as hp
 from hpctrain.config import Config, EvaluateConfig, PackConfig, PredictConfig
-from hpctrain.data.builtin import SOURCE, VERSION
 from hpctrain.data.pack import make_pack as pack_images
 from hpctrain.data.pack import write_pack
 from hpctrain.inference import evaluate as evaluating
@@ -652,8 +651,7 @@ def test_the_notebook_runs(tmp_path):
             image[2 * label : 2 * label + 3] += 120
         splits[name] = images, labels
     (tmp_path / "data").mkdir()
-    made_by = {"source": SOURCE, "generator_version": VERSION}
-    write_pack(tmp_path / "data/digits.h5", splits, tuple("0123456789"), made_by)
+    write_pack(tmp_path / "data/digits.h5", splits, tuple("0123456789"))
     lines = ["cells = " + repr(["".join(cell["source"]) for cell in code]), "names = {}"]
     lines += ["for cell in cells:", "    exec(cell, names)"]
     lines += ["print('figures', len(names['plt'].get_fignums()), names['result'].status)"]
