@@ -1,12 +1,10 @@
-"""Time the reductions of a message in turn, for the case ``tree`` and for cluster_check.
+"""Time the reductions of a message in turn, for the case ``tree``.
 
-    mpirun -n 2 python -m scripts.benchmarks.allreduce LENGTHS OUTPUT.json [TRANSPORT]
+    mpirun -n 2 python -m scripts.benchmarks.allreduce LENGTH OUTPUT.json
 
-LENGTHS are message lengths in float32 numbers, separated by commas. For each length, rank 0 writes
-the median seconds of the slowest rank for the Allreduce of MPI or NCCL, for the sum in tree order
-(one shard per rank) and for gradients in bfloat16. Each sum is verified. TRANSPORT is mpi (default:
-host memory), or a choice of --reduce for GPUs: host, mpi-gpu or nccl. Exit code 2 if the ranks
-cannot use the transport.
+LENGTH is that of a message in float32 numbers. Rank 0 writes the median seconds of the slowest rank
+for the Allreduce of MPI, for the sum in tree order (one shard per rank) and for gradients in
+bfloat16. Each sum is verified.
 """
 
 from __future__ import annotations
@@ -22,37 +20,31 @@ import torch
 from torch.nn import Linear
 
 from hpctrain.errors import RunError
-from hpctrain.launcher import ignore_signals
-from hpctrain.parallel.choose import open_device, open_transport
-from hpctrain.parallel.device import empty
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.mpi import Comm, agreed, conclude, start_mpi
 from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.reduce import Bfloat16Reduce
-from hpctrain.parallel.transport import Transport
+from hpctrain.parallel.transport import HostMemory, Transport
 from hpctrain.parallel.tree import TreeAllreduce
-from hpctrain.streams import current_stream
 
 SECONDS = 3.0  # total time of the sums in tree order, at least
 LEAST, MOST = 11, 2000  # repetitions; MOST has precedence over SECONDS
 
 
-def time_call(function: Callable[[], object], comm: Comm, device: torch.device) -> float:
+def time_call(function: Callable[[], object], comm: Comm) -> float:
     """Return the seconds of one call on the slowest rank. Collective."""
     comm.Barrier()
     began = time.perf_counter()
     function()
-    if device.type == "cuda":
-        current_stream(device).synchronize()
     return max(comm.allgather(time.perf_counter() - began))
 
 
-def measure_sums(transport: Transport, length: int, device: torch.device) -> dict[str, float]:
+def measure_sums(transport: Transport, length: int) -> dict[str, float]:
     """Return the median seconds of each reduction. Raises RunError for a wrong sum. Collective."""
     comm = transport.comm
-    vector = empty((length,), torch.float32, device)
+    vector = torch.empty(length)
     exchange = TreeAllreduce(transport, assign_shards(comm.size, comm.size), vector)
-    model = Linear(1, length, bias=False).to(device)
+    model = Linear(1, length, bias=False)
     message = Message(model, 0, comm.rank, comm.size)
     ways: dict[str, tuple[torch.Tensor, Callable[[], object]]] = {
         "Allreduce": (vector, lambda: transport.allreduce(vector)),
@@ -68,7 +60,7 @@ def measure_sums(transport: Transport, length: int, device: torch.device) -> dic
         for name, (summed, way) in ways.items():
             for tensor in (vector, message.tensor):
                 tensor.fill_(1)
-            times[name].append(time_call(way, comm, device))
+            times[name].append(time_call(way, comm))
             error = float((summed - comm.size).abs().max())
             if max(comm.allgather(error)) > (comm.size / 256 if "bf16" in name else 0):
                 raise agreed(RunError(f"{name} of {length:,} ones: a sum is not {comm.size}"))
@@ -77,18 +69,14 @@ def measure_sums(transport: Transport, length: int, device: torch.device) -> dic
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def main(lengths: str, output: str, wanted: str = "mpi") -> int:
+def main(length: str, output: str) -> int:
     """Measure, and write the figures as JSON (rank 0); return the exit code. Collective."""
     try:
         comm = start_mpi()
-        on_gpu = wanted != "mpi"
-        device, _ = open_device(comm, "cuda" if on_gpu else "cpu", lambda _: 1)
-        transport, _, _ = open_transport(comm, device, wanted if on_gpu else "auto")
-        figures = {n: measure_sums(transport, int(n), device) for n in lengths.split(",")}
+        figures = measure_sums(HostMemory(comm), int(length))
         if comm.rank == 0:
             Path(output).write_text(json.dumps(figures))
     except BaseException as error:
-        ignore_signals()  # srun ends the others once the first has exited
         return conclude(error)
     return 0
 

@@ -254,7 +254,7 @@ def add(ranks: int, length: int, output: Path) -> dict[str, float]:
     """Return the seconds of each way to sum, from one job of allreduce.py."""
     words = ["scripts.benchmarks.allreduce", str(length), str(output)]
     run_job(python(*words, ranks=ranks), f"sums on {ranks} ranks")
-    figures: dict[str, float] = json.loads(output.read_text())[str(length)]
+    figures: dict[str, float] = json.loads(output.read_text())
     return figures
 
 

@@ -25,7 +25,7 @@ RANK = "scripts.benchmarks.cluster.rank"
 
 
 class NotPossible(Exception):
-    """The check is not possible at this site, or was not requested; the message says why."""
+    """The check is not possible at this site; the message says why."""
 
 
 @dataclass
@@ -35,8 +35,6 @@ class Site:
     folder: Path
     launcher: list[str]
     log: Path
-    image: str = ""
-    submit: str | None = None  # options of sbatch; None: do not submit
     limit: float = 300.0  # seconds of a check
     ends: float = 0.0  # of the check that is running, by time.monotonic()
     ranks: int = 2
@@ -89,11 +87,10 @@ class Site:
             raise RunError(f"exit code {code}: {line}")
         return text.strip()
 
-    def ask(self, name: str, *words: str, ranks: int | None = None) -> Any:
-        """Run `facts` or `files` of rank.py on all ranks; return its result."""
-        output = self.folder / f"{name}.json"
-        program = (sys.executable, "-m", RANK, name, str(output))
-        self.run([*self.command(ranks), *program, *words])
+    def ask(self, ranks: int | None = None) -> Any:
+        """Launch rank.py on all ranks; return the facts of each."""
+        output = self.folder / "facts.json"
+        self.run([*self.command(ranks), sys.executable, "-m", RANK, str(output)])
         return json.loads(output.read_text())
 
     def words(self, run: str, *flags: str) -> list[str]:
