@@ -3,7 +3,7 @@
 digits, resnet50   hpctrain against the same network without loading and communication (the limit)
                    and under PyTorch's DistributedDataParallel (peers.py); for digits also the time
                    to the first step
-tree               the cost of --deterministic: steps of the digits network, and sums of messages
+tree               the cost of --deterministic: steps of the digits network
 sweep              networks trained concurrently against the same ones trained one after another
 
 hpctrain is measured end to end: whole epochs from the pack, run by the public command, with its
@@ -75,8 +75,7 @@ GOALS = {  # case -> (contestant, minimum ratio, to this contestant)
 START_RANKS, START_GOAL = 4, 6.0  # seconds to the first step, on two cores
 
 TREE_RANKS, TREE_EPOCHS, TREE_BATCH = (1, 2, 4), 3, 128
-LENGTHS = (29_000, 25_600_000)  # numbers in the messages of a small network and of ResNet-50
-STEP_GOAL, SUM_GOAL = 1.05, 1.5  # maximum ratios to the plain Allreduce, on 2 ranks
+STEP_GOAL = 1.05  # maximum ratio to the plain Allreduce, on 2 ranks
 
 NETWORKS, SLOTS, SWEEP_EPOCHS, SWEEP_GOAL = 6, 2, 3, 0.6
 SWEEP = """\
@@ -209,7 +208,7 @@ def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, float]]:
 
 
 def tree(options: Options, folder: Path, show: Show) -> list[str]:
-    """Measure the milliseconds of a step and of a sum, in tree order and by a plain Allreduce."""
+    """Measure the milliseconds of a step, in tree order and by a plain Allreduce."""
     pack = str(locate(options.data or "digits", options.data_dir))
     flags = ["--data", pack, "--model", "digits", "--batch-size", str(TREE_BATCH)]
     flags += ["--epochs", str(TREE_EPOCHS)]
@@ -226,36 +225,15 @@ def tree(options: Options, folder: Path, show: Show) -> list[str]:
 
     steps = measure(ways, options.rounds, step, show)
     show(table(f"digits, global batch size {TREE_BATCH}, a step", steps, by_plain(steps), "ms"))
-    sums: Rates = {}
-    for _ in range(options.rounds):
-        for ranks in TREE_RANKS[1:]:
-            for length in LENGTHS:
-                for way, seconds in add(ranks, length, folder / "sum.json").items():
-                    name = f"{length:,} numbers, {ranks} ranks, {way}"
-                    sums.setdefault(name, []).append(1000 * seconds)
-    show(table("Sum of float32 numbers", sums, by_plain(sums), "ms"))
-    sum_2 = f"{LENGTHS[-1]:,} numbers, 2 ranks, "
-    return [
-        goal_line(ratio(found, f"{name}tree order", f"{name}Allreduce"), most, what, at_most=True)
-        for found, name, most, what in (
-            (steps, "2 ranks, ", STEP_GOAL, "a step in tree order on 2 ranks, of a plain one"),
-            (sums, sum_2, SUM_GOAL, f"{sum_2}in tree order, of a plain one"),
-        )
-    ]
+    what = "a step in tree order on 2 ranks, of a plain one"
+    found = ratio(steps, "2 ranks, tree order", "2 ranks, Allreduce")
+    return [goal_line(found, STEP_GOAL, what, at_most=True)]
 
 
 def by_plain(rates: Rates) -> dict[str, dict[str, str]]:
     """Return the comparisons of each way with the plain Allreduce."""
     plain = {name: f"{name.rpartition(', ')[0]}, Allreduce" for name in rates}
     return {name: {"/ Allreduce": other} for name, other in plain.items() if name != other}
-
-
-def add(ranks: int, length: int, output: Path) -> dict[str, float]:
-    """Return the seconds of each way to sum, from one job of allreduce.py."""
-    words = ["scripts.benchmarks.allreduce", str(length), str(output)]
-    run_job(python(*words, ranks=ranks), f"sums on {ranks} ranks")
-    figures: dict[str, float] = json.loads(output.read_text())
-    return figures
 
 
 def sweep(options: Options, folder: Path, show: Show) -> list[str]:
