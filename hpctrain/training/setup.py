@@ -25,6 +25,7 @@ from hpctrain.inference.own import import_functions, import_own, with_augment
 from hpctrain.inference.own_check import check_augment
 from hpctrain.inference.tasks import Task, make_task, output_shape
 from hpctrain.models import InitialWeights, build, check_forward, load_init
+from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import open_device, open_transport
 from hpctrain.parallel.device import place
 from hpctrain.parallel.mpi import (
@@ -37,6 +38,7 @@ from hpctrain.parallel.placement import Choice
 from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
 from hpctrain.plan_check import go_on
 from hpctrain.training.finetune import describe_frozen, freeze
+from hpctrain.training.probe import probe_model
 from hpctrain.training.reading import (
     FIRST_ROWS,
     Reading,
@@ -51,7 +53,6 @@ from hpctrain.training.step import Trainer
 from hpctrain.training.trainer import (
     check_fixed_state,
     make_trainer,
-    probe_norms,
 )
 from hpctrain.watchdog import doing
 
@@ -106,7 +107,8 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     scaling, why = call_on_all(comm, lambda: choose_scaling(config, earlier, pack, model, init))
     prepare = make_prepare(device, dtype, config.channels_last, scaling)
-    norms, probe = probe_norms(model, task, source, prepare, config, comm)
+    norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
+    probe = call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
     held = sample_bytes(source, config.random_crop > 0)
     machine = comm.size, device.type, threads

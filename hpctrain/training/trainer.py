@@ -9,14 +9,12 @@ from torch import nn
 
 from hpctrain import __version__
 from hpctrain.config import Config
-from hpctrain.data.loader import Prepare
-from hpctrain.data.split import Split
 from hpctrain.inference.tasks import Task
-from hpctrain.parallel.batchnorm import BatchNorms, Probe
+from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.message import Message
-from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root, check_equal_on_all
+from hpctrain.parallel.mpi import Comm, call_on_all, check_equal_on_all
 from hpctrain.parallel.reduce import broadcast
 from hpctrain.parallel.transport import Transport
 from hpctrain.plan import Plan
@@ -25,19 +23,7 @@ from hpctrain.training.average import Average
 from hpctrain.training.compute import make_backward
 from hpctrain.training.finetune import parameter_groups
 from hpctrain.training.optimizer import make_optimizer
-from hpctrain.training.probe import probe_model
 from hpctrain.training.step import Trainer, hash_tensors
-
-
-def probe_norms(
-    model: nn.Module, task: Task, source: Split, prepare: Prepare, config: Config, comm: Comm
-) -> tuple[BatchNorms, Probe]:
-    """Make the batch-norm statistics of the layers that are trained. Collective.
-
-    Also returns what these layers see of the first samples. Raises UsageError as `probe_model`.
-    """
-    norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
-    return norms, call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
 
 def make_trainer(
