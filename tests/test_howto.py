@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import shlex
 import sys
 
@@ -74,6 +75,9 @@ def test_the_commands_of_the_page_run(folder, monkeypatch, capsys):
                     break  # what follows needs this package
             elif words[1:3] == ["-m", "hpctrain"]:
                 assert main(words[3:]) == 0, command
+            elif words[1] == "-m":
+                monkeypatch.setattr(sys, "argv", words[2:])
+                runpy.run_module(words[2], run_name="__main__")
             else:
                 exec((folder / words[1]).read_text(), {"__name__": "__main__"})
     sys.modules.pop("mine", None)
