@@ -397,7 +397,7 @@ def test_fine_tuning(comm, settings, leave_after, monkeypatch, channels_last):
     assert seen[0] == seen[1] == seen[2]
     assert (seen[0]["frozen.weight"][1][1] == 1) is channels_last
     folder = Path(settings.runs_dir) / "a"
-    own = {"run": "a", "model": model["model"], "runs_dir": settings.runs_dir}
+    own = {"run": "a", "trust_code": True, "runs_dir": settings.runs_dir}
     given = EvaluateConfig(**own, output=str(folder / "again.json"))
     assert evaluate.main(given) == 0
     if comm.rank == 0:
