@@ -120,7 +120,7 @@ def _all_ranks(settings: Config | EvaluateConfig, name: str) -> Iterator[Comm]:
     """
     import torch
 
-    threads, timeout = torch.get_num_threads(), duration(settings.timeout, "--timeout")
+    threads, timeout = torch.get_num_threads(), duration(settings.hang_timeout, "--hang-timeout")
     place = launched_rank(), launched_size() or 1, socket.gethostname()
     with signals_caught(), warnings.catch_warnings(), Watchdog(*place, timeout) as watchdog:
         doing(f"hpctrain.{name}")

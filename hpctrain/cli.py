@@ -143,7 +143,9 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
     command line: the ranks agree on it and raise it instead.
     """
     rank, size = launched_rank(), launched_size() or 1
-    timeout = config.duration(getattr(settings, "timeout", config.Config.timeout), "--timeout")
+    timeout = config.duration(
+        getattr(settings, "hang_timeout", config.Config.hang_timeout), "--hang-timeout"
+    )
 
     def check() -> None:
         if failure is not None:

@@ -198,7 +198,7 @@ def rate_growth(config: Config, batch_size: int) -> float:
     arXiv:1404.5997; usual for adam).
     """
     times = batch_size / (config.batch_per_rank or usual_batch(config))
-    return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.lr_scaling]
+    return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.scale_lr]
 
 
 def _batch_size(config: Config, facts: Facts, shards: int) -> int:

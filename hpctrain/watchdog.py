@@ -47,7 +47,7 @@ from hpctrain.launcher import (
 from hpctrain.text import say
 
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
-IMPORTS = 30.0  # seconds that the start may take in addition to --timeout
+IMPORTS = 30.0  # seconds that the start may take in addition to --hang-timeout
 MPI_INIT = f"{WAITING}all in MPI_Init"
 SLOW_INIT = 60.0  # seconds in MPI_Init after which one rank of each host reports it
 STDERR = 2  # file descriptor
@@ -67,7 +67,7 @@ def doing(what: str) -> None:
 
 
 def started(what: str) -> None:
-    """Report the next activity after all imports: from now on --timeout alone applies."""
+    """Report the next activity after all imports: from now on --hang-timeout alone applies."""
     if _current:
         _current[-1].limit = _current[-1].timeout
     doing(what)

@@ -217,7 +217,7 @@ def test_predict_answers_as_the_command_does(comm, trained, photos):
     images = [Image.open(file) for file in files]
     names = [*map(str, files)]
     for given in (files, names, iter(files), np.array(names), images, [*map(np.asarray, images)]):
-        found = network.predict(given, batch=4)
+        found = network.predict(given, batch_size=4)
         assert np.allclose(found.probabilities, answers.probabilities, rtol=1e-5)
     assert found["row"].tolist() == [*range(9)]
     alone = network.predict(np.asarray(images[5]))
@@ -550,7 +550,7 @@ ONE_CALLS = """
 import hpctrain as hp
 
 if hp.start_mpi().rank == 0:
-    hp.evaluate("a", timeout="2s")
+    hp.evaluate("a", hang_timeout="2s")
 """
 
 

@@ -53,7 +53,7 @@ def test_a_written_configuration_reads_back_the_same(tmp_path):
         ),
         (["--lr", "-1"], "--lr -1.0: give a number above 0"),
         (["sweep", "a.toml", "--slots", "0"], "--slots 0: give 1 or more"),
-        (["--timeout", "soon"], "--timeout soon: give a time"),
+        (["--hang-timeout", "soon"], "--hang-timeout soon: give a time"),
         (["--freeze", "conv1", "bn1"], "commas: --freeze 'conv1,bn1'"),
         (["doctor", "mpi"], "unexpected argument 'mpi' for hpctrain doctor"),
         (["--flip=yes"], "--flip.*yes"),
@@ -147,7 +147,7 @@ TRAIN = ["-m", "hpctrain", "--progress", "none", "--threads", "1", "--epochs", "
         (["--data", "missing.h5"], 2, r"missing\.h5"),
         (["--data", "short.h5"], 2, r"short\.h5.*"),
         (["--data", "foreign.h5"], 2, r"foreign\.h5.*"),
-        (["--data", "good.h5", "--batch-size", "1"], 2, "1 rows.*2 shards"),
+        (["--data", "good.h5", "--batch-size", "1"], 2, "mini-batches of 1,.*2 shards"),
         (["--data", "large.h5", "--model", "digits"], 2, "at least 5x5 pixels; these are 4x4"),
         (["--data", "good.h5", "--model", "tests.odd_models:too_few_outputs"], 2, "10 classes"),
         (["--data", "good.h5", "--model", "tests.odd_models:counting"], 2, "seen"),
@@ -323,7 +323,7 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path, content, message):
 
 
 def test_a_mistake_on_the_command_line_is_said_once_by_all_ranks(folder):
-    for words in (["--nonsense", "3"], ["evaluate", "--timeout", "soon"], ["nonsense"]):
+    for words in (["--nonsense", "3"], ["evaluate", "--hang-timeout", "soon"], ["nonsense"]):
         done = run_mpi(3, ["-m", "hpctrain", *words], cwd=folder)
         ours = [line for line in done.stderr.splitlines() if "hpctrain:" in line]
         assert done.returncode == 2 and len(ours) == 1, done.stderr

@@ -257,7 +257,7 @@ def test_settings_that_were_not_set_are_shown_as_resolved(runs, capsys):
     runs("a", rate=0.1)
     runs("b", rate=0.2)
     config = Path("runs/b/config.toml")
-    config.write_text(config.read_text() + "lr = 0.2\nkeep = 3\n")
+    config.write_text(config.read_text() + "lr = 0.2\nkeep_checkpoints = 3\n")
     assert main(["compare", "a", "b"]) == 0
     printed = capsys.readouterr().out
     assert "settings that differ: lr 0.1 and 0.2; keep not set and 3\n" in printed

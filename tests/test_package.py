@@ -79,7 +79,7 @@ def test_the_wheel_works_without_the_source_tree(built, tmp_path):
     where = run([sys.executable, "-c", code], cwd=tmp_path, env=env)
     assert where.stdout.strip() == str(tmp_path / "site/hpctrain/__init__.py")
     recipe = tmp_path / "site/hpctrain/recipes/flowers.toml"
-    words = ["pack", "digits", "--data-dir", str(tmp_path)]
+    words = ["pack", "digits", "--cache-dir", str(tmp_path)]
     assert run([sys.executable, "-m", "hpctrain", *words], cwd=tmp_path, env=env).returncode == 0
     words = ["train", "--config", str(recipe), "--data", str(tmp_path / "digits.h5")]
     words += ["--random-crop", "0", "--model", "digits", "--shift", "2", "--dry-run"]

@@ -202,12 +202,12 @@ def test_the_share_of_every_rank_is_told(ranks, size, told):
     ("flags", "rate", "steps", "first"),
     [
         ({}, 0.01, 0, 0.1),
-        ({"batch_size": 512, "lr_scaling": "linear"}, 0.04, 35, 0.25),
-        ({"batch_size": 512, "lr_scaling": "sqrt"}, 0.02, 35, 0.5),
-        ({"batch_per_rank": 64, "lr_scaling": "linear", "lr": 0.1}, 0.4, 65, 0.25),
-        ({"batch_size": 64, "lr_scaling": "linear"}, 0.005, 0, 0.1),
+        ({"batch_size": 512, "scale_lr": "linear"}, 0.04, 35, 0.25),
+        ({"batch_size": 512, "scale_lr": "sqrt"}, 0.02, 35, 0.5),
+        ({"batch_per_rank": 64, "scale_lr": "linear", "lr": 0.1}, 0.4, 65, 0.25),
+        ({"batch_size": 64, "scale_lr": "linear"}, 0.005, 0, 0.1),
         ({"batch_size": 512, "warmup_epochs": 2.0}, 0.01, 14, 0.1),
-        ({"batch_size": 512, "lr_scaling": "linear", "warmup_epochs": 0.0}, 0.04, 0, 0.25),
+        ({"batch_size": 512, "scale_lr": "linear", "warmup_epochs": 0.0}, 0.04, 0, 0.25),
     ],
 )
 def test_the_learning_rate_grows_with_the_mini_batch_after_a_warm_up(flags, rate, steps, first):
@@ -217,7 +217,7 @@ def test_the_learning_rate_grows_with_the_mini_batch_after_a_warm_up(flags, rate
 
 
 def test_on_gpus_the_mini_batch_grows_with_the_ranks():
-    plan = resolve(Config(lr_scaling="linear"), dataclasses.replace(FACTS, device="cuda"))
+    plan = resolve(Config(scale_lr="linear"), dataclasses.replace(FACTS, device="cuda"))
     assert (plan.batch_size, plan.learning_rate) == (512, pytest.approx(0.04))
 
 

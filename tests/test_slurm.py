@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 TRAIN = ["--data", "pack.h5", "--batch-size", "16", "--shards", "4", "--deterministic"]
-TRAIN += ["--progress", "none", "--timeout", "60s", "--checkpoint-every", "5steps"]
+TRAIN += ["--progress", "none", "--hang-timeout", "60s", "--checkpoint-every", "5steps"]
 SLOW = [*TRAIN, "--model", "tests.odd_models:slow", "--epochs", "30"]  # 210 steps
 
 
@@ -395,7 +395,7 @@ def test_a_sweep_as_steps_of_one_job_and_as_a_job_array(cluster):
     """
     (cluster.folder / "sweep.toml").write_text(SWEEP)
     words = ["sweep.toml", "--ranks-per-network", "2"]
-    program = shlex.join([sys.executable, "-m", "hpctrain", "sweep", *words, "--name", "steps"])
+    program = shlex.join([sys.executable, "-m", "hpctrain", "sweep", *words, "--run", "steps"])
     flags = ["-N2", "--ntasks-per-node=2", "--output=hpctrain-steps-%j.log"]
     job = cluster.call("sbatch", "--parsable", *flags, f"--wrap={program}")
     found = cluster.wait(job, "COMPLETED", "FAILED", seconds=200)
@@ -404,7 +404,7 @@ def test_a_sweep_as_steps_of_one_job_and_as_a_job_array(cluster):
     statuses, digests = sweep_digests(cluster, "steps")
     assert statuses == ["done"] * 3
     assert len(set(digests)) == 3
-    prepared = hpctrain(cluster, "sweep", "sweep.toml", "--name", "array", "--prepare")
+    prepared = hpctrain(cluster, "sweep", "sweep.toml", "--run", "array", "--prepare")
     assert prepared.endswith("sbatch --array=1-3 slurm/sweep.sbatch runs/array\n")
     flags = ("--ntasks=2", "--array=1-3")
     wait_for_tasks(cluster, cluster.submit("sweep.sbatch", "runs/array", flags=flags))
@@ -415,7 +415,7 @@ def test_a_sweep_as_steps_of_one_job_and_as_a_job_array(cluster):
 def test_a_stopped_job_array_trains_no_more_and_the_rest_is_submitted_again(cluster):
     """One task at a time: network 2 trains when the sweep is stopped, and network 3 is queued."""
     (cluster.folder / "again.toml").write_text(SWEEP.replace("epochs = 2", "epochs = 10"))
-    prepare = "sweep", "again.toml", "--name", "again", "--prepare"
+    prepare = "sweep", "again.toml", "--run", "again", "--prepare"
     assert "3 of 3 networks to train" in hpctrain(cluster, *prepare)
     words = "sweep.sbatch", "runs/again", "--model", "tests.odd_models:slow"
     first = cluster.submit(*words, flags=("--array=1-3%1",), pace=0.1)
@@ -436,7 +436,7 @@ def test_a_stopped_job_array_trains_no_more_and_the_rest_is_submitted_again(clus
 def test_a_notice_to_a_sweep_within_a_job_saves_its_steps(cluster):
     slow = SWEEP.replace("epochs = 2", 'epochs = 30\nmodel = "tests.odd_models:slow"')
     (cluster.folder / "slow.toml").write_text(slow)
-    words = ["slow.toml", "--trust-code", "--ranks-per-network", "2", "--name", "noticed"]
+    words = ["slow.toml", "--trust-code", "--ranks-per-network", "2", "--run", "noticed"]
     program = shlex.join([sys.executable, "-m", "hpctrain", "sweep", *words])
     flags = ["-N2", "--ntasks-per-node=2", "--output=hpctrain-noticed-%j.log", "--no-requeue"]
     flags += ["--export=ALL,HPCTRAIN_TEST_PACE=0.25", "--gpus=4"]  # which steps must not inherit

@@ -24,7 +24,7 @@ def conflicts(config: Config) -> Iterator[str]:
         there, missing = ("labels", "images") if config.images is None else ("images", "labels")
         yield f"--{there} goes with --{missing}: name both datasets of the file"
     if config.images is None:
-        for name in ("layout", "split", "scale"):
+        for name in ("layout", "split", "max_value"):
             if getattr(config, name) is not None:
                 yield (
                     f"{flag_of(name)} goes with --images and --labels, for a file that is no pack:"
@@ -54,14 +54,14 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
         yield f"--no-decay {config.no_decay} needs a --weight-decay above 0"
     if config.min_lr and config.schedule not in ("cosine", "step"):
         yield f"--min-lr is for --schedule cosine or step, not {config.schedule}"
-    if config.lr_scaling == "none" and config.min_lr > lr:
+    if config.scale_lr == "none" and config.min_lr > lr:
         yield f"--min-lr {config.min_lr} is above --lr {lr}, from which the schedule falls"
     if config.warmup_epochs and config.schedule == "one-cycle":
         yield "--schedule one-cycle has a warm-up of its own: give no --warmup-epochs"
-    if config.ema is not None and config.output != "ema":
-        yield f"--ema {config.ema} needs --output ema, which tests and saves the average"
-    if config.output == "ema" and config.ema is None:
-        yield "--output ema needs the decay of the average, such as --ema 0.999"
+    if config.ema is not None and config.final != "ema":
+        yield f"--ema {config.ema} needs --final ema, which tests and saves the average"
+    if config.final == "ema" and config.ema is None:
+        yield "--final ema needs the decay of the average, such as --ema 0.999"
 
 
 def _machine_conflicts(config: Config) -> Iterator[str]:
@@ -69,10 +69,10 @@ def _machine_conflicts(config: Config) -> Iterator[str]:
     cores = os.cpu_count() or 1
     if config.threads and config.threads > max(MOST_THREADS, 2 * cores):
         yield f"--threads {config.threads}: this machine has {cores} cores"
-    if config.overlap and config.graphs:
+    if config.overlap and config.cuda_graphs:
         yield (
-            f"--overlap {config.overlap} and --graphs exclude each other: in a graph all gradients"
-            " come at once"
+            f"--overlap {config.overlap} and --cuda-graphs exclude each other: in a graph all"
+            " gradients come at once"
         )
 
 

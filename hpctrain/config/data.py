@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hpctrain.config.option import POSITIVE, Bounds, byte_count, option, split_shares
 
 COMMON, DATA = "Common options", "Data"  # headings in --help
-DATA_DIR = ("data", "keep built-in sets in this folder")
+CACHE_DIR = ("data", "keep built-in sets in this folder")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class DataSettings:
         " --images and --labels)",
         COMMON,
     )
-    data_dir: str = option(*DATA_DIR, DATA)
+    cache_dir: str = option(*CACHE_DIR, DATA)
     normalize: str = option(
         "auto",
         "scale inputs: unit = to [0, 1]; pack = by the pack's mean and std; imagenet = by those of"
@@ -56,7 +56,7 @@ class DataSettings:
         DATA,
         choices=("NHWC", "NCHW", "NHW", "NCWH", "NWH"),
     )
-    scale: float | None = option(
+    max_value: float | None = option(
         None, "divide values of --images by this; default: 65535 for uint16", DATA, POSITIVE
     )
     split: str | None = option(

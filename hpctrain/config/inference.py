@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.config.data import DATA_DIR
+from hpctrain.config.data import CACHE_DIR
 from hpctrain.config.option import AT_LEAST_1, TRUST_CODE, Bounds, check_file_name, duration, option
-from hpctrain.config.train import PRECISIONS, RUNS_DIR, TIMEOUT
+from hpctrain.config.train import HANG_TIMEOUT, PRECISIONS, RUNS_DIR
 
 IMAGES_DRAWN = Bounds(0, 1000, "[]")  # on one page
 
@@ -29,8 +29,8 @@ class NetworkConfig(SavedConfig):
 
     data: str | None = option(None, "read this pack; default: the one of the training", "What")
     split: str = option("test", "read this split of the pack", "What")
-    data_dir: str = option(*DATA_DIR, "What")
-    batch: int | None = option(
+    cache_dir: str = option(*CACHE_DIR, "What")
+    batch_size: int | None = option(
         None,
         "compute this many images at a time; default: as the run's own test (64, on GPUs up to"
         " 256); networks that draw random numbers draw them for each such block",
@@ -46,7 +46,7 @@ class NetworkConfig(SavedConfig):
     precision: str | None = option(
         None, "arithmetic; default: as in training", "Machine", choices=PRECISIONS
     )
-    timeout: str = option(*TIMEOUT, "Machine", duration)
+    hang_timeout: str = option(*HANG_TIMEOUT, "Machine", duration)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ExportConfig(SavedConfig):
         " floats (N, C, H, W)",
         "Output",
     )
-    batch: int | None = option(
+    batch_size: int | None = option(
         None,
         "fix the number of images that the file takes at a time; default: any",
         "Output",

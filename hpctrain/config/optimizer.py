@@ -38,7 +38,7 @@ class OptimizerSettings:
     lr: float | None = option(
         None, "learning rate; default: 0.01 for sgdm, 0.001 for adam and adamw", COMMON, POSITIVE
     )
-    lr_scaling: str = option(
+    scale_lr: str = option(
         "none",
         "scale the learning rate with the global batch size / --batch-per-rank (or the default"
         " batch size): linear for sgdm, sqrt for adam",
@@ -46,7 +46,7 @@ class OptimizerSettings:
         choices=("none", "linear", "sqrt"),
     )
     warmup_epochs: float | None = option(
-        None, "epochs of linear warm-up; default: 5 with --lr-scaling", OPTIMIZER, AT_LEAST_0
+        None, "epochs of linear warm-up; default: 5 with --scale-lr", OPTIMIZER, AT_LEAST_0
     )
     momentum: float = option(0.9, "momentum of sgdm", OPTIMIZER, Bounds(0, 1))
     weight_decay: float = option(
@@ -59,7 +59,7 @@ class OptimizerSettings:
         OPTIMIZER,
         patterns,
     )
-    lr_scale: str | None = option(
+    lr_factors: str | None = option(
         None,
         "multiply the learning rate of parameters by factors, as in layer*=0.1,fc=1: the last"
         " pattern that matches a name counts",
@@ -81,7 +81,7 @@ class OptimizerSettings:
     ema: float | None = option(
         None,
         "average the weights over the steps with this decay, such as 0.999 (exponential moving"
-        " average), for --output ema",
+        " average), for --final ema",
         OPTIMIZER,
         Bounds(0, 1, "()"),
     )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hpctrain.config.data import DATA_DIR
+from hpctrain.config.data import CACHE_DIR
 from hpctrain.config.option import (
     AT_LEAST_1,
     TRUST_CODE,
@@ -94,7 +94,7 @@ class PackConfig:
         "Output",
         AT_LEAST_1,
     )
-    data_dir: str = option(*DATA_DIR, "Output")
+    cache_dir: str = option(*CACHE_DIR, "Output")
     check: str | None = option(None, "verify this pack's checksums and print its table", "Check")
 
 
@@ -106,7 +106,7 @@ class SweepConfig:
         None, "TOML file of the networks; or a sweep, by name or folder", "What", positional=True
     )
     trust_code: bool = option(False, TRUST_CODE, "What")
-    name: str | None = option(
+    run: str | None = option(
         None,
         "name of the sweep, by which it is resumed; default: the newest unfinished one of this"
         " file, else the time",

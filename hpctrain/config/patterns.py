@@ -15,7 +15,7 @@ def patterns(text: str, flag: str) -> list[str]:
     return found
 
 
-def learning_rate_factors(text: str, flag: str = "--lr-scale") -> list[tuple[str, float]]:
+def learning_rate_factors(text: str, flag: str = "--lr-factors") -> list[tuple[str, float]]:
     """Parse "layer*=0.1,fc=1" to patterns of parameter names and factors. Raises UsageError."""
     found = []
     for part in text.split(","):

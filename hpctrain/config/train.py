@@ -22,7 +22,7 @@ PRECISIONS = ("default", "fp32", "tf32", "bf16")
 BATCH, MACHINE, RECORD = "Batches", "Machine", "Run, checkpoints and records"
 RUNS_DIR = ("runs", "keep all runs in this folder")
 MOST_SEGMENTS = 64
-TIMEOUT = ("30m", "abort all ranks after so long without progress")
+HANG_TIMEOUT = ("30m", "abort all ranks after so long without progress")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
     )
     channels_last: bool = option(True, "use the memory format NHWC instead of NCHW", MACHINE)
     compile: bool = option(False, "compile the network by torch.compile", MACHINE)
-    graphs: bool = option(False, "capture forward and backward as CUDA graphs, on GPUs", MACHINE)
+    cuda_graphs: bool = option(
+        False, "capture forward and backward as CUDA graphs, on GPUs", MACHINE
+    )
     reduce: str = option(
         "auto",
         "all-reduce GPU messages by nccl; host = through pinned host memory; mpi-gpu = by GPU-aware"
@@ -122,7 +124,7 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
         RECORD,
         AT_LEAST_0,
     )
-    output: str = option(
+    final: str = option(
         "last",
         "test and save the network of the last step, of the smallest validation loss (best), or"
         " the average of --ema, which is then validated too",
@@ -136,7 +138,7 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
         RECORD,
         checkpoint_interval,
     )
-    keep: int = option(2, "keep this many checkpoints", RECORD, AT_LEAST_1)
+    keep_checkpoints: int = option(2, "keep this many checkpoints", RECORD, AT_LEAST_1)
     resume: str = option(
         "auto",
         "resume a run of this name: auto = if there is one; never = fail if there is one; must ="
@@ -147,7 +149,7 @@ class Config(OptimizerSettings, NetworkSettings, DataSettings):
     time_limit: str | None = option(
         None, "save and exit with 75 within this time; default: the Slurm job's", RECORD, duration
     )
-    timeout: str = option(*TIMEOUT, RECORD, duration)
+    hang_timeout: str = option(*HANG_TIMEOUT, RECORD, duration)
     test: bool = option(True, "evaluate the test split at the end, also after a stop", RECORD)
     tensorboard: bool = option(False, "write TensorBoard events too", RECORD)
     progress: str = option(

@@ -61,15 +61,15 @@ SHIFT_VARIES = 0.5  # how much smaller it may be: centred digits are easy for a 
 Split = tuple[np.ndarray, np.ndarray]
 
 
-def locate(data: str, data_dir: str) -> Path:
-    """Return the path of the pack `data`: a file, or a built-in set in `data_dir`, made if missing.
+def locate(data: str, cache_dir: str) -> Path:
+    """Return the path of the pack `data`: a file, or a built-in set in `cache_dir`, made if needed.
 
     Built-in names take precedence: write ./digits for a file of that name. Raises UsageError (one
     line) if `data` is no file or has to be packed first. Making a set raises what `pack` raises.
     """
     path = Path(data)
     if data in BUILT_IN:
-        path = Path(data_dir) / f"{data}.h5"
+        path = Path(cache_dir) / f"{data}.h5"
         return path if path.exists() else _make(data, path)
     if data and path.is_file() and not data.lower().endswith(SOURCES):
         return path
@@ -93,12 +93,12 @@ def _make(name: str, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--data-dir {path.parent} cannot be made: {error.strerror}; choose another"
+            f"--cache-dir {path.parent} cannot be made: {error.strerror}; choose another"
         ) from None
     # One job: this may be a rank, and no processes should be started after MPI_Init. Another
     # process may have finished by now: replacing its file with an equal one is harmless.
     folder = str(path.parent)
-    return make_pack(PackConfig(name, output=str(path), data_dir=folder, jobs=1, overwrite=True))
+    return make_pack(PackConfig(name, output=str(path), cache_dir=folder, jobs=1, overwrite=True))
 
 
 def generate(seed: int = 0) -> tuple[dict[str, Split], tuple[str, ...], dict[str, Any]]:

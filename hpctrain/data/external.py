@@ -166,10 +166,10 @@ def _describe_content(pack: Pack, source: ExternalFile, scale: float | None) -> 
     low, high = float(images.min()), float(images.max())
     if scale is None and images.dtype.kind == "f" and not 0 <= low <= high <= 1:
         divisor = next((f"{d:g}" for d in (255, UINT16_MAX) if high <= d), f"{high:g}")
-        way = f"--scale {divisor} divides them by {divisor}, " if low >= 0 else ""
+        way = f"--max-value {divisor} divides them by {divisor}, " if low >= 0 else ""
         raise UsageError(
             f"{source.path}: the values of {source.images} go from {low:g} to {high:g}, not from 0"
-            f" to 1: {way}--scale 1 takes them as they are"
+            f" to 1: {way}--max-value 1 takes them as they are"
         )
     probe = zlib.crc32(images.reshape(-1).view(np.uint8).data)
     shape = [source.rows, *source.stored_shape]

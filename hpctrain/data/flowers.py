@@ -18,12 +18,12 @@ URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flo
 SHA256 = "4c54ace7911aaffe13a365c34f650e71dd5bf1be0a58b464e5a7183e3e595d9c"
 
 
-def fetch_archive(data_dir: str | os.PathLike[str]) -> Path:
-    """Return the path of the archive in `data_dir`; download it if it does not exist yet.
+def fetch_archive(cache_dir: str | os.PathLike[str]) -> Path:
+    """Return the path of the archive in `cache_dir`; download it if it does not exist yet.
 
     Raises RunError if it cannot be downloaded or written, or is not the published one.
     """
-    path = Path(data_dir) / "flower_photos.tgz"
+    path = Path(cache_dir) / "flower_photos.tgz"
     if path.exists():
         return path
     from torch.hub import download_url_to_file

@@ -88,7 +88,7 @@ def make_pack(config: PackConfig) -> Path:
     if config.source == "flowers":
         from hpctrain.data.flowers import fetch_archive
 
-        path = fetch_archive(config.data_dir)
+        path = fetch_archive(config.cache_dir)
     with writing(output):
         for old in left_behind(output):  # by a process that was killed
             old.unlink(missing_ok=True)
@@ -105,7 +105,7 @@ def output_path(config: PackConfig) -> Path:
     if config.output:
         path = Path(config.output)
     elif config.source in BUILT_IN:
-        path = Path(config.data_dir) / f"{config.source}.h5"
+        path = Path(config.cache_dir) / f"{config.source}.h5"
     else:
         name = Path(config.source).resolve().name
         stem = re.sub(r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$", "", name)

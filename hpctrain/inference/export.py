@@ -47,11 +47,11 @@ def main(settings: ExportConfig) -> int:
     path = find_model(settings.run, settings.runs_dir, settings.best)
     output = output_file(settings, path)
     saved = restore(path, settings.trust_code)
-    images = make_images(saved, settings.batch or COMPARED)
+    images = make_images(saved, settings.batch_size or COMPARED)
     exported = Exported(saved, settings.preprocess).eval().requires_grad_(False)
     with torch.no_grad(), writing(output), whole_file(output) as file:
         write = write_onnx if output.suffix == ".onnx" else write_pt2
-        opset = write(file, exported, settings.batch, saved)
+        opset = write(file, exported, settings.batch_size, saved)
         file.flush()
         run = open_file(file, output.suffix)
         found = compare(run, exported, saved, images, settings) if run else None
@@ -104,7 +104,7 @@ def compare(
     if exported.inside and exported.restores:
         expected, limit = (expected.permute(0, 2, 3, 1).clamp(0, 1) * 255).round(), 1.0
     differences = []
-    for count in (len(images),) if settings.batch else (len(images), 1):
+    for count in (len(images),) if settings.batch_size else (len(images), 1):
         found = run(exported.input_of(images[:count], saved)).astype(np.float64)
         wanted = expected[:count].numpy()
         if found.shape != wanted.shape:

@@ -23,7 +23,7 @@ Run = Callable[[Tensor], np.ndarray]  # runs an exported file on its input
 METADATA = "hpctrain.json"  # name of the extra file in a .pt2
 INPUT = "images"  # name of the input
 BATCH = "batch_size"  # name of the dimension that may vary
-FIXED = "; try --batch N, a fixed number of images"
+FIXED = "; try --batch-size N, a fixed number of images"
 # What torch's exporter raises, and a network's own code on values that are not known yet.
 UNTRACED = RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError
 KEPT = ("hpctrain", "model", "task", "image_shape", "classes", "mean", "std", "run", "step")
@@ -131,7 +131,7 @@ def metadata_of(exported: Exported, saved: Saved) -> dict[str, Any]:
 
 def describe_tensors(exported: Exported, saved: Saved, settings: ExportConfig) -> str:
     """Return the shapes and types of input and output as text."""
-    (height, width, channels), n = saved.image_shape, settings.batch or "N"
+    (height, width, channels), n = saved.image_shape, settings.batch_size or "N"
     planes, pixels = (
         f"({n}, {channels}, {height}, {width})",
         f"({n}, {height}, {width}, {channels})",

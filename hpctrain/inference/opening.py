@@ -40,7 +40,7 @@ def open_network(settings: EvaluateConfig | PredictConfig, comm: Comm) -> Networ
     threads = settings.threads
     device, _ = open_device(comm, settings.device, lambda share: threads or share)
     saved = call_on_all(comm, lambda: restore(path, settings.trust_code))
-    return ready_network(saved, device, settings.precision, settings.batch)
+    return ready_network(saved, device, settings.precision, settings.batch_size)
 
 
 def own_task(network: Network, settings: EvaluateConfig, source: Split, comm: Comm) -> Task:
@@ -108,7 +108,7 @@ def find_pack(saved: Saved, settings: NetworkConfig) -> Pack:
         raise UsageError(
             f"the pack that {saved.path} was trained on, {source}, is gone: give --data"
         )
-    pack = read_again(locate(source, settings.data_dir), saved.metadata.get("external"))
+    pack = read_again(locate(source, settings.cache_dir), saved.metadata.get("external"))
     require_split(pack, settings.split)
     if pack.image_shape != saved.image_shape:
         raise UsageError(

@@ -136,20 +136,20 @@ class TrainedNetwork:
         return self._network.prepare(torch.from_numpy(pixels), 0)
 
     def predict(
-        self, images: Any, *, batch: int | None = None, skip_bad: bool = False
+        self, images: Any, *, batch_size: int | None = None, skip_bad: bool = False
     ) -> Predictions:
         """Return the class probabilities of images, computed as by ``python -m hpctrain predict``.
 
-        `images` are given as to `preprocess`. `batch` images pass through the network at a time, by
-        default as many as in the run's own test. Raises RunError for images that cannot be used;
-        with `skip_bad` they are left out, and listed in the result. Raises UsageError.
+        `images` are given as to `preprocess`. `batch_size` images pass through the network at a
+        time, by default as many as in the run's own test. Raises RunError for images that cannot be
+        used; with `skip_bad` they are left out, and listed in the result. Raises UsageError.
         """
         if not self._network.task.classes:
             raise UsageError("this network restores images: call model(preprocess(images))")
-        if batch is not None and batch < 1:
-            raise UsageError(f"batch {batch}: give 1 or more")
+        if batch_size is not None and batch_size < 1:
+            raise UsageError(f"batch_size {batch_size}: give 1 or more")
         names, read, dtype, are_files = open_images(self._network.saved, images)
-        network = dataclasses.replace(self._network, block=batch or self._network.block)
+        network = dataclasses.replace(self._network, block=batch_size or self._network.block)
         with evaluating(self.model), torch_settings(network.precision, benchmark=False):
             blocks = list(classify_blocks(network, names, read, dtype))
         bad = {row: why for block in blocks for row, why in block.unusable.items()}

@@ -92,7 +92,7 @@ def best_run(sweep: Path) -> tuple[Path, str]:
 
     Networks are compared by validation, or by the last epoch of training if none has been
     validated; never by the test. The metrics are those of the saved weights: of the last
-    validation, or with --output best of the one with the smallest loss. Raises UsageError if no
+    validation, or with --final best of the one with the smallest loss. Raises UsageError if no
     network has been saved.
     """
     validation: dict[Path, Metrics] = {}
@@ -102,7 +102,7 @@ def best_run(sweep: Path) -> tuple[Path, str]:
         if (folder / NETWORK_FILE).is_file():
             history, settings = read_history(folder, "none"), _settings(folder)
             last = (history.validations or [UNKNOWN])[-1]
-            smallest = settings.get("output") == "best"
+            smallest = settings.get("final") == "best"
             validation[folder] = history.best(by_accuracy=False) if smallest else last
             training[folder] = history.training
             tasks.append(settings.get("task", "classify"))

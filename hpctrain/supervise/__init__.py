@@ -126,7 +126,9 @@ class Supervisor:
         self._words, self._config, self._max_failures = words, config, max_failures
         self._allocation, self._signals = allocation, signals
         self._folder = Path(config.runs_dir) / str(config.run)
-        self._timeout = duration(config.timeout, "--timeout") + IMPORTS  # as in the watchdog
+        self._timeout = (
+            duration(config.hang_timeout, "--hang-timeout") + IMPORTS
+        )  # as in the watchdog
         limit = config.time_limit
         self._deadline = time.monotonic() + duration(limit, "--time-limit") if limit else None
         self._number = 0  # of the launch

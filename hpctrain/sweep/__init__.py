@@ -76,9 +76,9 @@ def check_data(sweep: Sweep) -> None:
     from hpctrain.data.builtin import locate
     from hpctrain.data.packed import read_pack
 
-    named = {(n.config.data, n.config.data_dir, n.config.images) for n in sweep.networks}
-    for data, data_dir, images in sorted(named, key=str):
-        path = locate(data, data_dir)
+    named = {(n.config.data, n.config.cache_dir, n.config.images) for n in sweep.networks}
+    for data, cache_dir, images in sorted(named, key=str):
+        path = locate(data, cache_dir)
         if images is None:
             read_pack(path)
 
@@ -91,7 +91,7 @@ def take_lock(folder: Path) -> RunLock:
         lock.take(folder)
     except UsageError as error:
         raise UsageError(
-            f"the sweep {folder} is at work: hpctrain stop {folder} first, or choose another --name"
+            f"the sweep {folder} is at work: hpctrain stop {folder} first, or choose another --run"
         ) from error
     return lock
 

@@ -124,19 +124,19 @@ def find_sweep_file(settings: SweepConfig) -> tuple[Path, Path | None]:
     folder = find_run_or_sweep(settings.file, settings.runs_dir)
     if not (folder / SWEEP_FILE).is_file():
         raise UsageError(f"{folder} is a run, not a sweep")
-    if settings.name is not None:
-        raise UsageError(f"--name goes with a file of networks; {folder} has its name")
+    if settings.run is not None:
+        raise UsageError(f"--run goes with a file of networks; {folder} has its name")
     return folder / SWEEP_FILE, folder
 
 
 def choose_folder(settings: SweepConfig, file: Path, sweep: Sweep) -> Path:
     """Return the folder of the sweep, which may not exist yet.
 
-    It is chosen by --name; else it is the newest folder of the same file whose sweep has not ended;
-    else a new one, named by the time. Raises UsageError if --name is that of another sweep.
+    It is chosen by --run; else it is the newest folder of the same file whose sweep has not ended;
+    else a new one, named by the time. Raises UsageError if --run is that of another sweep.
     """
     runs, text = Path(settings.runs_dir), file.read_bytes()
-    if settings.name is None:
+    if settings.run is None:
         for folder in sorted(runs.glob("*-sweep*"), reverse=True):
             same = (folder / SWEEP_FILE).is_file() and (folder / SWEEP_FILE).read_bytes() == text
             results = read_results(folder, sweep, settings.retry).values() if same else ()
@@ -145,14 +145,14 @@ def choose_folder(settings: SweepConfig, file: Path, sweep: Sweep) -> Path:
         base = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
         names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
         return next(runs / name for name in names if not (runs / name).exists())
-    folder = runs / settings.name
+    folder = runs / settings.run
     if not folder.exists():
         return folder
     if not (folder / SWEEP_FILE).is_file():
-        raise UsageError(f"{folder} exists and is no sweep: choose another --name")
+        raise UsageError(f"{folder} exists and is no sweep: choose another --run")
     if (folder / SWEEP_FILE).read_bytes() != text:
         raise UsageError(
-            f"the sweep {folder} was begun with another file than {file}: choose another --name"
+            f"the sweep {folder} was begun with another file than {file}: choose another --run"
         )
     return folder
 

@@ -2,8 +2,8 @@
 
     Eager     kernels launched one by one
     Compiled  the same with the kernels of torch.compile (--compile)
-    Graphs    the kernels of either recorded once per shape and then launched together (--graphs):
-              with small batches, a GPU otherwise waits for the host
+    Graphs    the kernels of either recorded once per shape and then launched together
+              (--cuda-graphs): with small batches, a GPU otherwise waits for the host
 
 Each of them adds the gradients of loss / total to the message.
 """
@@ -64,7 +64,7 @@ class Compiled(Eager):
     def __init__(self, model: nn.Module, loss: Loss, message: Message) -> None:
         # This also sets the compiler's own switch; torch_settings does not, as it would import it.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
-        # No CUDA graphs of the compiler, even if the environment asks for them: --graphs decides.
+        # No CUDA graphs of the compiler, even if the environment asks: --cuda-graphs decides.
         made = torch.compile(model, dynamic=False, options={"triton.cudagraphs": False})
         super().__init__(cast(nn.Module, made), loss, message)
 
@@ -105,7 +105,7 @@ class Graphs:
                 # The error at the end of a recording hides that of the operation which failed.
                 words = first_line(error.__context__ or error)
                 raise RunError(
-                    f"--graphs: this network's step cannot be recorded: {words}; do without"
+                    f"--cuda-graphs: this network's step cannot be recorded: {words}; do without"
                 ) from error
             self._graphs[shape] = (own, *graph)
         own, found, launch = self._graphs[shape]
@@ -124,7 +124,7 @@ def make_backward(
     """
     device = message.device
     if graphs and device.type != "cuda":
-        raise UsageError("--graphs is for GPUs: this rank computes on the CPU")
+        raise UsageError("--cuda-graphs is for GPUs: this rank computes on the CPU")
     compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
     if compiled and device.type == "cpu" and shutil.which(compiler) is None:
         raise UsageError(

@@ -148,7 +148,7 @@ class TimeLimits(NamedTuple):
 
 def read_times(config: Config) -> TimeLimits:
     """Parse the settings about time. Raises UsageError if one is invalid."""
-    timeout = duration(config.timeout, "--timeout")
+    timeout = duration(config.hang_timeout, "--hang-timeout")
     ends, note = deadline(config.time_limit)
     return TimeLimits(timeout, ends, checkpoint_interval(config.checkpoint_every), note)
 

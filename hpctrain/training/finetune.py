@@ -81,9 +81,9 @@ def parameter_groups(model: nn.Module, config: Config) -> dict[str, Group]:
     """
     first = _first_names(model)
     scales = dict.fromkeys(first.values(), 1.0)
-    if config.lr_scale:
-        for pattern, factor in learning_rate_factors(config.lr_scale):
-            matched = select("--lr-scale", pattern, [*first])
+    if config.lr_factors:
+        for pattern, factor in learning_rate_factors(config.lr_factors):
+            matched = select("--lr-factors", pattern, [*first])
             scales |= {first[name]: factor for name in matched}
     undecayed = {first[name] for name in _undecayed(model, config.no_decay, [*first])}
     return {

@@ -72,7 +72,7 @@ def check_data(config: Config, pack: Pack) -> None:
             " once per epoch, and images of rare classes repeat: use --shuffle partition"
         )
     needs = {
-        "--output best": config.output == "best",
+        "--final best": config.final == "best",
         "--patience": config.patience,
         "--validate-every": config.validate_every not in (Config.validate_every, "0"),
     }
@@ -98,12 +98,12 @@ def open_pack(config: Config, split: str, comm: Comm) -> Pack:
     def find() -> Pack:
         from hpctrain.data.packed import read_pack, read_sums, verify  # imports h5py
 
-        path = locate(config.data, config.data_dir)
+        path = locate(config.data, config.cache_dir)
         if config.images is not None and config.labels is not None:
             names = config.images, config.labels, config.layout
             blocks = None if config.shuffle == "blocks" else 0
             split_by = config.split, config.seed, blocks
-            return read_external(path, *names, *split_by, config.scale)
+            return read_external(path, *names, *split_by, config.max_value)
         pack = read_pack(path)
         require_split(pack, split)
         when = verified(config, pack)

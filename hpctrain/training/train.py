@@ -170,7 +170,9 @@ def open_run(
         together(comm),
         Recorder(mine, config.progress, config.tensorboard, state.step) as recorder,
         Control(mine, times.ends, on_evaluation) as control,
-        Writer(mine, times.checkpoints, config.keep) if mine else nullcontext() as writer,
+        Writer(mine, times.checkpoints, config.keep_checkpoints)
+        if mine
+        else nullcontext() as writer,
     ):
         recorder.run(run_facts(job, folder, comm))
         reading = reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks)

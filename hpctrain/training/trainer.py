@@ -56,7 +56,7 @@ def make_trainer(
     if plan.deterministic:
         check_equal_on_all(comm, {"the kind of hardware": hardware_key(message.device)})
     backward = call_on_all(
-        comm, lambda: make_backward(model, task, message, config.compile, config.graphs)
+        comm, lambda: make_backward(model, task, message, config.compile, config.cuda_graphs)
     )
     broadcast(comm, message.weights)
     in_order = runs if plan.deterministic else None

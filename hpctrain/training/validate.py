@@ -44,7 +44,7 @@ def validate(run: Run) -> None:
     if result is None:
         return
     state.validated = state.step
-    if state.keep_best(result.loss, run.job.trainer, run.job.config.output == "best"):
+    if state.keep_best(result.loss, run.job.trainer, run.job.config.final == "best"):
         save_best(run)
     if patience and state.waited >= patience and not state.ended:
         state.ended, state.reason = (

@@ -22,7 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--data", help="pack; default: digits or random images; data: any source")
-    parser.add_argument("--data-dir", default="data", help="folder of built-in sets")
+    parser.add_argument("--cache-dir", default="data", help="folder of built-in sets")
     parser.add_argument("--ranks", type=int, default=2, help="of digits and resnet50 (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (default: 3)")
     parser.add_argument("--against", metavar="COMMIT", help="compare with an earlier package")

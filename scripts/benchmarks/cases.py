@@ -97,7 +97,7 @@ def training(options: Options, folder: Path, show: Show) -> list[str]:
         for who, factor, other in GOALS[options.case]
     ]
     if options.case == "digits":
-        pack = str(locate(options.data or "digits", options.data_dir))
+        pack = str(locate(options.data or "digits", options.cache_dir))
         starts = [first_step(pack, folder / f"start{number}") for number in range(options.rounds)]
         what = f"seconds from mpirun -n {START_RANKS} to the first step, on 2 cores"
         goals.append(goal_line(median(starts), START_GOAL, what, at_most=True))
@@ -133,11 +133,11 @@ def make_job(options: Options, folder: Path) -> TrainingJob:
     Writes the pack for resnet50 into `folder`.
     """
     if options.case == "digits":
-        path = locate(options.data or "digits", options.data_dir)
+        path = locate(options.data or "digits", options.cache_dir)
         rows = read_pack(path).splits["train"].samples
         return TrainingJob("digits", str(path), 128, epochs=3, warm=-(-rows // 128))
     path, rows = folder / "resnet50.h5", RESNET_STEPS * RESNET_BATCH
-    write_pixels(options.data and str(locate(options.data, options.data_dir)), path, rows)
+    write_pixels(options.data and str(locate(options.data, options.cache_dir)), path, rows)
     return TrainingJob("resnet50", str(path), RESNET_BATCH, epochs=1, warm=RESNET_WARM)
 
 
@@ -209,7 +209,7 @@ def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, float]]:
 
 def tree(options: Options, folder: Path, show: Show) -> list[str]:
     """Measure the milliseconds of a step, in tree order and by a plain Allreduce."""
-    pack = str(locate(options.data or "digits", options.data_dir))
+    pack = str(locate(options.data or "digits", options.cache_dir))
     flags = ["--data", pack, "--model", "digits", "--batch-size", str(TREE_BATCH)]
     flags += ["--epochs", str(TREE_EPOCHS)]
     ways = {
@@ -238,13 +238,13 @@ def by_plain(rates: Rates) -> dict[str, dict[str, str]]:
 
 def sweep(options: Options, folder: Path, show: Show) -> list[str]:
     """Measure the seconds of a whole sweep of the digits network, in two slots and in one."""
-    pack = str(locate(options.data or "digits", options.data_dir))
+    pack = str(locate(options.data or "digits", options.cache_dir))
     file, seeds = folder / "sweep.toml", list(range(NETWORKS))
     file.write_text(SWEEP.format(data=json.dumps(pack), epochs=SWEEP_EPOCHS, seeds=seeds))
     ways = {f"{slots} slot(s)": slots for slots in (SLOTS, 1)}
 
     def seconds(name: str) -> float:
-        words = ["sweep", str(file), "--slots", str(ways[name]), "--name", f"{time.time()}"]
+        words = ["sweep", str(file), "--slots", str(ways[name]), "--run", f"{time.time()}"]
         began = time.perf_counter()
         words += ["--progress", "none", "--runs-dir", str(folder)]
         run_job(python("hpctrain", *words), f"the sweep in {name}")

@@ -38,7 +38,7 @@ class Options:
 
     case: str
     data: str | None = None
-    data_dir: str = "data"
+    cache_dir: str = "data"
     ranks: int = 2
     rounds: int = 3
 

@@ -39,7 +39,7 @@ name = "wide"
 model = "mynets:wide"
 batch_size = 64
 """
-PREDICT = 'run = "first"\nimages = ["a", "b"]\noutput = "-"\nbatch = 7\n'
+PREDICT = 'run = "first"\nimages = ["a", "b"]\noutput = "-"\nbatch_size = 7\n'
 
 
 class Runs(Surface):

@@ -64,9 +64,9 @@ def test_two_processes_at_once(tmp_path):
 def test_flowers_are_packed_once(tmp_path, monkeypatch):
     asked = []
 
-    def fetch(data_dir):
+    def fetch(cache_dir):
         root = class_folders(tmp_path / "photos", {"a": 5, "b": 6})
-        asked.append(str(data_dir))
+        asked.append(str(cache_dir))
         return tar(tmp_path / "photos.tgz", root)
 
     monkeypatch.setattr(flowers, "fetch_archive", fetch)
@@ -88,7 +88,7 @@ def refused(*arguments):
     raise AssertionError("a process is started beside MPI")
 comm = start_mpi()
 os.fork = _posixsubprocess.fork_exec = refused
-flowers.fetch_archive = lambda data_dir: Path(sys.argv[1])
+flowers.fetch_archive = lambda cache_dir: Path(sys.argv[1])
 print(call_on_root(comm, lambda: str(locate("flowers", "data"))))
 """
 
@@ -108,7 +108,7 @@ def test_flowers_are_packed_as_the_name_says(tmp_path, monkeypatch):
         PackConfig(
             source="flowers",
             output=str(tmp_path / "flowers.h5"),
-            data_dir=str(tmp_path),
+            cache_dir=str(tmp_path),
             jobs=1,
             overwrite=True,
         )
@@ -151,5 +151,5 @@ def test_what_is_no_pack_is_refused(data, message, tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UsageError, match="--data-dir .*cannot be made"):
+    with pytest.raises(UsageError, match="--cache-dir .*cannot be made"):
         locate("digits", str(tmp_path / "file" / "data"))

@@ -207,13 +207,17 @@ BAD = {  # what is done to the file, what is asked for, what is said
     "floats of bytes": (
         rewritten(x=IMAGES.astype("f4")),
         {},
-        "/x go from 0 to 219, not from 0 to 1: --scale 255 divides them by 255, --scale 1",
+        "/x go from 0 to 219, not from 0 to 1: --max-value 255 divides them by 255, --max-value 1",
     ),
-    "floats of 16 bits": (rewritten(x=IMAGES * np.float32(200)), {}, "--scale 65535 divides them"),
+    "floats of 16 bits": (
+        rewritten(x=IMAGES * np.float32(200)),
+        {},
+        "--max-value 65535 divides them",
+    ),
     "floats around 0": (
         rewritten(x=IMAGES - np.float32(99)),
         {},
-        "not from 0 to 1: --scale 1",
+        "not from 0 to 1: --max-value 1",
     ),
     "a file elsewhere": (None, {"images": "../b.h5:x"}, "there is no dataset ../b.h5:x"),
     "no such file": (None, {"labels": "c.h5:y"}, "c.h5 cannot be opened: No such file"),

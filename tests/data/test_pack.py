@@ -316,17 +316,17 @@ def test_built_in_sets_by_name(folder, tmp_path, monkeypatch):
     splits = {"train": (images, np.arange(20) % 2), "unseen": (images[:3], np.zeros(3, int))}
     made_of = splits, ("0", "1"), {"source": "digits"}
     flowers = types.ModuleType("flowers")
-    flowers.fetch_archive = lambda data_dir: tar(tmp_path / "flower_photos.tgz", folder, "top")
+    flowers.fetch_archive = lambda cache_dir: tar(tmp_path / "flower_photos.tgz", folder, "top")
     monkeypatch.setattr(
         "hpctrain.data.pack.generate", lambda seed: (*made_of[:2], made_of[2] | {"seed": seed})
     )
     monkeypatch.setitem(sys.modules, "hpctrain.data.flowers", flowers)
-    data_dir = str(tmp_path / "data")
-    path = create_pack(PackConfig(source="digits", data_dir=data_dir, seed=7))
+    cache_dir = str(tmp_path / "data")
+    path = create_pack(PackConfig(source="digits", cache_dir=cache_dir, seed=7))
     assert path == tmp_path / "data" / "digits.h5"
     made = read_pack(path)
     assert list(made.splits) == ["train", "unseen"] and made.provenance["seed"] == 7
-    path = create_pack(PackConfig(source="flowers", data_dir=data_dir, jobs=1))
+    path = create_pack(PackConfig(source="flowers", cache_dir=cache_dir, jobs=1))
     assert path == tmp_path / "data" / "flowers.h5"
     assert read_pack(path).image_shape == (100, 100, 3)
     with pytest.raises(UsageError, match="--size does not apply to digits"):

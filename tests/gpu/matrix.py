@@ -129,12 +129,12 @@ def settings_of(cell: Cell, folder: Path, device: str) -> Config:
         comm_dtype="bf16" if cell.sum == "bf16" else "fp32",
         batch_norm=cell.batch_norm,
         overlap=SEGMENTS if gpu and cell.launch == "overlap" else 0,
-        graphs=gpu and cell.launch == "graphs",
+        cuda_graphs=gpu and cell.launch == "graphs",
         reduce=cell.transport if gpu and cell.ranks > 1 else "auto",
         precision=cell.precision,
         device=device,
         threads=1,
-        timeout="60s",
+        hang_timeout="60s",
     )
 
 

@@ -32,7 +32,7 @@ CUDA_ONLY = {  # why a rehearsal leaves lines out, by row
     "message": {"CuPy does not allocate it"},
     "memory": {"CuPy does not allocate it"},
     "trace": {"torch's alarm for waits is CUDA's"},
-    **{row: {"--graphs is for GPUs"} for row in ("peers", "digests", "speed")},
+    **{row: {"--cuda-graphs is for GPUs"} for row in ("peers", "digests", "speed")},
 }
 START = launch.start
 EXACT = ("parity", "message", "memory", "trace", "digests")  # right on a CPU too

@@ -62,18 +62,18 @@ def test_deterministic_runs_have_one_digest_on_any_number_of_gpus(folder):
 
 def test_fine_tuning_has_one_digest_on_any_number_of_gpus(folder):
     flags = ["--deterministic", "--shards", "4", "--freeze", "conv1,bn1,layer1"]
-    flags += ["--lr-scale", "layer*=0.5", "--ema", "0.9"]
-    flags += ["--output", "ema", "--weight-decay", "0.1", "--no-decay", "norm"]
+    flags += ["--lr-factors", "layer*=0.5", "--ema", "0.9"]
+    flags += ["--final", "ema", "--weight-decay", "0.1", "--no-decay", "norm"]
     ways = [(1, "late", ()), (2, "2", ("--reduce", "nccl")), (3, "early", ("--overlap", "3"))]
     runs = [train(folder, *flags, *more, ranks=n, order=order) for n, order, more in ways]
     assert len(digests(runs)) == 1
-    graphs = train(folder, *flags, "--graphs", order="late")
+    graphs = train(folder, *flags, "--cuda-graphs", order="late")
     assert digests([graphs]) == digests(runs)
 
 
 def test_graphs_train_with_the_same_bits_as_kernel_by_kernel(folder):
     plain = train(folder, "--comm-dtype", "bf16", ranks=2, order="early")
-    graphs = train(folder, "--comm-dtype", "bf16", "--graphs", ranks=2, order="late")
+    graphs = train(folder, "--comm-dtype", "bf16", "--cuda-graphs", ranks=2, order="late")
     assert digests([plain]) == digests([graphs])
 
 

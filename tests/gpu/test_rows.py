@@ -187,7 +187,7 @@ def test_all_ways_to_run_can_be_asked_for(case):
         _, config = parse(["train", *flags, *more])
         check_settings(config)
     with pytest.raises(UsageError, match="exclude each other"):
-        check_settings(parse(["train", "--graphs", "--overlap", "3"])[1])
+        check_settings(parse(["train", "--cuda-graphs", "--overlap", "3"])[1])
 
 
 def test_a_run_that_is_wrongly_asked_for_is_not_run(case):
@@ -257,7 +257,7 @@ def rates(monkeypatch, by_flag):
 def test_ways_to_be_faster_are_compared_with_none(case, monkeypatch):
     rates(
         monkeypatch,
-        {"1": 9.5, "fp32": 10.0, "tf32": 9.0, "bf16": 100.0, "--graphs": 98, "--compile": 97},
+        {"1": 9.5, "fp32": 10.0, "tf32": 9.0, "bf16": 100.0, "--cuda-graphs": 98, "--compile": 97},
     )
     found = {result.what.split(", ", 1)[1]: result for result in runs.speed(case)}
     assert {what: result.verdict for what, result in found.items()} == {

@@ -71,7 +71,7 @@ def test_the_best_is_chosen_by_validation_and_never_by_the_test(tmp_path):
     folder, why = best_run(sweep(tmp_path, runs))
     assert (folder.name, why) == ("b", "validation accuracy 0.7")  # a's last network is worse
     for name in runs:
-        (tmp_path / name / "config.toml").write_text('output = "best"')
+        (tmp_path / name / "config.toml").write_text('final = "best"')
     assert best_run(tmp_path)[0].name == "a"
     (tmp_path / "a/model.safetensors").unlink()
     assert best_run(tmp_path)[0].name == "b"

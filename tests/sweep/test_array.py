@@ -56,11 +56,11 @@ def run_task(env, number, *words):
 @pytest.mark.parametrize("name", ["first", "a b;$(touch pwned)`touch pwned`"])
 def test_a_task_supervises_the_network_of_its_number(prepared, capsys, name):
     folder, env = prepared
-    assert sweep(SweepConfig(file="s.toml", name=name, prepare=True)) == 0
+    assert sweep(SweepConfig(file="s.toml", run=name, prepare=True)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"runs/{name}: 3 of 3 networks to train"
     assert shlex.split(lines[1]) == ["sbatch", "--array=1-3", "slurm/sweep.sbatch", f"runs/{name}"]
-    assert sweep(SweepConfig(file="s.toml", name=name, prepare=True, trust_code=True)) == 0
+    assert sweep(SweepConfig(file="s.toml", run=name, prepare=True, trust_code=True)) == 0
     assert capsys.readouterr().out == f"{lines[0]}\n{lines[1]} --trust-code\n"
     assert run_task(env, 2, f"runs/{name}", "--epochs", "3") == ""
     called = (folder / "called").read_text().splitlines()
@@ -73,7 +73,7 @@ def test_a_task_supervises_the_network_of_its_number(prepared, capsys, name):
 
 def test_after_a_request_to_stop_no_task_trains_until_the_sweep_is_prepared_again(prepared, capsys):
     folder, env = prepared
-    settings = SweepConfig(file="s.toml", name="a", prepare=True)
+    settings = SweepConfig(file="s.toml", run="a", prepare=True)
     sweep(settings)
     make_run(folder / "runs/a/02-seed=2", run_line(), end_line("done"))
     stop(StopConfig(target="a"))

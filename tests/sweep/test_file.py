@@ -76,7 +76,7 @@ GRID = "[grid]\nlr = [0.1]\n"
         ("[grid]\nlr = [-1.0]", "network 01-lr=-1: --lr -1.0"),
         (GRID + "[base]\nepochs = 0", "--epochs 0: give 1 or more"),
         (GRID + "[base]\ncheckpoint_every = 'often'", "--checkpoint-every"),
-        (GRID + "[base]\ntimeout = 'soon'", "--timeout soon"),
+        (GRID + "[base]\nhang_timeout = 'soon'", "--hang-timeout soon"),
         (GRID + "[base]\ntime_limit = 'soon'", "--time-limit soon"),
         (GRID + "[base]\nrun = 'a'", "[base]: run is set by the sweep itself"),
         ("[grid]\nruns_dir = ['a']", "[grid]: runs_dir is set by the sweep itself"),

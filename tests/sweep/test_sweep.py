@@ -86,7 +86,7 @@ def hit(place):
     """A sweep of two networks: a rank of one is killed, the driver gets SIGTERM, and the same
     command with --retry ends it.
     """
-    words = ["two.toml", *OWN, "--name", "hit", "--ranks-per-network", "2", "--slots", "2"]
+    words = ["two.toml", *OWN, "--run", "hit", "--ranks-per-network", "2", "--slots", "2"]
     sweep = place / "runs" / "hit"
     job = sweep_job(place, *words, env={"HPCTRAIN_TEST_PACE": "0.25"})
     try:
@@ -158,10 +158,10 @@ def test_the_best_network_classifies_and_predicts(hit, call):
 
 def test_the_same_command_repeats_nothing(place, hit, call):
     ended = 0, "runs/hit has ended: 2 done\n", ""
-    assert call("sweep", "two.toml", "--name", "hit") == ended
+    assert call("sweep", "two.toml", "--run", "hit") == ended
     assert call("sweep", "runs/hit") == ended
     (place / "other.toml").write_text(TWO.replace("[1, 2]", "[1, 3]"))
-    code, _, error = call("sweep", "other.toml", "--name", "hit")
+    code, _, error = call("sweep", "other.toml", "--run", "hit")
     assert code == 2
     assert "was begun with another file" in error
 
@@ -196,8 +196,8 @@ def test_a_stopped_sweep_would_go_on(place):
         (TWO, ["--slots", "0"], "--slots 0: give 1 or more"),
         (TWO, ["--ranks-per-network", "0"], "--ranks-per-network 0"),
         (TWO, ["--launcher", "srun"], "no Slurm allocation"),
-        (TWO, ["--name", "a/b"], "give the name of a folder"),
-        (TWO, ["--results", "--name", "none"], "there is no sweep"),
+        (TWO, ["--run", "a/b"], "give the name of a folder"),
+        (TWO, ["--results", "--run", "none"], "there is no sweep"),
     ],
 )
 def test_what_is_refused_before_anything_is_launched(here, capsys, text, words, message):

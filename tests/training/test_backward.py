@@ -130,7 +130,7 @@ def test_a_step_that_cannot_be_recorded_is_one_line():
     with pytest.raises(RunError) as caught:
         backward(*batch(4, 0), 4)
     expected = "operation not permitted when stream is capturing; do without"
-    assert str(caught.value) == f"--graphs: this network's step cannot be recorded: {expected}"
+    assert str(caught.value) == f"--cuda-graphs: this network's step cannot be recorded: {expected}"
 
 
 @pytest.mark.mpi
@@ -148,11 +148,11 @@ def test_a_run_with_graphs_is_the_same_run(comm, settings, monkeypatch):
 
 
 def test_graphs_need_a_gpu_and_leave_nothing_to_overlap():
-    with pytest.raises(UsageError, match="--graphs is for GPUs"):
+    with pytest.raises(UsageError, match="--cuda-graphs is for GPUs"):
         made(network(), False, True)
-    with pytest.raises(UsageError, match="--overlap 3 and --graphs exclude each other"):
-        check_settings(Config(graphs=True, overlap=3))
-    check_settings(Config(graphs=True))
+    with pytest.raises(UsageError, match="--overlap 3 and --cuda-graphs exclude each other"):
+        check_settings(Config(cuda_graphs=True, overlap=3))
+    check_settings(Config(cuda_graphs=True))
 
 
 def without_dropout(compiled):

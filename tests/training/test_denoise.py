@@ -80,7 +80,7 @@ def test_a_denoising_run_from_training_to_a_picture(comm, settings, monkeypatch)
     comm.Barrier()
     for module in ("evaluate", "predict"):
         monkeypatch.setattr(f"hpctrain.inference.{module}.start_mpi", lambda: comm)
-    again = EvaluateConfig(run=str(folder), output=str(folder / "e.json"), batch=64, threads=1)
+    again = EvaluateConfig(run=str(folder), output=str(folder / "e.json"), batch_size=64, threads=1)
     assert evaluate_main(again) == 0
     if comm.rank > 0:
         return

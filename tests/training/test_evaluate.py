@@ -191,7 +191,7 @@ def test_numbers_drawn_in_evaluation_belong_to_the_block(comm, drawing, monkeypa
         monkeypatch.setattr(predict, "start_mpi", lambda ranks=ranks: ranks)
         output = str(drawing / name)
         asked = {"run": str(drawing), "trust_code": True}
-        settings = PredictConfig(**asked, output=output, batch=7, threads=1)
+        settings = PredictConfig(**asked, output=output, batch_size=7, threads=1)
         assert predict.main(settings) == 0
     comm.Barrier()
     alone.Free()
@@ -245,7 +245,7 @@ def test_the_block_is_that_of_the_runs_own_test(comm, drawing):
             metadata |= {} if stored is None else {"evaluation_rows": stored}
             save_tensors(drawing / saved.FILE, state, metadata)
         comm.Barrier()
-        asked = EvaluateConfig(run=str(drawing), trust_code=True, batch=batch, threads=1)
+        asked = EvaluateConfig(run=str(drawing), trust_code=True, batch_size=batch, threads=1)
         assert open_network(asked, comm).block == expected
 
 
@@ -366,7 +366,7 @@ def test_predict_writes_a_split_in_order_whatever_the_ranks(comm, network):
     settings = PredictConfig(
         run=str(folder / "model.safetensors"),
         output=str(folder / "answers.csv"),
-        batch=7,
+        batch_size=7,
         threads=1,
     )
     assert predict.main(settings) == 0
@@ -405,7 +405,7 @@ def streamed(folder, comm, monkeypatch, fails_at=None):
 
     monkeypatch.setattr(predict, "open_predictions", noting)
     model, output = str(folder / "model.safetensors"), str(folder / "streamed.csv")
-    predict.main(PredictConfig(run=model, output=output, batch=2, threads=1))
+    predict.main(PredictConfig(run=model, output=output, batch_size=2, threads=1))
     return computed, written
 
 
@@ -461,7 +461,7 @@ def test_predict_answers_what_can_be_read_and_names_the_rest(comm, network):
         run=str(folder / "model.safetensors"),
         images=(str(photos),),
         output=str(folder / "files.csv"),
-        batch=2,
+        batch_size=2,
         threads=1,
     )
     assert predict.main(settings) == 0
@@ -519,7 +519,7 @@ def test_files_are_decoded_by_threads_while_the_network_computes(
     monkeypatch.setattr(predict, "start_mpi", lambda: one_rank)
     output = folder / f"{photos.name}.csv"
     model, files = str(folder / "model.safetensors"), (str(photos),)
-    settings = PredictConfig(run=model, images=files, output=str(output), batch=16, threads=1)
+    settings = PredictConfig(run=model, images=files, output=str(output), batch_size=16, threads=1)
     assert predict.main(settings) == 0
     assert asked == [0, 1, 2]
     names = [Path(line.partition(",")[0]).name for line in output.read_text().splitlines()[1:]]
@@ -535,9 +535,9 @@ def test_corrupt_rows_have_no_predictions(comm, network):
     model = str(folder / "model.safetensors")
     found = r"sample \d+ of split 'test' cannot be used \(test/images: rows 0 to 100 \(block 0\)"
     with pytest.raises(RunError, match=found):
-        evaluate_main(EvaluateConfig(run=model, batch=7, threads=1))
+        evaluate_main(EvaluateConfig(run=model, batch_size=7, threads=1))
     with pytest.raises(RunError, match=found):
-        predict.main(PredictConfig(run=model, output=str(folder / "p"), batch=7, threads=1))
+        predict.main(PredictConfig(run=model, output=str(folder / "p"), batch_size=7, threads=1))
     assert not (folder / "p").exists()
 
 
@@ -579,7 +579,7 @@ def test_an_answer_that_is_not_finite_is_none(comm, network, monkeypatch):
     run = str(folder / "model.safetensors")
     answers = -(-ROWS // 50)
     with pytest.raises(RunError, match=rf"^{answers} of {ROWS} .*\n  0: the network's answer"):
-        predict.main(PredictConfig(run=run, output=output, batch=50, threads=1))
+        predict.main(PredictConfig(run=run, output=output, batch_size=50, threads=1))
     comm.Barrier()
     rows = [int(line.partition(",")[0]) for line in Path(output).read_text().splitlines()[1:]]
     assert rows == [row for row in range(ROWS) if row % 50]

@@ -185,7 +185,7 @@ def test_other_networks(folder, tmp_path, model):
 
 def test_a_fixed_number_of_images(folder, tmp_path):
     output = tmp_path / "three.onnx"
-    export.main(settings(folder, "digits", batch=3, output=str(output)))
+    export.main(settings(folder, "digits", batch_size=3, output=str(output)))
     assert onnxruntime.InferenceSession(str(output)).get_inputs()[0].shape == [3, 1, 28, 28]
 
 
@@ -226,9 +226,9 @@ def test_a_network_that_cannot_be_traced_is_refused_in_one_line(folder, tmp_path
     model = "tests.odd_models:pairs_only"
     path, output = save_untrained(folder, "pairs", model), str(tmp_path / "pairs.pt2")
     asked = ExportConfig(str(path), True, output=output)
-    with pytest.raises(RunError, match="try --batch N, a fixed number"):
+    with pytest.raises(RunError, match="try --batch-size N, a fixed number"):
         export.main(asked)
-    assert export.main(dataclasses.replace(asked, batch=2)) == 0
+    assert export.main(dataclasses.replace(asked, batch_size=2)) == 0
 
 
 def test_refusals(folder, tmp_path, monkeypatch):

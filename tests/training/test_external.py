@@ -45,8 +45,8 @@ STORED = {  # images, how they are stored, settings
     ),
     "floats": (FLOATS, {}, {}),
     "doubles, chunks": (FLOATS.astype(np.float64), {"chunks": (1, 28, 28, 1)}, {}),
-    "floats of bytes": (IMAGES.astype(np.float32), {}, {"scale": 255.0}),
-    "16 bits, chunks": (IMAGES.astype(np.uint16), {"chunks": (1, 28, 28, 1)}, {"scale": 255.0}),
+    "floats of bytes": (IMAGES.astype(np.float32), {}, {"max_value": 255.0}),
+    "16 bits, chunks": (IMAGES.astype(np.uint16), {"chunks": (1, 28, 28, 1)}, {"max_value": 255.0}),
     "as in MATLAB": (IMAGES.transpose(0, 3, 2, 1), {}, {"layout": "NCWH"}),
 }
 
@@ -198,7 +198,7 @@ def test_splits_and_classes_of_the_file_are_found_again(comm, settings):
                 file[f"{name}/x"] = IMAGES[rows].astype(np.float32)
                 file[f"{name}/y"] = LABELS[rows].reshape(-1, 1) + 1.0
     comm.Barrier()
-    names = {"images": "{split}/x", "labels": "{split}/y", "scale": 255.0}
+    names = {"images": "{split}/x", "labels": "{split}/y", "max_value": 255.0}
     config = dataclasses.replace(settings, data=str(path), epochs=1, **names)
     assert loop.train(config, comm) == 0
     assert loop.train(dataclasses.replace(config, epochs=2), comm) == 0
@@ -259,11 +259,11 @@ def test_the_order_of_chunks_is_told(comm, settings):
         ({"normalize": "pack"}, "--normalize pack takes the mean and std that a pack holds"),
         ({"images": None, "labels": None, "layout": "NHWC"}, "--layout goes with --images"),
         ({"images": None, "labels": None, "split": "1"}, "--split goes with --images"),
-        ({"images": None, "labels": None, "scale": 2.0}, "--scale goes with --images"),
-        ({"scale": 0.0}, "--scale 0"),
+        ({"images": None, "labels": None, "max_value": 2.0}, "--max-value goes with --images"),
+        ({"max_value": 0.0}, "--max-value 0"),
         ({"images": None, "labels": None}, "not a pack .* --images and --labels"),
         ({"normalize": "imagenet"}, "imagenet is for images of 3 channels; these have 1"),
-        ({"output": "best"}, "has none: train with --split 0.8,0.1,0.1"),
+        ({"final": "best"}, "has none: train with --split 0.8,0.1,0.1"),
         ({"split": "2"}, "--split 2: give shares that sum to 1"),
         ({"images": "g/z"}, "there is no dataset g/z; /g holds x, y"),
     ],
@@ -284,7 +284,7 @@ def test_imagenet_scaling_and_validation_on_colour(comm, settings):
     comm.Barrier()
     own = {"images": "x", "labels": "y", "normalize": "imagenet", "split": "0.6,0.2,0.2"}
     config = dataclasses.replace(settings, **own, epochs=1, model="resnet18", shards=4)
-    assert digest(config, comm, output="best") != digest(config, comm, normalize="unit")
+    assert digest(config, comm, final="best") != digest(config, comm, normalize="unit")
     if comm.rank == 0:
         records = read_records(Path(settings.runs_dir) / "best")
         seen = {r["split"]: r["rows"] for r in records if r["kind"] == "evaluation"}

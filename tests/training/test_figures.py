@@ -39,7 +39,7 @@ def make_data(folder, kind):
             for name, count in COUNTS.items():
                 file[f"{name}/x"] = rng.normal(size=(count, 13, 11, 3), scale=3)
                 file[f"{name}/y"] = rng.integers(0, 3, count)
-        return {"images": "{split}/x", "labels": "{split}/y", "scale": 2.0}
+        return {"images": "{split}/x", "labels": "{split}/y", "max_value": 2.0}
     else:
         make_pack(folder / "data.h5", COUNTS, classes=5)
     return {}
@@ -104,7 +104,7 @@ def same_pixels(shown, stored):
 @pytest.mark.parametrize("made", ["raw", "jpeg", "floats"], indirect=True)
 def test_the_most_confident_mistakes_of_a_split(comm, made, drawn, capsys):
     output = made.parent / "figures.json"
-    asked = EvaluateConfig(run=str(made), output=str(output), mistakes=6, threads=1, batch=7)
+    asked = EvaluateConfig(run=str(made), output=str(output), mistakes=6, threads=1, batch_size=7)
     assert evaluate.main(asked) == 0
     printed = capsys.readouterr().out
     if comm.rank:
@@ -131,7 +131,7 @@ def test_the_most_confident_mistakes_of_a_split(comm, made, drawn, capsys):
 @pytest.mark.parametrize("made", ["raw", "jpeg", "floats"], indirect=True)
 def test_random_images_of_a_split_with_their_answers(comm, made, drawn):
     output = made.parent / "answers.csv"
-    asked = PredictConfig(run=str(made), output=str(output), figure=9, threads=1, batch=7)
+    asked = PredictConfig(run=str(made), output=str(output), figure=9, threads=1, batch_size=7)
     assert predict.main(asked) == 0
     assert predict.main(asked) == 0
     assert (made.parent / "answers.png").is_file()
@@ -162,7 +162,9 @@ def test_random_files_but_none_that_cannot_be_read(comm, made, drawn, monkeypatc
         (photos / "x/003.png").write_bytes(b"no image")
     comm.Barrier()
     images = (str(photos), str(photos / "x/001.png"))  # one of them twice
-    asked = PredictConfig(run=str(made), images=images, figure=99, output="-", threads=1, batch=5)
+    asked = PredictConfig(
+        run=str(made), images=images, figure=99, output="-", threads=1, batch_size=5
+    )
     monkeypatch.chdir(made.parent)
     with pytest.raises(RunError, match="1 of 13 images cannot be used"):
         predict.main(asked)

@@ -103,7 +103,7 @@ CASES = {
             "optimizer": "adamw",
             "weight_decay": 0.3,
             "no_decay": "norm,bias,shift",
-            "lr_scale": "*=0.5,blocks.1=0.25,fc.bias=2",
+            "lr_factors": "*=0.5,blocks.1=0.25,fc.bias=2",
             "overlap": 3,
         },
         adamw,
@@ -112,7 +112,7 @@ CASES = {
         lambda n: n.startswith(("stem", "bn")),
     ),
     "a factor for each layer": Case(
-        {"lr_scale": "stem=0.125,bn=0.125,shift=0.125,blocks.0=0.25,blocks.1=0.5,last=0.5"},
+        {"lr_factors": "stem=0.125,bn=0.125,shift=0.125,blocks.0=0.25,blocks.1=0.5,last=0.5"},
         scale=lambda n: 0.5 ** (3 - layer(n)),
     ),
     "no decay, smallest rate": Case(
@@ -236,7 +236,7 @@ def test_the_average_is_what_is_validated_saved_and_tested(comm, settings, share
 
 @pytest.mark.mpi
 def test_the_best_network_is_an_average_too(comm, settings, shared_tmp):
-    assert train(dataclasses.replace(settings, epochs=1, ema=0.9, output="ema"), comm) == 0
+    assert train(dataclasses.replace(settings, epochs=1, ema=0.9, final="ema"), comm) == 0
     if comm.rank == 0:
         files = [shared_tmp / "runs" / "a" / f"{name}.safetensors" for name in ("best", "model")]
         best, final = (read_model(file)[0] for file in files)
@@ -274,7 +274,7 @@ def test_the_message_holds_no_gradient_of_a_frozen_part():
 
 def test_groups_are_contiguous():
     model = network((12, 12, 1), 10)
-    config = Config(weight_decay=0.1, no_decay="bias", lr_scale="fc=2")
+    config = Config(weight_decay=0.1, no_decay="bias", lr_factors="fc=2")
     layout = lay_out(model, parameter_groups(model, config))
     assert [group for group, _ in layout.groups] == [
         Group(scale, decay) for scale in (1.0, 2.0) for decay in (0.0, 0.1)
@@ -285,7 +285,7 @@ def test_groups_are_contiguous():
 
 def test_segments_are_summed_in_the_order_in_which_backward_completes_them():
     model = network((12, 12, 1), 10)
-    layout = lay_out(model, parameter_groups(model, Config(lr_scale="stem=0.5,blocks.0=0.5")))
+    layout = lay_out(model, parameter_groups(model, Config(lr_factors="stem=0.5,blocks.0=0.5")))
     spans = cut(layout, 4)
     first = [min(s.number for s in layout.segments if s.offset in span) for span in spans]
     assert len(spans) > 2 and first == sorted(first, reverse=True) and first[-1] == 0
@@ -300,7 +300,7 @@ class Tied(Network):
 
 def test_tied_parameters_are_named_by_either_name():
     model = Tied(1, 10)
-    config = Config(lr_scale="blocks.1.conv.weight=0.5", no_decay="blocks.1", weight_decay=0.1)
+    config = Config(lr_factors="blocks.1.conv.weight=0.5", no_decay="blocks.1", weight_decay=0.1)
     groups = parameter_groups(model, config)
     assert groups["blocks.0.conv.weight"] == Group(0.5, 0.0)
     freeze(model, "blocks.1.conv")
@@ -310,7 +310,7 @@ def test_tied_parameters_are_named_by_either_name():
 REFUSED = {
     "x*: no name in the network matches; the network has shift, stem, bn": {"freeze": "x*"},
     "it freezes all parameters": {"freeze": "*"},
-    "--lr-scale blocks.2: no name": {"lr_scale": "blocks.2=0.1"},
+    "--lr-factors blocks.2: no name": {"lr_factors": "blocks.2=0.1"},
     "--no-decay embed: no name": {"no_decay": "norm,embed", "weight_decay": 0.1},
 }
 
@@ -327,7 +327,7 @@ def test_a_pattern_that_matches_nothing_is_refused(words):
 
 @pytest.mark.mpi
 def test_one_cycle_has_no_other_warm_up(comm, settings):
-    how = {"schedule": "one-cycle", "lr_scaling": "linear", "batch_size": None}
+    how = {"schedule": "one-cycle", "scale_lr": "linear", "batch_size": None}
     config = dataclasses.replace(settings, batch_per_rank=2, **how)
     assert set_up(config, comm).plan.warmup_steps == 0
     assert set_up(dataclasses.replace(config, schedule="cosine"), comm).plan.warmup_steps > 0
@@ -338,11 +338,11 @@ CONFLICTS = {
     "--min-lr is for --schedule cosine or step": {"min_lr": 0.1},
     "--min-lr 0.1 is above --lr 0.01": {"min_lr": 0.1, "schedule": "cosine"},
     "--schedule one-cycle has a warm-up": {"schedule": "one-cycle", "warmup_epochs": 1.0},
-    "--ema 0.9 needs --output ema": {"ema": 0.9},
-    "--output ema needs the decay": {"output": "ema"},
-    "--lr-scale fc: give patterns": {"lr_scale": "fc"},
-    "--lr-scale fc=0: give patterns": {"lr_scale": "fc=0"},
-    "--lr-scale fc=nan: give patterns": {"lr_scale": "fc=nan"},
+    "--ema 0.9 needs --final ema": {"ema": 0.9},
+    "--final ema needs the decay": {"final": "ema"},
+    "--lr-factors fc: give patterns": {"lr_factors": "fc"},
+    "--lr-factors fc=0: give patterns": {"lr_factors": "fc=0"},
+    "--lr-factors fc=nan: give patterns": {"lr_factors": "fc=nan"},
     "--freeze 'a,,b': give patterns": {"freeze": "a,,b"},
 }
 

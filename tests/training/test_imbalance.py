@@ -95,7 +95,7 @@ def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, small_s
         small_settings,
         class_weights=",".join(map(str, weights)),
         epochs=1,
-        output="best",
+        final="best",
         progress="plain",
     )
     assert train_run(config, comm) == 0

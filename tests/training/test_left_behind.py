@@ -43,7 +43,9 @@ def test_they_go_when_the_run_goes_on(comm, settings):
 
 
 def test_the_record_has_the_hyper_parameters(comm, settings):
-    chosen = dataclasses.replace(settings, epochs=1, momentum=0.8, keep=5, clip_norm=9.0)
+    chosen = dataclasses.replace(
+        settings, epochs=1, momentum=0.8, keep_checkpoints=5, clip_norm=9.0
+    )
     loop.train(chosen, comm)
     if comm.rank == 0:
         (first,) = [r for r in read_records(folder_of(settings)) if r["kind"] == "run"]

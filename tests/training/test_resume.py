@@ -258,7 +258,7 @@ def test_another_run_is_not_continued(comm, settings, leave_after, change, messa
     with pytest.raises(UsageError, match=message):
         program.train(dataclasses.replace(settings, **change), comm)
     leave_after()
-    free = dataclasses.replace(settings, threads=2, keep=5, progress="plain")
+    free = dataclasses.replace(settings, threads=2, keep_checkpoints=5, progress="plain")
     assert program.train(dataclasses.replace(free, test=False), comm) == 0
 
 
@@ -448,7 +448,7 @@ def test_a_model_with_another_fixed_state_is_refused(
 @pytest.mark.parametrize("keep", [2, 3])
 def test_a_record_that_lost_a_validation_is_told_again_or_named(comm, settings, leave_after, keep):
     """After step 7 there are an epoch and a validation, and a checkpoint that follows them."""
-    config = dataclasses.replace(settings, checkpoint_every="1step", keep=keep)
+    config = dataclasses.replace(settings, checkpoint_every="1step", keep_checkpoints=keep)
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(8)
     assert program.train(config, comm) == 75
@@ -474,7 +474,7 @@ def test_a_record_that_lost_a_validation_is_told_again_or_named(comm, settings, 
 
 
 def test_checkpoints_that_were_passed_over_do_not_push_out_new_ones(comm, settings, leave_after):
-    config = dataclasses.replace(settings, checkpoint_every="2steps", keep=2)
+    config = dataclasses.replace(settings, checkpoint_every="2steps", keep_checkpoints=2)
     leave_after(7)
     assert program.train(config, comm) == 75
     folder = Path(settings.runs_dir) / "a" / "checkpoints"
@@ -570,7 +570,9 @@ def test_a_record_that_lost_a_line_is_told_again_from_there(comm, settings, leav
 
 def test_steps_that_the_record_lost_are_named(comm, settings, leave_after, capfd):
     """Cut shorter than the only checkpoint, and without a line in between: nothing else is lost."""
-    config = dataclasses.replace(settings, keep=1, progress="plain", validate_every="2steps")
+    config = dataclasses.replace(
+        settings, keep_checkpoints=1, progress="plain", validate_every="2steps"
+    )
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(9)
     assert program.train(config, comm) == 75
@@ -640,7 +642,7 @@ def test_a_run_that_patience_ended_goes_on_when_extended_even_if_killed_at_once(
 
 @pytest.mark.usefixtures("ever_worse")
 def test_the_best_network_is_tested_once_in_the_record_of_an_extended_run(comm, settings):
-    config = dataclasses.replace(settings, validate_every="3steps", output="best")
+    config = dataclasses.replace(settings, validate_every="3steps", final="best")
     longer = dataclasses.replace(config, epochs=3)
     assert program.train(dataclasses.replace(longer, run="whole"), comm) == 0
     assert program.train(config, comm) == program.train(longer, comm) == 0

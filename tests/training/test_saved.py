@@ -74,7 +74,11 @@ def net(image_shape, classes):
 def test_a_network_that_a_file_names_is_imported_with_trust_code_only(run, command):
     Path("payload.py").write_text(PAYLOAD)
     changed(run, model="payload:net").replace(run / "model.safetensors")
-    more = {"evaluate": ["--batch=7"], "predict": ["--batch=7", "--output=p"], "export": []}
+    more = {
+        "evaluate": ["--batch-size=7"],
+        "predict": ["--batch-size=7", "--output=p"],
+        "export": [],
+    }
     words = [command, "a", *more[command]]
     done = run_cli(words)
     assert (done.returncode, done.stdout) == (2, "")

@@ -31,9 +31,9 @@ LR = 0.05
 FLAGS = {}  # name of a flag -> its check
 ELSEWHERE = {  # flag -> where it is tested
     "data": "tests/data/test_builtin.py",
-    "data_dir": "tests/data/test_builtin.py",
+    "cache_dir": "tests/data/test_builtin.py",
     **dict.fromkeys(
-        ("images", "labels", "layout", "split", "scale"),
+        ("images", "labels", "layout", "split", "max_value"),
         "tests/training/test_external.py",
     ),
     "run": "tests/training/test_train.py",
@@ -58,19 +58,19 @@ ELSEWHERE = {  # flag -> where it is tested
     "verify": "tests/training/test_bad_rows.py",
     **dict.fromkeys(("loss", "augment", "metric"), "tests/training/test_own_functions.py"),
     "patience": "tests/training/test_validate.py",
-    "output": "tests/training/test_validate.py",
+    "final": "tests/training/test_validate.py",
     "checkpoint_every": "tests/training/test_resume.py",
-    "keep": "tests/training/test_checkpoint.py",
+    "keep_checkpoints": "tests/training/test_checkpoint.py",
     "compile": "tests/training/test_backward.py",
-    "graphs": "tests/training/test_backward.py",
+    "cuda_graphs": "tests/training/test_backward.py",
     "resume": "tests/training/test_resume.py",
     "time_limit": "tests/training/test_control.py",
-    "timeout": "tests/training/test_watchdog.py",
+    "hang_timeout": "tests/training/test_watchdog.py",
     "test": "tests/training/test_validate.py",
     **dict.fromkeys(
         (
             "freeze",
-            "lr_scale",
+            "lr_factors",
             "no_decay",
             "min_lr",
             "ema",
@@ -316,9 +316,9 @@ def weight_decay(seen, comm):
         assert torch.allclose(difference, -LR * 0.5 * start, rtol=1e-3, atol=1e-5) == decoupled
 
 
-@of("lr_scaling", "warmup_epochs")
+@of("scale_lr", "warmup_epochs")
 def growing_rate(seen, comm):
-    scaled = seen(lr_scaling="sqrt", batch_per_rank=4, batch_size=None, warmup_epochs=0.0)
+    scaled = seen(scale_lr="sqrt", batch_per_rank=4, batch_size=None, warmup_epochs=0.0)
     assert scaled.rates == pytest.approx([LR * 2] * len(scaled.rates))  # four shards
     rates = seen(epochs=2, warmup_epochs=1.0).rates
     assert rates[:5] == pytest.approx([LR * share for share in (0.1, 0.325, 0.55, 0.775, 1.0)])

@@ -103,7 +103,7 @@ def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(
 
 
 @pytest.mark.parametrize(
-    "flags", [{"output": "best"}, {"patience": 2}, {"validate_every": "3steps"}]
+    "flags", [{"final": "best"}, {"patience": 2}, {"validate_every": "3steps"}]
 )
 def test_what_needs_a_validation_split_is_refused_without_one(comm, settings, flags):
     name = "--" + next(iter(flags)).replace("_", "-")

@@ -92,7 +92,7 @@ def ended(job, seconds=90):
 
 def test_a_rank_that_is_stopped_is_named_by_one_other_and_all_end(start, tmp_path):
     stopped = 0
-    job = start("--timeout", "15s", ranks=3)
+    job = start("--hang-timeout", "15s", ranks=3)
     pid = beats(tmp_path)[stopped]["pid"]
     os.kill(pid, signal.SIGSTOP)
     code, err = ended(job)
@@ -120,7 +120,7 @@ def test_a_rank_that_loops_is_named(start, tmp_path):
         "        return super().forward(x.flatten(1))\n"
         "def net(image_shape, classes): return Net(784, classes)\n"
     )
-    job = start("--timeout", "15s", "--model", "looping:net")
+    job = start("--hang-timeout", "15s", "--model", "looping:net")
     code, err = ended(job)
     assert code == 1
     assert re.search(r"rank 1 \(process \d+ on .*\) did not arrive, it is in: step \d+", err)
@@ -281,7 +281,7 @@ def test_a_rank_that_hangs_while_starting_ends_all(start, tmp_path):
         "from hpctrain.models import build\n"
         "def net(image_shape, classes): return build('digits', image_shape, classes)\n"
     )
-    job = start("--timeout", "15s", "--model", "stuck:net", wait=False)
+    job = start("--hang-timeout", "15s", "--model", "stuck:net", wait=False)
     code, err = ended(job)
     assert code == 1
     assert re.search(r"\[rank 1 of 2 @.*nothing new for 15 s while in: setting up", err)
@@ -291,7 +291,7 @@ def test_a_rank_that_hangs_while_starting_ends_all(start, tmp_path):
 def test_a_rank_that_stops_before_mpi_runs_ends_all(tmp_path):
     """While modules are imported: no MPI that could tell of it runs yet."""
     code = "from hpctrain import cli, watchdog; watchdog.SLOW_INIT = 1.0; cli.main()"
-    words = ["train", "--data", "pack.h5", "--timeout", "1s"]
+    words = ["train", "--data", "pack.h5", "--hang-timeout", "1s"]
     job = Job([mpirun(), "-n", "2", sys.executable, "-c", code, *words], cwd=tmp_path)
     try:
         ranks = new_ranks(job)

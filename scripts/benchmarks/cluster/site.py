@@ -106,7 +106,7 @@ class Site:
             "5steps",
             "--no-test",
         ]
-        words += ["--runs-dir", str(self.folder), "--run", run, "--timeout", "2m"]
+        words += ["--runs-dir", str(self.folder), "--run", run, "--hang-timeout", "2m"]
         return [*words, "--progress", "none", *flags]
 
     def train(self, run: str, *flags: str, ranks: int | None = None) -> str:

@@ -63,7 +63,7 @@ TINY = (Work("digits", (28, 28, 1), "fp32", 8, 3), Work("resnet18", (32, 32, 3),
 
 
 def measure(case: Case) -> Iterator[Result]:
-    """Compare hpctrain's step, without and with --graphs, with the plain loop and DDP."""
+    """Compare hpctrain's step, without and with --cuda-graphs, with the plain loop and DDP."""
     backend = case.size("nccl", "gloo")
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -83,9 +83,9 @@ def compared(case: Case, work: Work) -> Iterator[Result]:
         batches = first_batches(job, BATCHES)
         own = {name: stepping(job, batches)}
         try:
-            own[f"{name}, --graphs"] = stepping(ready(case, *flags, "--graphs"), batches)
+            own[f"{name}, --cuda-graphs"] = stepping(ready(case, *flags, "--cuda-graphs"), batches)
         except UsageError as error:
-            yield not_run(f"{name}, --graphs", str(error))
+            yield not_run(f"{name}, --cuda-graphs", str(error))
         others = {
             "plain torch": plain(case, work, batches, lambda model: model),
             f"DDP over {case.size('NCCL', 'gloo')}": plain(

@@ -23,7 +23,7 @@ from scripts.benchmarks.harness import steps_rate
 
 SHARDS = 4
 SAME = ("--reduce", "host", "--deterministic", "--shards", str(SHARDS))
-GRAPHS, OVERLAP = ("--graphs",), ("--overlap", "3")
+GRAPHS, OVERLAP = ("--cuda-graphs",), ("--overlap", "3")
 WAYS = tuple((ranks, flags) for flags in ((), GRAPHS, OVERLAP) for ranks in (1, 4, 2))
 FEW_WAYS = (WAYS[2], WAYS[3], WAYS[7])  # in a rehearsal
 
@@ -41,7 +41,7 @@ ARITHMETIC = {
     "fp32": ("--precision", "fp32"),
     "tf32": ("--precision", "tf32"),
     "bf16": BF16,
-    "bf16, graphs": (*BF16, "--graphs"),
+    "bf16, graphs": (*BF16, "--cuda-graphs"),
     "bf16, compile": (*BF16, "--compile"),
 }
 GROWTH = 0.9  # of the speed of one GPU times their number
@@ -105,7 +105,7 @@ def flowers(case: Case) -> Iterator[Result]:
 
 def digits(case: Case) -> Iterator[Result]:
     """Measure the accuracy on the test images with the defaults, and the total seconds."""
-    data = ["--data-dir", str(case.folder)] if not case.rehearsal else ["--data", tiny(case, 1)]
+    data = ["--cache-dir", str(case.folder)] if not case.rehearsal else ["--data", tiny(case, 1)]
     epochs, accuracy, rows, seconds = tested(case, "--model", "digits", *data, *case.size((), TINY))
     what = f"digits, test accuracy after {epochs} epochs"
     yield judged(what, accuracy, least=DIGITS_TARGET, n=rows)
