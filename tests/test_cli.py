@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hpctrain import cli
-from hpctrain.config import Config, as_words, to_toml
+from hpctrain.config import Config, to_toml
 from hpctrain.errors import UsageError
 from tests.launch import Job, run, run_cli, run_mpi
 from tests.packs import make_pack
@@ -362,12 +362,3 @@ def test_a_line_is_there_before_anything_slow_is_imported(folder):
     finally:
         job.end()
         (folder / "torch.py").unlink()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["predict", "a", "b.png", "c d"], ["plot", "a", "b"], ["watch", "a"], ["compare", "a", "b"]],
-)
-def test_the_words_of_settings_are_those_that_gave_them(words):
-    settings = cli.parse(words)[1]
-    assert [words[0], *as_words(settings)] == words

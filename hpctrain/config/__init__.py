@@ -15,7 +15,6 @@ from hpctrain.config.inference import (
 from hpctrain.config.interval import Interval, checkpoint_interval, validation_interval
 from hpctrain.config.optimizer import optimizer_and_rate
 from hpctrain.config.option import (
-    as_words,
     byte_count,
     duration,
     fold_number,

@@ -216,20 +216,3 @@ def toml_value(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)  # valid TOML, also for inf and nan
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def as_words(settings: Any) -> list[str]:
-    """Return command-line arguments for `settings`."""
-    words: list[str] = []
-    flags: list[str] = []
-    for field in dataclasses.fields(settings):
-        value, flag = getattr(settings, field.name), flag_of(field.name)
-        if value == field.default:
-            continue
-        if field.metadata["positional"]:
-            words += [value] if isinstance(value, str) else value
-        elif isinstance(value, bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            flags.append(f"{flag}={value}")
-    return words + flags

@@ -24,7 +24,6 @@ from statistics import median
 
 import numpy as np
 
-from hpctrain.config import Config, as_words
 from hpctrain.data.builtin import locate
 from hpctrain.data.pack import write_pack
 from hpctrain.data.packed import read_pack
@@ -168,12 +167,12 @@ def write_pixels(data: str | None, path: Path, rows: int) -> None:
 def make_commands(job: TrainingJob, ranks: int) -> dict[str, list[str]]:
     """Return the command of each contestant; it writes its results into the folder of `job`."""
     found = {}
-    own = Config(data=job.data, model=job.model, batch_size=job.batch_size, epochs=job.epochs)
-    own = replace(own, validate_every="0", device="cpu", threads=1, progress="none")
+    own = ["--data", job.data, "--model", job.model, "--batch-size", str(job.batch_size)]
+    own += ["--epochs", str(job.epochs)]
     for form, (precision, last) in FORMATS.items():
-        settings = replace(own, precision=precision, channels_last=last)
-        words = as_words(replace(settings, run="run", runs_dir=job.folder))
-        found[f"{HPCTRAIN}, {form}"] = python("hpctrain", "train", *words, ranks=ranks)
+        order = "--channels-last" if last else "--no-channels-last"
+        words = train_words(job.folder, *own, "--precision", precision, order)
+        found[f"{HPCTRAIN}, {form}"] = python("hpctrain", *words, ranks=ranks)
     for who, mode in MODES.items():
         job = replace(job, mode=mode, workers=2 if who == LOADER_2 else 0)
         for form in (PLAIN,) if mode == "loader" else FORMATS:
@@ -199,11 +198,16 @@ def first_step(pack: str, folder: Path) -> float:
     return timestamp(steps[0]) - began
 
 
+def train_words(folder: str, *flags: str) -> list[str]:
+    """Return the arguments that train without validation, with one CPU thread per rank."""
+    words = ["train", "--runs-dir", folder, "--run", "run", "--progress", "none"]
+    return [*words, "--validate-every", "0", "--device", "cpu", "--threads", "1", *flags]
+
+
 def train(folder: Path, ranks: int, *flags: str) -> list[dict[str, float]]:
     """Train without validation, one CPU thread per rank; return the records of the steps."""
-    words = ["--runs-dir", str(folder), "--run", "run", "--progress", "none"]
-    words += ["--validate-every", "0", "--device", "cpu", "--threads", "1", *flags]
-    run_job(python("hpctrain", "train", *words, ranks=ranks), f"training on {ranks} ranks")
+    command = python("hpctrain", *train_words(str(folder), *flags), ranks=ranks)
+    run_job(command, f"training on {ranks} ranks")
     return [record for record in read_records(folder / "run") if record["kind"] == "step"]
 
 
