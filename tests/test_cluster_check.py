@@ -15,7 +15,7 @@ from hpctrain import launch
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import build
 from scripts.benchmarks.cluster import check, checks, rank
-from scripts.benchmarks.cluster.site import NotPossible, Site, find_launcher
+from scripts.benchmarks.cluster.site import Site, find_launcher
 from tests.launch import ROOT, run
 
 RANKS = [
@@ -56,22 +56,19 @@ def test_a_check_that_fails_does_not_end_the_others(monkeypatch, site, tmp_path,
         first=lambda _: ("4 ranks | 2 nodes", "details of first\n"),
         second=fail(RunError("two digests")),
         third=fail(KeyError("digest")),
-        fourth=fail(NotPossible("no such program")),
-        fifth=lambda _: ("fine", ""),
+        fourth=lambda _: ("fine", ""),
     )
     assert check.check(site, tmp_path / "report.md") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:6] == [
-        "passed             first: 4 ranks | 2 nodes",
-        "failed             second: two digests",
-        "failed             third: KeyError: 'digest'",
-        "not possible here  fourth: no such program",
-        "passed             fifth: fine",
-        "2 passed, 2 failed, 1 not possible here",
+    assert lines[:5] == [
+        "passed   first: 4 ranks | 2 nodes",
+        "failed   second: two digests",
+        "failed   third: KeyError: 'digest'",
+        "passed   fourth: fine",
+        "2 passed, 2 failed",
     ]
     report = (tmp_path / "report.md").read_text()
     assert "| first | passed | 4 ranks \\| 2 nodes |" in report and "details of first" in report
-    assert "| fourth | not possible here | no such program |" in report
     assert report.count("what a rank printed") == 2  # the log of those that failed
     assert "| MPI | Open MPI v5.0.11 |" in report and "| file system | " in report
     assert not site.folder.exists() and site.log.exists()
@@ -83,11 +80,6 @@ def test_the_report_of_a_crash_holds_the_checks_before_it(monkeypatch, site, tmp
         check.check(site, tmp_path / "report.md")
     assert "| first | passed | fine |" in (tmp_path / "report.md").read_text()
     assert not site.folder.exists()
-
-
-def test_a_check_that_is_not_possible_is_no_failure(monkeypatch, site, tmp_path):
-    use(monkeypatch, first=lambda _: ("fine", ""), second=fail(NotPossible("none here")))
-    assert check.check(site, tmp_path / "report.md") == 0
 
 
 def test_commands_end_at_the_time_limit_of_their_check(site):
@@ -152,7 +144,7 @@ def test_digests_that_differ_and_ranks_that_are_missing_fail(monkeypatch, site):
     monkeypatch.setattr(Site, "train", lambda self, run, ranks: "a")
     assert checks.check_bits(site)[0] == "1, 2, 3 ranks on up to 2 nodes: one digest"
     site.ranks = 1
-    with pytest.raises(NotPossible, match=r"nothing to compare"):
+    with pytest.raises(RunError, match=r"nothing to compare"):
         checks.check_bits(site)
     site.ranks = 4
     with pytest.raises(RunError, match=r"4 ranks asked for, 3 launched"):

@@ -1,7 +1,6 @@
 """``scripts/cluster_check``: run all checks of a site in turn, and write one report.
 
-Exit code 0 if no check failed, 1 if any check failed, 2 for a mistake in the command line. A check
-that is not possible at this site counts neither as passed nor as failed.
+Exit code 0 if no check failed, 1 if any check failed, 2 for a mistake in the command line.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from hpctrain.doctor.machine import file_system
 from hpctrain.errors import Failure, first_line
 from hpctrain.text import say
 from scripts.benchmarks.cluster.checks import CHECKS, table
-from scripts.benchmarks.cluster.site import NotPossible, Site, find_launcher
+from scripts.benchmarks.cluster.site import Site, find_launcher
 from scripts.benchmarks.gpu.check import make_folder, output_of
 
-VERDICTS = PASSED, FAILED, NOT_POSSIBLE = "passed", "failed", "not possible here"
+VERDICTS = PASSED, FAILED = "passed", "failed"
 TAIL = 30  # log lines in the report for a failed check
 BUGS = (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError)
 
@@ -64,7 +63,7 @@ def check(site: Site, report: Path) -> int:
     try:
         for name in CHECKS:
             results[name] = verdict, line, _ = run_check(site, name)
-            say(f"{verdict:18} {name}: {line}")
+            say(f"{verdict:8} {name}: {line}")
             report.write_text(write(site, results))
     finally:
         shutil.rmtree(site.folder, ignore_errors=True)
@@ -79,8 +78,6 @@ def run_check(site: Site, name: str) -> tuple[str, str, str]:
     site.ends, start = time.monotonic() + site.limit, site.log.stat().st_size
     try:
         return PASSED, *CHECKS[name](site)
-    except NotPossible as reason:
-        return NOT_POSSIBLE, str(reason), ""
     except (Failure, *BUGS) as error:
         kind = "" if isinstance(error, Failure) else f"{type(error).__name__}: "
         tail = "\n".join(launch.log_tail(site.log, start).splitlines()[-TAIL:])

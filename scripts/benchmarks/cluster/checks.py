@@ -1,6 +1,6 @@
 """The checks of cluster_check. Each returns its result in one line, and details.
 
-A check raises `NotPossible` if the site lacks what it needs, and a Failure if it failed.
+A check raises a Failure if it failed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpctrain.errors import RunError
 from hpctrain.launcher import LEFT
 from hpctrain.supervise import newest_step
 from hpctrain.text import counted, listed
-from scripts.benchmarks.cluster.site import PROGRAM, RANK, NotPossible, Site
+from scripts.benchmarks.cluster.site import PROGRAM, RANK, Site
 from scripts.benchmarks.gpu.check import end_group
 
 Found = tuple[str, str]  # a line, and details as Markdown or ""
@@ -47,7 +47,7 @@ def check_bits(site: Site) -> Found:
     """Train on 1, 2, ... ranks, with more than 8 on five counts; compare the digests."""
     n, rows = site.ranks, []
     if n == 1:
-        raise NotPossible("one rank was launched: there is nothing to compare")
+        raise RunError("one rank was launched: there is nothing to compare")
     for ranks in range(1, n + 1) if n <= 8 else (1, 2, 3, n - 1, n):
         places = site.ask(ranks)
         if len(places) != ranks:

@@ -24,10 +24,6 @@ PROGRAM = (sys.executable, "-m", "hpctrain")
 RANK = "scripts.benchmarks.cluster.rank"
 
 
-class NotPossible(Exception):
-    """The check is not possible at this site; the message says why."""
-
-
 @dataclass
 class Site:
     """The launch command, the folder for packs and runs, and facts about ranks and nodes."""
