@@ -140,8 +140,3 @@ def _check_chunks(data: h5py.Dataset, stored: int, size: int) -> None:
     written = data.id.get_num_chunks()
     if written != expected or stored > size:
         raise Unusable(f"{name} was not written to its end: {written:,} of {expected:,} chunks")
-
-
-def library_versions() -> str:
-    """Return the versions of h5py and of the HDF5 library that it uses."""
-    return f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}"

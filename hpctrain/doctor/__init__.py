@@ -1,8 +1,8 @@
 """``python -m hpctrain doctor``: check this machine and print findings with their verdicts.
 
 Without a launcher, it checks one process; under mpirun or srun, all ranks, and it times Allreduce
-between them. It also runs where training cannot: without an MPI library, torch or h5py, and under
-a launcher of another MPI. The exit code is 1 if any finding is a failure.
+between them. It also runs where training cannot: without an MPI library or torch, and under a
+launcher of another MPI. The exit code is 1 if any finding is a failure.
 """
 
 from __future__ import annotations

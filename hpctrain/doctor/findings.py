@@ -68,7 +68,18 @@ def first_other(values: Sequence[str]) -> int | None:
 
 def findings(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Return all findings. `ranks` are the facts of all ranks in order, at least one."""
-    parts = _software, _mpi, _launcher, _binding, _threads, _torch, _gpu, _memory, _files, _timing
+    parts = (
+        _software,
+        _mpi,
+        _launcher,
+        _binding,
+        _threads,
+        _torch,
+        _gpu,
+        _messages,
+        _folder,
+        _timing,
+    )
     return [found for part in parts for found in part(ranks)]
 
 
@@ -98,10 +109,6 @@ def _mpi(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     advice += f" srun: {remove} and load the MPI module"
     found = f"{first.versions['MPI']}, {first.mpi_path or 'path unknown'}"
     yield judge("MPI", found, (first.mpi_bundled and first.scheduler, "warn", advice))
-    level = next((r.thread_level for r in ranks if r.thread_level != "MULTIPLE"), "MULTIPLE")
-    advice = "no second thread may call MPI and end a rank that hangs: unset"
-    advice += " MPI4PY_RC_THREAD_LEVEL, or use an MPI built for MPI_THREAD_MULTIPLE"
-    yield judge("thread level", level, (level != "MULTIPLE", "warn", advice))
 
 
 def _launcher(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -120,10 +127,6 @@ def _launcher(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     wrong = started is not None and started != size
     found += f", but MPI sees {size}" if wrong else ""
     yield judge("launcher", found, (wrong, "fail", advice))
-    counts = {host: len(group) for host, group in hosts(ranks).items()}
-    named = listed(f"{count} on {host}" for host, count in counts.items())
-    advice = "ranks on the hosts with more of them get fewer cores or GPUs, and all wait for them"
-    yield judge("ranks", named, (len(set(counts.values())) > 1, "note", advice))
 
 
 def _binding(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
@@ -226,14 +229,8 @@ def _gpu(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     )
 
 
-def _memory(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
-    """Yield findings on message buffers for GPUs, torch's NCCL, and the transport of messages."""
-    if with_gpus := [rank for rank in ranks if rank.gpus]:
-        first = max(with_gpus, key=lambda rank: bool(rank.memory_problem))
-        problem = first.memory_problem
-        yield judge("message memory", first.memory or "none", (problem, "fail", problem))
-        yield Finding("NCCL", first.nccl or "none: torch was built without it")
-    if len(with_gpus) == len(ranks):
+def _messages(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+    if all(rank.gpus for rank in ranks):
         name, reason = placement.choose_transport([place(rank) for rank in ranks])
         yield Finding("messages", f"--reduce auto is {name}: {reason}")
 
@@ -244,10 +241,8 @@ def place(rank: RankFacts) -> placement.RankDevice:
     return placement.RankDevice(rank.host, gpu, rank.nccl)
 
 
-def _files(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
+def _folder(ranks: Sequence[RankFacts]) -> Iterable[Finding]:
     first = ranks[0]
-    found = first.h5py_error or first.hdf5
-    yield judge("HDF5", found, (first.h5py_error, "fail", "pip install h5py"))
     kind, shared = first.file_system, first.file_system.startswith(SHARED_FILE_SYSTEMS)
     local = "not shared between hosts: each needs the pack at the same path"
     full = "little room: runs and packs are written here"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import __version__
-from hpctrain.errors import RunError, first_line
+from hpctrain.errors import first_line
 from hpctrain.launcher import launched_size
 from hpctrain.scheduler import find_job
 
@@ -53,7 +53,6 @@ class RankFacts:
     mpi_bundled: bool = False  # the library is in the folder of this Python
     mpi_package: str = ""  # a package of this environment that contains an MPI library
     own_mpirun: str = ""  # the mpirun installed with the library
-    thread_level: str = ""  # SINGLE, FUNNELED, SERIALIZED or MULTIPLE
     yields: bool = False  # Open MPI yields the core while it waits
     omp_num_threads: str = ""
     # torch
@@ -67,12 +66,8 @@ class RankFacts:
     gpu: int = -1  # the one that this rank uses; -1 for none
     gpu_devices: int = 0  # known to the drivers of the host, visible to torch or not
     gpu_problem: str = ""  # error or warning of the runtime when torch looked for GPUs
-    memory: str = ""  # allocator of message buffers (host, torch or cupy), and why
-    memory_problem: str = ""  # error of a test that writes and reads one number there
     nccl: str = ""  # such as "NCCL 2.29.7"
     # files
-    hdf5: str = ""  # versions of h5py and the HDF5 library
-    h5py_error: str = ""
     directory: str = ""
     file_system: str = ""  # type, as in /proc/mounts
     free_disk: int = 0  # bytes
@@ -87,6 +82,8 @@ class RankFacts:
 def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
     """Collect the facts of this rank. Collective; `comm` is None if MPI could not be started."""
     versions = {"hpctrain": __version__, "Python": platform.python_version()}
+    if h5py := _version("h5py"):
+        versions["h5py"] = h5py
     found: dict[str, Any] = {"mpi_error": mpi_error, "launcher": launcher} | _cpu_facts()
     local_rank, threads = 0, len(found["cores"])
     if comm is not None:
@@ -94,18 +91,15 @@ def collect(comm: Any, launcher: str, mpi_error: str = "") -> RankFacts:
 
         local_rank, threads = hosts.local_ranks(comm)[0], hosts.fair_threads(comm)
         versions["MPI"] = " ".join(mpi.library().replace("Version:", "").split())  # as in MPICH
-        found |= dict(size=comm.size, **_mpi_facts(mpi.MPI))
-    found |= _torch_facts(versions, local_rank) | _hdf5_facts(versions)
-    found |= _folder_facts()
+        found |= dict(size=comm.size, **_mpi_facts())
+    found |= _torch_facts(versions, local_rank) | _folder_facts()
     job = find_job(os.environ)
     return RankFacts(
         versions=versions, threads=threads, scheduler=job[0].name if job else "", **found
     )
 
 
-def _mpi_facts(MPI: Any) -> dict[str, Any]:
-    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-    names = {getattr(MPI, f"THREAD_{level}"): level for level in levels}
+def _mpi_facts() -> dict[str, Any]:
     path = library_path(_read("/proc/self/maps"))
     folder, prefix = os.path.realpath(os.path.dirname(path)), os.path.realpath(sys.prefix)
     bundled = Path(folder).is_relative_to(prefix) and prefix not in ("/", "/usr", "/usr/local")
@@ -116,7 +110,6 @@ def _mpi_facts(MPI: Any) -> dict[str, Any]:
         mpi_bundled=bundled,
         mpi_package=next((name for name in MPI_PACKAGES if _version(name)), ""),
         own_mpirun=str(mpirun),
-        thread_level=names[MPI.Query_thread()],
     )
 
 
@@ -162,8 +155,6 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
     if caught and "gpus" not in found:
         found.setdefault("gpu_problem", _named(caught[-1].message))
     place = torch.device("cuda", found["gpu"]) if "gpus" in found else torch.device("cpu")
-    if "gpus" in found:
-        found |= _message_facts(torch, place)
     return found | dict(
         torch_threads=torch.get_num_threads(),
         built_for=built_for(),
@@ -173,6 +164,7 @@ def _torch_facts(versions: dict[str, str], local_rank: int) -> dict[str, Any]:
 
 
 def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
+    from hpctrain.parallel.nccl import nccl_version
     from hpctrain.parallel.placement import which_gpu
 
     gpus = []
@@ -182,38 +174,7 @@ def _gpu_facts(torch: Any, local_rank: int) -> dict[str, Any]:
         gpus.append(Gpu(about.name, about.total_memory, uuid))
     own = which_gpu(local_rank, len(gpus))
     torch.cuda.set_device(own)
-    return dict(gpus=tuple(gpus), gpu=own)
-
-
-def _message_facts(torch: Any, place: Any) -> dict[str, Any]:
-    """Write and read one number in the memory used for messages."""
-    from hpctrain.parallel.memory import memory_of, zeros_for_messages
-    from hpctrain.parallel.nccl import nccl_version
-
-    try:
-        choice, tensor = memory_of(place), zeros_for_messages(1, torch.float32, place)
-        tensor += 1
-        seen = float(tensor)
-    except (RunError, RuntimeError) as error:
-        return {"memory_problem": _named(error)}
-    return dict(
-        memory=f"{choice.name}'s: {choice.reason}",
-        memory_problem="" if seen == 1 else f"1 was written there, {seen} is read",
-        nccl=nccl_version(),
-    )
-
-
-def _hdf5_facts(versions: dict[str, str]) -> dict[str, Any]:
-    """Return facts on HDF5 and h5py, and add h5py to `versions`."""
-    if not _version("h5py"):
-        return {"h5py_error": "h5py is not installed"}
-    versions["h5py"] = _version("h5py")
-    try:
-        from hpctrain.data.hdf5 import library_versions
-
-        return {"hdf5": library_versions()}
-    except (ImportError, OSError) as error:
-        return {"h5py_error": _named(error)}
+    return dict(gpus=tuple(gpus), gpu=own, nccl=nccl_version())
 
 
 def _folder_facts() -> dict[str, Any]:
