@@ -31,17 +31,15 @@ from hpctrain.report.figures import BLUE, check_name, empty_figure, save
 from hpctrain.report.find import find_folder
 from hpctrain.report.history import find_outcome
 from hpctrain.report.record import read_history, read_records
-from hpctrain.text import brief, listed, printable, say
+from hpctrain.text import brief, listed, say
 from hpctrain.training.checkpoint import newest
 from hpctrain.typed import parse_json
 
 Tensors = dict[str, Tensor]
 OF_THE_RUN_ALONE = ("run", "runs_dir", "progress", "tensorboard")  # do not affect the results
 RESOLVED = {"lr": "learning_rate"}  # settings that have another name in the plan
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_TENSORS, MOST_PROBLEMS = 30, 6  # shown at most
 MOST_BARS = 1000
-UNSIGNED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)  # two values in a byte; no sign bit
 
 
 def main(settings: CompareConfig) -> int:
@@ -68,7 +66,7 @@ def main(settings: CompareConfig) -> int:
     lines += [f"tensors: {listed(problems, MOST_PROBLEMS, '; ')}"] if problems else []
     lines += [f"records: {f'differ at step {first[0]}, {first[1]}' if first else 'equal'}"]
     for line in [*lines, *notes, *_outcomes(folders), *_settings(folders)]:
-        say(printable(line, newlines=False))  # of files: a name may have a line break
+        say(line)
     equal = not problems and not first and not apart
     say("equal" if equal else "different")
     return 0 if equal else 1
@@ -83,54 +81,28 @@ class Difference:
     differing: int  # values whose bits differ
     largest: float  # |a - b|; infinite or NaN if a differing value is not finite
     relative: float  # largest |a - b| / max(|a|, |b|); NaN counts as 0
-    ulps: int | None  # largest difference in units in the last place; None if not floating point
 
 
 def compare_tensors(name: str, a: Tensor, b: Tensor) -> Difference:
     """Compare two tensors of the same shape and dtype; NaNs with the same bits are equal."""
-    x, y = _bits(a), _bits(b)
-    differ = (x != y).any(1)
+    differ = (_bytes(a) != _bytes(b)).any(1)
     if not differ.any():
-        return Difference(name, len(differ), 0, 0.0, 0.0, 0)
-    x, y, one, other = x[differ], y[differ], values(a)[differ], values(b)[differ]
+        return Difference(name, len(differ), 0, 0.0, 0.0)
+    one, other = values(a)[differ], values(b)[differ]
     distance = (one - other).abs()
     relative = (distance / torch.maximum(one.abs(), other.abs())).nan_to_num()
-    ulps = None
-    if (a.is_floating_point() or a.is_complex()) and a.dtype not in UNSIGNED:
-        ulps = int(np.abs(_ordered(x.numpy()) - _ordered(y.numpy())).max())
     largest = float(distance.max()), float(relative.max())
-    return Difference(name, len(differ), len(one), *largest, ulps)
+    return Difference(name, len(differ), len(one), *largest)
 
 
 def values(tensor: Tensor) -> Tensor:
     """Return the values of a tensor of any dtype and shape as (n,) float64 or complex128."""
-    tensor = _flat(tensor)
-    if not tensor.is_complex():
-        return tensor.to(torch.float64)
-    return torch.view_as_complex(torch.view_as_real(tensor).to(torch.float64))
+    return tensor.reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Flatten a tensor to (n,); view 4-bit floats, on which torch cannot compute, as bytes."""
-    tensor = tensor.contiguous().reshape(-1)
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the bits of each value as integers, (n, 1), or (n, 2) for complex values."""
-    tensor = _flat(tensor)
-    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor[:, None]
-    return parts.view(INTEGERS[parts.itemsize])
-
-
-def _ordered(values: np.ndarray) -> np.ndarray:
-    """Map floats to integers in the same order: adjacent floats are one apart, both zeros are 0.
-
-    The bits of an IEEE 754 number without its sign, read as an integer, increase with its value.
-    """
-    bits = values.astype(object if values.itemsize > 4 else np.int64)
-    lowest = -(1 << 8 * values.itemsize - 1)
-    return np.where(bits < 0, lowest - bits, bits)
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of each value, (n, itemsize)."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
 def first_difference(a: Iterable[Record], b: Iterable[Record]) -> tuple[int, str] | None:
@@ -174,11 +146,11 @@ def _deterministic(
 
 def _difference_table(differences: list[Difference]) -> Table:
     table = Table(title="Tensors that differ")
-    for name in ("tensor", "values", "differing", "largest", "relative", "ulp"):
+    for name in ("tensor", "values", "differing", "largest", "relative"):
         table.add_column(name, justify="left" if name == "tensor" else "right")
     for d in differences[:MOST_TENSORS]:
         cells = (f"{d.values:,}", f"{d.differing:,}", f"{d.largest:.3g}", f"{d.relative:.3g}")
-        table.add_row(d.name, *cells, "" if d.ulps is None else f"{d.ulps:,}")
+        table.add_row(d.name, *cells)
     if (more := len(differences) - MOST_TENSORS) > 0:
         table.caption = f"and {more} more tensors"
     return table
@@ -207,7 +179,7 @@ def _outcomes(folders: list[Path]) -> Iterable[str]:
     """Yield a line for each run that is not done."""
     for which, folder in zip(("first", "second"), folders, strict=True):
         outcome = find_outcome(folder, read_history(folder, "none"))
-        reason = f" ({outcome.reason})" if outcome.reason else ""
+        reason = f" ({brief(outcome.reason)})" if outcome.reason else ""
         if outcome.status != "done":
             yield f"{which} run: {outcome.status or 'not finished'}{reason}"
 
@@ -292,8 +264,7 @@ def plot_differences(path: Path, name: str, differences: np.ndarray, title: str)
     axes.bar((np.arange(bars.size) + 0.5) * step - 0.5, bars, width=step, color=BLUE)
     axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xlim(-0.5, differences.size - 0.5)
-    label = f"value of {printable(name, newlines=False)} (0 to {differences.size - 1:,})"
-    axes.set_xlabel(label, parse_math=False)
+    axes.set_xlabel(f"value of {name} (0 to {differences.size - 1:,})", parse_math=False)
     axes.set_ylabel("difference" if step == 1 else f"largest difference among {step:,} values")
-    axes.set_title(printable(title, newlines=False), fontsize=10, parse_math=False)
+    axes.set_title(title, fontsize=10, parse_math=False)
     save(figure, path)

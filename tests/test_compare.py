@@ -27,72 +27,17 @@ from tests.launch import run_cli
 
 FACTS = Facts(1, "cpu", 1, 101, (8, 8, 3), 1, 4, pack_uuid="u", min_samples=1)
 
-F32 = np.float32
+DTYPES = [torch.float64, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.bool]
 
 
-def after(value, steps=1):
-    for _ in range(steps):
-        value = np.nextafter(F32(value), F32(np.inf))
-    return value
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "ulps"),
-    [
-        (1.0, after(1.0), 1),
-        (1.0, after(1.0, 5), 5),
-        (-1.0, np.nextafter(F32(-1), F32(-2)), 1),
-        (np.nextafter(F32(0), F32(-1)), np.nextafter(F32(0), F32(1)), 2),
-        (0.0, after(0.0, 3), 3),
-        (1.0, 2.0, 2**23),
-        (-0.0, 0.0, 0),
-    ],
-)
-def test_units_in_the_last_place(a, b, ulps):
-    found = compare_tensors("w", torch.tensor([a, 7.0]), torch.tensor([b, 7.0]))
-    assert (found.values, found.differing, found.ulps) == (2, 1, ulps)
-
-
-def test_float64_and_whole_numbers():
-    a, b = torch.tensor([1.0, -1.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
-    found = compare_tensors("w", a, b.nextafter(torch.tensor(2.0)))
-    assert found.ulps > 2**62
-    whole = compare_tensors("n", torch.tensor([3, 4]), torch.tensor([3, 14]))
-    assert (whole.differing, whole.largest, whole.ulps) == (1, 10.0, None)
-
-
-FLOATS = [
-    *(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz),
-    *(torch.float8_e5m2, torch.float8_e5m2fnuz),
-]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_floats_that_numpy_does_not_know(dtype):
-    a = torch.tensor([1.0, -0.5, 2.0, 0.0]).to(dtype)
-    b = a.clone()
-    b.view({1: torch.int8, 2: torch.int16}[dtype.itemsize])[1] += 3
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
+def test_values_whose_bits_differ_are_counted(dtype):
+    a, b = torch.tensor([0, 1, 1, 0]).to(dtype), torch.tensor([0, 1, 0, 0]).to(dtype)
     found = compare_tensors("w", a.reshape(2, 2), b.reshape(2, 2))
-    apart = abs(float(a[1]) - float(b[1]))
-    assert (found.values, found.differing, found.ulps, found.largest) == (4, 1, 3, apart)
-    assert apart > 0 and compare_tensors("w", a, a.clone()).differing == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_complex_numbers_differ_in_either_part(dtype):
-    a = torch.view_as_complex(torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float64)).to(dtype)
-    b = torch.view_as_complex(torch.tensor([[1.0, 2], [6, 0]], dtype=torch.float64)).to(dtype)
-    found = compare_tensors("w", a, b)
-    assert (found.values, found.differing, found.largest) == (2, 1, 5.0)
+    assert (found.values, found.differing, found.largest) == (4, 1, 1.0)
     assert compare_tensors("w", a, a.clone()).differing == 0
-
-
-def test_bytes_booleans_and_numbers_of_four_and_of_eight_bits_without_sign():
-    for dtype in (torch.uint8, torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.bool):
-        a, b = (torch.tensor(v, dtype=torch.uint8).view(dtype) for v in ([0, 1, 1], [0, 1, 0]))
-        found = compare_tensors("w", a, b)
-        assert (found.values, found.differing, found.ulps) == (3, 1, None)
+    zeros = torch.tensor([0.0, -0.0])
+    assert compare_tensors("w", zeros, zeros.abs()).differing == 1
 
 
 def test_largest_and_relative_difference():
@@ -260,28 +205,19 @@ def test_settings_that_were_not_set_are_shown_as_resolved(runs, capsys):
     config.write_text(config.read_text() + "lr = 0.2\nkeep_checkpoints = 3\n")
     assert main(["compare", "a", "b"]) == 0
     printed = capsys.readouterr().out
-    assert "settings that differ: lr 0.1 and 0.2; keep not set and 3\n" in printed
+    assert "settings that differ: lr 0.1 and 0.2; keep_checkpoints not set and 3\n" in printed
     assert "None" not in printed and "plans differ" not in printed
     config.write_text('run = "b"\nseed = 0\n')
     assert main(["compare", "a", "b"]) == 0
     assert "plans differ: learning_rate 0.1 and 0.2\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('"seed": 0', '"seed": 1', "its digest is"),
-        ('"seed": 0', '"seed": []', "seed"),
-        ("{", "[[[[", "no JSON"),
-    ],
-)
-def test_a_damaged_plan_is_named(old, new, message, runs, capsys):
+def test_a_damaged_plan_is_named(runs, capsys):
     path = Path("runs", runs("a"), "plan.json")
     runs("b")
-    path.write_text(path.read_text().replace(old, new, 1))
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1', 1))
     assert main(["compare", "a", "b"]) == 0
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("settings: ")]
-    assert line.startswith(f"settings: {path} is corrupt: ") and message in line
+    assert f"settings: {path} is corrupt: " in capsys.readouterr().out
 
 
 def test_the_first_convolution_is_that_of_the_model_in_every_process(tmp_path):
@@ -329,15 +265,3 @@ def test_mistakes(runs, capsys, arguments, message):
     runs("b")
     assert main(["compare", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_what_files_say_stays_on_its_line(runs, capsys):
-    a, b = runs("a"), runs("b", status="fail\nequal")
-    for name, split in ((a, "x\nequal"), (b, "y\nequal")):
-        line = {"kind": "evaluation", "step": 9, "split": split, "time": "x"}
-        with Path("runs", name, "progress.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    assert main(["compare", a, b]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert r"records: differ at step 9, evaluation: split x\nequal and y\nequal" in lines
-    assert "equal" not in lines and lines[-1] == "different"
