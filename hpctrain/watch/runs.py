@@ -92,7 +92,7 @@ class WatchedRun:
 
     def __init__(self, key: int, folder: Path, proposal: str = "") -> None:
         """`proposal` is a text ", did you mean X?" to show while there is no such folder."""
-        self.key, self.folder, self.name = key, folder, clean(folder.name)
+        self.key, self.folder, self.name = key, folder, folder.name
         self._proposal = proposal
         self.reader = HistoryReader(folder, "sampled")
         self.status = Status("waiting", "not begun yet")
@@ -119,6 +119,7 @@ class WatchedRun:
             self.status = Status("pending", f"waiting for {self.folder}{self._proposal}")
         else:
             self.status = self._find_status(self.history)
+        self.status = self.status._replace(text=clean(self.status.text))
 
     def _find_status(self, history: RunHistory) -> Status:
         """Return the status by the record, the heartbeats and how long neither has changed."""
@@ -172,22 +173,25 @@ class WatchedRun:
         return text
 
     def summary(self) -> Summary:
-        """Return all that is displayed of the run except its curves; unknown numbers are None."""
+        """Return all that is displayed of the run except its curves; unknown numbers are None.
+
+        All texts are `clean`.
+        """
         history, facts, step = self.history, self.history.facts, self.history.step
         done, steps, end = step.get("step", 0), history.total_steps, history.launch.end
         costs = end if "shares" in end else history.costs()
         corrupt = counted(history.corrupt_lines, "line") if history.corruption else ""
-        corrupt += clean(f" of the record cannot be read: {history.corruption}") if corrupt else ""
-        return {
+        corrupt += f" of the record cannot be read: {history.corruption}" if corrupt else ""
+        found = {
             "key": self.key,
             "name": self.name,
-            "folder": clean(self.folder),
+            "folder": str(self.folder),
             "status": self.status.kind,
-            "text": clean(self.status.text),
+            "text": self.status.text,
             "can_be_stopped": self.status.can_be_stopped,
             "version": self.reader.version,
-            "model": clean(facts.get("model") or ""),
-            "device": clean(facts.get("device") or ""),
+            "model": facts.get("model") or "",
+            "device": facts.get("device") or "",
             "ranks": number(facts.get("ranks")),
             "epoch": number(step.get("epoch")),
             "epochs": number(facts.get("epochs")),
@@ -198,14 +202,15 @@ class WatchedRun:
             "loss": number(step.get("loss")),
             "accuracy": number(step.get("accuracy")),
             "images_per_second": history.images_per_second(),
-            "evaluations": {clean(split): _metrics(e) for split, e in history.evaluations.items()},
+            "evaluations": {split: _metrics(e) for split, e in history.evaluations.items()},
             "step_seconds": number(costs.get("step_seconds")),
             "percents": whole_percents(_shares(costs.get("shares"))),
             "slowest_rank": number(costs.get("slowest_rank")),
             "slowest_share": number(costs.get("slowest_share")),
             "corrupt": corrupt,
-            "notes": [*map(clean, history.notes), *filter(None, [corrupt])],
+            "notes": [*history.notes, *filter(None, [corrupt])],
         }
+        return {name: clean(value) for name, value in found.items()}
 
     def _seconds_left(self) -> float | None:
         left, came = self.history.seconds_left(), time_of(self.history.step)
@@ -271,10 +276,17 @@ class WatchedRuns:
             return folders[:1]
 
 
-def clean(text: object) -> str:
-    """Return a record's text or a folder name in one line, control characters escaped."""
-    shown = printable(str(text).replace("\n", " "), newlines=False)
-    return shown if len(shown) <= LONGEST_TEXT else f"{shown[:LONGEST_TEXT]}…"
+def clean(value: Any) -> Any:
+    """Return texts, also those in lists and dicts, in one line with control characters escaped."""
+    match value:
+        case str():
+            shown = printable(value.replace("\n", " "), newlines=False)
+            return shown if len(shown) <= LONGEST_TEXT else f"{shown[:LONGEST_TEXT]}…"
+        case list():
+            return [clean(each) for each in value]
+        case dict():
+            return {clean(name): clean(each) for name, each in value.items()}
+    return value
 
 
 def _metrics(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
@@ -283,5 +295,5 @@ def _metrics(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _shares(values: Any) -> dict[str, float]:
     values = values if isinstance(values, Mapping) else {}
-    numbers = {clean(name): number(value) for name, value in values.items()}
+    numbers = {name: number(value) for name, value in values.items()}
     return {name: max(value, 0.0) for name, value in numbers.items() if value is not None}

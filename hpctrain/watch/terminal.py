@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from hpctrain.errors import Failure, UsageError
 from hpctrain.watch.drawing import cells, draw, facts_line, progress
-from hpctrain.watch.runs import Summary, WatchedRun, WatchedRuns, clean
+from hpctrain.watch.runs import Summary, WatchedRun, WatchedRuns
 
 try:
     from rich.text import Text
@@ -137,7 +137,7 @@ class WatchApp(App[None]):
         if run is None:
             return
         if not run.status.can_be_stopped:
-            self.notify(clean(f"{run.name}: {run.status.text}"), markup=False)
+            self.notify(f"{run.name}: {run.status.text}", markup=False)
             return
         self.push_screen(
             Question(f"Stop {run.name} after its next step?"), lambda yes: self._stop(run, yes)
@@ -147,7 +147,7 @@ class WatchApp(App[None]):
         if not yes:
             return
         try:
-            self.notify(clean(run.stop()), markup=False)
+            self.notify(run.stop(), markup=False)
         except Failure as error:
             self.notify(str(error), severity="error", markup=False)
         self._tick()

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from hpctrain.errors import Failure, UsageError
 from hpctrain.text import say
 from hpctrain.watch.drawing import cells, facts, progress
-from hpctrain.watch.runs import WatchedRun, WatchedRuns, clean
+from hpctrain.watch.runs import WatchedRun, WatchedRuns
 
 ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -94,7 +94,7 @@ class Server(ThreadingHTTPServer):
         """Ask one run to stop. Return a message for the user; None if there is no such run."""
         with self._lock:
             run = self._runs.get(key)
-            return clean(run.stop()) if run else None
+            return run.stop() if run else None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection, such as a browser that closed it."""
@@ -207,7 +207,7 @@ def curves(run: WatchedRun) -> dict[str, Any]:
     named = {"training": history.step_curves, **history.split_curves}
     found = {
         name: {
-            clean(split): [
+            split: [
                 [round(p.step), *(float(f"{v:.{DIGITS}g}") for v in (p.mean, p.min, p.max))]
                 for p in by_name[name].points
             ]
