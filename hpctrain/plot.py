@@ -5,9 +5,8 @@ there is a panel of accuracy, below it one of loss, and one for each other recor
 that has a label (``report/fields.py``), for the balanced accuracy if it is recorded, and for each
 figure of --metric. Training is drawn as a line, validation as dots. All runs share their axes, so
 that they can be compared. More than `APART` runs are drawn into the same panels, each in its own
-colour. Epochs are counted from 0: the third epoch lies between 2 and 3. Training
-is shown by epoch, with each mean at the end of its epoch; by step if fewer than two epochs have a
-mean.
+colour. Epochs are counted from 0: the third epoch lies between 2 and 3. Training is shown by epoch,
+with each mean at the end of its epoch; by step if fewer than two epochs have a mean.
 """
 
 from __future__ import annotations

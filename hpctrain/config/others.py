@@ -90,7 +90,7 @@ class PackConfig:
     skip_bad: bool = option(False, "skip unreadable files instead of failing", "Output")
     jobs: int | None = option(
         None,
-        "worker processes; default: one per allowed core",
+        "decode in this many worker processes; default: one per allowed core",
         "Output",
         AT_LEAST_1,
     )

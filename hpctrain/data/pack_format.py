@@ -2,8 +2,7 @@
 
 Root attributes: ``format``, ``version``, ``uuid``, ``classes`` (UTF-8 strings), ``mean`` and
 ``std`` (per channel of train, in [0, 1]), ``provenance`` (JSON) and ``sha256`` (of uuid, mean, std
-and provenance; packs of earlier releases have none). One group per split. Version 1 holds pixels,
-in each group
+and provenance). One group per split. Version 1 holds pixels, in each group
 
     images          (N, H, W, C) uint8, contiguous     images_crc32   (blocks,) uint32
     labels          (N,) int64, contiguous             labels_crc32   (blocks,) uint32
