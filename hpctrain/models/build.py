@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from hpctrain.config.imports import Imported, import_function, is_of_timm, one_line
 from hpctrain.errors import UsageError
 from hpctrain.models.resnet import resnet18, resnet34, resnet50
 from hpctrain.models.small import autoencoder, digits
-from hpctrain.models.timm_networks import is_in_timm, size_hint, timm_function
+from hpctrain.models.timm_networks import size_hint, timm_function
 from hpctrain.models.weights import check_type
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
@@ -136,38 +135,15 @@ def _call(imported: Imported, image_shape: tuple[int, int, int], classes: int) -
         raise UsageError(
             f"{imported.setting} returned a {_kind(model)} without parameters to train"
         )
-    other = [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]
-    if other:
-        raise UsageError(
-            f"{imported.setting}: {other[0]} is no tensor, which weight files cannot hold"
-        )
-    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-        check_type(f"{imported.setting}: {key}", tensor)
-        if not is_lazy(tensor) and _overlaps_itself(tensor):  # such as expanded ones
-            tensor.data = tensor.data.clone()  # torch refuses to write into overlapping ones
+    for name, value in (*model.state_dict().items(), *model.named_buffers()):
+        check_type(f"{imported.setting}: {name}", value)
     return model
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several elements may share memory."""
-    span = 1  # number of elements that the dimensions so far cover
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride < span:
-                return True
-            span += stride * (size - 1)
-    return False
-
-
 def _hint(name: str) -> str:
-    if is_in_timm(name):
-        return f"; there is timm:{name}"
     near = difflib.get_close_matches(name.lower(), NETWORKS, n=1)
     if near:
         return f"; did you mean {near[0]}?"
-    if "." in name and "/" not in name:
-        module, _, function = name.rpartition(".")
-        return f"; a function of your own is written {module}:{function}"
     own = "timm:NAME, or package.module:function of your own"
     return f"; there are {', '.join(NETWORKS)}, {own}"
 

@@ -45,15 +45,6 @@ def timm_function(name: str) -> Imported:
     return Imported(f"--model {name}", partial(_make, timm, own), "")
 
 
-def is_in_timm(name: str) -> bool:
-    """Whether timm is installed and has this network."""
-    try:
-        timm_function(f"timm:{name}")
-    except UsageError:
-        return False
-    return True
-
-
 def _import_timm(name: str) -> Any:
     spec = importlib.util.find_spec("timm")
     if spec is None:

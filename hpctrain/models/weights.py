@@ -53,12 +53,11 @@ TYPES = {
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
-def check_type(name: str, tensor: Tensor) -> None:
-    """Raise UsageError if a file cannot hold such a tensor."""
-    known = tensor.dtype in TYPES or tensor.dtype in REAL
-    if not known or tensor.layout is not torch.strided:
-        kind = f"{tensor.dtype}" if not known else f"stored as {tensor.layout}"
-        raise UsageError(f"{name} is {kind}, which weight files cannot hold")
+def check_type(name: str, value: Any) -> None:
+    """Raise UsageError unless it is a dense tensor of a type that files can hold."""
+    dense = isinstance(value, Tensor) and value.layout is torch.strided
+    if not dense or value.dtype not in {*TYPES, *REAL}:
+        raise UsageError(f"{name} is no dense tensor of a type that weight files can hold")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -71,7 +70,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
     """Yield the bytes of a file of these tensors, piece by piece.
 
-    Equal tensors and metadata give equal bytes in any order. Raises UsageError as `check_type`.
+    Equal tensors and metadata give equal bytes in any order.
     """
     pairs = [name for name in sorted(tensors) if tensors[name].dtype in REAL]
     entries = {**metadata, COMPLEX: json.dumps(pairs)} if pairs else dict(metadata)
@@ -80,7 +79,6 @@ def content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Itera
     # By decreasing element size, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-_real(tensors[name])[0].itemsize, name))
     for name in names:
-        check_type(name, tensors[name])
         dtype, shape = _real(tensors[name])
         end = start + tensors[name].nbytes
         header[name] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [start, end]}
