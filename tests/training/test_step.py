@@ -262,9 +262,6 @@ def test_a_model_that_the_message_does_not_know_is_noticed(comm):
         trainer.message.zero()
     middle.data = data
     trainer.message.zero()
-    trainer.model.float()
-    with pytest.raises(RuntimeError, match="0.weight is no longer a view"):
-        trainer.message.zero()
 
 
 def test_stop_votes_and_clocks_arrive(comm):
