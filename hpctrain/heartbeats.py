@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpctrain.files import write_whole
-from hpctrain.text import printable, ranges
+from hpctrain.text import ranges
 from hpctrain.typed import from_fields, parse_json
 
 FOLDER = "ranks"  # in the folder of a run
@@ -74,8 +74,7 @@ def read_beat(path: Path) -> Beat | None:
         beat = from_fields(Beat, parse_json(content))
     except (OSError, ValueError):
         return None
-    doing, failed = (printable(text, newlines=False) for text in (beat.doing, beat.failed))
-    return replace(beat, doing=doing, failed=failed, written=written)
+    return replace(beat, written=written)
 
 
 def read_beats(folder: Path) -> list[Beat]:

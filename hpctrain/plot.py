@@ -36,7 +36,7 @@ from hpctrain.report.find import distinct_names, find_run_or_sweep, find_runs
 from hpctrain.report.history import Metrics, find_outcome
 from hpctrain.report.record import read_history
 from hpctrain.report.step_stats import Curve
-from hpctrain.text import printable, say
+from hpctrain.text import say
 
 FILE = "training.png"
 CONFUSION = "-confusion"  # appended to the stem of the confusion matrix's file name
@@ -225,7 +225,7 @@ def plot_apart(networks: Sequence[RunCurves]) -> Any:
                 axes.tick_params(which="both", labelleft=False)
             if i == 0:
                 title = f"{shortened(network.name, 80 if is_alone else 30)}\n{summary(network)}"
-                axes.set_title(printable(title), parse_math=False)
+                axes.set_title(title, parse_math=False)
     lines = [Line2D([], [], color=BLUE, linewidth=1.3, label="training")]
     if any(network.validation for network in networks):
         lines.append(Line2D([], [], **DOTS, markersize=4, label="validation"))
@@ -259,7 +259,7 @@ def plot_together(networks: Sequence[RunCurves]) -> Any:
     )
     for text, network in zip(legend.get_texts(), networks, strict=True):
         label = f"{shortened(network.name, 30)}: {summary(network)}"
-        text.set(text=printable(label, newlines=False), parse_math=False)
+        text.set(text=label, parse_math=False)
     return figure
 
 

@@ -19,7 +19,6 @@ from hpctrain.inference.network import Network
 from hpctrain.inference.tasks import network_output
 from hpctrain.parallel.device import seed_torch
 from hpctrain.streams import Upload, copy_to_host
-from hpctrain.text import printable
 from hpctrain.watchdog import doing
 
 Unusable = dict[int, str]  # reason by row
@@ -161,5 +160,5 @@ def describe_unusable(unusable: Unusable, total: int, rest: str) -> str:
     named = list(unusable.values())[:MOST_NAMED]
     more = len(unusable) - len(named)
     named += [f"and {more:,} more"] if more else []
-    lines = "".join(f"\n  {printable(text, newlines=False)}" for text in named)
+    lines = "".join(f"\n  {text}" for text in named)
     return f"{len(unusable):,} of {total:,} images cannot be used{rest}{lines}"

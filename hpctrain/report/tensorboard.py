@@ -12,7 +12,6 @@ from typing import Any
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import writing
 from hpctrain.report.fields import fields_marked
-from hpctrain.text import printable
 
 
 class EventWriter:
@@ -34,13 +33,13 @@ class EventWriter:
     def write(self, record: dict[str, Any]) -> None:
         """Write the scalars of a step or an evaluation; other records have none."""
         kind = record["kind"]
-        group = printable("training" if kind == "step" else record.get("split", ""))
+        group = "training" if kind == "step" else record.get("split", "")
         for name in fields_marked(kind, "scalar"):
             value = record.get(name)
             values = value if isinstance(value, dict) else {name: value}
             for own, number in values.items():
                 if number is not None:
-                    self._call("add_scalar", f"{group}/{printable(own)}", number, record["step"])
+                    self._call("add_scalar", f"{group}/{own}", number, record["step"])
 
     def close(self) -> None:
         """Flush queued events and close the file."""

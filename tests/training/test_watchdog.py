@@ -345,9 +345,6 @@ def test_heartbeats_tell_who_did_not_arrive(tmp_path):
         "rank 1 (process 7 on h) did not arrive, it is in: step 9",
         "rank 2 (process 7 on h) gave no sign for 300 s, last in: step 9",
     ]
-    write_beat(tmp_path, Beat(3, "h", 7, "a\x1b[2J", 0.0, 0.0))
-    told = read_beat(tmp_path / "3.json")
-    assert told and told.doing == r"a\x1b[2J"
 
 
 def test_what_is_said_of_many_ranks_is_short():

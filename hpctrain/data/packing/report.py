@@ -23,7 +23,6 @@ from hpctrain.data.packing.layout import ImageSource
 from hpctrain.data.packing.split import TRAIN, VALIDATION
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
-from hpctrain.text import printable
 from hpctrain.watchdog import doing
 
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
@@ -33,7 +32,7 @@ WIDTH = 100  # of a table that is not printed on a terminal
 
 def say(text: str) -> None:
     """Print one line on standard error."""
-    Console(stderr=True).print(printable(text, newlines=False), soft_wrap=True)
+    Console(stderr=True).print(text, soft_wrap=True)
 
 
 @contextmanager
