@@ -77,6 +77,7 @@ def test_the_commands_of_the_page_run(folder, monkeypatch, capsys):
                 assert main(words[3:]) == 0, command
             elif words[1] == "-m":
                 monkeypatch.setattr(sys, "argv", words[2:])
+                monkeypatch.delitem(sys.modules, words[2], raising=False)
                 runpy.run_module(words[2], run_name="__main__")
             else:
                 exec((folder / words[1]).read_text(), {"__name__": "__main__"})

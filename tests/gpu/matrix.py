@@ -187,7 +187,7 @@ class Matrix:
         """What `evaluate` and `predict` say of the network that was trained on the CPU."""
         run = self.folder / "runs" / str(settings_of(cell, self.folder, "cpu").run)
         table, rows = (self.folder / f"{name}-{device}" for name in ("evaluate", "predict"))
-        same: dict[str, Any] = {"run": str(run), "runs_dir": str(run.parent), "batch": 5}
+        same: dict[str, Any] = {"run": str(run), "runs_dir": str(run.parent), "batch_size": 5}
         same |= {"device": device, "threads": 1, "precision": cell.precision}
         if self.comm.rank < cell.ranks:
             evaluate.start_mpi = predict.start_mpi = lambda: self.comms[cell.ranks]

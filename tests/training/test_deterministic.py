@@ -56,18 +56,18 @@ CASES = {
         "task": "denoise",
         "model": "autoencoder",
         "validate_every": "3steps",
-        "output": "best",
+        "final": "best",
     },
     **FINE_TUNING,
     "two threads": {"threads": 2},
-    "class weights": {"class_weights": "balanced", "label_smoothing": 0.1, "output": "best"},
+    "class weights": {"class_weights": "balanced", "label_smoothing": 0.1, "final": "best"},
     "balanced": {"balanced_sampling": True, "read_buffer": "4K"},
     "balanced, global": {"balanced_sampling": True, "shuffle": "global"},
     "draws in evaluation": {
         "model": DRAWING,
         "validate_every": "3steps",
         "patience": 2,
-        "output": "best",
+        "final": "best",
     },
 }
 
@@ -203,7 +203,7 @@ def test_more_ranks_than_the_session_has(settings, comm, ranks, program, runs, t
         ({"checkpoint_every": "4steps"}, 5, 7, [4]),
         ({"validate_every": "6steps"}, 3, 6, []),
         ({"validate_every": "0"}, 4, 14, []),
-        ({"validate_every": "0", "output": "ema", "ema": 0.9}, 14, 14, []),
+        ({"validate_every": "0", "final": "ema", "ema": 0.9}, 14, 14, []),
     ],
     ids=["checkpoint", "epoch", "validation", "end", "last step"],
 )

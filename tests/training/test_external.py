@@ -166,7 +166,7 @@ def test_a_network_knows_its_file_and_the_rows_it_was_tested_on(comm, settings, 
     config = dataclasses.replace(stored(settings, comm, case), shuffle=shuffle, split="0.7,0.3")
     loop.train(config, comm)
     folder, written = Path(settings.runs_dir), Path(settings.data).with_name("figures.json")
-    asked = {"run": "a", "runs_dir": str(folder), "threads": 1, "batch": 64}
+    asked = {"run": "a", "runs_dir": str(folder), "threads": 1, "batch_size": 64}
     assert evaluate.main(EvaluateConfig(output=str(written), **asked)) == 0
     answers = Path(settings.data).with_name("answers.csv")
     assert predict.main(PredictConfig(output=str(answers), **asked)) == 0
@@ -202,7 +202,7 @@ def test_splits_and_classes_of_the_file_are_found_again(comm, settings):
     config = dataclasses.replace(settings, data=str(path), epochs=1, **names)
     assert loop.train(config, comm) == 0
     assert loop.train(dataclasses.replace(config, epochs=2), comm) == 0
-    asked = {"run": "a", "runs_dir": settings.runs_dir, "threads": 1, "batch": 64}
+    asked = {"run": "a", "runs_dir": settings.runs_dir, "threads": 1, "batch_size": 64}
     assert evaluate.main(EvaluateConfig(output=str(written), **asked)) == 0
     if comm.rank == 0:
         figures = json.loads(written.read_text())
@@ -380,7 +380,7 @@ def test_an_image_that_is_not_finite_is_named_wherever_it_is_read(comm, settings
         loop.train(with_nan(config, comm, middle), comm)
     last = where["test"][[1, 4]]
     again = with_nan(config, comm, rows["test"][last])
-    asked = {"run": str(Path(config.runs_dir) / "sound"), "data": again.data, "batch": 5}
+    asked = {"run": str(Path(config.runs_dir) / "sound"), "data": again.data, "batch_size": 5}
     with pytest.raises(RunError, match=rf"nan.h5: row \d+ .*\(sample {last[0]} of test\) {NAN}"):
         evaluate.main(EvaluateConfig(threads=1, **asked))
     written = Path(config.data).with_name("answers.csv")

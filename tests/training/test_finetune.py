@@ -124,7 +124,7 @@ CASES = {
         {
             "freeze": "stem,bn",
             "ema": 0.8,
-            "output": "ema",
+            "final": "ema",
             "optimizer": "adamw",
         },
         adamw,
@@ -224,7 +224,7 @@ def test_the_average_is_what_is_validated_saved_and_tested(comm, settings, share
         splits = {"train": (images[:101], labels[:101]), "validation": same, "test": same}
         write_pack(shared_tmp / "same.h5", splits, tuple("abcdefghij"), {"source": "test"})
     comm.Barrier()
-    own = {"data": str(shared_tmp / "same.h5"), "ema": 0.999, "output": "ema", "test": True}
+    own = {"data": str(shared_tmp / "same.h5"), "ema": 0.999, "final": "ema", "test": True}
     assert train(dataclasses.replace(settings, **own), comm) == 0
     if comm.rank == 0:
         found = [r for r in read_records(shared_tmp / "runs" / "a") if r["kind"] == "evaluation"]

@@ -76,7 +76,7 @@ def test_class_weights_weigh_the_values_of_a_loss(comm, small_settings):
 
 @pytest.mark.mpi
 def test_a_loss_and_a_metric_are_evaluated_as_in_one_process(comm, small_settings):
-    flags = {"loss": own("focal"), "metric": own("counts"), "output": "best"}
+    flags = {"loss": own("focal"), "metric": own("counts"), "final": "best"}
     assert run_with(small_settings, comm, **flags) == 0
     folder = Path(small_settings.runs_dir) / "a"
     words = ["evaluate", str(folder), "--loss", own("focal"), "--metric", own("counts")]

@@ -50,7 +50,7 @@ def test_trained_saved_evaluated_and_predicted(
     # A check of the fresh network's shapes is not in bfloat16.
     assert seen <= {(tf32, product, True, half), (tf32, product, True, False)}
     comm.Barrier()
-    common = {"run": "a", "runs_dir": settings.runs_dir, "threads": 1, "batch": 4}
+    common = {"run": "a", "runs_dir": settings.runs_dir, "threads": 1, "batch_size": 4}
     output = str(tmp_path / "answers.csv")
     for asked in (None, "default", "fp32", "tf32", "bf16"):
         expected = {"fp32": (False, "highest", False, False), "tf32": (True, "high", False, False)}

@@ -78,25 +78,25 @@ def test_patience_is_counted_in_validations_without_a_smaller_loss(
         assert end["reason"] == (reason if last < 14 else None)
 
 
-@pytest.mark.parametrize(("output", "place"), [("last", 3), ("best", 1)])
+@pytest.mark.parametrize(("final", "place"), [("last", 3), ("best", 1)])
 def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(
-    comm, settings, losses, output, place
+    comm, settings, losses, final, place
 ):
     seen = losses([5.0, 1.0, 3.0, 3.0])
-    loop.train(dataclasses.replace(settings, validate_every="4steps", output=output), comm)
+    loop.train(dataclasses.replace(settings, validate_every="4steps", final=final), comm)
     assert len(seen) == 4
     if comm.rank == 0:
         folder = Path(settings.runs_dir) / "a"
         tensors, metadata = read_model(folder / "model.safetensors")
         assert torch.equal(tensors["conv1.weight"], seen[place])
-        assert metadata["step"] == (8 if output == "best" else 14)
+        assert metadata["step"] == (8 if final == "best" else 14)
         assert tensors["bn1.num_batches_tracked"] == metadata["step"]
         assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
         best, known = read_model(folder / "best.safetensors")
         assert torch.equal(best["conv1.weight"], seen[1])
         assert (known["step"], known["epoch"]) == (8, 1)
-        assert known["validation_loss"] != metadata["validation_loss"] or output == "best"
-        assert metadata["epoch"] == (1 if output == "best" else 2)
+        assert known["validation_loss"] != metadata["validation_loss"] or final == "best"
+        assert metadata["epoch"] == (1 if final == "best" else 2)
         tests = [r for r in read_records(folder) if r.get("split") == "test"]
         assert [t["step"] for t in tests] == [metadata["step"]]
         assert np.isfinite(tests[0]["loss"])
@@ -107,7 +107,7 @@ def test_the_network_of_the_last_or_the_best_step_is_tested_and_saved(
 )
 def test_what_needs_a_validation_split_is_refused_without_one(comm, settings, flags):
     name = "--" + next(iter(flags)).replace("_", "-")
-    name += " best" if "output" in flags else ""
+    name += " best" if "final" in flags else ""
     none = Path(settings.data).with_name("none.h5")
     if comm.rank == 0:
         make_pack(none, {"train": 101, "test": 23})

@@ -77,7 +77,7 @@ def made_pack(
     if test:
         splits["test"] = (np.ascontiguousarray(images[rows:]), labels[rows:])
     path = case.folder / f"{rows}-{height}x{width}x{channels}.h5"
-    write_pack(path, splits, "abcde", {"source": "scripts/gpu_check"})
+    write_pack(path, splits, "abcde", {"source": "scripts/gpu_check"}, overwrite=True)
     return str(path)
 
 
