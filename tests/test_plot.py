@@ -13,7 +13,7 @@ from PIL import Image
 
 from hpctrain.cli import main
 from hpctrain.plot import loss_kind, read_curves
-from hpctrain.report.figures import columns_for, shortened
+from hpctrain.report.figures import shortened
 from hpctrain.report.find import distinct_names
 from hpctrain.report.recorder import Recorder
 from tests.launch import run
@@ -81,12 +81,6 @@ def test_networks_share_their_axes(runs):
     assert len({one.get_ylim() for one in axes[1::2]}) == len({o.get_xlim() for o in axes}) == 1
     assert axes[1].get_ylim() == (0, pytest.approx(3 * 1.05))  # validation's 2 * 3 / 2
     assert axes[0].get_xlim() == (0, pytest.approx(7 * 1.02))
-
-
-def test_ticks_of_accuracy_are_at_quarters_in_small_panels(runs):
-    folders = [write_record(runs / name, loss=3) for name in "abcd"]
-    assert [*panels(*folders)[0].get_yticks()] == [0, 25, 50, 75, 100]
-    assert [*panels(folders[0])[0].get_yticks()] == [0, 20, 40, 60, 80, 100]
 
 
 def shown_texts(figure):
@@ -342,11 +336,6 @@ def test_neither_torch_nor_mpi_nor_a_display_is_asked_for(runs):
     )
     done = run([sys.executable, "-c", code], cwd=runs.parent)
     assert done.stdout.splitlines()[1:] == ["set()"], done.stderr
-
-
-def test_the_grid_is_full_or_nearly():
-    assert [columns_for(n) for n in range(1, 7)] == [1, 2, 3, 4, 3, 3]
-    assert [columns_for(n, 3) for n in (3, 4, 7, 9)] == [3, 2, 3, 3]
 
 
 def test_long_names_are_shortened_in_the_middle():
