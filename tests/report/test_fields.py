@@ -156,10 +156,3 @@ def test_watch_names_the_line_where_it_prints_a_line_for_each_run(tmp_path, caps
     good, bad = capsys.readouterr().out.splitlines()
     assert "cannot be read" not in good
     assert "1 line of the record cannot be read: runs/bad" in bad and "line 1: " in bad
-
-
-def test_what_no_font_can_draw_is_drawn_as_an_escape(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "a", *CONTROL[:3], end_line(status="\ud800"))
-    assert main(["plot", "a"]) == 0
