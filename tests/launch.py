@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -40,14 +39,6 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         own = {name: own[name] for name in own if not name.startswith(LAUNCHER_PREFIXES)}
     path = os.pathsep.join(filter(None, (str(ROOT), own.get("PYTHONPATH"))))
     return {**ALLOWED, **own, "PYTHONPATH": path, **(extra or {})}
-
-
-def peak_memory() -> int:
-    """The peak resident set size of this process, in KiB.
-
-    Not ru_maxrss of getrusage, which a process inherits from the process that started it.
-    """
-    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def marked(mark: str) -> list[int]:
