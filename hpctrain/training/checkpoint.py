@@ -191,7 +191,7 @@ def _sweep(folder: Path) -> None:
     for step in checkpoint_steps(folder):
         try:
             named.add(json.loads(_json(folder, step).read_text())["file"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):
             named.update(path.name for path in folder.glob(f"{step:08}*.safetensors"))
     for path in folder.glob("*.safetensors"):
         if path.name not in named:
@@ -257,7 +257,7 @@ def verify(run: Path, step: int) -> Checkpoint:
             )
     except OSError as error:
         raise _unreadable(described, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"checkpoint {described} is corrupt: {error}") from error
     try:
         found = path.stat().st_size

@@ -7,9 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hpctrain.data.orders import make_order
 from hpctrain.data.partition import (
-    Partition,
     cut_epoch,
     cut_last_step,
     even_shares,
@@ -110,33 +108,6 @@ def test_uneven_shares_are_cut_or_refused_at_once(rows, batch, shards):
         return
     assert sum(partition.sizes) == rows
     assert all(r == 0 or r >= 2 for r in (*partition.last, *partition.shares))
-
-
-class Counted(tuple):
-    """Shares that count how many of them are read."""
-
-    read = 0
-
-    def __iter__(self):
-        Counted.read += len(self)
-        return super().__iter__()
-
-
-@pytest.mark.parametrize("order", ["partition", "global", "blocks"])
-def test_a_shard_more_costs_no_look_at_all_others(order):
-    """A step of all 4,096 shards on one rank; 67 million looks there were before."""
-    shards, plain = 4096, cut_epoch(100_003, 9001, 4096)
-    partition = Partition(plain.samples, Counted(plain.shares), Counted(plain.last))
-    dealt = make_order(order, partition, 0, block_rows=3, window_blocks=2)
-    Counted.read = 0
-    for step in (0, 1, partition.steps - 1):
-        assert partition.total(step) > 0
-        for shard in range(shards):
-            place = places(partition, step, shard)
-            rows = dealt.samples(0, shard, place.start, place.stop - place.start)
-            assert len(rows) == partition.count(step, shard)
-            dealt.reach(range(shard, shard + 1))
-    assert Counted.read <= 8 * shards
 
 
 def old_cut_last_step(rows, shares, least):

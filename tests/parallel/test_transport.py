@@ -29,7 +29,6 @@ MAKERS = {
     "pinned": Pinned,
     "pinned, in pieces": lambda comm: Pinned(comm, piece_bytes=64),
     "device memory": DeviceMemory,
-    "device memory, in pieces": lambda comm: DeviceMemory(comm, 8),
     "NCCL": lambda comm: Nccl(comm, Library(built())),
 }
 

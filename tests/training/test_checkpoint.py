@@ -141,11 +141,9 @@ def corrupt(path, how):
             path.unlink()
         case "nonsense":
             path.write_bytes(b"{}")
-        case "deep":
-            path.write_bytes(b'{"state": ' + b"[" * 100_000)
 
 
-@pytest.mark.parametrize("how", ["flipped", "short", "empty", "gone", "nonsense", "deep"])
+@pytest.mark.parametrize("how", ["flipped", "short", "empty", "gone", "nonsense"])
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
 def test_a_corrupt_one_is_named_and_passed_over(run, how, suffix):
     save(run, 5)
