@@ -174,8 +174,6 @@ def read_model(
         entries = header.get("__metadata__") or {}
         tensors = restore_complex(tensors, entries)
         metadata = parse_json(entries.get(ENTRY, "{}"))
-        if not isinstance(metadata, dict):
-            raise ValueError(f"its metadata {ENTRY!r} are no JSON object")
     except (SafetensorError, ValueError) as error:
         raise UsageError(
             f"{path} is no safetensors file, or was cut short ({len(found):,} bytes): {error}"

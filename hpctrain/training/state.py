@@ -186,9 +186,6 @@ def restore(
         )
     state.from_json(saved)
     try:
-        done = state.step - state.epoch * earlier.plan.steps_per_epoch
-        if state.step != checkpoint.step or not 0 <= done <= earlier.plan.steps_per_epoch:
-            raise ValueError(f"step {state.step} of epoch {state.epoch + 1} is no place in the run")
         _put(trainer, state, _on_all(comm, checkpoint))
     except ValueError as error:
         text = f"checkpoint {checkpoint.path} cannot be resumed from: {error}"
