@@ -40,7 +40,7 @@ CASES = {
         "task": "denoise",
         "model": "autoencoder",
         "validate_every": "3steps",
-        "output": "best",
+        "final": "best",
     },
     "patience": {"validate_every": "2steps", "patience": 2, "lr": 0.3},
     "bf16": {"precision": "bf16", "shift": 2},
