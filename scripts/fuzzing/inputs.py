@@ -78,7 +78,7 @@ def run_settings(folder: Path, **more: Any) -> Config:
         "shards": 2,
         "threads": 1,
         "optimizer": "adam",
-        "output": "best",
+        "final": "best",
         "progress": "none",
     }
     return Config(**{**settings, **more})
