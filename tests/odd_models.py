@@ -192,6 +192,7 @@ class FineTuned(nn.Module):
             "empty": torch.empty(0, 3),
             "every_other": wide[:, ::2],
             "transposed": torch.rand(8, 8).T,
+            "expanded": torch.rand(8).expand(8, 8),
             "kernel": torch.rand(8, 8, 3, 3).to(memory_format=torch.channels_last),
         }
         for name, tensor in kinds.items():
@@ -206,7 +207,7 @@ class FineTuned(nn.Module):
         x = self.third(self.second(self.first(x)).tanh())
         real = self.single.real * (self.complex64 * self.complex128 * self.unsaved).real
         x = x * real.to(x.dtype) * self.bf16 + self.float8.to(x.dtype)
-        x = x @ (self.every_other @ self.transposed).to(x.dtype) * self.scalar
+        x = x @ (self.every_other @ self.transposed * self.expanded).to(x.dtype) * self.scalar
         x = (
             x
             + self.kernel.mean((0, 2, 3))

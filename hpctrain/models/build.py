@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hpctrain.config.imports import Imported, import_function, is_of_timm, one_line
 from hpctrain.errors import UsageError
@@ -137,6 +138,9 @@ def _call(imported: Imported, image_shape: tuple[int, int, int], classes: int) -
         )
     for name, value in (*model.state_dict().items(), *model.named_buffers()):
         check_type(f"{imported.setting}: {name}", value)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_lazy(tensor) and 0 in tensor.stride():  # expanded: torch refuses to write into it
+            tensor.data = tensor.data.clone()
     return model
 
 

@@ -112,10 +112,12 @@ def fill_the_host(*arguments):
 
 
 @pytest.mark.parametrize("step", [allocate_too_much, fill_the_gpu, fill_the_host])
-def test_out_of_memory_is_one_line_that_names_shards(one_rank, settings, monkeypatch, step):
+def test_out_of_memory_is_one_line_that_names_shards(
+    one_rank, settings, monkeypatch, tmp_path, step
+):
     monkeypatch.setattr("hpctrain.training.loop.train_step", step)
     with pytest.raises(RunError, match="^out of memory .*emory.* more --shards .* batch norm"):
-        loop.train(settings, one_rank)
+        loop.train(dataclasses.replace(settings, runs_dir=str(tmp_path)), one_rank)
 
 
 def test_what_a_step_an_evaluation_and_a_save_take_is_measured(comm, settings, monkeypatch):
