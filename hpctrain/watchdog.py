@@ -49,6 +49,7 @@ from hpctrain.text import say
 LAST_WORDS = 5.0  # seconds between asking MPI to abort and exiting without it
 IMPORTS = 30.0  # seconds that the start may take in addition to --hang-timeout
 MPI_INIT = f"{WAITING}all in MPI_Init"
+PATIENCE = 3  # times the limit, for a rank that waits where no heartbeats tell who works
 SLOW_INIT = 60.0  # seconds in MPI_Init after which one rank of each host reports it
 STDERR = 2  # file descriptor
 
@@ -124,6 +125,12 @@ class Watchdog:
         self._looked = 0.0  # when the time was up, and it looked at the heartbeats of others
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    @property
+    def _allowed(self) -> float:
+        """Seconds that the current activity may take."""
+        alone = self._folder is None and self.activity != MPI_INIT
+        return self.limit * (PATIENCE if alone and self.activity.startswith(WAITING) else 1)
 
     @property
     def interval(self) -> float:
@@ -227,7 +234,7 @@ class Watchdog:
             self.beat()
             self._arm()
         turn = self._turn
-        if now - self._since <= self.limit:
+        if now - self._since <= self._allowed:
             if turn:
                 turn.give_back()
         elif turn is None or not turn.mine or now - self._looked >= self.interval:
@@ -267,7 +274,7 @@ class Watchdog:
 
     def _end(self, lines: list[str]) -> None:
         """Report which ranks hung, write the stacks and end all ranks."""
-        lines = [f"nothing new for {self.limit:.0f} s while in: {self.activity}", *lines]
+        lines = [f"nothing new for {self._allowed:.0f} s while in: {self.activity}", *lines]
         lines.append(f"stacks are in {self._dump()}")
         say("\n".join(f"{self._where} {line}" for line in lines), sys.stderr)
         self.fail("; ".join(lines))

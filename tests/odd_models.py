@@ -341,6 +341,10 @@ class Remembering(nn.Module):
             self.mask = torch.ones(self.classes)
         return x * self.mask
 
+    def _made_in_training(self, x):
+        if self.training:
+            return self._made_once(x)
+
     def _drops(self, x):
         return nn.functional.dropout(x, 0.4, self.training)
 

@@ -173,7 +173,11 @@ def _is_matlab(path: str) -> bool:
 
 
 def _type(data: h5py.Dataset) -> str:
-    if (name := str(data.dtype)) not in TYPES:
+    name, own = str(data.dtype), h5py.h5t.py_create(data.dtype)
+    # h5py gives types without an equal in NumPy, such as bfloat16, the name of a wider one.
+    if name in TYPES and data.dtype.itemsize > 1 and not own.equal(data.id.get_type()):
+        name += ", or a type like it"
+    if name not in TYPES:
         raise Unusable(
             f"the images {data.name} are {name}, which is not read: only {', '.join(TYPES)}, little"
             " endian"

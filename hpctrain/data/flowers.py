@@ -29,7 +29,11 @@ def fetch_archive(cache_dir: str | os.PathLike[str]) -> Path:
     from torch.hub import download_url_to_file
 
     doing("downloading the flowers")
-    say(f"downloading {URL} (229 MB) to {path}", sys.stderr)
+    say(
+        f"downloading {URL} (229 MB) to {path}; it may take --hang-timeout at most, and may be put"
+        " there by hand",
+        sys.stderr,
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         download_url_to_file(URL, str(path), SHA256, progress=sys.stderr.isatty())

@@ -59,6 +59,8 @@ def usage_errors(path: str) -> Iterator[None]:
 
 def explain(error: Exception) -> str:
     """Translate an error of HDF5 into the state of the file, such as "is cut short: ..."."""
+    if isinstance(error, MemoryError):
+        return f"needs more memory than there is ({error}): make its chunks smaller by h5repack"
     text = str(error)
     if "file signature not found" in text:
         return "is no HDF5 file: make a pack of image files with 'hpctrain pack'"

@@ -262,7 +262,7 @@ def check_threads(flag: str) -> None:
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UsageError(
             f"{flag} calls MPI from a thread of its own, and {library()} was started without"
-            f" MPI_THREAD_SERIALIZED: use {flag} 0"
+            f" MPI_THREAD_SERIALIZED: leave out {flag}"
         )
 
 

@@ -44,9 +44,11 @@ def main(settings: SweepConfig) -> int:
         if is_new:
             raise UsageError(f"--results: there is no sweep {folder} yet")
         return collect(settings, folder, sweep, display)
-    wants_gpus = any(network.config.device != "cpu" for network in sweep.networks)
-    machine = find_machine(settings, wants_gpus)
-    if settings.dry_run:
+    machine = None  # --prepare may be called where nothing can be launched
+    if settings.dry_run or not settings.prepare:
+        wants_gpus = any(network.config.device != "cpu" for network in sweep.networks)
+        machine = find_machine(settings, wants_gpus)
+    if machine is not None and settings.dry_run:
         preview(folder, sweep, machine, display)
         return 0
     results = read_results(folder, sweep, settings.retry).values()
@@ -61,7 +63,7 @@ def main(settings: SweepConfig) -> int:
     try:
         make_folder(folder, file, sweep, settings.runs_dir)
         display.line(f"{folder}: {len(left)} of {len(sweep.networks)} networks to train")
-        if settings.prepare:
+        if machine is None:
             return prepare(settings, folder, left, display)
         return drive(settings, folder, sweep, machine, display)
     finally:

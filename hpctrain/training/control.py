@@ -26,6 +26,7 @@ from hpctrain.config import Config, Interval, checkpoint_interval, duration
 from hpctrain.errors import RunError, UsageError
 from hpctrain.launcher import received_signal
 from hpctrain.scheduler import job_end
+from hpctrain.watchdog import doing
 
 STOP_FILE = "STOP"
 LOOK_EVERY = 0.5  # seconds between checks of the file system
@@ -103,8 +104,9 @@ class Control:
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Call the user's function with the record of a validation; it may ask to stop."""
-        if self._on_evaluation and self._on_evaluation(record):
-            self._stop_seen = True
+        if self._on_evaluation:
+            doing("calling on_evaluation")
+            self._stop_seen |= bool(self._on_evaluation(record))
 
     def ended(self) -> None:
         """Remove the STOP file after the end of the run, when the request is fulfilled."""

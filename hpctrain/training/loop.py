@@ -28,6 +28,7 @@ def train_epochs(run: Run) -> None:
         while state.epoch < job.plan.epochs and not state.ended:
             first = state.step - state.epoch * per_epoch
             pending.restart_clock()
+            doing(f"reading for step {state.step + 1}")
             began = time.perf_counter()
             for number, batches in enumerate(loader.epoch(state.epoch, first), start=first):
                 waited = time.perf_counter() - began

@@ -45,6 +45,7 @@ def probe_model(
     operations without a deterministic form.
     """
     model, names = norms.model, set(norms.model.state_dict())
+    buffers = {name for name, _ in model.named_buffers()}
     rows = np.arange(min(FIRST_ROWS, len(source)))
     if bad := describe_first([find_nonfinite(source, rows)]):
         raise UsageError(bad)
@@ -66,6 +67,11 @@ def probe_model(
     with name_refused_operation(UsageError):
         probe = norms.probe(lambda: forward(inputs), len(rows))
         check_names(model, names)
+        if made := [name for name, _ in model.named_buffers() if name not in buffers]:
+            raise UsageError(
+                f"the network's buffer {made[0]} is made in its first pass in training mode, which"
+                " other ranks do later: make it in __init__"
+            )
         if config.deterministic:  # torch refuses some operations only in backward
             loss, _ = task(model, inputs, targets)
             loss.backward()  # not autograd.grad: reentrant checkpoints refuse it

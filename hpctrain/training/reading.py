@@ -138,8 +138,7 @@ def make_reading(
 ) -> Reading:
     """Return how this rank, which carries `shards`, reads the training split. Collective.
 
-    Labels and offsets that it may need are read now if they are few. Raises the same error on all
-    ranks.
+    Labels and offsets that it may need are read now and kept. Raises the same error on all ranks.
     """
     reading = Reading(source.pack, checks, source, order_of(plan, source))
     if config.stage and not config.dry_run:

@@ -125,6 +125,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     # Before --stage, whose copy may lack labels of other hosts' samples.
     missing = call_on_root(comm, lambda: describe_missing(order_of(plan, source), pack.classes))
     reading = make_reading(config, plan, source, checks, shards, comm)
+    doing("setting up")  # replaces the last block that was staged
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, device)

@@ -111,7 +111,6 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     state.add(figures)
     record = run.recorder.evaluation(**figures, seconds=seconds)
     if split == "validation":
-        doing("calling on_evaluation")
         run.control.evaluated(record)
     return result
 

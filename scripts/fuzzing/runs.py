@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from hpctrain.cli import parse
 from hpctrain.config import Config, PackConfig, to_toml
 from hpctrain.errors import Failure
 from hpctrain.sweep.file import read_sweep
-from hpctrain.training.checkpoint import _check
 from scripts.fuzzing.inputs import last_digest, leave_heartbeat, make_pack, run_settings, train
 from scripts.fuzzing.surface import REFUSED, WRONG, Case, Outcome, Surface, run_command
 from tests.launch import Job, mpirun
@@ -87,32 +85,12 @@ class Runs(Surface):
         code = train(config)
         return Outcome(WRONG, f"exit code {code}") if code else None
 
-    def mutate(self, case: Case, draw: random.Random) -> tuple[bytes, str, bool]:
-        data, what, may_differ = super().mutate(case, draw)
-        in_checkpoint = case.sound.parent.name == "checkpoints" and draw.random() < 0.9
-        if in_checkpoint and (sealed := with_checksum(data)):  # so that its figures are trusted
-            return sealed, f"{what}, with a new checksum", True
-        return data, what, may_differ
-
-
-def with_checksum(data: bytes) -> bytes | None:
-    """Return the JSON of a checkpoint with a correct checksum, or None if it is no such JSON."""
-    try:
-        known = json.loads(data)
-        known.pop("check")
-        return json.dumps({**known, "check": _check(known)}).encode()
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
 
 class Launches(Runs):
     """Run folders as in `runs`, resumed by `mpirun -n 2 python -m hpctrain`."""
 
     name, weight = "launches", 0.0  # their number is an option
     parts = (("unfinished", 1.0),)
-
-    def mutate(self, case: Case, draw: random.Random) -> tuple[bytes, str, bool]:
-        return Surface.mutate(self, case, draw)
 
     def go_on(self, config: Config) -> Outcome | None:
         toml = self.folder / "settings.toml"

@@ -79,6 +79,16 @@ def big_floats(file, name):
     file[name] = IMAGES.astype(">f4")
 
 
+def bfloat16(file, name):
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    space = h5py.h5s.create_simple(IMAGES.shape)
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    h5py.h5d.create(file.id, name.encode(), kind, space, properties)
+
+
 def with_nan():
     labels = LABELS.astype("f4")
     labels[5] = np.nan
@@ -140,6 +150,7 @@ BAD = {  # what is done to the file, what is asked for, what is said
         "/x is compressed by filter 32767 .* pip install hdf5plugin",
     ),
     "int16": (rewritten(x=IMAGES.astype("i2")), {}, "images /x are int16, which is not read"),
+    "bfloat16": (rewritten(x=bfloat16), {}, "images /x are float32, or a type like it"),
     "int8": (rewritten(x=(IMAGES // 2).astype("i1")), {}, "images /x are int8"),
     "bool": (rewritten(x=IMAGES > 99), {}, "images /x are bool"),
     "complex": (rewritten(x=IMAGES.astype("c8")), {}, "images /x are complex64"),

@@ -52,6 +52,11 @@ def test_what_changes_from_call_to_call_is_refused_at_the_start(comm, settings, 
         set_up(odd(settings, kind), comm)
 
 
+def test_a_buffer_that_only_rank_0_has_made_is_refused_by_name(comm, settings):
+    with pytest.raises(UsageError, match="buffer mask is made in its first pass in training"):
+        set_up(odd(settings, "made_in_training"), comm)
+
+
 def test_a_tuple_in_training_alone_is_refused_in_one_sentence(comm, settings):
     with pytest.raises(UsageError, match="must return a tensor, not tuple, in training mode$"):
         set_up(odd(settings, "tuple"), comm)

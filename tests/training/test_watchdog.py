@@ -226,11 +226,6 @@ def stacks_of(err):
     return "".join(Path(name).read_text() for name in re.findall(r"stacks are in (\S+)", err))
 
 
-def rank_of(pid, ranks):
-    """The rank of one of these processes, by the order in which mpirun starts them."""
-    return sorted(ranks).index(pid)
-
-
 def caught(pid):
     """The signals for which this process has a handler."""
     mask = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
@@ -290,21 +285,21 @@ def test_a_rank_that_hangs_while_starting_ends_all(start, tmp_path):
 
 def test_a_rank_that_stops_before_mpi_runs_ends_all(tmp_path):
     """While modules are imported: no MPI that could tell of it runs yet."""
-    code = "from hpctrain import cli, watchdog; watchdog.SLOW_INIT = 1.0; cli.main()"
+    code = (
+        "import os, signal; from hpctrain import cli, launcher, watchdog; watchdog.SLOW_INIT = 1.0;"
+        "launcher.launched_rank() == 1 and os.kill(os.getpid(), signal.SIGSTOP); cli.main()"
+    )
     words = ["train", "--data", "pack.h5", "--hang-timeout", "1s"]
     job = Job([mpirun(), "-n", "2", sys.executable, "-c", code, *words], cwd=tmp_path)
     try:
-        ranks = new_ranks(job)
-        os.kill(ranks[-1], signal.SIGSTOP)  # its interpreter comes up
         code, err = ended(job)
     finally:
         job.end()
     assert code not in (0, 75)
-    stopped = rank_of(ranks[-1], ranks)
     hung = re.findall(r"\[rank (\d) of 2 @.* nothing new for 31 s while in: (.*)", err)
-    assert hung == [(str(1 - stopped), MPI_INIT)]
+    assert hung == [("0", MPI_INIT)]
     slow = re.findall(r"\[rank 0 of 2 @.* still in MPI_Init after 1 s; .* 2 of 2 ranks here", err)
-    assert len(slow) == stopped, "rank 0 tells it, if it is not the one that is stopped"
+    assert len(slow) == 1
     assert "Thread" not in err and "MPI_Init_thread" not in err, "stacks are in files"
 
 
@@ -404,6 +399,24 @@ def test_a_rank_waits_as_long_as_another_goes_on(tmp_path, clock, exits):
         dog.look()
         assert exits == ended
     assert "nothing new for 2 s" in read_beat(tmp_path / "1.json").failed
+
+
+def test_where_no_heartbeats_are_a_rank_that_waits_has_patience(clock, exits, capsys):
+    """Another may be staging for long; a rank that works is ended by its own watchdog."""
+    dog = Watchdog(1, 2, "h", 2.0)
+    for activity, seconds in (
+        ("setting up", 2),
+        (MPI_INIT, 2),
+        ("waiting for all in setting up", 6),
+    ):
+        dog.doing(activity)
+        clock.now += seconds - 0.5
+        dog.look()
+        assert exits == [], activity
+        clock.now += 1
+        dog.look()
+        assert exits.pop() == 1
+        assert f"nothing new for {seconds} s while in: {activity}" in capsys.readouterr().err
 
 
 def test_what_is_done_starts_the_time_anew(tmp_path, clock, exits):
