@@ -74,7 +74,7 @@ def _listed(path: Path, unzipped: IO[bytes], manifest: str | None) -> ImageSourc
         )
     with path.open("rb") as file:
         start = file.read(8)
-    if start.startswith(ZIP):
+    if start.startswith(ZIP) and path.suffix != ".npz":  # a .zip of arrays
         return _zip(path, manifest)
     if start.startswith(HDF5):
         raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")

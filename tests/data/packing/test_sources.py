@@ -4,6 +4,7 @@ import os
 import tarfile
 import zipfile
 
+import numpy as np
 import pytest
 
 from hpctrain.data.packing.layout import folder_by_folder, read_class_folders
@@ -132,6 +133,8 @@ def test_sources_without_classes_are_refused(tmp_path):
     assert "does not exist" in refusal(tmp_path / "none", tmp_path)
     (tmp_path / "a.txt").write_text("hello")
     assert "is no .tgz, .tar, .zip or .csv file" in refusal(tmp_path / "a.txt", tmp_path)
+    np.savez(tmp_path / "a.npz", x=np.zeros(3))
+    assert "arrays are packed by hpctrain.write_pack" in refusal(tmp_path / "a.npz", tmp_path)
 
 
 def test_links_are_followed_and_loops_and_pipes_are_not(tmp_path):
