@@ -178,18 +178,9 @@ def chosen(job: Job) -> dict[str, object]:
 
 # Settings that may change from launch to launch: they do not affect what is computed.
 FREE = {
-    *("run", "runs_dir", "data", "cache_dir", "read_buffer", "epochs", "worker_load"),
-    *("stage", "verify", "reduce", "overlap"),
-    *(
-        "device",
-        "threads",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "resume",
-        "time_limit",
-        "hang_timeout",
-    ),
-    *("test", "progress", "tensorboard", "dry_run"),
+    *("run", "runs_dir", "data", "cache_dir", "read_buffer", "epochs", "worker_load", "stage"),
+    *("verify", "reduce", "overlap", "device", "threads", "checkpoint_every", "keep_checkpoints"),
+    *("resume", "time_limit", "hang_timeout", "test", "progress", "tensorboard", "dry_run"),
 }
 
 
