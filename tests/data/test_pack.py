@@ -33,6 +33,7 @@ from tests.data.pictures import (
     tar,
     zipped,
 )
+from tests.wait import wait_for
 
 CLASSES = {"a": 43, "b": 37, "c": 21}  # 101 images
 
@@ -82,7 +83,7 @@ def test_the_file_is_plain_hdf5(folder, tmp_path):
 
 def test_equal_asks_give_equal_bytes(folder, tmp_path):
     first = pack(folder, tmp_path / "1.h5", jobs=1)
-    time.sleep(1.1)  # no time of day in the file
+    time.sleep(1.1)  # HDF5 holds no time of day, which it would note in seconds
     pack(folder, tmp_path / "2.h5", jobs=3)
     assert (tmp_path / "1.h5").read_bytes() == (tmp_path / "2.h5").read_bytes()
     other = pack(folder, tmp_path / "3.h5", seed=1)
@@ -445,13 +446,15 @@ def test_a_bug_in_a_worker_shows_its_traceback(folder, tmp_path, monkeypatch):
     assert "decode_rows" in str(caught.value.__cause__)
 
 
-HANG = """
+SLOW = """
 from PIL import Image
 import time
-def hang(*arguments, **options):
-    open(os.environ["HPCTRAIN_TEST"] + "/hangs", "w").close()
-    time.sleep(1000)
-Image.open = hang
+really_open = Image.open
+def slow(*arguments, **options):
+    open(os.environ["HPCTRAIN_TEST"] + "/begun", "w").close()
+    time.sleep({seconds})
+    return really_open(*arguments, **options)
+Image.open = slow
 """
 
 
@@ -472,8 +475,7 @@ def processes_with(word):
 @pytest.mark.parametrize("hang", [False, True])
 def test_a_pack_that_is_killed_leaves_no_pack(tmp_path, monkeypatch, number, hang):
     """Nor processes, even if they hang in an image."""
-    if hang:
-        change_workers(monkeypatch, tmp_path, HANG)
+    change_workers(monkeypatch, tmp_path, SLOW.format(seconds=1000 if hang else 0.1))
     root = class_folders(tmp_path / "images", {"a": 1, "b": 1}, width=997, height=887)
     for i in range(300):
         (root / "b" / f"{i:03}x.png").hardlink_to(root / "b" / "000.png")
@@ -487,23 +489,14 @@ def test_a_pack_that_is_killed_leaves_no_pack(tmp_path, monkeypatch, number, han
         env={**os.environ, "HPCTRAIN_TEST": str(tmp_path)},
         start_new_session=True,  # a Ctrl-C reaches the workers too
     )
-    while len(processes_with(mark)) < 4:  # with that which multiprocessing starts besides
-        assert packing.poll() is None
-        time.sleep(0.01)
-    while hang and not (tmp_path / "hangs").exists():
-        time.sleep(0.01)
-    time.sleep(0.5)
-    assert packing.poll() is None
+    wait_for((tmp_path / "begun").exists)
+    wait_for(lambda: len(processes_with(mark)) >= 4)  # with that which multiprocessing starts
     os.killpg(packing.pid, number) if number == signal.SIGINT else packing.send_signal(number)
-    said = packing.communicate(timeout=30)[1]
+    said = packing.communicate(timeout=90)[1]
     assert packing.returncode not in (0, 2) and b"Traceback" not in said
     left = os.listdir(output.parent)
     assert not left or (number != signal.SIGINT and re.fullmatch(r"\.a\.h5\..*\.tmp", *left))
-    for _ in range(500):
-        if not processes_with(mark):
-            break
-        time.sleep(0.01)
-    assert processes_with(mark) == []
+    wait_for(lambda: processes_with(mark) == [])
     pack(class_folders(tmp_path / "few", {"a": 2}), output, split="1")
     assert os.listdir(output.parent) == ["a.h5"]  # the next one removes it
 
