@@ -40,6 +40,8 @@ EXTRAS = {
         "pytest>=8.2",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
+        "cloudpickle>=3.0",
+        "hypothesis>=6.100",
         "ruff>=0.9",
         "mypy>=1.14",
         "tensorboard",

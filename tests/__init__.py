@@ -1,1 +1,1 @@
-"""The tests of hpctrain. Folders mirror those of the package; `launch` starts subprocesses."""
+"""The tests of hpctrain. support/ holds what they share."""

@@ -11,7 +11,6 @@ import functools
 import importlib.util
 import io
 import os
-import random
 import shutil
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 
 from hpctrain.launcher import launched_rank, launched_size
+from tests.support.ranks import Placed, fresh_start, job, run_test
 
 # Ranks with several threads share the cores here: a thread that waits shall not spin on one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by libgomp when torch is imported
@@ -40,9 +40,39 @@ def world() -> Any:
 
 
 @pytest.fixture(scope="session")
-def comm() -> Any:
-    """All ranks of the session: a duplicate of COMM_WORLD."""
-    return world()
+def comm(request: pytest.FixtureRequest) -> Any:
+    """A communicator: of this process, or as large as a test marked `ranks` is for."""
+    return Placed(request.param) if hasattr(request, "param") else world()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if mark := metafunc.definition.get_closest_marker("ranks"):
+        sizes = metafunc.config.getoption("ranks") or mark.args or (1, 3)
+        names = [f"{n} ranks" if n > 1 else "1 rank" for n in sizes]
+        metafunc.parametrize("comm", sizes, indirect=True, ids=names)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the function of a test marked `ranks` on the ranks of the long-lived job."""
+    if pyfuncitem.get_closest_marker("ranks") is None:
+        return None
+    own = pyfuncitem.get_closest_marker("timeout")
+    limit = float(own.args[0] if own else pyfuncitem.config.getini("timeout"))
+    run_test(pyfuncitem, pyfuncitem.callspec.params["comm"], limit - 10)
+    return True
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--ranks",
+        type=lambda text: [int(word) for word in text.split(",")],
+        help="the numbers of ranks for tests marked ranks, as in --ranks 2,4",
+    )
+
+
+def pytest_unconfigure() -> None:
+    job().end()
 
 
 def own_folders() -> None:
@@ -80,12 +110,7 @@ def shared_tmp(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(autouse=True)
 def same_start() -> None:
     """The same random numbers and one torch thread in every test. Imports nothing itself."""
-    random.seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
-        sys.modules["torch"].set_num_threads(1)
+    fresh_start()
 
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter comes first

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.support.launch import ROOT
 
 SOURCE = ROOT / "tests" / "gpu" / "emulator" / "nccl.c"
 

@@ -35,8 +35,8 @@ from hpctrain.report.recorder import Recorder
 from hpctrain.training.control import is_locked
 from hpctrain.training.train import train
 from tests.data.pictures import class_folders, picture
-from tests.launch import ROOT, run, run_mpi
-from tests.packs import make_pack
+from tests.support.launch import ROOT, run, run_mpi
+from tests.support.packs import make_pack
 
 ROWS = {"train": 47, "validation": 12, "test": 29}
 NAMES = ("loss", "accuracy")

@@ -17,7 +17,7 @@ from scripts.benchmarks import against, cases, data, harness
 from scripts.benchmarks.cases import DDP, HPCTRAIN, LIMIT, LOADER
 from scripts.benchmarks.harness import Options
 from scripts.benchmarks.peers import TrainingJob
-from tests.launch import ALLOWED
+from tests.support.launch import ALLOWED
 
 WORK = TrainingJob("digits", "pack.h5", 128, epochs=3, warm=71)
 

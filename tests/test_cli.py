@@ -11,8 +11,8 @@ import pytest
 from hpctrain import cli
 from hpctrain.config import Config, to_toml
 from hpctrain.errors import UsageError
-from tests.launch import Job, run, run_cli, run_mpi
-from tests.packs import make_pack
+from tests.support.launch import Job, run, run_cli, run_mpi
+from tests.support.packs import make_pack
 
 
 def test_bare_arguments_are_train_and_defaults_are_the_dataclass():
@@ -122,7 +122,7 @@ def test_help_imports_nothing_heavy_and_lists_every_option(command):
 
 
 def run_python(program):
-    from tests.launch import run
+    from tests.support.launch import run
 
     return run([sys.executable, "-c", program])
 

@@ -16,7 +16,7 @@ from hpctrain.errors import RunError, UsageError
 from hpctrain.models import build
 from scripts.benchmarks.cluster import check, checks, rank
 from scripts.benchmarks.cluster.site import Site, find_launcher
-from tests.launch import ROOT, run
+from tests.support.launch import ROOT, run
 
 RANKS = [
     {"host": host, "started": 1.5, "MPI": "Open MPI v5.0.11", "system": "Linux", "network": "ib0"}

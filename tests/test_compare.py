@@ -23,7 +23,7 @@ from hpctrain.config import Config, Interval
 from hpctrain.models import read_model, save_model
 from hpctrain.plan import Facts, resolve
 from hpctrain.training.checkpoint import Writer, make_ready
-from tests.launch import run_cli
+from tests.support.launch import run_cli
 
 FACTS = Facts(1, "cpu", 1, 101, (8, 8, 3), 1, 4, pack_uuid="u", min_samples=1)
 

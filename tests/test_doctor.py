@@ -16,7 +16,7 @@ from hpctrain.doctor.findings import GIB, KIB, MIB, findings
 from hpctrain.doctor.machine import Gpu, RankFacts
 from hpctrain.launcher import launcher_name
 from hpctrain.parallel import nccl
-from tests.launch import ROOT, run, run_cli, run_mpi
+from tests.support.launch import ROOT, run, run_cli, run_mpi
 
 VERSIONS = {"hpctrain": "0.1.0", "Python": "3.11.4", "MPI": "Open MPI v5.0.11", "torch": "2.13.0"}
 LAPTOP = RankFacts(

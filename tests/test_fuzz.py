@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.fuzz_faults import FAULTS, SOUND
-from tests.launch import ROOT, run
+from tests.support.launch import ROOT, run
 
 FUZZ = [sys.executable, str(ROOT / "scripts/fuzz")]
 

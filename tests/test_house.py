@@ -7,7 +7,7 @@ from collections import Counter
 from fnmatch import fnmatch
 
 import hpctrain
-from tests.launch import ROOT, run
+from tests.support.launch import ROOT, run
 
 TREES = {p.relative_to(ROOT): ast.parse(p.read_text()) for p in ROOT.glob("hpctrain/**/*.py")}
 MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in TREES}

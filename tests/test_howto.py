@@ -16,7 +16,7 @@ from PIL import Image
 
 from hpctrain.cli import main
 from hpctrain.models import build
-from tests.launch import ROOT
+from tests.support.launch import ROOT
 
 PAGE = (ROOT / "docs/howto.md").read_text()
 SMALLER = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, Job, mpirun, run_mpi
+from tests.support.launch import ROOT, Job, mpirun, run_mpi
 
 START = "from hpctrain.parallel.mpi import start_mpi; comm = start_mpi()\n"
 SUITE = """

@@ -14,7 +14,7 @@ from hpctrain import launcher, scheduler
 from hpctrain.errors import RunError
 from hpctrain.launcher import local_size, place_in_step, tasks_by_node, tasks_here
 from hpctrain.scheduler import find_job, job_end
-from tests.launch import ROOT, Job
+from tests.support.launch import ROOT, Job
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.support.launch import ROOT, environment
 
 SCRIPT = ROOT / "slurm" / "local_python.sh"
 STANDINS = {  # uv makes an environment of a Python that goes with it; this host is the only node

@@ -13,7 +13,7 @@ import zipfile
 import pytest
 
 import hpctrain
-from tests.launch import ROOT, run
+from tests.support.launch import ROOT, run
 
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 

@@ -16,8 +16,8 @@ from hpctrain.plot import loss_kind, read_curves
 from hpctrain.report.figures import shortened
 from hpctrain.report.find import distinct_names
 from hpctrain.report.recorder import Recorder
-from tests.launch import run
 from tests.report.records import write_record
+from tests.support.launch import run
 
 pytest.importorskip("matplotlib")
 

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from hpctrain.cli import COMMANDS
-from tests.launch import ROOT, run_mpi
-from tests.packs import make_pack
+from tests.support.launch import ROOT, run_mpi
+from tests.support.packs import make_pack
 from tests.test_house import FLOORS, ONLY_IN
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))

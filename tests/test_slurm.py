@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.report.record import read_history, read_records
-from tests.launch import ROOT, environment, marked, run
-from tests.packs import make_pack
+from tests.support.launch import ROOT, environment, marked, run
+from tests.support.packs import make_pack
 
 pytestmark = [
     pytest.mark.slow,

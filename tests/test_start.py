@@ -15,8 +15,8 @@ import pytest
 
 from hpctrain.launch import mpirun
 from hpctrain.quick_imports import quick_imports
-from tests.launch import environment, run
-from tests.packs import make_pack
+from tests.support.launch import environment, run
+from tests.support.packs import make_pack
 
 TRAIN = ["--model", "digits", "--epochs", "1", "--batch-size", "8", "--run", "a"]
 TRAIN += ["--deterministic", "--progress", "none"]  # as on all ranks but the first

@@ -28,10 +28,10 @@ from hpctrain.supervise.nodes import (
     requeue,
     tasks_of_nodes,
 )
-from tests.launch import Job, mpirun
-from tests.packs import make_pack
 from tests.records import line
-from tests.wait import wait_for
+from tests.support.launch import Job, mpirun
+from tests.support.packs import make_pack
+from tests.support.wait import wait_for
 
 TRAIN = ["--data", "pack.h5", "--run", "a", "--batch-size", "16", "--shards", "4", "--epochs", "4"]
 TRAIN += ["--deterministic", "--progress", "none", "--checkpoint-every", "3steps"]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from scripts.torture_rank import POINTS
-from tests.launch import ROOT, run
+from tests.support.launch import ROOT, run
 
 TRIALS = int(os.environ.get("HPCTRAIN_TEST_TORTURE", "20"))
 

@@ -14,7 +14,7 @@ from hpctrain.data.packed import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, tar
-from tests.launch import run_mpi
+from tests.support.launch import run_mpi
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hpctrain.data.packed import read_pack, read_sums, verify
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from tests.data.pictures import class_folders, pack
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 
 ROWS = 97
 

@@ -16,7 +16,7 @@ from hpctrain.data.orders import make_order
 from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 
 ROWS = 203
 

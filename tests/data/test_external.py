@@ -20,7 +20,7 @@ from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from tests.data.test_orders import chi_square_tail, epoch_of
 from tests.external import ROWS, SHAPE, pixels, write
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 
 IMAGES, LABELS = pixels()
 NCHW = IMAGES.transpose(0, 3, 1, 2)

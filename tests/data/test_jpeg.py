@@ -17,7 +17,7 @@ from hpctrain.data.partition import cut_epoch, random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
 from tests.data.pictures import class_folders, encode, pack, picture
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 
 SIZES = [(41, 37), (500, 375), (375, 500), (7, 5), (1, 1), (2, 97), (97, 2), (1000, 3)]
 

@@ -21,8 +21,8 @@ from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from tests.data.pictures import class_folders, pack
-from tests.packs import order_of, places
-from tests.wait import wait_for
+from tests.support.packs import order_of, places
+from tests.support.wait import wait_for
 
 ROWS, SHAPE, SEED = 101, (5, 7, 3), 3
 PARTITION = cut_epoch(ROWS, 16, 3)  # 7 steps; shares 6, 5, 5; the last step has 5 rows

@@ -33,7 +33,7 @@ from tests.data.pictures import (
     tar,
     zipped,
 )
-from tests.wait import wait_for
+from tests.support.wait import wait_for
 
 CLASSES = {"a": 43, "b": 37, "c": 21}  # 101 images
 

@@ -14,7 +14,7 @@ from hpctrain.data.partition import (
     proportional_cut,
 )
 from hpctrain.errors import UsageError
-from tests.packs import order_of, places
+from tests.support.packs import order_of, places
 
 
 @pytest.mark.parametrize(("total", "parts"), [(128, 48), (7, 3), (8, 8), (101, 4), (1, 1)])

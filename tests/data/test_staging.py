@@ -14,7 +14,7 @@ from hpctrain.data.packed import read_pack, read_sums
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError
 from tests.data.pictures import class_folders, pack
-from tests.packs import make_pack, part_of
+from tests.support.packs import make_pack, part_of
 from tests.training.test_bad_rows import overwrite
 
 ROWS, BLOCK, SHAPE = 59, 7, (9, 11, 3)

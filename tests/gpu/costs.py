@@ -17,7 +17,7 @@ import emulated_gpu
 from hpctrain.parallel.mpi import start_mpi
 from hpctrain.training.control import Control
 from hpctrain.training.train import train
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import short_run
 
 

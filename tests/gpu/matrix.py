@@ -34,7 +34,7 @@ from hpctrain.report.record import read_records
 from hpctrain.training.train import train
 from tests.data.pictures import class_folders, pack
 from tests.gpu.emulator import ORDERS
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import leave_after, short_run
 
 AXES: dict[str, tuple[Any, ...]] = {

@@ -25,7 +25,7 @@ from scripts.benchmarks.gpu.case import (
     not_run,
 )
 from scripts.benchmarks.gpu.rows import ROWS
-from tests.launch import ROOT, marked, run
+from tests.support.launch import ROOT, marked, run
 
 CUDA_ONLY = {  # why a rehearsal leaves lines out, by row
     "parity": {"only a real GPU computes in TF32"},

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from tests.launch import run_mpi
+from tests.support.launch import run_mpi
 
 pytestmark = pytest.mark.emulated_gpu
 

@@ -11,8 +11,8 @@ import pytest
 
 from hpctrain.report.record import read_records
 from tests.gpu.emulator import launch
-from tests.launch import ROOT, run
-from tests.packs import make_pack
+from tests.support.launch import ROOT, run
+from tests.support.packs import make_pack
 
 pytestmark = [pytest.mark.emulated_gpu, pytest.mark.timeout(900)]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.emulator import ORDERS
-from tests.launch import ROOT, run
+from tests.support.launch import ROOT, run
 
 pytestmark = [
     pytest.mark.emulated_gpu,

@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.report.record import read_records
 from tests.gpu.emulator import launch
-from tests.launch import Job, mpirun, run_mpi
-from tests.packs import make_pack
+from tests.support.launch import Job, mpirun, run_mpi
+from tests.support.packs import make_pack
 
 pytestmark = pytest.mark.emulated_gpu
 

@@ -15,7 +15,7 @@ from hpctrain.parallel.choose import choose_reduce
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.placement import assign_shards
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.ranks
 C = 3
 
 

@@ -21,7 +21,7 @@ from hpctrain.parallel.reduce import Bfloat16Reduce, Plain
 from hpctrain.parallel.transport import HostMemory
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 
 pytestmark = pytest.mark.mpi
 

@@ -11,8 +11,8 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.parallel import device
 from hpctrain.parallel.device import choose_device
-from tests.launch import ROOT, run
-from tests.packs import make_pack
+from tests.support.launch import ROOT, run
+from tests.support.packs import make_pack
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -16,7 +16,7 @@ from hpctrain.errors import RunError
 from hpctrain.parallel import nccl
 from hpctrain.parallel.nccl import Library, Nccl, nccl_version
 from tests.emulated_nccl import build
-from tests.launch import ROOT
+from tests.support.launch import ROOT
 
 RANK = """
 import pickle, sys, types, torch

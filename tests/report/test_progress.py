@@ -24,8 +24,8 @@ from hpctrain.report.bar import Bar
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
 from hpctrain.text import printable
-from tests.launch import environment, run, run_mpi
 from tests.report.records import record_epoch, record_evaluation, record_step
+from tests.support.launch import environment, run, run_mpi
 
 FACTS = {
     "name": "first",

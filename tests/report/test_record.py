@@ -21,8 +21,8 @@ from hpctrain.report import record as record_module
 from hpctrain.report import recorder as recorder_module
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
-from tests.launch import environment, run
 from tests.report.records import record_epoch, record_evaluation
+from tests.support.launch import environment, run
 
 SECONDS = {"data": 0.25, "compute": 1.5, "reduce": 0.125, "total": 2.0}
 

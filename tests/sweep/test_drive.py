@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from hpctrain.sweep import driver as driver_module
-from tests.launch import Job
+from tests.support.launch import Job
+from tests.support.wait import wait_for, when
 from tests.sweep.sweeps import begun, events, make_driver, statuses
-from tests.wait import wait_for, when
 
 THREE = "[base]\nepochs = 2\nlr = 0.5\n[grid]\nseed = [1, 2, 3]\n"
 

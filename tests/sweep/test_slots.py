@@ -10,7 +10,7 @@ from hpctrain import launch
 from hpctrain.config import SweepConfig
 from hpctrain.errors import UsageError
 from hpctrain.sweep.machine import Slot, find_machine, make_slots, step_words
-from tests.launch import Job
+from tests.support.launch import Job
 
 
 def test_slots_share_no_core_and_no_gpu():

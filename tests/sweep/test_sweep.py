@@ -12,10 +12,10 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.report.record import read_history, read_records
-from tests.launch import ROOT, Job, run_cli
-from tests.packs import make_pack
+from tests.support.launch import ROOT, Job, run_cli
+from tests.support.packs import make_pack
+from tests.support.wait import wait_for
 from tests.sweep.sweeps import statuses
-from tests.wait import wait_for
 
 BASE = """
 [base]

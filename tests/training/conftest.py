@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import short_run
 
 

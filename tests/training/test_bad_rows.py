@@ -12,7 +12,7 @@ from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.training import train as loop
 from tests.data.pictures import class_folders, pack
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import short_run
 
 pytestmark = pytest.mark.mpi

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from tests.launch import run
-from tests.packs import make_pack
+from tests.support.launch import run
+from tests.support.packs import make_pack
 
 PROGRAM = """
 import sys, traceback

@@ -21,9 +21,9 @@ from hpctrain.report.find import checkpoint_steps
 from hpctrain.training import checkpoint
 from hpctrain.training.checkpoint import Writer, make_ready, newest, verify
 from tests.flips import flip_each_bit
-from tests.launch import environment
 from tests.odd_models import fine_tuned
-from tests.wait import wait_for
+from tests.support.launch import environment
+from tests.support.wait import wait_for
 
 OFTEN = Interval(steps=1)
 TENSORS = {"weights": torch.arange(101.0), "norms.updates": torch.tensor([3, 4])}

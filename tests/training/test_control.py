@@ -16,8 +16,8 @@ from hpctrain.errors import UsageError
 from hpctrain.launcher import UNDER_MPIRUN
 from hpctrain.report.record import read_records
 from hpctrain.training.control import Control, deadline
-from tests.launch import run
-from tests.packs import make_pack
+from tests.support.launch import run
+from tests.support.packs import make_pack
 from tests.training.runs import short_run
 
 

@@ -14,7 +14,7 @@ from hpctrain.streams import Snapshot, Upload
 from hpctrain.training.train import train
 from tests import external
 from tests.data.pictures import class_folders, pack
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import short_run
 
 ROWS, BATCH, STEPS = 61, 16, 4

@@ -30,8 +30,8 @@ from hpctrain.training.step import (
     tensor_digests,
 )
 from hpctrain.training.steps import NonFinite
-from tests.launch import mpirun, run
-from tests.packs import make_pack
+from tests.support.launch import mpirun, run
+from tests.support.packs import make_pack
 from tests.training.runs import FINE_TUNING, digest, leave_after
 from tests.training.test_step import Config, make_trainer, small_model
 

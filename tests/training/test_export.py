@@ -24,7 +24,7 @@ from hpctrain.inference.predict import main as predict_main
 from hpctrain.models import build, save_model
 from hpctrain.plan import Facts, resolve
 from hpctrain.training.train import train
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import short_run
 
 ROWS = 101

@@ -26,8 +26,8 @@ from hpctrain.training import train as loop
 from hpctrain.training.setup import set_up
 from hpctrain.training.steps import NonFinite
 from tests.external import pixels, write
-from tests.launch import run_mpi
-from tests.packs import make_pack
+from tests.support.launch import run_mpi
+from tests.support.packs import make_pack
 from tests.training.runs import short_run
 
 IMAGES, LABELS = pixels(211, (28, 28, 1), 10)

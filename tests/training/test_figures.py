@@ -22,7 +22,7 @@ from hpctrain.inference.network import restore
 from hpctrain.report import pictures
 from hpctrain.training.train import train
 from tests.data.pictures import class_folders, pack
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import short_run
 
 COUNTS = {"train": 29, "test": 43}

@@ -18,8 +18,8 @@ from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training.setup import set_up
 from tests.data.pictures import class_folders, pack
-from tests.launch import mpirun, run
-from tests.packs import make_pack
+from tests.support.launch import mpirun, run
+from tests.support.packs import make_pack
 from tests.training.runs import digest, short_run
 
 CASES = {

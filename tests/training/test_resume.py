@@ -27,7 +27,7 @@ from hpctrain.training import train as program
 from hpctrain.training.control import Control
 from hpctrain.watch.runs import WatchedRun
 from tests import odd_models
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training import runs
 
 pytestmark = pytest.mark.mpi

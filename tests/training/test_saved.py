@@ -19,8 +19,8 @@ from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.setup import set_up
 from hpctrain.training.steps import CannotContinue
-from tests.launch import run_cli
-from tests.packs import make_pack
+from tests.support.launch import run_cli
+from tests.support.packs import make_pack
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hpctrain.plan_text import describe_plan
 from hpctrain.report.record import read_records
 from hpctrain.training import train as program
 from hpctrain.training.setup import set_up
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 
 IMAGENET = (IMAGENET_MEAN, IMAGENET_STD)
 TINY = ((0.125, 0.5, 0.75), (0.25, 0.5, 1.0))  # of timm:tiny_net

@@ -21,7 +21,7 @@ from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training.loop import train_epochs
 from hpctrain.training.setup import Job, make_model, set_up
-from tests.packs import make_pack, order_of, places
+from tests.support.packs import make_pack, order_of, places
 from tests.training.runs import make_run, short_run
 
 pytestmark = pytest.mark.mpi

@@ -18,7 +18,7 @@ from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
 from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
-from tests.packs import make_pack, part_of
+from tests.support.packs import make_pack, part_of
 from tests.training.runs import short_run
 from tests.training.test_bad_rows import overwrite
 

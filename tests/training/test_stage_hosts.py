@@ -10,7 +10,7 @@ import pytest
 from hpctrain.data.packed import read_pack
 from hpctrain.training import train as loop
 from tests.data.pictures import class_folders, pack
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import digest, leave_after, short_run
 
 CASES = {

@@ -25,9 +25,9 @@ from hpctrain.training.control import StepFlags
 from hpctrain.training.finetune import freeze, parameter_groups
 from hpctrain.training.optimizer import make_optimizer
 from hpctrain.training.step import Trainer, train_step
-from tests.packs import order_of, places
+from tests.support.packs import order_of, places
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.ranks
 ROWS, SHAPE, CLASSES = 23, (6, 5, 2), 3
 
 

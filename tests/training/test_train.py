@@ -21,7 +21,7 @@ from hpctrain.training import train as loop
 from hpctrain.training.control import Control
 from hpctrain.training.loop import train_epochs
 from hpctrain.training.setup import set_up
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import make_run
 
 pytestmark = pytest.mark.mpi

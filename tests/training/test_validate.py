@@ -18,7 +18,7 @@ from hpctrain.report.record import read_records
 from hpctrain.training import train as loop
 from hpctrain.training import validate
 from hpctrain.training.steps import CannotContinue, NonFinite
-from tests.packs import make_pack
+from tests.support.packs import make_pack
 from tests.training.runs import digest
 
 pytestmark = pytest.mark.mpi

@@ -39,9 +39,9 @@ from hpctrain.watch import runs as watch_runs
 from hpctrain.watch.runs import WatchedRuns
 from hpctrain.watchdog import MPI_INIT, Watchdog
 from scripts.benchmarks.harness import timestamp
-from tests.launch import Job, mpirun, run
-from tests.packs import make_pack
-from tests.wait import wait_for
+from tests.support.launch import Job, mpirun, run
+from tests.support.packs import make_pack
+from tests.support.wait import wait_for
 
 LONG = ["--epochs", "100000", "--batch-size", "16", "--shards", "4", "--progress", "none"]
 

@@ -9,7 +9,7 @@ import importlib.util
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from tests.launch import run_cli, run_mpi
+from tests.support.launch import run_cli, run_mpi
 
 EMULATED = importlib.util.find_spec("emulated_gpu") is not None
 #: When the devices do their work, see queue.c; a program that is right has the same results in all.

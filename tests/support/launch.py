@@ -20,7 +20,7 @@ from pathlib import Path
 from hpctrain.launch import AS_ROOT, OVERSUBSCRIBE, mpirun, own_sessions
 from hpctrain.launcher import LAUNCHER_PREFIXES, launched_size
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 #: For the sockets of mpirun: one that was killed leaves them, and the next of its number trips.
 SESSIONS = tempfile.mkdtemp(prefix="hpctrain-")
 atexit.register(shutil.rmtree, SESSIONS, ignore_errors=True)
