@@ -230,7 +230,7 @@ class Captured:
     """What this rank prints, on descriptors 1 and 2; as pytest's capfd."""
 
     def __init__(self) -> None:
-        self.files = [tempfile.TemporaryFile() for _ in range(2)]
+        self.files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 -- see restore
         sys.stdout.flush()
         sys.stderr.flush()
         self.saved = [os.dup(1), os.dup(2)]
@@ -364,7 +364,6 @@ def serve(address: str) -> None:
     """Answer calls until the other side closes the connection."""
     import faulthandler
 
-    sys.path.insert(0, os.getcwd())
     from hpctrain.parallel.mpi import end_mpi, start_mpi
 
     comm = start_mpi()

@@ -1,0 +1,12 @@
+"""What tests know of hpctrain's inside: every name they use, beyond the command line, is here.
+
+When a module of the package moves, this file changes and no test does. Whole operations come first
+(train a run, open a split, draw an order, sum a message): a test that needs the parts of one is a
+test of today's code, not of what it promises. The public API is `import hpctrain as hp`.
+"""
+
+from __future__ import annotations
+
+from hpctrain.training.train import run_training as train
+
+__all__ = ["train"]
