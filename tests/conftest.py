@@ -22,12 +22,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from hpctrain.launcher import launched_rank, launched_size
 from tests.support.ranks import Placed, fresh_start, job, run_test
 
 # Ranks with several threads share the cores here: a thread that waits shall not spin on one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by libgomp when torch is imported
+# Of hypothesis: the same examples in every run, however busy the machine is; or many new ones.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "nightly", settings.get_profile("ci"), derandomize=False, max_examples=2000
+)
+settings.load_profile(os.environ.get("HPCTRAIN_HYPOTHESIS", "ci"))
 RUNNER = {"_pytest", "pytest", "pluggy", "<frozen runpy>"}  # whose frames no report needs
 
 
