@@ -149,8 +149,8 @@ TRAIN = ["-m", "hpctrain", "--progress", "none", "--threads", "1", "--epochs", "
         (["--data", "foreign.h5"], 2, r"foreign\.h5.*"),
         (["--data", "good.h5", "--batch-size", "1"], 2, "mini-batches of 1,.*2 shards"),
         (["--data", "large.h5", "--model", "digits"], 2, "at least 5x5 pixels; these are 4x4"),
-        (["--data", "good.h5", "--model", "tests.odd_models:too_few_outputs"], 2, "10 classes"),
-        (["--data", "good.h5", "--model", "tests.odd_models:counting"], 2, "seen"),
+        (["--data", "good.h5", "--model", "tests.support.nets:too_few_outputs"], 2, "10 classes"),
+        (["--data", "good.h5", "--model", "tests.support.nets:counting"], 2, "seen"),
         (["--data", "good.h5", "--batch-size", "16", "--lr", "1e30"], 1, "is not finite"),
     ],
 )

@@ -20,7 +20,7 @@ from tests.sweep.sweeps import statuses
 BASE = """
 [base]
 data = "pack.h5"
-model = "tests.odd_models:slow"
+model = "tests.support.nets:slow"
 epochs = 12
 batch_size = 16
 shards = 2
@@ -143,7 +143,7 @@ def test_what_was_hit_ends_with_the_bits_of_undisturbed_runs(place, hit, call):
 def test_the_best_network_classifies_and_predicts(hit, call):
     code, printed, error = call("evaluate", "hit", "--best")
     assert (code, printed) == (2, "")
-    assert "names tests.odd_models:slow" in error and "--trust-code" in error
+    assert "names tests.support.nets:slow" in error and "--trust-code" in error
     code, printed, error = call("evaluate", "hit", "--best", *OWN)
     assert code == 0, error
     assert "best of runs/hit: 0" in error
@@ -190,7 +190,7 @@ def test_a_stopped_sweep_would_go_on(place):
     ("text", "words", "message"),
     [
         (TWO + "[[variant]]\nlr = -1.0\n", [], "--lr -1.0"),
-        (TWO, [], "bad.toml names tests.odd_models:slow: a function that a file names"),
+        (TWO, [], "bad.toml names tests.support.nets:slow: a function that a file names"),
         (TWO.replace("[grid]", "trust_code = true\n[grid]"), OWN, "trust_code can be given on the"),
         (TWO.replace("pack.h5", "away.h5"), OWN, "--data 'away.h5' is no file"),
         (TWO, ["--slots", "0"], "--slots 0: give 1 or more"),

@@ -21,8 +21,8 @@ from hpctrain.report.find import checkpoint_steps
 from hpctrain.training import checkpoint
 from hpctrain.training.checkpoint import Writer, make_ready, newest, verify
 from tests.flips import flip_each_bit
-from tests.odd_models import fine_tuned
 from tests.support.launch import environment
+from tests.support.nets import fine_tuned
 from tests.support.wait import wait_for
 
 OFTEN = Interval(steps=1)

@@ -36,8 +36,8 @@ from tests.training.runs import FINE_TUNING, digest, leave_after
 from tests.training.test_step import Config, make_trainer, small_model
 
 ROWS = {"train": 101, "validation": 13, "test": 23}
-MODEL = "tests.odd_models:with_dropout"
-DRAWING = "tests.odd_models:drawing_in_evaluation"
+MODEL = "tests.support.nets:with_dropout"
+DRAWING = "tests.support.nets:drawing_in_evaluation"
 CASES = {
     "digits": {},
     "six shards": {"shards": 6},
@@ -368,7 +368,7 @@ def test_a_buffer_by_the_name_of_something_in_the_state_hides_nothing(comm):
 
 @pytest.mark.mpi
 def test_an_operation_without_deterministic_form_is_refused_by_name(comm, settings):
-    config = dataclasses.replace(settings, model="tests.odd_models:with_put", run="a")
+    config = dataclasses.replace(settings, model="tests.support.nets:with_put", run="a")
     with pytest.raises(UsageError, match="--deterministic: put_ does not have a determin"):
         loop.train(config, comm)
     assert loop.train(dataclasses.replace(config, deterministic=False, run="b"), comm) == 0
@@ -376,7 +376,7 @@ def test_an_operation_without_deterministic_form_is_refused_by_name(comm, settin
 
 @pytest.mark.mpi
 def test_a_backward_within_backward_is_not_refused(comm, settings):
-    config = dataclasses.replace(settings, model="tests.odd_models:recomputed", run="a")
+    config = dataclasses.replace(settings, model="tests.support.nets:recomputed", run="a")
     assert loop.train(config, comm) == 0
 
 

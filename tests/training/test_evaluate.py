@@ -145,7 +145,7 @@ def test_21000_classes_need_no_dense_matrix(comm, network, monkeypatch, tmp_path
         print_evaluation({"loss": 1.0, "rows": ROWS}, again, names, "test")
 
 
-DRAWING = "tests.odd_models:drawing_in_evaluation"
+DRAWING = "tests.support.nets:drawing_in_evaluation"
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def test_a_network_that_restores_images_takes_and_gives_bytes(
     assert (found[0, :, :, 0] == expected).mean() > 0.9  # not cut off instead of rounded
 
 
-@pytest.mark.parametrize("model", ["resnet18", "tests.odd_models:with_dropout", "autoencoder"])
+@pytest.mark.parametrize("model", ["resnet18", "tests.support.nets:with_dropout", "autoencoder"])
 def test_other_networks(folder, tmp_path, model):
     task = "denoise" if model == "autoencoder" else "classify"
     path = save_untrained(
@@ -215,7 +215,7 @@ def test_a_file_with_other_answers_is_not_kept(folder, tmp_path, monkeypatch, su
 
 
 def test_a_network_that_cannot_be_traced_is_refused_in_one_line(folder, tmp_path):
-    for model in ("tests.odd_models:data_dependent", "tests.odd_models:asking"):
+    for model in ("tests.support.nets:data_dependent", "tests.support.nets:asking"):
         path = save_untrained(folder, "odd", model)
         for suffix in export.SUFFIXES:
             output = str(tmp_path / f"odd{suffix}")
@@ -223,7 +223,7 @@ def test_a_network_that_cannot_be_traced_is_refused_in_one_line(folder, tmp_path
                 export.main(ExportConfig(str(path), True, output=output))
             assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-    model = "tests.odd_models:pairs_only"
+    model = "tests.support.nets:pairs_only"
     path, output = save_untrained(folder, "pairs", model), str(tmp_path / "pairs.pt2")
     asked = ExportConfig(str(path), True, output=output)
     with pytest.raises(RunError, match="try --batch-size N, a fixed number"):

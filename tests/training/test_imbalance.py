@@ -127,7 +127,7 @@ def test_an_evaluation_gives_both_losses_and_the_balanced_accuracy(comm, small_s
 def test_the_loss_of_an_epoch_is_the_weighted_mean_also_after_a_resume(comm, small_settings):
     """At a learning rate of nothing, it is the loss of the first weights over all images."""
     weights = "1,2,3,4,5,6,7,8,9,100"
-    own = {"model": "tests.odd_models:frozen", "lr": 1e-12, "epochs": 2}
+    own = {"model": "tests.support.nets:frozen", "lr": 1e-12, "epochs": 2}
     config = dataclasses.replace(small_settings, class_weights=weights, **own)
     job = set_up(config, comm)
     rows = np.arange(len(job.reading.source.labels))

@@ -24,10 +24,10 @@ from hpctrain.report.record import read_records
 from hpctrain.training.setup import set_up
 from hpctrain.training.train import train
 from hpctrain.typed import parse_json
-from tests import own_functions
+from tests.support import own_functions
 from tests.training.runs import digest
 
-HERE = "tests.own_functions"
+HERE = "tests.support.own_functions"
 
 
 def own(name):

@@ -31,7 +31,7 @@ def settings(settings):
 
 def odd(settings, kind, **changes):
     """A run of this odd network."""
-    model = f"tests.odd_models:remembering_{kind}"
+    model = f"tests.support.nets:remembering_{kind}"
     return dataclasses.replace(settings, model=model, **changes)
 
 
@@ -165,7 +165,7 @@ def test_comparing_leaves_no_trace(comm, settings, changes):
 @pytest.mark.parametrize("mode", [True, False])
 def test_the_check_puts_statistics_and_generators_back(mode):
     torch.manual_seed(1)
-    model = build("tests.odd_models:remembering_drops", (5, 7, 1), 3).train()
+    model = build("tests.support.nets:remembering_drops", (5, 7, 1), 3).train()
     norms = BatchNorms(model)
     model.train(mode)
     images = torch.rand(11, 1, 5, 7)
@@ -219,6 +219,6 @@ def test_a_checksum_is_of_any_type():
 
 def test_a_tensor_that_training_alone_makes_is_named_at_the_start(comm, settings):
     """Evaluation does not meet it: the saved network could not be read again."""
-    model = "tests.odd_models:scaling_in_training"
+    model = "tests.support.nets:scaling_in_training"
     with pytest.raises(UsageError, match="scale of the network is not there before its first forw"):
         set_up(dataclasses.replace(settings, model=model), comm)

@@ -26,7 +26,7 @@ from hpctrain.training import state as resume
 from hpctrain.training import train as program
 from hpctrain.training.control import Control
 from hpctrain.watch.runs import WatchedRun
-from tests import odd_models
+from tests.support import nets
 from tests.support.packs import make_pack
 from tests.training import runs
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.mpi
 CASES = {
     "sgdm": {},
     "adam": {"optimizer": "adam", "lr": 0.01},
-    "dropout": {"model": "tests.odd_models:with_dropout"},
+    "dropout": {"model": "tests.support.nets:with_dropout"},
     "cosine": {"schedule": "cosine"},
     "denoise, best": {
         "task": "denoise",
@@ -45,7 +45,7 @@ CASES = {
     "patience": {"validate_every": "2steps", "patience": 2, "lr": 0.3},
     "bf16": {"precision": "bf16", "shift": 2},
     **runs.FINE_TUNING,
-    "unused": {"model": "tests.odd_models:branches", "weight_decay": 0.1},
+    "unused": {"model": "tests.support.nets:branches", "weight_decay": 0.1},
 }
 
 
@@ -355,7 +355,7 @@ def test_without_deterministic_a_run_goes_on_too(comm, settings, leave_after):
 
 def test_frozen_parameters_are_those_of_the_first_launch(comm, settings, leave_after):
     """They came from --init, whose file may be gone when the run goes on."""
-    model = {"model": "tests.odd_models:frozen"}
+    model = {"model": "tests.support.nets:frozen"}
     first = dataclasses.replace(settings, **model, seed=1, run="first", epochs=1)
     assert program.train(first, comm) == 0
     weights = str(Path(settings.runs_dir) / "first" / "model.safetensors")
@@ -386,7 +386,7 @@ def test_fine_tuning(comm, settings, leave_after, monkeypatch, channels_last):
         return notes
 
     monkeypatch.setattr(program, "restore", restore)
-    model = {"model": "tests.odd_models:fine_tuned", "channels_last": channels_last}
+    model = {"model": "tests.support.nets:fine_tuned", "channels_last": channels_last}
     config = dataclasses.replace(settings, **model)
     assert program.train(dataclasses.replace(config, run="whole"), comm) == 0
     leave_after(3)
@@ -429,18 +429,18 @@ def have_more(model):
 def test_a_model_with_another_fixed_state_is_refused(
     comm, settings, leave_after, monkeypatch, change, message
 ):
-    config = dataclasses.replace(settings, model="tests.odd_models:frozen")
+    config = dataclasses.replace(settings, model="tests.support.nets:frozen")
     leave_after(3)
     assert program.train(config, comm) == 75
     leave_after()
-    original = odd_models.frozen
+    original = nets.frozen
 
     def changed(image_shape, classes):
         model = original(image_shape, classes)
         change(model)
         return model
 
-    monkeypatch.setattr(odd_models, "frozen", changed)
+    monkeypatch.setattr(nets, "frozen", changed)
     with pytest.raises(UsageError, match=message):
         program.train(config, comm)
 

@@ -196,7 +196,7 @@ def normalization(seen, comm):
 
 @of("model", "small_stem")
 def network(seen, comm):
-    for name, kind in (("digits", "DigitsNet"), ("tests.odd_models:norm_first", "Sequential")):
+    for name, kind in (("digits", "DigitsNet"), ("tests.support.nets:norm_first", "Sequential")):
         job = seen(training=False, model=name).job
         assert type(job.trainer.model).__name__ == kind
         assert job.plan.model == name
@@ -505,7 +505,7 @@ def test_saved_batch_norm_statistics_are_those_of_whole_mini_batches(comm, setti
         splits = {"train": (images, rng.integers(0, 3, ROWS)), "test": (images[:3], np.arange(3))}
         write_pack(path, splits, ("a", "b", "c"), {"source": "test"})
     comm.Barrier()
-    config = dataclasses.replace(settings, data=str(path), model="tests.odd_models:norm_first")
+    config = dataclasses.replace(settings, data=str(path), model="tests.support.nets:norm_first")
     plan = set_up(config, comm).plan
     assert plan.shards == 4
     loop.train(config, comm)

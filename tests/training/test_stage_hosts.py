@@ -20,7 +20,7 @@ CASES = {
     "weights": {"class_weights": "balanced", "shuffle": "blocks"},
     "global": {"shuffle": "global"},
     "first samples": {
-        "augment": "tests.own_functions:mirror",
+        "augment": "tests.support.own_functions:mirror",
         "freeze": "conv1,bn1",
     },
     "picture": {"task": "denoise", "model": "autoencoder"},

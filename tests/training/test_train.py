@@ -246,20 +246,20 @@ def test_more_ranks_than_shards_are_refused_with_both_numbers(comm, settings):
 
 
 def test_a_model_with_buffers_that_change_is_refused_by_name(comm, settings):
-    odd = dataclasses.replace(settings, model="tests.odd_models:counting")
+    odd = dataclasses.replace(settings, model="tests.support.nets:counting")
     with pytest.raises(UsageError, match="buffer seen changed .* Only batch norm may"):
         set_up(odd, comm)
 
 
 def test_all_ranks_start_from_the_weights_of_rank_0(comm, settings):
-    own = dataclasses.replace(settings, model="tests.odd_models:different_on_every_rank")
+    own = dataclasses.replace(settings, model="tests.support.nets:different_on_every_rank")
     job = set_up(own, comm)
     bits = comm.allgather(job.trainer.message.weights.detach().numpy().tobytes())
     assert len(set(bits)) == 1
 
 
 def test_a_batch_norm_layer_that_is_skipped_under_way_is_an_error(comm, settings):
-    odd = dataclasses.replace(settings, model="tests.odd_models:skipping")
+    odd = dataclasses.replace(settings, model="tests.support.nets:skipping")
     with pytest.raises(RunError, match="did not run exactly once in step"):
         loop.train(odd, comm)
 
@@ -309,7 +309,7 @@ def test_the_ranks_whose_loss_is_not_finite_are_named(comm, settings, monkeypatc
 
 
 def test_gradients_may_be_finite_where_moments_are_not(comm, settings):
-    wild = dataclasses.replace(settings, model="tests.odd_models:overflowing", epochs=1)
+    wild = dataclasses.replace(settings, model="tests.support.nets:overflowing", epochs=1)
     with pytest.raises(RunError, match="step 1 .* is not finite"):
         loop.train(wild, comm)
 

@@ -99,7 +99,7 @@ def test_every_parameter_is_that_of_a_plain_loop(comm, config):
 @pytest.fixture
 def config(settings):
     """Three epochs of a network with a layer that comes late and one that is never used."""
-    own = {"model": "tests.odd_models:branches", "weight_decay": 0.1, "epochs": 3}
+    own = {"model": "tests.support.nets:branches", "weight_decay": 0.1, "epochs": 3}
     return dataclasses.replace(settings, shards=8, deterministic=True, threads=None, **own)
 
 
