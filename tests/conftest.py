@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, settings
 
 from hpctrain.launcher import launched_rank, launched_size
 from tests.support.ranks import Placed, fresh_start, job, run_test
+from tests.support.runs import TrainedRuns, content_of, copy_runs, make_trained_runs
 
 # Ranks with several threads share the cores here: a thread that waits shall not spin on one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by libgomp when torch is imported
@@ -118,6 +119,22 @@ def shared_tmp(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     comm.Barrier()
     if comm.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRuns]:
+    """Trained runs to read, made once for all processes of this session: tests/support/runs.py."""
+    root = tmp_path_factory.getbasetemp()
+    made = make_trained_runs(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root)
+    before = content_of(made.folder)
+    yield made
+    assert content_of(made.folder) == before, "a test changed what others read: trained_copy"
+
+
+@pytest.fixture
+def trained_copy(trained: TrainedRuns, tmp_path: Path) -> TrainedRuns:
+    """A copy of the trained runs that the test may change."""
+    return copy_runs(trained, tmp_path)
 
 
 @pytest.fixture(autouse=True)
