@@ -83,6 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=lambda text: [int(word) for word in text.split(",")],
         help="the numbers of ranks for tests marked ranks, as in --ranks 2,4",
     )
+    parser.addoption("--update", action="store_true", help="write the files of tests/contract anew")
 
 
 def pytest_unconfigure() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import random
 import signal
@@ -193,23 +194,32 @@ class Ended(NamedTuple):
     err: str  # of all ranks
 
 
-def _command(comm: Any, words: list[str]) -> int:
+def _command(comm: Any, words: list[str], cwd: str) -> int:
     from hpctrain.cli import main
 
+    os.chdir(cwd)  # world_of() goes back
     try:
         return main(words)
     except SystemExit as end:  # --help
         return int(end.code or 0)
 
 
-def command(n: int, *words: object) -> Ended:
+def command(n: int, *words: object, cwd: Path | str = ".") -> Ended:
     """Run ``python -m hpctrain WORDS`` on `n` ranks of the job. All ranks must return one code."""
-    given = {"comm": OnRank("comm"), "words": [str(word) for word in words]}
+    given = {"comm": OnRank("comm"), "words": [str(word) for word in words], "cwd": str(cwd)}
     outcomes = job(max(n, 3)).call(n, _command, given, 100)
     codes = {outcome.value for outcome in outcomes}
     if len(codes) > 1:
         raise RankError(f"ranks returned different exit codes: {sorted(codes)}")
     return Ended(codes.pop(), outcomes[0].out, "".join(outcome.err for outcome in outcomes))
+
+
+def alone(*words: object) -> Ended:
+    """Run ``python -m hpctrain WORDS`` in this process, for what ends before MPI starts."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = _command(None, [str(word) for word in words], ".")
+    return Ended(code, out.getvalue(), err.getvalue())
 
 
 def run_test(item: pytest.Function, n: int, limit: float) -> None:
