@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from hpctrain import __version__, config
 from hpctrain.errors import Failure, UsageError, did_you_mean
+from hpctrain.fault import fault
 from hpctrain.launcher import launched_rank, launched_size, under_mpirun
 from hpctrain.quick_imports import quick_imports
 from hpctrain.text import say
@@ -160,7 +161,9 @@ def start(name: str, module: str, settings: Any = None, failure: Failure | None 
 
         watchdog.abort = abort_all
         try:
+            fault("mpi.starting")
             comm = start_mpi()
+            fault("mpi.started")
             call_on_all(comm, check)
             comm.Free()
             watchdog.doing(f"importing {module}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO, cast
 
 from hpctrain.errors import RunError
+from hpctrain.fault import fault
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)
@@ -54,28 +55,33 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 @contextmanager
-def whole_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+def whole_file(path: Path, durable: bool = True, point: str = "") -> Iterator[BinaryIO]:
     """Open a new file for writing; rename it to `path` on success, remove it on any error.
 
     Raises OSError, also if `path` is a device or a pipe, which must not be replaced. A file that is
     not `durable` may be lost in a power failure. It is one of hpctrain's own, such as a heartbeat,
-    which is written often: what is at `path` is not checked.
+    which is written often: what is at `path` is not checked. Fault points (``fault.py``) begin with
+    `point`, or with the file's name without suffix.
     """
     if durable and path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    temporary = temporary_name(path)
+    temporary, point = temporary_name(path), point or path.stem
     with cast(BinaryIO, open(temporary, "x+b")) as file:
         try:
             yield file
             file.flush()
+            fault(f"{point}.written")
             if durable:
                 os.fsync(file.fileno())
+            fault(f"{point}.synced")
             os.replace(temporary, path)
+            fault(f"{point}.renamed")
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
     if durable:
         sync(path.parent)
+        fault(f"{point}.durable")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # From the bottom up. A module imports from its own floor and from those below it, but on the
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
-    "hpctrain errors text console typed config* files heartbeats launcher scheduler"
+    "hpctrain errors text console typed config* files fault heartbeats launcher scheduler"
     " streams watchdog data.partition parallel.placement",
     "plan plan_check plan_text",
     "data* parallel* models* report*",

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from hpctrain.data.checks import Sums, open_file, read_exactly
 from hpctrain.data.pack_format import Pack, Part
 from hpctrain.errors import Failure, RunError, UsageError
+from hpctrain.fault import fault
 from hpctrain.files import temporary_name, write_at
 from hpctrain.watchdog import doing
 
@@ -108,6 +109,7 @@ def copy(pack: Pack, target: Path, share: Sequence[Piece]) -> None:
                     doing(f"staging byte {piece.start:,}")
                     data = read_piece(pack.path, source.fileno(), piece)
                     write_at(into.fileno(), data, piece.start)
+                fault("stage.written")
                 os.fsync(into.fileno())
         except OSError as error:
             raise _failed(target, error) from None
@@ -161,6 +163,7 @@ def finish(target: Path, final: Path) -> None:
     """Rename the complete copy to its final name. Raises RunError."""
     try:
         os.replace(target, final)
+        fault("stage.renamed")
     except OSError as error:
         raise _failed(target, error) from None
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from hpctrain.errors import Failure, UsageError, first_line
+from hpctrain.fault import fault
 from hpctrain.launcher import launched_rank, launched_size, local_size
 from hpctrain.watchdog import MPI_INIT, current, doing, waiting
 
@@ -247,6 +248,7 @@ def end_mpi() -> None:
     A rank that dies or hangs now would block the others, so this process exits after a time limit.
     """
     faulthandler.dump_traceback_later(_finalize_limit, exit=True, file=2)
+    fault("mpi.ending")
     MPI.Finalize()
     faulthandler.cancel_dump_traceback_later()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import Failure, RunError
+from hpctrain.fault import fault
 from hpctrain.report.fields import FIELDS, encode_record
 from hpctrain.report.record import FILE_NAME, cut_torn_line
 from hpctrain.report.step_stats import Costs
@@ -65,6 +66,7 @@ class RecordFile:
         try:
             while data:  # one write, unless the disk fills up: then the next write raises
                 data = data[os.write(self._descriptor, data) :]
+            fault("record.written")
         except OSError as error:
             raise self._failed(error) from error
         end = time.monotonic()

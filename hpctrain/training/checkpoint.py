@@ -154,13 +154,13 @@ class Writer:
         path = self.folder / f"{step:08}.safetensors"
         while path.exists():  # saved before
             path = path.with_stem(f"{path.stem}-2")
-        with whole_file(path) as file:
+        with whole_file(path, point="checkpoint") as file:
             size, sha256 = 0, hashlib.sha256()
             for part in content(tensors, {}):
                 size += file.write(part)
                 sha256.update(part)
         sync(self._record)  # a step in the checkpoint must be in the record too
-        with whole_file(_json(self.folder, step)) as file:
+        with whole_file(_json(self.folder, step), point="manifest") as file:
             known = {"file": path.name, "bytes": size, "sha256": sha256.hexdigest()}
             described = {"format": FORMAT, "step": step, **known, "state": state}
             described["check"] = _check(described)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.config import Config, Interval, checkpoint_interval, duration
 from hpctrain.errors import RunError, UsageError
+from hpctrain.fault import fault
 from hpctrain.launcher import received_signal
 from hpctrain.scheduler import job_end
 from hpctrain.watchdog import doing
@@ -198,6 +199,7 @@ class RunLock:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise RunError(f"cannot lock {folder / LOCK_FILE}: {error.strerror}") from error
+        fault("lock.taken")
 
     def release(self) -> None:
         """Release the lock."""

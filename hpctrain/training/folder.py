@@ -22,6 +22,7 @@ import torch
 from hpctrain import __version__, heartbeats
 from hpctrain.config import Config, to_toml
 from hpctrain.errors import RunError, UsageError
+from hpctrain.fault import fault
 from hpctrain.files import left_behind, sync, temporary_name, write_whole
 from hpctrain.parallel.device import hardware_key
 from hpctrain.parallel.hosts import describe_hosts
@@ -62,6 +63,7 @@ def make_run_folder(job: Job, lock: RunLock) -> Path:
             (temporary / heartbeats.FOLDER).mkdir()  # by rank 0 only
             lock.take(temporary)  # before the rename: another launch must not lock it first
             os.rename(temporary, folder)
+            fault("folder.renamed")
             sync(runs)
             return folder
         except OSError as error:

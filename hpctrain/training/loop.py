@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from hpctrain.fault import fault
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
 from hpctrain.training.state import Run, gather
@@ -43,6 +44,7 @@ def train_epochs(run: Run) -> None:
                     job.trainer.average.update()
                 pending.append(PendingStep(step, rows, rate, report))
                 finish_step(run, pending)
+                fault("step.done")
                 if state.ended or number + 1 == per_epoch:
                     break
                 doing(f"reading for step {step + 1}")

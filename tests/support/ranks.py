@@ -35,10 +35,12 @@ import pytest
 
 from hpctrain.launch import mpirun
 from tests.support.launch import Job as Launch
+from tests.support.wait import when
 
 STACKS = signal.SIGRTMIN  # a rank then writes where each of its threads is
 SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with the world's size
 SIZES += ("PMI_SIZE", "PMI_LOCAL_SIZE", "MPI_LOCALNRANKS")
+FAULT = "HPCTRAIN_FAULT"
 START, GRACE = 120.0, 5.0  # seconds: to start all ranks; for the others after the first failure
 
 
@@ -194,19 +196,30 @@ class Ended(NamedTuple):
     err: str  # of all ranks
 
 
-def _command(comm: Any, words: list[str], cwd: str) -> int:
+def _command(comm: Any, words: list[str], cwd: str, fault: str) -> int:
     from hpctrain.cli import main
 
     os.chdir(cwd)  # world_of() goes back
+    struck = ":".join([*fault.split(":")[:2], "0"])
+    if fault and comm.rank == 0:
+        os.environ[FAULT] = fault
+    if ":stall:" in fault and comm.rank == 0:
+        when(lambda: os.environ.get(FAULT) == struck, lambda: os.environ.pop(FAULT))
     try:
         return main(words)
     except SystemExit as end:  # --help
         return int(end.code or 0)
+    finally:
+        assert os.environ.pop(FAULT, struck) == struck, f"{fault} did not happen"
 
 
-def command(n: int, *words: object, cwd: Path | str = ".") -> Ended:
-    """Run ``python -m hpctrain WORDS`` on `n` ranks of the job. All ranks must return one code."""
-    given = {"comm": OnRank("comm"), "words": [str(word) for word in words], "cwd": str(cwd)}
+def command(n: int, *words: object, cwd: Path | str = ".", fault: str = "") -> Ended:
+    """Run ``python -m hpctrain WORDS`` on `n` ranks of the job. All ranks must return one code.
+
+    Rank 0 has the `fault` (hpctrain/fault.py), which must happen; a stall ends as it has begun.
+    """
+    given = {"comm": OnRank("comm"), "words": [str(word) for word in words]}
+    given |= {"cwd": str(cwd), "fault": fault}
     outcomes = job(max(n, 3)).call(n, _command, given, 100)
     codes = {outcome.value for outcome in outcomes}
     if len(codes) > 1:

@@ -112,7 +112,7 @@ class PackMaker:
         shape, count = (fit.height, fit.width, fit.channels), len(self._source.images)
         check_room(self._output, count * math.prod(shape))
         guess = self._guess()
-        with suppress(Reordered), whole_file(self._output) as first:
+        with suppress(Reordered), whole_file(self._output, point="pack") as first:
             writer = PackWriter(first, lay_out(_lengths(guess), shape))
             tasks = (
                 PackTask((self._source.take(s.of(guess)), fit, s), s.stop - s.start)
@@ -153,7 +153,7 @@ class PackMaker:
         }
         shape, how = (fit.height, fit.width, fit.channels), "crop" if fit.crop else "stretch"
         made = PackFacts(shape, source.classes, facts, how)
-        with whole_file(self._output) as file:
+        with whole_file(self._output, point="pack") as file:
             ends = {split: int(of[-1]) for split, of in offsets.items()}
             writer = PackWriter(file, lay_out(_lengths(rows), shape, ends))
             for split, of in offsets.items():
@@ -186,7 +186,7 @@ class PackMaker:
         row_bytes = math.prod(made.image_shape)
         images = sum(_lengths(rows).values())
         check_room(self._output, row_bytes * images)
-        with whole_file(self._output) as file:
+        with whole_file(self._output, point="pack") as file:
             writer = PackWriter(file, lay_out(_lengths(rows), made.image_shape))
             tasks = (
                 PackTask((path, places[s.of(rows)], row_bytes, s), s.stop - s.start)

@@ -1,0 +1,30 @@
+"""Faults on request, for tests: a crash, a full disk or a stall at a chosen moment.
+
+With ``HPCTRAIN_FAULT=checkpoint.renamed:kill:2`` in its environment, a process kills itself when it
+passes the point ``checkpoint.renamed`` for the second time. ``full`` raises the error of a full
+disk, once; ``stall`` waits until the variable is removed or the process is killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+
+
+def fault(point: str) -> None:
+    """Pass a point; do what HPCTRAIN_FAULT says if it names the point and the count is reached."""
+    given = os.environ.get("HPCTRAIN_FAULT", "")
+    if not given.startswith(f"{point}:"):
+        return
+    _, kind, left = f"{given}:1".split(":")[:3]
+    os.environ["HPCTRAIN_FAULT"] = now = f"{point}:{kind}:{int(left) - 1}"
+    if left != "1":
+        return
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    while os.environ.get("HPCTRAIN_FAULT") == now:
+        time.sleep(0.01)

@@ -1,0 +1,200 @@
+"""A crash, a full disk or a stall at any point: the same command then ends with the same bits.
+
+HPCTRAIN_FAULT names the points (hpctrain/fault.py). Killed are processes of their own; a full disk
+and a stall happen on the ranks of the long-lived job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+from tests.support import ranks
+from tests.support.killed import run_each
+from tests.support.packs import make_pack
+
+STATES = ("written", "synced", "renamed", "durable")  # of a file that is written whole
+FILES = ("config", "plan", "checkpoint", "manifest", "best", "model", "evaluation-test")
+ON_DISK = ["folder.renamed", "record.written", *(f"{f}.{s}" for f in FILES for s in STATES)]
+POINTS = ["mpi.starting", "mpi.started", "lock.taken", "step.done", "mpi.ending", *ON_DISK]
+STAGING = ["stage.written", "stage.renamed"]
+PACKING = ["pack.written", "pack.synced", "pack.renamed", "pack.durable"]
+TIMES = {"step": 3, "record": 3, "checkpoint": 3, "manifest": 3, "best": 2, "model": 2}  # else 1
+
+
+def times(point):
+    """How often a run passes a point, up to 3."""
+    return TIMES.get(point.partition(".")[0], 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pack, and a run `whole` that nothing broke."""
+    folder = tmp_path_factory.mktemp("faults")
+    make_pack(folder / "pack.h5", {"train": 48, "validation": 13, "test": 11}, (12, 12, 1))
+    assert ranks.command(1, *training(folder, "whole")).code == 0
+    return folder
+
+
+@pytest.fixture
+def run(folder):
+    """The folder of the run that a test breaks."""
+    yield folder / "runs/broken"
+    shutil.rmtree(folder / "runs/broken", ignore_errors=True)
+
+
+def training(folder, name, *flags):
+    """The words that train a run of 6 steps, with a checkpoint after every second one."""
+    words = ["train", "--data", folder / "pack.h5", "--run", name, "--runs-dir", folder / "runs"]
+    words += ["--model", "digits", "--epochs", "2", "--batch-size", "16", "--shards", "4"]
+    words += ["--deterministic", "--checkpoint-every", "2steps", "--final", "best"]
+    return [str(word) for word in [*words, "--progress", "none", *flags]]
+
+
+def files(run):
+    """What lies in the folder of a run; the tensors of a step that is saved again end in -2."""
+    return {re.sub(r"(\d{8})-2", r"\1", str(path.relative_to(run))) for path in run.rglob("*")}
+
+
+def differences(run):
+    """How a run differs from the whole one beside it."""
+    whole = run.with_name("whole")
+    found, expected = (
+        [json.loads(line) for line in (each / "progress.jsonl").read_text().splitlines()]
+        for each in (run, whole)
+    )
+    yield from (f"{name} is left or missing" for name in sorted(files(run) ^ files(whole)))
+    if [r["step"] for r in found if r["kind"] == "step"] != [1, 2, 3, 4, 5, 6]:
+        yield "the record lacks steps, or has some twice"
+    if (found[-1]["status"], found[-1]["digest"]) != ("done", expected[-1]["digest"]):
+        yield f"it ended as {found[-1]}"
+    for name in ("model.safetensors", "best.safetensors"):
+        one, other = load_file(run / name), load_file(whole / name)
+        if any(not np.array_equal(one[key], other[key]) for key in one.keys() | other.keys()):
+            yield f"{name} holds other weights"
+
+
+def finish(run, size, *flags):
+    """Give the same command again, on `size` ranks; return what is wrong after that."""
+    again = ranks.command(size, *training(run.parent.parent, run.name, *flags))
+    return list(differences(run)) if again.code == 0 else [f"{again.code}: {again.err}"]
+
+
+def check_kills(folder, faults, *flags):
+    """Kill a run by each fault, one after the other; then finish each on 1, 2 or 3 ranks."""
+    names = [fault.replace(":", "-") for fault in faults]
+    words = [training(folder, name, *flags) for name in names]
+    cases = [({"HPCTRAIN_FAULT": f}, each) for f, each in zip(faults, words, strict=True)]
+    codes = dict(zip(names, run_each(cases, folder, 30 + 10 * len(cases)), strict=True))
+    assert {name: code for name, code in codes.items() if code != -9} == {}
+    before = sorted(os.listdir(folder / "runs"))
+    wrong = {n: finish(folder / "runs" / n, k % 3 + 1, *flags) for k, n in enumerate(names)}
+    assert {name: problems for name, problems in wrong.items() if problems} == {}, before
+    for name in names:
+        shutil.rmtree(folder / "runs" / name)
+    assert os.listdir(folder / "runs") == ["whole"], "nothing else is left there"
+
+
+def test_a_run_that_is_killed_at_a_point_ends_with_the_same_bits(folder):
+    """At every point, the first, second or third time that the run passes it."""
+    check_kills(folder, [f"{p}:kill:{n % times(p) + 1}" for n, p in enumerate(POINTS)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_is_killed_any_time_it_passes_a_point_ends_with_the_same_bits(folder):
+    check_kills(folder, [f"{p}:kill:{n + 1}" for p in POINTS for n in range(times(p))])
+
+
+def test_a_run_that_is_killed_while_it_stages_the_pack_leaves_one_copy(folder, tmp_path):
+    """Where a host's copy is the same again: on one rank."""
+    check_kills(folder, [f"{point}:kill:1" for point in STAGING], "--stage", tmp_path)
+    (copy,) = tmp_path.iterdir()
+    assert copy.suffix == ".staged"
+
+
+@pytest.mark.parametrize("point", [*ON_DISK, *STAGING])
+def test_a_full_disk_is_one_line_and_the_run_ends_once_there_is_room(folder, run, point, tmp_path):
+    staged = ("--stage", tmp_path) if point in STAGING else ()
+    words = training(folder, "broken", *staged)
+    broken = ranks.command(1, *words, fault=f"{point}:full:{times(point)}")
+    assert broken.code == 1
+    assert re.fullmatch(r"hpctrain: .*no (space|room) left.*\n", broken.err, re.IGNORECASE)
+    assert not [*run.parent.rglob(".*"), *tmp_path.glob(".*")]
+    assert finish(run, 3, *staged) == []
+    assert sorted(os.listdir(folder)) == ["pack.h5", "runs"]
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".staged"}
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS if p != "mpi.ending"])
+def test_a_rank_that_stalls_at_a_point_is_waited_for(folder, run, point):
+    fault = f"{point}:stall:{times(point)}"
+    assert ranks.command(3, *training(folder, "broken"), fault=fault).code == 0
+    assert list(differences(run)) == []
+
+
+@pytest.mark.ranks(1)
+def test_files_reach_the_disk_before_their_names(comm, folder, run, monkeypatch):
+    """fsync of each file before its rename, of its folder after it, of the record in between."""
+    from hpctrain.cli import main
+
+    calls = []  # (what was done, path)
+    for name in ("fsync", "rename", "replace"):
+        original = getattr(os, name)
+
+        def noted(*arguments, name=name, original=original):
+            if name == "fsync":
+                calls.append((name, os.readlink(f"/proc/self/fd/{arguments[0]}")))
+            else:
+                calls.append(("rename", *map(str, arguments)))
+            return original(*arguments)
+
+        monkeypatch.setattr(os, name, noted)
+    assert main(training(folder, "broken")) == 0
+    renamed = [(place, *call[1:]) for place, call in enumerate(calls) if call[0] == "rename"]
+    names = {Path(new).name for _, _, new in renamed if "/ranks/" not in new}
+    last = {f"0000000{step}.{kind}" for step in (2, 4, 6) for kind in ("json", "safetensors")}
+    assert names >= last | {"model.safetensors", "plan.json", "config.toml", "broken"}
+    for place, old, new in renamed:
+        if "/ranks/" in new:  # heartbeats may be lost
+            continue
+        assert ("fsync", old) in calls[:place] or new == str(run), f"{new} has no content yet"
+        assert ("fsync", str(Path(new).parent)) in calls[place:], f"{new} may be lost"
+        if "checkpoints" in new and new.endswith(".json"):
+            before = calls[:place]
+            tensors = max(i for i, call in enumerate(before) if call[-1].endswith(".safetensors"))
+            assert ("fsync", str(run / "progress.jsonl")) in before[tensors:]
+
+
+def test_packing_that_is_killed_or_meets_a_full_disk_leaves_nothing(tmp_path):
+    """The same command then writes the same bytes."""
+    for number in range(12):
+        path = tmp_path / "images" / f"{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), number, np.uint8)).save(path)
+    words = ["pack", str(tmp_path / "images"), "--jobs", "1", "--split", "0.5,0,0.5", "--output"]
+    assert ranks.command(1, *words, tmp_path / "whole.h5").code == 0
+    whole = (tmp_path / "whole.h5").read_bytes()
+    killed = [str(tmp_path / f"{point}.h5") for point in PACKING]
+    cases = [
+        ({"HPCTRAIN_FAULT": f"{point}:kill"}, [*words, path])
+        for point, path in zip(PACKING, killed, strict=True)
+    ]
+    assert run_each(cases, tmp_path) == [-9] * len(cases)
+    for point, path in zip(PACKING, killed, strict=True):
+        there = point in ("pack.renamed", "pack.durable")
+        assert ranks.command(1, *words, path).code == (2 if there else 0)  # 2: the file exists
+        assert Path(path).read_bytes() == whole
+        os.unlink(path)
+        if not there:
+            full = ranks.command(1, *words, path, fault=f"{point}:full:1")
+            assert full.code == 1 and re.fullmatch("hpctrain: no room left .*\n", full.err)
+    assert sorted(os.listdir(tmp_path)) == ["images", "whole.h5"]
