@@ -7,6 +7,7 @@ test of today's code, not of what it promises. The public API is `import hpctrai
 
 from __future__ import annotations
 
+from hpctrain.cli import main as command_line
 from hpctrain.training.train import run_training as train
 
-__all__ = ["train"]
+__all__ = ["command_line", "train"]
