@@ -28,9 +28,9 @@ from hpctrain.supervise.nodes import (
     requeue,
     tasks_of_nodes,
 )
-from tests.records import line
 from tests.support.launch import Job, mpirun
 from tests.support.packs import make_pack
+from tests.support.records import line
 from tests.support.wait import wait_for
 
 TRAIN = ["--data", "pack.h5", "--run", "a", "--batch-size", "16", "--shards", "4", "--epochs", "4"]

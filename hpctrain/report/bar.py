@@ -31,11 +31,12 @@ def dumb_terminal() -> bool:
 
 def terminal_columns() -> int | None:
     """Return the width of the terminal that shows this process's output; None if none does."""
-    replaced = sys.stdout is not sys.__stdout__  # in a notebook: the terminal is the server's
+    stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # while there is a bar
+    replaced = stdout is not sys.__stdout__  # in a notebook: the terminal is the server's
     if replaced:
         return None
     try:
-        output = sys.stdout.fileno()
+        output = stdout.fileno()
         mode = os.fstat(output).st_mode
     except (OSError, ValueError):  # closed
         return None
@@ -134,7 +135,7 @@ class Bar:
         filled = int(size * share)
         done, to_do = "━─" if self._console.encoding.startswith("utf") else "#-"
         bar = (done * filled, "bar.complete"), to_do * (size - filled)
-        lines = Text.assemble(f"{before}  ", *bar, f"  {after}\n", styled(f"  {below}"))
+        lines = Text.assemble(f"{before}  ", *bar, styled(f"  {after}\n  {below}"))
         lines.no_wrap, lines.overflow = True, "ellipsis"
         self._live.update(lines, refresh=True)
         end = time.monotonic()

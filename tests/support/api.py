@@ -11,3 +11,13 @@ from hpctrain.cli import main as command_line
 from hpctrain.training.train import run_training as train
 
 __all__ = ["command_line", "train"]
+
+# The tools around a run: record, watch, doctor
+from hpctrain import doctor
+from hpctrain.report.fields import FIELDS
+from hpctrain.report.record import HistoryReader, read_records, truncate_record
+from hpctrain.report.recorder import Recorder
+from hpctrain.watch import web
+
+__all__ += ["FIELDS", "HistoryReader", "Recorder", "doctor", "read_records"]
+__all__ += ["truncate_record", "web"]

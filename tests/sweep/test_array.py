@@ -13,9 +13,9 @@ from hpctrain.config import StopConfig, SweepConfig
 from hpctrain.errors import UsageError
 from hpctrain.stop import main as stop
 from hpctrain.sweep import main as sweep
-from tests.records import end_line, make_run, run_line
 from tests.support.launch import ROOT
 from tests.support.packs import make_pack
+from tests.support.records import end_line, make_run, run_line
 
 
 def test_a_folder_that_is_no_sweep_is_named(tmp_path):

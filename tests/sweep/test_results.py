@@ -10,7 +10,7 @@ from hpctrain.report.history import Metrics, RunHistory
 from hpctrain.sweep.display import best_first
 from hpctrain.sweep.file import Sweep, SweepNetwork
 from hpctrain.sweep.folder import DONE, FAILED, NetworkResult, read_results, write_csv
-from tests.records import append, end_line, make_run, run_line, step_line
+from tests.support.records import append, end_line, make_run, run_line, step_line
 
 
 def row(name, train, test, *validations):

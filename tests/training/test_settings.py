@@ -38,7 +38,7 @@ ELSEWHERE = {  # flag -> where it is tested
     ),
     "run": "tests/training/test_train.py",
     "runs_dir": "tests/training/test_train.py",
-    "progress": "tests/report/test_progress.py",
+    "progress": "tests/tools/test_progress.py",
     "validate_every": "below",
     "tensorboard": "below",
     "dry_run": "below",

@@ -16,9 +16,17 @@ from hpctrain.report.record import FILE_NAME
 from hpctrain.watch import runs as runs_module
 from hpctrain.watch.drawing import cells, facts_line, status_line
 from hpctrain.watch.runs import WatchedRuns
-from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
 from tests.support.launch import run as run_command
 from tests.support.launch import run_cli
+from tests.support.records import (
+    append,
+    end_line,
+    evaluation_line,
+    line,
+    make_run,
+    run_line,
+    step_line,
+)
 
 LONG_AGO = 1_000_000_000.0
 NO_PROCESS = 2**22 + 1  # above the largest number that Linux gives

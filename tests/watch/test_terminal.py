@@ -14,8 +14,16 @@ from hpctrain.watch import terminal
 from hpctrain.watch.drawing import accuracy_axis, draw, loss_axis
 from hpctrain.watch.runs import WatchedRuns
 from hpctrain.watch.terminal import WatchApp
-from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
 from tests.support.launch import run
+from tests.support.records import (
+    append,
+    end_line,
+    evaluation_line,
+    line,
+    make_run,
+    run_line,
+    step_line,
+)
 
 LOSSES = [
     *((0.52, 0.9), (0, 3), (2.1, 2.3), (0.0003, 0.00045), (-1.2, 3.3), (1, 1), (1e7, 1.5e7)),

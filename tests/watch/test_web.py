@@ -20,9 +20,17 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.watch.runs import WatchedRuns
 from hpctrain.watch.web import ADDRESS, Server, serve
-from tests.records import append, end_line, evaluation_line, line, make_run, run_line, step_line
 from tests.support.launch import Job
 from tests.support.launch import run as run_command
+from tests.support.records import (
+    append,
+    end_line,
+    evaluation_line,
+    line,
+    make_run,
+    run_line,
+    step_line,
+)
 from tests.watch.test_terminal import LOSSES
 
 

@@ -1,0 +1,78 @@
+"""A reader of the page that `hpctrain watch --web` serves."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tests.support.api import web
+
+
+class Answer(NamedTuple):
+    """What the server sends."""
+
+    status: int
+    headers: Any
+    text: str
+
+    def json(self) -> Any:
+        """The text as strict JSON."""
+        return json.loads(self.text, parse_constant=_refuse)
+
+
+class Page(NamedTuple):
+    """A server, as a browser on its machine sees it."""
+
+    port: int
+    token: str
+
+    @property
+    def origin(self) -> str:
+        return f"http://localhost:{self.port}"
+
+    def ask(
+        self, path: str, method: str = "GET", token: str | None = None, **headers: str | None
+    ) -> Answer:
+        """Send a request; names of headers are written with _ for -, and None leaves one out."""
+        own = {"Host": f"localhost:{self.port}", **headers}
+        own = {name.replace("_", "-"): value for name, value in own.items() if value is not None}
+        token = self.token if token is None else token
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            both = "&" if "?" in path else "?"
+            connection.request(method, f"{path}{both}token={token}", headers=own)
+            answer = connection.getresponse()
+            return Answer(answer.status, answer.headers, answer.read().decode())
+
+    def runs(self) -> list[dict[str, Any]]:
+        """What it says of all runs: name, status, text, step, ..."""
+        return self.ask("/data").json()["runs"]
+
+    def curves(self, run: int = 0) -> dict[str, Any]:
+        """Its curves of a run: "loss" and "accuracy" -> split -> rows of step, mean, min, max."""
+        return self.ask(f"/curves?run={run}").json()
+
+    def stop(self, run: int = 0) -> Answer:
+        """Press its button."""
+        return self.ask(f"/stop?run={run}", "POST", Origin=self.origin)
+
+
+@contextlib.contextmanager
+def watched(*targets: object) -> Iterator[Page]:
+    """The page that `watch TARGETS --web` serves."""
+    with web.Server(web.WatchedRuns([str(target) for target in targets], "runs")) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield Page(server.server_address[1], server.token)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _refuse(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")

@@ -1,0 +1,180 @@
+"""Records that grow while they are read: torn, cut back, replaced, long, or not there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hpctrain as hp
+from tests.support.api import truncate_record
+from tests.support.records import (
+    FILE,
+    Follower,
+    append,
+    end_line,
+    epoch_line,
+    evaluation_line,
+    line,
+    make_run,
+    run_line,
+    step_line,
+    step_lines,
+)
+
+WHOLE = [
+    run_line(),
+    *step_lines(1, 9),
+    line("note", text="so far"),
+    evaluation_line(9),
+    *step_lines(10, 19),
+    end_line(),
+]
+
+
+def steps(follower):
+    return list(follower.losses)
+
+
+def test_only_what_was_added_is_read_and_a_torn_line_when_it_is_whole(tmp_path):
+    run = make_run(tmp_path / "a", run_line(), step_line(1))
+    follower = Follower(run)
+    assert follower.look() and not follower.look()
+    before = follower.seen["read"]
+    second, last = step_line(2), step_line(4)
+    append(run, second[:50])
+    assert not follower.look()
+    append(run, second[50:], step_line(3), last[:20])
+    assert follower.look() and follower.seen["read"] == before + 2
+    assert (steps(follower), follower.seen["problem"]) == ([1, 2, 3], "")
+    append(run, last[20:])
+    assert follower.look() and steps(follower) == [1, 2, 3, 4]
+    assert follower.seen["read"] == before + 3
+
+
+@given(cuts=st.lists(st.integers(0, len(b"".join(WHOLE))), max_size=6))
+def test_wherever_a_growing_record_is_looked_at_it_is_read_once_and_whole(cuts, tmp_path_factory):
+    text = b"".join(WHOLE)
+    run = make_run(tmp_path_factory.mktemp("run") / "a")
+    follower = Follower(run)
+    for begin, end in itertools.pairwise([0, *sorted(cuts), len(text)]):
+        append(run, text[begin:end])
+        follower.look()
+        whole = text[:end].count(b"\n")
+        assert (follower.seen["read"], follower.seen["problem"]) == (whole, "")
+    assert follower.losses == {number: 1 / number for number in range(1, 20)}
+    seen = follower.seen
+    assert (seen["status"], seen["notes"], seen["validations"]) == ("done", ["so far"], 1)
+
+
+def test_a_record_that_is_not_there_yet_and_one_that_goes(tmp_path):
+    follower = Follower(tmp_path / "a")
+    assert not follower.look() and follower.seen["problem"] == ""
+    run = make_run(tmp_path / "a", run_line()[:8])
+    assert not follower.look() and not follower.seen["facts"] and not follower.seen["problem"]
+    (run / FILE).write_bytes(run_line(model="x"))
+    assert follower.look() and follower.seen["facts"]["model"] == "x"
+    (run / FILE).unlink()
+    assert follower.look() and not follower.seen["facts"]
+
+
+def test_a_resumed_launch_cuts_the_record_back_and_is_told_anew(tmp_path):
+    lines = [run_line(), *step_lines(1, 5), line("note", text="early"), *step_lines(6, 7)]
+    run = make_run(tmp_path / "a", *lines, evaluation_line(7, "test"), end_line("preempted"))
+    follower = Follower(run)
+    follower.look()
+    assert follower.seen["status"] == "preempted"
+    truncate_record(run, step=5, epoch=0, validated=0)
+    append(run, run_line(ranks=3), *step_lines(6, 19, loss=9.0))
+    assert follower.look()
+    seen = follower.seen
+    assert (seen["status"], seen["facts"]["ranks"], seen["notes"]) == ("", 3, ["early"])
+    assert follower.losses == {n: 1 / n if n < 6 else 9.0 for n in range(1, 20)}
+
+
+@pytest.mark.parametrize("last", [2, 7, 29])
+def test_a_record_rewritten_in_the_same_file_is_read_anew(tmp_path, last):
+    run = make_run(tmp_path / "a", run_line(time=1e9), *step_lines(1, 7, time=1e9))
+    follower = Follower(run)
+    follower.look()
+    inode = os.stat(run / FILE).st_ino
+    (run / FILE).write_bytes(run_line() + b"".join(step_lines(1, last, loss=7.0)))
+    assert os.stat(run / FILE).st_ino == inode
+    follower.look()
+    assert follower.losses == dict.fromkeys(range(1, last + 1), 7.0)
+
+
+def test_of_many_steps_some_are_read_but_both_ends_and_all_else(tmp_path):
+    many = 30_000
+    lines = step_lines(1, many)
+    evaluations = [evaluation_line(n * 10) for n in range(1, 31)]
+    others = [line("note", text="so far"), line("digest", step=2000, digest="00")]
+    run = make_run(tmp_path / "a", run_line(), *lines[:2000], *evaluations, *others, *lines[2000:])
+    follower = Follower(run)
+    follower.look()
+    seen = follower.seen
+    assert many / 10 < seen["read"] < many / 2
+    assert (seen["last"], seen["notes"], seen["validations"]) == (many, ["so far"], 30)
+    found = follower.losses
+    assert len(found) < 1000 and min(found) < 100 and max(found) > many - 100
+    values = list(found.values())
+    assert values == sorted(values, reverse=True)  # those of 1 / step
+    append(run, *step_lines(many + 1, many + 50))
+    follower.look()
+    assert follower.seen["read"] == seen["read"] + 50
+
+
+def test_lines_lost_in_a_power_failure_are_counted_and_the_others_shown(tmp_path):
+    lost = b"\0" * 90 + b"\n"
+    run = make_run(tmp_path / "a", run_line(), lost, b'{"kind": "step"}\n', step_line(1))
+    follower = Follower(run)
+    follower.look()
+    assert (steps(follower), follower.seen["lost"]) == ([1], 2)
+    assert "line 2" in follower.seen["problem"]
+    append(run, b"\0" * 90)
+    assert not follower.look()
+
+
+def test_what_follows_damage_counts_for_a_display_and_not_for_a_resumed_launch(tmp_path):
+    run = make_run(tmp_path / "a", run_line(), step_line(1), b"\0" * 90 + b"\n", step_line(2))
+    strict, lenient = Follower(run, strict=True), Follower(run)
+    assert strict.look() and lenient.look()
+    append(run, step_line(3))
+    assert not strict.look() and lenient.look()
+    assert (strict.seen["last"], lenient.seen["last"]) == (1, 3)
+    assert strict.seen["problem"] == lenient.seen["problem"] and "line 3" in strict.seen["problem"]
+
+
+@pytest.mark.parametrize("text", [b"epoch,loss\n1,2\n", b"epoch,loss", b"\0" * 100])
+def test_a_file_that_is_no_record_is_named_and_may_become_one(tmp_path, text):
+    run = make_run(tmp_path / "a", text)
+    follower = Follower(run)
+    assert follower.look()
+    assert str(run / FILE) in follower.seen["problem"]
+    (run / FILE).write_bytes(run_line() + step_line(1))
+    assert follower.look()
+    assert (follower.seen["problem"], steps(follower)) == ("", [1])
+
+
+def test_history_gives_all_launches_as_columns(tmp_path):
+    lines = [run_line(), *step_lines(1, 10), epoch_line(1), evaluation_line(10)]
+    lines += [end_line("preempted"), run_line(), step_line(11, loss=None, nonfinite=["loss"])]
+    run = make_run(tmp_path / "a", *lines)
+    found = hp.history(run)
+    assert found.steps["step"].tolist() == [*range(1, 12)]
+    assert found.steps["loss"][:10].tolist() == [1 / n for n in range(1, 11)]
+    assert found.steps["loss"][10] != found.steps["loss"][10]  # not a number
+    assert found.steps["seconds_compute"].tolist() == [0.06] * 11
+    assert (found.epochs["loss"].tolist(), found.evaluations["split"].tolist()) == (
+        [1.0],
+        ["validation"],
+    )
+    append(run, step_line(12)[:40])
+    assert len(hp.history(run).steps["step"]) == 11
+    append(run, b"\n")
+    with pytest.raises(hp.UsageError, match=str(Path(run) / FILE)):
+        hp.history(run)

@@ -1,0 +1,109 @@
+"""Where steps spend their time, as the end of a record says it, and the advice that follows."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.api import Recorder, read_records
+from tests.support.records import tell
+
+ENOUGH = 5  # steps, without which there is no advice
+
+
+def ended(folder, steps=10, slowest=(0,), facts=None, **seconds):
+    """The end of a launch of equal steps whose phases took these seconds."""
+    with Recorder(folder, "none") as recorder:
+        tell(recorder, "run", **(facts or {}))
+        for step in range(1, steps + 1):
+            own = {"total": 1.0, "idle": 0.0, **seconds}
+            tell(
+                recorder, "step", step=step, seconds=own, slowest_rank=slowest[step % len(slowest)]
+            )
+        recorder.end("done")
+    return list(read_records(folder))[-1]
+
+
+def test_shares_are_of_the_whole_step(tmp_path):
+    found = ended(tmp_path, data=0.02, compute=0.9, reduce=0.05, slowest=(0, 1, 1, 1, 1))
+    expected = {"data": 0.02, "compute": 0.9, "reduce": 0.05, "other": 0.03}
+    assert (found["step_seconds"], found["shares"]) == (pytest.approx(1), pytest.approx(expected))
+    assert (found["slowest_rank"], found["slowest_share"], found["advice"]) == (1, 0.8, [])
+
+
+def test_clocks_that_exceed_the_step_still_add_up_and_no_step_gives_no_shares(tmp_path):
+    found = ended(tmp_path, data=0.5, compute=0.75, reduce=0.25, idle=0.1)
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert found["shares"]["other"] == pytest.approx(0, abs=1e-12)
+    assert "shares" not in ended(tmp_path, steps=0)
+
+
+LARGE = {"comm_dtype": "fp32", "parameters": 25_000_000}
+DATA, REDUCE = {"data": 0.7, "compute": 0.3}, {"reduce": 0.7, "compute": 0.3}
+SLOW = {"compute": 1.0, "idle": 0.3}
+CASES = [  # seconds of the phases; slowest ranks; facts of the run; words of the advice, if any
+    ({"data": 0.12, "compute": 0.8}, (0,), {}, ["data-bound"]),
+    ({"data": 0.09, "compute": 0.9}, (0,), {}, []),
+    ({"reduce": 0.3, "compute": 0.7}, (0,), {}, ["communication-bound"]),
+    ({"reduce": 0.15, "compute": 0.85}, (0,), {}, []),
+    ({"data": 0.4, "compute": 0.2, "reduce": 0.4}, (0,), {}, ["data-bound"]),
+    ({"data": 0.12, "compute": 0.2, "reduce": 0.6}, (0,), {}, ["communication-bound"]),
+    ({"data": 0.12, "compute": 0.8, "idle": 0.3}, (2, 2, 0), {}, ["rank 2"]),
+    (SLOW, (2, 2, 0), {}, ["rank 2", "--worker-load"]),
+    (SLOW, (0, 1, 2), {}, []),
+    ({**SLOW, "idle": 0.05}, (2, 2, 0), {}, []),
+    (DATA, (0,), LARGE, ["data-bound", "--stage"]),
+    (DATA, (0,), {"staged": True}, ["data-bound", "not --stage"]),
+    (REDUCE, (0,), LARGE, ["communication-bound", "--comm-dtype bf16"]),
+    (REDUCE, (0,), LARGE | {"parameters": 30_000}, ["communication-bound", "not bf16"]),
+    (REDUCE, (0,), LARGE | {"comm_dtype": "bf16"}, ["communication-bound", "not bf16"]),
+    (REDUCE, (0,), LARGE | {"deterministic": True}, ["communication-bound", "not bf16"]),
+]
+
+
+@pytest.mark.parametrize(("seconds", "slowest", "facts", "words"), CASES)
+def test_only_what_would_help_and_is_not_done_is_advised(tmp_path, seconds, slowest, facts, words):
+    advice = ended(tmp_path, slowest=slowest, facts=facts, **seconds)["advice"]
+    assert len(advice) == bool(words)
+    for word in words:
+        wanted = word.removeprefix("not ")
+        assert (wanted in advice[0]) == (wanted == word)
+
+
+@pytest.mark.parametrize("steps", range(1, ENOUGH + 2))
+def test_a_few_steps_give_no_advice(tmp_path, steps):
+    assert bool(ended(tmp_path, steps, **DATA)["advice"]) == (steps >= ENOUGH)
+
+
+def test_more_ranks_than_cores_are_named_before_a_bottleneck(tmp_path):
+    crowd, other = ended(tmp_path, facts={"host_ranks": 4, "host_cores": 2}, **REDUCE)["advice"]
+    assert "4 ranks" in crowd and "2 cores" in crowd and "communication-bound" in other
+    assert ended(tmp_path, facts={"host_ranks": 2, "host_cores": 2}, **REDUCE)["advice"] == [other]
+
+
+PHASES = st.sampled_from(["data", "compute", "reduce"])
+
+
+@given(seconds=st.dictionaries(PHASES, st.floats(0, 1), min_size=1))
+def test_percentages_add_up_to_100_and_each_is_less_than_one_off(seconds, tmp_path_factory):
+    shown = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda text="", **others: shown.append(text))
+        with Recorder(tmp_path_factory.mktemp("run"), "plain") as recorder:
+            tell(recorder, "run")
+            tell(recorder, "step", step=1, seconds={**seconds, "total": 1.0})
+            recorder.end("done")
+    found = re.findall(r"(\w+) (\d+) %", next(text for text in shown if text.startswith("  step")))
+    percents = {name: int(value) for name, value in found}
+    whole = max(1.0, sum(seconds.values()))
+    assert sum(percents.values()) == 100
+    assert all(abs(percents[name] - 100 * seconds[name] / whole) < 1 for name in seconds)
+
+
+def test_a_run_counts_the_ranks_and_cores_of_its_most_crowded_host(trained):
+    facts = json.loads((trained.run("plain") / "progress.jsonl").read_text().partition("\n")[0])
+    assert facts["host_ranks"] == 2 and facts["host_cores"] >= 1
