@@ -181,7 +181,7 @@ def test_a_job_of_a_package_imports_it_and_reports_its_costs(tmp_path):
     (tmp_path / "hpctrain/__init__.py").write_text("open('used', 'w').write(__file__)")
     program = "import hpctrain; n = sum(range(10_000_000)); x = bytearray(50 << 20)"
     package = against.Package("old", tmp_path, tmp_path)
-    seconds, memory = package.run(sys.executable, "-c", program)
+    seconds, memory, _ = package.run(sys.executable, "-c", program)
     assert (tmp_path / "used").read_text() == str(tmp_path / "hpctrain/__init__.py")
     assert 0.05 < seconds < 20 and 50 < memory < 200
 
@@ -189,8 +189,8 @@ def test_a_job_of_a_package_imports_it_and_reports_its_costs(tmp_path):
 def test_a_commit_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(UsageError, match="--against nosuch: there is no such commit"):
         against.compare_packages(Options("digits"), "nosuch", tmp_path, print)
-    with pytest.raises(UsageError, match="--against is for digits, resnet50, data, not tree"):
-        against.compare_packages(Options("tree"), "HEAD", tmp_path, print)
+    with pytest.raises(UsageError, match="is for digits, resnet50, tree, data, not sweep"):
+        against.compare_packages(Options("sweep"), "HEAD", tmp_path, print)
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 The files of the commit are extracted from git once, into ~/.cache/hpctrain-benchmarks/COMMIT. Each
 package writes its data with its own code, so that the format of packs may differ. digits and
-resnet50 are timed as in cases.py, with the default settings, and data as in data.py. CPU seconds
-are those of a whole job, with the start of its ranks; memory is the peak of a process.
+resnet50 are timed as in cases.py, with the default settings, tree as digits with --deterministic,
+and data as in data.py. CPU seconds are those of a whole job, with the start of its ranks, and those
+of a rank between its first and its last call of MPI, by step; memory is the peak of a process.
+Messages and bytes are what a rank passes to MPI, by step.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from hpctrain import launch
 from hpctrain.errors import UsageError
 from scripts.benchmarks import data
@@ -27,12 +31,37 @@ from scripts.benchmarks.harness import table as draw
 CACHE = Path.home() / ".cache" / "hpctrain-benchmarks"
 EARLIER = {"--validate-every": "--evaluate-every"}  # settings that have been renamed
 DIGITS_BATCH, DIGITS_EPOCHS = 128, 3
+FIGURES = "images/s", "CPU s", "CPU ms a step", "MiB", "messages a step", "bytes a step"
 USAGE = """\
 import resource, subprocess, sys
 code = subprocess.call(sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 sys.exit(code)
+"""
+# Runs hpctrain, and prints on each rank what it sent: messages, bytes, CPU seconds meanwhile.
+COUNT = """\
+import atexit, os, runpy, time
+from hpctrain.parallel.mpi import MPI
+calls = []
+def size(message):
+    if not isinstance(message, list):
+        return memoryview(message).nbytes
+    buffer, *count, kind = message
+    return kind.Get_size() * count[0] if count else buffer.nbytes
+def counted(call):
+    def method(self, *args, **named):
+        calls.append((size(args[args[0] is MPI.IN_PLACE]), time.process_time()))
+        return call(self, *args, **named)
+    return method
+names = "Allreduce", "Alltoall", "Allgather", "Sendrecv", "Isend"
+methods = {name: counted(getattr(MPI.Intracomm, name)) for name in names}
+MPI.COMM_WORLD = type("Counted", (MPI.Intracomm,), methods)(MPI.COMM_WORLD)
+def show():
+    sizes, times = zip(*calls)
+    os.write(2, f"\\nSENT {len(calls)} {sum(sizes)} {times[-1] - times[0]}\\n".encode())
+atexit.register(show)
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
@@ -43,12 +72,16 @@ class Package(NamedTuple):
     tree: Path
     folder: Path
 
-    def run(self, *command: str) -> tuple[float, float]:
-        """Run a command that imports this package; return CPU seconds and peak memory in MiB."""
+    def run(self, *command: str) -> tuple[float, float, np.ndarray]:
+        """Run a command that imports this package.
+
+        Returns CPU seconds, peak memory in MiB, and what the ranks printed by COUNT, (ranks, 3).
+        """
         env = launch.environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.tree)})
         printed = run_job([sys.executable, "-c", USAGE, *command], self.name, env, self.folder)
         seconds, memory = printed.split()[-2:]
-        return float(seconds), float(memory)
+        sent = [line.split()[1:] for line in printed.splitlines() if line.startswith("SENT ")]
+        return float(seconds), float(memory), np.array(sent, float).reshape(-1, 3)
 
     def flags(self, *words: str) -> list[str]:
         """Return settings of ``train`` under the names that this package has for them."""
@@ -63,7 +96,8 @@ class Package(NamedTuple):
 
 def compare_packages(options: Options, commit: str, folder: Path, show: Show) -> None:
     """Measure the case with both packages; show the ratios of the new one to that of `commit`."""
-    measured = {"digits": time_training, "resnet50": time_training, "data": time_reading}
+    measured = dict.fromkeys(("digits", "resnet50", "tree"), time_training)
+    measured["data"] = time_reading
     if options.case not in measured:
         raise UsageError(f"--against is for {', '.join(measured)}, not {options.case}")
     packages = [Package("new", launch.ROOT, folder / "new")]
@@ -91,36 +125,41 @@ def extract(commit: str) -> Path:
 
 
 def time_training(options: Options, packages: list[Package], show: Show) -> None:
-    """Show images/s, CPU seconds and peak memory of training with both packages."""
+    """Show images/s, CPU seconds, peak memory, messages and bytes of training."""
     by_name = {package.name: package for package in packages}
-    cpu: Rates = {name: [] for name in by_name}
-    memory: Rates = {name: [] for name in by_name}
+    figures: dict[str, Rates] = {unit: {name: [] for name in by_name} for unit in FIGURES}
     if options.case == "resnet50" and options.data is None:
         for package in packages:
             data.write_images(package.folder / "files", RESNET_STEPS * RESNET_BATCH)
             words = ["pack", "files", "--size", "100x100", "--split", "1", "--output", "images.h5"]
             package.run(*python("hpctrain", *words))
-    batch, epochs = (DIGITS_BATCH, DIGITS_EPOCHS) if options.case == "digits" else (RESNET_BATCH, 1)
-    source = options.data or {"digits": "digits", "resnet50": "images.h5"}[options.case]
-    words = ["--data", source, "--model", options.case, "--batch-size", str(batch)]
-    words += ["--epochs", str(epochs), "--validate-every", "0", "--no-test", "--device", "cpu"]
-    words += ["--threads", "1", "--progress", "none", "--run", "run"]
+    resnet = options.case == "resnet50"
+    batch, epochs = (RESNET_BATCH, 1) if resnet else (DIGITS_BATCH, DIGITS_EPOCHS)
+    source = options.data or ("images.h5" if resnet else "digits")
+    words = ["--data", source, "--model", "resnet50" if resnet else "digits"]
+    words += ["--batch-size", str(batch), "--epochs", str(epochs), "--validate-every", "0"]
+    words += ["--no-test", "--device", "cpu", "--progress", "none", "--run", "run"]
+    words += ["--deterministic"] if options.case == "tree" else ["--threads", "1"]
 
     def rate(name: str) -> float:
         package = by_name[name]
         shutil.rmtree(package.folder / "runs", ignore_errors=True)
-        command = python("hpctrain", "train", *package.flags(*words), ranks=options.ranks)
-        seconds, peak = package.run(*command)
-        cpu[name].append(seconds)
-        memory[name].append(peak)
+        train = [sys.executable, "-c", COUNT, "train", *package.flags(*words)]
+        command = [launch.mpirun(), "-n", str(options.ranks), *train]
+        seconds, peak, sent = package.run(*command)
         text = (package.folder / "runs" / "run" / "progress.jsonl").read_text()
         steps = [r for r in map(json.loads, text.splitlines()) if r["kind"] == "step"]
-        return steps_rate(steps, RESNET_WARM if epochs == 1 else len(steps) // epochs)
+        rate = steps_rate(steps, RESNET_WARM if resnet else len(steps) // epochs)
+        messages, size, busy = sent.mean(axis=0) / len(steps)
+        found = rate, seconds, 1000 * busy, peak, messages, size
+        for unit, figure in zip(FIGURES, found, strict=True):
+            figures[unit][name].append(float(figure))
+        return rate
 
-    rates = measure(by_name, options.rounds, rate, show)
+    measure(by_name, options.rounds, rate, show)
     compared = {"new": {"new / old": packages[1].name}}
-    for figures, unit in ((rates, "images/s"), (cpu, "CPU s"), (memory, "MiB")):
-        show(draw(f"{options.case}, {options.ranks} ranks of 1 thread", figures, compared, unit))
+    for unit, rates in figures.items():
+        show(draw(f"{options.case}, {options.ranks} ranks of 1 thread", rates, compared, unit))
 
 
 def time_reading(options: Options, packages: list[Package], show: Show) -> None:
