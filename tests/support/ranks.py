@@ -233,7 +233,7 @@ def alone(*words: object) -> Ended:
     """Run ``python -m hpctrain WORDS`` in this process, for what ends before MPI starts."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = _command(None, [str(word) for word in words], ".")
+        code = _command(None, [str(word) for word in words], ".", "")
     return Ended(code, out.getvalue(), err.getvalue())
 
 
