@@ -35,7 +35,7 @@ from hpctrain.errors import UsageError
 from hpctrain.files import left_behind
 from hpctrain.inference.opening import find_sums, require_split
 from hpctrain.parallel.hosts import comm_of_host
-from hpctrain.parallel.mpi import Comm, allgather, call_on_all, call_on_root
+from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root
 from hpctrain.plan import Plan
 
 VERIFIED_BYTES = 1 << 30  # packs up to this size are verified at start, about 1 s per GB
@@ -157,7 +157,8 @@ def staged(folder: str, reading: Reading, shards: range, comm: Comm) -> Reading:
     """
     pack, source = reading.pack, reading.source
     if pack.external:
-        raise UsageError(f"--stage copies packs, and {pack.path} is none: copy the file yourself")
+        problem = f"--stage copies packs, and {pack.path} is none: copy the file yourself"
+        raise agreed(UsageError(problem))
     sums = reading.checks.sums or call_on_root(comm, lambda: find_sums(pack))
     host = comm_of_host(comm)
     call_on_all(comm, lambda: make_folder(Path(folder)))
