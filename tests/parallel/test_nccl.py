@@ -15,8 +15,8 @@ import torch
 from hpctrain.errors import RunError
 from hpctrain.parallel import nccl
 from hpctrain.parallel.nccl import Library, Nccl, nccl_version
-from tests.emulated_nccl import build
 from tests.support.launch import ROOT
+from tests.support.nccl import build
 
 RANK = """
 import pickle, sys, types, torch

@@ -19,7 +19,7 @@ from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.reduce import Bfloat16Reduce, Plain
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, mpi_type
 from hpctrain.parallel.tree import TreeAllreduce, TreeReduce
-from tests.emulated_nccl import build
+from tests.support.nccl import build
 
 pytestmark = pytest.mark.mpi
 

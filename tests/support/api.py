@@ -21,3 +21,37 @@ from hpctrain.watch import web
 
 __all__ += ["FIELDS", "HistoryReader", "Recorder", "doctor", "read_records"]
 __all__ += ["truncate_record", "web"]
+
+# Sums over ranks: reductions of a message, on transports; batch norm's statistics
+from types import SimpleNamespace
+
+from hpctrain.parallel.batchnorm import BatchNorms
+from hpctrain.parallel.choose import choose_reduce as make_reduce
+from hpctrain.parallel.message import Message
+from hpctrain.parallel.nccl import Library, Nccl
+from hpctrain.parallel.placement import assign_shards
+from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, Transport
+
+__all__ += ["BatchNorms", "Message", "Transport"]
+__all__ += ["assign_shards", "make_reduce", "make_sum", "open_transport"]
+
+# Operations made of several parts. (All imports stand above.)
+
+
+def open_transport(comm, name, piece_bytes=None, nccl=""):
+    """Open a transport by the name that --reduce gives it, sending pieces of so many bytes where it
+    can; `nccl` is the path of a library.
+    """
+    pieces = () if piece_bytes is None else (piece_bytes,)
+    makers = {"mpi": HostMemory, "host": Pinned, "mpi-gpu": DeviceMemory}
+    return Nccl(comm, Library(nccl)) if name == "nccl" else makers[name](comm, *pieces)
+
+
+def make_sum(transport, vector, runs=None, narrow=0):
+    """Return what sums a vector over all ranks, part by part of the shards `runs` in tree order, or
+    with its first `narrow` numbers sent in bfloat16.
+    """
+    layout = SimpleNamespace(length=narrow)
+    message = SimpleNamespace(tensor=vector, device=vector.device, layout=layout)
+    dtype = "bf16" if narrow else "fp32"
+    return make_reduce(transport.comm, message, runs, dtype, transport)

@@ -1,0 +1,88 @@
+"""Gradients sent in bfloat16: two roundings, half the bytes, everything else exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hpctrain as hp
+from tests.support.api import Message, make_reduce, make_sum
+from tests.support.simulated import on_simulated_ranks
+
+
+def vectors_of(size, length, steps=1):
+    generator = torch.Generator().manual_seed(size + length)
+    return torch.randn(steps, size, length, generator=generator)
+
+
+def sum_of(transport, vectors, narrow):
+    """The sums of a rank in some steps, and the bytes that it sends."""
+    vector = torch.empty(vectors.shape[-1])
+    reduce, sums = make_sum(transport, vector, narrow=narrow), []
+    for step in vectors:
+        vector.copy_(step[transport.comm.rank])
+        reduce()
+        sums.append(vector.clone())
+    return torch.stack(sums), sum(transport.sent)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("gradients", "rest"), [(1, 1), (64, 0), (64, 6), (640, 101), (6464, 7), (300_000, 5)]
+)
+def test_gradients_are_rounded_before_and_after_a_sum_in_float32_and_the_rest_never(
+    size, gradients, rest
+):
+    """On all ranks alike, wherever the borders of slices fall; and hardly more is sent than there
+    is.
+    """
+    vectors = vectors_of(size, gradients + rest, steps=2)
+    wide, plain = vectors[..., :gradients].bfloat16().double(), vectors[..., gradients:].double()
+    exact = torch.cat([wide, plain], dim=2).sum(1)
+    error = 2**-23 * size * torch.cat([wide, plain], dim=2).abs().sum(1)
+    error[:, :gradients] += exact[:, :gradients].abs() * 2**-8
+    found = on_simulated_ranks(size, lambda transport: sum_of(transport, vectors, gradients))
+    first = found[0][0]
+    assert all(torch.equal(sums, first) for sums, _ in found)
+    assert ((first - exact).abs() <= error).all()
+    assert torch.equal(first[:, :gradients], first[:, :gradients].bfloat16().float())
+    there_and_back = 2 * (1 - 1 / size) * (2 * gradients + 4 * rest)
+    assert sum(sent for _, sent in found) / 2 / size <= there_and_back + 2 * (4 + 4) * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_sum_of_few_ranks_has_the_bits_of_the_definition(size):
+    vectors = vectors_of(size, 440)
+    (found,), _ = on_simulated_ranks(size, lambda transport: sum_of(transport, vectors, 400))[0]
+    narrow = sum(vectors[0, :, :400].bfloat16().float()).bfloat16().float()
+    assert torch.equal(found[:400], narrow)
+    assert torch.equal(found[400:], sum(vectors[0, :, 400:]))
+    assert not torch.equal(narrow, sum(vectors[0, :, :400])), "nothing was rounded"
+
+
+def test_one_rank_rounds_nothing():
+    vectors = vectors_of(1, 100)
+    ((found, sent),) = on_simulated_ranks(1, lambda transport: sum_of(transport, vectors, 64))
+    assert torch.equal(found, vectors[0]) and not sent
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_numbers_after_the_gradients_are_not_rounded(comm, overlap):
+    """Otherwise the counts of samples would not be exact."""
+    message = Message(nn.Sequential(nn.Linear(37, 11), nn.Linear(11, 3)), 5, comm.rank, comm.size)
+    message.tensor[message.layout.length :] = 2.0**20 + 1
+    reduce = make_reduce(comm, message, comm_dtype="bf16", overlap=overlap)
+    reduce.begin([0])
+    reduce.accumulate(0)
+    reduce()
+    reduce.close()
+    assert set(message.tensor[message.layout.length :].tolist()) == {comm.size * (2.0**20 + 1)}
+
+
+@pytest.mark.ranks
+def test_float64_is_refused(comm):
+    message = Message(nn.Linear(3, 2).double(), 0, comm.rank, comm.size)
+    with pytest.raises(hp.UsageError, match="--comm-dtype bf16 .*float64"):
+        make_reduce(comm, message, comm_dtype="bf16")
