@@ -1,0 +1,139 @@
+"""The message: where gradients of any shape lie, what the ranks count and clock, what is finite."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from tests.support.api import Message
+
+
+def add_up(messages):
+    """Sum the messages of all ranks, as an Allreduce does."""
+    total = torch.stack([message.tensor for message in messages]).sum(0)
+    for message in messages:
+        message.tensor.copy_(total)
+
+
+def messages_of(size, model=None):
+    return [Message(model or nn.Linear(3, 2), 5, rank, size) for rank in range(size)]
+
+
+@st.composite
+def networks(draw):
+    """Parameters of any shapes, strides and type, some of them frozen, some of them tied."""
+    shapes = st.lists(st.integers(1, 9), max_size=4)
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    net = nn.Module()
+    for number in range(draw(st.integers(1, 8))):
+        values = torch.randn(draw(shapes), dtype=dtype)
+        if values.dim() == 4 and draw(st.booleans()):
+            values = values.contiguous(memory_format=torch.channels_last)
+        elif values.dim() > 1 and draw(st.booleans()):
+            values = values.transpose(0, 1)
+        net.register_parameter(f"p{number}", nn.Parameter(values))
+        getattr(net, f"p{number}").requires_grad = number == 0 or draw(st.booleans())
+    net.tied = net.p0
+    return net
+
+
+@given(networks(), st.integers(0, 7), st.integers(1, 5))
+def test_every_parameter_has_a_place_of_its_own_in_weights_and_gradients(net, channels, size):
+    """At multiples of 64 numbers, as kernels like it, with the strides that it had."""
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    strides = {name: torch.empty_like(p).stride() for name, p in net.named_parameters()}
+    message = Message(net, channels, size - 1, size)
+    message.zero()
+    owners = torch.zeros(len(message.gradients), dtype=torch.int64)
+    gradients = {}
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, before[name])
+        if parameter.requires_grad:
+            assert parameter.stride() == strides[name]
+            gradients[name] = torch.randn_like(parameter)
+            offset = (parameter.data_ptr() - message.weights.data_ptr()) // parameter.itemsize
+            assert offset % 64 == 0
+            owners.as_strided(parameter.shape, parameter.stride(), offset).add_(1)
+    assert owners.max() == 1 and owners.sum() == sum(g.numel() for g in gradients.values())
+    for _ in range(2):
+        for name, gradient in gradients.items():
+            net.get_parameter(name).grad = gradient.clone()
+        message.add_gradients()
+        assert all(parameter.grad is None for parameter in net.parameters())
+    assert not message.tensor[len(message.gradients) :].any()
+    with torch.no_grad():
+        message.weights -= 0.5 * message.gradients  # as an optimizer updates them
+    for name, parameter in net.named_parameters():
+        moved = before[name] - gradients[name] if name in gradients else before[name]
+        torch.testing.assert_close(parameter.detach(), moved)
+    assert not message.gradients[owners == 0].any()
+
+
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_each_rank_sends_its_seconds_in_every_step(size):
+    messages = messages_of(size)
+    for step in range(3):
+        compute = [rank + step / 8 for rank in range(size)]
+        waited = [1.0 if rank == size // 2 else 0.25 for rank in range(size)]
+        for message, *seconds in zip(messages, compute, waited, strict=True):
+            message.zero()
+            message.set_seconds(*seconds)
+        add_up(messages)
+        for message in messages:
+            totals = message.totals()
+            assert (totals.compute.tolist(), totals.data.tolist()) == (compute, waited)
+
+
+def test_totals_do_not_change_with_later_steps():
+    (message,) = messages_of(1)
+    message.set_seconds(1.0, 2.0)
+    first = message.totals()
+    message.zero()
+    message.set_seconds(3.0, 4.0)
+    assert message.totals().compute == [3.0]
+    assert (first.compute, first.data) == ([1.0], [2.0])
+
+
+def test_counts_and_flags_are_summed_and_the_loss_of_a_rank_is_not():
+    messages = messages_of(3)
+    for rank, message in enumerate(messages):
+        message.zero()
+        message.add_counts(torch.tensor(1.0), 2, 4)
+        message.add_counts(torch.tensor(math.nan if rank == 1 else 2.0), rank, 4, rank)
+        message.set_flags(rank == 2, True, rank > 0)
+    add_up(messages)
+    totals = [message.totals() for message in messages]
+    assert [total.own for total in totals] == [3.0, pytest.approx(math.nan, nan_ok=True), 3.0]
+    for total in totals:
+        assert math.isnan(total.loss)
+        assert (total.rows, total.correct, total.irregular) == (24, 9, 3)
+        assert (total.stop, total.preempted, total.save) == (1, 3, 2)
+    messages[1].zero()
+    assert messages[1].totals().own == messages[1].totals().stop == 0
+
+
+@given(st.data(), st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_one_number_that_is_not_finite_anywhere_is_seen(data, bad):
+    (message,) = messages_of(1)
+    message.zero()
+    message.tensor.copy_(torch.randn(len(message.tensor)))
+    message.skipped.zero_()
+    assert message.finite() and message.totals().finite
+    place = data.draw(st.integers(0, message.skipped.storage_offset() - 1))
+    message.tensor[place] = bad
+    assert not message.finite() and not message.totals().finite
+    message.tensor[place] = 0
+    assert message.finite()
+
+
+def test_after_a_step_that_is_not_finite_none_counts_if_it_is_to_last():
+    (message,) = messages_of(1)
+    message.tensor[3] = math.inf
+    assert not message.finite(lasting=True)
+    message.zero()
+    assert not message.finite(lasting=True)
