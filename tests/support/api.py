@@ -35,8 +35,6 @@ from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, Transp
 __all__ += ["BatchNorms", "Message", "Transport"]
 __all__ += ["assign_shards", "make_reduce", "make_sum", "open_transport"]
 
-# Operations made of several parts. (All imports stand above.)
-
 
 def open_transport(comm, name, piece_bytes=None, nccl=""):
     """Open a transport by the name that --reduce gives it, sending pieces of so many bytes where it
@@ -55,3 +53,22 @@ def make_sum(transport, vector, runs=None, narrow=0):
     message = SimpleNamespace(tensor=vector, device=vector.device, layout=layout)
     dtype = "bf16" if narrow else "fp32"
     return make_reduce(transport.comm, message, runs, dtype, transport)
+
+
+# Orders: who reads which samples, and when
+from hpctrain.data.imbalance import BalancedOrder
+from hpctrain.data.orders import Permutation
+from hpctrain.data.orders import make_order as make_plain_order
+from hpctrain.data.partition import cut_epoch
+
+
+def make_order(name, partition, seed, labels=None, everywhere=False, scattered=False, **blocks):
+    """Return the order of this name; the one that draws all classes equally often if it is given
+    `labels`, of all samples.
+    """
+    if labels is not None:
+        return BalancedOrder(partition, seed, labels.take, everywhere, scattered)
+    return make_plain_order(name, partition, seed, scattered=scattered, **blocks)
+
+
+__all__ += ["Permutation", "cut_epoch", "make_order"]

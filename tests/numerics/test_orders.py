@@ -1,4 +1,4 @@
-"""Orders: every row exactly once an epoch, any part of it without the rest, all classes mixed."""
+"""Orders: every sample once an epoch, any part of it without the rest, all classes mixed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import hashlib
 import math
 from collections import Counter
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 
-from hpctrain.data.orders import BlockOrder, Permutation, make_order, random_order
-from hpctrain.data.partition import cut_epoch
+from tests.support.api import Permutation, cut_epoch, make_order
 
 ROWS, SHARDS = 1009, 5
 PARTITION = cut_epoch(ROWS, 64, SHARDS)
@@ -39,18 +40,17 @@ def order_named(case, seed=0):
 
 
 def epoch_of(order, epoch):
-    """The rows that each shard reads."""
+    """The samples that each shard reads."""
     sizes = order.partition.sizes
-    return [order.samples(epoch, j, 0, size) for j, size in enumerate(sizes)]
+    return [order.samples(epoch, shard, 0, size) for shard, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 101, 1000, 4097])
-@pytest.mark.parametrize("kept", [0, 1 << 22])
-def test_a_permutation_has_every_number_once(n, kept):
-    found = Permutation(n, 7, kept)(np.arange(n))
+@given(st.integers(1, 5000), st.integers(0, 2**63 - 1), st.sampled_from([0, 1 << 22]))
+def test_a_permutation_has_every_number_once(n, key, kept):
+    found = Permutation(n, key, kept)(np.arange(n))
     assert sorted(found.tolist()) == list(range(n))
-    if n > 100:
-        other = Permutation(n, 8, kept)(np.arange(n))
+    if n > 200:
+        other = Permutation(n, key ^ 1, kept)(np.arange(n))
         assert (found != other).mean() > 0.9
         assert (found != np.arange(n)).mean() > 0.9
 
@@ -66,51 +66,59 @@ def test_equal_keys_are_equal_orders_for_ever(kept, first):
     assert Permutation(13, 7, kept)(np.arange(13)).tolist() == first
 
 
-def test_numbers_are_ordered_by_raw_random_words():
-    for n in (0, 1, 2, 3, 101, 4096, 4097):
-        words = np.random.PCG64(5).random_raw(n).tolist()
-        drop = max(n - 1, 0).bit_length()
-        expected = sorted(range(n), key=lambda i, w=words, d=drop: w[i] >> d)
-        assert random_order(n, 5).tolist() == expected
-        assert random_order(n, 5).dtype == np.int64
+@pytest.mark.parametrize("n", [1, 2, 3, 101, 4096, 4097])
+def test_numbers_are_ordered_by_raw_random_words(n):
+    """What NumPy promises never to change."""
+    words, drop = np.random.PCG64(5).random_raw(n).tolist(), (n - 1).bit_length()
+    expected = sorted(range(n), key=lambda i: words[i] >> drop)
+    assert Permutation(n, 5)(np.arange(n)).tolist() == expected
 
 
 def test_all_orders_are_as_probable():
-    found = Counter(tuple(random_order(4, key).tolist()) for key in range(4800))
+    found = Counter(tuple(Permutation(4, key)(np.arange(4)).tolist()) for key in range(4800))
     assert len(found) == 24
     assert chi_square_tail(sum((n - 200) ** 2 / 200 for n in found.values()), 23) > 1e-3
 
 
 def test_a_large_permutation_takes_no_memory_and_looks_random():
-    places = np.arange(500_000, 520_000)
-    found = Permutation(10**12, 3)(places) / 10**12
-    assert found.min() >= 0
-    assert found.max() < 1
+    found = Permutation(10**12, 3)(np.arange(500_000, 520_000)) / 10**12
+    assert found.min() >= 0 and found.max() < 1
     counts = np.histogram(found, 20, (0, 1))[0]
     assert chi_square_tail(((counts - 1000.0) ** 2 / 1000).sum(), 19) > 1e-3
     assert abs(np.corrcoef(found[1:], found[:-1])[0, 1]) < 0.03
 
 
-@pytest.mark.parametrize("case", ORDERS)
-def test_every_row_is_read_exactly_once_an_epoch(case):
-    order = order_named(case)
-    for epoch in (0, 1):
-        parts = epoch_of(order, epoch)
-        assert [len(part) for part in parts] == list(PARTITION.sizes)
-        assert sorted(np.concatenate(parts).tolist()) == list(range(ROWS))
-        for shard, rows in enumerate(parts):
-            reach = order.reach(range(shard, shard + 1))
-            assert all(row in reach for row in rows.tolist())
+@st.composite
+def orders(draw):
+    """A function that makes an order anew, of any kind, of any partition."""
+    shards = draw(st.integers(1, 12))
+    rows = draw(st.integers(shards, 400))
+    partition = cut_epoch(rows, draw(st.integers(shards, 60)), shards)
+    name, seed = draw(st.sampled_from(["partition", "global", "blocks"])), draw(st.integers(0, 99))
+    how = {"scattered": draw(st.booleans())}
+    if name == "blocks":
+        how |= {"block_rows": draw(st.integers(1, 60)), "window_blocks": draw(st.integers(1, 9))}
+    return lambda: make_order(name, partition, seed, **how)
 
 
-@pytest.mark.parametrize("case", ORDERS)
-def test_any_part_of_an_epoch_is_had_without_the_rest(case):
-    whole = epoch_of(order_named(case), 3)
-    order = order_named(case)
-    for shard in (4, 0, 2):
-        for first in (150, 0, 31, 180):
-            got = order.samples(3, shard, first, 2)
-            assert got.tolist() == whole[shard][first : first + 2].tolist()
+@given(orders(), st.integers(0, 9), st.data())
+def test_every_sample_is_read_once_an_epoch_and_any_part_of_it_is_had_without_the_rest(
+    make, epoch, data
+):
+    order = make()
+    sizes, parts = order.partition.sizes, epoch_of(order, epoch)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(order.partition.samples))
+    for shard, samples in enumerate(parts):
+        reach = order.reach(range(shard, shard + 1))
+        assert len(samples) == sizes[shard]
+        assert not len(samples) or (samples.min() >= reach.start and samples.max() < reach.stop)
+    again = make()
+    for _ in range(3):
+        shard = data.draw(st.integers(0, len(sizes) - 1))
+        first = data.draw(st.integers(0, sizes[shard]))
+        count = data.draw(st.integers(0, sizes[shard] - first))
+        found = again.samples(epoch, shard, first, count)
+        assert found.tolist() == parts[shard][first : first + count].tolist()
 
 
 @pytest.mark.parametrize("case", ORDERS)
@@ -128,8 +136,7 @@ def test_the_order_of_a_seed_is_never_another(case):
     assert hashlib.sha256(rows.tobytes()).hexdigest()[:16] == KNOWN[case]
 
 
-def test_who_reads_what():
-    """Own rows in every epoch, or others; scattered rows lie all over the file."""
+def test_shards_read_their_own_samples_in_every_epoch_or_others():
     sets = {
         case: [set(epoch_of(order_named(case), epoch)[0].tolist()) for epoch in (0, 1)]
         for case in ORDERS
@@ -142,22 +149,18 @@ def test_who_reads_what():
     assert sets["global"][0] != sets["global"][1]
 
 
-def test_other_runs_come_together_in_every_epoch():
-    order = BlockOrder(PARTITION, 0, block_rows=3, window_blocks=2)
-    windows = [sorted(order.window(epoch, 0, 0).samples) for epoch in range(4)]
-    assert any(window != windows[0] for window in windows)
-
-
-def test_runs_are_read_whole_and_windows_are_small():
-    order = BlockOrder(PARTITION, 0, block_rows=17, window_blocks=3, scattered=True)
+def test_blocks_are_read_whole_and_windows_are_small():
+    order = make_order("blocks", PARTITION, 0, block_rows=17, window_blocks=3, scattered=True)
     for shard in range(SHARDS):
         seen = []
         for number in range(order.count(shard)):
-            rows = order.window(0, shard, number).samples
-            assert len(rows) <= 3 * 17
-            assert np.count_nonzero(np.diff(rows) != 1) <= 3  # a partition may end within a run
-            seen += rows.tolist()
+            samples = order.window(0, shard, number).samples
+            assert len(samples) <= 3 * 17
+            assert np.count_nonzero(np.diff(samples) != 1) <= 3  # a partition may end within one
+            seen += samples.tolist()
         assert sorted(seen) == sorted(epoch_of(order, 0)[shard].tolist())
+    windows = {str(sorted(order.window(epoch, 0, 0).samples)) for epoch in range(4)}
+    assert len(windows) == 4, "others come together in every epoch"
 
 
 def chi_square_tail(value, freedom):
@@ -168,7 +171,7 @@ def chi_square_tail(value, freedom):
 
 def mix(order, classes, batch):
     """How probable a mix of the ten classes in mini-batches is that is at least as uneven as this
-    order's, if rows were drawn at random.
+    order's, if samples were drawn at random.
     """
     labels = classes[np.concatenate(epoch_of(order, 0))]
     full = len(labels) // batch
@@ -181,7 +184,7 @@ def mix(order, classes, batch):
 @pytest.mark.parametrize("sorted_file", [False, True])
 @pytest.mark.parametrize("name", ["partition", "global", "blocks"])
 def test_classes_are_mixed_in_every_mini_batch(name, sorted_file):
-    """Also where the file is ordered by class; there a window must hold many runs."""
+    """Also where the file is ordered by class; there a window must hold many blocks."""
     rows = 20_011
     classes = np.sort(np.arange(rows) % 10)
     if not sorted_file:
