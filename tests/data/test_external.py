@@ -18,8 +18,8 @@ from hpctrain.data.packed import read_again
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
 from hpctrain.errors import RunError, UsageError
-from tests.data.test_orders import chi_square_tail, epoch_of
 from tests.external import ROWS, SHAPE, pixels, write
+from tests.numerics.test_orders import chi_square_tail, epoch_of
 from tests.support.packs import make_pack
 
 IMAGES, LABELS = pixels()

@@ -47,7 +47,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "task": "tests/training/test_denoise.py",
     "noise": "tests/training/test_denoise.py",
     "noise_level": "tests/training/test_denoise.py",
-    "shuffle": "tests/data/test_orders.py",
+    "shuffle": "tests/numerics/test_orders.py",
     "balanced_sampling": "tests/data/test_imbalance.py",
     "comm_dtype": "tests/parallel/test_bf16.py",
     "overlap": "tests/parallel/test_overlap.py",
