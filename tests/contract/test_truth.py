@@ -31,18 +31,21 @@ WEIGHTS = (0.2, 1.0, 7.5)  # of the classes
 
 
 class Network(nn.Module):
-    """Two batch norms of different momentum, one of which can be frozen."""
+    """Two batch norms of different momentum, and layers for some images and for none."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
         self.stem, self.bn = nn.Conv2d(channels, 6, 3, bias=False), nn.BatchNorm2d(6)
         self.middle, self.norm = nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(2, 6)
+        self.rare, self.never = nn.Linear(6, 6), nn.Linear(6, 6)
         self.last, self.head = nn.BatchNorm2d(6, momentum=0.3), nn.Linear(6, classes)
 
     def forward(self, x):
+        first = (x[:, 0, 0, 0] * 255 < 9).any()  # among these images
         x = torch.tanh(self.bn(self.stem(x)))
         x = x + torch.tanh(self.norm(self.middle(x)))
-        return self.head(torch.relu(self.last(x)).mean((2, 3)))
+        x = torch.relu(self.last(x)).mean((2, 3))
+        return self.head(x + self.rare(x) if first else x)
 
 
 def network(image_shape, classes):
@@ -123,6 +126,7 @@ CASES = {
             "weight_decay": 0.3,
             "no_decay": "norm,bias",
             "lr_factors": "*=0.5,middle=0.25,head.bias=2",
+            "overlap": 3,
         },
         adamw,
         factor=lambda n: 2 if n == "head.bias" else 0.25 if n.startswith("middle") else 0.5,
@@ -180,6 +184,7 @@ def plain_torch(case: Case, steps: list[list[list[int]]]) -> tuple[dict, list[fl
         parameter.requires_grad_(not name.startswith(case.frozen))
         options = {"lr": 0.1 * case.factor(name), "weight_decay": case.decay(name)}
         groups += [{"params": [parameter], **options}] * parameter.requires_grad
+        parameter.grad = torch.zeros_like(parameter)  # where no gradient arrives it is zero
     for name, layer in model.named_modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.train(not f"{name}.".startswith(case.frozen))
@@ -190,7 +195,7 @@ def plain_torch(case: Case, steps: list[list[list[int]]]) -> tuple[dict, list[fl
     scheduler = case.schedule and case.schedule(optimizer)
     average = {name: value.clone() for name, value in model.state_dict().items()}
     for shards in steps:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         scores = torch.cat([model(as_input(IMAGES[rows])) for rows in shards])
         loss = case.loss(scores, torch.from_numpy(LABELS[np.concatenate(shards)]))
         loss.backward()
