@@ -72,3 +72,10 @@ def make_order(name, partition, seed, labels=None, everywhere=False, scattered=F
 
 
 __all__ += ["Permutation", "cut_epoch", "make_order"]
+
+# Training steps: what is checked before the first one and after each
+from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals of one are read
+from hpctrain.training.probe import check_repeats
+from hpctrain.training.step import checksum
+
+__all__ += ["IN_FLIGHT", "check_repeats", "checksum"]

@@ -394,3 +394,32 @@ class PairsOnly(DataDependent):
 
 def pairs_only(image_shape, classes):
     return PairsOnly(image_shape[0] * image_shape[1] * image_shape[2], classes)
+
+
+class Faulty(nn.Module):
+    """Fails in training on an image that begins with 255, as HPCTRAIN_TEST_FAULT says: "nan" and
+    "inf" are of its output, "gradient" of that alone; the name of a tensor changes this one.
+    """
+
+    def __init__(self, values: int, classes: int):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(values, classes), nn.BatchNorm1d(classes)
+        self.frozen = nn.Parameter(torch.ones(classes), requires_grad=False)
+        self.register_buffer("late", torch.ones(2))
+
+    def forward(self, x):
+        fault = os.environ.get("HPCTRAIN_TEST_FAULT", "")
+        marked = self.training and bool((x[:, 0, 0, 0] == 1).any())
+        x = self.norm(self.linear(x.flatten(1))) * self.frozen * self.late.mean()
+        if not marked or not fault:
+            return x
+        if fault == "gradient":
+            return x + torch.sqrt(x.sum() * 0) * 0
+        if fault in ("nan", "inf"):
+            return x * float(fault)
+        self.get_submodule(fault.rpartition(".")[0]).__getattr__(fault.rpartition(".")[2]).data += 1
+        return x
+
+
+def faulty(image_shape, classes):
+    return Faulty(math.prod(image_shape), classes)

@@ -1,0 +1,124 @@
+"""A network's answer depends on its input alone. What changes from call to call is found before the
+first step, named and refused, and looking for it leaves no trace.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import hpctrain as hp
+from tests.support.api import check_repeats
+from tests.support.short import digest
+
+REFUSED = {
+    "queue": "output",
+    "hidden": "output",
+    "hidden_cycle": "output",
+    "draws": "output",
+    "counting_buffer": "buffer late",
+    "evaluation_buffer": "buffer late",
+    "made_later": "buffer mask",
+    "made_in_training": "buffer mask is made in its first pass in training",
+    "tuple": "tuple",
+    "none": "mask of the network is not there before",
+    "none_in_training": "mask of the network is not there before",
+}
+
+
+def remembering(kind: str) -> dict[str, str]:
+    return {"model": f"tests.support.nets:remembering_{kind}"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_network_that_changes_from_call_to_call_is_refused(comm, short, kind):
+    with pytest.raises(hp.UsageError) as caught:
+        hp.train(**short | remembering(kind))
+    text = str(caught.value)
+    assert REFUSED[kind] in text and "\n" not in text
+    assert comm.allgather(text) == [text] * comm.size
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["counter", "flag", "cache", "made_once", "drops", "frozen"])
+def test_a_network_whose_output_follows_from_its_input_is_trained(comm, short, kind):
+    settings = short | remembering(kind) | {"checkpoint_every": "3steps"}
+    assert hp.train(**settings).exit_code == 0
+    resumed = hp.train(**settings | {"epochs": 3})
+    assert (resumed.exit_code, resumed.epoch) == (0, 3)
+
+
+@pytest.mark.ranks
+def test_a_tensor_that_training_alone_makes_is_refused(comm, short):
+    """The saved network could not be read again."""
+    with pytest.raises(hp.UsageError, match="scale of the network is not there before its first"):
+        hp.train(**short | {"model": "tests.support.nets:scaling_in_training"})
+
+
+@pytest.mark.ranks
+def test_comparing_ranks_leaves_no_trace(comm, fixed):
+    """In weights, buffers, optimizer and all figures, however often ranks compare their state."""
+    settings = fixed | remembering("drops")
+    found = {
+        digest(comm, settings | {"run": every, "checkpoint_every": every})
+        for every in ("10m", "1step", "4steps")
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.ranks
+def test_a_run_leaves_no_trace_in_torch(comm, fixed):
+    torch.manual_seed(5)
+    torch.set_num_threads(2)
+    before = torch.get_rng_state()
+    hp.train(**fixed | {"epochs": 1, "precision": "tf32"})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == 2
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+class Noisy(torch.nn.Module):
+    """Adds in another order each time, as atomic additions of a GPU may; may count its calls."""
+
+    def __init__(self, counts: bool):
+        super().__init__()
+        self.linear, self.counts = torch.nn.Linear(35, 3), counts
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += self.counts
+        return self.linear(x.flatten(1)) + 1e-7 * random.random()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_where_sums_come_in_any_order_only_buffers_are_compared(counts):
+    model = Noisy(counts).train()
+    images, norms = torch.rand(5, 1, 5, 7), hp.BatchNorms(model)
+    if counts:
+        with pytest.raises(hp.UsageError, match="buffer calls changed"):
+            check_repeats(norms, model, images, 3, False)
+    else:
+        check_repeats(norms, model, images, 3, False)
+    with pytest.raises(hp.UsageError, match="output .* changed"):
+        check_repeats(norms, model, images, 3, True)
+
+
+def test_an_output_that_is_not_a_number_is_the_same_again():
+    norms = hp.BatchNorms(torch.nn.Linear(35, 3))
+    check_repeats(norms, lambda x: x * torch.nan, torch.rand(5, 3), 3, True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("model", ["with_put", "recomputed"])
+def test_what_has_no_deterministic_form_is_refused_by_name(comm, fixed, model):
+    """A backward within backward has one."""
+    settings = fixed | {"model": f"tests.support.nets:{model}", "epochs": 1}
+    if model == "with_put":
+        with pytest.raises(hp.UsageError, match="--deterministic: put_ does not have"):
+            hp.train(**settings)
+        settings["deterministic"] = False
+    assert hp.train(**settings).exit_code == 0
