@@ -1,0 +1,167 @@
+"""A run that is interrupted, however, ends with the bits of one that was not, on any ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import hpctrain as hp
+from tests.support import ranks
+from tests.support.launch import Job, mpirun
+from tests.support.packs import make_pack
+from tests.support.wait import wait_for
+
+STEPS = list(range(1, 15))
+LAUNCHED = 2  # ranks of each launch that is interrupted
+
+
+def settings(folder, name):
+    """Two epochs of 7 steps, the last of them smaller; a validation after every third."""
+    return {
+        **{"data": str(folder / "pack.h5"), "run": name, "runs_dir": str(folder / "runs")},
+        **{"model": "digits", "epochs": 2, "batch_size": 16, "shards": 6, "optimizer": "adam"},
+        **{"validate_every": "3steps", "checkpoint_every": "2steps", "final": "best"},
+        **{"deterministic": True, "shift": 2, "progress": "none"},
+    }
+
+
+def words(folder, name, **more):
+    """The same as a command line."""
+    given = {**settings(folder, name), **more}
+    flags = {f"--{key.replace('_', '-')}": value for key, value in given.items()}
+    return ["train", *(str(x) for k, v in flags.items() for x in ((k,) if v is True else (k, v)))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pack, and a run `whole` that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("resume")
+    make_pack(folder / "pack.h5", {"train": 101, "validation": 13, "test": 23}, (12, 12, 1))
+    assert ranks.command(LAUNCHED, *words(folder, "whole")).code == 0
+    return folder
+
+
+def records(folder, name, kind):
+    lines = (folder / "runs" / name / "progress.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def check_end(folder, name, size):
+    """Give the command once more, on `size` ranks: the run is then as the whole one."""
+    again = ranks.command(size, *words(folder, name))
+    assert again.code == 0, again.err
+    assert [r["step"] for r in records(folder, name, "step")] == STEPS
+    (*_, one), (*_, other) = (records(folder, run, "end") for run in (name, "whole"))
+    assert (one["status"], one["digest"]) == ("done", other["digest"])
+    one, other = (load_file(folder / "runs" / run / "model.safetensors") for run in (name, "whole"))
+    assert one.keys() == other.keys()
+    for key in one:
+        assert np.array_equal(one[key], other[key]), key
+
+
+def signal_last_rank(number):
+    """What interrupts a run: its last rank gets this signal while rank 0 records a validation."""
+
+    def interrupt(comm, folder):
+        last = comm.bcast(os.getpid(), root=comm.size - 1)
+        return {"on_evaluation": lambda record: os.kill(last, number)}
+
+    return interrupt
+
+
+def as_under_srun(interrupt):
+    """Without the variables of mpirun, which kills the ranks after its SIGTERM."""
+
+    def interrupt_srun(comm, folder):
+        for name in [n for n in os.environ if n.startswith(("OMPI_", "HYDI_", "MPI_LOCAL"))]:
+            del os.environ[name]
+        return interrupt(comm, folder)
+
+    return interrupt_srun
+
+
+def stop_file(comm, folder):
+    def touch(record):
+        (folder / "STOP").touch()
+        began = time.monotonic()
+        wait_for(lambda: time.monotonic() > began + 0.6)  # rank 0 looks for it twice a second
+
+    return {"on_evaluation": touch}
+
+
+def time_limit(comm, folder):
+    return {"time_limit": "5s"}  # which is needed to save: after the first step it is over
+
+
+WAYS = {
+    "stop file": (stop_file, "stopped"),
+    "SIGUSR1": (signal_last_rank(signal.SIGUSR1), "preempted"),
+    "SIGUSR2": (signal_last_rank(signal.SIGUSR2), "preempted"),
+    "SIGTERM": (as_under_srun(signal_last_rank(signal.SIGTERM)), "preempted"),
+    "time limit": (time_limit, "preempted"),
+}
+
+
+def train(comm, folder, name, interrupt):
+    """Train by the API until the interruption; return the status and the number of steps."""
+    more = interrupt(comm, folder / "runs" / name)
+    result = hp.train(hp.Config(**settings(folder, name)), **more)
+    return result.status, result.step, result.exit_code
+
+
+@pytest.mark.parametrize("size", [LAUNCHED, 3, 1], ids="resumed on {} ranks".format)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_is_asked_to_leave_resumes_to_the_same_bits(folder, way, size):
+    interrupt, status = WAYS[way]
+    given = {"folder": folder, "name": way, "interrupt": interrupt}
+    try:
+        (ended, *others) = ranks.on_ranks(LAUNCHED, train, **given)
+        assert others == [ended]
+        assert ended[0] == status and 0 < ended[1] < STEPS[-1]
+        assert ended[2] == (0 if status == "stopped" else 75)
+        check_end(folder, way, size)
+    finally:
+        shutil.rmtree(folder / "runs" / way, ignore_errors=True)
+
+
+@pytest.mark.parametrize("whom", ["rank", "mpirun"])
+def test_a_run_whose_rank_or_mpirun_is_killed_resumes_to_the_same_bits(folder, whom):
+    """All ranks stall after step 5, in the middle of an epoch, until they are killed."""
+    command = [mpirun(), "-n", str(LAUNCHED), sys.executable, "-m", "hpctrain"]
+    job = Job([*command, *words(folder, whom)], {"HPCTRAIN_FAULT": "step.done:stall:5"})
+    run = folder / "runs" / whom
+    try:
+        wait_for(lambda: (run / "checkpoints/00000004.json").exists() or job.poll() is not None)
+        beats = [json.loads(path.read_text()) for path in (run / "ranks").glob("*.json")]
+        pid = next(beat["pid"] for beat in beats if beat["rank"] == 1)
+        os.kill(pid if whom == "rank" else job.pid, signal.SIGKILL)
+        _, err = job.communicate(timeout=60)
+        wait_for(lambda: job.members() == [])
+    finally:
+        job.end()
+    assert job.returncode not in (0, 75), err
+    for size in (LAUNCHED, 3):
+        shutil.copytree(run, folder / "runs/copy")
+        check_end(folder, "copy", size)
+        shutil.rmtree(folder / "runs/copy")
+
+
+def test_other_shards_are_refused(folder):
+    """They would be another run: the samples of a shard follow from their number."""
+
+    def times():
+        return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*")}
+
+    before = times()
+    refused = ranks.command(LAUNCHED, *words(folder, "whole", shards=7, epochs=3))
+    assert refused.code == 2
+    assert refused.err.count("\n") == 1 and "--shards 7" in refused.err
+    assert times() == before
