@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import sys
 import time
+from importlib.resources import files
 
 import pytest
 from textual.pilot import WaitForScreenTimeout
@@ -259,3 +262,21 @@ def test_axes_begin_and_end_at_what_is_shown():
         assert (first, last) == (axis.low, axis.high) and 2 <= len(axis.labels) <= 8
         assert axis.low <= least * (1 + 1e-9 if least > 0 else 1) and most <= axis.high * (1 + 1e-9)
     assert (loss_axis(1, 3).share(-9), loss_axis(1, 3).share(9)) == (0, 1)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in Node")
+def test_the_axis_of_a_loss_ends_beyond_its_curve_and_what_is_shaded():
+    cases = [[least, most, 0.9 * least] for least, most in LOSSES if least >= 0]
+    script = (files("hpctrain.watch") / "page" / "plot.js").read_text()
+    script += """
+    const ends = (least, most, peak) => {
+      const box = limits([{ points: [[1, most, most, 9 * most], [2, least, peak, least]] }], false);
+      return [box.low, box.high, box.up.ticks[0], box.up.ticks.at(-1), box.up.ticks.length];
+    };"""
+    script += f"console.log(JSON.stringify({json.dumps(cases)}.map((case_) => ends(...case_))))"
+    done = run(["node", "-e", script])
+    assert done.returncode == 0, done.stderr
+    for (_, most, peak), found in zip(cases, json.loads(done.stdout), strict=True):
+        low, high, first, last, count = found
+        assert (low, high) == (first, last) and 2 <= count <= 9
+        assert low <= peak * (1 + 1e-9) and most <= high * (1 + 1e-9)

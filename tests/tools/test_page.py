@@ -1,0 +1,180 @@
+"""The page that watch serves: who gets it, who may stop a run, what its data hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tests.support.launch import Job
+from tests.support.page import watched
+from tests.support.ranks import alone
+from tests.support.records import (
+    append,
+    end_line,
+    evaluation_line,
+    line,
+    make_run,
+    run_line,
+    step_line,
+    step_lines,
+)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """One that is under way, and one that has failed."""
+    told = [evaluation_line(5), line("note", text="<script>alert(1)</script>")]
+    one = make_run(tmp_path / "a", run_line(), *step_lines(1, 5), *told)
+    return one, make_run(tmp_path / "b", run_line(), step_line(1), end_line("failed", "no room"))
+
+
+@pytest.fixture
+def page(runs):
+    with watched(*runs) as made:
+        yield made
+
+
+def test_the_page_loads_nothing_and_is_not_kept(page):
+    answer = page.ask("/")
+    assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/html")
+    assert not re.findall(r"""(?:src|href)=["'](?!data:,)""", answer.text)
+    assert "http://" not in answer.text and "innerHTML" not in answer.text
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert answer.headers["Referrer-Policy"] == "no-referrer"
+    (nonce,) = set(re.findall(r"nonce=\"([^\"]+)\"", answer.text))
+    policy = answer.headers["Content-Security-Policy"]
+    assert f"script-src 'nonce-{nonce}'" in policy and "default-src 'none'" in policy
+    assert nonce not in page.ask("/").text
+
+
+def test_the_data_of_all_runs(page):
+    answer = page.ask("/data")
+    assert (answer.status, answer.headers["Cache-Control"]) == (200, "no-store")
+    assert answer.headers["Content-Type"].startswith("application/json")
+    first, second = page.runs()
+    assert (first["name"], first["status"], first["step"], first["steps"]) == (
+        "a",
+        "running",
+        5,
+        40,
+    )
+    assert first["notes"] == ["<script>alert(1)</script>"] and first["can_be_stopped"]
+    assert first["progress"].startswith("epoch 1 of 4, step 5 of 40, 12 %")
+    assert ["ranks", "2"] in first["facts"] and ["network", "digits"] in first["facts"]
+    assert (second["text"], second["can_be_stopped"]) == ("failed: no room", False)
+
+
+def test_the_curves_of_one_run(page):
+    first, _ = page.runs()
+    curves = page.curves(0)
+    assert curves["version"] == first["version"]
+    assert [row[:2] for row in curves["loss"]["training"]] == [
+        [step, pytest.approx(1 / step, rel=1e-4)] for step in range(1, 6)
+    ]
+    assert curves["accuracy"]["validation"] == [[5, 0.75, 0.75, 0.75]]
+
+
+def test_curves_of_a_long_run_are_means_and_ranges_in_few_points(tmp_path):
+    losses = [step_line(step, loss=step % 2) for step in range(1, 5001)]
+    with watched(make_run(tmp_path / "long", run_line(), *losses)) as page:
+        page.runs()
+        points = page.curves()["loss"]["training"]
+    assert 300 < len(points) < 1000
+    assert [row[0] for row in points] == sorted(row[0] for row in points)
+    for _, mean, least, most in points[1:-1]:
+        assert (least, most, mean) == (0, 1, pytest.approx(0.5, abs=0.2))
+
+
+REFUSED = [  # token, headers, status: only who has it, on this machine, from the page itself
+    ("", {}, 403),
+    ("x", {}, 403),
+    ("%C3%A9", {}, 403),
+    (None, {"Host": "evil.example"}, 403),
+    (None, {"Host": "127.0.0.1.evil.example"}, 403),
+    (None, {"Origin": "http://evil.example"}, 403),
+    (None, {"Sec_Fetch_Site": "cross-site"}, 403),
+    (None, {"Sec_Fetch_Site": "same-origin", "Host": "127.0.0.1:1234"}, 200),
+]
+
+
+@pytest.mark.parametrize(("token", "headers", "status"), REFUSED)
+def test_nothing_without_the_token_nor_for_another_page(page, runs, token, headers, status):
+    for path in ("/", "/data", "/curves?run=0"):
+        answer = page.ask(path, token=token, **headers)
+        assert (answer.status, answer.headers["Cache-Control"]) == (status, "no-store")
+        assert page.token not in answer.text or status == 200
+    own = {"Origin": page.origin, **headers}
+    refused = page.ask("/stop?run=0", "POST", token, **own)
+    assert refused.status == 403 or (status == 200 and own["Origin"] != page.origin)
+    assert not (runs[0] / "STOP").exists()
+
+
+@pytest.mark.parametrize("origin", [None, "null", "http://localhost:1", "http://evil.example"])
+def test_a_stop_is_for_the_page_itself(page, runs, origin):
+    assert page.ask("/stop?run=0", "POST", Origin=origin).status == 403
+    assert page.ask("/stop?run=0", Origin=page.origin).status in (403, 405)  # by GET
+    assert not (runs[0] / "STOP").exists()
+    assert page.stop(0).status == 200
+    assert (runs[0] / "STOP").exists() and not (runs[1] / "STOP").exists()
+
+
+@pytest.mark.parametrize("run", ["", "2", "x", "²", "9" * 5000])
+def test_a_run_that_is_none_of_them(page, run):
+    assert page.ask(f"/curves?run={quote(run)}").status == 404
+    assert page.ask(f"/stop?run={quote(run)}", "POST", Origin=page.origin).status == 404
+
+
+def test_a_stop_that_cannot_be_written_is_reported(page, runs):
+    (runs[0] / "config.toml").unlink()
+    answer = page.stop(0)
+    assert answer.status == 409 and "config.toml" in answer.json()["text"]
+
+
+def test_the_data_follow_the_run(runs, clock):
+    with watched(*runs) as page:
+        page.runs()
+        append(runs[0], step_line(6), end_line())
+        clock.skip(1.0)
+        found = page.runs()[0]
+        assert (found["step"], found["status"]) == (6, "done")
+
+
+def test_each_server_has_a_token_of_its_own(page):
+    with watched() as other:
+        assert other.token != page.token and len(other.token) == 43
+
+
+def test_a_taken_port_is_one_line(tmp_path):
+    make_run(tmp_path / "a", run_line())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = alone("watch", tmp_path / "a", "--web", "--port", port)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1) and str(port) in done.err
+
+
+def test_the_address_and_the_tunnel_are_printed_the_loopback_listens_and_ctrl_c_ends_it(tmp_path):
+    make_run(tmp_path / "runs" / "a", run_line())
+    job = Job([sys.executable, "-m", "hpctrain", "watch", "a", "--web"], cwd=tmp_path)
+    lines = [job.stdout.readline() for _ in range(3)]
+    port = re.fullmatch(r"http://127.0.0.1:(\d+)/\?token=[\w-]{43}\n", lines[0])[1]
+    sockets = [row.split()[1:4] for row in Path("/proc/net/tcp").read_text().splitlines()]
+    ending = f":{int(port):04X}"
+    listening = [own for own, _, state in sockets if own.endswith(ending) and state == "0A"]
+    job.send_signal(signal.SIGINT)
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out, err) == (0, "", "")
+    assert f"ssh -L {port}:127.0.0.1:{port} " in lines[1]
+    assert listening == [f"0100007F{ending}"], "not the loopback alone"
+
+
+def test_the_answers_are_json_whatever_the_record_holds(tmp_path):
+    odd = [step_line(1, loss=None, nonfinite=["loss"]), step_line(2, loss=1e308)]
+    with watched(make_run(tmp_path / "a", run_line(), *odd)) as page:
+        json.dumps([page.runs(), page.curves()], allow_nan=False)

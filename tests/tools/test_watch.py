@@ -1,0 +1,237 @@
+"""What watch says of runs: alive or not, how far, in one line; which runs; how they are stopped."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+import pytest
+
+from tests.support.launch import run as run_command
+from tests.support.page import watched
+from tests.support.ranks import alone
+from tests.support.records import (
+    FILE,
+    append,
+    beat,
+    end_line,
+    evaluation_line,
+    line,
+    make_run,
+    read_strictly,
+    run_line,
+    step_line,
+    step_lines,
+)
+
+NO_PROCESS = 2**22 + 1  # above the largest number that Linux gives
+
+
+def under_way(folder):
+    """A run at step 20 of 40, the last one of this moment."""
+    steps = [step_line(n, time=time.time() - 2 + n / 10) for n in range(1, 21)]
+    return make_run(folder, run_line(), *steps, evaluation_line(20))
+
+
+def said(run):
+    """The status of a run in the line that `watch --once` prints of it."""
+    done = alone("watch", run, "--once")
+    assert (done.code, done.err) == (0, "")
+    return done.out.removesuffix("\n").split("  ")[1]
+
+
+def test_a_line_for_each_run(tmp_path, clock, golden, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    under_way(tmp_path / "runs" / "running")
+    shares = {"data": 0.123, "compute": 0.456, "reduce": 0.417, "other": 0.004}
+    ended = {"shares": shares, "step_seconds": 0.1, "slowest_rank": 1, "slowest_share": 0.676}
+    tests = [evaluation_line(40, "test", accuracy=None), end_line(**ended)]
+    make_run(tmp_path / "runs" / "done", run_line(device="cpu"), *step_lines(1, 40), *tests)
+    make_run(tmp_path / "runs" / "silent", run_line(), step_line(1, time=time.time() - 185))
+    make_run(tmp_path / "runs" / "failed", run_line(), end_line("failed", "disk full\nat once"))
+    make_run(tmp_path / "runs" / "starting", run_line(epochs=None, steps_per_epoch=None))
+    make_run(tmp_path / "runs" / "new")
+    (tmp_path / "runs" / "no run").mkdir()
+    done = alone("watch")
+    assert (done.code, done.err) == (0, "")
+    golden("watch.txt", done.out)
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (("done", None), "done"),
+        (("stopped", "asked to stop"), "stopped: asked to stop"),
+        (("preempted", "the time is up"), "preempted: the time is up"),
+        (("failed", "disk full\nat once"), "failed: disk full"),
+        (("odd", None), "failed"),
+    ],
+)
+def test_how_a_run_ended(tmp_path, end, text):
+    run = make_run(tmp_path / "a", run_line(), step_line(1), end_line(*end))
+    assert said(run) == text
+    with watched(run) as page:
+        (found,) = page.runs()
+    assert (found["status"], found["can_be_stopped"]) == (text.partition(":")[0], False)
+
+
+HERE = {"host": socket.gethostname(), "pid": NO_PROCESS}
+AFAR = {"host": f"{socket.gethostname()}-other", "pid": NO_PROCESS}
+WAITING = {"doing": "waiting for all in step 2", "seconds": 180}
+EVALUATING = {"doing": "block 3 in the evaluation of test after step 1", "seconds": 180}
+SLOW = {"seconds": {"total": 100.0}}
+ALIVE = [  # age of the last step and its fields; age of the heartbeat and its fields; the status
+    (185, {}, None, {}, "silent for 3 min"),
+    (59, {}, None, {}, "silent for 59 s"),
+    (7300, {}, None, {}, "silent for 2 h"),
+    (200_000, {}, None, {}, "silent for 2 days"),
+    (5, {}, None, {}, "running"),
+    (120, SLOW, None, {}, "running"),
+    (185, {}, 185, {}, "silent for 3 min"),
+    (185, {}, 0, WAITING, "silent for 3 min, rank 0 is in: waiting for all in step 2"),
+    (185, {}, 0, EVALUATING, "running: block 3 in the evaluation of test after step 1 for 3:00"),
+    (30, {}, 0, HERE, "failed: all ranks were killed, reason unknown: rank 0 on "),
+    (30, {}, 30, AFAR, "silent for 30 s"),
+    (300, {}, 300, {"failed": "no memory"}, "failed: rank 0: no memory"),
+    (300, {}, 300, {"failed": ""}, "silent for 5 min"),
+    (300, {}, 0, {"failed": "x"}, "silent for 5 min, rank 0 is in: step 3"),  # as it goes on
+]
+
+
+@pytest.mark.parametrize(("age", "step", "beaten", "fields", "text"), ALIVE)
+def test_whether_a_run_is_alive(tmp_path, clock, age, step, beaten, fields, text):
+    run = make_run(tmp_path / "a", run_line(), step_line(1, time=clock.now - age, **step))
+    if beaten is not None:
+        beat(run, time=clock.now - beaten, **fields)
+    assert said(run).startswith(text) and (said(run) == text or "killed" in text)
+    append(run, step_line(2), step_line(3))
+    assert "killed" in text or said(run) == "running"
+
+
+def test_silence_counts_from_what_is_seen_not_by_another_machines_clock(tmp_path, clock):
+    run = make_run(tmp_path / "a", run_line(), step_line(1, time=clock.now - 50))
+    with watched(run) as page:
+        assert page.runs()[0]["text"] == "silent for 50 s"
+        append(run, step_line(2, time=clock.now - 999))
+        clock.skip(5)
+        assert page.runs()[0]["status"] == "running"
+        clock.skip(55)
+        assert page.runs()[0]["text"] == "silent for 55 s"
+    ahead = make_run(tmp_path / "b", run_line(), step_line(1, time=clock.now + 999))
+    assert said(ahead) == "running"
+
+
+def test_the_test_after_the_last_step_is_named(tmp_path, clock):
+    run = make_run(tmp_path / "a", run_line(), step_line(39))
+    beat(run, doing="block 3 in the evaluation of test after step 40", seconds=0)
+    assert said(run) == "running"
+    append(run, step_line(40))
+    assert said(run).startswith("running: block 3 in the evaluation of test")
+
+
+def test_a_run_is_followed_from_its_first_launch_to_the_next(tmp_path, clock):
+    with watched(tmp_path / "a", tmp_path / "b") as page:
+
+        def statuses():
+            clock.skip(1.0)
+            return [found["status"] for found in page.runs()]
+
+        assert statuses() == ["pending", "pending"]
+        make_run(tmp_path / "a")
+        assert statuses() == ["waiting", "pending"]
+        append(tmp_path / "a", run_line(), step_line(1))
+        assert statuses() == ["running", "pending"]
+        append(tmp_path / "a", end_line("stopped", "asked to"))
+        make_run(tmp_path / "b", run_line(), step_line(1))
+        assert statuses() == ["stopped", "running"]
+        append(tmp_path / "a", run_line())
+        assert statuses() == ["running", "running"]
+        (tmp_path / "a" / FILE).unlink()
+        assert statuses() == ["waiting", "running"]
+
+
+def test_runs_of_a_sweep_that_begin_while_it_is_watched(tmp_path, clock):
+    sweep = tmp_path / "s"
+    sweep.mkdir()
+    (sweep / "sweep.toml").touch()
+    assert alone("watch", sweep, "--once").out == "no run has begun yet\n"
+    with watched(sweep) as page:
+        assert page.runs() == []
+        keys = []
+        for name in ("b", "a"):
+            make_run(sweep / name, run_line())
+            clock.skip(10)
+            keys.append({found["name"]: found["key"] for found in page.runs()})
+        assert list(keys[1]) == ["a", "b"] and keys[1]["b"] == keys[0]["b"]
+
+
+def test_a_folder_that_a_driver_has_made_but_not_filled_is_waited_for(tmp_path, clock):
+    with watched(tmp_path / "first", tmp_path / "grid") as page:
+        (tmp_path / "grid").mkdir()
+        make_run(tmp_path / "first", run_line())
+        clock.skip(10)
+        assert [found["status"] for found in page.runs()] == ["running", "waiting"]
+        (tmp_path / "grid" / "sweep.toml").touch()
+        make_run(tmp_path / "grid" / "01-base", run_line())
+        clock.skip(10)
+        assert [found["name"] for found in page.runs()] == ["first", "01-base"]
+
+
+def test_runs_of_one_name_are_told_apart_and_a_link_has_its_own(tmp_path):
+    for folder in ("x/a", "y/a", "run-of-monday"):
+        make_run(tmp_path / folder, run_line(), end_line())
+    (tmp_path / "latest").symlink_to("run-of-monday")
+    words = [tmp_path / name for name in ("x/a", "y/a", "latest")]
+    lines = alone("watch", *words).out.splitlines()
+    assert [text.partition("  ")[0] for text in lines] == ["x/a", "y/a", "latest"]
+
+
+def test_stop_is_asked_once_and_not_of_what_has_ended(tmp_path, clock):
+    runs = [make_run(tmp_path / name, run_line(), step_line(1)) for name in "ab"]
+    with watched(*runs) as page:
+        append(runs[1], end_line("failed", "no"))
+        assert page.stop(0).status == 200 and (runs[0] / "STOP").exists()
+        assert "already ended" in page.stop(1).text and not (runs[1] / "STOP").exists()
+        clock.skip(1.0)
+        first, _ = page.runs()
+        assert (first["status"], first["can_be_stopped"]) == ("stopping", False)
+
+
+def test_a_real_run_is_shown_as_its_record_says(trained):
+    text = alone("watch", trained.run("plain"), "--once").out
+    steps = sum(record["kind"] == "step" for record in read_strictly(trained.run("plain")))
+    assert text.startswith("plain  done  epoch 2 of 2, ")
+    assert f"step {steps} of {steps}, 100 %" in text and "ranks 2" in text
+    restored = alone("watch", trained.run("restored"), "--once").out
+    assert "loss" in restored and "accuracy" not in restored
+
+
+def test_watching_imports_neither_torch_nor_mpi(tmp_path):
+    make_run(tmp_path / "runs" / "a", run_line(), line("note", text="x"))
+    program = (
+        "import sys, hpctrain.watch.web, hpctrain.watch.terminal\n"
+        "from hpctrain.cli import main\n"
+        "main(['watch', 'a'])\n"
+        "print(sorted({'torch', 'mpi4py', 'numpy', 'h5py', 'cupy'} & set(sys.modules)))"
+    )
+    done = run_command([sys.executable, "-c", program], cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--runs-dir", "none"], "none"),
+        (["pictures"], "pictures"),
+        (["first", "--port", "70000", "--web"], "--port 70000"),
+        (["first", "--port", "80"], "--web"),
+        (["first", "--once", "--web"], "--once"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_it(tmp_path, monkeypatch, words, named):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "first", run_line())
+    (tmp_path / "pictures").mkdir()
+    done = alone("watch", *words)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1) and named in done.err
