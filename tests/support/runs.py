@@ -28,7 +28,7 @@ ROWS = {"train": 101, "validation": 13, "test": 53}  # of both packs
 SAME = ["--deterministic", "--shards", "4", "--batch-size", "16", "--threads", "1"]
 SAME += ["--progress", "none"]
 RUNS = {
-    "plain": ("gray.h5", ["--epochs", "2", "--normalize", "pack"]),
+    "plain": ("gray.h5", ["--epochs", "2", "--lr", "0.005", "--normalize", "pack"]),
     "tuned": (
         "seven.h5",
         ["--epochs", "2", "--optimizer", "adamw", "--freeze", "conv1,bn1"]

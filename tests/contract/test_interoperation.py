@@ -1,0 +1,226 @@
+"""What a trained run is good for afterwards: every other command, and the Python API, on the same.
+
+All read the runs of tests/support/runs.py. The figures of one way must be those of another.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+import hpctrain as hp
+from tests.support.ranks import command
+from tests.support.runs import ROWS, RUNS
+
+CLASSIFIED = ["plain", "tuned"]
+SAME = ["--threads", "1"]  # as in the training: then the bits are the same
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def figures_of(run):
+    """What the run's own test found."""
+    return json.loads((run / "evaluation-test.json").read_text())
+
+
+def records_of(run, kind):
+    lines = (run / "progress.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def split_of(pack, split="test"):
+    """Images (N, H, W, C) and labels of a pack."""
+    with h5py.File(pack) as file:
+        return file[f"{split}/images"][:], file[f"{split}/labels"][:]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_evaluate_finds_what_the_run_found_on_any_number_of_ranks(trained, name, tmp_path):
+    expected = figures_of(trained.run(name))
+    for ranks in (1, 2, 3):
+        output = tmp_path / f"{ranks}.json"
+        ended = command(ranks, "evaluate", trained.run(name), *SAME, "--output", output)
+        assert ended.code == 0, ended.err
+        assert json.loads(output.read_text()) == expected
+    more = tmp_path / "v.json"
+    assert (
+        command(
+            2, "evaluate", trained.run(name), *SAME, "--split=validation", "--output", more
+        ).code
+        == 0
+    )
+    last = [r for r in records_of(trained.run(name), "evaluation") if r["split"] == "validation"][
+        -1
+    ]
+    if name != "tuned":  # whose network is not the last, but the best
+        assert json.loads(more.read_text())["loss"] == last["loss"]
+
+
+@pytest.mark.parametrize("name", CLASSIFIED)
+def test_predict_answers_every_image_once_in_order(trained, name, tmp_path):
+    found = []
+    for ranks in (1, 3):
+        output = tmp_path / f"{ranks}.csv"
+        ended = command(ranks, "predict", trained.run(name), *SAME, "--output", output)
+        assert ended.code == 0, ended.err
+        found.append(output.read_bytes())
+    assert found[0] == found[1]
+    rows, figures = read_csv(output), figures_of(trained.run(name))
+    _, labels = split_of(trained.pack(name))
+    assert [int(row["row"]) for row in rows] == [*range(ROWS["test"])]
+    assert [row["class"] for row in rows] == [f"class{label}" for label in labels]
+    chances = np.array([[float(row[each]) for each in figures["classes"]] for row in rows])
+    assert chances.sum(1) == pytest.approx(1, abs=1e-5)
+    assert [row["prediction"] for row in rows] == [f"class{k}" for k in chances.argmax(1)]
+    assert [float(row["probability"]) for row in rows] == chances.max(1).tolist()
+    right = sum(row["class"] == row["prediction"] for row in rows)
+    assert right / len(rows) == figures["accuracy"]
+    if name == "plain":  # the loss of the other is weighted
+        losses = [-math.log(max(chances[k, label], 1e-7)) for k, label in enumerate(labels)]
+        assert np.mean(losses) == pytest.approx(figures["loss"], rel=1e-3)
+
+
+def test_predict_reads_image_files_and_writes_restored_ones(trained, tmp_path):
+    images, _ = split_of(trained.pack("plain"))
+    (tmp_path / "files").mkdir()
+    for number in range(5):
+        Image.fromarray(images[number, :, :, 0]).save(tmp_path / f"files/{number}.png")
+    of_split, of_files = tmp_path / "split.csv", tmp_path / "files.csv"
+    assert command(1, "predict", trained.run("plain"), "--output", of_split).code == 0
+    words = ["predict", trained.run("plain"), tmp_path / "files", "--output", of_files]
+    assert command(2, *words).code == 0
+    for number, row in enumerate(read_csv(of_files)):
+        assert Path(row["file"]).name == f"{number}.png"
+        assert row["prediction"] == read_csv(of_split)[number]["prediction"]
+    words = ["predict", trained.run("restored"), tmp_path / "files", "--output", tmp_path / "new"]
+    assert command(2, *words).code == 0
+    for number in range(5):
+        with Image.open(tmp_path / f"new/{number}.png") as image:
+            assert (image.size, image.mode) == ((28, 28), "L")
+
+
+def run_onnx(path, images):
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
+    return session.run(None, {"images": images})[0]
+
+
+def run_pt2(path, images):
+    import torch
+
+    return torch.export.load(path).module()(torch.from_numpy(images)).numpy()
+
+
+@pytest.mark.parametrize(("suffix", "run"), [(".onnx", run_onnx), (".pt2", run_pt2)])
+def test_an_exported_network_answers_as_torch_does(trained, tmp_path, suffix, run):
+    if suffix == ".onnx":
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+    network = hp.load(trained.run("tuned"))
+    images, _ = split_of(trained.pack("tuned"))
+    inputs = network.preprocess(images)
+    scores = network.model(inputs).detach().numpy()
+    plain, bytes_in = tmp_path / f"plain{suffix}", tmp_path / f"bytes{suffix}"
+    words = ["export", trained.run("tuned"), "--output"]
+    assert command(1, *words, plain).code == 0
+    assert command(1, *words, bytes_in, "--preprocess").code == 0
+    assert np.allclose(run(plain, inputs.numpy()), scores, rtol=1e-5, atol=1e-5)
+    assert np.allclose(run(bytes_in, images), scores, rtol=1e-5, atol=1e-5)
+
+
+def test_compare_tells_equal_runs_from_others(trained, trained_copy):
+    pairs = {"plain": (0, "equal"), "tuned": (1, "different")}
+    for other, (code, word) in pairs.items():
+        ended = command(1, "compare", trained.run("plain"), trained_copy.run(other))
+        assert (ended.code, ended.out.splitlines()[-1]) == (code, word)
+    record = trained_copy.run("plain") / "progress.jsonl"
+    lines = record.read_text().splitlines()
+    changed = [
+        line.replace('"rows": 16', '"rows": 15') if '"step": 9,' in line else line for line in lines
+    ]
+    record.write_text("\n".join(changed) + "\n")
+    ended = command(1, "compare", trained.run("plain"), trained_copy.run("plain"))
+    assert ended.code == 1 and "step 9" in ended.out
+
+
+def test_plot_draws_runs_and_the_confusion_matrix(trained, tmp_path):
+    pytest.importorskip("matplotlib")
+    words = [trained.run("plain"), trained.run("restored"), "--output", tmp_path / "a.png"]
+    assert command(1, "plot", *words).code == 0
+    output = tmp_path / "b.png"
+    assert command(1, "plot", trained.run("tuned"), "--confusion", "--output", output).code == 0
+    pictures = {"a.png", "b.png", "b-confusion.png"}
+    assert {path.name for path in tmp_path.iterdir()} == pictures
+    for name in pictures:
+        with Image.open(tmp_path / name) as image:
+            assert len(image.convert("RGB").getcolors(1 << 24)) > 10
+
+
+def test_watch_prints_a_line_for_each_run(trained):
+    ended = command(1, "watch", "--runs-dir", trained.runs, "--once")
+    assert (ended.code, ended.err) == (0, "")
+    lines = {line.split()[0]: line for line in ended.out.splitlines()}
+    assert lines.keys() == RUNS.keys()
+    for name, line in lines.items():
+        assert line.split()[1] == "done"
+        assert f"{figures_of(trained.run(name))['loss']:.4f}" in line
+
+
+def test_evaluate_of_the_python_api_returns_what_the_command_writes(trained):
+    figures = figures_of(trained.run("tuned"))
+    found = hp.evaluate(trained.run("tuned"), threads=1)
+    assert (found.rows, found.loss, found.accuracy) == (
+        figures["rows"],
+        figures["loss"],
+        figures["accuracy"],
+    )
+    assert found.confusion.tolist() == figures["confusion"]
+    assert list(found.classes) == figures["classes"]
+
+
+def test_predict_of_the_python_api_returns_what_the_command_writes(trained, tmp_path):
+    output = tmp_path / "a.csv"
+    assert command(1, "predict", trained.run("plain"), "--output", output).code == 0
+    network, rows = hp.load(trained.run("plain")), read_csv(output)
+    images, _ = split_of(trained.pack("plain"))
+    answers = network.predict(images)
+    assert list(answers["prediction"]) == [row["prediction"] for row in rows]
+    chances = [[float(row[name]) for name in network.classes] for row in rows]
+    assert np.allclose(answers.probabilities, chances, atol=1e-5)
+    assert network.image_shape == (28, 28, 1) and network.config.epochs == 2
+    assert (
+        network.metadata["figures"]["test_accuracy"] == figures_of(trained.run("plain"))["accuracy"]
+    )
+
+
+def test_weights_work_outside_of_their_folder_and_without_the_pack(trained, tmp_path):
+    lonely = Path(
+        shutil.copy(trained.run("plain") / "model.safetensors", tmp_path / "a.safetensors")
+    )
+    images, _ = split_of(trained.pack("plain"))
+    found, expected = (hp.load(path).predict(images) for path in (lonely, trained.run("plain")))
+    assert np.array_equal(found.probabilities, expected.probabilities)
+    assert hp.load(lonely).config is None
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_history_holds_the_record_as_tables(trained, name):
+    tables = hp.history(trained.run(name))
+    for kind, table in zip(("step", "epoch", "evaluation"), tables, strict=True):
+        records = records_of(trained.run(name), kind)
+        assert table["loss"].tolist() == [record["loss"] for record in records]
+        assert {len(column) for column in table.values()} == {len(records)}
+    steps = records_of(trained.run(name), "step")
+    computing = [record["seconds"]["compute"] for record in steps]
+    assert tables.steps["seconds_compute"].tolist() == computing
+    assert np.isnan(tables.evaluations["accuracy"]).all() == (name == "restored")
