@@ -75,7 +75,8 @@ __all__ += ["Permutation", "cut_epoch", "make_order"]
 
 # Training steps: what is checked before the first one and after each
 from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals of one are read
+from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
 from hpctrain.training.step import checksum
 
-__all__ += ["IN_FLIGHT", "check_repeats", "checksum"]
+__all__ += ["IN_FLIGHT", "check_repeats", "checksum", "clip_gradient"]

@@ -1,0 +1,106 @@
+"""The --precision in which networks are trained, evaluated and asked; clipping; dropout."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import hpctrain as hp
+from tests.support.api import clip_gradient, command_line
+
+EXPECTED = {  # TF32 in cuDNN, in products, whether cuDNN chooses by timing, autocast
+    "default": (True, "highest", True, False),
+    "fp32": (False, "highest", True, False),
+    "tf32": (True, "high", True, False),
+    "bf16": (False, "highest", True, True),
+}
+
+
+@contextlib.contextmanager
+def seen_by(kind: type, note):
+    """Within the block, the results of `note(module, inputs)` for all modules of this kind."""
+    found = []
+
+    def hook(module, inputs):
+        if isinstance(module, kind):
+            found.append(note(module, inputs))
+
+    handle = nn.modules.module.register_module_forward_pre_hook(hook)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def settings_of_torch(module, inputs):
+    product = torch.get_float32_matmul_precision()
+    half = torch.is_autocast_enabled("cpu")
+    cudnn = torch.backends.cudnn
+    return cudnn.allow_tf32, product, cudnn.benchmark, half
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", EXPECTED)
+def test_networks_are_trained_and_asked_in_the_precision_of_the_run(comm, short, precision):
+    with seen_by(nn.Module, settings_of_torch) as seen:
+        hp.train(**short | {"epochs": 1, "precision": precision})
+    expected = EXPECTED[precision]
+    # A check of the fresh network's shapes is not in bfloat16.
+    assert expected in seen and {*seen} <= {expected, (*expected[:3], False)}
+    answers = f"{short['runs_dir']}.{comm.rank}.csv"
+    common = ["a", "--runs-dir", short["runs_dir"], "--threads", "1", "--batch-size", "4"]
+    for asked in (None, *EXPECTED):
+        tf32, product, _, half = EXPECTED[asked or precision.replace("default", "fp32")]
+        flags = ["--precision", asked] if asked else []
+        for words in (["evaluate"], ["predict", "--output", answers]):
+            with seen_by(nn.Module, settings_of_torch) as seen:
+                assert command_line([*words[:1], *common, *words[1:], *flags]) == 0
+            assert {*seen} == {(tf32, product, False, half)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("begun", ["default", "fp32", "tf32"])
+def test_a_run_goes_on_in_the_precision_that_it_was_begun_with(comm, short, begun):
+    """By its plan where none is asked for; that precision may be named, others are refused."""
+    hp.train(**short | {"epochs": 1, "precision": begun})
+    was = begun.replace("default", "fp32")  # on a CPU
+    for epochs, asked in ((2, "default"), (3, was)):
+        with seen_by(nn.Module, settings_of_torch) as seen:
+            assert hp.train(**short | {"epochs": epochs, "precision": asked}).epoch == epochs
+        assert {tf32 for tf32, *_ in seen} == {begun == "tf32"}
+    with pytest.raises(hp.UsageError, match=f"begun with --precision {was}, not with"):
+        hp.train(**short | {"epochs": 4, "precision": "bf16"})
+    text = (hp.train(**short | {"epochs": 3}).folder / "config.toml").read_text()
+    assert f'precision = "{begun}"' in text
+
+
+@pytest.mark.ranks
+def test_dropout_is_drawn_anew_in_every_step_and_shard(comm, short):
+    settings = short | {"model": "tests.support.nets:with_dropout", "shards": 3, "epochs": 2}
+    with seen_by(nn.Flatten, lambda module, inputs: inputs[0]) as seen:
+        hp.train(**settings | {"test": False, "validate_every": "0"})
+    drawn = {str((x[:1] == 0).flatten().tolist()) for x in seen if x.requires_grad}
+    everywhere = [each for part in comm.allgather(drawn) for each in part]
+    assert len(set(everywhere)) >= 2 * (6 * 3 + 1), "shards of all steps"
+
+
+@pytest.mark.parametrize("length", [1, 101, 4096, 3 * 4096 + 17])
+def test_clipping_agrees_with_torch(length):
+    parameter = nn.Parameter(torch.zeros(length, dtype=torch.float64))
+    parameter.grad = torch.randn(length, dtype=torch.float64)
+    clipped, small = parameter.grad.clone(), parameter.grad.clone()
+    norm = clip_gradient(clipped, 0.01)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_([parameter], 0.01))
+    torch.testing.assert_close(clipped, parameter.grad)
+    clip_gradient(small, 1.01 * norm.item())
+    assert torch.allclose(small * (0.01 / (norm + 1e-6)), clipped, rtol=1e-12)
+
+
+def test_the_norm_of_a_long_gradient_is_accurate():
+    """One float32 sum over it would not be."""
+    gradient = torch.rand(3_000_017)
+    exact = gradient.double().norm().item()
+    assert clip_gradient(gradient, 1e-3).item() == pytest.approx(exact, rel=1e-6)
