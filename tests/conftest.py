@@ -25,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hpctrain.launcher import launched_rank, launched_size
-from tests.support.ranks import Placed, fresh_start, job, run_test
+from tests.support.ranks import JOBS, Placed, fresh_start, run_test
 from tests.support.runs import TrainedRuns, content_of, copy_runs, make_trained_runs
 
 # Ranks with several threads share the cores here: a thread that waits shall not spin on one.
@@ -73,7 +73,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     own = pyfuncitem.get_closest_marker("timeout")
     limit = float(own.args[0] if own else pyfuncitem.config.getini("timeout"))
-    run_test(pyfuncitem, pyfuncitem.callspec.params["comm"], limit - 10)
+    run_test(pyfuncitem, pyfuncitem.callspec.params["comm"], max(limit - 10, limit / 2))
     return True
 
 
@@ -87,7 +87,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_unconfigure() -> None:
-    job().end()
+    for each in JOBS.values():
+        each.end()
 
 
 def own_folders() -> None:

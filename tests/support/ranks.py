@@ -18,9 +18,12 @@ import functools
 import io
 import os
 import random
+import select
+import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -35,7 +38,7 @@ import pytest
 
 from hpctrain.launch import mpirun
 from tests.support.launch import Job as Launch
-from tests.support.wait import when
+from tests.support.wait import wait_for, when
 
 STACKS = signal.SIGRTMIN  # a rank then writes where each of its threads is
 SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with the world's size
@@ -154,10 +157,12 @@ class Job:
         for rank in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], STACKS)
-        time.sleep(0.5 * bool(late))
+        files = {rank: Path(f"{self.folder.name}/{rank}.stacks") for rank in late}
+        with contextlib.suppress(AssertionError):  # the main thread's is the last one
+            wait_for(lambda: all("_run_module" in f.read_text() for f in files.values()), 5)
         parts = [f"{head}\n{text}" for text, head in texts.items()]
-        for rank in late:
-            stacks = Path(f"{self.folder.name}/{rank}.stacks").read_text()
+        for rank, file in files.items():
+            stacks = file.read_text()
             parts.append(f"--- rank {rank} had not ended (limit {seconds:.0f} s)\n{stacks}")
         return "\n" + "\n".join(parts)
 
@@ -165,9 +170,9 @@ class Job:
         """End the job; what its ranks printed outside of calls."""
         if self.launch is None:
             return "", ""
+        printed = self.launch.end()
         for connection in self.ranks:
             connection.close()
-        printed = self.launch.end()
         self.launch, self.ranks = None, []
         self.folder.cleanup()
         return printed
@@ -389,21 +394,27 @@ def serve(address: str) -> None:
     """Answer calls until the other side closes the connection."""
     import faulthandler
 
-    from hpctrain.parallel.mpi import end_mpi, start_mpi
+    from hpctrain.parallel.mpi import start_mpi
 
-    comm = start_mpi()
-    stacks = open(f"{Path(address).parent}/{comm.rank}.stacks", "w")  # noqa: SIM115 -- as long as the rank
-    faulthandler.register(STACKS, file=stacks, all_threads=True)
-    import h5py  # noqa: F401 -- now, for all tests
-    import torch  # noqa: F401
+    folder, comm = Path(address).parent, start_mpi()
+    with Client(address) as connection, open(folder / f"{comm.rank}.stacks", "w") as stacks:
+        threading.Thread(target=end_with, args=(connection, folder), daemon=True).start()
+        faulthandler.register(STACKS, file=stacks, all_threads=True)
+        import h5py  # noqa: F401 -- now, for all tests
+        import torch  # noqa: F401
 
-    with Client(address) as connection:
         connection.send((comm.rank, os.getpid()))
-        with contextlib.suppress(EOFError, ConnectionError):
-            while True:
-                connection.send_bytes(cloudpickle.dumps(answer(connection.recv_bytes())))
-    comm.Free()
-    end_mpi()
+        while True:
+            connection.send_bytes(cloudpickle.dumps(answer(connection.recv_bytes())))
+
+
+def end_with(connection: Connection, folder: Path) -> None:
+    """End this rank when the other side is gone, even by SIGKILL, whatever the rank is doing."""
+    gone = select.poll()
+    gone.register(connection.fileno(), select.POLLRDHUP)
+    gone.poll()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":

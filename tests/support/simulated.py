@@ -27,7 +27,8 @@ class SimulatedRank(Transport):
                 self.sent.append(sum(vector.nbytes for vector in vectors))
             self.messages[own, peer].put([vector.clone() for vector in vectors])
         for peer, vectors in receives:
-            arrived = self.messages[peer, own].get(timeout=100)
+            arrived = self.messages[peer, own].get(timeout=60)
+            assert arrived is not None, f"rank {peer} failed"
             for vector, values in zip(vectors, arrived, strict=True):
                 vector.copy_(values)
 
@@ -48,6 +49,14 @@ def on_simulated_ranks(size, work):
     """Return what ``work(transport)`` returns on each of `size` ranks."""
     pairs = itertools.product(range(size), repeat=2)
     messages = {pair: queue.SimpleQueue() for pair in pairs}
+
+    def on_rank(rank):
+        try:
+            return work(SimulatedRank(rank, size, messages))
+        except BaseException:
+            for peer in range(size):  # which would wait for this rank
+                messages[rank, peer].put(None)
+            raise
+
     with ThreadPoolExecutor(size) as threads:
-        ranks = [SimulatedRank(rank, size, messages) for rank in range(size)]
-        return list(threads.map(work, ranks))
+        return list(threads.map(on_rank, range(size)))
