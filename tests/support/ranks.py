@@ -27,16 +27,18 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import cloudpickle
 import pytest
 
 from hpctrain.launch import mpirun
+from hpctrain.launcher import LAUNCHER_PREFIXES
 from tests.support.launch import Job as Launch
 from tests.support.wait import wait_for, when
 
@@ -234,10 +236,17 @@ def command(n: int, *words: object, cwd: Path | str = ".", fault: str = "") -> E
     return Ended(codes.pop(), outcomes[0].out, "".join(outcome.err for outcome in outcomes))
 
 
-def alone(*words: object) -> Ended:
-    """Run ``python -m hpctrain WORDS`` in this process, for what ends before MPI starts."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+def alone(*words: object, env: Mapping[str, str] | None = None) -> Ended:
+    """Run ``python -m hpctrain WORDS`` in this process, which no launcher has started, for what
+    does not start MPI.
+    """
+    own = {name: os.environ[name] for name in os.environ if not name.startswith(LAUNCHER_PREFIXES)}
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.dict(os.environ, {**own, **(env or {})}, clear=True),
+    ):
         code = _command(None, [str(word) for word in words], ".", "")
     return Ended(code, out.getvalue(), err.getvalue())
 

@@ -1,20 +1,21 @@
-"""What a driver launches in tests instead of training: writes a record, and does what its "model"
-says. Called with a network's settings file; imports nothing of hpctrain.
+"""What a sweep launches in tests instead of `srun ... python -m hpctrain train --config FILE`.
+
+It writes a record, and does what the "model" of these settings says. Imports nothing of hpctrain.
 """
 
 import json
 import os
 import signal
 import sys
-import time
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
 
-settings = tomllib.loads(Path(sys.argv[1]).read_text())
+from tests.support.wait import wait_for
+
+settings = tomllib.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 folder = Path(settings["runs_dir"]) / settings["run"]
 behaviour, epochs = settings.get("model", "auto"), settings.get("epochs", 2)
-pace = float(os.environ.get("FAKE_PACE", "0.05"))
 hold = os.environ.get("FAKE_HOLD")  # a file without which no network gets past its first epoch
 notice = []
 
@@ -27,7 +28,7 @@ def put(kind, **fields):
 
 def tell(what):
     with open(folder.parent / "events", "a") as file:
-        file.write(f"{what} {settings['run'][:2]} {os.environ.get('CUDA_VISIBLE_DEVICES', '-')}\n")
+        file.write(f"{what} {settings['run'][:2]} {os.getpid()}\n")
 
 
 def leave(number, frame):
@@ -36,6 +37,11 @@ def leave(number, frame):
 
 
 signal.signal(signal.SIGUSR2, leave)
+
+
+def gone():
+    """Whether it was told to save and end; a deaf network does not listen."""
+    return bool(notice) and behaviour != "deaf"
 
 
 def end(status, code, reason=None):
@@ -52,7 +58,6 @@ done = old.read_text().count('"epoch", ') if old.exists() else 0
 tell("begin")
 put("run", epochs=epochs, folder=str(folder))
 for epoch in range(done + 1, epochs + 1):
-    time.sleep(pace)
     put("epoch", epoch=epoch, loss=1 / epoch, accuracy=0.5)
     accuracy = settings.get("lr", 0.5) * (1 - 1 / (epoch + 1))
     put("evaluation", epoch=epoch, step=epoch, split="validation", loss=1.0, accuracy=accuracy)
@@ -65,14 +70,12 @@ for epoch in range(done + 1, epochs + 1):
         raise ValueError("the cause")
     if behaviour == "leaves":
         end("preempted", 75, "the time is up")
-    while hold and not (os.path.exists(hold) or (folder / "STOP").exists()):
-        if notice:
-            break
-        time.sleep(0.01)
+    if hold:
+        wait_for(lambda: os.path.exists(hold) or (folder / "STOP").exists() or gone())
     if (folder / "STOP").exists():
         (folder / "STOP").unlink()
         end("stopped", 0, "asked to stop")
-    if notice:
+    if gone():
         end("preempted", 75, "SIGUSR2; saved")
 put("evaluation", epoch=epochs, step=epochs, split="test", loss=1.0, accuracy=1 - settings["lr"])
 end("done", 0)
