@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -134,7 +135,10 @@ def test_a_run_that_is_asked_to_leave_resumes_to_the_same_bits(folder, way, size
 
 @pytest.mark.parametrize("whom", ["rank", "mpirun"])
 def test_a_run_whose_rank_or_mpirun_is_killed_resumes_to_the_same_bits(folder, whom):
-    """All ranks stall after step 5, in the middle of an epoch, until they are killed."""
+    """All ranks stall after step 5, in the middle of an epoch, until they are killed.
+
+    Until then another launch is refused and changes nothing.
+    """
     command = [mpirun(), "-n", str(LAUNCHED), sys.executable, "-m", "hpctrain"]
     job = Job([*command, *words(folder, whom)], {"HPCTRAIN_FAULT": "step.done:stall:5"})
     run = folder / "runs" / whom
@@ -142,6 +146,10 @@ def test_a_run_whose_rank_or_mpirun_is_killed_resumes_to_the_same_bits(folder, w
         wait_for(lambda: (run / "checkpoints/00000004.json").exists() or job.poll() is not None)
         beats = [json.loads(path.read_text()) for path in (run / "ranks").glob("*.json")]
         pid = next(beat["pid"] for beat in beats if beat["rank"] == 1)
+        record = (run / "progress.jsonl").read_bytes()
+        second = ranks.command(1, *words(folder, whom))
+        assert second.code == 2 and str(run) in second.err and second.err.count("\n") == 1
+        assert (run / "progress.jsonl").read_bytes() == record
         os.kill(pid if whom == "rank" else job.pid, signal.SIGKILL)
         _, err = job.communicate(timeout=60)
         wait_for(lambda: job.members() == [])
@@ -152,6 +160,19 @@ def test_a_run_whose_rank_or_mpirun_is_killed_resumes_to_the_same_bits(folder, w
         shutil.copytree(run, folder / "runs/copy")
         check_end(folder, "copy", size)
         shutil.rmtree(folder / "runs/copy")
+
+
+def test_a_rank_that_hangs_is_named_and_ends_the_run_which_resumes(folder):
+    train = [sys.executable, "-m", "hpctrain", *words(folder, "hung", hang_timeout="15s")]
+    command = [mpirun(), "-n", "1", *train, ":", "-n", "1"]
+    job = Job([*command, "env", "HPCTRAIN_FAULT=step.done:stall:5", *train])
+    try:
+        _, err = job.communicate(timeout=100)
+    finally:
+        job.end()
+    assert job.returncode == 1
+    assert re.search(r"rank 1 \(process \d+ on .*\) did not arrive, it is in: ", err), err
+    check_end(folder, "hung", LAUNCHED)
 
 
 def test_other_shards_are_refused(folder):
