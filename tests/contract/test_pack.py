@@ -9,6 +9,7 @@ format is about to change: to one checksum per sample instead of one per block.
 import json
 import os
 import re
+import shutil
 import zlib
 from itertools import pairwise
 
@@ -116,6 +117,18 @@ def test_archives_and_manifests_give_the_rows_of_their_folder(kind, folder, of_f
     for name, (images, labels) in expected.items():
         assert found[name][1] == labels and np.array_equal(found[name][0], images)
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_equal_files_are_in_one_split(folder, tmp_path):
+    """Else a network would be tested with images that it was trained on."""
+    for file in shutil.copytree(folder, tmp_path / "images").rglob("*.png"):
+        shutil.copy(file, file.with_name(f"again-{file.name}"))
+    pack(tmp_path / "images", "--output", tmp_path / "a.h5", "--jobs", 1, *SPLIT)
+    splits = {number: [] for number in range(sum(COUNTS.values()))}
+    for name, (images, _) in read(tmp_path / "a.h5").items():
+        for number in numbers(images):
+            splits[number].append(name)
+    assert all(len(found) == 2 and found[0] == found[1] for found in splits.values())
 
 
 def test_arrays_are_rows_in_the_order_given(tmp_path):
