@@ -27,8 +27,7 @@ class EventWriter:
             ) from error
         self._what = f"TensorBoard events to {folder}"
         with writing(self._what):
-            purged = done + 1 if done else None
-            self._writer: Any = SummaryWriter(str(folder), purge_step=purged)
+            self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the scalars of a step or an evaluation; other records have none."""

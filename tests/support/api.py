@@ -14,12 +14,13 @@ __all__ = ["command_line", "train"]
 
 # The tools around a run: record, watch, doctor
 from hpctrain import doctor
+from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.fields import FIELDS
 from hpctrain.report.record import HistoryReader, read_records, truncate_record
 from hpctrain.report.recorder import Recorder
 from hpctrain.watch import web
 
-__all__ += ["FIELDS", "HistoryReader", "Recorder", "doctor", "read_records"]
+__all__ += ["FIELDS", "HistoryReader", "Recorder", "allreduce", "doctor", "read_records"]
 __all__ += ["truncate_record", "web"]
 
 # Sums over ranks: reductions of a message, on transports; batch norm's statistics

@@ -1,0 +1,79 @@
+"""The doctor's report on machines that are made up."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.api import doctor
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+VERSIONS = {"hpctrain": "0.1.0", "Python": "3.11.4", "MPI": "Open MPI v5.0.11", "torch": "2.13.0"}
+LAPTOP: dict[str, Any] = {
+    "host": "node1",
+    "versions": {**VERSIONS, "h5py": "3.16.0"},
+    "mpi_path": "/usr/lib/libmpi.so.40",
+    "own_mpirun": "/usr/bin/mpirun",
+    "launcher": "none",
+    "launched_size": None,
+    "cores": (0, 1, 2, 3),
+    "host_cores": 4,
+    "threads": 4,
+    "torch_threads": 4,
+    "cpu_capability": "AVX512",
+    "key": "torch 2.13.0, A CPU, AVX512",
+    "directory": "/home/me",
+    "file_system": "ext4",
+    "free_disk": 100 * GIB,
+}
+Facts = dict[str, Any]  # of one rank
+
+
+def alone(**changes: Any) -> list[Facts]:
+    """One process on a laptop of 4 cores."""
+    return [LAPTOP | changes]
+
+
+def job(ranks: int, launcher: str = "mpirun (Open MPI)", **changes: Any) -> list[Facts]:
+    """Ranks of one job on one host of 4 cores, one core's worth each, not bound."""
+    own = {"size": ranks, "launcher": launcher, "launched_size": ranks, "threads": 4 // ranks}
+    return [LAPTOP | own | changes for _ in range(ranks)]
+
+
+def by_rank(*own: Facts, **changes: Any) -> list[Facts]:
+    """Ranks of one job, each with the changes of its own."""
+    return [facts | each for facts, each in zip(job(len(own), **changes), own, strict=True)]
+
+
+def with_gpus(ranks: int, gpus: int, numbered: bool = False) -> list[Facts]:
+    """Ranks that see the same GPUs and take them in turn; or `numbered`, each one, as number 0."""
+    seen = [SimpleNamespace(name="H200", memory=139 * GIB, uuid=f"GPU-{n}") for n in range(gpus)]
+    common = {"gpu_devices": gpus, "built_for": "CUDA 12.8", "nccl": "NCCL 2.23.4"}
+    own = [{"gpus": tuple(seen), "gpu": rank % gpus} for rank in range(ranks)]
+    if numbered:
+        own = [{"gpus": (seen[rank % gpus],), "gpu": 0} for rank in range(ranks)]
+    return by_rank(*own, **common)
+
+
+def report(
+    ranks: Sequence[Facts],
+    timings: Sequence[tuple[int, float, bool]] = (),
+    encoding: str = "utf-8",
+) -> tuple[dict[str, str], str]:
+    """Verdicts by the names of findings, and what is printed.
+
+    `timings` are those of Allreduce: bytes, seconds, whether the sum was right. Their verdicts are
+    by size.
+    """
+    made = [doctor.RankFacts(**own) for own in ranks]
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding)) as out:
+        rows = doctor._show(made)
+        timed = doctor._show_allreduce(made, timings) if timings else []
+        doctor._conclude(rows + timed)
+    out.flush()
+    verdicts = {row.name: row.verdict for row in rows}
+    verdicts |= {row.found: row.verdict for row in timed}
+    return verdicts, out.buffer.getvalue().decode(encoding)

