@@ -81,3 +81,10 @@ from hpctrain.training.probe import check_repeats
 from hpctrain.training.step import checksum
 
 __all__ += ["IN_FLIGHT", "check_repeats", "checksum", "clip_gradient"]
+
+__all__ += ["IN_FLIGHT", "check_repeats", "checksum"]
+
+# Trained networks: their files, and what a split gives
+from hpctrain.models import save_tensors
+
+__all__ += ["save_tensors"]

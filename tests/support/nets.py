@@ -396,6 +396,37 @@ def pairs_only(image_shape, classes):
     return PairsOnly(image_shape[0] * image_shape[1] * image_shape[2], classes)
 
 
+class Unanswered(DataDependent):
+    """In evaluation, an image that begins with 255 has no finite answer."""
+
+    def forward(self, x):
+        marked = (x[:, 0, 0, 0] == 1) & (not self.training)
+        return self.fc(x.flatten(1)) + torch.where(marked, math.inf, 0.0)[:, None]
+
+
+def unanswered(image_shape, classes):
+    return Unanswered(math.prod(image_shape), classes)
+
+
+class ExportedOtherwise(DataDependent):
+    """Gives other answers, off by so much, once it is exported."""
+
+    def __init__(self, off: float, values: int, classes: int):
+        super().__init__(values, classes)
+        self.off = off
+
+    def forward(self, x):
+        return self.fc(x.flatten(1)) + (self.off if torch.compiler.is_exporting() else 0)
+
+
+def exported_otherwise(off, image_shape, classes):
+    return ExportedOtherwise(off, math.prod(image_shape), classes)
+
+
+exported_with_an_error = partial(exported_otherwise, 0.01)
+exported_as_nan = partial(exported_otherwise, math.nan)
+
+
 class Faulty(nn.Module):
     """Fails in training on an image that begins with 255, as HPCTRAIN_TEST_FAULT says: "nan" and
     "inf" are of its output, "gradient" of that alone; the name of a tensor changes this one.

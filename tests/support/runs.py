@@ -90,6 +90,15 @@ def make_trained_runs(folder: Path) -> TrainedRuns:
     return made
 
 
+def train_once(pack: Path, *words: object, run: str = "a", ranks: int = 1) -> Path:
+    """Train one epoch over a pack; return the run's folder, runs/RUN beside the pack."""
+    runs = pack.parent / "runs"
+    flags = ["--data", pack, "--runs-dir", runs, "--run", run, *SAME, "--epochs", "1"]
+    ended = command(ranks, "train", *flags, *words)
+    assert ended.code == 0, ended.err
+    return runs / run
+
+
 def copy_runs(trained: TrainedRuns, folder: Path) -> TrainedRuns:
     """A copy that a test may change. Its runs name the packs of the original."""
     return TrainedRuns(Path(shutil.copytree(trained.folder, folder / "trained")))
