@@ -26,8 +26,11 @@ __all__ += ["truncate_record", "web"]
 # Sums over ranks: reductions of a message, on transports; batch norm's statistics
 from types import SimpleNamespace
 
+import torch
+
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import choose_reduce as make_reduce
+from hpctrain.parallel.choose import make_transport
 from hpctrain.parallel.message import Message
 from hpctrain.parallel.nccl import Library, Nccl
 from hpctrain.parallel.placement import assign_shards
@@ -37,10 +40,12 @@ __all__ += ["BatchNorms", "Message", "Transport"]
 __all__ += ["assign_shards", "make_reduce", "make_sum", "open_transport"]
 
 
-def open_transport(comm, name, piece_bytes=None, nccl=""):
+def open_transport(comm, name, piece_bytes=None, nccl="", asked=False):
     """Open a transport by the name that --reduce gives it, sending pieces of so many bytes where it
-    can; `nccl` is the path of a library.
+    can; `nccl` is the path of a library. Only if `asked` must MPI take device memory for "mpi-gpu".
     """
+    if asked:
+        return make_transport(name, comm, torch.device("cpu"))
     pieces = () if piece_bytes is None else (piece_bytes,)
     makers = {"mpi": HostMemory, "host": Pinned, "mpi-gpu": DeviceMemory}
     return Nccl(comm, Library(nccl)) if name == "nccl" else makers[name](comm, *pieces)
@@ -55,6 +60,12 @@ def make_sum(transport, vector, runs=None, narrow=0):
     dtype = "bf16" if narrow else "fp32"
     return make_reduce(transport.comm, message, runs, dtype, transport)
 
+
+# Ranks: what started them, what they agree on, which GPUs they use
+from hpctrain import launcher, scheduler
+from hpctrain.parallel import memory, mpi, placement
+
+__all__ += ["launcher", "memory", "mpi", "placement", "scheduler"]
 
 # Orders: who reads which samples, and when
 from hpctrain.data.imbalance import BalancedOrder
@@ -81,8 +92,6 @@ from hpctrain.training.probe import check_repeats
 from hpctrain.training.step import checksum
 
 __all__ += ["IN_FLIGHT", "check_repeats", "checksum", "clip_gradient"]
-
-__all__ += ["IN_FLIGHT", "check_repeats", "checksum"]
 
 # Trained networks: their files, and what a split gives
 from hpctrain.models import save_tensors

@@ -1,0 +1,90 @@
+"""The batch scripts of slurm/: a notice before the end of the job reaches the ranks, which save;
+the job is requeued, or the command that resumes is named.
+
+srun, mpirun, mpiexec, scontrol, qrerun and flux are stand-ins.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.support.launch import ROOT, Job
+from tests.support.wait import wait_for
+
+FAKE_SRUN = """#!/bin/bash
+trap 'echo told >>"$OUT/told"; sleep 0.3; exit 75' USR2
+echo "$*" >"$OUT/launched"
+touch "$OUT/begun"
+for _ in $(seq 1000); do sleep 0.1; done
+"""
+PROGRAMS = {
+    **dict.fromkeys(("srun", "mpirun", "mpiexec"), FAKE_SRUN),
+    **dict.fromkeys(("scontrol", "qrerun"), '#!/bin/bash\necho $* >"$OUT/requeued"\n'),
+    "flux": "#!/bin/bash\necho $* >>$OUT/flux\n[ $1 = getattr ] && echo 2 && exit\n" + FAKE_SRUN,
+    "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
+    "activate": "",
+}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+SLURM |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+
+
+@pytest.fixture
+def notice(tmp_path):
+    """A function that starts a script in a job with these variables, sends its shell SIGUSR2 when
+    the ranks have begun, and returns its exit code and what it prints to stderr.
+    """
+    (tmp_path / "bin").mkdir()
+    for name, text in PROGRAMS.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    own = {"HPCTRAIN_VENV": str(tmp_path), "OUT": str(tmp_path), "PATH": path, "PACK": "p.h5"}
+
+    def send(script, words, variables):
+        words = ["bash", str(ROOT / "slurm" / script), *words]
+        job = Job(words, own | variables, tmp_path)
+        try:
+            wait_for(lambda: (tmp_path / "begun").exists() or job.poll() is not None)
+            job.send_signal(signal.SIGUSR2)
+            _, err = job.communicate(timeout=60)
+            return job.returncode, err
+        finally:
+            job.end()
+
+    return send
+
+
+@pytest.mark.parametrize("name", ["train", "train_mpirun", "staged", "sweep"])
+def test_slurm_sends_it_to_the_batch_shell_which_passes_it_on_and_requeues(notice, tmp_path, name):
+    (tmp_path / "01-a.toml").write_text('run = "a"\n')
+    words = [str(tmp_path)] if name == "sweep" else []
+    code, _ = notice(f"{name}.sbatch", words, SLURM)
+    assert (code, (tmp_path / "told").read_text()) == (75, "told\n")
+    assert (tmp_path / "requeued").read_text().startswith("requeue 7")
+
+
+def test_pbs_sends_it_to_the_supervisor_which_requeues(notice, tmp_path):
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    job = {"PBS_JOBID": "5.head", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    job |= {"PBS_O_WORKDIR": str(tmp_path), "HPCTRAIN_ARGS": "--data p.h5 --run first"}
+    code, err = notice("train.pbs", [], job)
+    assert (code, (tmp_path / "told").read_text()) == (75, "told\n")
+    launched = (tmp_path / "launched").read_text()
+    assert launched.startswith("-n 4 --ppn 2 python -m hpctrain --run job-5 --time-limit 58m")
+    assert "--data p.h5 --run first --time-limit 34" in launched  # what is left, in seconds
+    assert (tmp_path / "requeued").read_text() == "5.head\n" and "5.head is requeued" in err
+
+
+def test_flux_cannot_requeue_and_the_supervisor_names_the_command_that_resumes(notice, tmp_path):
+    words = ["--data", "p.h5", "--run", "first"]
+    code, err = notice("train.flux", words, {"FLUX_URI": "local:///run/flux"})
+    assert (code, (tmp_path / "told").read_text()) == (75, "told\n")
+    assert not (tmp_path / "requeued").exists()
+    assert "the same command with --run first resumes" in err
+    launched = (tmp_path / "flux").read_text()
+    assert "run --nodes=2 --tasks-per-node=2" in launched
+    assert " --time-limit 58m --data p.h5 " in launched

@@ -1,0 +1,267 @@
+"""Which GPU each rank uses, what is said of it, how messages travel, and whose memory they use: on
+made-up hosts and libraries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import hpctrain as hp
+from tests.support.api import command_line, memory, open_transport, placement
+from tests.support.packs import make_pack
+
+CPU = placement.RankDevice("n1")
+GPU = torch.device("cuda", 1)
+NODE = ("a", "b", "c", "d")
+JOBS = {  # hosts with the GPUs that each of their ranks sees; their numbers, transport, note
+    "a rank for each GPU of two whole nodes": (
+        [("n1", [NODE] * 4), ("n2", [NODE] * 4)],
+        [0, 1, 2, 3, 0, 1, 2, 3],
+        "nccl",
+        "",
+    ),
+    "each task is shown one GPU, its own": ([("n1", list(NODE))], [0, 0, 0, 0], "nccl", ""),
+    "each task is shown two GPUs": ([("n1", [NODE[:2], NODE[2:]])], [0, 1], "nccl", ""),
+    "fewer ranks than GPUs": ([("n1", [NODE] * 2)], [0, 1], "nccl", ""),
+    "all are shown the same GPU": (
+        [("n1", [NODE[:1]] * 4)],
+        [0, 0, 0, 0],
+        "host",
+        "4 ranks share 1 GPU of n1",
+    ),
+    "a rank too many": (
+        [("n1", [NODE] * 4), ("n2", [NODE] * 5)],
+        [0, 1, 2, 3, 0, 1, 2, 3, 0],
+        "host",
+        "5 ranks share 4 GPUs of n2",
+    ),
+    "three crowded nodes": (
+        [(f"n{n}", [NODE[:2]] * 4) for n in range(3)],
+        [0, 1, 0, 1] * 3,
+        "host",
+        "4 ranks share 2 GPUs of n0",
+    ),
+    "none": ([("n1", [(), ()])], [None, None], "mpi", ""),
+}
+
+
+def gpu(host="n1", uuid="a", nccl="NCCL 2.29.7"):
+    return placement.RankDevice(host, uuid, nccl)
+
+
+def of_job(hosts):
+    """The devices of a job's ranks, and the numbers of their GPUs."""
+    devices, numbers = [], []
+    for host, seen in hosts:
+        for local_rank, uuids in enumerate(seen):
+            number = placement.which_gpu(local_rank, len(uuids))
+            numbers.append(number)
+            devices.append(CPU if number is None else gpu(host, uuids[number]))
+    return devices, numbers
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_who_uses_which_gpu(name):
+    hosts, numbers, transport, note = JOBS[name]
+    devices, found = of_job(hosts)
+    chosen = placement.choose_transport(devices).name
+    assert (found, chosen, placement.describe_sharing(devices)) == (numbers, transport, note)
+
+
+@pytest.mark.parametrize(
+    ("devices", "name", "why"),
+    [
+        ([CPU, CPU], "mpi", "CPUs"),
+        ([gpu(nccl="")], "none", "one rank"),
+        ([gpu(uuid="a"), gpu("n2", "b"), gpu("n2", "b")], "host", "ranks 1 and 2 share .* n2"),
+        ([gpu(), gpu(uuid="b", nccl="")], "host", "torch on rank 1 .* without NCCL"),
+        ([gpu(), gpu("n2", nccl="RCCL 2.29.7")], "host", "NCCL 2.29.7 on rank 0, RCCL .* rank 1"),
+    ],
+)
+def test_nccl_is_used_where_all_ranks_have_the_same_one_and_a_gpu_of_their_own(devices, name, why):
+    choice = placement.choose_transport(devices)
+    assert choice.name == name and re.search(why, choice.reason)
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted", "refusal"),
+    [
+        ([gpu(), gpu(uuid="b")], "nccl", ""),
+        ([gpu(), gpu(uuid="b")], "host", ""),
+        ([gpu(), gpu()], "mpi-gpu", ""),
+        ([gpu(), gpu()], "nccl", "--reduce nccl: ranks 0 and 1 share a GPU of n1"),
+        ([CPU, gpu()], "nccl", r"--reduce nccl is for GPUs: rank 0 \(n1\) has none"),
+        ([gpu(), CPU], "mpi-gpu", r"--reduce mpi-gpu is for GPUs: rank 1 \(n1\) has none"),
+        # the weights that each updates for itself would drift apart
+        ([gpu(), gpu(), CPU], "auto", r"1 of 3 ranks see no GPU, such as rank 2 \(n1\)"),
+        ([gpu(), gpu(), CPU], "host", r"1 of 3 ranks see no GPU, such as rank 2 \(n1\)"),
+    ],
+)
+def test_what_is_asked_for_is_taken_or_refused_with_the_reason(devices, wanted, refusal):
+    if not refusal:
+        assert placement.choose_transport(devices, wanted) == (wanted, "asked for")
+        return
+    with pytest.raises(hp.UsageError, match=refusal):
+        placement.choose_transport(devices, wanted)
+
+
+def mpi_that(monkeypatch, **functions):
+    """Let MPI's library have these functions alone."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**functions))
+
+
+@pytest.mark.ranks
+def test_an_mpi_that_is_not_gpu_aware_on_one_rank_is_given_no_device_memory(comm, monkeypatch):
+    mpi_that(monkeypatch, MPIX_Query_cuda_support=lambda: comm.rank != comm.size - 1)
+    with pytest.raises(hp.UsageError, match="--reduce mpi-gpu: .*MPI.* is not GPU-aware; --reduce"):
+        open_transport(comm, "mpi-gpu", asked=True)
+
+
+def answer_of_older_mpich(kind, answer):
+    answer._obj.value = kind == 0
+    return 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "functions",
+    [{}, {"MPIX_Query_cuda_support": lambda: 1}, {"MPIX_GPU_query_support": answer_of_older_mpich}],
+)
+def test_an_mpi_that_does_not_say_that_it_is_not_gpu_aware_is_tried(comm, monkeypatch, functions):
+    mpi_that(monkeypatch, **functions)
+    vector = torch.full((5,), comm.rank + 1.0)
+    open_transport(comm, "mpi-gpu", asked=True).allreduce(vector)
+    assert vector.tolist() == [comm.size * (comm.size + 1) / 2] * 5
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_wrong_sum_of_device_memory_on_one_rank_is_an_error_on_all(comm, monkeypatch):
+    class Wrong:
+        rank, size = comm.rank, comm.size
+
+        def __getattr__(self, name):
+            return getattr(comm, name)
+
+        def Allreduce(self, sent, received, *operation):
+            comm.Allreduce(sent, received, *operation)
+            if not operation and comm.rank == comm.size - 1:
+                received[0][-1] += 1
+
+    mpi_that(monkeypatch)
+    with pytest.raises(hp.UsageError, match="returned a wrong sum"):
+        open_transport(Wrong(), "mpi-gpu", asked=True)
+
+
+@pytest.mark.ranks(1)
+def test_a_gpu_that_is_missing_or_cannot_be_used_is_refused_in_one_line(
+    comm, tmp_path, monkeypatch, capsys
+):
+    def busy(number):
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy\nmore of it")
+
+    make_pack(tmp_path / "p.h5", {"train": 40, "test": 9})
+    words = ["train", "--data", str(tmp_path / "p.h5"), "--runs-dir", str(tmp_path / "runs")]
+    for count, text in ((0, "--device cuda, but torch .* sees no GPU"), (2, "GPU 0 of 2 .* busy")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        monkeypatch.setattr(torch.cuda, "set_device", busy)
+        assert command_line([*words, "--device", "cuda"]) == 2
+        *_, line = capsys.readouterr().err.splitlines()
+        assert re.match(f"hpctrain: {text}", line)
+
+
+@pytest.mark.ranks(1)
+def test_on_the_cpu_nothing_imports_cupy(comm, tmp_path, monkeypatch):
+    """Though it is installed, and would end whoever imports it."""
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text("raise SystemExit('cupy was imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    make_pack(tmp_path / "p.h5", {"train": 40, "test": 9})
+    common = ["--runs-dir", str(tmp_path), "--device", "cpu"]
+    train = ["train", "--data", str(tmp_path / "p.h5"), "--epochs", "1", "--run", "a"]
+    assert command_line([*train, *common]) == 0
+    assert command_line(["evaluate", "a", *common]) == 0
+    with pytest.raises(SystemExit, match="cupy was imported"):
+        __import__("cupy")
+
+
+class Cupy(ModuleType):
+    """A CuPy for a runtime of this version. It gives memory of its own current GPU, 0."""
+
+    def __init__(self, version, is_hip=False, owner=None):
+        super().__init__("cupy")
+        self.current, self.given = [0], []
+        runtime = SimpleNamespace(is_hip=is_hip, runtimeGetVersion=lambda: version)
+        self.cuda = SimpleNamespace(Device=self.device, Memory=self.memory, runtime=runtime)
+        self.owner = owner
+
+    def device(self, number):
+        cupy = self
+
+        class Device:
+            def __enter__(self):
+                cupy.current.append(number)
+
+            def __exit__(self, *error):
+                cupy.current.pop()
+
+        return Device()
+
+    def memory(self, size):
+        self.given.append((size, self.current[-1]))
+        return SimpleNamespace(
+            ptr=64, device=self.current[-1] if self.owner is None else self.owner
+        )
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A torch for ROCm 7.0 that sees two GPUs, and views memory as memory of its device."""
+
+    class Viewed(SimpleNamespace):
+        def data_ptr(self):
+            return self.view.memory.ptr
+
+    def as_tensor(view):
+        return Viewed(view=view, device=torch.device("cuda", view.memory.device))
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.0.51831-a3e329ad8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    memory.memory_of.cache_clear()
+    yield monkeypatch
+    memory.memory_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cupy", "whose", "reason"),
+    [
+        (Cupy(70051831, is_hip=True), "cupy", "CuPy and torch are built for ROCm 7"),
+        (Cupy(70051831, is_hip=True, owner=0), "torch", ".* memory for cuda:1 .* on cuda:0"),
+        (None, "torch", "CuPy is not installed, nor needed"),
+        (Cupy(12090), "torch", "CuPy is built for CUDA 12, torch for ROCm 7"),
+        (Cupy(60443482, is_hip=True), "torch", "CuPy is built for ROCm 6, torch for ROCm 7"),
+        (ModuleType("cupy"), "torch", "CuPy does not work here .AttributeError"),
+    ],
+)
+def test_memory_of_messages_is_cupys_where_it_fits(two_gpus, cupy, whose, reason):
+    two_gpus.setitem(sys.modules, "cupy", cupy)
+    choice = memory.memory_of(GPU)
+    assert choice.name == whose and re.match(reason, choice.reason)
+    assert whose == "torch" or cupy.given == [(4, 1)]  # bytes, GPU
+
+
+def test_a_cupy_whose_libraries_are_missing_is_not_taken_for_none(two_gpus, tmp_path):
+    (tmp_path / "cupy").mkdir()
+    code = "raise ImportError('libnvrtc.so.12: cannot open')"
+    (tmp_path / "cupy/__init__.py").write_text(code)
+    two_gpus.delitem(sys.modules, "cupy", raising=False)
+    two_gpus.syspath_prepend(tmp_path)
+    reason = "CuPy does not work here (ImportError: libnvrtc.so.12: cannot open)"
+    assert memory.memory_of(GPU) == ("torch", reason)

@@ -1,0 +1,143 @@
+"""What started the ranks: variables that launchers leave in the environment, and what Slurm says of
+the job.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+import hpctrain as hp
+from tests.support.api import launcher, scheduler
+
+RANKS = {  # name, ranks, and of this rank: number, number on its host, ranks there
+    "no launcher": ({}, ("none", None, 0, 0, 1)),
+    "flux run, with its plugin for the MPI of Cray": (
+        {"FLUX_JOB_SIZE": "5", "FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "4"}
+        | {"FLUX_TASK_LOCAL_ID": "1", "PALS_NODEID": "1", "PALS_APID": "9"},
+        ("flux run", 5, 4, 1, 3),
+    ),
+    "PALS": (
+        {"PMI_RANK": "6", "PMI_SIZE": "8", "PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2"}
+        | {"PALS_LOCAL_SIZE": "4", "PALS_APID": "3fa8-1"},
+        ("mpiexec (PALS)", 8, 6, 2, 4),
+    ),
+    "srun with the plugin mpi/cray_shasta": (
+        {"PALS_RANKID": "3", "PALS_APID": "7.0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+        | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+        ("srun", 4, 3, 1, 2),
+    ),
+    "srun, on the second of three nodes": (
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "2"}
+        | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"},
+        ("srun", 5, 2, 0, 2),
+    ),
+    "srun, on the last of three nodes": (
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4"}
+        | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"},
+        ("srun", 5, 4, 0, 1),
+    ),
+    "MPICH's mpiexec": (
+        {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3", "MPI_LOCALRANKID": "1"},
+        ("mpiexec (Hydra)", 3, 1, 1, 3),
+    ),
+    "Open MPI's mpirun in a task of flux run: the inner launcher counts": (
+        {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2", "FLUX_TASK_RANK": "0"}
+        | {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+        | {"FLUX_JOB_SIZE": "1", "FLUX_TASK_LOCAL_ID": "0"},
+        ("mpirun (Open MPI)", 3, 2, 2, 3),
+    ),
+}
+
+
+def forget_launcher(monkeypatch):
+    """As is done for a process that is started without the launcher."""
+    for name in [name for name in os.environ if name.startswith(launcher.LAUNCHER_PREFIXES)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_variables_of_every_launcher(monkeypatch, name):
+    variables, facts = RANKS[name]
+    forget_launcher(monkeypatch)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    found = (launcher.launcher_name(), launcher.launched_size(), launcher.launched_rank())
+    found += (launcher.launched_local_rank(), launcher.local_size())
+    assert found == facts
+    forget_launcher(monkeypatch)
+    found = launcher.launcher_name(), launcher.launched_size(), launcher.local_size()
+    assert found == ("none", None, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [("", []), ("2(x3),1", [2, 2, 2, 1]), ("5", [5]), ("1,3(x2),2", [1, 3, 3, 2])],
+)
+def test_tasks_of_every_node(text, tasks):
+    assert launcher.tasks_by_node(text) == tasks
+    for node in range(len(tasks) + 1):
+        variables = {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)}
+        assert launcher.tasks_here(variables) == (tasks[node] if node < len(tasks) else None)
+
+
+def test_the_job_is_that_of_the_outermost_scheduler():
+    env, found = {}, []
+    for more in (
+        {"SLURM_JOB_ID": ""},
+        {"FLUX_URI": "local:///run/flux"},
+        {"FLUX_JOB_ID": "f7"},
+        {"PBS_JOBID": "5.head"},
+        {"SLURM_JOB_ID": "12"},
+    ):
+        env |= more
+        job = scheduler.find_job(env)
+        found.append(job and (job[0].name, job[1]))
+    assert found == [None, ("Flux", ""), ("Flux", "f7"), ("PBS", "5.head"), ("Slurm", "12")]
+
+
+@pytest.fixture
+def squeue(tmp_path, monkeypatch):
+    """A function that lets squeue be this shell script, in job 12 of an array whose number is 12
+    too.
+    """
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    file = tmp_path / "squeue"
+
+    def make(text):
+        file.write_text(f"#!/bin/sh\necho $* >{tmp_path}/asked\n{text}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    return make
+
+
+def test_the_end_of_a_job_is_that_of_its_variable_or_asked_of_squeue(squeue, tmp_path, monkeypatch):
+    squeue("[ $SLURM_TIME_FORMAT = %s ] && printf '10 1700000001\\n12 1700000002\\n'")
+    assert scheduler.job_end() == 1700000002
+    assert "--jobs=12" in (tmp_path / "asked").read_text()
+    squeue("echo 12 N/A")
+    assert scheduler.job_end() is None
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000003")
+    assert scheduler.job_end() == 1700000003
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert scheduler.job_end() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo slurm_load_jobs error: Invalid job id >&2; exit 1", "load_jobs error: Invalid job"),
+        ("echo 13 1700000002", "no such job"),
+        ("echo 12 2026-11-21T22:10:44", "2026-11-21T22:10:44"),
+        ("exec sleep 300", "no answer in 1 s"),
+    ],
+)
+def test_an_end_that_cannot_be_found_out_is_said(squeue, monkeypatch, text, said):
+    monkeypatch.setattr(scheduler, "ANSWER_WITHIN", 1.0)
+    squeue(text)
+    with pytest.raises(hp.RunError, match=f"squeue: .*{said}"):
+        scheduler.job_end()
