@@ -1,8 +1,9 @@
-"""Faults on request, for tests: a crash, a full disk or a stall at a chosen moment.
+"""Faults on request, for tests: a crash, a signal, a full disk or a stall at a chosen moment.
 
 With ``HPCTRAIN_FAULT=checkpoint.renamed:kill:2`` in its environment, a process kills itself when it
-passes the point ``checkpoint.renamed`` for the second time. ``full`` raises the error of a full
-disk, once; ``stall`` waits until the variable is removed or the process is killed.
+passes the point ``checkpoint.renamed`` for the second time. ``usr1`` and the like are other signals
+to itself. ``full`` raises the error of a full disk, once; ``stall`` waits until the variable is
+removed or the process is killed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ def fault(point: str) -> None:
     if not given.startswith(f"{point}:"):
         return
     _, kind, left = f"{given}:1".split(":")[:3]
-    os.environ["HPCTRAIN_FAULT"] = now = f"{point}:{kind}:{int(left) - 1}"
+    os.environ["HPCTRAIN_FAULT"] = now = f"{point}:{kind}:{max(int(left) - 1, 0)}"
     if left != "1":
         return
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     if kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    while os.environ.get("HPCTRAIN_FAULT") == now:
+    if kind != "stall":
+        os.kill(os.getpid(), signal.Signals[f"SIG{kind.upper()}"])
+    while kind == "stall" and os.environ.get("HPCTRAIN_FAULT") == now:
         time.sleep(0.01)

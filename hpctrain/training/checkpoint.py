@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from hpctrain.config import Interval
 from hpctrain.errors import RunError, UsageError
+from hpctrain.fault import fault
 from hpctrain.files import sync, whole_file
 from hpctrain.models.weights import content, restore_complex
 from hpctrain.report.find import CHECKPOINTS, checkpoint_steps
@@ -151,6 +152,7 @@ class Writer:
         self.seconds = max(self.seconds, time.perf_counter() - began)
 
     def _write(self, step: int, state: dict[str, Any], tensors: Tensors) -> None:
+        fault("checkpoint.begun")
         path = self.folder / f"{step:08}.safetensors"
         while path.exists():  # saved before
             path = path.with_stem(f"{path.stem}-2")

@@ -12,6 +12,7 @@ import torch
 
 from hpctrain.data.loader import read_samples
 from hpctrain.errors import Failure
+from hpctrain.fault import fault
 from hpctrain.inference.blocks import block_key
 from hpctrain.inference.evaluate import Evaluation, evaluate, write_evaluation
 from hpctrain.inference.network import BEST, describe
@@ -87,6 +88,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
         return run.control.preempted_by(evaluating=True) is None
 
     run.recorder.phase(f"evaluating {split}")
+    fault("evaluation.begun")
     model, prepare, block = job.trainer.model, job.prepare, job.plan.evaluation_rows
     try:
         source = call_on_all(comm, lambda: job.reading.split(split))

@@ -24,10 +24,19 @@ from tests.support.packs import make_pack
 STATES = ("written", "synced", "renamed", "durable")  # of a file that is written whole
 FILES = ("config", "plan", "checkpoint", "manifest", "best", "model", "evaluation-test")
 ON_DISK = ["folder.renamed", "record.written", *(f"{f}.{s}" for f in FILES for s in STATES)]
-POINTS = ["mpi.starting", "mpi.started", "lock.taken", "step.done", "mpi.ending", *ON_DISK]
+POINTS = ["mpi.starting", "mpi.started", "lock.taken", "step.done", "evaluation.begun"]
+POINTS += ["checkpoint.begun", *ON_DISK, "mpi.ending"]
 STAGING = ["stage.written", "stage.renamed"]
 PACKING = ["pack.written", "pack.synced", "pack.renamed", "pack.durable"]
-TIMES = {"step": 3, "record": 3, "checkpoint": 3, "manifest": 3, "best": 2, "model": 2}  # else 1
+TIMES = {
+    "step": 3,
+    "evaluation": 3,
+    "record": 3,
+    "checkpoint": 3,
+    "manifest": 3,
+    "best": 2,
+    "model": 2,
+}  # else 1
 
 
 def times(point):
@@ -36,7 +45,7 @@ def times(point):
 
 
 def some(points, *states):
-    """All points; but those of files in other states belong to slow tests."""
+    """All points; those of files in other states belong to slow tests."""
     fast = {p for p in points if not p.startswith(FILES) or p.endswith(states)}
     return [pytest.param(p, marks=[] if p in fast else [pytest.mark.slow]) for p in points]
 
@@ -124,6 +133,17 @@ def test_a_run_that_is_killed_at_a_point_ends_with_the_same_bits(folder, tmp_pat
     check_kills(folder, tmp_path, [f"{p}:kill:{n % times(p) + 1}" for n, p in points])
 
 
+def test_a_run_that_is_killed_while_it_saves_its_last_step_again_ends_with_the_same_bits(folder):
+    """The launch before was killed as it wrote the network, after its last checkpoint."""
+    again = ["checkpoint.renamed", "manifest.written", "manifest.renamed"]
+    faults = [(point, name) for name in again for point in ("model.written", name)]
+    cases = [({"HPCTRAIN_FAULT": f"{p}:kill"}, training(folder, name)) for p, name in faults]
+    assert run_each(cases, folder) == [-9] * len(cases)
+    for name in again:
+        assert finish(folder / "runs" / name, 2) == [], name
+        shutil.rmtree(folder / "runs" / name)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_is_killed_any_time_it_passes_a_point_ends_with_the_same_bits(folder, tmp_path):
@@ -147,7 +167,7 @@ def test_a_full_disk_is_one_line_and_the_run_ends_once_there_is_room(folder, run
     assert {path.suffix for path in tmp_path.iterdir()} <= {".staged"}
 
 
-@pytest.mark.parametrize("point", some([p for p in POINTS if p != "mpi.ending"], "renamed"))
+@pytest.mark.parametrize("point", some(POINTS[:-1], "begun", "renamed"))  # MPI still runs
 def test_a_rank_that_stalls_at_a_point_is_waited_for(folder, run, point):
     fault = f"{point}:stall:{times(point)}"
     assert ranks.command(3, *training(folder, "broken"), fault=fault).code == 0

@@ -62,6 +62,7 @@ def check_end(folder, name, size):
     assert [r["step"] for r in records(folder, name, "step")] == STEPS
     (*_, one), (*_, other) = (records(folder, run, "end") for run in (name, "whole"))
     assert (one["status"], one["digest"]) == ("done", other["digest"])
+    assert not (folder / "runs" / name / "STOP").exists()
     one, other = (load_file(folder / "runs" / run / "model.safetensors") for run in (name, "whole"))
     assert one.keys() == other.keys()
     for key in one:

@@ -16,8 +16,8 @@ from hpctrain.errors import UsageError
 from hpctrain.models import build, load_init, load_weights, read_model, save_model
 from hpctrain.models.init import adapt_channels
 from hpctrain.models.torch_file import read_weights
-from tests.flips import flip_each_bit
 from tests.models.test_weights import METADATA, net
+from tests.support.spoil import flip_each_bit
 
 SHAPE = (32, 32, 3)
 Tensors = dict[str, torch.Tensor]

@@ -16,7 +16,7 @@ from torch import nn
 
 from hpctrain.errors import RunError, UsageError
 from hpctrain.models import as_bytes, build, load_weights, read_model, save_model
-from tests.flips import flip_each_bit
+from tests.support.spoil import flip_each_bit
 
 METADATA = {"model": "net", "classes": ["a", "ü"], "image_shape": [5, 5, 1], "mean": 0.25}
 

@@ -23,6 +23,11 @@ from hpctrain.watch import web
 __all__ += ["FIELDS", "HistoryReader", "Recorder", "allreduce", "doctor", "read_records"]
 __all__ += ["truncate_record", "web"]
 
+# Runs and what ends them: checkpoints, heartbeats, hangs, supervision
+from hpctrain.training.checkpoint import verify as read_checkpoint
+
+__all__ += ["read_checkpoint"]
+
 # Sums over ranks: reductions of a message, on transports; batch norm's statistics
 from types import SimpleNamespace
 

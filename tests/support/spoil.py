@@ -1,4 +1,4 @@
-"""Files with one bit flipped."""
+"""Files that are damaged by accident: a bit flipped, cut short, emptied, removed, swapped."""
 
 from __future__ import annotations
 
@@ -19,3 +19,21 @@ def flip_each_bit(path: Path) -> Iterator[int]:
             os.pwrite(descriptor, content[at : at + 1], at)
     finally:
         os.close(descriptor)
+
+
+SPOILT = {  # what accidents leave of a file's content
+    "flipped": lambda content: content[:-3] + bytes([content[-3] ^ 1]) + content[-2:],
+    "short": lambda content: content[:-3],
+    "empty": lambda content: b"",
+    "nonsense": lambda content: b"{}",
+    "gone": None,
+}
+
+
+def spoil(path: Path, how: str) -> None:
+    """Damage a file in one of these ways."""
+    change = SPOILT[how]
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))

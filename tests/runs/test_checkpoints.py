@@ -1,0 +1,209 @@
+"""Checkpoints: when they are written and how many are kept, what they hold, and damage to them.
+
+That none is torn by a crash or a full disk is said in tests/contract/test_fault_points.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hpctrain as hp
+from tests.support import ranks
+from tests.support.api import read_checkpoint
+from tests.support.launches import check_same, checkpoint_steps, launch, notes, run_of
+from tests.support.short import records, short_run
+from tests.support.spoil import SPOILT, flip_each_bit, spoil
+
+EVERY_STEP = {"checkpoint_every": "1step", "keep_checkpoints": 99}
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pack")
+    return short_run(folder) | {"deterministic": True, "shards": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(pack):
+    """A run with a checkpoint after each of its 14 steps."""
+    whole = pack | {"run": "whole"} | EVERY_STEP
+    assert launch(whole).code == 0
+    return whole
+
+
+@pytest.fixture
+def settings(pack, tmp_path):
+    return pack | {"runs_dir": str(tmp_path / "runs")}
+
+
+@pytest.fixture(scope="module")
+def begun(pack):
+    """The same, interrupted after 6 steps."""
+    begun = pack | {"run": "begun"} | EVERY_STEP
+    assert launch(begun, leave=5).step == 6
+    return begun
+
+
+@pytest.fixture
+def left(begun, tmp_path):
+    """A copy of it, to be damaged."""
+    shutil.copytree(run_of(begun), tmp_path / "runs/begun")
+    return begun | {"runs_dir": str(tmp_path / "runs")}
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        ("4steps", [4, 8, 12, 14]),
+        ("1epochs", [7, 14]),
+        ("0", [14]),
+        ("0.001s", list(range(1, 15))),  # each step takes longer
+        ("1:30:00", [14]),
+    ],
+)
+def test_checkpoints_are_due_by_steps_epochs_or_time(settings, every, steps):
+    settings |= {"checkpoint_every": every, "keep_checkpoints": 99}
+    assert launch(settings).code == 0
+    found = checkpoint_steps(settings)
+    assert found == steps or (every == "0.001s" and len(found) > 7 and found[-1] == 14)
+
+
+@pytest.mark.parametrize("every", ["5", "-3", "", "often", "0m", "1.5epochs", "9" * 400 + "s"])
+def test_other_intervals_are_refused(settings, every):
+    refused = launch(settings, 1, checkpoint_every=every)
+    assert refused.code == 2 and "--checkpoint-every" in refused.error
+    assert not Path(settings["runs_dir"]).exists()
+
+
+def test_the_newest_few_are_kept(settings):
+    assert launch(settings, checkpoint_every="3steps", keep_checkpoints=3).code == 0
+    assert checkpoint_steps(settings) == [9, 12, 14]
+    folder = run_of(settings) / "checkpoints"
+    assert len(list(folder.iterdir())) == 6
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~umask}
+
+
+def slow_first_checkpoint(comm, settings):
+    """The first checkpoint is not written before a validation, after another step."""
+    if comm.rank == 0:
+        os.environ[ranks.FAULT] = "checkpoint.begun:stall:1"
+    seen = []
+
+    def go_on(record):
+        seen.append(os.environ.pop(ranks.FAULT, None))
+
+    assert hp.train(hp.Config(**settings), on_evaluation=go_on).exit_code == 0
+    return seen
+
+
+def test_training_continues_while_a_checkpoint_is_written(settings, whole):
+    """What is saved is the state at the time of the step, and the step after does not wait."""
+    settings |= {"checkpoint_every": "4steps", "validate_every": "6steps", "keep_checkpoints": 9}
+    seen, *_ = ranks.on_ranks(3, slow_first_checkpoint, settings=settings)
+    assert seen[0] == "checkpoint.begun:stall:0"
+    saved, expected = (
+        load_file(run_of(each) / "checkpoints/00000004.safetensors") for each in (settings, whole)
+    )
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_but_one(settings):
+    failed = launch(settings, 1, fault="checkpoint.written:full", checkpoint_every="2steps")
+    assert failed.code == 1
+    assert "cannot write a checkpoint to" in failed.error and "No space left" in failed.error
+    assert len(records(settings, "step")) <= 4
+
+
+@pytest.mark.parametrize("how", SPOILT)
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_a_damaged_one_is_named_and_the_one_before_is_used(left, whole, how, suffix):
+    spoil(run_of(left) / f"checkpoints/00000006{suffix}", how)
+    assert launch(left).code == 0
+    *named, note = notes(left)
+    assert note == "going on after step 5"
+    if (how, suffix) == ("gone", ".json"):
+        assert named == []  # it was never finished
+    else:
+        assert len(named) == 1 and "00000006" in named[0]
+    check_same(left, whole)
+
+
+@pytest.mark.parametrize("how", ["later format", "unreadable"])
+def test_one_that_may_be_intact_is_not_thrown_away(left, whole, how):
+    folder = run_of(left) / "checkpoints"
+    path = folder / ("00000006.json" if how == "later format" else "00000006.safetensors")
+    before = path.read_bytes()
+    if how == "later format":
+        path.write_text(json.dumps({**json.loads(before), "format": 99}))
+    else:
+        path.unlink()
+        os.symlink(path.name, path)  # the error is neither "not found" nor one of its content
+    names = sorted(os.listdir(folder))
+    refused = launch(left)
+    assert refused.code == (2 if how == "later format" else 1)
+    assert ("has format 99" if how == "later format" else "may be whole") in refused.error
+    assert sorted(os.listdir(folder)) == names
+    path.unlink()
+    path.write_bytes(before)
+    assert launch(left).code == 0
+    check_same(left, whole)
+
+
+def test_every_flipped_bit_is_refused_or_has_no_effect(tmp_path):
+    """Of a checkpoint of a very small network."""
+    settings = short_run(tmp_path, shape=(2, 2, 1), classes=2)
+    settings |= {"model": "tests.support.nets:frozen", "epochs": 1, "batch_size": 101}
+    assert launch(settings, 1).code == 0
+    (step,) = checkpoint_steps(settings)
+    run, name = run_of(settings), f"{step:08}"
+    written = read_checkpoint(run, step)
+    for suffix in (".safetensors", ".json"):
+        without_effect = 0
+        for place in flip_each_bit(run / f"checkpoints/{name}{suffix}"):
+            try:
+                found = read_checkpoint(run, step)
+            except hp.UsageError:
+                continue
+            without_effect += 1
+            assert (found, suffix) == (written, ".json"), place
+        assert without_effect < 200, "spaces and line ends of the JSON file"
+    assert read_checkpoint(run, step) == written
+
+
+def slow_model(comm, settings):
+    """Train what fails on all ranks; the seconds at which each had ended, on rank 0 had written."""
+    import time
+
+    from tests.support.wait import wait_for, when
+
+    written = []
+
+    def go_on():
+        began = time.monotonic()
+        wait_for(lambda: time.monotonic() > began + 0.3)
+        written.append(time.monotonic())
+        del os.environ[ranks.FAULT]
+
+    if comm.rank == 0:
+        os.environ[ranks.FAULT] = "model.written:stall:1"
+        when(lambda: os.environ[ranks.FAULT].endswith(":0"), go_on)
+    with pytest.raises(hp.RunError, match="is not finite"):
+        hp.train(hp.Config(**settings))
+    return written[0] if comm.rank == 0 else time.monotonic()
+
+
+def test_no_rank_ends_before_rank_0_has_written(settings):
+    """Also where all ranks raise the same error: the others would give up waiting in Finalize."""
+    settings |= {"lr": 1e30, "deterministic": False}
+    written, *ended = ranks.on_ranks(3, slow_model, settings=settings)
+    assert min(ended) >= written

@@ -1,0 +1,415 @@
+"""Continuing a run: by which settings, from what is left of it, and as what it then ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import nets
+from tests.support.launches import (
+    change_lines,
+    check_same,
+    checkpoint_steps,
+    launch,
+    notes,
+    place_of,
+    run_of,
+)
+from tests.support.short import records, short_run
+
+CASES = {
+    "sgdm": {},
+    "adam": {"optimizer": "adam", "lr": 0.01},
+    "dropout": {"model": "tests.support.nets:with_dropout"},
+    "cosine": {"schedule": "cosine"},
+    "denoise, best": {
+        "task": "denoise",
+        "model": "autoencoder",
+        "validate_every": "3steps",
+        "final": "best",
+    },
+    "patience": {"validate_every": "2steps", "patience": 2, "lr": 0.3},
+    "bf16": {"precision": "bf16", "shift": 2},
+    "freeze": {
+        "optimizer": "adamw",
+        "weight_decay": 0.1,
+        "no_decay": "norm",
+        "schedule": "cosine",
+        "min_lr": 1e-4,
+        "freeze": "conv1,bn1",
+        "lr_factors": "fc=2",
+        "validate_every": "3steps",
+        "final": "best",
+    },
+    "ema": {
+        "ema": 0.9,
+        "lr_factors": "conv2=0.8,conv3=0.64",
+        "schedule": "one-cycle",
+        "final": "ema",
+        "validate_every": "3steps",
+        "freeze": "conv1,bn1",
+    },
+    "unused": {"model": "tests.support.nets:branches", "weight_decay": 0.1},
+    "buffers of all kinds": {"model": "tests.support.nets:fine_tuned", "channels_last": True},
+    "their strides": {"model": "tests.support.nets:fine_tuned", "channels_last": False},
+}
+SAME_RUN = {"deterministic": True, "shards": 8, "threads": None}
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    """The settings of a run, and its pack in a folder that tests share."""
+    return short_run(tmp_path_factory.mktemp("pack")) | SAME_RUN
+
+
+@pytest.fixture
+def settings(pack, tmp_path):
+    """A run of 14 steps in two epochs, in a folder of its own."""
+    return pack | {"runs_dir": str(tmp_path / "runs")}
+
+
+@pytest.fixture(scope="module")
+def whole(pack):
+    """The same run, which nothing interrupted."""
+    whole = pack | {"run": "whole"}
+    assert launch(whole).code == 0
+    return whole
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_state_continues_on_any_ranks(settings, case):
+    """4 steps a launch, also over the end of an epoch; on 3 ranks and on 1 in turn."""
+    settings |= CASES[case]
+    whole = settings | {"run": "whole"}
+    assert launch(whole, size=2).code == 0
+    for size in (3, 1, 3):
+        code, status, *_ = launch(settings, size, leave=3)
+        assert (code, status) in ((75, "preempted"), (0, "done"))
+    if code:
+        assert launch(settings, 1).code == 0
+    check_same(settings, whole)
+
+
+def test_a_run_without_deterministic_continues(settings):
+    settings |= {"deterministic": False, "threads": 1}
+    assert launch(settings, leave=5).code == 75
+    assert launch(settings, 2).code == 0
+    assert [r["step"] for r in records(settings, "step")] == list(range(1, 15))
+
+
+def test_threads_are_those_of_the_first_launch(settings):
+    """The bits depend on them."""
+    assert launch(settings, leave=3, threads=2).code == 75
+    assert launch(settings).code == 0
+    assert json.loads((run_of(settings) / "plan.json").read_text())["threads"] == 2
+    two = settings | {"run": "two", "threads": 2}
+    assert launch(two).code == 0
+    check_same(settings, two)
+
+
+def test_frozen_parameters_stay_when_the_weights_they_came_from_are_gone(settings):
+    settings |= {"model": "tests.support.nets:frozen"}
+    first = settings | {"seed": 1, "run": "first", "epochs": 1}
+    assert launch(first).code == 0
+    settings |= {"init": str(run_of(first) / "model.safetensors")}
+    whole = settings | {"run": "whole"}
+    assert launch(whole).code == 0
+    assert launch(settings, leave=3).code == 75
+    Path(settings["init"]).unlink()
+    assert launch(settings).code == 0
+    check_same(settings, whole)
+    assert f'init = "{settings["init"]}"' in (run_of(settings) / "config.toml").read_text()
+
+
+# Notices and requests at other moments than between steps
+
+
+def test_a_notice_in_a_validation_and_one_before_anything_is_done(settings, whole):
+    assert launch(settings, leave="evaluation.begun").code == 75
+    again = launch(settings, leave="evaluation.begun")
+    assert again.code == 1, "nothing was gained: nobody is to start it again"
+    assert records(settings, "end")[-1]["reason"] == "SIGUSR1; saved"
+    assert launch(settings).code == 0
+    check_same(settings, whole)
+
+
+def test_a_notice_in_the_final_test(settings, whole):
+    assert launch(settings, leave="evaluation.begun:3").code == 75, "it trained"
+    assert launch(settings, leave="evaluation.begun").code == 1, "only the test was left"
+    assert launch(settings).code == 0
+    check_same(settings, whole)
+
+
+def test_a_stop_that_was_requested_before_the_first_step(settings, whole):
+    """As where the job waits in the queue when `hpctrain stop` is called."""
+    assert launch(settings, leave=2).code == 75
+    (run_of(settings) / "STOP").touch()
+    assert launch(settings)[:3] == (0, "stopped", 4)
+    assert not (run_of(settings) / "STOP").exists()
+    assert launch(settings).code == 0
+    check_same(settings, whole, whole_record=False)  # what is stopped is tested
+
+
+def test_a_notice_does_not_take_back_a_stop(settings):
+    """It comes while the network is tested: the job must not be started again."""
+    assert launch(settings, leave=2).code == 75
+    (run_of(settings) / "STOP").touch()
+    assert launch(settings, leave="evaluation.begun")[:3] == (0, "stopped", 4)
+    assert "test_accuracy" not in records(settings, "end")[-1]
+
+
+# What is left of a run may be damaged
+
+
+def test_without_a_checkpoint_a_run_begins_again_and_says_so(settings, whole):
+    assert launch(settings, leave=3).code == 75
+    shutil.rmtree(run_of(settings) / "checkpoints")
+    change_lines(settings, lambda lines: [*lines[:2], b"[[\n", *lines[2:]])
+    assert launch(settings).code == 0
+    problem, note = notes(settings)
+    assert "progress.jsonl, line 3 is no line of a record" in problem
+    assert note == "no checkpoint was left: from the first step"
+    check_same(settings, whole)
+
+
+BAD_LINES = [b"\0" * 40 + b"\n", b"[5]\n", b'{"kind": "step", "step": "x"}\n']
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=["zeros", "list", "text"])
+def test_a_record_that_lost_a_line_is_told_again_from_there(settings, whole, bad):
+    """As after a power failure: only what a checkpoint covers has reached the disk for sure."""
+    often = {"checkpoint_every": "2steps"}
+    assert launch(settings, leave=5, **often).step == 6
+
+    def spoil(lines):
+        place = place_of(lines, "step", step=5)
+        return [*lines[:place], bad, *lines[place + 1 :]]
+
+    change_lines(settings, spoil)
+    assert launch(settings, **often).code == 0
+    problem, passed, going_on = notes(settings)
+    assert "is no line of a record" in problem
+    assert passed == "the record ends at step 4: the checkpoint of 6 is passed over"
+    assert going_on == "going on after step 4"
+    check_same(settings, whole)
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+def test_a_record_that_lost_a_validation_is_told_again_or_named(settings, whole, keep):
+    """After step 7 there are an epoch and a validation, and a checkpoint that follows them."""
+    often = {"checkpoint_every": "1step", "keep_checkpoints": keep}
+    assert launch(settings, leave=7, **often).step == 8
+    change_lines(settings, lambda lines: lines[: place_of(lines, "evaluation")])
+    assert launch(settings, **often).code == 0
+    if keep == 3:
+        assert any("the checkpoint of 7 is passed over" in note for note in notes(settings))
+    else:
+        assert "the record has lost steps that were done: 8" in notes(settings)
+    check_same(settings, whole, whole_record=keep == 3)
+
+
+def test_steps_that_the_record_lost_are_named(settings, whole):
+    """Cut shorter than the only checkpoint, and without a line in between: nothing else is lost."""
+    assert launch(settings, leave=8, keep_checkpoints=1).step == 9
+
+    def lose(lines):
+        lines = lines[: place_of(lines, "step", step=6)]
+        del lines[place_of(lines, "step", step=3)]
+        return lines
+
+    change_lines(settings, lose)
+    assert launch(settings).code == 0
+    lost = "the record has lost steps that were done: 3, 6 to 9"
+    assert notes(settings) == [lost, "going on after step 9"]
+    assert [r["step"] for r in records(settings, "step")] == [1, 2, 4, 5, *range(10, 15)]
+    check_same(settings, whole, whole_record=False)
+
+
+def lack_bias(model):
+    model[1].bias = None
+
+
+def have_more(model):
+    model.register_buffer("scale", torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [(lack_bias, "'model.1.bias'"), (have_more, "'model.scale'")]
+)
+def test_a_model_with_another_fixed_state_is_refused(settings, change, named):
+    settings |= {"model": "tests.support.nets:frozen"}
+    assert launch(settings, leave=3).code == 75
+
+    def changed(image_shape, classes, original=nets.frozen):
+        model = original(image_shape, classes)
+        change(model)
+        return model
+
+    def use_changed():
+        from tests.support import nets
+
+        if nets.frozen is not changed:
+            nets.frozen, nets.original = changed, nets.frozen
+
+    def use_original():
+        from tests.support import nets
+
+        nets.frozen = nets.original
+
+    refused = launch(settings, first=use_changed)
+    launch(settings | {"run": "other", "epochs": 1}, first=use_original)
+    assert refused.code == 2 and named in refused.error
+
+
+# What may differ from the first launch
+
+
+@pytest.fixture(scope="module")
+def begun(pack):
+    """A run that was interrupted after 3 steps, and one of another seed, for tests of refusals."""
+    settings = pack | {"runs_dir": str(Path(pack["data"]).parent / "begun")}
+    assert launch(settings, leave=2).code == 75
+    assert launch(settings | {"seed": 1, "run": "other"}, leave=2).code == 75
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"shards": 7}, ["--shards 8", "--shards 7"]),
+        ({"lr": 0.5}, ["without --lr", "--lr 0.5"]),
+        ({"model": "resnet18"}, ["--model digits", "--model resnet18"]),
+        ({"epochs": 1}, ["2 epochs", "--epochs 1"]),
+        ({"resume": "never"}, ["exists", "--run"]),
+        ({"resume": "must", "run": "b"}, ["--resume must", "no run"]),
+        ({"run": ""}, ["--run"]),
+        ({"run": ".."}, ["--run"]),
+        ({"run": "n" * 300}, ["--run"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_command_for_another_run_is_refused(begun, change, named):
+    refused = launch(begun, **change)
+    assert refused.code == 2
+    assert all(text in refused.error for text in named), refused.error
+
+
+def test_another_pack_is_refused(begun, tmp_path):
+    other = short_run(tmp_path, shape=(14, 14, 1))
+    refused = launch(begun, data=other["data"])
+    assert refused.code == 2 and "was begun with pack" in refused.error
+
+
+def copy_of(settings, folder):
+    """A copy of a run, for a test that changes it."""
+    shutil.copytree(settings["runs_dir"], folder / "runs")
+    return settings | {"runs_dir": str(folder / "runs")}
+
+
+def test_settings_that_do_not_change_the_results_are_free(begun, tmp_path):
+    free = {"threads": 2, "keep_checkpoints": 5, "test": False, "epochs": None}
+    assert launch(copy_of(begun, tmp_path), **free).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("plan.json", lambda text: "{}", "plan.json is corrupt"),
+        ("plan.json", lambda text: "[", "plan.json is corrupt"),
+        ("plan.json", lambda text: text.replace('"epochs": 2', '"epochs": "x"'), "epochs is 'x'"),
+        ("plan.json", lambda text: text.replace('"rows": 101', '"rows": 103'), "its digest is"),
+        ("config.toml", lambda text: text.replace("epochs = 2", 'epochs = "2"'), "epochs is '2'"),
+        ("config.toml", lambda text: "batch_size = ", "config.toml is corrupt"),
+        ("config.toml", None, "it has no config.toml"),
+        ("checkpoints/00000003.json", None, "holds no whole checkpoint"),
+        ("ranks", "file", "ranks"),
+        ("checkpoints", "file", "checkpoints"),
+        ("lock", "folder", "lock"),
+    ],
+)
+def test_a_folder_that_is_no_run_to_continue_is_refused(begun, tmp_path, name, change, named):
+    settings = copy_of(begun, tmp_path)
+    path = run_of(settings) / name
+    if callable(change):
+        before = path.read_text()
+        path.write_text(change(before))
+        assert path.read_text() != before
+    elif change is None:
+        path.unlink()
+    else:
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+        path.mkdir() if change == "folder" else path.touch()
+    refused = launch(settings, resume="must" if "00000003" in name else "auto")
+    assert refused.code in (1, 2)
+    assert named in refused.error and "\n" not in refused.error
+
+
+def test_the_whole_plan_of_another_run_is_refused(begun, tmp_path):
+    """Which the checksum within the file cannot find."""
+    settings = copy_of(begun, tmp_path)
+    shutil.copy(run_of(settings).with_name("other") / "plan.json", run_of(settings))
+    refused = launch(settings)
+    assert refused.code == 2 and "a/plan.json is not the plan" in refused.error
+
+
+# Finished runs
+
+
+def test_a_finished_run_says_so_and_more_epochs_extend_it(settings, whole):
+    longer = whole | {"run": "longer", "epochs": 3}
+    assert launch(longer).code == launch(settings).code == 0
+    before = (run_of(settings) / "progress.jsonl").read_bytes()
+    assert launch(settings)[:3] == (0, "done", 14)
+    assert (run_of(settings) / "progress.jsonl").read_bytes() == before
+    weights = run_of(settings) / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    refused = launch(settings)
+    assert refused.code == 2 and "model.safetensors" in refused.error
+    weights.unlink()
+    refused = launch(settings)
+    assert refused.code == 2 and "model.safetensors" in refused.error
+    assert launch(settings, epochs=3).code == 0
+    check_same(settings, longer, whole_record=False)
+
+
+def test_a_test_is_forgotten_when_the_run_is_extended(settings):
+    assert launch(settings, epochs=1).code == 0
+    assert (run_of(settings) / "evaluation-test.json").exists()
+    assert launch(settings, test=False).code == 0
+    assert not (run_of(settings) / "evaluation-test.json").exists()
+
+
+# The loss of each validation is that of the first.
+NEVER_BETTER = {"lr": 1e-30, "model": "tests.support.nets:frozen"}
+
+
+def test_a_run_that_patience_ended_continues_when_extended_even_if_killed_at_once(settings):
+    settings |= {**NEVER_BETTER, "validate_every": "2steps", "patience": 1}
+    assert launch(settings).step == 4
+    assert launch(settings, epochs=3, leave="evaluation.begun").step == 6
+    assert launch(settings, epochs=3).step == 6, "one more validation, which is no better"
+    assert records(settings, "end")[-1]["status"] == "done"
+
+
+def test_the_best_network_is_tested_once_in_the_record_of_an_extended_run(settings):
+    settings |= {**NEVER_BETTER, "validate_every": "3steps", "final": "best"}
+    whole = settings | {"run": "whole", "epochs": 3}
+    assert launch(whole).code == 0
+    assert launch(settings).code == launch(settings, epochs=3).code == 0
+    check_same(settings, whole)
+    tests = [r["step"] for r in records(settings, "evaluation") if r["split"] == "test"]
+    assert tests == [3] and records(settings, "end")[-1]["steps"] == 21
+
+
+def test_checkpoints_that_were_passed_over_do_not_push_out_new_ones(settings):
+    often = {"checkpoint_every": "2steps", "keep_checkpoints": 2}
+    assert launch(settings, leave=6, **often).step == 7
+    for path in (run_of(settings) / "checkpoints").glob("*.safetensors"):
+        path.write_bytes(b"damaged")
+    assert launch(settings, leave=2, **often).step == 3
+    assert checkpoint_steps(settings) == [2, 3]
