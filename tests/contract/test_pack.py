@@ -347,14 +347,18 @@ damaged = pytest.mark.parametrize(("kind", "what"), TABLE, ids=[f"{k} {w}" for k
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, jpeg):
-    """A pack of pixels that the smallest network trains on, and one of JPEG files."""
+    """A pack of pixels for the smallest network, one of JPEG files, and a run beside each."""
     folder = tmp_path_factory.mktemp("whole")
     images = np.stack([picture(number, **GRAY) for number in range(50)])
     labels = np.arange(50) % 3
     cuts = {"train": slice(40), "validation": slice(40, 45), "test": slice(45, 50)}
     splits = {name: (images[rows], labels[rows]) for name, rows in cuts.items()}
     hp.write_pack(folder / "pixels.h5", splits, ("ant", "bee", "cat"), {"source": "here"})
-    return {"pixels": folder / "pixels.h5", "jpeg": jpeg[0] / "jpeg.h5"}
+    paths = {"pixels": folder / "pixels.h5", "jpeg": jpeg[0] / "jpeg.h5"}
+    for path in paths.values():
+        ended = train(path)
+        assert (ended.code, ended.err) == (0, "")
+    return paths
 
 
 def damage(whole, kind, what, tmp_path):
@@ -375,28 +379,41 @@ def train(path, *words, run="a"):
     return ranks.command(1, "--data", path, *model, *runs, "--epochs", 1, "--batch-size", 8, *words)
 
 
+def train_at_first_touch(path):
+    """Changes with one checksum per sample: every run compares a sample when it is first read."""
+    return train(path, "--verify", "first-touch")
+
+
+def evaluate(path, run):
+    return ranks.command(1, "evaluate", run, "--data", path, "--split", "train")
+
+
+READERS = {
+    "pack --check": lambda path, run: check(path),
+    "train": lambda path, run: train(path),
+    "train, first touch": lambda path, run: train_at_first_touch(path),
+    "evaluate": evaluate,
+}
+readers = pytest.mark.parametrize("reader", READERS)
+
+
+@readers
 @pytest.mark.parametrize("kind", ["pixels", "jpeg"])
-def test_a_whole_pack_passes(whole, kind, tmp_path):
+def test_a_whole_pack_passes(whole, kind, reader, tmp_path):
     path = damage(whole, kind, None, tmp_path)
-    assert check(path).code == 0
-    ended = train(path)
-    assert (ended.code, ended.err) == (0, "")
+    assert READERS[reader](path, whole[kind].parent / "runs" / "a").code == 0
 
 
+@readers
 @damaged
-def test_a_damaged_pack_fails_the_check(whole, kind, what, tmp_path):
+def test_no_damage_passes_in_silence(whole, kind, what, reader, tmp_path):
+    """Exit code 1 or 2, and one line that names the file."""
     path = damage(whole, kind, what, tmp_path)
-    ended = check(path)
-    assert ended.code in (1, 2) and "Traceback" not in ended.err
-    assert str(path) in ended.err.splitlines()[0]
-
-
-@damaged
-def test_no_run_trains_on_a_damaged_pack(whole, kind, what, tmp_path):
-    path = damage(whole, kind, what, tmp_path)
-    ended = train(path)
-    assert ended.code in (1, 2) and len(ended.err.splitlines()) == 1
-    assert str(path) in ended.err
+    ended = READERS[reader](path, whole[kind].parent / "runs" / "a")
+    assert ended.code in (1, 2)
+    lines = [line for line in ended.err.splitlines() if "starting on" not in line]
+    assert str(path) in lines[0] and "Traceback" not in ended.err
+    assert len(lines) == 1 or reader == "pack --check"  # which lists all that is damaged
     assert not list(tmp_path.glob("runs/*/model.safetensors"))
 
 

@@ -102,3 +102,10 @@ __all__ += ["IN_FLIGHT", "check_repeats", "checksum", "clip_gradient"]
 from hpctrain.models import save_tensors
 
 __all__ += ["save_tensors"]
+
+# Data: HDF5 files of other programs, random crops, augmentation
+from hpctrain.data.augment import Augmentation, add_noise
+from hpctrain.data.external import read_external
+from hpctrain.data.jpeg import draw_crops
+
+__all__ += ["Augmentation", "add_noise", "draw_crops", "read_external"]

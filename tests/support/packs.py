@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.data.orders import Order
-from hpctrain.data.pack import write_pack
+import hpctrain as hp
 from hpctrain.data.pack_format import Part
-from hpctrain.data.split import Split
+from tests.support.api import make_order
 
 
 def make_pack(
@@ -30,13 +29,13 @@ def make_pack(
             image[top : top + max(1, shape[0] // classes)] += 120
         splits[name] = (images, labels.astype(np.int64))
     names = tuple(f"class{k}" for k in range(classes))
-    write_pack(path, splits, names, {"source": "test"}, overwrite=True)
+    hp.write_pack(path, splits, names, {"source": "test"}, overwrite=True)
     return path
 
 
 def part_of(pack, samples):
     """The part of the training split of a pack with these samples."""
-    with Split(pack, "train", threads=1) as split:
+    with hp.Split(pack, "train", threads=1) as split:
         return Part(samples, range(*split.byte_range(samples)))
 
 
@@ -48,4 +47,4 @@ def places(partition, step, shard):
 
 def order_of(partition, seed, epoch, shard):
     """The shard's rows in the order of this epoch, as `--shuffle partition` reads them."""
-    return Order(partition, seed).samples(epoch, shard, 0, partition.sizes[shard])
+    return make_order("partition", partition, seed).samples(epoch, shard, 0, partition.sizes[shard])

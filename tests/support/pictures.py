@@ -1,14 +1,18 @@
-"""Small image files, and folders and archives of them."""
+"""Small image files, folders and archives of them, and packs of these."""
 
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import zipfile
 from pathlib import Path
 
+import h5py
 import numpy as np
 from PIL import Image
+
+from tests.support.api import command_line
 
 
 def picture(number: int, width: int = 13, height: int = 11, channels: int = 3) -> np.ndarray:
@@ -53,3 +57,57 @@ def zipped(path: Path, root: Path, prefix: str = "") -> Path:
         for file in sorted(root.rglob("*")):
             archive.write(file, f"{prefix}{file.relative_to(root)}")
     return path
+
+
+# Packs of them, made by the command and read by h5py
+
+
+def command_words(source: object, output: object, **settings) -> list[str]:
+    """The command line that packs `source`: ``skip_bad=True`` is ``--skip-bad``."""
+    words = ["pack", str(source), "--output", str(output)]
+    for name, value in {"jobs": 1, **settings}.items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def make_pack(source: object, output: Path, **settings) -> Path:
+    """Pack `source`; its images must be usable."""
+    assert command_line(command_words(source, output, **settings)) == 0
+    return output
+
+
+def arrays(path: Path, split: str = "train") -> tuple[np.ndarray, np.ndarray]:
+    """The images (N, H, W, C) and labels (N,) of a pack of pixels."""
+    with h5py.File(path) as file:
+        return file[f"{split}/images"][:], file[f"{split}/labels"][:]
+
+
+def facts(path: Path) -> dict:
+    """The attributes of a pack: the names of its classes, what its provenance says, and others."""
+    with h5py.File(path) as file:
+        found = dict(file.attrs)
+    names = [name.decode("utf-8", "surrogateescape") for name in found["classes"]]
+    return {**found, "classes": names, "provenance": json.loads(found["provenance"])}
+
+
+def counts(path: Path) -> dict[str, list[int]]:
+    """Images of every class in every split."""
+    classes = len(facts(path)["classes"])
+    with h5py.File(path) as file:
+        labels = {name: file[f"{name}/labels"][:] for name in file}
+    return {name: np.bincount(of, minlength=classes).tolist() for name, of in labels.items()}
+
+
+def placed(path: Path) -> dict[int, tuple[str, str]]:
+    """The split and the class of each picture, by number."""
+    with h5py.File(path) as file:
+        _, height, width, channels = file["train/images"].shape
+        names = list(file)
+    known = {picture(n, width, height, channels).tobytes(): n for n in range(400)}
+    classes = facts(path)["classes"]
+    return {
+        known[image.tobytes()]: (name, classes[label])
+        for name in names
+        for image, label in zip(*arrays(path, name), strict=True)
+    }
