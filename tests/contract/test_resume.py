@@ -176,6 +176,48 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run_which_resumes(folder):
     check_end(folder, "hung", LAUNCHED)
 
 
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a flipped bit": flip,
+    "cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "swapped": lambda path: shutil.copy(path.with_stem("00000002"), path),
+    "gone": os.unlink,
+}
+
+
+@pytest.fixture(scope="module")
+def broken(folder):
+    """A run that met a full disk in its third checkpoint, after step 6."""
+    ended = ranks.command(1, *words(folder, "broken"), fault="manifest.written:full:3")
+    assert ended.code == 1, ended.err
+    return folder / "runs/broken"
+
+
+def test_a_checkpoint_stays_until_the_next_is_whole(broken):
+    assert max((broken / "checkpoints").glob("*.json")).name == "00000004.json"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [(".safetensors", damage) for damage in DAMAGES] + [(".json", d) for d in [*DAMAGES][:3]],
+)
+def test_a_damaged_checkpoint_is_passed_over(folder, broken, suffix, damage):
+    """The one before it is taken; the run ends with the same bits, and its record says so."""
+    copy = shutil.copytree(broken, folder / "runs/damaged")
+    DAMAGES[damage](copy / f"checkpoints/00000004{suffix}")
+    try:
+        check_end(folder, "damaged", 1)
+        notes = " ".join(note["text"] for note in records(folder, "damaged", "note"))
+    finally:
+        shutil.rmtree(copy)
+    assert "00000004" in notes and "passed over" in notes and "after step 2" in notes
+
+
 def test_other_shards_are_refused(folder):
     """They would be another run: the samples of a shard follow from their number."""
 
