@@ -14,13 +14,14 @@ __all__ = ["command_line", "train"]
 
 # The tools around a run: record, watch, doctor
 from hpctrain import doctor
+from hpctrain.parallel.placement import crowd
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.fields import FIELDS
 from hpctrain.report.record import HistoryReader, read_records, truncate_record
 from hpctrain.report.recorder import Recorder
 from hpctrain.watch import web
 
-__all__ += ["FIELDS", "HistoryReader", "Recorder", "allreduce", "doctor", "read_records"]
+__all__ += ["FIELDS", "HistoryReader", "Recorder", "allreduce", "crowd", "doctor", "read_records"]
 __all__ += ["truncate_record", "web"]
 
 # Runs and what ends them: checkpoints, heartbeats, hangs, supervision

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.api import Recorder, read_records
-from tests.support.records import tell
+from tests.support.api import Recorder, crowd, read_records
+from tests.support.records import read_strictly, tell
 
 ENOUGH = 5  # steps, without which there is no advice
 
@@ -104,6 +103,9 @@ def test_percentages_add_up_to_100_and_each_is_less_than_one_off(seconds, tmp_pa
     assert all(abs(percents[name] - 100 * seconds[name] / whole) < 1 for name in seconds)
 
 
-def test_a_run_counts_the_ranks_and_cores_of_its_most_crowded_host(trained):
-    facts = json.loads((trained.run("plain") / "progress.jsonl").read_text().partition("\n")[0])
-    assert facts["host_ranks"] == 2 and facts["host_cores"] >= 1
+def test_a_run_counts_the_ranks_of_its_most_crowded_host(trained):
+    assert read_strictly(trained.run("plain"))[0]["host_ranks"] == 2
+    assert crowd([0b111, 0b111]) == (2 / 3, 2, 3)
+    assert crowd([0b11, 0b11, 0b11]) == (1.5, 3, 2)
+    assert crowd([0b1, 0b10, 0b100]) == (1, 3, 3)  # each bound to its own
+    assert crowd([1 << 300, 1 << 300]) == (2, 2, 1)

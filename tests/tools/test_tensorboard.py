@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 import pytest
@@ -16,9 +18,14 @@ TRAIN += ["--metric", "tests.support.own_functions:top3", "--progress", "none"]
 TRAIN += ["--checkpoint-every", "5steps", "--keep-checkpoints", "2"]
 
 
+def tensorboard():
+    """What torch writes events with."""
+    return pytest.importorskip("torch.utils.tensorboard")
+
+
 def events(folder):
     """The scalars of all event files below a folder: (name, step) -> value, each told once."""
-    pytest.importorskip("tensorboard")
+    tensorboard()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -91,3 +98,35 @@ def test_no_events_unless_asked_for_and_without_the_package_one_line(tmp_path, m
     with pytest.raises(hp.UsageError, match="pip install tensorboard") as caught:
         Recorder(tmp_path / "other", "none", tensorboard=True)
     assert "\n" not in str(caught.value) and not list((tmp_path / "other").iterdir())
+
+
+def test_events_that_cannot_be_written_are_one_error_and_the_record_goes_on(tmp_path, monkeypatch):
+    calls = []
+
+    def fails(*values):
+        calls.append(values)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tensorboard().SummaryWriter, "add_scalar", fails)
+    with Recorder(tmp_path, "none", tensorboard=True) as recorder:
+        tell(recorder, "run")
+        with pytest.raises(hp.RunError, match="TensorBoard.*No space left"):
+            tell(recorder, "step", step=1)
+        tell(recorder, "step", step=2)
+    assert len(calls) == 1, "later events are dropped"
+    assert [record.get("step") for record in read_strictly(tmp_path)] == [None, 1, 2]
+
+
+def test_an_interrupt_while_writing_leaves_a_file_that_is_closed(tmp_path, monkeypatch):
+    def interrupted(*values):
+        raise KeyboardInterrupt
+
+    closed, close = [], tensorboard().SummaryWriter.close
+    monkeypatch.setattr(tensorboard().SummaryWriter, "add_scalar", interrupted)
+    monkeypatch.setattr(
+        tensorboard().SummaryWriter, "close", lambda self: closed.append(close(self))
+    )
+    recorder = Recorder(tmp_path, "none", tensorboard=True)
+    with pytest.raises(KeyboardInterrupt), recorder:
+        tell(recorder, "step", step=1)
+    assert closed, "or events in its queue would be lost"
