@@ -222,11 +222,8 @@ def test_watching_imports_neither_torch_nor_mpi(tmp_path):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--runs-dir", "none"], "none"),
         (["pictures"], "pictures"),
         (["first", "--port", "70000", "--web"], "--port 70000"),
-        (["first", "--port", "80"], "--web"),
-        (["first", "--once", "--web"], "--once"),
     ],
 )
 def test_wrong_usage_is_one_line_that_names_it(tmp_path, monkeypatch, words, named):

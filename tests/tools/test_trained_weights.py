@@ -1,0 +1,146 @@
+"""Trained networks that are read back: by whom, from where, and never from what is broken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hpctrain as hp
+from tests.support.api import command_line, save_tensors
+from tests.support.packs import make_pack
+from tests.support.ranks import alone, command
+from tests.support.records import read_strictly
+from tests.support.runs import RUNS, SAME
+
+TRAIN = ["--batch-size", "16", "--threads", "1", "--progress", "none"]
+OWN = """from torch import nn
+def net(image_shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, classes))
+"""
+READERS = [["evaluate", "a"], ["predict", "a", "--output", "answers.csv"], ["export", "a"]]
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_network_that_a_file_names_is_imported_with_trust_code_only(
+    comm, shared_tmp, monkeypatch, capsys
+):
+    monkeypatch.chdir(shared_tmp)
+    if comm.rank == 0:
+        Path("own_network.py").write_text(OWN)
+        make_pack(Path("pack.h5"), {"train": 29, "test": 7})
+    comm.Barrier()
+    words = ["train", "--data", "pack.h5", "--run", "a", "--epochs", "1", *TRAIN]
+    assert command_line([*words, "--model", "own_network:net"]) == 0
+    comm.Barrier()
+    for reader in READERS if comm.size == 1 else READERS[:2]:  # one process exports
+        for trusted in ([], ["--trust-code"]):
+            sys.modules.pop("own_network", None)
+            capsys.readouterr()
+            assert command_line([*reader, *trusted]) == (0 if trusted else 2)
+            assert ("own_network" in sys.modules) == bool(trusted)
+            assert trusted or comm.rank or "own_network:net" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_give_no_answers(trained, tmp_path):
+    path = trained.run("plain") / "model.safetensors"
+    tensors, metadata = load_file(path), hp.load(path).metadata
+    tensors["fc.bias"][3] = float("nan")
+    save_tensors(tmp_path / "bad.safetensors", tensors, metadata)
+    with pytest.raises(hp.UsageError, match=r"fc\.bias"):
+        hp.load(tmp_path / "bad.safetensors")
+
+
+def test_first_weights_may_come_from_a_run_by_name(trained_copy, trained):
+    place = ["--data", trained.pack("plain"), "--runs-dir", trained_copy.runs]
+    words = [*place, "--run", "b", "--init", "plain", "--epochs", "1", "--lr", "1e-30", *TRAIN]
+    done = command(1, "train", *words)
+    assert done.code == 0, done.err
+    first, then = (
+        load_file(trained_copy.run(name) / "model.safetensors")["conv1.weight"]
+        for name in ("plain", "b")
+    )
+    assert torch.equal(first, then)
+
+
+def test_a_last_layer_that_starts_fresh_is_recorded_once(trained, trained_copy):
+    facts = read_strictly(trained.run("tuned"))[0]
+    assert facts["init"]["fresh"] == {"fc.weight": 10, "fc.bias": 10}
+    assert (facts["init"]["tensors"], facts["init"]["adapted"]) == (17, {})
+    place = ["--data", trained.pack("tuned"), "--runs-dir", trained_copy.runs, "--run", "tuned"]
+    words = [*SAME, *RUNS["tuned"][1], "--epochs", "3"]
+    words += ["--init", trained.run("plain") / "model.safetensors"]
+    done = command(2, "train", *place, *words)
+    assert done.code == 0, done.err
+    notes = [each["text"] for each in read_strictly(trained_copy.run("tuned")) if "text" in each]
+    (said,) = [text for text in notes if "of 17" in text]
+    assert "15 of 17" in said and "fc" in said and "7 classes" in said
+
+
+def test_another_pack_in_the_place_of_the_one_of_training_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_pack(Path("pack.h5"), {"train": 29, "test": 7})
+    words = ["train", "--data", "pack.h5", "--run", "a", "--epochs", "1", *TRAIN]
+    assert command(1, *words, cwd=tmp_path).code == 0
+    evaluate = ["evaluate", "a", "--threads", "1"]
+    assert command(1, *evaluate, cwd=tmp_path).code == 0
+    make_pack(Path("pack.h5"), {"train": 29, "test": 7}, seed=1)
+    done = command(1, *evaluate, cwd=tmp_path)
+    assert done.code == 2 and "is not the pack" in done.err.splitlines()[-1]
+    assert command(1, *evaluate, "--data", "pack.h5", cwd=tmp_path).code == 0
+    Path("pack.h5").unlink()
+    done = command(1, *evaluate, cwd=tmp_path)
+    assert done.code == 2 and "pack.h5" in done.err and "--data" in done.err
+
+
+@pytest.mark.ranks(2)
+def test_a_pack_that_is_replaced_ends_the_training_and_its_weights_are_kept(comm, shared_tmp):
+    rows = {"train": 61, "validation": 13}
+    if comm.rank == 0:
+        make_pack(shared_tmp / "pack.h5", rows)
+        make_pack(shared_tmp / "other.h5", rows, seed=1)
+    comm.Barrier()
+
+    def replace(record):
+        (shared_tmp / "other.h5").replace(shared_tmp / "pack.h5")
+
+    settings = {"batch_size": 16, "threads": 1, "progress": "none", "runs_dir": shared_tmp}
+    with pytest.raises((hp.RunError, hp.UsageError), match=r"pack\.h5"):
+        hp.train(data=shared_tmp / "pack.h5", run="a", epochs=2, on_evaluation=replace, **settings)
+    assert hp.load(shared_tmp / "a").metadata["step"] >= 4  # those of an epoch
+
+
+@pytest.mark.ranks(2)
+def test_runs_that_begin_in_the_same_second_have_names_of_their_own(comm, shared_tmp, monkeypatch):
+    monkeypatch.chdir(shared_tmp)
+    if comm.rank == 0:
+        make_pack(Path("pack.h5"), {"train": 29})
+    comm.Barrier()
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    for _ in range(3):
+        assert command_line(["train", "--data", "pack.h5", "--epochs", "1", *TRAIN]) == 0
+    base = "20260101-000000-digits"
+    assert sorted(os.listdir("runs")) == [base, f"{base}-2", f"{base}-3"]
+
+
+def test_a_run_is_found_by_name_or_folder_also_its_best_network_so_far(trained_copy, capsys):
+    run = trained_copy.run("tuned")
+    by_name = hp.load("tuned", runs_dir=trained_copy.runs)
+    assert by_name.path == hp.load(run, runs_dir="elsewhere").path == run / "model.safetensors"
+    best = next(run.glob("best*.safetensors"), None)
+    if best is None:
+        best = Path(shutil.copy(run / "model.safetensors", run / "best.safetensors"))
+    (run / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert hp.load(run).path == best
+    assert "has not ended" in capsys.readouterr().err
+    best.unlink()
+    with pytest.raises(hp.UsageError, match="has not ended"):
+        hp.load(run)
+    assert alone("export", run).code == 2
