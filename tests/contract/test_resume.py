@@ -157,9 +157,13 @@ def test_a_run_whose_rank_or_mpirun_is_killed_resumes_to_the_same_bits(folder, w
     finally:
         job.end()
     assert job.returncode not in (0, 75), err
+    cause = "killed, .*: rank 1 on " if whom == "rank" else "all ranks were killed, .*: rank 0 on "
     for size in (LAUNCHED, 3):
         shutil.copytree(run, folder / "runs/copy")
         check_end(folder, "copy", size)
+        first, _ = records(folder, "copy", "end")
+        assert first["status"] == "failed" and re.match(cause, first["reason"]), first
+        assert not list((folder / "runs/copy/ranks").iterdir())
         shutil.rmtree(folder / "runs/copy")
 
 

@@ -348,6 +348,14 @@ def test_a_folder_that_is_no_run_to_continue_is_refused(begun, tmp_path, name, c
     assert named in refused.error and "\n" not in refused.error
 
 
+@pytest.mark.parametrize("place", ["file", "file/deep"])
+def test_a_file_in_the_place_of_the_folder_for_runs_is_named(pack, tmp_path, place):
+    (tmp_path / "file").touch()
+    refused = launch(pack, runs_dir=str(tmp_path / place))
+    assert refused.code == 1
+    assert f"cannot make {tmp_path / place}" in refused.error
+
+
 def test_the_whole_plan_of_another_run_is_refused(begun, tmp_path):
     """Which the checksum within the file cannot find."""
     settings = copy_of(begun, tmp_path)

@@ -25,13 +25,27 @@ __all__ += ["FIELDS", "HistoryReader", "Recorder", "allreduce", "crowd", "doctor
 __all__ += ["truncate_record", "web"]
 
 # Runs and what ends them: checkpoints, heartbeats, hangs, supervision
-from hpctrain.training.checkpoint import verify as read_checkpoint
-
-__all__ += ["read_checkpoint"]
-
-# Sums over ranks: reductions of a message, on transports; batch norm's statistics
+import time
 from types import SimpleNamespace
 
+from hpctrain import heartbeats, watchdog
+from hpctrain.training.checkpoint import verify as read_checkpoint
+from hpctrain.training.control import Control
+from hpctrain.watchdog import Watchdog
+
+
+def fake_clock(monkeypatch):
+    """Return the clock of watchdogs, moved by `clock.now += seconds`; nobody sleeps."""
+    clock = SimpleNamespace(now=1000.0, time=time.time, sleep=lambda seconds: None)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(heartbeats, "time", clock)
+    return clock
+
+
+__all__ += ["Control", "Watchdog", "fake_clock", "heartbeats", "read_checkpoint"]
+
+# Sums over ranks: reductions of a message, on transports; batch norm's statistics
 import torch
 
 from hpctrain.parallel.batchnorm import BatchNorms

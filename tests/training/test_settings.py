@@ -64,8 +64,8 @@ ELSEWHERE = {  # flag -> where it is tested
     "compile": "tests/training/test_backward.py",
     "cuda_graphs": "tests/training/test_backward.py",
     "resume": "tests/runs/test_continue.py",
-    "time_limit": "tests/training/test_control.py",
-    "hang_timeout": "tests/training/test_watchdog.py",
+    "time_limit": "tests/runs/test_notices.py",
+    "hang_timeout": "tests/runs/test_hangs.py",
     "test": "tests/training/test_validate.py",
     **dict.fromkeys(
         (

@@ -1,0 +1,168 @@
+"""What ends a run from outside: notices, the clock, a request to stop, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+import hpctrain as hp
+from tests.support import ranks
+from tests.support.api import Control
+from tests.support.launch import run
+from tests.support.launches import launch, notes
+from tests.support.short import records, short_run
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return short_run(tmp_path)
+
+
+def test_a_notice_is_heard_before_anything_is_imported():
+    """The handler is there once hpctrain begins; numpy and torch come seconds later."""
+    program = (
+        "import runpy, sys, os, signal\n"
+        "sys.argv = ['hpctrain', 'train', '--help']\n"
+        "try: runpy.run_module('hpctrain', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "print('heard', {'torch', 'numpy'} & set(sys.modules))\n"
+    )
+    assert run([sys.executable, "-c", program]).stdout.endswith("heard set()\n")
+    assert run([sys.executable, "-c", program.replace("'train'", "'pack'")]).returncode < 0
+
+
+def test_a_rank_that_is_done_ends_with_its_own_exit_code():
+    """The first to end with 75 makes srun send SIGTERM to the others."""
+    program = (
+        "import os, runpy, signal, sys\n"
+        "sys.argv = ['hpctrain', '--epochs', '0']\n"
+        "try: runpy.run_module('hpctrain', run_name='__main__')\n"
+        "except SystemExit as end: code = end.code\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('ended with', code, signal.getsignal(signal.SIGTERM).name)\n"
+    )
+    assert run([sys.executable, "-c", program]).stdout == "ended with 2 SIG_IGN\n"
+
+
+def embedded(comm, settings):
+    """Train in a program that embeds Python, whose handlers cannot be told, and restored."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)
+        seen = hp.train(hp.Config(**settings), on_evaluation=lambda _: os.kill(os.getpid(), 10))
+    signal.signal(signal.SIGUSR1, before)
+    return seen.status
+
+
+def test_a_handler_of_a_program_that_embeds_python_is_no_error(settings):
+    assert ranks.on_ranks(1, embedded, settings=settings) == ["preempted"]
+
+
+def test_handlers_are_restored_and_notices_forgotten_after_a_run(settings):
+    def both(comm, settings):
+        before = signal.getsignal(signal.SIGUSR1)
+        first = hp.train(hp.Config(**settings), on_evaluation=lambda _: os.kill(os.getpid(), 10))
+        assert signal.getsignal(signal.SIGUSR1) == before
+        return first.status, hp.train(hp.Config(**settings)).status
+
+    assert ranks.on_ranks(1, both, settings=settings) == [("preempted", "done")]
+
+
+ENDS = {  # what Slurm tells of the end of the job, in seconds from now, --time-limit -> leaves?
+    "no limit": ({}, None, False),
+    "long limit": ({}, "10m", False),
+    "short limit": ({}, "5s", True),
+    "job ends first": ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": 4}, "10m", True),
+    "limit ends first": ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": 600}, "0:00:05", True),
+    "job ends": ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": 4}, None, True),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_run_leaves_before_the_earlier_of_limit_and_end_of_the_job(settings, case):
+    """Five seconds are kept for saving: then one step is done."""
+    variables, limit, leaves = ENDS[case]
+
+    def slurm():
+        for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
+            os.environ.pop(name, None)
+        for name, value in variables.items():
+            now = int(time.time()) if name.endswith("TIME") else 0
+            os.environ[name] = str(now + int(value))
+
+    ended = launch(settings, 1, first=slurm, time_limit=limit)
+    assert (ended.code, ended.step) == ((75, 1) if leaves else (0, 14))
+    if leaves:
+        assert "the time is up" in records(settings, "end")[-1]["reason"]
+
+
+@pytest.mark.parametrize("limit", ["", "0", "-5", "soon", "1:2:3", "5d", "nan"])
+def test_durations_that_are_none(settings, limit):
+    refused = launch(settings, 1, time_limit=limit)
+    assert refused.code == 2 and "--time-limit" in refused.error and "30m" in refused.error
+
+
+def test_an_end_that_slurm_does_not_tell_is_a_note_in_the_record(settings):
+    """There is no squeue in a container, say."""
+
+    def container():
+        os.environ.pop("SLURM_JOB_END_TIME", None)
+        os.environ.update(SLURM_JOB_ID="7", PATH="")
+
+    assert launch(settings, 1, first=container, time_limit="10m").code == 0
+    assert any("end of this job is unknown (squeue: No such file" in t for t in notes(settings))
+
+
+def test_ctrl_c_ends_a_run_after_its_next_step(settings):
+
+    def press(comm, settings):
+        result = hp.train(
+            hp.Config(**settings), on_evaluation=lambda _: signal.raise_signal(signal.SIGINT)
+        )
+        return result.status, result.step
+
+    settings |= {"validate_every": "3steps"}
+    assert ranks.on_ranks(1, press, settings=settings) == [("stopped", 4)]
+
+
+def test_the_first_ctrl_c_after_a_stop_file_is_not_the_second(tmp_path):
+    (tmp_path / "STOP").touch()
+    with Control(tmp_path) as control:
+        assert control.asked()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_run_leaves_with_time_for_a_step_an_evaluation_and_a_save(tmp_path):
+    control = Control(tmp_path, time.time() + 60)
+    assert control.preempted_by() is None
+    control.slowest_step, control.slowest_evaluation, control.saving = 10.0, 5.0, 10.0
+    assert control.margin() == 5 + 2 * 10 + 5 + 2 * 10
+    assert control.preempted_by() is None
+    control.slowest_evaluation = 20.0  # 65 s
+    assert control.preempted_by() == "the time is up"
+    assert control.preempted_by(evaluating=True) is None, "an evaluation looks at the clock itself"
+    assert Control(None, time.time() + 1).preempted_by() is None  # rank 0 alone looks at the clock
+
+
+def test_hpctrain_stop(tmp_path):
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    refused = ranks.command(1, "stop", "a", cwd=tmp_path)
+    assert refused.code == 2 and "config.toml" in refused.err, "this is no run"
+    (folder / "config.toml").touch()
+    assert ranks.command(1, "stop", "a", cwd=tmp_path).code == 0
+    assert (folder / "STOP").exists()
+    (folder / "STOP").unlink()
+    (folder / "progress.jsonl").write_text('{"kind": "end", "status": "done"}\n')
+    done = ranks.command(1, "stop", "runs/a", cwd=tmp_path)
+    assert done.code == 0 and "already ended" in done.out
+    assert not (folder / "STOP").exists()
+    assert ranks.command(1, "stop", "b", cwd=tmp_path).code == 2
+    assert ranks.command(1, "stop", cwd=tmp_path).code == 2
