@@ -91,6 +91,24 @@ def test_predict_answers_every_image_once_in_order(trained, name, tmp_path):
         assert np.mean(losses) == pytest.approx(figures["loss"], rel=1e-3)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_evaluation_sums_over_all_samples_however_many_blocks(trained, tmp_path, ranks):
+    """Here two, the last one short; the answers to each sample are those of predict."""
+    words = [trained.run("plain"), *SAME, "--split=train", "--output"]
+    for name, output in (("evaluate", "found.json"), ("predict", "answers.csv")):
+        ended = command(ranks, name, *words, tmp_path / output)
+        assert ended.code == 0, ended.err
+    found, answers = json.loads((tmp_path / "found.json").read_text()), tmp_path / "answers.csv"
+    classes, confusion, losses = found["classes"], np.zeros((10, 10), int), []
+    for row in read_csv(answers):
+        confusion[classes.index(row["class"]), classes.index(row["prediction"])] += 1
+        losses.append(-math.log(float(row[row["class"]])))
+    assert (found["rows"], len(losses)) == (ROWS["train"], ROWS["train"])
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert found["confusion"] == confusion.tolist() != confusion.T.tolist()
+    assert found["accuracy"] == confusion.trace() / len(losses)
+
+
 def test_predict_reads_image_files_and_writes_restored_ones(trained, tmp_path):
     images, _ = split_of(trained.pack("plain"))
     (tmp_path / "files").mkdir()
