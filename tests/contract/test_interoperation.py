@@ -100,7 +100,8 @@ def test_an_evaluation_sums_over_all_samples_however_many_blocks(trained, tmp_pa
         assert ended.code == 0, ended.err
     found, answers = json.loads((tmp_path / "found.json").read_text()), tmp_path / "answers.csv"
     classes, confusion, losses = found["classes"], np.zeros((10, 10), int), []
-    for row in read_csv(answers):
+    for number, row in enumerate(read_csv(answers)):
+        assert int(row["row"]) == number
         confusion[classes.index(row["class"]), classes.index(row["prediction"])] += 1
         losses.append(-math.log(float(row[row["class"]])))
     assert (found["rows"], len(losses)) == (ROWS["train"], ROWS["train"])
