@@ -1,155 +1,151 @@
-"""What --data names."""
+"""The built-in sets: the digits, which never change, and the flowers, which are downloaded once."""
 
-import subprocess
-import sys
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
+import torch.hub
 
-from hpctrain.config import PackConfig
-from hpctrain.data import builtin as digits
-from hpctrain.data import flowers, pack
-from hpctrain.data.builtin import locate
-from hpctrain.data.packed import read_pack
-from hpctrain.data.split import Split
-from hpctrain.errors import UsageError
-from tests.data.pictures import class_folders, tar
-from tests.support.launch import run_mpi
+from tests.support import ranks
+from tests.support.api import command_line
+from tests.support.pictures import arrays, class_folders, facts, make_pack, tar
+
+# Of the images and labels of seed 0, each split. Every operation of the generator is exact by IEEE
+# 754: equal bytes came from numpy 1.26, 2.0 and 2.4, with and without AVX.
+SHA256 = {
+    "train": "7ae80152856932c547ba1e40f81e618e61dfd66623a902c56b0ec6025c902767",
+    "test": "1f53cea93047ead86a69eb677af6918c127c9bf6ef7eb6accbadf02d76575fb8",
+    "unseen": "61a00d6dcb515d54e4e99984b1a7e7e0d4da6de4d2039c30cd88ad56452bc0d1",
+}
+
+
+def sha256(images, labels):
+    return hashlib.sha256(images.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """The pack of the digits."""
+    folder = tmp_path_factory.mktemp("digits")
+    assert command_line(["pack", "digits", "--cache-dir", str(folder)]) == 0
+    return folder / "digits.h5"
+
+
+def test_the_bytes_of_the_digits_never_change(digits):
+    assert {name: sha256(*arrays(digits, name)) for name in SHA256} == SHA256
+
+
+def test_the_digits_are_white_on_black_all_different_and_shuffled(digits):
+    found = {name: arrays(digits, name) for name in SHA256}
+    assert facts(digits)["classes"] == list("0123456789")
+    for (images, labels), rows in zip(found.values(), (9000, 1000, 1000), strict=True):
+        assert images.shape == (rows, 28, 28, 1)
+        assert np.bincount(labels).tolist() == [rows // 10] * 10
+        assert (images.max(axis=(1, 2, 3)) > 200).all() and np.median(images) < 10
+        assert np.concatenate([images[:, 0], images[:, -1]]).max() <= 12  # noise only
+    assert len({image.tobytes() for images, _ in found.values() for image in images}) == 11_000
+    part = np.bincount(found["train"][1][:3000], minlength=10)  # 300 expected, std 13
+    assert 240 < part.min() <= part.max() < 360
+
+
+def test_another_seed_draws_other_digits_and_shares_divide_them_again(digits, tmp_path):
+    path = make_pack("digits", tmp_path / "a.h5", seed=1, split="0.7,0.1,0.2")
+    rows = {name: len(arrays(path, name)[1]) for name in ("train", "validation", "test", "unseen")}
+    assert rows == {"train": 7000, "validation": 1000, "test": 2000, "unseen": 1000}
+    first = {image.tobytes() for image in arrays(digits, "unseen")[0]}
+    assert not first & {image.tobytes() for image in arrays(path, "unseen")[0]}
+
+
+def dry_run(n, name, folder):
+    """What the ranks say of a run that trains nothing."""
+    words = ["--cache-dir", folder, "--runs-dir", folder / "runs", "--dry-run"]
+    ended = ranks.command(n, "--data", name, "--model", "resnet18", *words, "--progress", "none")
+    assert ended.code == 0, ended.err
+    return ended.err
+
+
+def test_the_digits_are_drawn_by_the_first_run_only(digits, tmp_path):
+    assert "digits.h5" in dry_run(1, "digits", tmp_path / "new")
+    path = tmp_path / "new" / "digits.h5"
+    assert path.read_bytes() == digits.read_bytes()
+    os.utime(path, ns=(5, 5))
+    assert dry_run(2, "digits", tmp_path / "new") == ""
+    assert path.stat().st_mtime_ns == 5
+
+
+def draw(comm, folder, main):
+    """Each rank on its own, as if it was started alone."""
+    os.environ.clear()  # of the launcher's variables
+    return main(["pack", "digits", "--cache-dir", folder, "--overwrite"])
+
+
+def test_processes_that_draw_the_digits_at_once_leave_one_whole_pack(digits, tmp_path):
+    given = {"folder": str(tmp_path), "main": command_line}
+    assert ranks.on_ranks(2, draw, **given) == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.h5"]
+    assert (tmp_path / "digits.h5").read_bytes() == digits.read_bytes()
+
+
+# The flowers, without the network
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Digits of 20 images a class instead of 1,000."""
-    monkeypatch.setattr(digits, "PER_CLASS", 20)
-    monkeypatch.setattr(digits, "TEST_PER_CLASS", 2)
-    monkeypatch.setattr(digits, "UNSEEN_PER_CLASS", 3)
+def archive(tmp_path):
+    images = class_folders(tmp_path / "photos", {"roses": 50, "tulips": 50})
+    return tar(tmp_path / "flowers.tgz", images, "top")
 
 
-def test_digits_are_made_once(small, tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "new" / "data"
-    path = locate("digits", str(folder))
-    assert capsys.readouterr().err == f"drawing the digits for {path} ...\n"
-    assert path == folder / "digits.h5"
-    made = read_pack(path)
-    assert made.image_shape == (28, 28, 1)
-    assert made.classes == tuple("0123456789")
-    assert {name: split.samples for name, split in made.splits.items()} == {
-        "train": 180,
-        "test": 20,
-        "unseen": 30,
-    }
-    images, labels = digits.generate()[0]["test"]
-    with Split(made, "test") as rows:
-        got = np.empty((20, 28, 28, 1), np.uint8)
-        rows.gather(np.arange(20), got)
-        assert np.array_equal(got, images) and np.array_equal(rows.labels, labels)
-    monkeypatch.setattr(digits, "generate", None)
-    assert locate("digits", str(folder)) == path
-    assert capsys.readouterr().err == ""
-
-
-def test_two_processes_at_once(tmp_path):
-    code = f"from hpctrain.data.builtin import locate; locate('digits', {str(tmp_path)!r})"
-    shrink = "from hpctrain.data import builtin as d; d.PER_CLASS, d.TEST_PER_CLASS = 20, 2;"
-    running = [
-        subprocess.Popen([sys.executable, "-c", shrink + code], stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    said = [process.communicate(timeout=100)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], said
-    assert [path.name for path in tmp_path.iterdir()] == ["digits.h5"]
-    assert read_pack(tmp_path / "digits.h5").splits["train"].samples == 180
-
-
-def test_flowers_are_packed_once(tmp_path, monkeypatch):
+def test_the_flowers_are_downloaded_and_packed_once(archive, tmp_path, monkeypatch):
     asked = []
 
-    def fetch(cache_dir):
-        root = class_folders(tmp_path / "photos", {"a": 5, "b": 6})
-        asked.append(str(cache_dir))
-        return tar(tmp_path / "photos.tgz", root)
+    def download(url, path, sha256, progress):
+        asked.append((url, sha256))
+        shutil.copy(archive, path)
 
-    monkeypatch.setattr(flowers, "fetch_archive", fetch)
-    folder = str(tmp_path / "data")
-    path = locate("flowers", folder)
-    assert path == tmp_path / "data" / "flowers.h5"
-    assert read_pack(path).image_shape == (100, 100, 3)
-    assert locate("flowers", folder) == path
-    assert asked == [folder]
-
-
-BESIDE_MPI = """
-import _posixsubprocess, os, subprocess, sys  # subprocess first: h5py may run uname
-from pathlib import Path
-from hpctrain.data import flowers
-from hpctrain.data.builtin import locate
-from hpctrain.parallel.mpi import call_on_root, start_mpi
-def refused(*arguments):
-    raise AssertionError("a process is started beside MPI")
-comm = start_mpi()
-os.fork = _posixsubprocess.fork_exec = refused
-flowers.fetch_archive = lambda cache_dir: Path(sys.argv[1])
-print(call_on_root(comm, lambda: str(locate("flowers", "data"))))
-"""
-
-
-def test_flowers_are_packed_on_one_rank_and_no_process_is_started_beside_mpi(tmp_path):
-    archive = tar(tmp_path / "photos.tgz", class_folders(tmp_path / "photos", {"a": 50, "b": 50}))
-    done = run_mpi(2, ["-c", BESIDE_MPI, str(archive)], cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "data/flowers.h5\n" * 2), done.stderr
-    assert sum(s.samples for s in read_pack(tmp_path / "data/flowers.h5").splits.values()) == 100
-
-
-def test_flowers_are_packed_as_the_name_says(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(pack, "make_pack", lambda config: seen.append(config) or "made")
-    assert locate("flowers", str(tmp_path)) == "made"
-    assert seen == [
-        PackConfig(
-            source="flowers",
-            output=str(tmp_path / "flowers.h5"),
-            cache_dir=str(tmp_path),
-            jobs=1,
-            overwrite=True,
-        )
-    ]
-
-
-def test_a_file_is_itself(tmp_path, monkeypatch):
-    path = tmp_path / "mine.h5"
-    path.write_bytes(b"whatever: the reader judges it")
-    assert locate(str(path), "nowhere") == path
-    monkeypatch.chdir(tmp_path)
-    path.rename("digits")
-    assert str(locate("./digits", "nowhere")) == "digits"
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    words = ["pack", "flowers", "--cache-dir", str(tmp_path / "data"), "--jobs", "1"]
+    assert command_line(words) == 0
+    ((url, sha256),) = asked
+    assert url.startswith("https://") and len(sha256) == 64
+    assert facts(tmp_path / "data" / "flowers.h5")["classes"] == ["roses", "tulips"]
+    assert command_line([*words, "--overwrite"]) == 0 and len(asked) == 1
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("photos", r"is a folder, not a pack: run python -m hpctrain pack photos first"),
-        ("two words.tar.gz", r"is an archive.*pack 'two words.tar.gz' first"),
-        ("a.ZIP", "is an archive"),
-        ("/dev/null", "no regular file"),
-        ("digit", r"'digit' is no file.*did you mean 'digits'\?"),
-        ("Flower", r"did you mean 'flowers'\?"),
-        ("missing.h5", "no file and no built-in set: built in are digits and flowers"),
-        ("phots.h5", "no file and no built-in set, did you mean 'photos.h5'\\?"),
-        ("", "no file"),
-    ],
+    "error",
+    [URLError("unreachable"), RuntimeError("invalid hash value"), ConnectionError("cut")],
+    ids=str,
 )
-def test_what_is_no_pack_is_refused(data, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos.h5").touch()
-    for name in ("two words.tar.gz", "a.ZIP"):
-        (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UsageError, match=message) as caught:
-        locate(data, str(tmp_path))
-    assert "\n" not in str(caught.value)
+def test_a_failed_download_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capfd, error):
+    def download(url, path, sha256, progress):
+        raise error
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    assert command_line(["pack", "flowers", "--cache-dir", str(tmp_path / "data")]) == 1
+    last = capfd.readouterr().err.rstrip("\n").split("\n")[-1]
+    assert last.startswith("hpctrain: cannot download https://") and str(error) in last
+    assert list((tmp_path / "data").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UsageError, match="--cache-dir .*cannot be made"):
-        locate("digits", str(tmp_path / "file" / "data"))
+@pytest.mark.ranks(2)
+def test_flowers_are_packed_on_one_rank_and_no_process_is_started_beside_mpi(
+    comm, archive, tmp_path, monkeypatch
+):
+    def refused(*arguments):
+        raise AssertionError("a process is started beside MPI")
+
+    (tmp_path / "data").mkdir(exist_ok=True)
+    if comm.rank == 0:
+        shutil.copy(archive, tmp_path / "data" / "flower_photos.tgz")
+    comm.Barrier()
+    monkeypatch.setattr(os, "fork", refused)
+    monkeypatch.setattr("_posixsubprocess.fork_exec", refused)
+    words = ["--data", "flowers", "--cache-dir", tmp_path / "data", "--dry-run"]
+    words += ["--runs-dir", tmp_path, "--model", "resnet18", "--progress", "none"]
+    assert command_line([str(word) for word in words]) == 0
+    images = arrays(Path(tmp_path / "data" / "flowers.h5"))[0]
+    assert images.shape == (90, 100, 100, 3)

@@ -1,183 +1,242 @@
+"""Reading samples, however they are stored: any of them, in any order, by several threads."""
+
+import io
 import os
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
-from hpctrain.data import checks
-from hpctrain.data.pack import write_pack
-from hpctrain.data.packed import read_pack, verify
-from hpctrain.data.split import Split
-from hpctrain.errors import RunError, UsageError
-from tests.data.pictures import needs_h5py
+import hpctrain as hp
+from tests.support import ranks
+from tests.support.api import draw_crops, read_external
+from tests.support.external import pixels, write
+from tests.support.launch import run
+from tests.support.pictures import class_folders, make_pack
 
-SHAPE = (7, 5, 3)
-TRAIN, TEST = 101, 13
-
-
-def arrays(rows, seed):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (rows, *SHAPE), np.uint8), rng.integers(0, 3, rows)
-
-
-@pytest.fixture
-def splits():
-    return {"test": arrays(TEST, 1), "train": arrays(TRAIN, 0), "odd name": arrays(1, 2)}
+ROWS, SHAPE = 101, (7, 5, 3)
+IMAGES, LABELS = pixels(ROWS, SHAPE, 3)
+CHUNKED = {"chunks": (6, 7, 5, 3), "compression": "gzip"}
 
 
-@pytest.fixture
-def path(tmp_path, splits):
-    write_pack(tmp_path / "a.h5", splits, ("x", "yy", "æ€"), {"source": "numbers", "seed": 3})
-    return tmp_path / "a.h5"
+def pack_of_pixels(folder, seed=0):
+    images = IMAGES ^ np.uint8(seed)
+    splits = {"test": (images[:13], LABELS[:13]), "train": (images, LABELS)}
+    hp.write_pack(folder / "a.h5", splits, ("x", "yy", "æ€"), {"source": "here"})
+    return hp.read_pack(folder / "a.h5")
 
 
-def test_what_is_written_is_read(path, splits):
-    pack = read_pack(path)
-    assert pack.classes == ("x", "yy", "æ€") and pack.provenance == {"source": "numbers", "seed": 3}
-    assert list(pack.splits) == ["train", "test", "odd name"]
-    assert (pack.path, pack.file_size) == (str(path), path.stat().st_size)
-    assert pack.image_shape == SHAPE and pack.image_bytes == 105
-    for name, (images, labels) in splits.items():
-        with Split(pack, name) as rows:
-            out = np.empty(images.shape, np.uint8)
-            assert rows.gather(np.arange(len(rows)), out) is out
-            assert (out == images).all() and (rows.labels == labels).all()
-            assert rows.labels.dtype == np.int64 and len(rows) == len(images)
-    values = splits["train"][0] / 255
-    assert np.allclose(pack.mean, values.mean(axis=(0, 1, 2)), rtol=1e-13)
-    assert np.allclose(pack.std, values.std(axis=(0, 1, 2)), rtol=1e-13)
-    assert verify(pack) == []
-    assert pickle.loads(pickle.dumps(pack)) == pack
+def pack_of_jpegs(folder, seed=0):
+    images = class_folders(folder / "images", {"a": 60, "b": 41}, ".jpg", width=41, height=37)
+    words = {"size": "5x7", "encoding": "jpeg", "split": "1", "seed": seed}
+    return hp.read_pack(make_pack(images, folder / "a.h5", **words))
 
 
-def test_mean_and_std_are_exact_where_32_bits_would_not_do(tmp_path):
-    images = np.full((70001, 1, 1, 1), 255, np.uint8)  # one block, squares sum to more than 2^32
-    write_pack(tmp_path / "a.h5", {"train": (images, np.zeros(70001, int))}, ("a",), {})
-    pack = read_pack(tmp_path / "a.h5")
-    assert (pack.mean, pack.std) == ((1.0,), (0.0,))
+def external(images, layout=None, **storage):
+    def make(folder, seed=0):
+        path = write(folder / "a.h5", images, LABELS[::-1] if seed else LABELS, **storage)
+        return read_external(path, "x", "y", layout, "1", block_rows=0)
+
+    return make
 
 
-@pytest.mark.parametrize(
-    "indices",
-    [
-        [0],
-        [100, 0],
-        [5, 6, 7, 8],
-        [8, 7, 6, 5],
-        [3, 3, 3],
-        [7, 8, 7, 9, 8],
-        [5, 7, 6, 8],
-        [2, 4, 3, 5, 100, 99, 0, 1],
-        [],
-        list(range(101)),
-    ],
-)
-def test_gather_is_numpy_indexing(path, splits, indices):
-    with Split(read_pack(path), "train") as rows:
-        indices = np.array(indices, np.int64)
-        out = np.empty((len(indices), *SHAPE), np.uint8)
-        rows.gather(indices, out)
-        assert (out == splits["train"][0][indices]).all()
+KINDS = {
+    "pixels": pack_of_pixels,
+    "jpeg": pack_of_jpegs,
+    "external": external(IMAGES),
+    "external, NCHW": external(IMAGES.transpose(0, 3, 1, 2), "NCHW"),
+    "external, floats": external(IMAGES / np.float32(255)),
+    "external, chunks": external(IMAGES, **CHUNKED),
+}
 
 
-def test_gather_of_random_batches_from_several_threads(path, splits):
-    images = splits["train"][0]
-    with Split(read_pack(path), "train") as rows:
-
-        def gathered(seed):
-            indices = np.random.default_rng(seed).integers(0, TRAIN, 23)
-            out = np.empty((23, *SHAPE), np.uint8)
-            return (rows.gather(indices, out) == images[indices]).all()
-
-        with ThreadPoolExecutor(4) as threads:
-            assert all(threads.map(gathered, range(100)))
+@pytest.fixture(scope="module", params=KINDS)
+def opened(request, tmp_path_factory):
+    """What is known of a file, its training split, and all its images, read at once."""
+    pack = KINDS[request.param](tmp_path_factory.mktemp("split"))
+    with hp.Split(pack, "train", threads=3) as split:
+        yield pack, split, gather(split, np.arange(ROWS))
 
 
-def test_consecutive_rows_are_read_together(path, monkeypatch):
-    calls = []
-    preadv = os.preadv
-    monkeypatch.setattr(
-        checks.os, "preadv", lambda *args: calls.append(len(args[1])) or preadv(*args)
+def gather(split, rows, *more):
+    out = np.empty((len(rows), *split.image_shape), split.dtype)
+    assert split.gather(np.asarray(rows, np.int64), out, *more) is out
+    return out
+
+
+def test_all_samples_are_read_with_their_labels(opened):
+    pack, split, images = opened
+    assert (len(split), split.image_shape, split.dtype) == (ROWS, SHAPE, images.dtype)
+    assert len(np.unique(images.reshape(ROWS, -1), axis=0)) == ROWS
+    assert pack.splits.keys() >= {"train"} and pickle.loads(pickle.dumps(pack)) == pack
+    if len(pack.classes) == 3:
+        scale = 255 if images.dtype.kind == "f" else 1
+        stored = {image.tobytes(): label for image, label in zip(IMAGES, LABELS, strict=True)}
+        found = [stored[np.rint(image * scale).astype(np.uint8).tobytes()] for image in images]
+        assert split.labels.tolist() == found
+    assert split.read_labels(np.array([3, 0, 3])).tolist() == split.labels[[3, 0, 3]].tolist()
+
+
+@given(
+    rows=st.one_of(
+        st.lists(st.integers(0, ROWS - 1), max_size=150),
+        st.builds(lambda a, b: list(range(min(a, b), max(a, b))), *[st.integers(0, ROWS)] * 2),
+        st.permutations(range(ROWS)),
     )
-    with Split(read_pack(path), "train") as rows:
-        for indices, buffers in (
-            (range(40, 60), [1]),
-            ([9, 8, 7], [3]),
-            ([1, 2, 9, 10], [1, 1]),
-            ([4, 2], [1, 1]),
-        ):
-            calls.clear()
-            rows.gather(np.array(indices), np.empty((len(indices), *SHAPE), np.uint8))
-            assert calls == buffers
+)
+def test_gather_is_numpy_indexing(opened, rows):
+    _, split, images = opened
+    assert np.array_equal(gather(split, rows), images[np.array(rows, np.int64)])
 
 
-def test_more_rows_than_one_call_takes(path, splits, monkeypatch):
-    monkeypatch.setattr(checks, "IOV_MAX", 2)
-    with Split(read_pack(path), "train") as rows:
-        out = np.empty((TRAIN, *SHAPE), np.uint8)
-        rows.gather(np.arange(TRAIN)[::-1], out)
-        assert (out == splits["train"][0][::-1]).all()
+def test_several_threads_may_gather_at_once(opened):
+    _, split, images = opened
+
+    def is_right(seed):
+        rows = np.random.default_rng(seed).integers(0, ROWS, 23)
+        return np.array_equal(gather(split, rows), images[rows])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_right, range(40)))
 
 
-def test_a_system_that_reads_a_few_bytes_at_a_time(path, splits, monkeypatch):
+def test_wrong_calls_are_errors(opened):
+    pack, split, _ = opened
+    for rows in ([-1], [ROWS], [0, 1000]):
+        with pytest.raises(IndexError, match=str(ROWS)):
+            gather(split, rows)
+    for out in (
+        np.empty((2, 7, 5, 1), split.dtype),
+        np.empty((2, *SHAPE), np.int8),
+        np.empty((4, *SHAPE), split.dtype)[::2],
+    ):
+        with pytest.raises(ValueError, match="C-contiguous"):
+            split.gather(np.array([0, 1]), out)
+    with pytest.raises(hp.UsageError, match=r"'val'.* train"):
+        hp.Split(pack, "val")
+
+
+def test_a_system_that_reads_a_few_bytes_at_a_time_is_asked_again(tmp_path, monkeypatch):
     def stutter(descriptor, buffers, offset):
         return os.readv(descriptor, [buffers[0][:11]]) if os.lseek(descriptor, offset, 0) else 0
 
-    with Split(read_pack(path), "train") as rows:
-        monkeypatch.setattr(checks.os, "preadv", stutter)
-        out = np.empty((3, *SHAPE), np.uint8)
-        rows.gather(np.array([5, 4, 77]), out)
-        assert (out == splits["train"][0][[5, 4, 77]]).all()
+    with hp.Split(pack_of_pixels(tmp_path), "train") as split:
+        monkeypatch.setattr(os, "preadv", stutter)
+        assert np.array_equal(gather(split, [5, 4, 77]), IMAGES[[5, 4, 77]])
 
 
-def test_wrong_use_is_named(path):
-    pack = read_pack(path)
-    with Split(pack, "train") as rows:
-        for indices in ([-1], [101], [0, 1000]):
-            with pytest.raises(IndexError, match="that has 101"):
-                rows.gather(np.array(indices), np.empty((len(indices), *SHAPE), np.uint8))
-        two = np.array([0, 1])
-        with pytest.raises(ValueError, match="C-contiguous"):
-            rows.gather(two, np.empty((2, 7, 5, 1), np.uint8))
-        with pytest.raises(ValueError, match="C-contiguous"):
-            rows.gather(two, np.empty((2, *SHAPE), np.int8))
-        with pytest.raises(ValueError, match="C-contiguous"):
-            rows.gather(two, np.empty((4, *SHAPE), np.uint8)[::2])
-    with pytest.raises(UsageError, match="has no split 'val'; it has train, test, odd name"):
-        Split(pack, "val")
+def test_more_samples_than_one_system_call_takes(tmp_path):
+    """1,024 buffers."""
+    images = np.random.default_rng(0).integers(0, 256, (3001, 2, 1, 1), np.uint8)
+    hp.write_pack(tmp_path / "a.h5", {"train": (images, np.zeros(3001, int))}, ["a"])
+    with hp.Split(hp.read_pack(tmp_path / "a.h5"), "train") as split:
+        assert np.array_equal(gather(split, np.arange(3001)[::-1]), images[::-1])
 
 
-def test_a_file_cut_short_while_in_use_is_an_error_not_a_signal(path):
-    pack = read_pack(path)
-    with Split(pack, "train") as rows:
-        os.truncate(path, pack.splits["train"].images_offset + 50 * 105 + 1)
-        out = np.empty((1, *SHAPE), np.uint8)
-        rows.gather(np.array([49]), out)  # still whole
-        with pytest.raises(RunError, match="cut short while in use") as caught:
-            rows.gather(np.array([50]), out)
-        assert str(path) in str(caught.value)
-    with pytest.raises(UsageError, match="bytes here, but .* when it was checked"):
-        Split(pack, "train")
-    path.unlink()
-    with pytest.raises(UsageError, match="No such file"):
-        Split(pack, "train")
+def test_any_number_of_threads_decodes_the_same_bits(tmp_path):
+    pack, rows = pack_of_jpegs(tmp_path), np.random.default_rng(0).integers(0, ROWS, 101)
+    found = []
+    for threads in (1, 2, 5):
+        with hp.Split(pack, "train", threads) as split:
+            crops = draw_crops(0.08, 101, 7)
+            found.append(np.stack([gather(split, rows), gather(split, rows, crops)]))
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+    assert not np.array_equal(found[0][0], found[0][1])
 
 
-def test_another_pack_of_the_same_size_in_its_place_is_noticed(path, splits):
-    pack, size = read_pack(path), path.stat().st_size
-    images, labels = splits["train"]
-    write_pack(
-        path,
-        {**splits, "train": (images ^ 1, labels)},
-        pack.classes,
-        {"source": "numbers", "seed": 3},
-        overwrite=True,
-    )
-    assert path.stat().st_size == size
-    with pytest.raises(UsageError, match=f"is not the file that was checked .uuid {pack.uuid}"):
-        Split(pack, "train")
+def test_odd_metadata_of_a_jpeg_file_warns_while_packing_only(tmp_path):
+    """Pillow's warnings would come from threads in mid-epoch; here they are errors."""
+    for number in range(3):
+        file = io.BytesIO()
+        exif = b"Exif\0\0II*\0\x08\0\0\0\x09"
+        Image.new("RGB", (5, 7), (number, 0, 0)).save(file, "JPEG", exif=exif)
+        (tmp_path / "images/a").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"images/a/{number}.jpg").write_bytes(file.getvalue())
+    path = make_pack(tmp_path / "images", tmp_path / "a.h5", encoding="jpeg", split="1")
+    with hp.Split(hp.read_pack(path), "train") as split:
+        assert len(gather(split, [0, 1, 2])) == 3
 
 
-def test_reading_needs_no_hdf5(path):
-    assert not needs_h5py(read_pack(path))
+IMPORTS = """
+import pickle, sys
+import numpy as np
+import hpctrain as hp
+for pack in pickle.loads(eval(sys.argv[1])):
+    split = hp.Split(pack, "train")
+    split.gather(np.array([1]), np.empty((1, *split.image_shape), np.uint8))
+sys.exit("h5py" in sys.modules)
+"""
+
+
+def test_ranks_that_are_sent_a_pack_read_it_without_hdf5(tmp_path):
+    for kind in ("pixels", "jpeg"):
+        (tmp_path / kind).mkdir()
+    packs = [KINDS[kind](tmp_path / kind) for kind in ("pixels", "jpeg")]
+    done = run([sys.executable, "-c", IMPORTS, repr(pickle.dumps(packs))])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Files that change while they are read
+
+
+CHANGES = {
+    "cut short": lambda path, other: os.truncate(path, 3000),
+    "overwritten": lambda path, other: path.write_bytes(other.read_bytes()),
+    "replaced": lambda path, other: os.replace(other, path),
+    "removed": lambda path, other: path.unlink(),
+    "longer": lambda path, other: os.truncate(path, path.stat().st_size + 1),
+}
+
+
+def refusal(comm, pack):
+    with pytest.raises((hp.UsageError, hp.RunError)) as caught:
+        hp.Split(pack, "train")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_rank_refuses_a_file_that_is_not_the_one_that_was_checked(tmp_path, kind, change):
+    (tmp_path / "other").mkdir()
+    pack, other = KINDS[kind](tmp_path), KINDS[kind](tmp_path / "other", 1)
+    assert pack.file_size == other.file_size
+    path = Path(pack.path)
+    CHANGES[change](path, Path(other.path))
+    (said,) = ranks.on_ranks(1, refusal, pack=pack)
+    assert str(path) in said and "\n" not in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_cut_short_in_use_is_an_error_and_no_crash(tmp_path, kind):
+    pack = KINDS[kind](tmp_path)
+    with hp.Split(pack, "train") as split:
+        gather(split, np.arange(ROWS))
+        os.truncate(pack.path, 3000)
+        with pytest.raises(hp.RunError) as caught:
+            gather(split, np.arange(ROWS))
+    assert pack.path in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "external, chunks"])
+def test_damage_that_a_decoder_meets_is_named(tmp_path, kind):
+    pack = KINDS[kind](tmp_path)
+    with h5py.File(pack.path) as file:
+        if kind == "jpeg":
+            place = file["train/bytes"].id.get_offset() + int(file["train/offsets"][31])
+        else:
+            place = file["x"].id.get_chunk_info(5).byte_offset  # images 30 to 35
+    with open(pack.path, "r+b") as file:
+        file.seek(place)
+        file.write(bytes(9))
+    with hp.Split(pack, "train", threads=4) as split:
+        with pytest.raises(hp.RunError, match=r"\b3[01]\b") as caught:
+            gather(split, np.arange(ROWS))
+        assert pack.path in str(caught.value) and "\n" not in str(caught.value)
+        assert caught.value.exit_code == 1

@@ -12,8 +12,8 @@ import pytest
 from hpctrain.data import loader
 from hpctrain.streams import Snapshot, Upload
 from hpctrain.training.train import train
-from tests import external
 from tests.data.pictures import class_folders, pack
+from tests.support import external
 from tests.support.packs import make_pack
 from tests.training.runs import short_run
 

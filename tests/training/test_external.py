@@ -25,7 +25,7 @@ from hpctrain.training import loop as inner
 from hpctrain.training import train as loop
 from hpctrain.training.setup import set_up
 from hpctrain.training.steps import NonFinite
-from tests.external import pixels, write
+from tests.support.external import pixels, write
 from tests.support.launch import run_mpi
 from tests.support.packs import make_pack
 from tests.training.runs import short_run

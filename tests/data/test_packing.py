@@ -1,0 +1,309 @@
+"""From image files to a pack by the command: sizes, channels, duplicates, bad files, crashes."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.support.api import command_line
+from tests.support.launch import Job, marked, run
+from tests.support.pictures import (
+    arrays,
+    class_folders,
+    command_words,
+    counts,
+    encode,
+    facts,
+    make_pack,
+    picture,
+    placed,
+    tar,
+    zipped,
+)
+from tests.support.wait import wait_for
+
+CLASSES = {"a": 43, "b": 37, "c": 21}  # 101 images
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return class_folders(tmp_path_factory.mktemp("source") / "images", CLASSES)
+
+
+@pytest.fixture
+def refusal(capfd):
+    """Pack what cannot be packed; returns the last line of stderr."""
+
+    def refuse(source, output, code=2, **settings):
+        capfd.readouterr()
+        before = sorted(os.listdir(output.parent)) if output.parent.is_dir() else None
+        assert command_line(command_words(source, output, **settings)) == code
+        after = sorted(os.listdir(output.parent)) if output.parent.is_dir() else None
+        assert after == before
+        return capfd.readouterr().err.rstrip("\n").split("\n")[-1]
+
+    return refuse
+
+
+def images_in(path):
+    with h5py.File(path) as file:
+        return sum(len(group["labels"]) for group in file.values())
+
+
+def test_equal_settings_give_equal_bytes_and_another_seed_another_order(folder, tmp_path):
+    one, two, other = (tmp_path / f"{n}.h5" for n in "123")
+    for path, seed in ((one, 0), (two, 0), (other, 1)):
+        make_pack(folder, path, seed=seed)
+    assert one.read_bytes() == two.read_bytes()
+    assert placed(one).keys() == placed(other).keys() == set(range(101))
+    assert placed(one) != placed(other)
+    with h5py.File(one) as file:  # and no time of day
+        assert h5py.h5g.get_objinfo(file["train/images"].id).mtime == 0
+
+
+@pytest.mark.parametrize("make", [tar, zipped])
+def test_several_jobs_pack_an_archive_as_one_job_packs_its_folder(folder, tmp_path, make):
+    (folder / "b" / "broken.png").write_bytes(b"")
+    make_pack(folder, tmp_path / "1.h5", skip_bad=True)
+    (tmp_path / "x").mkdir()
+    archive = make(tmp_path / "x" / "images", folder, "top/")
+    make_pack(archive, tmp_path / "2.h5", skip_bad=True, jobs=3)
+    (folder / "b" / "broken.png").unlink()
+    for split in ("train", "test"):
+        for one, other in zip(*(arrays(tmp_path / f"{n}.h5", split) for n in "12"), strict=True):
+            assert np.array_equal(one, other)
+    assert sorted(os.listdir(tmp_path)) == ["1.h5", "2.h5", "x"]  # nothing was unpacked
+    assert os.listdir(tmp_path / "x") == ["images"]
+
+
+def test_channels_are_those_of_the_images_or_of_the_setting(folder, tmp_path):
+    gray = class_folders(tmp_path / "gray", {"a": 9, "b": 9}, channels=1)
+    assert arrays(make_pack(gray, tmp_path / "1.h5"))[0].shape[1:] == (11, 13, 1)
+    assert arrays(make_pack(gray, tmp_path / "2.h5", channels=3))[0].shape[1:] == (11, 13, 3)
+    assert arrays(make_pack(folder, tmp_path / "3.h5", channels=1))[0].shape[1:] == (11, 13, 1)
+    (gray / "b" / "zzz.png").write_bytes(encode(picture(99)))  # the last one has colour
+    assert arrays(make_pack(gray, tmp_path / "4.h5"))[0].shape[1:] == (11, 13, 3)
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_sizes_that_differ_are_refused_wherever_they_are(tmp_path, refusal, jobs):
+    """Far behind the first; and beside a first that has a header but cannot be decoded."""
+    far = class_folders(tmp_path / "far", {"a": 300, "b": 3})
+    class_folders(far / "c", {"x": 2}, width=17)
+    said = refusal(far, tmp_path / "a.h5", jobs=jobs)
+    assert "a/000.png" in said and "13x11" in said and "c/x/000.png" in said and "17x11" in said
+    near = class_folders(tmp_path / "near", {"a": 40})
+    (near / "a" / "000.png").write_bytes((near / "a" / "000.png").read_bytes()[:50])
+    (near / "a" / "001.png").write_bytes(encode(picture(1, 19, 11)))
+    assert "a/001.png" in refusal(near, tmp_path / "a.h5", jobs=jobs)
+    make_pack(far, tmp_path / "a.h5", size="13x11", split="1")
+    assert images_in(tmp_path / "a.h5") == 305
+
+
+def test_too_little_room_is_seen_before_any_work(folder, tmp_path, refusal, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**5)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert "free" in refusal(folder, tmp_path / "a.h5", 1, size="100x100")
+
+
+def test_a_file_is_replaced_only_if_it_is_a_pack_and_overwrite_is_given(folder, tmp_path, refusal):
+    output = tmp_path / "a.h5"
+    output.write_text("precious")
+    assert "--overwrite" in refusal(folder, output)
+    assert "no pack" in refusal(folder, output, overwrite=True)
+    assert output.read_text() == "precious"
+    output.unlink()
+    for _ in range(2):
+        make_pack(folder, output, overwrite=True)
+    before = output.read_bytes()
+    refusal(folder, output)
+    refusal(tmp_path / "none", output, overwrite=True)
+    assert output.read_bytes() == before
+
+
+def test_the_pack_is_named_after_its_source(folder, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert command_line(["pack", str(folder), "--jobs", "2", "--split", "0.8,0.1,0.1"]) == 0
+    assert command_line(["pack", "--check", "images.h5"]) == 0
+    shown = capfd.readouterr().out
+    assert all(name in shown for name in ("images.h5", "validation", "101"))
+
+
+def test_equal_files_stay_in_one_split_and_are_reported(tmp_path, capfd):
+    root = class_folders(tmp_path / "images", {"a": 40, "b": 40})
+    for name in ("a/twin.png", "b/twin.png"):
+        shutil.copy(root / "a/003.png", root / name)
+    for seed in range(5):
+        path = make_pack(root, tmp_path / "a.h5", seed=seed, split="0.5,0.5", overwrite=True)
+        said = capfd.readouterr().err
+        assert all(name in said for name in ("a/003.png", "a/twin.png", "b/twin.png"))
+        assert counts(path) == {"train": [21, 21], "test": [20, 20]}
+        images = [arrays(path, name)[0] for name in ("train", "test")]
+        assert sum((of == picture(3)).all((1, 2, 3)).any() for of in images) == 1
+        assert facts(path)["provenance"]["duplicates"]["groups"] == 1
+
+
+def test_copies_of_test_images_are_left_out_of_train(tmp_path):
+    root = tmp_path / "images"
+    class_folders(root / "train", {"a": 9, "b": 9})
+    (root / "test" / "a").mkdir(parents=True)
+    for name in ("003.png", "004.png"):
+        shutil.copy(root / "train" / "a" / name, root / "test" / "a" / name)
+    path = make_pack(root, tmp_path / "a.h5")
+    assert counts(path) == {"train": [7, 9], "test": [2, 0]}
+    assert {n for n, (split, _) in placed(path).items() if split == "test"} == {3, 4}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_unreadable_files_are_listed_and_refused_unless_skipped(tmp_path, refusal, capfd, jobs):
+    root = class_folders(tmp_path / "images", {"a": 23, "b": 23})
+    whole = encode(picture(1), "JPEG")
+    bad = ["a/half.jpg", "a/notes.txt", "b/empty.png", "b/[red]\x1b[2J.png"]
+    for name, data in zip(bad, (whole[: len(whole) // 2], b"hello", b"", b""), strict=True):
+        (root / name).write_bytes(data)
+    (root / "b" / ".hidden").write_text("ignored")
+    assert refusal(root, tmp_path / "a.h5", jobs=jobs).startswith("hpctrain: 4 of 50 files")
+    path = make_pack(root, tmp_path / "a.h5", jobs=jobs, skip_bad=True)
+    said = capfd.readouterr().err
+    assert all(name in said for name in bad[:3]) and "\x1b" not in said  # no terminal command
+    assert images_in(path) == 46
+    skipped = facts(path)["provenance"]["skipped"]
+    assert skipped["files"] == 4 and skipped["names"][0] == "a/half.jpg"
+
+
+def test_a_source_without_a_readable_image_is_refused(tmp_path, refusal):
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "x.txt").write_text("hello")
+    for settings in ({}, {"size": "9x9", "channels": 3, "skip_bad": True}):
+        assert "none of its 1 files" in refusal(tmp_path / "images", tmp_path / "a.h5", **settings)
+
+
+def test_splits_of_the_source_are_kept_and_validation_is_drawn_if_asked(tmp_path):
+    root = tmp_path / "images"
+    class_folders(root / "train", {"a": 40, "b": 40})
+    class_folders(root / "test", {"a": 10, "b": 10}, width=17)
+    made = make_pack(root, tmp_path / "a.h5", size="13x11")
+    assert counts(made) == {"train": [40, 40], "test": [10, 10]}
+    drawn = make_pack(root, tmp_path / "b.h5", size="13x11", split="0.6,0.2,0.2", jobs=2)
+    assert counts(drawn) == {"train": [30, 30], "validation": [10, 10], "test": [10, 10]}
+    assert np.array_equal(arrays(drawn, "test")[0], arrays(made, "test")[0])
+    assert facts(drawn)["provenance"]["split_by"] == "folders"
+    class_folders(root / "val", {"a": 2, "b": 3}, width=15)
+    given = make_pack(root, tmp_path / "c.h5", size="13x11")
+    assert counts(given) == {"train": [40, 40], "validation": [2, 3], "test": [10, 10]}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_full_disk_is_one_line_and_leaves_nothing(folder, tmp_path, refusal, jobs):
+    """The limit of a process on file sizes stands in for the disk: the workers inherit it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        assert "no room left" in refusal(folder, tmp_path / "a.h5", 1, jobs=jobs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+# Workers that die, and packing that is killed
+
+
+def change_workers(monkeypatch, folder, change):
+    """Let worker processes run this code when they start."""
+    lines = "".join(f"    {line}\n" for line in change.splitlines())
+    condition = "import os, sys\nif '--multiprocessing-fork' in sys.orig_argv:\n"
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(condition + lines)
+    path = f"{folder}/site:{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setitem(os.environ, "PYTHONPATH", path)
+
+
+OPENED = """
+from PIL import Image
+opened = Image.open
+def changed(file, **options):
+    image = opened(file, **options)
+    {change}
+    return image
+Image.open = changed
+"""
+CRASH = OPENED.format(change="if image.size == (13, 12): os.kill(os.getpid(), 11)")
+HANG = OPENED.format(
+    change="open(os.environ['HPCTRAIN_TEST'] + '/begun', 'w').close(); import time; time.sleep(999)"
+)
+
+
+def test_an_image_that_crashes_its_decoder_ends_packing_in_one_line(tmp_path, monkeypatch, refusal):
+    root = class_folders(tmp_path / "images", {"a": 43, "b": 47})
+    (root / "b" / "hostile.png").write_bytes(encode(picture(1, 13, 12)))
+    change_workers(monkeypatch, tmp_path, CRASH)
+    (tmp_path / "out").mkdir()
+    said = refusal(root, tmp_path / "out" / "a.h5", 1, jobs=2, size="7x5", channels=3)
+    assert "worker process" in said and "--jobs 1" in said
+
+
+def test_one_job_shows_where_a_decoder_crashes(folder, tmp_path):
+    code = "import os, sys; from PIL import Image; from hpctrain.cli import main\n"
+    code += "Image.open = lambda *of, **how: os.kill(os.getpid(), 11)\nmain(sys.argv[1:])"
+    done = run([sys.executable, "-c", code, *command_words(folder, tmp_path / "a.h5")])
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr and "images.py" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_packing_that_is_killed_leaves_no_pack_and_no_process(tmp_path, monkeypatch, number):
+    """Even if its workers hang in an image. The next one removes what is left."""
+    change_workers(monkeypatch, tmp_path, HANG)
+    root = class_folders(tmp_path / "images", {"a": 20, "b": 20})
+    output = tmp_path / "out" / "a.h5"
+    output.parent.mkdir()
+    words = command_words(root, output, jobs=2, size="500x500", channels=3)
+    packing = Job([sys.executable, "-m", "hpctrain", *words], {"HPCTRAIN_TEST": str(tmp_path)})
+    wait_for((tmp_path / "begun").exists)
+    os.killpg(packing.pid, number) if number == signal.SIGINT else packing.send_signal(number)
+    said = packing.communicate(timeout=90)[1]
+    assert packing.returncode not in (0, 2) and "Traceback" not in said
+    left = os.listdir(output.parent)
+    assert not left or (number != signal.SIGINT and re.fullmatch(r"\.a\.h5\..*\.tmp", *left))
+    wait_for(lambda: not marked(packing.mark))
+    elsewhere = [name.replace(socket.gethostname(), "elsewhere") for name in left]
+    for name in elsewhere:  # of a host where it may still be written
+        (output.parent / name).touch()
+    make_pack(class_folders(tmp_path / "few", {"a": 2}), output, split="1")
+    assert sorted(os.listdir(output.parent)) == sorted([*elsewhere, "a.h5"])
+
+
+WRITER = """
+import signal, sys, time
+import numpy as np
+import hpctrain as hp
+class Rows:
+    dtype, ndim, shape = np.dtype(np.uint8), 4, (99999, 32, 32, 1)
+    def __len__(self):
+        return 99999
+    def __getitem__(self, rows):
+        if rows.start:
+            print("writing", flush=True)
+            signal.pause()
+        return np.zeros((rows.stop - rows.start, 32, 32, 1), np.uint8)
+hp.write_pack(sys.argv[1], {"train": (Rows(), np.zeros(99999, int))}, "a", {})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_write_pack_that_is_killed_leaves_no_pack(tmp_path, number):
+    writer = Job([sys.executable, "-c", WRITER, str(tmp_path / "a.h5")])
+    assert writer.stdout.readline() == "writing\n"
+    writer.send_signal(number)
+    writer.communicate(timeout=90)
+    left = list(tmp_path.iterdir())
+    assert not [file for file in left if not file.name.startswith(".")]
+    assert number == signal.SIGKILL or not left
+    for file in left:
+        assert command_line(["pack", "--check", str(file)]) == 2
