@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hpctrain as hp
-from tests.support.api import BatchNorms, Message, assign_shards, make_reduce
+from tests.support.api import placement
 
 pytestmark = pytest.mark.ranks
 C = 3
@@ -34,16 +34,16 @@ def activations(counts, dim, ratio, skew=0.0, seed=0):
 
 def run_steps(comm, model, steps, mode="exact", shift=True):
     """Training forwards of `steps` (lists of one array a shard) over all ranks; no weights."""
-    norms = BatchNorms(model.train(), mode)
-    message = Message(model, norms.channels, comm.rank, comm.size)
-    reduce = make_reduce(comm, message)
+    norms = hp.BatchNorms(model.train(), mode)
+    message = hp.Message(model, norms.channels, comm.rank, comm.size)
+    reduce = hp.choose_reduce(comm, message)
     first = torch.from_numpy(next(a for a in steps[0] if len(a) > 1))
     probe = norms.probe(lambda: model(first), len(first))
     norms.start(probe if shift else probe._replace(means=torch.zeros_like(probe.means)))
     for arrays in steps:
         total = sum(map(len, arrays))
         message.zero()
-        for shard in assign_shards(len(arrays), comm.size)[comm.rank]:
+        for shard in placement.assign_shards(len(arrays), comm.size)[comm.rank]:
             if rows := len(arrays[shard]):
                 loss = model(torch.from_numpy(arrays[shard])).square().sum()
                 norms.collect(message.moments, rows, total)
@@ -179,7 +179,7 @@ def test_the_first_forward_that_measures_the_shift_leaves_no_trace(comm):
 
     model = Odd().train()
     model.norm.running_mean.fill_(5.0)
-    norms, x = BatchNorms(model), torch.randn(4, C, 5, 5) + 3
+    norms, x = hp.BatchNorms(model), torch.randn(4, C, 5, 5) + 3
     probe = norms.probe(lambda: model(x), 4)
     assert probe.elements == [25]
     torch.testing.assert_close(probe.means, x.mean((0, 2, 3)))
@@ -190,24 +190,24 @@ def test_the_first_forward_that_measures_the_shift_leaves_no_trace(comm):
 def test_layers_that_cannot_be_pooled_are_refused_by_name(comm):
     shared = nn.BatchNorm2d(C)
     twice, x = nn.Sequential(shared, nn.ReLU(), shared).train(), torch.randn(4, C, 5, 5)
-    norms = BatchNorms(twice)
+    norms = hp.BatchNorms(twice)
     with pytest.raises(hp.UsageError, match="layer 0 runs 2 times"):
         norms.probe(lambda: twice(x), 4)
     with pytest.raises(hp.UsageError, match="SyncBatchNorm"):
-        BatchNorms(nn.Sequential(nn.SyncBatchNorm(C)).train())
+        hp.BatchNorms(nn.Sequential(nn.SyncBatchNorm(C)).train())
 
 
 def test_frozen_layers_keep_their_statistics(comm):
     model = nn.Sequential(nn.BatchNorm2d(C), nn.BatchNorm2d(C)).train()
     model[0].eval()
-    assert list(BatchNorms(model).layers) == ["1"]
+    assert list(hp.BatchNorms(model).layers) == ["1"]
 
 
 def test_buffers_stay_tensors_of_their_own(comm):
     """No views of one vector: kernels find each aligned, compilers none that alias."""
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(5), nn.BatchNorm2d(3)).train()
     before = dict(model.named_buffers())
-    BatchNorms(model)
+    hp.BatchNorms(model)
     buffers = dict(model.named_buffers())
     assert all(buffers[name] is before[name] for name in before)
     assert len({b.untyped_storage().data_ptr() for b in buffers.values()}) == len(buffers) == 9

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hpctrain as hp
-from tests.support.api import Message, make_reduce, make_sum
+from tests.support.api import make_sum
 from tests.support.simulated import on_simulated_ranks
 
 
@@ -71,9 +71,11 @@ def test_one_rank_rounds_nothing():
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_numbers_after_the_gradients_are_not_rounded(comm, overlap):
     """Otherwise the counts of samples would not be exact."""
-    message = Message(nn.Sequential(nn.Linear(37, 11), nn.Linear(11, 3)), 5, comm.rank, comm.size)
+    message = hp.Message(
+        nn.Sequential(nn.Linear(37, 11), nn.Linear(11, 3)), 5, comm.rank, comm.size
+    )
     message.tensor[message.layout.length :] = 2.0**20 + 1
-    reduce = make_reduce(comm, message, comm_dtype="bf16", overlap=overlap)
+    reduce = hp.choose_reduce(comm, message, comm_dtype="bf16", overlap=overlap)
     reduce.begin([0])
     reduce.accumulate(0)
     reduce()
@@ -83,6 +85,17 @@ def test_numbers_after_the_gradients_are_not_rounded(comm, overlap):
 
 @pytest.mark.ranks
 def test_float64_is_refused(comm):
-    message = Message(nn.Linear(3, 2).double(), 0, comm.rank, comm.size)
+    message = hp.Message(nn.Linear(3, 2).double(), 0, comm.rank, comm.size)
     with pytest.raises(hp.UsageError, match="--comm-dtype bf16 .*float64"):
-        make_reduce(comm, message, comm_dtype="bf16")
+        hp.choose_reduce(comm, message, comm_dtype="bf16")
+
+
+@pytest.mark.ranks(3)
+def test_a_network_learns_as_well(comm, short):
+    ends = []
+    for dtype in ("fp32", "bf16"):
+        how = {"run": dtype, "comm_dtype": dtype, "epochs": 12}
+        ends.append(hp.train(**short | how).figures)
+    assert ends[1]["test_accuracy"] > 0.8
+    assert abs(ends[0]["test_accuracy"] - ends[1]["test_accuracy"]) < 0.1
+    assert ends[0]["test_loss"] != ends[1]["test_loss"]

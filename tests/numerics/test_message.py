@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from tests.support.api import Message
+import hpctrain as hp
 
 
 def add_up(messages):
@@ -21,7 +21,7 @@ def add_up(messages):
 
 
 def messages_of(size, model=None):
-    return [Message(model or nn.Linear(3, 2), 5, rank, size) for rank in range(size)]
+    return [hp.Message(model or nn.Linear(3, 2), 5, rank, size) for rank in range(size)]
 
 
 @st.composite
@@ -47,7 +47,7 @@ def test_every_parameter_has_a_place_of_its_own_in_weights_and_gradients(net, ch
     """At multiples of 64 numbers, as kernels like it, with the strides that it had."""
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     strides = {name: torch.empty_like(p).stride() for name, p in net.named_parameters()}
-    message = Message(net, channels, size - 1, size)
+    message = hp.Message(net, channels, size - 1, size)
     message.zero()
     owners = torch.zeros(len(message.gradients), dtype=torch.int64)
     gradients = {}

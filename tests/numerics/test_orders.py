@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.support.api import Permutation, cut_epoch, make_order
+import hpctrain as hp
+from tests.support.api import Permutation, make_order
 
 ROWS, SHARDS = 1009, 5
-PARTITION = cut_epoch(ROWS, 64, SHARDS)
+PARTITION = hp.cut_epoch(ROWS, 64, SHARDS)
 ORDERS = {
     "partition": {},
     "partition, scattered": {"scattered": True},
@@ -93,7 +94,7 @@ def orders(draw):
     """A function that makes an order anew, of any kind, of any partition."""
     shards = draw(st.integers(1, 12))
     rows = draw(st.integers(shards, 400))
-    partition = cut_epoch(rows, draw(st.integers(shards, 60)), shards)
+    partition = hp.cut_epoch(rows, draw(st.integers(shards, 60)), shards)
     name, seed = draw(st.sampled_from(["partition", "global", "blocks"])), draw(st.integers(0, 99))
     how = {"scattered": draw(st.booleans())}
     if name == "blocks":
@@ -190,7 +191,7 @@ def test_classes_are_mixed_in_every_mini_batch(name, sorted_file):
     if not sorted_file:
         classes = np.random.default_rng(0).permutation(classes)
     blocks = {"block_rows": 5, "window_blocks": 1000}
-    partition = cut_epoch(rows, 128, 2)
+    partition = hp.cut_epoch(rows, 128, 2)
     order = make_order(name, partition, 0, **blocks, scattered=sorted_file)
     assert 1e-3 < mix(order, classes, 64) < 0.999
     if sorted_file and name != "global":

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hpctrain as hp
-from tests.support.api import Message, Transport, assign_shards, make_reduce
+from tests.support.api import Transport, placement
 from tests.support.transports import MAKERS
 from tests.support.wait import wait_for
 
@@ -95,9 +95,9 @@ def inputs(step, shard, dtype):
 
 def steps(comm, model, overlap, number=3, shards=None, tree=False, missing=(), **how):
     """The message after each of some steps; (step, shard) that is `missing` has no rows."""
-    message = model.message = Message(model, 5, comm.rank, comm.size)
-    runs = assign_shards(shards or comm.size, comm.size)
-    reduce = make_reduce(comm, message, runs if tree else None, overlap=overlap, **how)
+    message = model.message = hp.Message(model, 5, comm.rank, comm.size)
+    runs = placement.assign_shards(shards or comm.size, comm.size)
+    reduce = hp.choose_reduce(comm, message, runs if tree else None, overlap=overlap, **how)
     try:
         for step in range(number):
             message.zero()
@@ -266,9 +266,9 @@ def test_segments_begin_with_a_parameter_and_are_about_equal(comm):
     def lengths(overlap):
         found = []
         net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
-        message = Message(net, 0, comm.rank, comm.size)
+        message = hp.Message(net, 0, comm.rank, comm.size)
         transport = Watched(MAKERS["host memory"](comm), lambda vector: found.append(len(vector)))
-        reduce = make_reduce(comm, message, transport=transport, overlap=overlap)
+        reduce = hp.choose_reduce(comm, message, transport=transport, overlap=overlap)
         reduce()
         reduce.close()
         return [length // 4096 for length in found[:-1]]
@@ -296,7 +296,7 @@ def test_what_fails_in_the_thread_reaches_the_step(comm):
 
 def test_nothing_stays_after_the_last_step(comm):
     model, before = Layers(), threading.active_count()
-    reduce = make_reduce(comm, Message(model, 0, comm.rank, comm.size), overlap=3)
+    reduce = hp.choose_reduce(comm, hp.Message(model, 0, comm.rank, comm.size), overlap=3)
     reduce()
     assert threading.active_count() == before + 1
     assert all(p._post_accumulate_grad_hooks for p in model.parameters())
@@ -306,10 +306,10 @@ def test_nothing_stays_after_the_last_step(comm):
 
 
 def test_an_mpi_that_one_thread_may_call_is_refused(comm, monkeypatch):
-    message = Message(Layers(), 0, comm.rank, comm.size)
+    message = hp.Message(Layers(), 0, comm.rank, comm.size)
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_FUNNELED)
     with pytest.raises(hp.UsageError, match="--overlap"):
-        make_reduce(comm, message, overlap=2)
-    make_reduce(comm, message)()
+        hp.choose_reduce(comm, message, overlap=2)
+    hp.choose_reduce(comm, message)()
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-    make_reduce(comm, message, overlap=2).close()
+    hp.choose_reduce(comm, message, overlap=2).close()

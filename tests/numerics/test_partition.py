@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 import hpctrain as hp
-from tests.support.api import cut_epoch, make_order
+from tests.support.api import make_order
 
 
 def even(total, parts):
@@ -47,9 +47,9 @@ def test_a_partition_is_that_of_the_definition_or_refused(data):
     last = last_step(rows % sum(shares) or sum(shares), shares, least)
     if min(shares) < least or last is None:
         with pytest.raises(hp.UsageError, match=f"{rows} training images .* {shards} shards"):
-            cut_epoch(rows, batch, shards, least)
+            hp.cut_epoch(rows, batch, shards, least)
         return
-    partition = cut_epoch(rows, batch, shards, least)
+    partition = hp.cut_epoch(rows, batch, shards, least)
     assert (list(partition.shares), list(partition.last)) == (shares, last)
     assert partition.batch_size == min(batch, rows)
     check_reading(partition, rows)
@@ -58,7 +58,7 @@ def test_a_partition_is_that_of_the_definition_or_refused(data):
 @pytest.mark.parametrize("rows", [101, 128, 129, 3301, 256, 1009])
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 48])
 def test_every_sample_is_read_exactly_once_an_epoch(rows, shards):
-    check_reading(cut_epoch(rows, 128, shards), rows)
+    check_reading(hp.cut_epoch(rows, 128, shards), rows)
 
 
 def check_reading(partition, rows):
@@ -82,8 +82,8 @@ def check_reading(partition, rows):
 
 @pytest.mark.parametrize(("rows", "shards"), [(128 + 5, 4), (128 + 7, 8), (128 * 3 + 2, 3)])
 def test_no_shard_gets_a_single_sample_where_a_layer_needs_two(rows, shards):
-    assert 1 in cut_epoch(rows, 128, shards).last, "the case would not need planning"
-    assert 1 not in cut_epoch(rows, 128, shards, min_samples=2).last
+    assert 1 in hp.cut_epoch(rows, 128, shards).last, "the case would not need planning"
+    assert 1 not in hp.cut_epoch(rows, 128, shards, min_samples=2).last
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def test_no_shard_gets_a_single_sample_where_a_layer_needs_two(rows, shards):
 )
 def test_what_cannot_be_cut_is_refused_with_the_numbers(case, numbers):
     with pytest.raises(hp.UsageError) as caught:
-        cut_epoch(*case)
+        hp.cut_epoch(*case)
     assert all(number in str(caught.value) for number in numbers)
 
 
 def test_a_partition_of_very_many_samples_is_cut_at_once():
-    partition = cut_epoch(10**12 + 7, 4096, 1000)
+    partition = hp.cut_epoch(10**12 + 7, 4096, 1000)
     assert sum(partition.sizes) == 10**12 + 7
     assert np.ptp(partition.sizes) <= partition.steps

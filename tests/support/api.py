@@ -45,19 +45,15 @@ def fake_clock(monkeypatch):
 
 __all__ += ["Control", "Watchdog", "fake_clock", "heartbeats", "read_checkpoint"]
 
-# Sums over ranks: reductions of a message, on transports; batch norm's statistics
+# Sums over ranks, and the transports that move their parts
 import torch
 
-from hpctrain.parallel.batchnorm import BatchNorms
-from hpctrain.parallel.choose import choose_reduce as make_reduce
+import hpctrain as hp
 from hpctrain.parallel.choose import make_transport
-from hpctrain.parallel.message import Message
 from hpctrain.parallel.nccl import Library, Nccl
-from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.transport import DeviceMemory, HostMemory, Pinned, Transport
 
-__all__ += ["BatchNorms", "Message", "Transport"]
-__all__ += ["assign_shards", "make_reduce", "make_sum", "open_transport"]
+__all__ += ["Transport", "make_sum", "open_transport"]
 
 
 def open_transport(comm, name, piece_bytes=None, nccl="", asked=False):
@@ -78,7 +74,7 @@ def make_sum(transport, vector, runs=None, narrow=0):
     layout = SimpleNamespace(length=narrow)
     message = SimpleNamespace(tensor=vector, device=vector.device, layout=layout)
     dtype = "bf16" if narrow else "fp32"
-    return make_reduce(transport.comm, message, runs, dtype, transport)
+    return hp.choose_reduce(transport.comm, message, runs, dtype, transport)
 
 
 # Ranks: what started them, what they agree on, which GPUs they use
@@ -91,7 +87,6 @@ __all__ += ["launcher", "memory", "mpi", "placement", "scheduler"]
 from hpctrain.data.imbalance import BalancedOrder
 from hpctrain.data.orders import Permutation
 from hpctrain.data.orders import make_order as make_plain_order
-from hpctrain.data.partition import cut_epoch
 
 
 def make_order(name, partition, seed, labels=None, everywhere=False, scattered=False, **blocks):
@@ -103,7 +98,7 @@ def make_order(name, partition, seed, labels=None, everywhere=False, scattered=F
     return make_plain_order(name, partition, seed, scattered=scattered, **blocks)
 
 
-__all__ += ["Permutation", "cut_epoch", "make_order"]
+__all__ += ["Permutation", "make_order"]
 
 # Training steps: what is checked before the first one and after each
 from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals of one are read

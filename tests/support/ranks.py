@@ -39,6 +39,7 @@ import pytest
 
 from hpctrain.launch import mpirun
 from hpctrain.launcher import LAUNCHER_PREFIXES
+from tests.support.launch import ROOT
 from tests.support.launch import Job as Launch
 from tests.support.wait import wait_for, when
 
@@ -388,11 +389,13 @@ def answer(request: bytes) -> Outcome:
 
 
 def describe_error(error: BaseException) -> str:
-    """The traceback below this file, with the local variables of the last frames."""
+    """The traceback below this file, with the local variables of tests and of the last frame."""
     shown = traceback.TracebackException.from_exception(error, capture_locals=True)
     own = [k for k, frame in enumerate(shown.stack) if frame.filename == __file__]
     del shown.stack[: own[-1] + 1 if own else 0]
     for frame in shown.stack:
+        if frame is not shown.stack[-1] and f"{ROOT}/tests/" not in frame.filename:
+            frame.locals = None
         for name, text in (frame.locals or {}).items():
             if len(text) > 300:
                 frame.locals[name] = text[:300] + "..."
