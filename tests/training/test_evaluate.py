@@ -38,11 +38,11 @@ from hpctrain.report import confusion
 from hpctrain.report.tables import print_evaluation
 from hpctrain.streams import IN_FLIGHT, Snapshot
 from hpctrain.training.train import train
+from tests.numerics.test_in_flight import NoWaiting
 from tests.streams import Recorder, noted
 from tests.support.packs import make_pack
 from tests.training.runs import short_run
 from tests.training.test_bad_rows import overwrite
-from tests.training.test_in_flight import NoWaiting
 
 pytestmark = pytest.mark.mpi
 ROWS = 101

@@ -9,8 +9,6 @@ import re
 
 import pytest
 
-from hpctrain.parallel.memory import _cupy_built_for
-
 cupy = pytest.importorskip("cupy", reason="needs CuPy")
 
 
@@ -21,10 +19,10 @@ def parameters(text):
     return [name for name in found if name != "self"]
 
 
-def test_memory_and_versions():
+def test_memory_devices_and_versions():
     assert parameters(cupy.cuda.Memory.__doc__) == ["size"]
     assert hasattr(cupy.cuda.Memory, "ptr")
     assert parameters(cupy.cuda.Device.__doc__) == ["device"]
     assert hasattr(cupy.cuda.Device, "__enter__")
-    name, major = _cupy_built_for(cupy).split()
-    assert int(major) in {"CUDA": range(11, 20), "ROCm": range(5, 20)}[name]
+    assert cupy.cuda.runtime.is_hip in (True, False)
+    assert cupy.cuda.runtime.runtimeGetVersion() > 10_000
