@@ -249,19 +249,7 @@ def test_a_model_with_another_fixed_state_is_refused(settings, change, named):
         change(model)
         return model
 
-    def use_changed():
-        from tests.support import nets
-
-        if nets.frozen is not changed:
-            nets.frozen, nets.original = changed, nets.frozen
-
-    def use_original():
-        from tests.support import nets
-
-        nets.frozen = nets.original
-
-    refused = launch(settings, first=use_changed)
-    launch(settings | {"run": "other", "epochs": 1}, first=use_original)
+    refused = launch(settings, first=lambda patch: patch.setattr(nets, "frozen", changed))
     assert refused.code == 2 and named in refused.error
 
 

@@ -88,12 +88,12 @@ def test_a_run_leaves_before_the_earlier_of_limit_and_end_of_the_job(settings, c
     """Five seconds are kept for saving: then one step is done."""
     variables, limit, leaves = ENDS[case]
 
-    def slurm():
+    def slurm(patch):
         for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
-            os.environ.pop(name, None)
+            patch.delenv(name, raising=False)
         for name, value in variables.items():
             now = int(time.time()) if name.endswith("TIME") else 0
-            os.environ[name] = str(now + int(value))
+            patch.setenv(name, str(now + int(value)))
 
     ended = launch(settings, 1, first=slurm, time_limit=limit)
     assert (ended.code, ended.step) == ((75, 1) if leaves else (0, 14))
@@ -110,9 +110,10 @@ def test_durations_that_are_none(settings, limit):
 def test_an_end_that_slurm_does_not_tell_is_a_note_in_the_record(settings):
     """There is no squeue in a container, say."""
 
-    def container():
-        os.environ.pop("SLURM_JOB_END_TIME", None)
-        os.environ.update(SLURM_JOB_ID="7", PATH="")
+    def container(patch):
+        patch.delenv("SLURM_JOB_END_TIME", raising=False)
+        patch.setenv("SLURM_JOB_ID", "7")
+        patch.setenv("PATH", "")
 
     assert launch(settings, 1, first=container, time_limit="10m").code == 0
     assert any("end of this job is unknown (squeue: No such file" in t for t in notes(settings))

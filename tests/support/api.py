@@ -25,10 +25,15 @@ __all__ += ["FIELDS", "HistoryReader", "Recorder", "allreduce", "crowd", "doctor
 __all__ += ["truncate_record", "web"]
 
 # Runs and what ends them: checkpoints, heartbeats, hangs, supervision
+import dataclasses
 import time
 from types import SimpleNamespace
 
 from hpctrain import heartbeats, watchdog
+from hpctrain.data import staging
+from hpctrain.data.pack_format import Part
+from hpctrain.data.packed import read_sums
+from hpctrain.data.split import Split
 from hpctrain.training.checkpoint import verify as read_checkpoint
 from hpctrain.training.control import Control
 from hpctrain.watchdog import Watchdog
@@ -43,7 +48,28 @@ def fake_clock(monkeypatch):
     return clock
 
 
-__all__ += ["Control", "Watchdog", "fake_clock", "heartbeats", "read_checkpoint"]
+def ranks_as_hosts(patch):
+    """Let every rank count as a host of its own, with a disk of its own."""
+    patch.setattr("hpctrain.training.reading.comm_of_host", lambda comm: comm.Split(comm.rank))
+
+
+def small_blocks(patch, rows):
+    """Write packs whose blocks have so few rows, or 397 bytes of JPEG files."""
+    write = "hpctrain.data.packing.write.rows_per_block"
+    patch.setattr(write, lambda row_bytes: rows if row_bytes > 1 else 397)
+
+
+def stage_part(pack, samples, folder):
+    """Copy what a host needs that reads these training samples; return the copy, as a pack."""
+    with Split(pack, "train", threads=1) as split:
+        part = Part(samples, range(*split.byte_range(samples)))
+    target = staging.begin(folder, pack, staging.staged_name(pack, part))
+    staging.copy(pack, target, staging.pieces(pack, read_sums(pack), part))
+    return dataclasses.replace(pack, path=str(target), part=part)
+
+
+__all__ += ["Control", "Watchdog", "fake_clock", "heartbeats", "ranks_as_hosts"]
+__all__ += ["read_checkpoint", "small_blocks", "stage_part"]
 
 # Sums over ranks, and the transports that move their parts
 import torch

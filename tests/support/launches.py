@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 import hpctrain as hp
 from tests.support.ranks import FAULT, on_ranks
 from tests.support.short import records
+
+Patching = Callable[[pytest.MonkeyPatch], object]
 
 
 class Launch(NamedTuple):
@@ -30,14 +33,14 @@ def launch(
     size: int = 3,
     leave: int | str = 0,
     fault: str = "",
-    first: Callable[[], None] | None = None,
+    first: Patching | None = None,
     **more: Any,
 ) -> Launch:
     """Train the run of these settings, and `more`, until it ends.
 
     With `leave`, its last rank gets a notice: after so many steps of this launch, so that one more
     is done, or as it passes a point (hpctrain/fault.py) such as "evaluation.begun:2". A `fault` is
-    that of rank 0. `first` is called before, on every rank.
+    that of rank 0. `first` may patch something on every rank for this launch.
     """
     point, _, count = (leave if isinstance(leave, str) else f"step.done:{leave}").partition(":")
     notice = f"{point}:usr1:{count or 1}" if leave else ""
@@ -48,18 +51,23 @@ def launch(
 
 
 def _launch(
-    comm: Any, settings: dict[str, Any], notice: str, fault: str, first: Callable[[], None] | None
+    comm: Any,
+    settings: dict[str, Any],
+    notice: str,
+    fault: str,
+    first: Patching | None,
 ) -> Launch:
     if notice and comm.rank == comm.size - 1:
         os.environ[FAULT] = notice
     elif fault and comm.rank == 0:
         os.environ[FAULT] = fault
-    if first:
-        first()
-    try:
-        result = hp.train(**settings)
-    except (hp.UsageError, hp.RunError) as error:
-        return Launch(error.exit_code, error=str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        if first:
+            first(patch)
+        try:
+            result = hp.train(**settings)
+        except (hp.UsageError, hp.RunError) as error:
+            return Launch(error.exit_code, error=str(error))
     return Launch(result.exit_code, result.status, result.step)
 
 

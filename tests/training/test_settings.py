@@ -54,7 +54,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "reduce": "tests/runs/test_devices.py",
     "read_buffer": "tests/data/test_loader.py",
     "random_crop": "tests/training/test_jpeg.py",
-    "stage": "tests/training/test_stage.py",
+    "stage": "tests/runs/test_staging.py",
     "verify": "tests/training/test_bad_rows.py",
     **dict.fromkeys(("loss", "augment", "metric"), "tests/training/test_own_functions.py"),
     "patience": "tests/training/test_validate.py",
