@@ -9,7 +9,7 @@ from hpctrain.plot import plot_training, read_curves
 from hpctrain.report.fields import FIELDS, LABELS, Field, fields_marked
 from hpctrain.report.record import read_records
 from hpctrain.report.recorder import Recorder
-from tests.report.records import record_step
+from tests.support.records import tell
 
 
 def record(folder, norms):
@@ -18,7 +18,7 @@ def record(folder, norms):
     with Recorder(folder, "none") as recorder:
         recorder.run({"name": folder.name, "epochs": 2, "steps_per_epoch": 2})
         for step, norm in enumerate(norms, start=1):
-            record_step(recorder, 1, step, 1.0, 0.5, gradient_norm=norm)
+            tell(recorder, "step", step=step, loss=1.0, gradient_norm=norm)
     return folder
 
 
