@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -202,14 +201,14 @@ def test_rows_that_a_copy_lacks_are_an_error_and_not_zeros(pack, tmp_path, row):
 def test_a_corrupt_block_is_an_error_only_for_those_who_need_it(pack, tmp_path):
     content = Path(pack.path).read_bytes()
     for kind in pack.columns("train").keys() & {"labels", "offsets"}:
-        (tmp_path / "a.h5").write_bytes(content)
-        write_at(tmp_path / "a.h5", pack.columns("train")[kind].offset + 2 * BLOCK * 8)
-        spoilt = dataclasses.replace(pack, path=str(tmp_path / "a.h5"))
+        spoilt = tmp_path / "a.h5"
+        spoilt.write_bytes(content)
+        write_at(spoilt, pack.columns("train")[kind].offset + 2 * BLOCK * 8)
         before, least = range(7, 14), range(7, 15)
         for samples in (before, least)[kind == "labels" :]:  # sample 13 ends at offset 14
             with pytest.raises(hp.RunError, match=f"train/{kind}: block 2 is corrupt"):
-                stage_part(spoilt, samples, tmp_path)
-        stage_part(spoilt, range(21, 30), tmp_path)
+                stage_part(pack, samples, tmp_path, spoilt)
+        stage_part(pack, range(21, 30), tmp_path, spoilt)
 
 
 # The batch script

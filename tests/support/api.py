@@ -59,10 +59,14 @@ def small_blocks(patch, rows):
     patch.setattr(write, lambda row_bytes: rows if row_bytes > 1 else 397)
 
 
-def stage_part(pack, samples, folder):
-    """Copy what a host needs that reads these training samples; return the copy, as a pack."""
+def stage_part(pack, samples, folder, path=None):
+    """Copy what a host needs that reads these training samples; return the copy, as a pack.
+
+    It is copied from another file of this pack, if `path` names one.
+    """
     with Split(pack, "train", threads=1) as split:
         part = Part(samples, range(*split.byte_range(samples)))
+    pack = dataclasses.replace(pack, path=str(path or pack.path))
     target = staging.begin(folder, pack, staging.staged_name(pack, part))
     staging.copy(pack, target, staging.pieces(pack, read_sums(pack), part))
     return dataclasses.replace(pack, path=str(target), part=part)
