@@ -396,6 +396,49 @@ def pairs_only(image_shape, classes):
     return PairsOnly(image_shape[0] * image_shape[1] * image_shape[2], classes)
 
 
+def alike(image_shape, classes):
+    """Gives all images the same probabilities, with its first weights."""
+    linear = nn.Linear(math.prod(image_shape), classes)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(nn.Flatten(), linear, nn.Softmax(1))
+
+
+class OutOfMemory(DataDependent):
+    """In training, from the sixth pass on, there is no memory left: what it does is called."""
+
+    def __init__(self, allocate, values: int, classes: int):
+        super().__init__(values, classes)
+        self.allocate, self.passes = allocate, 0
+
+    def forward(self, x):
+        self.passes += self.training
+        if self.passes > 5:
+            self.allocate()
+        return self.fc(x.flatten(1))
+
+
+def fill_host():
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def fill_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def fill_python():
+    raise MemoryError
+
+
+def out_of_memory(allocate, image_shape, classes):
+    return OutOfMemory(allocate, math.prod(image_shape), classes)
+
+
+out_of_host_memory = partial(out_of_memory, fill_host)
+out_of_gpu_memory = partial(out_of_memory, fill_gpu)
+out_of_python_memory = partial(out_of_memory, fill_python)
+
+
 class Unanswered(DataDependent):
     """In evaluation, an image that begins with 255 has no finite answer."""
 

@@ -111,3 +111,20 @@ def placed(path: Path) -> dict[int, tuple[str, str]]:
         for name in names
         for image, label in zip(*arrays(path, name), strict=True)
     }
+
+
+def tiles(sheet, images, scale):
+    """Where each image, enlarged by an integer, stands in a sheet: (top, left), or None."""
+    for image in images:
+        tile = np.kron(image[:, :, 0], np.ones((scale, scale), int))
+        high, wide = tile.shape
+        windows = np.lib.stride_tricks.sliding_window_view(sheet, (wide,), axis=1)
+        tops, lefts = np.nonzero((windows == tile[0]).all(2))
+        yield next(
+            (
+                (top, left)
+                for top, left in zip(tops, lefts, strict=True)
+                if np.array_equal(sheet[top : top + high, left : left + wide], tile)
+            ),
+            None,
+        )

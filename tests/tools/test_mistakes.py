@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import hpctrain as hp
+from tests.support.pictures import tiles
 from tests.support.ranks import command
 
 
@@ -17,23 +18,6 @@ def answers(trained):
     with h5py.File(trained.pack("plain")) as file:
         images, labels = file["test/images"][:], file["test/labels"][:]
     return images, labels, hp.load(trained.run("plain"), device="cpu").predict(images)
-
-
-def tiles(sheet, images, scale):
-    """Where each image, enlarged by an integer, stands in a sheet: (top, left), or None."""
-    for image in images:
-        tile = np.kron(image[:, :, 0], np.ones((scale, scale), int))
-        high, wide = tile.shape
-        windows = np.lib.stride_tricks.sliding_window_view(sheet, (wide,), axis=1)
-        tops, lefts = np.nonzero((windows == tile[0]).all(2))
-        yield next(
-            (
-                (top, left)
-                for top, left in zip(tops, lefts, strict=True)
-                if np.array_equal(sheet[top : top + high, left : left + wide], tile)
-            ),
-            None,
-        )
 
 
 def test_the_most_confident_mistakes_are_drawn_in_order(trained, answers, tmp_path):

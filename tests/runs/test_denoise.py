@@ -1,0 +1,85 @@
+"""The denoising task: noise belongs to its key, the network removes it, files are restored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import hpctrain as hp
+from tests.support.api import add_noise
+from tests.support.packs import make_pack
+from tests.support.ranks import command
+from tests.support.runs import train_once
+
+
+def test_salt_and_pepper_replaces_a_share_of_the_values():
+    images = torch.full((50, 1, 28, 28), 0.5)
+    noisy = add_noise(images, "salt-pepper", 0.2, 7)
+    assert set(noisy.unique().tolist()) == {0.0, 0.5, 1.0}
+    for value in (0.0, 1.0):
+        assert (noisy == value).double().mean().item() == pytest.approx(0.1, abs=0.01)
+    assert torch.equal(images, torch.full((50, 1, 28, 28), 0.5))
+
+
+def test_gaussian_noise_has_its_standard_deviation_and_stays_in_range():
+    images = torch.full((50, 1, 28, 28), 0.5)
+    noisy = add_noise(images, "gaussian", 0.1, 7)
+    assert (noisy - images).std().item() == pytest.approx(0.1, rel=0.02)
+    strong = add_noise(images, "gaussian", 1.0, 7)
+    assert (strong.min(), strong.max()) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["salt-pepper", "gaussian"])
+def test_noise_depends_on_its_key_and_not_on_memory_format(kind):
+    images = torch.rand(5, 3, 9, 7)
+    last = images.contiguous(memory_format=torch.channels_last)
+    noisy = add_noise(images, kind, 0.3, 7)
+    assert torch.equal(add_noise(last, kind, 0.3, 7), noisy)
+    assert add_noise(last, kind, 0.3, 7).stride() == last.stride()
+    assert not torch.equal(add_noise(images, kind, 0.3, 8), noisy)
+
+
+@pytest.mark.parametrize("shape", [(28, 28, 1), (13, 11, 3), (1, 1, 1)])
+def test_the_autoencoder_keeps_the_shape(shape):
+    height, width, channels = shape
+    images = torch.rand(2, channels, height, width)
+    assert hp.build("autoencoder", shape, 7).eval()(images).shape == images.shape
+
+
+def test_a_run_removes_noise_and_draws_what_it_does(tmp_path):
+    pack = make_pack(tmp_path / "a.h5", {"train": 101, "validation": 13, "test": 23})
+    run = train_once(pack, "--task", "denoise", "--lr", "0.01", "--epochs", "20", ranks=2)
+    records = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
+    (test,) = [record for record in records if record.get("split") == "test"]
+    assert test["loss"] < 0.5 * test["noisy"], "the network does not remove noise"
+    assert records[-1]["test_loss"] == test["loss"]
+    with Image.open(run / "denoised.png") as image:
+        picture = np.asarray(image.convert("L"))
+    assert picture.shape[0] > 3 * 28 and picture.shape[1] > 10 * 28
+    assert len(np.unique(picture)) > 20
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_images_are_restored_into_a_folder(trained, tmp_path, ranks):
+    """One that cannot be read leaves no file, those of one name get names of their own."""
+    (tmp_path / "noisy/more").mkdir(parents=True)
+    for number in range(3):
+        for folder in ("noisy", "noisy/more"):
+            Image.new("L", (40, 28), number * 100).save(tmp_path / f"{folder}/{number}.png")
+    (tmp_path / "noisy/1.png").write_bytes(b"no image")
+    output = tmp_path / "clean"
+    words = [trained.run("restored"), tmp_path / "noisy", "--output", output, "--threads", "1"]
+    ended = command(ranks, "predict", *words)
+    assert ended.code == 1 and "1 of 6 images cannot be used" in ended.err
+    named = [Path(line.split()[0]) for line in ended.err.splitlines() if line.startswith("  ")]
+    assert named == [tmp_path / "noisy/1.png"]
+    restored = {path.name: np.asarray(Image.open(path)).shape for path in output.iterdir()}
+    assert len(restored) == 5 and set(restored.values()) == {(28, 28)}
+    assert {"0.png", "0-2.png", "2.png", "2-2.png"} < set(restored)
+    ended = command(ranks, "predict", *words[:1], "--output", tmp_path / "none")
+    assert ended.code == 2 and not (tmp_path / "none").exists()

@@ -1,0 +1,121 @@
+"""--normalize: how images are scaled, as the first weights expect it; networks of timm."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hpctrain as hp
+from tests.support.api import command_line
+from tests.support.packs import make_pack
+
+pytestmark = pytest.mark.ranks(1)
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+TINY = ((0.125, 0.5, 0.75), (0.25, 0.5, 1.0))  # of timm:tiny_net
+LIBRARIES = Path(__file__).resolve().parents[1] / "libraries"
+
+
+@contextmanager
+def timm_stand_in(monkeypatch):
+    """The stand-in for timm is importable, where timm is not installed."""
+    if importlib.util.find_spec("timm"):
+        pytest.skip("timm itself is installed")
+    monkeypatch.syspath_prepend(str(LIBRARIES))
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] == "timm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def given(tmp_path):
+    """Settings of a run over images of 16x16x3; gray.h5 and foreign.pth are beside its pack."""
+    for name, channels in (("colour", 3), ("gray", 1)):
+        make_pack(tmp_path / f"{name}.h5", {"train": 29, "test": 7}, (16, 16, channels), 5)
+    torch.save(hp.build("digits", (16, 16, 3), 5).state_dict(), tmp_path / "foreign.pth")
+    data = {"data": str(tmp_path / "colour.h5"), "runs_dir": str(tmp_path / "runs")}
+    return data | dict(model="digits", epochs=1, threads=1, progress="none", batch_size=10, run="a")
+
+
+def scaling_of(folder):
+    """Mean and std that the network of a run knows, and what it makes of black images."""
+    network = hp.load(folder)
+    known = (network.metadata["mean"], network.metadata["std"])
+    height, width, channels = network.image_shape
+    black = network.preprocess(np.zeros((1, height, width, channels), np.uint8))[0, :, 0, 0]
+    expected = [-m / s for m, s in zip(*known, strict=True)] if known[0] else [0.0] * channels
+    assert black.tolist() == pytest.approx(expected, rel=1e-6)
+    return known
+
+
+def notes(folder):
+    text = (Path(folder) / "progress.jsonl").read_text()
+    return [line for line in text.splitlines() if "--normalize auto" in line and '"note"' in line]
+
+
+@pytest.mark.parametrize(
+    ("settings", "scaling", "said"),
+    [
+        ({}, None, ""),
+        ({"normalize": "imagenet"}, IMAGENET, ""),
+        ({"init": "foreign.pth"}, IMAGENET, "ImageNet"),
+        ({"init": "foreign.pth", "normalize": "unit"}, None, ""),
+        ({"init": "foreign.pth", "data": "gray.h5"}, ((0.449,), (0.226,)), "ImageNet"),
+        ({"model": "timm:tiny_net"}, TINY, "timm:tiny_net"),
+        ({"model": "timm:tiny_net", "normalize": "unit"}, None, ""),
+        ({"model": "timm:tiny_net", "data": "gray.h5"}, ((11 / 24,), (1.75 / 3,)), "mean 0.4583"),
+    ],
+)
+def test_auto_scales_as_the_first_weights_expect(
+    comm, given, tmp_path, monkeypatch, settings, scaling, said
+):
+    files = {n: str(tmp_path / v) if n in ("init", "data") else v for n, v in settings.items()}
+    with timm_stand_in(monkeypatch):
+        folder = hp.train(**{**given, **files}).folder
+        found = scaling_of(folder)
+    for values, expected in zip(found, scaling or (None, None), strict=True):
+        assert values == (expected and pytest.approx(list(expected), rel=1e-3))
+    assert len(notes(folder)) == bool(said) and all(said in note for note in notes(folder))
+
+
+def test_a_run_gives_its_scaling_to_the_next(comm, given):
+    """Also through a file of hpctrain that says [0, 1], and not to one that says otherwise."""
+    for normalize in ("pack", "unit"):
+        folder = hp.train(**{**given, "run": normalize}, normalize=normalize).folder
+        known = scaling_of(folder)
+        assert bool(known[0]) == (normalize == "pack")
+        after = hp.train(**{**given, "run": f"{normalize}-2"}, init=str(folder))
+        assert scaling_of(after.folder) == known
+        more = {"init": str(folder), "normalize": "imagenet"}
+        after = hp.train(**{**given, "run": f"{normalize}-3"}, **more)
+        assert scaling_of(after.folder)[0] == list(IMAGENET[0])
+
+
+def test_a_resumed_run_keeps_its_scaling(comm, given, tmp_path):
+    first = {**given, "init": str(tmp_path / "foreign.pth")}
+    hp.train(**first)
+    (tmp_path / "foreign.pth").unlink()
+    folder = hp.train(**{**first, "epochs": 2}).folder
+    assert scaling_of(folder)[0] == list(IMAGENET[0])
+    assert len(notes(folder)) == 1, "of the first launch"
+    with pytest.raises(hp.UsageError, match="--normalize"):
+        hp.train(**{**first, "epochs": 3, "normalize": "unit"})
+
+
+def test_a_network_of_timm_from_first_step_to_answer(comm, given, tmp_path, monkeypatch):
+    name = "timm:tiny_vit.clip"
+    with timm_stand_in(monkeypatch):
+        hp.train(**{**given, "model": name})
+        folder = hp.train(**{**given, "model": name, "epochs": 2}).folder
+        network = hp.load(folder)  # names no --model
+        assert network.metadata["model"] == name and network.metadata["epoch"] == 2
+        assert scaling_of(folder)[0]
+        assert hp.evaluate(folder, threads=1).rows == 7
+        words = [str(folder), "--threads=1", f"--output={tmp_path}/p.csv"]
+        assert command_line(["predict", *words]) == 0
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == 8

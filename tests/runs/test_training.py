@@ -1,0 +1,97 @@
+"""The training loop: one Allreduce a step, figures that add up, and what ends it in one line."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+import hpctrain as hp
+from tests.support.api import Recorder, train
+from tests.support.short import ROWS, records, short_run
+
+pytestmark = pytest.mark.ranks
+STEPS = 7  # of an epoch
+
+
+@pytest.fixture
+def settings(shared_tmp):
+    return short_run(shared_tmp)
+
+
+class CountingComm:
+    """A communicator that counts the calls made through it."""
+
+    def __init__(self, comm):
+        self._comm, self.calls = comm, Counter()
+
+    def __getattr__(self, name):
+        value = getattr(self._comm, name)
+        if not callable(value):
+            return value
+
+        def counted(*args, **kwargs):
+            self.calls[name] += 1
+            return value(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize(
+    ("model", "per_rank"), [("digits", 1), ("digits", 3), ("tests.support.nets:with_dropout", 1)]
+)
+def test_exactly_one_mpi_call_a_step(comm, settings, monkeypatch, model, per_rank):
+    """Whatever the network, and however many shards a rank accumulates."""
+    counting, seen = CountingComm(comm), []
+    record = Recorder.step
+
+    def step(self, **given):
+        seen.append(counting.calls.copy())
+        record(self, **given)
+
+    monkeypatch.setattr(Recorder, "step", step)
+    once = {"epochs": 1, "validate_every": "0", "checkpoint_every": "0", "test": False}
+    config = hp.Config(**{**settings, **once, "model": model, "shards": per_rank * comm.size})
+    assert train(config, counting).exit_code == 0
+    between = [after - before for before, after in itertools.pairwise(seen)]
+    assert between == [Counter({"Allreduce": 1})] * (STEPS - 1)
+
+
+def test_the_figures_of_an_epoch_are_the_means_of_its_steps_by_rows(comm, settings):
+    assert hp.train(**settings).exit_code == 0
+    if comm.rank == 0:
+        for epoch in records(settings, "epoch"):
+            steps = [r for r in records(settings, "step") if r["epoch"] == epoch["epoch"]]
+            rows = sum(step["rows"] for step in steps)
+            assert (rows, len(steps)) == (ROWS["train"], STEPS)
+            for name in ("loss", "accuracy"):
+                mean = sum(step[name] * step["rows"] for step in steps) / rows
+                assert epoch[name] == pytest.approx(mean, rel=1e-6)
+
+
+def test_the_network_learns(comm, settings):
+    found = hp.train(**{**settings, "epochs": 12})
+    assert found.figures["test_accuracy"] > 0.8
+
+
+def test_all_ranks_start_from_the_weights_of_rank_0(comm, settings):
+    """Otherwise their digests would differ, which ends a run."""
+    model = "tests.support.nets:different_on_every_rank"
+    assert hp.train(**{**settings, "model": model, "epochs": 1}).status == "done"
+
+
+@pytest.mark.parametrize("name", ["skipping", "overflowing"])
+def test_a_batch_norm_layer_that_is_skipped_or_overflows_is_an_error(comm, settings, name):
+    said = {"skipping": "did not run exactly once in step", "overflowing": "step 1 .*not finite"}
+    with pytest.raises(hp.RunError, match=said[name]):
+        hp.train(**{**settings, "model": f"tests.support.nets:{name}"})
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("memory", ["host", "gpu", "python"])
+def test_out_of_memory_is_one_line_that_names_shards(comm, settings, memory):
+    model = f"tests.support.nets:out_of_{memory}_memory"
+    with pytest.raises(hp.RunError, match=r"^out of memory .* --shards .*") as caught:
+        hp.train(**{**settings, "model": model})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,118 @@
+"""`predict --figure` and `evaluate --mistakes`: which images are drawn, and where."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+import hpctrain as hp
+from tests.support.api import command_line
+from tests.support.packs import make_pack
+from tests.support.pictures import class_folders, tiles
+from tests.support.ranks import command
+from tests.support.runs import train_once
+
+ONE_THREAD = ["--threads", "1", "--batch-size", "7"]
+
+
+def read_sheet(path):
+    with Image.open(path) as image:
+        assert image.mode == "RGB"
+        return np.asarray(image).astype(int)
+
+
+def is_red(sheet, top, left):
+    """Whether there is red below an image of 84x84."""
+    caption = sheet[top + 84 : top + 84 + 50, left : left + 112]
+    return (caption[:, :, 0] - caption[:, :, 1] > 100).any()
+
+
+def test_predict_draws_random_images_of_a_split_the_same_ones_each_time(trained, tmp_path):
+    run = trained.run("plain")
+    for ranks in (1, 3):
+        words = ["--output", tmp_path / f"{ranks}.csv", "--figure", "9", *ONE_THREAD]
+        assert command(ranks, "predict", run, *words).code == 0
+    assert (tmp_path / "1.png").read_bytes() == (tmp_path / "3.png").read_bytes()
+    with h5py.File(trained.pack("plain")) as file:
+        images, labels = file["test/images"][:], file["test/labels"][:]
+    sheet = read_sheet(tmp_path / "1.png")
+    found = {row: place for row, place in enumerate(tiles(sheet[:, :, 0], images, 3)) if place}
+    assert len(found) == 9 and [*found] != [*range(9)]
+    assert [*found.values()] == sorted(found.values()), "in the order of the split"
+    answers = hp.load(run).predict(images)["label"]
+    red = [is_red(sheet, *place) for place in found.values()]
+    assert red == [answers[row] != labels[row] for row in found] and 0 < sum(red) < 9
+
+
+def test_images_of_jpeg_files_and_floats_are_drawn(tmp_path):
+    photos = class_folders(tmp_path / "photos", {"a": 43, "b": 31}, ".jpg", width=37, height=23)
+    words = ["--size", "17x13", "--encoding", "jpeg", "--split", "0.5,0.5", "--jobs", "1"]
+    assert command(1, "pack", photos, "--output", tmp_path / "jpeg.h5", *words).code == 0
+    random = np.random.default_rng(0)
+    with h5py.File(tmp_path / "floats.h5", "w") as file:
+        for name in ("train", "test"):
+            file[f"{name}/x"] = random.normal(size=(29, 13, 17, 3), scale=3)
+            file[f"{name}/y"] = random.integers(0, 3, 29)
+    arrays = ["--images", "{split}/x", "--labels", "{split}/y", "--max-value", "2"]
+    for name, more in (("jpeg", []), ("floats", arrays)):
+        run = train_once(tmp_path / f"{name}.h5", "--model", "digits", *more, run=name)
+        output = ["--output", tmp_path / f"{name}.csv", "--figure", "4"]
+        assert command(2, "predict", run, *output).code == 0
+        sheet = read_sheet(tmp_path / f"{name}.png")
+        assert sheet.shape[0] > 6 * 13 and sheet.shape[1] > 4 * 6 * 17
+        assert len(np.unique(sheet)) > 50
+    with hp.Split(hp.read_pack(tmp_path / "jpeg.h5"), "test", threads=1) as split:
+        images = split.gather(np.arange(len(split)), np.empty((len(split), 13, 17, 3), np.uint8))
+    sheet = read_sheet(tmp_path / "jpeg.png")
+    assert sum(place is not None for place in tiles(sheet[:, :, 0], images, 6)) == 4
+
+
+@pytest.mark.ranks(1, 3)
+def test_files_are_drawn_but_none_that_cannot_be_read(
+    comm, trained, shared_tmp, monkeypatch, capsys
+):
+    photos = shared_tmp / "photos"
+    if comm.rank == 0:
+        class_folders(photos, {"x": 12}, width=28, height=28, channels=1)
+        (photos / "x/003.png").write_bytes(b"no image")
+    comm.Barrier()
+    monkeypatch.chdir(shared_tmp)
+    words = [str(trained.run("plain")), "photos", "photos/x/001.png"]  # one of them twice
+    assert command_line(["predict", *words, "--figure", "99", "--output", "-", *ONE_THREAD]) == 1
+    printed = capsys.readouterr()
+    if comm.rank == 0:
+        names = [f"{n:03}.png" for n in range(12) if n != 3] + ["001.png"]
+        images = [np.asarray(Image.open(photos / "x" / name))[:, :, None] for name in names]
+        places = [*tiles(read_sheet(shared_tmp / "predictions.png")[:, :, 0], images, 3)]
+        assert None not in places and places[:11] == sorted(places[:11])
+        assert "predictions.png" not in printed.out and "predictions.png" in printed.err
+        assert len(printed.out.splitlines()) == 1 + 12
+
+
+def test_no_mistakes_no_picture(tmp_path):
+    pack = make_pack(tmp_path / "a.h5", {"train": 29, "test": 13}, (12, 12, 1), classes=1)
+    run = train_once(pack, "--model", "digits")
+    ended = command(2, "evaluate", run, "--mistakes", "6", "--output", tmp_path / "e.json")
+    assert ended.code == 0 and "no mistakes" in ended.out
+    assert not (tmp_path / "e.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "picture"),
+    [("b.csv", "b.png"), ("b.JSON", "b.png"), ("b", "b.png"), ("b.v1", "b.v1.png")],
+)
+def test_the_picture_lies_beside_the_output(trained, tmp_path, output, picture):
+    words = ["--mistakes", "2", "--output", tmp_path / output]
+    assert command(1, "evaluate", trained.run("plain"), *words).code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {output, picture}
+
+
+def test_a_network_that_restores_images_has_no_answers(trained, tmp_path):
+    run, image = trained.run("restored"), tmp_path / "x.png"
+    Image.new("L", (28, 28)).save(image)
+    for words in (["evaluate", run, "--mistakes", "3"], ["predict", run, image, "--figure", "3"]):
+        ended = command(1, *words, "--output", tmp_path / "new")
+        assert ended.code == 2 and words[-2] in ended.err
+    assert not (tmp_path / "new").exists()
