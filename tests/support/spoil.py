@@ -37,3 +37,10 @@ def spoil(path: Path, how: str) -> None:
         path.unlink()
     else:
         path.write_bytes(change(path.read_bytes()))
+
+
+def overwrite(path: str | Path, offset: int, data: bytes = b"nothing at all") -> None:
+    """Write over the bytes of a file at this offset."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)

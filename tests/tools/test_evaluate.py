@@ -18,6 +18,7 @@ import hpctrain as hp
 from tests.support.packs import make_pack
 from tests.support.ranks import command
 from tests.support.runs import ROWS, train_once
+from tests.support.spoil import overwrite
 
 TEST = ROWS["test"]
 SAME = ["--threads", "1", "--batch-size", "7"]  # eight blocks, the last of them smaller
@@ -186,9 +187,7 @@ def test_corrupt_images_have_no_answers(trained, trained_copy, tmp_path, name):
     pack = trained_copy.pack("plain")
     with h5py.File(pack) as file:
         place = file["test/images"].id.get_offset()
-    with pack.open("r+b") as file:
-        file.seek(place)
-        file.write(b"nothing at all")
+    overwrite(pack, place)
     words = [trained.run("plain"), "--data", pack, *SAME, "--output", tmp_path / "p"]
     ended = command(3, name, *words)
     assert ended.code == 1 and "of split 'test' cannot be used" in ended.err

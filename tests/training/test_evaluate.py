@@ -41,8 +41,8 @@ from hpctrain.training.train import train
 from tests.numerics.test_in_flight import NoWaiting
 from tests.streams import Recorder, noted
 from tests.support.packs import make_pack
+from tests.support.spoil import overwrite
 from tests.training.runs import short_run
-from tests.training.test_bad_rows import overwrite
 
 pytestmark = pytest.mark.mpi
 ROWS = 101
