@@ -56,7 +56,7 @@ ELSEWHERE = {  # flag -> where it is tested
     "random_crop": "tests/training/test_jpeg.py",
     "stage": "tests/runs/test_staging.py",
     "verify": "tests/contract/test_pack.py",
-    **dict.fromkeys(("loss", "augment", "metric"), "tests/training/test_own_functions.py"),
+    **dict.fromkeys(("loss", "augment", "metric"), "tests/runs/test_own_functions.py"),
     "patience": "tests/runs/test_validation.py",
     "final": "tests/runs/test_validation.py",
     "checkpoint_every": "tests/runs/test_checkpoints.py",

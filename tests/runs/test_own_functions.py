@@ -1,0 +1,180 @@
+"""--loss, --augment and --metric in whole runs; those that break a rule are in tests/contract."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import hpctrain as hp
+from tests.support import own_functions
+from tests.support.packs import make_pack
+from tests.support.ranks import command
+from tests.support.runs import train_once
+
+ROWS = {"train": 101, "validation": 13, "test": 23}
+
+
+def own(name):
+    return f"tests.support.own_functions:{name}"
+
+
+@pytest.fixture
+def pack(tmp_path):
+    return make_pack(tmp_path / "small.h5", ROWS)
+
+
+def weights_of(run):
+    return load_file(run / "model.safetensors")
+
+
+def evaluations(run):
+    lines = (run / "progress.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == "evaluation"]
+
+
+def read_test_split(pack):
+    """The images as a network's input, and the labels."""
+    with h5py.File(pack) as file:
+        images, labels = file["test/images"][:], file["test/labels"][:]
+    return torch.from_numpy(images).permute(0, 3, 1, 2) / 255, torch.from_numpy(labels)
+
+
+@pytest.mark.parametrize("words", [[], ["--class-weights", "1,2,3,4,5,6,7,8,9,10"]])
+def test_torchs_own_loss_as_a_function_gives_the_same_run(pack, words):
+    plain = train_once(pack, *words, run="plain", ranks=2)
+    same = train_once(pack, *words, "--loss", own("cross_entropy"), run="same", ranks=3)
+    for name, expected in weights_of(plain).items():
+        torch.testing.assert_close(weights_of(same)[name], expected, rtol=1e-3, atol=1e-5)
+    losses = [[record["loss"] for record in evaluations(run)] for run in (plain, same)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_loss_and_a_metric_are_evaluated_as_in_one_process(comm, pack):
+    functions = {"loss": own("focal"), "metric": own("counts")}
+    given = {"data": str(pack), "runs_dir": str(pack.parent), "progress": "none", "threads": 1}
+    folder = Path(hp.train(**given, **functions, epochs=1, batch_size=16, final="best").folder)
+    again = hp.evaluate(folder, trust_code=True, threads=1, batch_size=7)
+    if comm.rank:
+        return
+    inputs, targets = read_test_split(pack)
+    with torch.no_grad():
+        outputs = hp.load(folder).model(inputs)
+    expected = {
+        name: (values[0].sum() / values[1].sum() if isinstance(values, tuple) else values)
+        for name, values in own_functions.counts(outputs, targets).items()
+    }
+    expected = {name: value.double().mean().item() for name, value in expected.items()}
+    del expected["recall of none"]  # 0 / 0
+    found = json.loads((folder / "evaluation-test.json").read_text())
+    loss = own_functions.focal(outputs, targets).mean().item()
+    for figures in (found, evaluations(folder)[-1], again.figures()):
+        metrics = dict(figures["metrics"])
+        assert not np.isfinite(metrics.pop("recall of none") or np.nan)
+        assert metrics == pytest.approx(expected, rel=1e-4)
+        assert figures["loss"] == pytest.approx(loss, rel=1e-4)
+        assert figures["accuracy"] == found["accuracy"]
+    assert abs(loss - F.cross_entropy(outputs, targets).item()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["correct", "top3"])
+def test_a_metric_of_one_figure_has_the_name_of_its_function(pack, name):
+    run = train_once(pack, "--metric", own(name), ranks=2)
+    for each in evaluations(run):
+        assert list(each["metrics"]) == [name]
+        assert name == "top3" or each["metrics"][name] == each["accuracy"]
+    shown = command(1, "evaluate", run, "--trust-code").out
+    assert f"{name} {evaluations(run)[-1]['metrics'][name]:.4f}" in shown
+
+
+def test_the_figures_of_blocks_are_added_by_name(pack, tmp_path):
+    run = train_once(pack)
+    words = ["evaluate", run, "--batch-size", "2", "--output", tmp_path / "e.json", "--metric"]
+    assert command(3, *words, own("in_any_order")).code == 0
+    assert json.loads((tmp_path / "e.json").read_text())["metrics"] == {"one": 1, "two": 2}
+    ended = command(3, *words, own("by_class"))
+    assert ended.code == 2 and own("by_class") in ended.err
+
+
+@pytest.mark.parametrize("setting", ["loss", "metric", "augment"])
+def test_a_function_that_fails_later_is_one_line(pack, setting):
+    words = ["--data", pack, "--runs-dir", pack.parent, "--progress", "none", "--batch-size", "16"]
+    ended = command(1, "train", *words, f"--{setting}", own("fails_later"))
+    (line,) = ended.err.splitlines()
+    assert ended.code in (1, 2)
+    assert f"--{setting} {own('fails_later')}" in line and "own_functions.py, line " in line
+
+
+def test_a_denoising_run_with_a_loss_of_its_own(pack):
+    run = train_once(pack, "--task", "denoise", "--loss", own("absolute"), ranks=2)
+    ended = command(2, "evaluate", run, "--loss", own("absolute"), "--threads", "1")
+    assert ended.code == 0 and "dB" not in ended.out
+    found = float(ended.out.rpartition("loss ")[2].partition(",")[0])
+    assert found == pytest.approx(evaluations(run)[-1]["loss"], rel=1e-3)
+
+
+def test_an_augmentation_works_on_the_input_of_training_alone(tmp_path):
+    """Images of half the brightness, by a function or in the file, give the same network."""
+    random = np.random.default_rng(0)
+    images, labels = random.random((101, 12, 12, 1), np.float32), np.arange(101) % 3
+    for name, scale in (("whole", 1), ("half", 2)):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            for split in ("train", "test"):
+                file[f"{split}/x"] = images / (scale if split == "train" else 1)
+                file[f"{split}/y"] = labels
+    given = ["--images", "{split}/x", "--labels", "{split}/y", "--model", "digits"]
+    half = train_once(tmp_path / "half.h5", *given, run="half")
+    dark = train_once(tmp_path / "whole.h5", *given, "--augment", own("darken"), run="dark")
+    for name, expected in weights_of(half).items():
+        assert torch.equal(weights_of(dark)[name], expected)
+    assert evaluations(half)[-1]["loss"] == evaluations(dark)[-1]["loss"]
+
+
+def test_the_test_at_the_start_changes_neither_network_nor_random_numbers(pack):
+    words = ["--model", "tests.support.nets:with_dropout"]
+    plain = train_once(pack, *words, run="plain")
+    tested = train_once(pack, *words, "--metric", own("top3"), run="tested")
+    for name, expected in weights_of(plain).items():
+        assert torch.equal(weights_of(tested)[name], expected)
+
+
+@pytest.mark.parametrize("name", ["centred", "centred_chances"])
+def test_outputs_that_are_alike_hide_nothing(pack, name):
+    """As those of a network with its first weights often are."""
+    words = ["--data", pack, "--model", "tests.support.nets:alike"]
+    ended = command(1, "train", *words, "--loss", own(name), "--dry-run")
+    assert ended.code == 2 and own(name) in ended.err
+
+
+def test_functions_of_the_training_are_imported_with_trust_code_only(pack):
+    """By evaluate, unless others are given, and by --config; predict needs none."""
+    functions = {"loss": own("focal"), "metric": own("top3"), "augment": own("darken")}
+    given = {name: [f"--{name}", function] for name, function in functions.items()}
+    both = [*given["loss"], *given["metric"]]
+    run = train_once(pack, *both, *given["augment"])
+    evaluate, config = ["evaluate", run], ["train", "--config", run / "config.toml", "--dry-run"]
+    for words, named in (
+        (evaluate, ["loss", "metric"]),
+        ([*evaluate, *given["loss"]], ["metric"]),
+        (config, ["loss", "augment", "metric"]),
+    ):
+        ended = command(1, *words)
+        assert ended.code == 2 and "--trust-code" in ended.err
+        assert all((function in ended.err) == (n in named) for n, function in functions.items())
+    top3 = f"top3 {evaluations(run)[-1]['metrics']['top3']:.4f}"
+    for more in (both, ["--trust-code"], [*given["loss"], "--trust-code"]):
+        ended = command(1, *evaluate, *more)
+        assert ended.code == 0 and top3 in ended.out
+    assert command(1, *config, "--trust-code").code == 0
+    assert command(1, *config, *both, *given["augment"]).code == 0
+    assert command(1, "predict", run, "--output", run / "answers.csv").code == 0
+    with pytest.raises(hp.UsageError, match=r"config\.toml names .*trust_code=True"):
+        _ = hp.load(run).config
+    assert hp.load(run, trust_code=True).config.augment == own("darken")

@@ -1,0 +1,163 @@
+"""Programs that import hpctrain, as processes: those of docs/python.md, and what ends all ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import hpctrain as hp
+from tests.support.launch import ROOT, run, run_mpi
+from tests.support.packs import make_pack
+from tests.support.pictures import picture
+
+ROWS = {"train": 40, "validation": 10, "test": 16}
+ALONE = {"OMP_NUM_THREADS": "1"}
+
+
+def blocks():
+    """The Python blocks of docs/python.md as one program; those with a file's name by that."""
+    text = (ROOT / "docs/python.md").read_text().replace('"resnet18"', '"digits"')  # is faster
+    found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    apart = {m[1]: block for block in found if (m := re.match(r"# (\w+\.py)", block))}
+    return "".join(block for block in found if block not in apart.values()), apart
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with the files that the page names."""
+    make_pack(tmp_path / "photos.h5", ROWS, (32, 32, 3), 3)
+    (tmp_path / "new_photos").mkdir()
+    for number, name in enumerate("ab"):
+        Image.fromarray(picture(number, 40, 30)).save(tmp_path / f"new_photos/{name}.png")
+    return tmp_path
+
+
+def test_the_programs_of_the_page_run(place):
+    program, apart = blocks()
+    (place / "page.py").write_text(program)
+    done = run([sys.executable, "page.py"], cwd=place, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "runs/first done" in done.stdout and (place / "tested.json").is_file()
+    (place / "program.py").write_text(apart["program.py"])
+    done = run_mpi(2, ["program.py"], cwd=place, timeout=100, env=ALONE)
+    assert done.returncode == 0, done.stderr
+    assert (place / "runs/on-four/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "printed"),
+    [("search.py", "optuna", " {'lr': 0."), ("live.py", "IPython", "Figure(640x480)\n" * 5)],
+)
+def test_the_programs_of_on_evaluation_run(place, name, package, printed):
+    pytest.importorskip(package)
+    pytest.importorskip("matplotlib")
+    (place / name).write_text(blocks()[1][name])
+    done = run([sys.executable, name], cwd=place, timeout=100, env={"MPLBACKEND": "agg"})
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout, done.stdout
+
+
+def test_the_notebook_runs(tmp_path):
+    """Its cells one after another, over fewer digits; no output is stored in it."""
+    pytest.importorskip("matplotlib")
+    cells = json.loads((ROOT / "docs/example.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) > 5 and not any(c["outputs"] or c["execution_count"] for c in code)
+    rng, splits = np.random.default_rng(0), {}
+    for name, count in {"train": 256, "test": 50, "unseen": 50}.items():
+        labels = rng.integers(0, 10, count)
+        images = rng.integers(0, 99, (count, 28, 28, 1), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[2 * label : 2 * label + 3] += 120
+        splits[name] = images, labels
+    (tmp_path / "data").mkdir()
+    hp.write_pack(tmp_path / "data/digits.h5", splits, tuple("0123456789"))
+    lines = ["cells = " + repr(["".join(cell["source"]) for cell in code]), "names = {}"]
+    lines += ["for cell in cells:", "    exec(cell, names)"]
+    lines += ["print('figures', len(names['plt'].get_fignums()), names['result'].status)"]
+    (tmp_path / "cells.py").write_text("\n".join(lines))
+    done = run([sys.executable, "cells.py"], cwd=tmp_path, env={"MPLBACKEND": "Agg"}, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "figures 3 done"
+
+
+OWN = """
+import sys
+import numpy as np
+import torch
+import hpctrain as hp
+
+def tiny(image_shape, classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32 * 32 * 3, classes))
+
+"""
+TRAIN = """
+given = {"data": "photos.h5", "model": "__main__:tiny", "progress": "none"}
+hp.train(**given, epochs=1, batch_size=16, run="own")
+try:
+    hp.load("own")
+except hp.UsageError as error:
+    print(error)
+"""
+LOAD = """
+network = hp.load("own", trust_code=True)
+answers = network.predict(np.zeros((3, 50, 28, 3), np.uint8))
+assert len(hp.history("own").steps["loss"]) == 3 and network.config.epochs == 1
+print(answers["prediction"].shape, {"mpi4py", "mpi4py.MPI", "h5py"} & {*sys.modules})
+"""
+
+
+def test_a_network_of_a_notebook_is_loaded_without_mpi(place):
+    (place / "train_it.py").write_text(OWN + TRAIN)
+    (place / "load_it.py").write_text(OWN + LOAD)
+    made = run([sys.executable, "train_it.py"], cwd=place)
+    assert made.returncode == 0, made.stderr
+    assert "names __main__:tiny: " in made.stdout and "trust_code=True" in made.stdout
+    done = run([sys.executable, "load_it.py"], cwd=place)
+    assert (done.stdout, done.stderr) == ("(3,) set()\n", "")
+
+
+FAILS = """
+import hpctrain as hp
+
+comm = hp.start_mpi()
+try:
+    hp.train(data="nowhere.h5")
+except hp.UsageError as error:
+    print("told", comm.rank, error, flush=True)
+
+def f(record):
+    raise ValueError("only here")
+
+hp.train(data="photos.h5", model="digits", epochs=1, progress="none", on_evaluation=f)
+print("not reached")
+"""
+
+
+def test_an_error_of_one_rank_ends_all(place):
+    """A mistake of all ranks is raised on all, and the program goes on."""
+    (place / "fails.py").write_text(FAILS)
+    done = run_mpi(2, ["fails.py"], cwd=place, env=ALONE, timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert sorted(re.findall(r"told (\d) ", done.stdout)) == ["0", "1"]
+    assert "ValueError: only here" in done.stderr and "not reached" not in done.stdout
+
+
+CALLS = """
+import hpctrain as hp
+
+if hp.start_mpi().rank == 0:
+    hp.evaluate("a", hang_timeout="2s")
+"""
+
+
+def test_a_call_that_one_rank_does_not_make_ends_all(tmp_path):
+    (tmp_path / "calls.py").write_text(CALLS)
+    done = run_mpi(2, ["calls.py"], cwd=tmp_path, timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert "waiting for all in hpctrain.evaluate" in done.stderr
