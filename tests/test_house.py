@@ -1,17 +1,17 @@
-"""The rules of the house, read from the source: who imports what, sizes, docstrings."""
+"""The rules of the house: what may import what, what pages refer to exists, how tests are made."""
 
 import ast
+import json
 import re
 import sys
-from collections import Counter
 from fnmatch import fnmatch
 
 import hpctrain
 from tests.support.launch import ROOT, run
+from tests.support.names import names_used
 
 TREES = {p.relative_to(ROOT): ast.parse(p.read_text()) for p in ROOT.glob("hpctrain/**/*.py")}
 MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in TREES}
-FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # From the bottom up. A module imports from its own floor and from those below it, but on the
 # floor of the rooms (the third) from its own room only.
 FLOORS = (
@@ -27,6 +27,18 @@ ONLY_IN = {
     "cupy": "parallel.memory",
     "h5py": "data.pack* data.hdf5* data.external_file",
 }
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES += DOCS
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+#: Flags of mpirun, Slurm and others that pages name.
+OTHERS = """
+    --array --exact --gpus --gpus-per-node --help --hostfile --logdir --map-by --no-kill
+    --requeue --signal --update
+"""
+PATH = re.compile(r"(?<![\w./-])(?:[a-z][\w.-]*/)*(?:[a-z]\w*\.py\b|(?<=/)(?![\w.-]))")
+#: Test files outside of tests/support that know the package's inside, and that sleep: at most.
+MOST_INSIDERS, MOST_SLEEPERS = 55, 9
 
 
 def allowed(module, imported):
@@ -59,78 +71,93 @@ def test_imports_point_one_way():
     pairs = [(m, name) for m, path in MODULES.items() for name in imports(TREES[path])]
     assert [f"{m} imports {name}" for m, name in pairs if not allowed(m, name)] == []
     assert not allowed("hpctrain.data.loader", "hpctrain.models.resnet")
-    assert not allowed("hpctrain.report.record", "hpctrain.training.step")
     assert not allowed("hpctrain.training.train", "mpi4py")
-
-
-def test_functions_fit_on_a_screen():
-    long = []
-    for path, tree in TREES.items():
-        functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTION)]
-        long += [f"{path}: {f.name}" for f in functions if f.end_lineno - f.lineno >= 60]
-    assert long == []
-
-
-def test_streams_and_events_of_a_gpu_are_made_and_waited_for_in_one_file():
-    """hpctrain/streams.py: there a thread that waits sleeps. NCCL gets the number of one."""
-    found = [
-        f"{path}: {name}"
-        for path in TREES
-        if path.name != "streams.py"
-        for name in re.findall(
-            r"cuda\.(?:(?:[Ss]tream|Event|synchronize)\b|current_stream\(\w*\)(?!\.cuda_stream))",
-            (ROOT / path).read_text(),
-        )
-    ]
-    assert found == []
-
-
-def test_the_first_line_of_an_error_is_taken_in_one_place():
-    """errors.first_line: an error may have no text, or bars around it."""
-    own = re.compile(r"str\((?:error|cause)\b.*\)\.(?:splitlines|partition|split\(.\\n)")
-    found = [str(path) for path in TREES if own.search((ROOT / path).read_text())]
-    assert found == ["hpctrain/errors.py"]
-
-
-def test_a_rank_that_waits_for_others_tells_the_watchdog():
-    """Else it is named among those that did not arrive."""
-    silent = [
-        str(path)
-        for path in TREES
-        if {"training", "inference"} & set(path.parts)
-        and re.search(r"\b(comm|host)\.(allgather|bcast)\(", (ROOT / path).read_text())
-    ]
-    assert silent == []
-
-
-def test_public_names_have_docstrings_and_nothing_is_left_to_do():
-    bare = [str(path) for path, tree in TREES.items() if not ast.get_docstring(tree)]
-    for path, tree in TREES.items():
-        named = [node for node in tree.body if isinstance(node, (*FUNCTION, ast.ClassDef))]
-        public = [node for node in named if not node.name.startswith("_")]
-        bare += [f"{path}: {node.name}" for node in public if not ast.get_docstring(node)]
-    marks = [str(p) for p in TREES if re.search("TODO|FIXME", (ROOT / p).read_text())]
-    assert (bare, marks) == ([], [])
-
-
-def test_no_two_public_classes_share_a_name():
-    classes = [
-        node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)
-    ]
-    counts = Counter(name for name in classes if not name.startswith("_"))
-    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_importing_starts_nothing():
     heavy = {"torch", "mpi4py", "h5py", "numpy", "cupy"}
-    code = f"import sys, hpctrain.cli, hpctrain.doctor.findings; print({heavy} & set(sys.modules))"
-    done = run([sys.executable, "-c", code])
-    assert (done.stdout, done.stderr) == ("set()\n", "")
-
-
-def test_the_public_names_are_listed_without_starting_anything():
     code = "import sys, hpctrain as h; print({*h.__all__} - {*dir(h)}, '__version__' in dir(h),"
-    code += " 'torch' in sys.modules)"
-    assert run([sys.executable, "-c", code]).stdout == "set() True False\n"
-    named = set(hpctrain.__all__)
-    assert named == set(hpctrain._HOME) == {n for n in named if getattr(hpctrain, n)}
+    code += f" {heavy} & set(sys.modules))"
+    done = run([sys.executable, "-c", code])
+    assert (done.stdout, done.stderr) == ("set() True set()\n", "")
+    assert all(getattr(hpctrain, name) for name in hpctrain.__all__)
+
+
+def targets(page):
+    """The files that a page's links lead to, and the headings that they name there."""
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+        path, _, heading = link.partition("#")
+        yield (page.parent / path).resolve() if path else page, heading
+
+
+def headings(page):
+    """Of a page, as links name them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in found}
+
+
+def test_links_lead_somewhere_and_every_page_is_linked():
+    links = [(page.name, *target) for page in PAGES for target in targets(page)]
+    assert [link for link in links if not link[1].exists()] == []
+    assert [link for link in links if link[2] and link[2] not in headings(link[1])] == []
+    linked = {path for name, path, _ in links if name == "README.md"}
+    assert linked >= {*DOCS, *PAGES[:3]} - {PAGES[0]} and len(DOCS) > 5
+
+
+def test_the_flags_that_pages_name_exist():
+    surface = json.loads((ROOT / "tests/contract/surface.json").read_text())
+    known = {flag for options in surface["commands"].values() for flag in options}
+    scripts = [path for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py")]
+    known |= {f for path in scripts if path.is_file() for f in FLAG.findall(path.read_text())}
+    named = {(page.name, flag) for page in PAGES for flag in FLAG.findall(page.read_text())}
+    assert {pair for pair in named if pair[1] not in known | {*OTHERS.split()}} == set()
+    assert len(named) > 80
+
+
+def names_in(path):
+    """Functions, classes, methods and module constants of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_the_files_and_functions_that_the_architecture_names_exist():
+    """As `file.py` and `file.py: name, name`; in the figures each file on a line of its own."""
+
+    def find(path):
+        places = [ROOT / path, ROOT / "hpctrain" / path]
+        return next((place for place in places if place.exists()), None)
+
+    page = (ROOT / "docs/architecture.md").read_text()
+    tree = (ROOT / "README.md").read_text().partition("## How it is built")[2]
+    figures = [path.read_text() for path in (ROOT / "docs").glob("*.svg")]
+    paths = {path for text in (tree, page, *figures) for path in PATH.findall(text)}
+    assert [path for path in paths if not find(path)] == [] and len(paths) > 40
+    named = re.findall(r"`([\w/]+\.py): ([\w., ]+)`", page)
+    pairs = {(path, name) for path, names in named for name in re.split(", |[.]", names)}
+    assert {pair for pair in pairs if pair[1] not in names_in(find(pair[0]))} == set()
+
+
+def files_outside_of_support():
+    """The files of tests, but for their helpers."""
+    inner = (ROOT / "tests/support", ROOT / "tests/gpu/emulator")
+    files = (ROOT / "tests").rglob("*.py")
+    return [path for path in files if not any(path.is_relative_to(place) for place in inner)]
+
+
+def test_tests_take_of_the_inside_what_the_facade_offers():
+    found = [
+        str(path.relative_to(ROOT)) for path in files_outside_of_support() if [*names_used(path)]
+    ]
+    assert len(found) <= MOST_INSIDERS, found
+
+
+def test_tests_wait_for_what_must_happen():
+    """Only tests/support/wait.py sleeps."""
+    slept = re.compile(r"\btime\.sleep\(")
+    files = files_outside_of_support()
+    found = [str(path.relative_to(ROOT)) for path in files if slept.search(path.read_text())]
+    assert len(found) <= MOST_SLEEPERS, found

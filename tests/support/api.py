@@ -149,3 +149,9 @@ from hpctrain.data.external import read_external
 from hpctrain.data.jpeg import draw_crops
 
 __all__ += ["Augmentation", "add_noise", "draw_crops", "read_external"]
+
+# What a run is: the plan that follows from settings and facts
+from hpctrain.plan import Facts
+from hpctrain.plan import resolve as resolve_plan
+
+__all__ += ["Facts", "resolve_plan"]

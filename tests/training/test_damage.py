@@ -13,8 +13,8 @@ from hpctrain.errors import UsageError
 from hpctrain.plan import resolve
 from hpctrain.plan_check import go_on
 from hpctrain.training.folder import check_same, read_settings
+from tests.runs.test_plan import FACTS
 from tests.support.spoil import flip_each_bit
-from tests.test_plan import FACTS
 
 CONFIG = Config(data="flowers.h5", run="a", lr=0.017, momentum=0.875, flip=True, shards=4, seed=3)
 

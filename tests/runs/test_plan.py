@@ -1,0 +1,121 @@
+"""The plan: defaults by device and network, shards by rank, a digest of all that a run keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from hpctrain import Config, UsageError
+from tests.support.api import Facts, resolve_plan
+
+FACTS = Facts(
+    ranks=4,
+    device="cpu",
+    threads=2,
+    rows=3301,
+    image_shape=(100, 100, 3),
+    value_bytes=1,
+    classes=5,
+    pack_uuid="u",
+    min_samples=1,
+)
+
+
+def plan(facts=None, **settings):
+    return resolve_plan(Config(**settings), dataclasses.replace(FACTS, **(facts or {})))
+
+
+GPUS = {"device": "cuda"}
+
+
+def test_defaults_go_by_task_images_and_optimizer():
+    found = plan()
+    assert (found.model, found.epochs, found.batch_size) == ("resnet50", 100, 128)
+    digits = plan({"image_shape": (28, 28, 1)})
+    assert (digits.model, digits.epochs) == ("digits", 20)
+    denoise = plan(task="denoise")
+    assert (denoise.model, denoise.optimizer, denoise.batch_size) == ("autoencoder", "adam", 500)
+    assert (denoise.epochs, denoise.patience) == (5, 5)
+    rates = {"sgdm": 0.01, "adam": 0.001, "adamw": 0.001}
+    assert {name: plan(optimizer=name).learning_rate for name in rates} == rates
+    assert plan(lr=0.5).learning_rate == 0.5
+
+
+def test_the_batch_grows_with_gpus_but_not_with_ranks_on_cpus():
+    assert (plan().batch_size, plan(GPUS).batch_size) == (128, 512)
+    assert plan(GPUS, batch_size=64).batch_size == 64
+    assert plan(batch_per_rank=32).batch_size == 128
+    grown = plan(GPUS, scale_lr="linear")
+    assert (grown.batch_size, grown.learning_rate) == (512, pytest.approx(0.04))
+
+
+@pytest.mark.parametrize(
+    ("settings", "shards", "runs"),
+    [
+        ({"worker_load": "3,1"}, 4, ((0, 3), (3, 4))),
+        ({"worker_load": "3,1", "shards": 8}, 8, ((0, 6), (6, 8))),
+        ({"shards": 8}, 8, ((0, 4), (4, 8))),
+        ({}, 2, ((0, 1), (1, 2))),
+    ],
+)
+def test_shards_are_assigned_to_ranks_in_proportion(settings, shards, runs):
+    found = plan({"ranks": 2}, **settings)
+    assert (found.shards, found.runs, found.batch_size) == (shards, runs, 128)
+
+
+def test_shards_have_as_many_images_as_batch_norm_needs():
+    for given in ({"batch_size": 5}, {"batch_per_rank": 1}):
+        with pytest.raises(UsageError, match=r"\b5 shards"):
+            plan({"min_samples": 2}, shards=5, **given)
+    assert plan({"min_samples": 2}, shards=5, batch_size=13).batch_size == 13
+
+
+def test_one_thread_a_rank_is_used_where_bits_count():
+    assert (plan().threads, plan(deterministic=True).threads) == (2, 1)
+    assert plan(deterministic=True, threads=3).threads == 3
+
+
+def test_blocks_of_an_evaluation_are_larger_on_gpus_unless_images_are_large():
+    shapes = [(28, 28, 1), (224, 224, 3), (384, 384, 3), (2048, 2048, 3)]
+    for device, rows in (("cpu", [64] * 4), ("cuda", [256, 256, 151, 64])):
+        for ranks in (1, 2, 7):
+            facts = [{"device": device, "image_shape": shape, "ranks": ranks} for shape in shapes]
+            assert [plan(each).evaluation_rows for each in facts] == rows
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_usual_precision_differs_from_fp32_on_gpus_alone(deterministic):
+    same = {"deterministic": deterministic}
+    assert plan(**same) == plan(precision="fp32", **same)
+    assert plan(GPUS, **same).precision == "default"
+    assert plan(GPUS, **same).digest() != plan(GPUS, precision="fp32", **same).digest()
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate", "steps", "first"),
+    [
+        ({}, 0.01, 0, 0.1),
+        ({"batch_size": 512, "scale_lr": "linear"}, 0.04, 35, 0.25),
+        ({"batch_size": 512, "scale_lr": "sqrt"}, 0.02, 35, 0.5),
+        ({"batch_per_rank": 64, "scale_lr": "linear", "lr": 0.1}, 0.4, 65, 0.25),
+        ({"batch_size": 64, "scale_lr": "linear"}, 0.005, 0, 0.1),
+        ({"batch_size": 512, "warmup_epochs": 2.0}, 0.01, 14, 0.1),
+        ({"batch_size": 512, "scale_lr": "linear", "warmup_epochs": 0.0}, 0.04, 0, 0.25),
+        ({"batch_size": 512, "scale_lr": "linear", "schedule": "one-cycle"}, 0.04, 0, 0.25),
+    ],
+)
+def test_the_learning_rate_grows_with_the_batch_after_a_warm_up(settings, rate, steps, first):
+    found = plan(**settings)
+    assert found.learning_rate == pytest.approx(rate)
+    assert (found.warmup_steps, found.warmup_from) == (steps, pytest.approx(first))
+
+
+def test_the_digest_is_of_all_that_a_run_keeps_and_of_nothing_of_the_launch():
+    few, many = (plan({"ranks": ranks}, shards=8) for ranks in (2, 4))
+    assert few.digest() == many.digest() == json.loads(few.to_json())["digest"]
+    changes = [{"seed": 1}, {"batch_size": 127}, {"lr": 0.02}, {"shards": 5}]
+    changes += [{"deterministic": True}, {"label_smoothing": 0.1}]
+    digests = {plan(**change).digest() for change in ({}, *changes)}
+    assert len(digests) == 1 + len(changes)

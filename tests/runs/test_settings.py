@@ -1,0 +1,451 @@
+"""Each setting of a run does what it says: the whole way from the setting to what is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import hpctrain as hp
+from tests.support.launch import ROOT
+from tests.support.short import images as make_images
+from tests.support.short import records
+
+pytestmark = pytest.mark.ranks(3)
+ROWS, SHAPE, CLASSES, BATCH = 53, (12, 11, 3), 5, 16
+STEPS = 4  # of an epoch: 16, 16, 16 and 5 rows
+LR = 0.05
+SETTINGS = {}  # name of a setting -> its check
+#: Settings whose checks are in other files.
+ELSEWHERE = """
+    augment balanced_sampling cache_dir checkpoint_every comm_dtype compile cuda_graphs data
+    deterministic ema final freeze hang_timeout images keep_checkpoints labels layout loss
+    lr_factors max_value metric min_lr no_decay noise noise_level overlap patience progress
+    random_crop read_buffer reduce resume run runs_dir shuffle split stage task test time_limit
+    verify worker_load
+"""
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, standard deviation
+
+
+class Seen:
+    """What happened in a run on this rank, as torch saw it, and what the run recorded."""
+
+    def __init__(self):
+        self.kind = ""  # class of the network
+        self.weights = []  # before the first step, and after each
+        self.parts = [[]]  # for each step, the images of each shard, (n, C, H, W)
+        self.tested = []  # images of evaluations
+        self.layers = []  # the convolutions
+        self.threads = set()
+        self.optimizer = ""
+
+    def forward(self, module, inputs):
+        self.kind = self.kind or type(module).__name__
+        if isinstance(module, nn.Conv2d) and inputs[0].shape[1] == SHAPE[2]:
+            self.layers.append(module)
+            if inputs[0].any():  # zeros only try the network
+                (self.parts[-1] if module.training else self.tested).append(inputs[0].detach())
+        self.threads.add(torch.get_num_threads())
+
+    def before_step(self, optimizer, *_):
+        self.optimizer = type(optimizer).__name__
+        if not self.weights:
+            self.weights.append(weights_of(optimizer))
+
+    def after_step(self, optimizer, *_):
+        self.weights.append(weights_of(optimizer))
+        self.parts.append([])
+
+    def read(self, settings):
+        self.folder = Path(settings["runs_dir"]) / settings["run"]
+        self.records = records(settings)
+        self.steps = [record for record in self.records if record["kind"] == "step"]
+        self.plan = json.loads((self.folder / "plan.json").read_text())
+        self.parts.pop()
+        second = self.parts[min(1, len(self.parts) - 1)]
+        self.parts[0] = self.parts[0][-len(second) :]  # the network was tried before
+
+    @property
+    def images(self):
+        """Of this rank in the first epoch."""
+        return torch.cat([part for step in self.parts[:STEPS] for part in step])
+
+    @property
+    def rates(self):
+        return [step["learning_rate"] for step in self.steps]
+
+    @property
+    def loss(self):
+        """Of the first step."""
+        return self.steps[0]["loss"]
+
+    @property
+    def rows(self):
+        """Of each step."""
+        return [step["rows"] for step in self.steps]
+
+    def update(self, step):
+        """What this step, from 1, added to the weights."""
+        return self.weights[step] - self.weights[step - 1]
+
+    def saved(self):
+        return safetensors.torch.load_file(self.folder / "model.safetensors")
+
+
+def weights_of(optimizer):
+    groups = optimizer.param_groups
+    return torch.cat([p.detach().flatten().clone() for g in groups for p in g["params"]])
+
+
+@contextlib.contextmanager
+def watching():
+    """What torch does within the block."""
+    seen = Seen()
+    handles = [
+        register_module_forward_pre_hook(seen.forward),
+        register_optimizer_step_pre_hook(seen.before_step),
+        register_optimizer_step_post_hook(seen.after_step),
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def of(*settings):
+    """Make a function the check of these settings."""
+
+    def register(check):
+        for setting in settings:
+            SETTINGS[setting] = check
+        return check
+
+    return register
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Settings of one epoch."""
+    folder = tmp_path_factory.mktemp("settings")
+    splits = {name: make_images(n, SHAPE, CLASSES) for name, n in (("train", ROWS), ("test", 11))}
+    splits["validation"] = make_images(7, SHAPE, CLASSES)
+    hp.write_pack(folder / "pack.h5", splits, tuple("abcde"))
+    how = {"model": "digits", "epochs": 1, "batch_size": BATCH, "shards": 4, "lr": LR}
+    how |= {"momentum": 0.0, "validate_every": "0", "checkpoint_every": "0", "test": False}
+    how |= {"device": "cpu", "threads": 1, "progress": "none"}
+    return {"data": str(folder / "pack.h5"), "runs_dir": str(folder / "runs"), **how}
+
+
+@pytest.fixture
+def settings(base, tmp_path):
+    """The same, with a folder for the runs of one test."""
+    return base | {"runs_dir": str(tmp_path / "runs"), "run": "a"}
+
+
+def runner(comm, settings):
+    """A function that trains with these settings, all else being equal, and tells what it saw."""
+    numbers = itertools.count()
+
+    def run(**given):
+        how = settings | {"run": f"r{next(numbers)}"} | given
+        with watching() as seen:
+            status = hp.train(**how).status
+        comm.Barrier()
+        if status == "done":  # and not planned
+            seen.read(how)
+        return seen
+
+    return run
+
+
+@of("flip", "shift")
+def augmentation(seen, comm):
+    plain, flipped, shifted = seen(), seen(flip=True), seen(shift=2)
+    mirrored = moved = 0
+    for before, after in zip(plain.images, flipped.images, strict=True):
+        assert torch.equal(after, before) or torch.equal(after, before.flip(2))
+        mirrored += not torch.equal(after, before)
+    for before, after in zip(plain.images, shifted.images, strict=True):
+        wide = nn.functional.pad(before, (2, 2, 2, 2))  # (C, H + 4, W + 4)
+        cuts = [wide[:, y : y + 12, x : x + 11] for y in range(5) for x in range(5)]
+        assert any(torch.equal(after, cut) for cut in cuts)
+        moved += not torch.equal(after, before)
+    assert 10 < comm.allreduce(mirrored) < ROWS - 10
+    assert 40 < comm.allreduce(moved) <= ROWS
+    assert plain.loss != flipped.loss != shifted.loss != plain.loss
+
+
+@of("normalize")
+def normalization(seen, comm):
+    unit, pack, imagenet = (seen(normalize=n, test=True) for n in ("unit", "pack", "imagenet"))
+    everywhere = torch.cat(comm.allgather(unit.images)).double()
+    assert len(everywhere) == ROWS and 0 <= everywhere.min() < 0.05 < 0.7 < everywhere.max() <= 1
+    own = everywhere.mean((0, 2, 3)), everywhere.std((0, 2, 3), correction=0)
+    for run, (mean, std) in ((pack, own), (imagenet, IMAGENET)):
+        mean, std = (torch.as_tensor(x).float()[:, None, None] for x in (mean, std))
+        torch.testing.assert_close(run.images, (unit.images - mean) / std, rtol=1e-4, atol=1e-4)
+        for before, after in zip(unit.tested, run.tested, strict=True):
+            torch.testing.assert_close(after, (before - mean) / std, rtol=1e-4, atol=1e-4)
+        assert run.loss != unit.loss
+
+
+@of("model", "small_stem")
+def network(seen, comm):
+    for name, kind in (("digits", "DigitsNet"), ("tests.support.nets:norm_first", "Sequential")):
+        run = seen(model=name)
+        assert (run.kind, run.plan["model"]) == (kind, name)
+    for small, kernel in ((False, (7, 7)), (True, (3, 3))):
+        run = seen(model="resnet18", small_stem=small, dry_run=True)
+        assert (run.kind, run.layers[0].kernel_size) == ("ResNet", kernel)
+
+
+@of("init")
+def first_weights(seen, comm):
+    plain, other = seen(), seen(seed=5)
+    given = seen(init=str(other.folder))
+    assert torch.equal(given.weights[0], other.weights[-1])
+    assert not torch.equal(given.weights[0], plain.weights[0])
+    frozen = seen(init=str(other.folder), freeze="conv*,bn*").saved()
+    for name, value in other.saved().items():
+        assert torch.equal(frozen[name], value) == (not name.startswith("fc")), name
+
+
+@of("batch_norm")
+def batch_norm(seen, comm):
+    modes = ("exact", "running", "average")
+    runs = {mode: seen(batch_norm=mode) for mode in modes}
+    for a, b in itertools.combinations(modes, 2):
+        assert torch.equal(runs[a].weights[-1], runs[b].weights[-1])  # statistics alone differ
+        variances = [runs[mode].saved()["bn1.running_var"] for mode in (a, b)]
+        assert not torch.allclose(*variances, rtol=1e-5)
+    assert [runs[mode].plan["batch_norm"] for mode in modes] == [*modes]
+
+
+@of("epochs", "batch_size", "batch_per_rank")
+def lengths(seen, comm):
+    assert seen().rows == [16, 16, 16, 5]
+    assert seen(epochs=2, batch_size=30).rows == [30, 23, 30, 23]
+    assert seen(batch_size=None, batch_per_rank=12).rows[0] == 12 * 4  # of 4 shards
+
+
+@of("shards")
+def shards(seen, comm):
+    for count in (4, 7):
+        run = seen(shards=count)
+        assert run.plan["shards"] == count
+        assert all(comm.allreduce(len(parts)) == count for parts in run.parts[: STEPS - 1])
+        assert run.rows == [16, 16, 16, 5]  # one update for all shards
+
+
+@of("seed")
+def seed(seen, comm):
+    zero, again, one = seen(), seen(), seen(seed=1)
+    assert torch.equal(zero.weights[-1], again.weights[-1])
+    assert not torch.equal(zero.weights[0], one.weights[0])
+    assert not torch.equal(zero.images, one.images)
+    order = [sorted(image.flatten().tolist() for image in run.images) for run in (zero, one)]
+    assert order[0] == order[1]  # the same rows in another order
+
+
+@of("optimizer")
+def optimizer(seen, comm):
+    sgdm, adam, adamw = (seen(optimizer=name) for name in ("sgdm", "adam", "adamw"))
+    assert [run.optimizer for run in (sgdm, adam, adamw)] == ["SGD", "Adam", "AdamW"]
+    gradient = sgdm.update(1) / -LR
+    large = gradient.abs() > 1e-4
+    assert large.sum() > 1000
+    for run in (adam, adamw):  # the first step of Adam is the sign of the gradient
+        torch.testing.assert_close(
+            run.update(1)[large], -LR * gradient[large].sign(), rtol=1e-3, atol=1e-5
+        )
+
+
+@of("lr")
+def rate(seen, comm):
+    low, high = seen(), seen(lr=4 * LR)
+    assert low.rates == [LR] * STEPS
+    assert high.rates == [4 * LR] * STEPS
+    torch.testing.assert_close(high.update(1), 4 * low.update(1), rtol=1e-4, atol=1e-6)
+    assert seen(lr=None).rates == [0.01] * STEPS
+    assert seen(lr=None, optimizer="adam").rates == [0.001] * STEPS
+
+
+@of("momentum")
+def momentum(seen, comm):
+    without, heavy = seen(), seen(momentum=0.5)
+    assert torch.equal(without.update(1), heavy.update(1))
+    carried = heavy.update(2) - without.update(2)
+    assert carried.norm() > 1e-3
+    torch.testing.assert_close(carried, 0.5 * without.update(1), rtol=1e-4, atol=1e-6)
+
+
+@of("weight_decay")
+def weight_decay(seen, comm):
+    for name, decoupled in (("sgdm", True), ("adamw", True), ("adam", False)):
+        plain, decayed = seen(optimizer=name), seen(optimizer=name, weight_decay=0.5)
+        start = plain.weights[0]
+        assert torch.equal(start, decayed.weights[0])
+        difference = decayed.update(1) - plain.update(1)
+        assert difference.norm() > 1e-3
+        assert torch.allclose(difference, -LR * 0.5 * start, rtol=1e-3, atol=1e-5) == decoupled
+
+
+@of("scale_lr", "warmup_epochs")
+def growing_rate(seen, comm):
+    scaled = seen(scale_lr="sqrt", batch_per_rank=4, batch_size=None, warmup_epochs=0.0)
+    assert scaled.rates == pytest.approx([LR * 2] * len(scaled.rates))  # four shards
+    rates = seen(epochs=2, warmup_epochs=1.0).rates
+    assert rates[:5] == pytest.approx([LR * share for share in (0.1, 0.325, 0.55, 0.775, 1.0)])
+    assert rates[4:] == [LR] * 4
+
+
+@of("schedule", "step_epochs")
+def schedule(seen, comm):
+    assert seen(epochs=2).rates == [LR] * 8
+    cosine = [LR * (1 + math.cos(math.pi * t / 8)) / 2 for t in range(8)]
+    assert seen(epochs=2, schedule="cosine").rates == pytest.approx(cosine)
+    assert seen(epochs=2, schedule="step").rates == [LR] * 8  # 30 epochs a step
+    steps = seen(epochs=3, schedule="step", step_epochs=1)
+    assert steps.rates == pytest.approx([LR] * 4 + [LR / 10] * 4 + [LR / 100] * 4)
+    dropped = seen(epochs=3, schedule="step", step_epochs=2)
+    assert dropped.rates == pytest.approx([LR] * 8 + [LR / 10] * 4)
+    # The optimizer takes the rate that is recorded: same weights, a tenth of the fifth update.
+    constant = seen(epochs=3)
+    assert torch.equal(steps.weights[4], constant.weights[4])
+    torch.testing.assert_close(steps.update(5), constant.update(5) / 10, rtol=1e-3, atol=1e-7)
+
+
+@of("clip_norm")
+def clip_norm(seen, comm):
+    free, clipped, loose = seen(), seen(clip_norm=0.01), seen(clip_norm=1e6)
+    assert free.update(1).norm() > 2 * LR * 0.01
+    for step in range(1, STEPS + 1):
+        assert clipped.update(step).norm() == pytest.approx(LR * 0.01, rel=1e-3)
+    direction = free.update(1) / free.update(1).norm()
+    torch.testing.assert_close(clipped.update(1), direction * LR * 0.01, rtol=1e-3, atol=1e-7)
+    assert torch.equal(free.weights[-1], loose.weights[-1])
+
+
+@of("label_smoothing")
+def label_smoothing(seen, comm):
+    none, some, more = (seen(label_smoothing=s) for s in (0.0, 0.2, 0.4))
+    assert abs(some.loss - none.loss) > 1e-3
+    assert more.loss - none.loss == pytest.approx(2 * (some.loss - none.loss), rel=1e-3)
+    assert none.steps[0]["accuracy"] == more.steps[0]["accuracy"]
+    assert not torch.equal(none.update(1), some.update(1))
+
+
+@of("class_weights")
+def class_weights(seen, comm):
+    alike, weighed = seen(), seen(class_weights="0.5,2,1,1,4")
+    counts = np.bincount(make_images(ROWS, SHAPE, CLASSES)[1], minlength=CLASSES)
+    balanced = seen(class_weights="balanced").plan["class_weights"]
+    assert balanced == pytest.approx(ROWS / (CLASSES * counts))
+    assert (alike.plan["class_weights"], weighed.plan["class_weights"]) == ([], [0.5, 2, 1, 1, 4])
+    assert alike.plan["digest"] != weighed.plan["digest"]
+    assert not torch.allclose(alike.update(1), weighed.update(1), rtol=1e-2)
+    equal = seen(class_weights="3,3,3,3,3")  # a common factor cancels
+    torch.testing.assert_close(equal.update(1), alike.update(1), rtol=1e-4, atol=1e-6)
+    assert equal.loss == pytest.approx(alike.loss, rel=1e-5)
+
+
+@of("precision")
+def precision(seen, comm):
+    runs = (seen(precision=name) for name in ("default", "fp32", "tf32", "bf16"))
+    usual, full, rounded, half = runs
+    assert usual.loss == full.loss and usual.plan == full.plan  # on a CPU
+    assert rounded.loss == pytest.approx(full.loss, rel=1e-3)  # on a CPU mostly the same
+    assert full.loss != half.loss
+    assert half.loss == pytest.approx(full.loss, rel=0.05)
+    assert full.weights[0].dtype == half.weights[-1].dtype == torch.float32
+
+
+@of("channels_last")
+def memory_format(seen, comm):
+    for flag, memory in ((True, torch.channels_last), (False, torch.contiguous_format)):
+        run = seen(channels_last=flag, test=True)
+        for tensor in (run.layers[0].weight, run.images[:1], *run.tested):
+            assert tensor.is_contiguous(memory_format=memory)
+        assert run.parts[0][0].is_contiguous() == (not flag)
+
+
+@of("threads")
+def threads(seen, comm):
+    for count in (2, 1):
+        run = seen(threads=count)
+        assert (run.plan["threads"], run.threads) == (count, {count})
+
+
+@of("device")
+def device(seen, comm):
+    run = seen(device="cpu")
+    assert run.plan["device"] == run.images.device.type == "cpu"
+
+
+@of("validate_every")
+def validations(seen, comm):
+    for every, epochs in {
+        "0": [3],
+        "1epoch": [1, 2, 3],
+        "2epochs": [2, 3],
+        "8steps": [2, 3],
+    }.items():
+        run = seen(epochs=3, validate_every=every, test=True)
+        found = [(r["split"], r["epoch"]) for r in run.records if r["kind"] == "evaluation"]
+        assert [epoch for split, epoch in found if split == "validation"] == epochs
+        assert found[-1] == ("test", 3)
+
+
+@of("tensorboard")
+def tensorboard(seen, comm):
+    pytest.importorskip("tensorboard")
+    for wanted in (False, True):
+        assert bool([*seen(tensorboard=wanted).folder.rglob("*tfevents*")]) == wanted
+
+
+@pytest.mark.parametrize(
+    "check", dict.fromkeys(SETTINGS.values()), ids=lambda check: check.__name__
+)
+def test_each_setting_does_what_it_says(comm, settings, check):
+    check(runner(comm, settings), comm)
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(comm, settings, capsys):
+    assert hp.train(**settings | {"dry_run": True}).status == "planned"
+    printed = capsys.readouterr().out
+    assert bool(re.search(r"shards +4, partitions of ", printed)) == (comm.rank == 0)
+    comm.Barrier()
+    assert not Path(settings["runs_dir"]).exists()
+
+
+SETTINGS["dry_run"] = test_a_dry_run_prints_the_plan_and_leaves_nothing
+
+
+@pytest.mark.ranks(1)
+def test_every_setting_is_tested(comm):
+    """Here, or under its name in another file that is no table of refusals."""
+    fields = {field.name for field in dataclasses.fields(hp.Config)}
+    others = ELSEWHERE.split()
+    assert sorted([*SETTINGS, *others]) == sorted(fields)
+    tables = {"test_refused_settings.py", "test_refused_files.py", "test_settings.py"}
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if path.name not in tables]
+    text = "\n".join(path.read_text() for path in files)
+    for name in others:
+        flag = name.replace("_", "-")
+        assert re.search(rf"--{flag}\b|\b{name} ?=|[\"']{name}[\"']", text), name
