@@ -36,7 +36,7 @@ def settings(folder, name):
 
 def words(folder, name, **more):
     """The same as a command line."""
-    given = {**settings(folder, name), **more}
+    given = {k: v for k, v in {**settings(folder, name), **more}.items() if v is not None}
     flags = {f"--{key.replace('_', '-')}": value for key, value in given.items()}
     return ["train", *(str(x) for k, v in flags.items() for x in ((k,) if v is True else (k, v)))]
 
@@ -112,10 +112,10 @@ WAYS = {
 }
 
 
-def train(comm, folder, name, interrupt):
+def train(comm, folder, name, interrupt, more=()):
     """Train by the API until the interruption; return the status and the number of steps."""
-    more = interrupt(comm, folder / "runs" / name)
-    result = hp.train(hp.Config(**settings(folder, name)), **more)
+    config = hp.Config(**settings(folder, name) | dict(more))
+    result = hp.train(config, **interrupt(comm, folder / "runs" / name))
     return result.status, result.step, result.exit_code
 
 
@@ -220,6 +220,17 @@ def test_a_damaged_checkpoint_is_passed_over(folder, broken, suffix, damage):
     finally:
         shutil.rmtree(copy)
     assert "00000004" in notes and "passed over" in notes and "after step 2" in notes
+
+
+def test_a_run_keeps_the_shards_that_its_first_launch_chose(folder):
+    """By default as many as it had ranks."""
+    own = {"shards": None}
+    ranks.on_ranks(LAUNCHED, train, folder=folder, name="own", interrupt=stop_file, more=own)
+    for size, name in ((LAUNCHED, "own whole"), (1, "own")):
+        ended = ranks.command(size, *words(folder, name, **own))
+        assert ended.code == 0, ended.err
+    (*_, one), (*_, other) = (records(folder, name, "end") for name in ("own", "own whole"))
+    assert one["digest"] == other["digest"]
 
 
 def test_other_shards_are_refused(folder):
