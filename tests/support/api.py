@@ -131,12 +131,23 @@ def make_order(name, partition, seed, labels=None, everywhere=False, scattered=F
 __all__ += ["Permutation", "make_order"]
 
 # Training steps: what is checked before the first one and after each
+from hpctrain.inference.tasks import Classification
 from hpctrain.streams import IN_FLIGHT  # steps that are begun before the totals of one are read
+from hpctrain.training.compute import Compiled, Eager, Graphs
 from hpctrain.training.optimizer import clip_gradient
 from hpctrain.training.probe import check_repeats
 from hpctrain.training.step import checksum
 
-__all__ += ["IN_FLIGHT", "check_repeats", "checksum", "clip_gradient"]
+__all__ += ["IN_FLIGHT", "check_repeats", "checksum", "clip_gradient", "make_gradients"]
+
+
+def make_gradients(model, message, compiled=False, recorder=None):
+    """Return the function that adds a batch's gradients to the message, compiled, or replayed from
+    what a recorder of graphs made of it.
+    """
+    backward = (Compiled if compiled else Eager)(model, Classification(), message)
+    return Graphs(backward, recorder) if recorder else backward
+
 
 # Trained networks: their files, and what a split gives
 from hpctrain.models import save_tensors

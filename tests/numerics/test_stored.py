@@ -1,0 +1,267 @@
+"""The same bits however images are stored, and what cannot be read is named with its row."""
+
+from __future__ import annotations
+
+import os
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image, features
+
+import hpctrain as hp
+from tests.support.api import IN_FLIGHT, command_line
+from tests.support.ranks import command
+from tests.support.short import digest, images, records
+
+IMAGES, LABELS = images(101, (12, 12, 1), 10)
+LABELS = np.sort(LABELS)  # as such files often are
+FLOATS = IMAGES.astype(np.float32) * np.float32(1 / 255)  # as bytes are scaled
+NCHW = {"layout": "NCHW"}
+STORED = {  # images, how they are stored, settings
+    "one piece": (IMAGES, {}, {}),
+    "NCHW": (IMAGES.transpose(0, 3, 1, 2), {}, NCHW),
+    "gray": (IMAGES[..., 0], {}, {}),
+    "chunks": (IMAGES, {"chunks": (1, 12, 12, 1), "compression": "gzip"}, {}),
+    "chunks, NCHW": (
+        IMAGES.transpose(0, 3, 1, 2),
+        {"chunks": (1, 1, 7, 5), "compression": "lzf", "fletcher32": True},
+        NCHW,
+    ),
+    "floats": (FLOATS, {}, {}),
+    "doubles, chunks": (FLOATS.astype(np.float64), {"chunks": (1, 12, 12, 1)}, {}),
+    "floats of bytes": (IMAGES.astype(np.float32), {}, {"max_value": 255.0}),
+    "16 bits, chunks": (IMAGES.astype(np.uint16), {"chunks": (1, 12, 12, 1)}, {"max_value": 255.0}),
+    "as in MATLAB": (IMAGES.transpose(0, 3, 2, 1), {}, {"layout": "NCWH"}),
+}
+NAN = "holds NaN or infinite values"
+NOT_FINITE = 35  # a row that is not among those that are looked at before the first step
+
+
+@pytest.fixture
+def external(fixed, tmp_path):
+    """Settings for files of HDF5, which lie in the folder of the runs."""
+    (tmp_path / "runs").mkdir()
+    for case, (stored, storage, _) in STORED.items():
+        with h5py.File(tmp_path / "runs" / f"{case}.h5", "w") as file:
+            file.create_dataset("g/x", data=stored, **storage)
+            file["g/y"] = LABELS
+    names = {"images": "g/x", "labels": "/g/y", "split": "0.6,0.2,0.2", "epochs": 1}
+    return fixed | names | {"shuffle": "blocks", "flip": True, "shift": 2}
+
+
+def stored(settings: dict, case: str) -> dict:
+    return settings | {"data": f"{settings['runs_dir']}/{case}.h5", "run": case} | STORED[case][2]
+
+
+@pytest.mark.ranks
+def test_the_same_bits_however_the_images_are_stored(comm, external):
+    """Bytes or floats, in one piece or in compressed chunks, channels first or last."""
+    found = {digest(comm, stored(external, case)) for case in STORED}
+    assert len(found) == 1
+    others = [{"shuffle": "partition"}, {"seed": 1}, {"split": "0.8,0.2"}, {"flip": False}]
+    one = stored(external, "one piece")
+    for number, other in enumerate(others):
+        found.add(digest(comm, one | other | {"run": f"other{number}"}))
+    assert len(found) == 1 + len(others)
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_only_with_the_same_images(comm, external):
+    settings = stored(external, "one piece")
+    hp.train(**settings)
+    longer = settings | {"epochs": 2}
+    with pytest.raises(hp.UsageError, match="begun with --split 0.6,0.2,0.2, not with --split"):
+        hp.train(**longer | {"split": "0.8,0.2"})
+    if comm.rank == 0:
+        os.link(settings["data"], f"{settings['runs_dir']}/moved.h5")
+    comm.Barrier()
+    assert hp.train(**longer | {"data": f"{settings['runs_dir']}/moved.h5"}).epoch == 2
+    comm.Barrier()
+    if comm.rank == 0:
+        with h5py.File(settings["data"], "r+") as file:
+            file["g/x"][0, 0, 0, 0] ^= 1
+    comm.Barrier()
+    with pytest.raises(hp.UsageError, match="the run was begun with pack .*: it cannot go on"):
+        hp.train(**longer | {"epochs": 3})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shuffle", ["partition", "blocks"])
+def test_a_network_knows_its_file_and_the_rows_it_was_tested_on(comm, external, shuffle):
+    settings = stored(external, "chunks") | {"shuffle": shuffle}
+    result = hp.train(**settings)
+    found = hp.evaluate(result.folder, batch_size=64)
+    assert found.accuracy == result.figures["test_accuracy"] and found.rows < 25
+    answers = result.folder / "answers.csv"
+    words = ["predict", str(result.folder), "--output", str(answers), "--threads", "1"]
+    assert command_line(words) == 0
+    comm.Barrier()
+    assert len(answers.read_text().splitlines()) == 1 + found.rows
+    comm.Barrier()
+    moved = f"{settings['runs_dir']}/moved.h5"
+    if comm.rank == 0:
+        os.rename(settings["data"], moved)
+    comm.Barrier()
+    with pytest.raises(hp.UsageError, match="is gone: give --data"):
+        hp.evaluate(result.folder)
+    assert hp.evaluate(result.folder, data=moved).loss == found.loss
+
+
+@pytest.mark.ranks
+def test_splits_and_classes_of_a_file_are_found_again(comm, external):
+    """train/x and test/x, labels 1 ... K: evaluate finds them by what the network says."""
+    path = f"{external['runs_dir']}/splits.h5"
+    if comm.rank == 0:
+        with h5py.File(path, "w") as file:
+            for name, rows in (("train", slice(0, None, 2)), ("test", slice(1, None, 2))):
+                file[f"{name}/x"] = IMAGES[rows].astype(np.float32)
+                file[f"{name}/y"] = LABELS[rows].reshape(-1, 1) + 1.0
+    comm.Barrier()
+    names = {"images": "{split}/x", "labels": "{split}/y", "max_value": 255.0, "split": None}
+    result = hp.train(**external | {"data": path} | names)
+    found = hp.evaluate(result.folder)
+    assert (found.accuracy, found.rows) == (result.figures["test_accuracy"], 50)
+    assert found.classes == tuple(str(k) for k in range(1, 11))
+
+
+@pytest.mark.ranks(1)  # a rank that fails alone ends the others
+@pytest.mark.parametrize("case", ["one piece", "chunks"])
+def test_a_file_that_is_cut_short_ends_the_run_in_one_line(comm, external, case):
+    settings = stored(external, case) | {"shuffle": "global", "read_buffer": "1K"}
+    settings |= {"validate_every": "1step"}
+    with pytest.raises(hp.RunError, match="3,000") as caught:
+        hp.train(**settings, on_evaluation=lambda record: os.truncate(settings["data"], 3000))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def nan_files(external, tmp_path):
+    """Settings for files by the split that has a value in one row, and the value."""
+
+    def write(name, value):
+        path = tmp_path / "runs" / f"{name} {value}.h5"
+        with h5py.File(path, "w") as file:
+            for split in ("train", "validation", "test"):
+                file[f"{split}/x"], file[f"{split}/y"] = FLOATS, LABELS
+            file[f"{name}/x"][NOT_FINITE, 3, 5, 0] = float(value)
+        names = {"images": "{split}/x", "labels": "{split}/y", "split": None}
+        return external | names | {"data": str(path), "run": f"{name} {value}"}
+
+    cases = [("train", "nan"), ("train", "-inf"), ("train", "0.5")]
+    cases += [("validation", "nan"), ("test", "nan")]
+    return {case: write(*case) for case in cases}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shuffle", "in_flight"), [("partition", 0), ("blocks", 1), ("global", 0)])
+def test_a_training_image_that_is_not_finite_is_named_with_its_row(
+    comm, nan_files, shuffle, in_flight, monkeypatch
+):
+    monkeypatch.setitem(IN_FLIGHT, "cpu", in_flight)
+    for value in ("nan", "-inf"):
+        said = rf"step \d+ \(epoch 1\).*: row {NOT_FINITE} of /train/x \(sample .* of train\) {NAN}"
+        with pytest.raises(hp.RunError, match=said):
+            hp.train(**nan_files["train", value] | {"shuffle": shuffle})
+    with pytest.raises(hp.RunError, match="--lr or --clip-norm may help"):  # the images are sound
+        hp.train(**nan_files["train", "0.5"] | {"shuffle": shuffle, "lr": 1e30, "epochs": 9})
+
+
+@pytest.mark.ranks
+def test_an_image_that_is_not_finite_is_named_in_evaluations(comm, nan_files, capsys):
+    """predict answers the others."""
+    row = f"row {NOT_FINITE} of"
+    with pytest.raises(hp.RunError, match=rf"{row} /validation/x \(sample .*validation\) {NAN}"):
+        hp.train(**nan_files["validation", "nan"])
+    result = hp.train(**nan_files["train", "0.5"])
+    data = nan_files["test", "nan"]["data"]
+    with pytest.raises(hp.RunError, match=rf"{row} /test/x \(sample .* of test\) {NAN}"):
+        hp.evaluate(result.folder, data=data, batch_size=5)
+    answers = result.folder / "answers.csv"
+    words = ["predict", str(result.folder), "--data", data, "--output", str(answers)]
+    assert command_line(words) == 1
+    if comm.rank == 0:
+        assert f"{row} /test/x" in capsys.readouterr().err
+        assert len(answers.read_text().splitlines()) == 1 + len(LABELS) - 1
+
+
+@pytest.fixture
+def jpegs(fixed, tmp_path):
+    """Settings for a pack of JPEG files, larger than the images of the network; pixels.h5 has them
+    decoded.
+    """
+    pictures, labels = images(101, (21, 25, 3), 2)
+    for number, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+        path = tmp_path / "files" / "ab"[label] / f"{number:03}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(path)
+    for name, encoding in (("jpeg", "jpeg"), ("pixels", "raw")):
+        words = ["--size", "17x13", "--split", "0.8,0.1,0.1", "--encoding", encoding]
+        ended = command(1, "pack", tmp_path / "files", "--output", tmp_path / f"{name}.h5", *words)
+        assert ended.code == 0, ended.err
+    return fixed | {"data": str(tmp_path / "jpeg.h5")}
+
+
+def figures_of(settings: dict) -> list[tuple]:
+    names = ("split", "step", "loss", "accuracy")
+    return [tuple(r.get(name) for name in names) for r in records(settings) if "loss" in r]
+
+
+@pytest.mark.ranks
+def test_files_that_are_decoded_in_training_are_the_pixels_of_a_pack(comm, jpegs):
+    whole = jpegs | {"flip": True}
+    pixels = whole | {"data": jpegs["data"].replace("jpeg.h5", "pixels.h5"), "run": "pixels"}
+    parts = whole | {"random_crop": 0.3, "run": "parts"}
+    assert digest(comm, whole) == digest(comm, pixels) != digest(comm, parts)
+
+
+@pytest.mark.ranks
+def test_evaluation_never_crops(comm, jpegs):
+    """A network that learns nothing has the same figures, in training others."""
+    still = {"lr": 1e-30, "momentum": 0.0, "model": "tests.support.nets:frozen"}
+    figures = []
+    for crop in (0.0, 0.08):
+        hp.train(**jpegs | still | {"random_crop": crop, "run": f"{crop}"})
+        if comm.rank == 0:
+            figures.append(figures_of(jpegs | {"run": f"{crop}"}))
+    if comm.rank == 0:
+        (trained, tested), (cropped, tested_too) = (
+            [[f for f in each if (f[0] is None) == training] for training in (True, False)]
+            for each in figures
+        )
+        assert tested == tested_too and len(tested) == 3
+        assert trained != cropped
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("differs", ["what decodes JPEG files", "the kind of hardware"])
+def test_ranks_that_would_compute_otherwise_are_refused(comm, jpegs, monkeypatch, differs):
+    import torch
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(features, "version", lambda name: "0.1")
+        if differs.endswith("hardware"):
+            monkeypatch.undo()
+            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "old")
+    if comm.size == 1:
+        assert hp.train(**jpegs).exit_code == 0
+        return
+    with pytest.raises(hp.UsageError, match=f"{differs} differs between ranks: .* on rank"):
+        hp.train(**jpegs)
+
+
+@pytest.mark.ranks(1)  # a rank that fails alone ends the others
+@pytest.mark.parametrize("crop", [0.0, 0.08])
+def test_a_file_that_cannot_be_decoded_ends_the_run_by_name(comm, jpegs, crop):
+    with h5py.File(jpegs["data"], "r") as file:
+        start = file["train/bytes"].id.get_offset() + int(file["train/offsets"][53])
+    with open(jpegs["data"], "r+b") as file:
+        file.seek(start)
+        file.write(b"nothing at all")
+    settings = jpegs | {"random_crop": crop}
+    with pytest.raises(hp.UsageError, match="is corrupt: train/bytes"):
+        hp.train(**settings)
+    with pytest.raises(hp.RunError, match=r"sample 53 of split 'train' cannot be decoded"):
+        hp.train(**settings | {"verify": "never"})
+    with pytest.raises(hp.RunError, match=r"sample \d+ of split 'train' cannot be used"):
+        hp.train(**settings | {"verify": "first-touch"})
