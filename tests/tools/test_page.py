@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import socket
@@ -172,9 +171,3 @@ def test_the_address_and_the_tunnel_are_printed_the_loopback_listens_and_ctrl_c_
     assert (job.returncode, out, err) == (0, "", "")
     assert f"ssh -L {port}:127.0.0.1:{port} " in lines[1]
     assert listening == [f"0100007F{ending}"], "not the loopback alone"
-
-
-def test_the_answers_are_json_whatever_the_record_holds(tmp_path):
-    odd = [step_line(1, loss=None, nonfinite=["loss"]), step_line(2, loss=1e308)]
-    with watched(make_run(tmp_path / "a", run_line(), *odd)) as page:
-        json.dumps([page.runs(), page.curves()], allow_nan=False)

@@ -229,31 +229,6 @@ def test_the_confusion_matrix_is_a_second_picture(runs):
     assert "left out: b" in done.out and "hpctrain evaluate runs/b --split test" in done.out
 
 
-@pytest.mark.parametrize("classes", [2, 10, 30, 100])
-def test_a_confusion_matrix_of_any_size_is_drawn(runs, classes):
-    counts = np.eye(classes, dtype=int) * 30
-    counts[0, 1] = 10
-    names = [f"kind of image {k}" for k in range(classes)]
-    write_figures(make_trained(runs / "a"), names, counts.tolist())
-    assert alone("plot", "a", "--confusion", "--output", "x.svg").code == 0
-    with open("x-confusion.svg") as file:
-        texts = re.findall(r"<!-- (.*?) -->", file.read())
-    right = 100 * 30 * classes / (30 * classes + 10)
-    assert any(f"{right:.2f} %" in text for text in texts)
-    assert ("10" in texts) == (classes <= 10) and ("kind of image 0" in texts) == (classes <= 40)
-
-
-def test_real_runs_are_plotted(trained, tmp_path):
-    words = [trained.run("plain"), trained.run("tuned"), trained.run("restored")]
-    done = alone("plot", *words, "--output", tmp_path / "x.png")
-    assert (done.code, done.err) == (0, "")
-    one = alone("plot", trained.run("plain"), "--confusion", "--output", tmp_path / "y.png")
-    assert (one.code, one.err) == (0, "")
-    for name in ("x", "y", "y-confusion"):
-        with Image.open(tmp_path / f"{name}.png") as image:
-            image.load()
-
-
 MANY = {"true": [0, 4], "predicted": [0, 1], "count": [3, 1]}
 
 

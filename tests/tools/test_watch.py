@@ -19,7 +19,6 @@ from tests.support.records import (
     evaluation_line,
     line,
     make_run,
-    read_strictly,
     run_line,
     step_line,
     step_lines,
@@ -196,15 +195,6 @@ def test_stop_is_asked_once_and_not_of_what_has_ended(tmp_path, clock):
         clock.skip(1.0)
         first, _ = page.runs()
         assert (first["status"], first["can_be_stopped"]) == ("stopping", False)
-
-
-def test_a_real_run_is_shown_as_its_record_says(trained):
-    text = alone("watch", trained.run("plain"), "--once").out
-    steps = sum(record["kind"] == "step" for record in read_strictly(trained.run("plain")))
-    assert text.startswith("plain  done  epoch 2 of 2, ")
-    assert f"step {steps} of {steps}, 100 %" in text and "ranks 2" in text
-    restored = alone("watch", trained.run("restored"), "--once").out
-    assert "loss" in restored and "accuracy" not in restored
 
 
 def test_watching_imports_neither_torch_nor_mpi(tmp_path):
