@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import hpctrain as hp
-from tests.support.api import cut_epoch, draw_crops, make_order
+from tests.support.api import draw_crops, make_order
 from tests.support.packs import make_pack as make_pixels
 from tests.support.pictures import class_folders, encode, make_pack
 
@@ -112,7 +112,7 @@ def jpegs(tmp_path_factory):
 
 def batches(pack, least, shards=(0, 1, 2), epoch=1, order="partition", seed=4, threads=2, **more):
     """(shard, images, labels) of every batch of an epoch."""
-    partition = cut_epoch(ROWS, 16, 3)
+    partition = hp.cut_epoch(ROWS, 16, 3)
     order = make_order(order, partition, seed, block_rows=5, window_blocks=2)
     with hp.Split(pack, "train", threads) as split:
         loader = hp.Loader(split, partition, shards, seed, order=order, random_crop=least, **more)
@@ -146,7 +146,7 @@ def test_every_image_is_cropped_anew_in_every_step_and_epoch(tmp_path):
     """The same picture everywhere: images at one place would be equal if crops were."""
     image = detailed(97, 83)
     with packed(tmp_path, [image] * 18, quality=95) as split:
-        loader = hp.Loader(split, cut_epoch(18, 6, 2), range(2), random_crop=0.1)
+        loader = hp.Loader(split, hp.cut_epoch(18, 6, 2), range(2), random_crop=0.1)
         found = [b.images for epoch in (0, 1) for step in loader.epoch(epoch) for b in step]
         seen = {each.numpy().tobytes() for images in found for each in images}
         assert len(seen) == 36
@@ -158,5 +158,5 @@ def test_every_image_is_cropped_anew_in_every_step_and_epoch(tmp_path):
 def test_pixels_cannot_be_cropped(tmp_path):
     with hp.Split(hp.read_pack(make_pixels(tmp_path / "a.h5", {"train": 31})), "train") as split:
         with pytest.raises(hp.UsageError, match="--random-crop"):
-            hp.Loader(split, cut_epoch(31, 16, 1), [0], random_crop=0.08)
-        hp.Loader(split, cut_epoch(31, 16, 1), [0], random_crop=0)
+            hp.Loader(split, hp.cut_epoch(31, 16, 1), [0], random_crop=0.08)
+        hp.Loader(split, hp.cut_epoch(31, 16, 1), [0], random_crop=0)

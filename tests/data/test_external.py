@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import hpctrain as hp
 from tests.numerics.test_orders import chi_square_tail, epoch_of
-from tests.support.api import cut_epoch, make_order, read_external
+from tests.support.api import make_order, read_external
 from tests.support.external import CLASSES, ROWS, SHAPE, pixels, write
 
 IMAGES, LABELS = pixels()
@@ -269,7 +269,7 @@ def test_a_file_ordered_by_class_gives_mixed_batches(tmp_path, name, storage):
     path = write(tmp_path / "a.h5", images[..., 0], labels, **storage)
     pack = read_external(path, "x", "y", block_rows=None if name == "blocks" else 0)
     with hp.Split(pack, "train") as split:
-        partition, blocks = cut_epoch(len(split), 128, 2), pack.external.block_rows
+        partition, blocks = hp.cut_epoch(len(split), 128, 2), pack.external.block_rows
         settings = {"block_rows": blocks or 1, "window_blocks": 5000}
         order = make_order(name, partition, 0, scattered=blocks > 0, **settings)
         assert 1e-3 < probability(order, split.labels, 64) < 0.999

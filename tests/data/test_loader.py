@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpctrain as hp
-from tests.support.api import Augmentation, cut_epoch, make_order
+from tests.support.api import Augmentation, make_order
 from tests.support.packs import order_of, places
 from tests.support.source import Source
 from tests.support.wait import wait_for
 
 ROWS, SHAPE, SEED = 101, (5, 7, 3), 3
-PARTITION = cut_epoch(ROWS, 16, 3)  # 7 steps; shares 6, 5, 5; the last step has 5 samples
+PARTITION = hp.cut_epoch(ROWS, 16, 3)  # 7 steps; shares 6, 5, 5; the last step has 5 samples
 MINE = [1, 2]
 STREAMING, RESIDENT = 0, 1 << 20  # bytes of read_buffer
 BLOCKS = {"block_rows": 5, "window_blocks": 2}
@@ -79,7 +79,7 @@ def test_every_batch_has_a_key_of_its_own():
 
 
 def test_a_shard_without_samples_has_no_batch():
-    partition = cut_epoch(7, 6, 3)  # the last step has one sample, of one shard
+    partition = hp.cut_epoch(7, 6, 3)  # the last step has one sample, of one shard
     steps = list(hp.Loader(Source(7), partition, range(3)).epoch(0))
     assert [[b.shard for b in step] for step in steps] == [
         [0, 1, 2],

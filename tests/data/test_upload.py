@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import hpctrain as hp
-from tests.support.api import Augmentation, add_noise, cut_epoch
+from tests.support.api import Augmentation, add_noise
 from tests.support.source import Source
 
 SHAPE, SEED = (12, 10, 3), 3
-PARTITION = cut_epoch(101, 16, 3)  # 7 steps; the last has 5 samples
+PARTITION = hp.cut_epoch(101, 16, 3)  # 7 steps; the last has 5 samples
 SCALING = (torch.tensor([0.1, 0.4, 0.7]), torch.tensor([0.3, 0.2, 0.5]))
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

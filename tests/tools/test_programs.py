@@ -115,10 +115,10 @@ print(answers["prediction"].shape, {"mpi4py", "mpi4py.MPI", "h5py"} & {*sys.modu
 def test_a_network_of_a_notebook_is_loaded_without_mpi(place):
     (place / "train_it.py").write_text(OWN + TRAIN)
     (place / "load_it.py").write_text(OWN + LOAD)
-    made = run([sys.executable, "train_it.py"], cwd=place)
+    made = run([sys.executable, "train_it.py"], cwd=place, timeout=100)
     assert made.returncode == 0, made.stderr
     assert "names __main__:tiny: " in made.stdout and "trust_code=True" in made.stdout
-    done = run([sys.executable, "load_it.py"], cwd=place)
+    done = run([sys.executable, "load_it.py"], cwd=place, timeout=100)
     assert (done.stdout, done.stderr) == ("(3,) set()\n", "")
 
 
