@@ -6,10 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import hpctrain as hp
 from tests.support import nets
+from tests.support.api import plan_to_continue
 from tests.support.launches import (
     change_lines,
     check_same,
@@ -19,7 +22,8 @@ from tests.support.launches import (
     place_of,
     run_of,
 )
-from tests.support.short import records, short_run
+from tests.support.short import ROWS, records, short_run
+from tests.support.spoil import flip_each_bit
 
 CASES = {
     "sgdm": {},
@@ -352,7 +356,41 @@ def test_the_whole_plan_of_another_run_is_refused(begun, tmp_path):
     assert refused.code == 2 and "a/plan.json is not the plan" in refused.error
 
 
+@pytest.mark.parametrize("name", ["plan.json", "config.toml"])
+def test_every_flipped_bit_of_the_settings_is_refused_or_has_no_effect(begun, tmp_path, name):
+    settings = copy_of(begun, tmp_path)
+    config, folder = hp.Config(**settings), run_of(settings)
+    plan, without_effect = plan_to_continue(config, folder), 0
+    for place in flip_each_bit(folder / name):
+        try:
+            found = plan_to_continue(config, folder)
+        except hp.UsageError as error:
+            assert "\n" not in str(error)
+            continue
+        without_effect += 1
+        assert found == plan, place
+    size = 8 * (folder / name).stat().st_size
+    assert without_effect < size * {"plan.json": 0.1, "config.toml": 0.9}[name]
+
+
 # Finished runs
+
+
+def test_a_run_leaves_the_figures_of_its_test_and_its_settings(whole):
+    figures = json.loads((run_of(whole) / "evaluation-test.json").read_text())
+    *_, recorded = records(whole, "evaluation")
+    assert recorded["split"] == "test"
+    assert {
+        name: figures[name] for name in ("rows", "loss", "accuracy")
+    }.items() <= recorded.items()
+    confusion = np.array(figures["confusion"])
+    assert confusion.sum() == ROWS["test"] == figures["rows"]
+    assert confusion.trace() / ROWS["test"] == figures["accuracy"]
+    assert len(figures["classes"]) == len(confusion)
+    first, *_ = records(whole, "run")
+    always = {"model": "digits", "optimizer": "sgdm", "lr": 0.01, "batch_size": 16, "seed": 0}
+    chosen = {"data": whole["data"], "epochs": 2, "shards": 8, "deterministic": True}
+    assert first["settings"] == always | chosen
 
 
 def test_a_finished_run_says_so_and_more_epochs_extend_it(settings, whole):

@@ -36,6 +36,7 @@ from hpctrain.data.packed import read_sums
 from hpctrain.data.split import Split
 from hpctrain.training.checkpoint import verify as read_checkpoint
 from hpctrain.training.control import Control
+from hpctrain.training.folder import check_same, read_settings
 from hpctrain.watchdog import Watchdog
 
 
@@ -46,6 +47,13 @@ def fake_clock(monkeypatch):
     monkeypatch.setattr(watchdog, "time", clock)
     monkeypatch.setattr(heartbeats, "time", clock)
     return clock
+
+
+def plan_to_continue(config, folder):
+    """Return the plan of the run in this folder, if the configuration is that of the run."""
+    before, plan = read_settings(folder)
+    check_same(config, before, plan, folder)
+    return plan
 
 
 def ranks_as_hosts(patch):
@@ -73,7 +81,7 @@ def stage_part(pack, samples, folder, path=None):
 
 
 __all__ += ["Control", "Watchdog", "fake_clock", "heartbeats", "ranks_as_hosts"]
-__all__ += ["read_checkpoint", "small_blocks", "stage_part"]
+__all__ += ["plan_to_continue", "read_checkpoint", "small_blocks", "stage_part"]
 
 # Sums over ranks, and the transports that move their parts
 import torch
