@@ -194,7 +194,7 @@ def test_corrupt_images_have_no_answers(trained, trained_copy, tmp_path, name):
     assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_finds_the_figures_of_the_cpu(trained, tmp_path):
     found = []
     for device in ("cpu", "cuda"):
