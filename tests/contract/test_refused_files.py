@@ -405,7 +405,7 @@ def make_weights(place):
 
 TRAIN = ["--threads", "1", "--progress", "none"]
 BEGUN = ["--data", "three.h5", "--run", "done", "--epochs", "2", "--batch-size", "16"]
-ARRAYS = ["--data", "arrays.h5", "--images", "x", "--labels", "y"]
+ARRAYS = ["--model", "digits", "--data", "arrays.h5", "--images", "x", "--labels", "y"]
 
 
 @pytest.fixture
