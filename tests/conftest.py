@@ -7,6 +7,7 @@ all of them, because after it the others would wait in a collective for ever.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import io
@@ -25,7 +26,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hpctrain.launcher import launched_rank, launched_size
-from tests.support.ranks import JOBS, Placed, fresh_start, run_test
+from tests.support.ranks import JOBS, Placed, RankError, fresh_start, job, run_test
 from tests.support.runs import TrainedRuns, content_of, copy_runs, make_trained_runs
 
 # Ranks with several threads share the cores here: a thread that waits shall not spin on one.
@@ -64,6 +65,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         sizes = metafunc.config.getoption("ranks") or mark.args or (1, 3)
         names = [f"{n} ranks" if n > 1 else "1 rank" for n in sizes]
         metafunc.parametrize("comm", sizes, indirect=True, ids=names)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Start the ranks of a test before its time limit counts: other jobs may use all cores."""
+    if item.get_closest_marker("ranks"):
+        with contextlib.suppress(RankError):  # the test will try again, and fail
+            job(max(item.callspec.params["comm"], 3)).ready()
+    return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -95,6 +95,17 @@ class Job:
         self.launch: Launch | None = None
         self.ranks: list[Connection] = []
 
+    def ready(self) -> None:
+        """Start the ranks, if they are not running."""
+        if self.launch is not None and self.launch.poll() is None:
+            return
+        self.end()
+        try:
+            self.start()
+        except BaseException:
+            self.end()
+            raise
+
     def start(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="hpctrain-ranks-")
         with Listener(f"{self.folder.name}/socket", backlog=self.size) as listener:
@@ -102,12 +113,15 @@ class Job:
             # The ranks of several jobs share the cores.
             free = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMP_WAIT_POLICY": "passive"}
             self.launch = Launch([*words, str(listener.address)], free)
-            listener._listener._socket.settimeout(START)  # type: ignore[attr-defined]
-            try:
-                arrived = [listener.accept() for _ in range(self.size)]
-            except TimeoutError:
-                out, err = self.launch.end()
-                raise RankError(f"not all ranks started in {START:.0f} s\n{out}{err}") from None
+            listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
+            arrived, until = [], time.monotonic() + START
+            while len(arrived) < self.size:
+                try:
+                    arrived.append(listener.accept())
+                except TimeoutError:
+                    if self.launch.poll() is not None or time.monotonic() > until:
+                        out, err = self.end()
+                        raise RankError(f"not all ranks have started\n{out}{err}") from None
         by_rank = {connection.recv(): connection for connection in arrived}
         self.pids = [pid for _, pid in sorted(by_rank)]
         self.ranks = [by_rank[key] for key in sorted(by_rank)]
@@ -119,9 +133,7 @@ class Job:
 
         Raises RankError if some have not ended in time, or if the job has died.
         """
-        if self.launch is None or self.launch.poll() is not None:
-            self.end()
-            self.start()
+        self.ready()
         try:
             request = cloudpickle.dumps((n, function, arguments))
             for connection in self.ranks[:n]:
