@@ -251,7 +251,8 @@ def test_an_image_that_crashes_its_decoder_ends_packing_in_one_line(tmp_path, mo
 def test_one_job_shows_where_a_decoder_crashes(folder, tmp_path):
     code = "import os, sys; from PIL import Image; from hpctrain.cli import main\n"
     code += "Image.open = lambda *of, **how: os.kill(os.getpid(), 11)\nmain(sys.argv[1:])"
-    done = run([sys.executable, "-c", code, *command_words(folder, tmp_path / "a.h5")])
+    words = command_words(folder, tmp_path / "a.h5")
+    done = run([sys.executable, "-c", code, *words], timeout=110)
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr and "images.py" in done.stderr
 

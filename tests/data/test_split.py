@@ -179,7 +179,7 @@ def test_ranks_that_are_sent_a_pack_read_it_without_hdf5(tmp_path):
     for kind in ("pixels", "jpeg"):
         (tmp_path / kind).mkdir()
     packs = [KINDS[kind](tmp_path / kind) for kind in ("pixels", "jpeg")]
-    done = run([sys.executable, "-c", IMPORTS, repr(pickle.dumps(packs))])
+    done = run([sys.executable, "-c", IMPORTS, repr(pickle.dumps(packs))], timeout=110)
     assert (done.returncode, done.stderr) == (0, "")
 
 
