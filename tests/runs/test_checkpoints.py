@@ -75,6 +75,28 @@ def test_checkpoints_are_due_by_steps_epochs_or_time(settings, every, steps):
     assert found == steps or (every == "0.001s" and len(found) > 7 and found[-1] == 14)
 
 
+def begin_early(patch):
+    from tests.support.api import IN_FLIGHT  # the rank's own, not a copy that is sent
+
+    patch.setitem(IN_FLIGHT, "cpu", 1)
+
+
+def test_a_checkpoint_by_time_of_a_late_run_holds_a_whole_step(settings):
+    """Totals are read a step late, as on GPUs; when the clock of rank 0 tells, all read first."""
+    by_step, by_time = (
+        settings | {"run": name, "checkpoint_every": name, "keep_checkpoints": 99}
+        for name in ("1step", "0.001s")
+    )
+    assert launch(by_step).code == launch(by_time, first=begin_early).code == 0
+    found = checkpoint_steps(by_time)
+    assert len(found) > 3 and found[-1] == 14
+    for step in found:
+        file = f"checkpoints/{step:08}.safetensors"
+        one, other = (load_file(run_of(each) / file) for each in (by_step, by_time))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), step
+
+
 @pytest.mark.parametrize("every", ["5", "-3", "", "often", "0m", "1.5epochs", "9" * 400 + "s"])
 def test_other_intervals_are_refused(settings, every):
     refused = launch(settings, 1, checkpoint_every=every)

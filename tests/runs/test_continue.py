@@ -368,7 +368,7 @@ def test_every_flipped_bit_of_the_settings_is_refused_or_has_no_effect(begun, tm
             assert "\n" not in str(error)
             continue
         without_effect += 1
-        assert found == plan, place
+        assert found.digest() == plan.digest(), place
     size = 8 * (folder / name).stat().st_size
     assert without_effect < size * {"plan.json": 0.1, "config.toml": 0.9}[name]
 
