@@ -120,7 +120,7 @@ class Job:
                     arrived.append(listener.accept())
                 except TimeoutError:
                     if self.launch.poll() is not None or time.monotonic() > until:
-                        out, err = self.end()
+                        out, err = self.launch.end()
                         raise RankError(f"not all ranks have started\n{out}{err}") from None
         by_rank = {connection.recv(): connection for connection in arrived}
         self.pids = [pid for _, pid in sorted(by_rank)]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 
 import cloudpickle
 import pytest
@@ -65,6 +66,12 @@ def test_ranks_end_with_the_process_that_started_them_whatever_they_do():
         assert job.launch.members() == []
     finally:
         job.end()
+
+
+def test_ranks_that_cannot_start_fail_at_once(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ranks.RankError, match="not all ranks have started"):
+        ranks.Job(2).ready()
 
 
 def test_a_command_runs_on_ranks():
