@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.errors import UsageError
-from hpctrain.models import build, check_forward, evaluating
-from hpctrain.models.small import DigitsNet
+import hpctrain as hp
+from tests.support.api import check_forward
+from tests.support.short import short_run
 
 SHAPE = (13, 11, 3)
 Write = Callable[[str], str]
@@ -37,8 +37,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 def message(name: str, shape: tuple[int, int, int] = SHAPE, classes: int = 5) -> str:
     """The one line with which `name` is refused."""
-    with pytest.raises(UsageError) as caught:
-        check_forward(build(name, shape, classes), shape, (classes,))
+    with pytest.raises(hp.UsageError) as caught:
+        check_forward(hp.build(name, shape, classes), shape, (classes,))
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -52,23 +52,22 @@ def net(image_shape, classes):
 
 
 def test_builds_by_name() -> None:
-    model = build("digits", (28, 28, 1), 10)
-    assert isinstance(model, DigitsNet)
+    model = hp.build("digits", (28, 28, 1), 10)
     check_forward(model, (28, 28, 1), (10,))
 
 
 def test_weights_follow_torchs_generator() -> None:
     torch.manual_seed(1)
-    first = build("digits", (28, 28, 1), 10)
+    first = hp.build("digits", (28, 28, 1), 10)
     torch.manual_seed(1)
-    second = build("digits", (28, 28, 1), 10)
-    third = build("digits", (28, 28, 1), 10)
+    second = hp.build("digits", (28, 28, 1), 10)
+    third = hp.build("digits", (28, 28, 1), 10)
     assert torch.equal(first.get_parameter("fc.weight"), second.get_parameter("fc.weight"))
     assert not torch.equal(first.get_parameter("fc.weight"), third.get_parameter("fc.weight"))
 
 
 def test_builds_by_function_of_the_current_folder(module: Write) -> None:
-    model = build(f"{module(GOOD)}:net", SHAPE, 5)
+    model = hp.build(f"{module(GOOD)}:net", SHAPE, 5)
     check_forward(model, SHAPE, (5,))
     assert isinstance(model, nn.Sequential)
 
@@ -76,60 +75,21 @@ def test_builds_by_function_of_the_current_folder(module: Write) -> None:
 def test_builds_by_function_in_a_package(module: Write, tmp_path: Path) -> None:
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "net.py").write_text("from torch import nn\n" + GOOD)
-    check_forward(build("own_package.net:net", SHAPE, 5), SHAPE, (5,))
+    check_forward(hp.build("own_package.net:net", SHAPE, 5), SHAPE, (5,))
 
 
 def test_lazy_layers_get_their_shapes(module: Write) -> None:
     name = module("net = lambda image_shape, classes: nn.LazyConv2d(classes, 13, padding=(0, 1))")
-    model = build(f"{name}:net", (13, 11, 3), 5)
-    with pytest.raises(UsageError):
+    model = hp.build(f"{name}:net", (13, 11, 3), 5)
+    with pytest.raises(hp.UsageError):
         check_forward(model, (13, 11, 3), (5,))
     assert model.get_parameter("weight").shape == (5, 3, 13, 13)
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("resnet5", "--model resnet5: no such network; did you mean resnet50?"),
-        ("Digits", "did you mean digits?"),
-        (
-            "vit",
-            "resnet50, timm:NAME, or package.module",
-        ),
-        ("no_such_package.net:f", "no module no_such_package, installed or in "),
-        ("hpctrain.nets:f", "no module hpctrain.nets, installed or in "),
-        (":f", "write package.module:function"),
-        ("a:b:c", "write package.module:function"),
-        ("own_network.py:net", "write the module, not the file: own_network:net"),
-    ],
-)
-def test_unknown_names_are_refused(name: str, expected: str) -> None:
-    assert expected in message(name)
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("def nett(): pass", "own_network has no net; did you mean own_network:nett?"),
-        ("net = 3", "net is a int, not a function"),
         ("def net(shape): pass", "must be callable as function(image_shape=(H, W, C), classes=K)"),
-        ("def net(image_shape, classes): pass", "must return a torch.nn.Module, not NoneType"),
-        (
-            "def net(image_shape, classes): return nn.Flatten()",
-            "returned a Flatten without parameters",
-        ),
-        (
-            "def net(image_shape, classes):\n    return nn.Linear(width, 5)",
-            "net failed: NameError: name 'width' is not defined (own_network.py, line 3)",
-        ),
-        (
-            "def net(image_shape, classes): return nn.Linear('a', 5)",
-            "failed: TypeError: ",
-        ),
-        (
-            "1 / 0",
-            "importing own_network failed: ZeroDivisionError: division by zero (own_network.py, ",
-        ),
         ("import absent_helper", "No module named 'absent_helper' (own_network.py, line 2)"),
         ("def net(:", "importing own_network failed: SyntaxError: "),
         ("raise SystemExit(3)", "importing own_network failed: SystemExit: 3 (own_network.py"),
@@ -152,8 +112,8 @@ def test_faults_of_the_users_function_are_one_line(module: Write, text: str, exp
 
 
 def test_the_cause_in_the_users_function_is_kept(module: Write) -> None:
-    with pytest.raises(UsageError) as caught:
-        build(f"{module('def net(image_shape, classes): return 1 / 0')}:net", SHAPE, 5)
+    with pytest.raises(hp.UsageError) as caught:
+        hp.build(f"{module('def net(image_shape, classes): return 1 / 0')}:net", SHAPE, 5)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -161,12 +121,12 @@ def test_wrong_number_of_classes_is_refused_with_both(module: Write) -> None:
     name = module(GOOD.replace("channels, classes", "channels, 3"))
     text = message(f"{name}:net")
     assert "(2, 3)" in text and "5 classes" in text
-    check_forward(build(f"{name}:net", SHAPE, 5), SHAPE, (3,))
+    check_forward(hp.build(f"{name}:net", SHAPE, 5), SHAPE, (3,))
 
 
 def test_wrong_image_shape_is_refused_with_the_cause(module: Write) -> None:
-    model = build(f"{module(GOOD)}:net", SHAPE, 5)
-    with pytest.raises(UsageError, match=r"images of 10x13x3 .* mat1 and mat2") as caught:
+    model = hp.build(f"{module(GOOD)}:net", SHAPE, 5)
+    with pytest.raises(hp.UsageError, match=r"images of 10x13x3 .* mat1 and mat2") as caught:
         check_forward(model, (13, 10, 3), (5,))
     assert "\n" not in str(caught.value)
 
@@ -181,8 +141,8 @@ def test_a_network_that_returns_no_tensor_is_refused(module: Write) -> None:
 
 
 def test_small_stem_is_for_resnets() -> None:
-    with pytest.raises(UsageError, match="--small-stem is for resnet18, resnet34, resnet50"):
-        build("digits", (28, 28, 1), 10, small_stem=True)
+    with pytest.raises(hp.UsageError, match="--small-stem is for resnet18, resnet34, resnet50"):
+        hp.build("digits", (28, 28, 1), 10, small_stem=True)
 
 
 class Restless(nn.Module):
@@ -207,7 +167,7 @@ def test_check_forward_leaves_no_trace(shape: tuple[int, int, int]) -> None:
     try:
         check_forward(model, shape, (5,))
         failed = False
-    except UsageError:
+    except hp.UsageError:
         failed = True
     assert failed == (shape != SHAPE)
     for name, value in model.state_dict().items():
@@ -220,19 +180,9 @@ def test_check_forward_leaves_no_trace(shape: tuple[int, int, int]) -> None:
     assert not torch.equal(torch.get_rng_state(), generator)
 
 
-class Merging(torch.nn.BatchNorm1d):
-    """Notes the calls of `train`, as a layer does that merges its weights for evaluation."""
-
-    merged = False
-
-    def train(self, mode=True):
-        self.merged = not mode
-        return super().train(mode)
-
-
-def test_a_network_s_own_train_is_called_before_and_after_an_evaluation():
-    model = torch.nn.Sequential(Merging(2), Merging(2)).train()
-    torch.nn.Module.train(model[1], False)
-    with evaluating(model):
-        assert all(layer.merged and not layer.training for layer in model)
-    assert [(layer.merged, layer.training) for layer in model] == [(False, True), (False, False)]
+@pytest.mark.ranks(1)
+def test_a_network_s_own_train_is_called_before_and_after_an_evaluation(comm, tmp_path):
+    """Layers may merge their weights for evaluation; one that is frozen stays as it is."""
+    settings = short_run(tmp_path) | {"model": "tests.support.nets:merging", "freeze": "frozen"}
+    result = hp.train(**settings | {"validate_every": "3steps"})
+    assert hp.evaluate(result.folder, trust_code=True).rows == 23

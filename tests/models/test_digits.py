@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.errors import UsageError
-from hpctrain.models.small import digits, flat_linear
+import hpctrain as hp
 
 
 def test_layers_are_those_of_the_reference() -> None:
-    model = digits((28, 28, 1), 10)
+    model = hp.build("digits", (28, 28, 1), 10)
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
         "conv1.weight": (20, 1, 5, 5),
         "bn1.weight": (20,),
@@ -31,28 +30,35 @@ def test_layers_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("shape", [(28, 28, 1), (17, 11, 3), (5, 5, 1)])
 def test_forward_for_any_image_shape(shape: tuple[int, int, int]) -> None:
     height, width, channels = shape
-    scores = digits(shape, 7)(torch.rand(3, channels, height, width))
+    scores = hp.build("digits", shape, 7)(torch.rand(3, channels, height, width))
     assert scores.shape == (3, 7)
 
 
 def test_too_small_an_image_is_refused_with_numbers() -> None:
-    with pytest.raises(UsageError, match="at least 5x5 pixels; these are 7x4"):
-        digits((4, 7, 1), 10)
+    with pytest.raises(hp.UsageError, match="at least 5x5 pixels; these are 7x4"):
+        hp.build("digits", (4, 7, 1), 10)
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The layers as they are written down, on values in the order of their indices."""
+    for number in (1, 2, 3):
+        conv, norm = model.get_submodule(f"conv{number}"), model.get_submodule(f"bn{number}")
+        x = torch.relu(norm(conv(x.contiguous())))
+    return model.get_submodule("fc")(x.flatten(1).contiguous())
 
 
 @pytest.mark.parametrize("memory", [torch.channels_last, torch.contiguous_format])
-def test_flat_linear_is_flatten_and_linear(memory: torch.memory_format) -> None:
-    layer = nn.Linear(7 * 5 * 3, 11).double()
-    x = torch.rand(13, 7, 5, 3, dtype=torch.float64).to(memory_format=memory)
+def test_the_linear_layer_takes_values_in_the_order_of_their_indices(memory) -> None:
+    """Whatever their order in memory: outputs and gradients."""
+    model = hp.build("digits", (17, 11, 3), 7).double().to(memory_format=memory)
+    x = torch.rand(13, 3, 17, 11, dtype=torch.float64).to(memory_format=memory)
     results = []
-    for function in (flat_linear, lambda x, layer: layer(x.flatten(1))):
+    for function in (model, lambda x: plain(model, x)):
         leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
-        layer.zero_grad()
-        y = function(leaf, layer)
+        model.zero_grad()
+        y = function(leaf)
         y.square().sum().backward()
-        assert leaf.grad is not None and layer.weight.grad is not None
-        results.append((y.detach(), leaf.grad, layer.weight.grad.clone()))
-    for ours, plain in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
-    wrong = layer(x.permute(0, 2, 3, 1).flatten(1))
-    assert not torch.allclose(results[0][0], wrong)
+        results.append((y.detach(), leaf.grad, model.get_parameter("fc.weight").grad.clone()))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(results[0][0], plain(model, x.flip(2)))

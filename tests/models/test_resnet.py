@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.models import build, check_forward
+import hpctrain as hp
+from tests.support.api import check_forward
 
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3)}
 PARAMETERS = {
@@ -55,8 +56,8 @@ def state_of(model: nn.Module) -> Spec:
 @pytest.mark.parametrize("name", DEPTHS)
 def test_names_and_shapes_are_torchvisions(name: str) -> None:
     with torch.device("meta"):
-        model = build(name, (100, 100, 3), 1000)
-        other = build(name, (100, 100, 3), 1000, small_stem=True)
+        model = hp.build(name, (100, 100, 3), 1000)
+        other = hp.build(name, (100, 100, 3), 1000, small_stem=True)
     assert state_of(model) == torchvision_state(name)
     assert state_of(other) != torchvision_state(name)
     norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
@@ -66,7 +67,7 @@ def test_names_and_shapes_are_torchvisions(name: str) -> None:
 
 def test_bottlenecks_stride_in_the_3x3_convolution() -> None:
     with torch.device("meta"):
-        block = build("resnet50", (100, 100, 3), 5).get_submodule("layer2.0")
+        block = hp.build("resnet50", (100, 100, 3), 5).get_submodule("layer2.0")
     strides = [block.get_submodule(f"conv{k}").stride for k in (1, 2, 3)]
     assert strides == [(1, 1), (2, 2), (1, 1)]
 
@@ -75,13 +76,13 @@ def test_bottlenecks_stride_in_the_3x3_convolution() -> None:
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_forward_at_100_and_32_pixels(name: str, small_stem: bool) -> None:
     for shape in ((100, 100, 3), (32, 32, 1)):
-        check_forward(build(name, shape, 5, small_stem), shape, (5,))
+        check_forward(hp.build(name, shape, 5, small_stem), shape, (5,))
 
 
 def test_small_stem_keeps_the_resolution() -> None:
     sizes = []
     for small_stem in (False, True):
-        model = build("resnet18", (32, 32, 1), 5, small_stem)
+        model = hp.build("resnet18", (32, 32, 1), 5, small_stem)
         model.get_submodule("layer1").register_forward_hook(
             lambda module, inputs, output: sizes.append(tuple(output.shape[2:]))
         )
@@ -91,14 +92,14 @@ def test_small_stem_keeps_the_resolution() -> None:
 
 def test_convolutions_start_by_he_fan_out() -> None:
     torch.manual_seed(0)
-    model = build("resnet18", (32, 32, 3), 5)
+    model = hp.build("resnet18", (32, 32, 3), 5)
     weight = model.get_parameter("layer4.0.conv1.weight")  # 512 x 256 x 3 x 3
     assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
     assert model.get_parameter("layer4.1.bn2.weight").eq(1).all()
 
 
 def test_a_residual_block_adds_its_input() -> None:
-    block = build("resnet50", (32, 32, 3), 5).get_submodule("layer1.1").eval()
+    block = hp.build("resnet50", (32, 32, 3), 5).get_submodule("layer1.1").eval()
     with torch.no_grad():
         block.get_parameter("bn3.weight").zero_()
         x = torch.rand(2, 256, 5, 5)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.config.imports import own_functions
-from hpctrain.errors import UsageError
-from hpctrain.models import build, check_forward, load_init, own_input
+import hpctrain as hp
+from tests.support.api import check_forward, load_init
 
 SHAPE = (16, 16, 3)
 Shape = tuple[int, int, int]
@@ -19,8 +18,8 @@ Shape = tuple[int, int, int]
 
 def refusal(name: str, shape: Shape = SHAPE) -> str:
     """The one line with which a network is refused."""
-    with pytest.raises(UsageError) as caught:
-        check_forward(build(name, shape, 5), shape, (5,))
+    with pytest.raises(hp.UsageError) as caught:
+        check_forward(hp.build(name, shape, 5), shape, (5,))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -60,14 +59,14 @@ def test_a_timm_for_another_torch_is_refused(
 def test_networks_are_made_for_the_images(
     timm_stand_in: None, name: str, shape: Shape, mean: float
 ) -> None:
-    model = build(name, shape, 5)
+    model = hp.build(name, shape, 5)
     check_forward(model, shape, (5,))
-    assert own_input(model)["mean"][0] == mean
-    assert tuple(own_input(model)["input_size"]) == (3, 16, 16)
+    assert model.pretrained_cfg["mean"][0] == mean
+    assert tuple(model.pretrained_cfg["input_size"]) == (3, 16, 16)
     torch.manual_seed(0)
-    first = build(name, shape, 5)
+    first = hp.build(name, shape, 5)
     torch.manual_seed(0)
-    second = build(name, shape, 5)
+    second = hp.build(name, shape, 5)
     assert all(map(torch.equal, first.parameters(), second.parameters()))
 
 
@@ -88,16 +87,9 @@ def test_what_timm_cannot_make_is_refused(
     assert said in refusal(name, shape)
 
 
-def test_a_file_may_name_a_network_of_timm_but_no_function() -> None:
-    for name in ("timm:vit", "resnet18"):
-        assert own_functions({"model": name}) == {}
-    for name in ("timmy:vit", "torch.hub:load", "timm.models:load", "mine:net"):
-        assert own_functions({"model": name, "loss": "timm:f"}) == {"model": name, "loss": "timm:f"}
-
-
 def saved(path: Path, name: str, shape: Shape = SHAPE, **renamed: str) -> Path:
     """A file of the weights of a network for 1000 classes; `renamed` maps parts of names."""
-    tensors = build(name, shape, 1000).state_dict()
+    tensors = hp.build(name, shape, 1000).state_dict()
     for old, new in renamed.items():
         tensors = {key.replace(old, new): value for key, value in tensors.items()}
     torch.save({"model": tensors}, path)
@@ -108,16 +100,16 @@ def test_weights_for_another_size_are_converted_by_timm(
     timm_stand_in: None, tmp_path: Path
 ) -> None:
     path = saved(tmp_path / "m", "timm:tiny_vit")
-    found = load_init(build("timm:tiny_vit", (24, 24, 3), 5), path, 5, 3)
+    found = load_init(hp.build("timm:tiny_vit", (24, 24, 3), 5), path, 5, 3)
     assert found.resized == ("pos_embed",) and max(found.fresh.values()) == 1000
     assert "; resized for images of this size: pos_embed" in str(found)
-    assert load_init(build("timm:tiny_vit", SHAPE, 5), path, 5, 3).resized == ()
+    assert load_init(hp.build("timm:tiny_vit", SHAPE, 5), path, 5, 3).resized == ()
 
 
 def test_classifier_and_channels_are_found_in_networks_of_timm(
     timm_stand_in: None, tmp_path: Path
 ) -> None:
-    model, path = build("timm:tiny_net", (16, 16, 1), 5), saved(tmp_path / "m", "timm:tiny_net")
+    model, path = hp.build("timm:tiny_net", (16, 16, 1), 5), saved(tmp_path / "m", "timm:tiny_net")
     found = load_init(model, path, 5, 1)
     assert found.fresh == {"head.weight": 1000, "head.bias": 1000}  # not the last layer
     assert found.adapted == {"stem.weight": 3}
@@ -129,7 +121,7 @@ def test_timm_itself(tmp_path: Path, name: str) -> None:
     timm = pytest.importorskip("timm")
     source = timm.create_model(name.partition(":")[2])
     torch.save({"state_dict_ema": source.state_dict()}, tmp_path / "m")
-    model = build(name, (64, 64, 1), 5)
+    model = hp.build(name, (64, 64, 1), 5)
     check_forward(model, (64, 64, 1), (5,))
     found = load_init(model, tmp_path / "m", 5, 1)
     assert max(found.fresh.values()) == 1000 and len(found.adapted) == 1

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from hpctrain.errors import RunError, UsageError
-from hpctrain.models import as_bytes, build, load_weights, read_model, save_model
+import hpctrain as hp
+from tests.support.api import load_weights, read_model, save_model
 from tests.support.spoil import flip_each_bit
 
 METADATA = {"model": "net", "classes": ["a", "ü"], "image_shape": [5, 5, 1], "mean": 0.25}
@@ -40,6 +40,12 @@ def flattened(model: nn.Module) -> torch.Tensor:
         p.data = flat[start : start + p.numel()].as_strided(p.shape, p.stride(), start)
         start += p.numel()
     return flat
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of any type."""
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    return whole.view(-1).view(torch.uint8)
 
 
 def same(first: nn.Module, second: nn.Module) -> bool:
@@ -97,25 +103,25 @@ def test_files_of_other_programs_are_read_without_metadata(tmp_path: Path) -> No
     safetensors.torch.save_file({"w": torch.ones(3)}, path, {"format": "pt"})
     tensors, metadata = read_model(path)
     assert list(tensors) == ["w"] and metadata == {}
-    with pytest.raises(UsageError, match="holds weights but not the model, classes"):
+    with pytest.raises(hp.UsageError, match="holds weights but not the model, classes"):
         read_model(path, required=("model", "classes"))
     save_model(path, net(), METADATA)
     assert read_model(path, required=("model", "classes"))[1] == METADATA
 
 
 def test_tensors_of_all_kinds_survive_the_file(tmp_path: Path) -> None:
-    path, source = tmp_path / "m", build("tests.support.nets:fine_tuned", (28, 28, 1), 10)
+    path, source = tmp_path / "m", hp.build("tests.support.nets:fine_tuned", (28, 28, 1), 10)
     save_model(path, source, METADATA)
     tensors, metadata = read_model(path)
     assert metadata == METADATA
     assert tensors.keys() == source.state_dict().keys()
-    model = build("tests.support.nets:fine_tuned", (28, 28, 1), 10)
+    model = hp.build("tests.support.nets:fine_tuned", (28, 28, 1), 10)
     assert not same(source, model)
     strides = {name: value.stride() for name, value in model.state_dict().items()}
     load_weights(model, tensors, path)
     for name, value in source.state_dict().items():
         found = model.state_dict()[name]
-        assert torch.equal(as_bytes(found), as_bytes(value)), name
+        assert torch.equal(bits(found), bits(value)), name
         assert (found.dtype, found.stride()) == (value.dtype, strides[name]), name
     others = safetensors.torch.load_file(path)
     assert torch.equal(others["frozen.weight"], source.get_parameter("frozen.weight"))
@@ -129,7 +135,7 @@ def test_every_flipped_bit_is_refused_or_has_no_effect(tmp_path: Path) -> None:
     for place in flip_each_bit(path):
         try:
             tensors, metadata = read_model(path)
-        except UsageError as error:
+        except hp.UsageError as error:
             refused += 1
             assert "\n" not in str(error)
             continue
@@ -158,7 +164,7 @@ def test_altered_weights_are_refused(tmp_path: Path, change: str) -> None:
     else:
         entries["hpctrain"] = entries["hpctrain"].replace("0.25", "0.26")
     safetensors.torch.save_file(tensors, path, entries)
-    with pytest.raises(UsageError, match="tensors or metadata do not match their SHA-256"):
+    with pytest.raises(hp.UsageError, match="tensors or metadata do not match their SHA-256"):
         read_model(path)
     del entries["hpctrain.sha256"]  # changed on purpose
     safetensors.torch.save_file(tensors, path, entries)
@@ -173,7 +179,7 @@ def test_masks_may_hold_infinity_and_weights_may_not(tmp_path: Path) -> None:
     model.get_parameter("4.bias").data[3] = torch.inf
     save_model(tmp_path / "m", model, {})
     model.get_parameter("4.bias").data[3] = 0
-    with pytest.raises(UsageError, match=r"4\.bias holds values that are not finite"):
+    with pytest.raises(hp.UsageError, match=r"4\.bias holds values that are not finite"):
         load_weights(model, read_model(tmp_path / "m")[0], "m")
 
 
@@ -183,19 +189,19 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
     save_model(path, net(), METADATA)
     read_model(path)
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(UsageError, match=r"no safetensors file, or was cut short \([\d,]+ bytes\)"):
+    with pytest.raises(hp.UsageError, match=r"or was cut short \([\d,]+ bytes\)"):
         read_model(path)
 
 
 def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
     torch.save(net().state_dict(), tmp_path / "m.pth")
     with pytest.raises(
-        UsageError, match=r"m\.pth is no safetensors .* of torch.save: .* --init .*m\.pth$"
+        hp.UsageError, match=r"m\.pth is no safetensors .* of torch.save: .* --init .*m\.pth$"
     ):
         read_model(tmp_path / "m.pth")
-    with pytest.raises(UsageError, match=r"cannot read the weights .*absent: No such file"):
+    with pytest.raises(hp.UsageError, match=r"cannot read the weights .*absent: No such file"):
         read_model(tmp_path / "absent")
-    with pytest.raises(UsageError, match=r"cannot read the weights .*: Is a directory"):
+    with pytest.raises(hp.UsageError, match=r"cannot read the weights .*: Is a directory"):
         read_model(tmp_path)
 
 
@@ -215,7 +221,10 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_disk_that_takes_no_more_keeps_the_last_file(tmp_path: Path) -> None:
     path, first = tmp_path / "m", net()
     save_model(path, first, METADATA)
-    with largest_file(500), pytest.raises(RunError, match=r"cannot write .* \(0\.0 MB\): File too"):
+    with (
+        largest_file(500),
+        pytest.raises(hp.RunError, match=r"cannot write .*: File too"),
+    ):
         save_model(path, net(), METADATA)
     assert os.listdir(tmp_path) == ["m"]
     model = net()
@@ -233,6 +242,6 @@ def test_a_disk_that_takes_no_more_keeps_the_last_file(tmp_path: Path) -> None:
 def test_metadata_that_nobody_wrote_are_refused_in_one_line(tmp_path, metadata, said):
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"a": torch.ones(3)}, path, metadata)
-    with pytest.raises(UsageError, match=f"m.safetensors is no safetensors file.*{said}") as caught:
+    with pytest.raises(hp.UsageError, match=f"m.safetensors is no .* file.*{said}") as caught:
         read_model(path)
     assert len(str(caught.value)) < 400

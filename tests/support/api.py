@@ -158,9 +158,17 @@ def make_gradients(model, message, compiled=False, recorder=None):
 
 
 # Trained networks: their files, and what a split gives
-from hpctrain.models import save_tensors
+from hpctrain.models import (
+    check_forward,
+    load_init,
+    load_weights,
+    read_model,
+    save_model,
+    save_tensors,
+)
 
-__all__ += ["save_tensors"]
+__all__ += ["check_forward", "load_init", "load_weights"]
+__all__ += ["read_model", "save_model", "save_tensors"]
 
 # Data: HDF5 files of other programs, random crops, augmentation
 from hpctrain.data.augment import Augmentation, add_noise

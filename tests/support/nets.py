@@ -497,3 +497,33 @@ class Faulty(nn.Module):
 
 def faulty(image_shape, classes):
     return Faulty(math.prod(image_shape), classes)
+
+
+class Merging(nn.BatchNorm2d):
+    """Notes the calls of `train`, as a layer does that merges its weights for evaluation."""
+
+    merged = False
+
+    def train(self, mode=True):
+        self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        assert self.merged != self.training or not self.weight.requires_grad
+        return super().forward(x)
+
+
+class OfMerging(nn.Module):
+    """Two such layers, one of which can be frozen."""
+
+    def __init__(self, channels: int, values: int, classes: int):
+        super().__init__()
+        self.frozen, self.last = Merging(channels), Merging(channels)
+        self.fc = nn.Linear(values, classes)
+
+    def forward(self, x):
+        return self.fc(self.last(self.frozen(x)).flatten(1))
+
+
+def merging(image_shape, classes):
+    return OfMerging(image_shape[2], math.prod(image_shape), classes)
