@@ -19,7 +19,7 @@ from hpctrain.sweep.file import read_sweep
 from scripts.fuzzing.inputs import last_digest, leave_heartbeat, make_pack, run_settings, train
 from scripts.fuzzing.surface import REFUSED, WRONG, Case, Outcome, Surface, run_command
 from tests.support.launch import Job, mpirun
-from tests.training.runs import leave_after
+from tests.support.leaving import leave_after
 
 LEFT_AFTER = 7  # of ten steps
 LAUNCH_LIMIT = 60.0  # seconds

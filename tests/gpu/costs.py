@@ -14,16 +14,14 @@ from unittest import mock
 
 import emulated_gpu
 
-from hpctrain.parallel.mpi import start_mpi
-from hpctrain.training.control import Control
-from hpctrain.training.train import train
+import hpctrain as hp
+from tests.support.api import Control, mpi
 from tests.support.packs import make_pack
-from tests.training.runs import short_run
 
 
 def main(folder: str, transport: str) -> None:
     """Train two epochs of 14 steps; the counters of the runtime from step to step."""
-    comm = start_mpi()
+    comm = mpi.start_mpi()
     if comm.rank == 0:
         make_pack(Path(folder) / "pack.h5", {"train": 224, "test": 16})
     comm.Barrier()
@@ -34,9 +32,10 @@ def main(folder: str, transport: str) -> None:
         return original(self, *told)
 
     flags = {"model": "digits", "device": "cuda", "reduce": transport, "threads": 1, "run": "costs"}
-    flags |= {"epochs": 2, "batch_size": 16}
+    flags |= {"epochs": 2, "batch_size": 16, "progress": "none"}
+    flags |= {"data": f"{folder}/pack.h5", "runs_dir": f"{folder}/runs"}
     with mock.patch.object(Control, "flags", count):
-        train(short_run(Path(folder), "pack.h5", **flags), comm)
+        hp.train(**flags)
     if comm.rank == 0:
         for before, after in itertools.pairwise(seen):
             print(json.dumps({name: after[name] - before[name] for name in after}))

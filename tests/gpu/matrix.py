@@ -24,18 +24,13 @@ from typing import Any, NamedTuple
 import emulated_gpu
 import numpy as np
 
-from hpctrain.config import Config
-from hpctrain.config.inference import EvaluateConfig, PredictConfig
-from hpctrain.errors import Failure
-from hpctrain.inference import evaluate, predict
-from hpctrain.parallel import choose
-from hpctrain.parallel.mpi import Comm, start_mpi
-from hpctrain.report.record import read_records
-from hpctrain.training.train import train
-from tests.data.pictures import class_folders, pack
+import hpctrain as hp
 from tests.gpu.emulator import ORDERS
+from tests.support.api import choose, command_line, mpi, read_records
+from tests.support.leaving import leave_after
 from tests.support.packs import make_pack
-from tests.training.runs import leave_after, short_run
+from tests.support.pictures import class_folders
+from tests.support.ranks import alone, world_of
 
 AXES: dict[str, tuple[Any, ...]] = {
     "job": ("classify", "denoise", "jpeg", "resume", "infer"),
@@ -108,15 +103,16 @@ def product(seed: int = 0) -> Iterator[Cell]:
         yield Cell(*values, *left.pop())
 
 
-def settings_of(cell: Cell, folder: Path, device: str) -> Config:
+def settings_of(cell: Cell, folder: Path, device: str) -> hp.Config:
     """The run of a cell on this device."""
     gpu = device == "cuda"
     name = "-".join(map(str, cell)) if gpu else f"cpu-{'-'.join(map(str, reference_of(cell)))}"
     jpeg = cell.job == "jpeg"
-    return short_run(
-        folder,
-        "jpeg.h5" if jpeg else "pack.h5",
+    return hp.Config(
+        data=str(folder / ("jpeg.h5" if jpeg else "pack.h5")),
+        runs_dir=str(folder / "runs"),
         run=name,
+        progress="none",
         model="auto" if cell.job == "denoise" else "digits",
         task="denoise" if cell.job == "denoise" else "classify",
         epochs=2,
@@ -146,18 +142,18 @@ def reference_of(cell: Cell) -> Cell:
 
 
 class Matrix:
-    """Runs cells in a folder, on communicators of the first 1, 2, ... ranks. Collective."""
+    """Runs cells in a folder, on the first 1, 2, ... ranks. Collective."""
 
-    def __init__(self, folder: Path, comm: Comm) -> None:
+    def __init__(self, folder: Path, comm: Any) -> None:
         self.folder, self.comm = folder, comm
-        self.comms = {n: comm.Split(int(comm.rank < n)) for n in AXES["ranks"]}
         self._found: dict[tuple[Cell, str], dict[str, Any]] = {}
         if comm.rank == 0:
             make_pack(folder / "pack.h5", {"train": 61, "validation": 13, "test": 23})
-            files = class_folders(
-                folder / "images", {"a": 31, "b": 23}, ".jpg", width=41, height=37
-            )
-            pack(files, folder / "jpeg.h5", size="17x13", split="0.8,0.1,0.1", encoding="jpeg")
+            shape = {"width": 41, "height": 37}
+            files = class_folders(folder / "images", {"a": 31, "b": 23}, ".jpg", **shape)
+            how = ["--size", "17x13", "--split", "0.8,0.1,0.1", "--encoding", "jpeg"]
+            packed = alone("pack", files, "--output", folder / "jpeg.h5", "--jobs", "1", *how)
+            assert packed.code == 0, packed.err
         comm.Barrier()
 
     def wait_for_all(self) -> None:
@@ -170,7 +166,8 @@ class Matrix:
         """Train on the first `ranks` ranks: losses, and the digest of the end."""
         config = settings_of(cell, self.folder, device)
         if self.comm.rank < ranks:
-            train(config, self.comms[ranks])
+            with world_of(ranks):
+                hp.train(config)
         self.wait_for_all()
         records = list(read_records(self.folder / "runs" / str(config.run)))
         losses = {r["step"]: r["loss"] for r in records if r["kind"] == "step"}
@@ -187,12 +184,12 @@ class Matrix:
         """What `evaluate` and `predict` say of the network that was trained on the CPU."""
         run = self.folder / "runs" / str(settings_of(cell, self.folder, "cpu").run)
         table, rows = (self.folder / f"{name}-{device}" for name in ("evaluate", "predict"))
-        same: dict[str, Any] = {"run": str(run), "runs_dir": str(run.parent), "batch_size": 5}
-        same |= {"device": device, "threads": 1, "precision": cell.precision}
+        same = [str(run), "--batch-size", "5", "--device", device, "--threads", "1"]
+        same += ["--precision", cell.precision, "--output"]
         if self.comm.rank < cell.ranks:
-            evaluate.start_mpi = predict.start_mpi = lambda: self.comms[cell.ranks]
-            evaluate.main(EvaluateConfig(**same, output=str(table)))
-            predict.main(PredictConfig(**same, output=str(rows)))
+            with world_of(cell.ranks):
+                for name, output in (("evaluate", table), ("predict", rows)):
+                    assert command_line([name, *same, str(output)]) == 0
         self.wait_for_all()
         found = json.loads(table.read_text())
         lines = [line.split(",") for line in rows.read_text().splitlines()[1:]]
@@ -247,7 +244,7 @@ def problems(found: Sequence[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def run_cells(cells: Iterable[Cell], folder: Path, comm: Comm, stop: bool) -> list[dict[str, Any]]:
+def run_cells(cells: Iterable[Cell], folder: Path, comm: Any, stop: bool) -> list[dict[str, Any]]:
     """Run cells, with `stop` until one has a problem, and write what each came to, a line each.
     Collective.
     """
@@ -257,7 +254,7 @@ def run_cells(cells: Iterable[Cell], folder: Path, comm: Comm, stop: bool) -> li
         started = time.perf_counter()
         try:
             result = matrix.run(cell)
-        except Failure as error:
+        except (hp.UsageError, hp.RunError) as error:
             if not error.agreed:
                 raise  # on one rank alone: the others would wait
             result = {"error": str(error)}
@@ -272,7 +269,7 @@ def run_cells(cells: Iterable[Cell], folder: Path, comm: Comm, stop: bool) -> li
 
 def main(folder: str, which: str = "pairwise") -> int:
     """Run the matrix; one line for each problem, on rank 0."""
-    comm = start_mpi()
+    comm = mpi.start_mpi()
     cells = product() if which == "all" else pairwise()
     found = run_cells(cells, Path(folder), comm, stop=which != "all")
     wrong = comm.bcast(problems(found))

@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from hpctrain.report.record import read_records
 from tests.gpu.emulator import launch
+from tests.support.api import read_records
 from tests.support.launch import ROOT, run
 from tests.support.packs import make_pack
 
@@ -79,10 +79,10 @@ def test_graphs_train_with_the_same_bits_as_kernel_by_kernel(folder):
 
 SECOND = """
 import torch
-from hpctrain.parallel.memory import memory_of, zeros_for_messages
+from tests.support.api import memory
 device = torch.device("cuda:1")
-assert zeros_for_messages(7, torch.float32, device).device == device
-print(memory_of(device))
+assert memory.zeros_for_messages(7, torch.float32, device).device == device
+print(memory.memory_of(device))
 """
 
 

@@ -6,14 +6,14 @@ import json
 import os
 import signal
 import sys
-import time
 
 import pytest
 
-from hpctrain.report.record import read_records
 from tests.gpu.emulator import launch
+from tests.support.api import read_records
 from tests.support.launch import Job, mpirun, run_mpi
 from tests.support.packs import make_pack
+from tests.support.wait import wait_for
 
 pytestmark = pytest.mark.emulated_gpu
 
@@ -66,27 +66,10 @@ def test_a_killed_rank_costs_no_bits(tmp_path, transport):
 
     def words(name):
         flags = ["--deterministic", "--shards", "4", "--reduce", transport, "--overlap", "3"]
-        words = ["train", "--data", str(tmp_path / "pack.h5"), "--device", "cuda", "--epochs", "20"]
-        words += [
-            "--model",
-            "digits",
-            "--batch-size",
-            "16",
-            "--runs-dir",
-            str(tmp_path / "runs"),
-            "--run",
-            name,
-        ]
-        return [
-            *words,
-            *flags,
-            "--checkpoint-every",
-            "10steps",
-            "--progress",
-            "none",
-            "--threads",
-            "1",
-        ]
+        flags += ["--device", "cuda", "--epochs", "20", "--batch-size", "16", "--threads", "1"]
+        flags += ["--checkpoint-every", "10steps", "--progress", "none", "--model", "digits"]
+        places = ["--data", str(tmp_path / "pack.h5"), "--runs-dir", str(tmp_path / "runs")]
+        return ["train", *places, "--run", name, *flags]
 
     whole = launch(words("whole"), 2)
     assert whole.returncode == 0, whole.stderr
@@ -94,7 +77,8 @@ def test_a_killed_rank_costs_no_bits(tmp_path, transport):
     job = Job([mpirun(), "-n", "3", sys.executable, "-m", "hpctrain", *words("killed")], env)
     run = tmp_path / "runs" / "killed"
     try:
-        wait_for_checkpoint(run / "checkpoints", job)
+        wait_for(lambda: [*run.glob("checkpoints/*.json")] or job.poll() is not None)
+        assert job.poll() is None, job.communicate()
         os.kill(json.loads((run / "ranks" / "2.json").read_text())["pid"], signal.SIGKILL)
         assert job.wait(timeout=60) not in (0, 75)
     finally:
@@ -104,13 +88,3 @@ def test_a_killed_rank_costs_no_bits(tmp_path, transport):
     whole, killed = (list(read_records(tmp_path / "runs" / name)) for name in ("whole", "killed"))
     assert any("going on after step" in record.get("text", "") for record in killed)
     assert whole[-1]["digest"] == killed[-1]["digest"]
-
-
-def wait_for_checkpoint(folder, job):
-    """Until the run has one, 60 s at most."""
-    for _ in range(600):
-        if list(folder.glob("*.safetensors")):
-            return
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.1)
-    raise AssertionError("no checkpoint within 60 s")

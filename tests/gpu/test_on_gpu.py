@@ -8,6 +8,8 @@ import torch
 from scripts.benchmarks.gpu import memory, parity, trace
 from scripts.benchmarks.gpu.case import OK, Case
 from tests.gpu.emulator import EMULATED
+from tests.support.api import memory as memory_of_messages
+from tests.support.api import open_transport
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,10 +33,7 @@ def test_on_a_gpu(row, tmp_path):
 
 def test_staging_sums_what_lies_on_the_gpu(comm):
     """Through pinned memory in pieces, and back to where it was."""
-    from hpctrain.parallel.memory import zeros_for_messages
-    from hpctrain.parallel.transport import Pinned
-
-    vector = zeros_for_messages(1003, torch.float32, torch.device("cuda"))
+    vector = memory_of_messages.zeros_for_messages(1003, torch.float32, torch.device("cuda"))
     vector.copy_(torch.arange(1003))
-    Pinned(comm, piece_bytes=64).allreduce(vector)
+    open_transport(comm, "host", 64).allreduce(vector)
     assert torch.equal(vector.cpu(), torch.arange(1003.0))

@@ -182,3 +182,8 @@ from hpctrain.plan import Facts
 from hpctrain.plan import resolve as resolve_plan
 
 __all__ += ["Facts", "resolve_plan"]
+
+# Emulated GPUs: whether MPI takes their memory
+from hpctrain.parallel import choose
+
+__all__ += ["choose"]

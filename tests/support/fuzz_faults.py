@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from hpctrain.errors import UsageError
+from hpctrain import UsageError
 from scripts.fuzzing.surface import Case, Surface
 
 

@@ -1,0 +1,101 @@
+"""Scripts that measure or break hpctrain: one small whole run each, and that they find faults."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmarks import data, harness
+from scripts.benchmarks.against import FIGURES
+from tests.support.fuzz_faults import FAULTS, SOUND
+from tests.support.launch import ALLOWED, LAUNCHER_PREFIXES, ROOT, run
+
+TRIALS = int(os.environ.get("HPCTRAIN_TEST_TORTURE", "20"))
+FUZZ = ["--only", "tests.support.fuzz_faults:Faults", "--inputs", str(len(SOUND) + len(FAULTS))]
+
+
+def script(name, *words, timeout=100.0, cwd=None):
+    return run([sys.executable, str(ROOT / "scripts" / name), *words], timeout, cwd=cwd)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_a_machine_is_checked_with_mpirun(tmp_path):
+    out = str(tmp_path / "out")
+    done = script("cluster_check", "--launch", "mpirun -n 2", "--output", out, timeout=900)
+    report = (tmp_path / "out/report.md").read_text()
+    assert done.returncode == 0, done.stdout + report
+    verdicts = [line.split("  ")[0] for line in done.stdout.splitlines()[:5]]
+    assert verdicts == ["passed"] * 5
+    assert re.search("resumed after step (15|20), the same digest as undisturbed", done.stdout)
+    again = script("cluster_check", "--launch", "mpirun", "--output", out)
+    assert again.returncode == 2 and again.stderr.count("\n") == 1 and out in again.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + 90 * TRIALS)
+def test_broken_runs_end_as_unbroken_ones(tmp_path):
+    words = ["--trials", str(TRIALS), "--seed", "0"]
+    done = script("torture", *words, timeout=50 + 90 * TRIALS, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{TRIALS} trials: 0 hangs, 0 with lost steps, 0 wrong digests" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_mutated_inputs_do_no_harm(tmp_path):
+    done = script("fuzz", "--inputs", "300", "--launches", "2", timeout=290, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("300 mutated inputs, 0 wrong\n")
+
+
+@pytest.mark.slow
+def test_the_fuzzer_finds_every_kind_of_fault(tmp_path):
+    done = script("fuzz", *FUZZ, "--hang", "15", timeout=110, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("trial ")]
+    assert [int(line.split()[1]) for line in lines] == list(range(2, 11))
+    assert "11 mutated inputs, 9 wrong" in done.stdout
+    words = ["--only", "tests.support.fuzz_faults:NotSound", "--inputs", "2"]
+    done = script("fuzz", *words, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1 and "nothing mutated: input: Outcome(kind='refused'" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_packages_are_measured_in_turn():
+    """In everything that a step costs; here they are one."""
+    own = {name: os.environ[name] for name in os.environ if not name.startswith(LAUNCHER_PREFIXES)}
+    words = ["-m", "scripts.benchmarks", "tree", "--against", "HEAD", "--rounds", "1"]
+    done = run([sys.executable, *words], 800, {**own, **ALLOWED}, ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│ new")]
+    ratios = {unit: float(row[-2]) for unit, row in zip(FIGURES, rows, strict=True)}
+    assert ratios["messages a step"] == ratios["bytes a step"] == 1
+    assert all(0.5 < ratio < 2 for ratio in ratios.values()), ratios
+
+
+def test_every_reader_reads_every_image(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "FILES", 40)
+    monkeypatch.setattr(data, "BATCH", 16)
+    monkeypatch.setattr(data, "SECONDS", 0.001)
+    data.make_files(tmp_path, None)
+    for name, reader in data.READERS.items():
+        epochs = reader(Path(tmp_path, "raw.h5"))
+        rows = 40 if name == data.PILLOW or "JPEG" in name else 80
+        assert [next(epochs), next(epochs)] == [rows, rows], name
+    assert data.images_rate(itertools.repeat(3)) > 0
+
+
+def test_rates_are_medians_and_steps_are_timed_from_the_end_of_the_warm_up():
+    times = (1, 5, 7, 9.5)
+    steps = [{"time": f"2026-01-01T00:00:{t:06.3f}Z", "rows": 64} for t in times]
+    assert harness.steps_rate(steps, 2) == pytest.approx(128 / 4.5)
+    assert harness.ratio({"a": [30.0, 90.0, 36.0], "b": [24.0, 1.0, 30.0]}, "a", "b") == 1.5
+    assert harness.goal_line(0.949, 0.95, "a").startswith("MISSED")
+    assert harness.goal_line(0.95, 0.95, "a").startswith("met ")
