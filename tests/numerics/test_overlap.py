@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import hpctrain as hp
 from tests.support.api import Transport, placement
 from tests.support.transports import MAKERS
-from tests.support.wait import wait_for
 
 pytestmark = pytest.mark.ranks
 WIDTH = 9
@@ -295,13 +294,14 @@ def test_what_fails_in_the_thread_reaches_the_step(comm):
 
 
 def test_nothing_stays_after_the_last_step(comm):
-    model, before = Layers(), threading.active_count()
+    model, before = Layers(), {*threading.enumerate()}
     reduce = hp.choose_reduce(comm, hp.Message(model, 0, comm.rank, comm.size), overlap=3)
     reduce()
-    assert threading.active_count() == before + 1
+    (thread,) = {*threading.enumerate()} - before
     assert all(p._post_accumulate_grad_hooks for p in model.parameters())
     reduce.close()
-    wait_for(lambda: threading.active_count() == before)
+    thread.join(60)
+    assert not thread.is_alive()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
