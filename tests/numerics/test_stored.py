@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import h5py
 import numpy as np
@@ -54,7 +55,7 @@ def stored(settings: dict, case: str) -> dict:
     return settings | {"data": f"{settings['runs_dir']}/{case}.h5", "run": case} | STORED[case][2]
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(2)
 def test_the_same_bits_however_the_images_are_stored(comm, external):
     """Bytes or floats, in one piece or in compressed chunks, channels first or last."""
     found = {digest(comm, stored(external, case)) for case in STORED}
@@ -185,20 +186,29 @@ def test_an_image_that_is_not_finite_is_named_in_evaluations(comm, nan_files, ca
         assert len(answers.read_text().splitlines()) == 1 + len(LABELS) - 1
 
 
-@pytest.fixture
-def jpegs(fixed, tmp_path):
-    """Settings for a pack of JPEG files, larger than the images of the network; pixels.h5 has them
-    decoded.
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    """A folder with a pack of JPEG files, larger than the images of the network, and one of what
+    they hold.
     """
+    folder = tmp_path_factory.mktemp("packs")
     pictures, labels = images(101, (21, 25, 3), 2)
     for number, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
-        path = tmp_path / "files" / "ab"[label] / f"{number:03}.jpg"
+        path = folder / "files" / "ab"[label] / f"{number:03}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(path)
     for name, encoding in (("jpeg", "jpeg"), ("pixels", "raw")):
-        words = ["--size", "17x13", "--split", "0.8,0.1,0.1", "--encoding", encoding]
-        ended = command(1, "pack", tmp_path / "files", "--output", tmp_path / f"{name}.h5", *words)
+        words = ["--size", "17x13", "--split", "0.8,0.1,0.1", "--encoding", encoding, "--jobs", "1"]
+        ended = command(1, "pack", folder / "files", "--output", folder / f"{name}.h5", *words)
         assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.fixture
+def jpegs(fixed, packs, tmp_path):
+    """Settings for a copy of the pack of JPEG files."""
+    for name in ("jpeg", "pixels"):
+        shutil.copy(packs / f"{name}.h5", tmp_path)
     return fixed | {"data": str(tmp_path / "jpeg.h5")}
 
 
