@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,17 @@ from tests.support.api import check_forward, load_init
 
 SHAPE = (16, 16, 3)
 Shape = tuple[int, int, int]
+
+
+@pytest.fixture
+def timm_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the stand-in for timm importable, where timm is not installed."""
+    if importlib.util.find_spec("timm"):
+        pytest.skip("timm itself is installed")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "libraries"))
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] == "timm"]:
+        del sys.modules[name]
 
 
 def refusal(name: str, shape: Shape = SHAPE) -> str:

@@ -16,8 +16,8 @@ STEPS = 7  # of an epoch
 
 
 @pytest.fixture
-def settings(shared_tmp):
-    return short_run(shared_tmp)
+def settings(tmp_path):
+    return short_run(tmp_path)
 
 
 class CountingComm:

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture
-def settings(shared_tmp):
-    return short_run(shared_tmp)
+def settings(tmp_path):
+    return short_run(tmp_path)
 
 
 def validations(settings):
@@ -53,14 +53,14 @@ def test_validation_comes_every_so_many_steps_or_epochs_and_at_the_end(
 
 
 @pytest.fixture
-def overfitting(shared_tmp, settings):
+def overfitting(tmp_path, settings):
     """A run over random labels, so that its validation loss falls once and rises from then on."""
     random, splits = np.random.default_rng(0), {}
     for split, rows in {"train": 48, "validation": 40, "test": 23}.items():
         images = random.integers(0, 256, (rows, 12, 12, 1), np.uint8)
         splits[split] = images, random.integers(0, 3, rows)
-    hp.write_pack(shared_tmp / "noise.h5", splits, "abc")
-    data = {"data": str(shared_tmp / "noise.h5"), "epochs": 12, "lr": 0.05}
+    hp.write_pack(tmp_path / "noise.h5", splits, "abc")
+    data = {"data": str(tmp_path / "noise.h5"), "epochs": 12, "lr": 0.05}
     return {**settings, **data, "batch_size": 24, "validate_every": "2steps"}
 
 

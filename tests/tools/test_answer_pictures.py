@@ -70,22 +70,20 @@ def test_images_of_jpeg_files_and_floats_are_drawn(tmp_path):
 
 
 @pytest.mark.ranks(1, 3)
-def test_files_are_drawn_but_none_that_cannot_be_read(
-    comm, trained, shared_tmp, monkeypatch, capsys
-):
-    photos = shared_tmp / "photos"
+def test_files_are_drawn_but_none_that_cannot_be_read(comm, trained, tmp_path, monkeypatch, capsys):
+    photos = tmp_path / "photos"
     if comm.rank == 0:
         class_folders(photos, {"x": 12}, width=28, height=28, channels=1)
         (photos / "x/003.png").write_bytes(b"no image")
     comm.Barrier()
-    monkeypatch.chdir(shared_tmp)
+    monkeypatch.chdir(tmp_path)
     words = [str(trained.run("plain")), "photos", "photos/x/001.png"]  # one of them twice
     assert command_line(["predict", *words, "--figure", "99", "--output", "-", *ONE_THREAD]) == 1
     printed = capsys.readouterr()
     if comm.rank == 0:
         names = [f"{n:03}.png" for n in range(12) if n != 3] + ["001.png"]
         images = [np.asarray(Image.open(photos / "x" / name))[:, :, None] for name in names]
-        places = [*tiles(read_sheet(shared_tmp / "predictions.png")[:, :, 0], images, 3)]
+        places = [*tiles(read_sheet(tmp_path / "predictions.png")[:, :, 0], images, 3)]
         assert None not in places and places[:11] == sorted(places[:11])
         assert "predictions.png" not in printed.out and "predictions.png" in printed.err
         assert len(printed.out.splitlines()) == 1 + 12

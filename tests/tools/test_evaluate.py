@@ -80,7 +80,7 @@ def test_blocks_of_any_size_are_added_to_the_same_bits_on_any_ranks(trained, tmp
 
 
 @pytest.mark.ranks(1, 3)
-def test_21000_classes_need_no_dense_matrix(comm, shared_tmp):
+def test_21000_classes_need_no_dense_matrix(comm, tmp_path):
     classes = 21_000
     if comm.rank == 0:
         random = np.random.default_rng(0)
@@ -88,12 +88,12 @@ def test_21000_classes_need_no_dense_matrix(comm, shared_tmp):
             name: (random.integers(0, 256, (53, 4, 4, 1), np.uint8), random.integers(0, 9, 53))
             for name in ("train", "test")
         }
-        hp.write_pack(shared_tmp / "a.h5", splits, [f"class{k}" for k in range(classes)])
+        hp.write_pack(tmp_path / "a.h5", splits, [f"class{k}" for k in range(classes)])
     comm.Barrier()
-    settings = {"data": str(shared_tmp / "a.h5"), "runs_dir": str(shared_tmp), "progress": "none"}
+    settings = {"data": str(tmp_path / "a.h5"), "runs_dir": str(tmp_path), "progress": "none"}
     made = {"model": "tests.support.nets:data_dependent", "lr": 1, "epochs": 2, "batch_size": 53}
     run = hp.train(**settings, **made, run="a", threads=1, test=False).folder
-    output = shared_tmp / "e.json"
+    output = tmp_path / "e.json"
     tracemalloc.start()
     found = hp.evaluate(run, trust_code=True, threads=1, batch_size=7, output=output)
     peak = tracemalloc.get_traced_memory()[1]

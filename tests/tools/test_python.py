@@ -28,15 +28,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.fixture
-def data(shared_tmp):
+def data(tmp_path):
     """Settings of a short run, as keywords."""
-    make_pack(shared_tmp / "a.h5", ROWS, (12, 12, 3), 5)
+    make_pack(tmp_path / "a.h5", ROWS, (12, 12, 3), 5)
     return {
-        "data": str(shared_tmp / "a.h5"),
+        "data": str(tmp_path / "a.h5"),
         "model": "digits",
         "epochs": 2,
         "batch_size": 16,
-        "runs_dir": str(shared_tmp / "runs"),
+        "runs_dir": str(tmp_path / "runs"),
         "progress": "none",
         "threads": 1,
     }
@@ -141,18 +141,18 @@ def test_mistakes_are_usage_errors_of_one_line_on_all_ranks(comm, data):
 
 @pytest.mark.ranks
 def test_evaluate_leaves_the_process_as_it_was_and_prints_no_tables(
-    comm, trained, shared_tmp, capsys
+    comm, trained, tmp_path, capsys
 ):
     torch.set_num_threads(2)
     before = state_of_process()
-    given = {"split": "validation", "threads": 1, "mistakes": 3, "output": shared_tmp / "x.json"}
+    given = {"split": "validation", "threads": 1, "mistakes": 3, "output": tmp_path / "x.json"}
     found = hp.evaluate(trained.run("plain"), **given)
     assert state_of_process() == before
     assert "recall" not in capsys.readouterr().out
-    written = json.loads((shared_tmp / "x.json").read_text())
+    written = json.loads((tmp_path / "x.json").read_text())
     assert (found.loss, found.accuracy) == (written["loss"], written["accuracy"])
     assert found.confusion.tolist() == written["confusion"] and len(found.mistakes) == 3
-    assert (shared_tmp / "x.png").is_file()
+    assert (tmp_path / "x.png").is_file()
 
 
 @pytest.mark.ranks(1)
@@ -261,15 +261,15 @@ def test_the_network_is_put_back_into_its_mode(comm, trained):
 
 
 @pytest.mark.ranks(1)
-def test_images_are_cropped_where_the_pack_cropped_them(comm, photos, shared_tmp):
-    found, classes = [], str(class_folders(shared_tmp / "classes", {"a": 9, "b": 9}, width=20))
+def test_images_are_cropped_where_the_pack_cropped_them(comm, photos, tmp_path):
+    found, classes = [], str(class_folders(tmp_path / "classes", {"a": 9, "b": 9}, width=20))
     for crop in ([], ["--crop"]):
-        pack, name = str(shared_tmp / f"{len(crop)}.h5"), f"r{len(crop)}"
+        pack, name = str(tmp_path / f"{len(crop)}.h5"), f"r{len(crop)}"
         words = [classes, "--size", "16x10", "--output", pack, "--jobs", "1"]
         assert command_line(["pack", *words, *crop, "--split", "0.6,0.4"]) == 0
-        given = {"data": pack, "runs_dir": str(shared_tmp), "run": name, "model": "digits"}
+        given = {"data": pack, "runs_dir": str(tmp_path), "run": name, "model": "digits"}
         hp.train(**given, epochs=1, batch_size=4, threads=1, progress="none")
-        network = hp.load(shared_tmp / name)
+        network = hp.load(tmp_path / name)
         files = sorted(photos.rglob("*.png"))
         images = [Image.open(file) for file in files]
         inputs = network.preprocess(photos)

@@ -29,9 +29,9 @@ READERS = [["evaluate", "a"], ["predict", "a", "--output", "answers.csv"], ["exp
 
 @pytest.mark.ranks(1, 2)
 def test_a_network_that_a_file_names_is_imported_with_trust_code_only(
-    comm, shared_tmp, monkeypatch, capsys
+    comm, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.chdir(shared_tmp)
+    monkeypatch.chdir(tmp_path)
     if comm.rank == 0:
         Path("own_network.py").write_text(OWN)
         make_pack(Path("pack.h5"), {"train": 29, "test": 7})
@@ -100,25 +100,25 @@ def test_another_pack_in_the_place_of_the_one_of_training_is_noticed(tmp_path, m
 
 
 @pytest.mark.ranks(2)
-def test_a_pack_that_is_replaced_ends_the_training_and_its_weights_are_kept(comm, shared_tmp):
+def test_a_pack_that_is_replaced_ends_the_training_and_its_weights_are_kept(comm, tmp_path):
     rows = {"train": 61, "validation": 13}
     if comm.rank == 0:
-        make_pack(shared_tmp / "pack.h5", rows)
-        make_pack(shared_tmp / "other.h5", rows, seed=1)
+        make_pack(tmp_path / "pack.h5", rows)
+        make_pack(tmp_path / "other.h5", rows, seed=1)
     comm.Barrier()
 
     def replace(record):
-        (shared_tmp / "other.h5").replace(shared_tmp / "pack.h5")
+        (tmp_path / "other.h5").replace(tmp_path / "pack.h5")
 
-    settings = {"batch_size": 16, "threads": 1, "progress": "none", "runs_dir": shared_tmp}
+    settings = {"batch_size": 16, "threads": 1, "progress": "none", "runs_dir": tmp_path}
     with pytest.raises((hp.RunError, hp.UsageError), match=r"pack\.h5"):
-        hp.train(data=shared_tmp / "pack.h5", run="a", epochs=2, on_evaluation=replace, **settings)
-    assert hp.load(shared_tmp / "a").metadata["step"] >= 4  # those of an epoch
+        hp.train(data=tmp_path / "pack.h5", run="a", epochs=2, on_evaluation=replace, **settings)
+    assert hp.load(tmp_path / "a").metadata["step"] >= 4  # those of an epoch
 
 
 @pytest.mark.ranks(2)
-def test_runs_that_begin_in_the_same_second_have_names_of_their_own(comm, shared_tmp, monkeypatch):
-    monkeypatch.chdir(shared_tmp)
+def test_runs_that_begin_in_the_same_second_have_names_of_their_own(comm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if comm.rank == 0:
         make_pack(Path("pack.h5"), {"train": 29})
     comm.Barrier()
