@@ -1,72 +1,48 @@
 """hpctrain supervise: launches that die, are preempted or fail; nodes that are lost."""
 
+from __future__ import annotations
+
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from hpctrain import heartbeats, launch
-from hpctrain import supervise as supervise_module
-from hpctrain.cli import parse
-from hpctrain.config import Config
-from hpctrain.errors import RunError, UsageError
-from hpctrain.launcher import LEFT
-from hpctrain.report.history import Outcome
-from hpctrain.report.record import is_done, read_history, read_records
-from hpctrain.supervise import EndedLaunch, Supervisor, newest_step, nodes, parse_command
-from hpctrain.supervise.nodes import (
-    Allocation,
-    find_allocation,
-    nodes_of_job,
-    requeue,
-    tasks_of_nodes,
-)
+import hpctrain as hp
+from tests.support.api import command_line, heartbeats, nodes, supervision
 from tests.support.launch import Job, mpirun
-from tests.support.packs import make_pack
+from tests.support.launches import check_same, launch, run_of
 from tests.support.records import line
-from tests.support.wait import wait_for
+from tests.support.short import records, short_run
+from tests.support.wait import wait_for, when
 
-TRAIN = ["--data", "pack.h5", "--run", "a", "--batch-size", "16", "--shards", "4", "--epochs", "4"]
-TRAIN += ["--deterministic", "--progress", "none", "--checkpoint-every", "3steps"]
-# A rank is killed, or raises an error as a GPU does, in its forward pass of some shards, each of
-# them once unless "always".
-KILLING = """
-import os, signal, torch
-from pathlib import Path
-from hpctrain.launcher import launched_rank
-KILLED = {killed}
-class Net(torch.nn.Linear):
-    calls = 0
-    def forward(self, x):
-        Net.calls += self.training
-        marker = Path(f"killed-{{Net.calls}}")
-        if KILLED.get(Net.calls) == launched_rank() and ({always} or not marker.exists()):
-            marker.touch()
-            if launched_rank() == 0:
-                raise RuntimeError("CUDA error: uncorrectable ECC error")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().forward(x.flatten(1))
-def net(image_shape, classes): return Net(784, classes)
-"""
+Allocation, EndedLaunch, Outcome = nodes.Allocation, supervision.EndedLaunch, supervision.Outcome
+LEFT = 75
 
 
 @pytest.fixture
-def supervise(tmp_path):
-    """A function that starts `hpctrain supervise` of a run of two ranks."""
-    make_pack(tmp_path / "pack.h5", {"train": 101, "validation": 13, "test": 23})
+def settings(tmp_path):
+    """14 steps, with a checkpoint after every third."""
+    same = {"deterministic": True, "shards": 4, "checkpoint_every": "3steps"}
+    return short_run(tmp_path) | same
+
+
+@pytest.fixture
+def supervise(settings, tmp_path):
+    """A function that starts `hpctrain supervise` of a run, on one rank unless more are given."""
     jobs = []
 
-    def begin(*flags, words=(), env=None, ranks=2):
+    def begin(*flags, ranks=1, fault="", env=None, **more):
+        words = (f"--{name.replace('_', '-')}={v}" for name, v in {**settings, **more}.items())
+        words = [word.removesuffix("=True") for word in words]
         command = [sys.executable, "-m", "hpctrain", "supervise", *flags, "--"]
-        command += [mpirun(), "-n", str(ranks), sys.executable, "-m", "hpctrain", *TRAIN, *words]
-        jobs.append(Job(command, env, tmp_path))
+        command += [mpirun(), "-n", str(ranks), sys.executable, "-m", "hpctrain", *words]
+        jobs.append(Job(command, {"HPCTRAIN_FAULT": fault, **(env or {})}, tmp_path))
         return jobs[-1]
 
     yield begin
@@ -74,71 +50,65 @@ def supervise(tmp_path):
         job.end()
 
 
-def finish(job, seconds=120):
+def finish(job, seconds=200):
     """Exit code and the supervisor's own lines; no process may be left."""
     _, err = job.communicate(timeout=seconds)
-    until = time.monotonic() + 10
-    while job.members() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert job.members() == []
+    wait_for(lambda: job.members() == [])
     lines = re.findall("hpctrain supervise: .*", err)  # mpirun may leave a NUL before it
     return job.returncode, "\n".join(lines), err
 
 
-def test_a_rank_that_dies_is_launched_again_with_the_same_bits(supervise, tmp_path):
-    # Steps 6 and 8 of a launch: rank 0 calls the network 5 times more, before the first step.
-    (tmp_path / "killing.py").write_text(KILLING.format(killed={12: 1, 21: 0}, always=False))
-    (tmp_path / "net.toml").write_text('model = "killing:net"\n')
-    model = ["--config", "net.toml", "--trust-code"]  # given to every launch
-    code, lines, err = finish(supervise("--max-failures", "2", words=model))
+def wait_for_checkpoint(job, settings):
+    found = run_of(settings) / "checkpoints"
+    wait_for(lambda: job.poll() is not None or list(found.glob("*.json")))
+    assert job.poll() is None, job.communicate()
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_die_are_launched_again_with_the_same_bits(supervise, settings):
+    """Each launch is killed after nine steps: at least six are saved then, so the second ends."""
+    code, lines, err = finish(supervise("--max-failures", "1", ranks=2, fault="step.done:kill:9"))
     assert code == 0, err
-    failures = re.findall(r"launch (\d) failed, exit code (\d+): (.*); .* step (\d+)$", lines, re.M)
-    assert [failure[0] for failure in failures] == ["1", "2"], err
-    causes = {code: cause for _, code, cause, _ in failures}  # a rank may carry more shards
-    assert re.match("killed, .*rank 1 on ", causes["137"])
-    assert causes["1"] == "RuntimeError: CUDA error: uncorrectable ECC error"  # of rank 0
-    assert all(int(failure[3]) % 3 == 0 and int(failure[3]) > 0 for failure in failures)
-    assert is_done(tmp_path / "runs/a")
-    code, _, err = finish(supervise(words=[*model, "--run", "b"]))  # the markers exist: unbroken
-    assert code == 0 and "failed," not in err
-    ends = [list(read_records(tmp_path / "runs" / name))[-1]["digest"] for name in "ab"]
-    assert ends[0] == ends[1]
+    ((number, cause, step),) = re.findall(
+        r"launch (\d) failed, exit code 137: (.*); restarting, after step (\d+)$", lines, re.M
+    )
+    assert number == "1" and step in ("6", "9")
+    assert re.search(r"killed, reason unknown: rank [01] on ", cause)
+    whole = settings | {"run": "whole"}
+    assert launch(whole).code == 0
+    check_same(settings, whole)
 
 
-def test_it_gives_up_after_failures_without_a_new_checkpoint(supervise, tmp_path):
-    (tmp_path / "killing.py").write_text(KILLING.format(killed={2: 1}, always=True))
-    code, lines, err = finish(supervise("--max-failures", "2", words=["--model", "killing:net"]))
+@pytest.mark.timeout(300)
+def test_it_gives_up_after_failures_without_a_new_checkpoint(supervise):
+    code, lines, err = finish(supervise("--max-failures", "2", fault="step.done:kill:1"))
     assert code == 1
     assert "launch 2 failed" in lines and "launch 3" not in lines
     assert lines.endswith("2 in a row without a new checkpoint: giving up"), err
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--data", "no.h5"], 2, "no.h5"),
-        (["--lr", "1e30"], 1, "not restarted: "),
-    ],
+    ("change", "code", "message"),
+    [({"data": "no.h5"}, 2, "no.h5"), ({"lr": 1e30}, 1, "not restarted: ")],
+    ids=["mistake", "not finite"],
 )
-def test_what_another_launch_would_repeat_is_not_launched_again(supervise, words, code, message):
-    got, lines, err = finish(supervise(words=words))
+def test_what_another_launch_would_repeat_is_not_launched_again(supervise, change, code, message):
+    got, lines, err = finish(supervise(**change))
     assert got == code, err
     assert message in err and "failed," not in lines
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGTERM, False), (signal.SIGUSR2, True)])
-def test_a_signal_saves_and_ends_and_a_notice_requeues(supervise, tmp_path, number, requeued):
+def test_a_signal_saves_and_ends_and_a_notice_requeues(
+    supervise, settings, tmp_path, number, requeued
+):
     path = fake_command(tmp_path, "scontrol", 'echo "$@" >>"$(dirname "$0")/../requeued"')
-    own = {"PATH": path, "SLURM_JOB_ID": "7"}
-    job = supervise(words=["--epochs", "100000"], env=own)
-    until = time.monotonic() + 60
-    while not newest_step(tmp_path / "runs/a"):
-        assert job.poll() is None and time.monotonic() < until
-        time.sleep(0.1)
+    job = supervise(epochs=100000, env={"PATH": path, "SLURM_JOB_ID": "7"})
+    wait_for_checkpoint(job, settings)
     os.kill(job.pid, number)
     code, lines, err = finish(job)
     assert code == LEFT, err
-    assert read_history(tmp_path / "runs/a").outcome.status == "preempted"
+    assert records(settings, "end")[-1]["status"] == "preempted"
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
@@ -147,29 +117,22 @@ def test_a_signal_saves_and_ends_and_a_notice_requeues(supervise, tmp_path, numb
         assert "the same command with --run a resumes" in lines
 
 
-def test_nothing_is_left_when_the_supervisor_is_killed(supervise, tmp_path):
-    job = supervise(words=["--epochs", "100000"])
-    until = time.monotonic() + 60
-    while not newest_step(tmp_path / "runs/a"):
-        assert job.poll() is None and time.monotonic() < until
-        time.sleep(0.1)
+def test_nothing_is_left_when_the_supervisor_is_killed(supervise, settings):
+    job = supervise(epochs=100000, ranks=2)
+    wait_for_checkpoint(job, settings)
     os.kill(job.pid, signal.SIGKILL)
     assert finish(job)[0] == -signal.SIGKILL
 
 
-def test_a_run_without_a_name_is_given_one_and_the_time_limit_holds_over_launches(
-    supervise, tmp_path, monkeypatch
-):
-    from hpctrain import supervise as module
-
-    words, config = module.parse_command(("python", "-m", "hpctrain", "--data", "digits"))
+def test_a_run_without_a_name_is_given_one_and_the_time_limit_holds_over_launches(monkeypatch):
+    words, config = supervision.parse_command(("python", "-m", "hpctrain", "--data", "digits"))
     assert words[-2:] == ["--run", config.run] and config.run
-    monkeypatch.setattr(module.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: 1000.0)
     limited = ("mpirun", "hpctrain", "--run", "a", "--time-limit", "60s", "--resume", "never")
-    supervisor = module.Supervisor(*module.parse_command(limited), 3, None, [])
+    supervisor = supervision.Supervisor(*supervision.parse_command(limited), 3, None, [])
     supervisor._number = 2
-    monkeypatch.setattr(module.time, "monotonic", lambda: 1045.0)
-    monkeypatch.setattr(module.launch, "LaunchedRun", lambda folder, words, env: (words, env))
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: 1045.0)
+    monkeypatch.setattr(supervision.launch, "LaunchedRun", lambda folder, words, env: (words, env))
     words, env = supervisor._start()
     assert words[-4:] == ["--resume", "auto", "--time-limit", "15s"]
     assert env == os.environ  # a container has packages of its own, and mpirun its own defaults
@@ -178,7 +141,7 @@ def test_a_run_without_a_name_is_given_one_and_the_time_limit_holds_over_launche
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the first launch of a job that was requeued
     assert supervisor._start()[0][-4:-2] == ["--resume", "auto"]
-    monkeypatch.setattr(module.time, "monotonic", lambda: 1061.0)
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: 1061.0)
     monkeypatch.setattr(supervisor, "_launch", lambda: ENDED)
     assert supervisor.run() == LEFT
 
@@ -213,8 +176,8 @@ def test_what_follows_a_launch(facts, asked, code, text):
 
 def supervisor_of(run, script, signals=()):
     """A supervisor whose launches run a shell script."""
-    config = Config(run=run.name, runs_dir=str(run.parent))
-    return Supervisor(["sh", "-c", script], config, 3, None, list(signals))
+    config = hp.Config(run=run.name, runs_dir=str(run.parent))
+    return supervision.Supervisor(["sh", "-c", script], config, 3, None, list(signals))
 
 
 def test_what_an_earlier_launch_left_is_not_taken_for_the_cause(tmp_path, monkeypatch):
@@ -237,23 +200,18 @@ def test_what_an_earlier_launch_left_is_not_taken_for_the_cause(tmp_path, monkey
 
 
 def test_a_launcher_that_does_not_end_is_killed_after_the_second_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "KILL_AFTER", 0.3)
+    monkeypatch.setattr(supervision.launch, "KILL_AFTER", 0.3)
     script = "trap '' USR2; trap 'echo x >>terms' TERM; touch ready; while :; do sleep 0.05; done"
     monkeypatch.chdir(tmp_path)
     twice = [(signal.SIGINT, 0.0), (signal.SIGINT, 2.0)]
     supervisor = supervisor_of(tmp_path / "a", script)
 
-    def press():
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.05)
-        supervisor._signals.extend(twice)
-
-    threading.Thread(target=press, daemon=True).start()
+    when((tmp_path / "ready").exists, lambda: supervisor._signals.extend(twice))
     assert supervisor._launch().code == -signal.SIGKILL
     assert (tmp_path / "terms").read_text() == "x\n"  # mpirun ends in disorder at a second one
-    assert not launch.is_repeated(twice[:1])
-    assert not launch.is_repeated([(signal.SIGTERM, 0.0), (signal.SIGTERM, 0.1)])
-    assert not launch.is_repeated([(signal.SIGUSR2, 0.0), (signal.SIGTERM, 9.0)])
+    assert not supervision.launch.is_repeated(twice[:1])
+    assert not supervision.launch.is_repeated([(signal.SIGTERM, 0.0), (signal.SIGTERM, 0.1)])
+    assert not supervision.launch.is_repeated([(signal.SIGUSR2, 0.0), (signal.SIGTERM, 9.0)])
 
 
 def test_a_launcher_that_starts_no_ranks_is_ended(tmp_path, monkeypatch, capsys):
@@ -292,15 +250,15 @@ def test_a_signal_before_a_launch_is_not_lost(tmp_path, capsys):
 
 def test_the_next_launch_waits_for_the_lock_of_the_last_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "a").mkdir()
-    hold = "import sys, time; from pathlib import Path; from hpctrain.training.control import *;"
-    hold += "lock = RunLock(); lock.take(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    hold = "import fcntl, sys; lock = open(sys.argv[1] + '/lock', 'w');"
+    hold += "fcntl.lockf(lock, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
     words = [sys.executable, "-c", hold, str(tmp_path / "a")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         waited = []
         clock = SimpleNamespace(monotonic=time.monotonic)
         clock.sleep = lambda _: waited.append(holder.communicate() and holder.returncode)
-        monkeypatch.setattr(supervise_module, "time", clock)
+        monkeypatch.setattr(supervision, "time", clock)
         supervisor_of(tmp_path / "a", "")._pause(0.0)
     assert waited == [0], "it waited until the other process had ended"
     assert f"{tmp_path}/a is still locked: waiting 120 s at most" in capsys.readouterr().err
@@ -319,12 +277,13 @@ def test_pauses_before_restarts_grow_without_progress(tmp_path, monkeypatch, cap
 
 def test_a_job_that_is_requeued_finds_its_run(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert parse_command(("srun", "python", "-m", "hpctrain"))[0][-2:] == ["--run", "job-7"]
+    words, _ = supervision.parse_command(("srun", "python", "-m", "hpctrain"))
+    assert words[-2:] == ["--run", "job-7"]
 
 
 def test_the_word_hpctrain_in_a_path_is_not_the_program():
     words = ("mpirun", "--wdir", "/home/me/hpctrain", "python", "-m", "hpctrain", "--run", "a")
-    assert parse_command(words)[1].run == "a"
+    assert supervision.parse_command(words)[1].run == "a"
 
 
 @pytest.mark.parametrize(
@@ -337,24 +296,24 @@ def test_the_word_hpctrain_in_a_path_is_not_the_program():
     ],
 )
 def test_a_command_that_does_not_train_is_refused(command, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        parse_command(command)
+    with pytest.raises(hp.UsageError, match=re.escape(message)):
+        supervision.parse_command(command)
 
 
 def test_a_command_whose_file_names_a_function_needs_trust_code(tmp_path):
     (tmp_path / "net.toml").write_text('model = "killing:net"\n')
     words = ("python", "-m", "hpctrain", "--run", "a", "--config", str(tmp_path / "net.toml"))
-    with pytest.raises(UsageError, match=r"net\.toml names killing:net: .* --trust-code"):
-        parse_command(words)
-    given, config = parse_command((*words, "--trust-code"))
+    with pytest.raises(hp.UsageError, match=r"net\.toml names killing:net: .* --trust-code"):
+        supervision.parse_command(words)
+    given, config = supervision.parse_command((*words, "--trust-code"))
     assert given == [*words, "--trust-code"] and config.model == "killing:net"
 
 
 def test_the_command_comes_after_dashes(capsys):
-    with pytest.raises(UsageError, match=r"'-n': .* after --, as in supervise \[options\] -- COM"):
-        parse(["supervise", "mpirun", "-n", "2", "python", "-m", "hpctrain"])
+    assert command_line(["supervise", "mpirun", "-n", "2", "python", "-m", "hpctrain"]) == 2
+    assert "'-n'" in (err := capsys.readouterr().err) and "after --" in err
     with pytest.raises(SystemExit):
-        parse(["supervise", "--help"])
+        command_line(["supervise", "--help"])
     assert "usage: hpctrain supervise [options] -- COMMAND\n" in capsys.readouterr().out
 
 
@@ -414,9 +373,9 @@ def test_a_node_that_does_not_answer_in_time_is_dead(tmp_path, monkeypatch):
 def test_the_size_of_the_job_is_left_to_the_allocation(monkeypatch):
     monkeypatch.setattr(nodes, "nodes_of_job", lambda env: ["n1", "n2"])
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
-    assert find_allocation(["srun"], None)._tasks == {"n1": 4, "n2": 4}
-    assert find_allocation(["srun", "env", "-n", "python"], None)  # of another command
-    assert find_allocation(["mpirun", "-n", "4"], None) is None
+    assert nodes.find_allocation(["srun"], None)._tasks == {"n1": 4, "n2": 4}
+    assert nodes.find_allocation(["srun", "env", "-n", "python"], None)  # of another command
+    assert nodes.find_allocation(["mpirun", "-n", "4"], None) is None
     for words, wanted, message in (
         (["srun", "-n4", "python"], None, "srun -n4: leave nodes and tasks"),
         (["srun", "--nodes=2"], None, "srun --nodes=2: leave"),
@@ -424,55 +383,55 @@ def test_the_size_of_the_job_is_left_to_the_allocation(monkeypatch):
         (["srun"], 3, "--nodes 3: the job has 2"),
         (["mpirun"], 1, "--nodes is for srun"),
     ):
-        with pytest.raises(UsageError, match=re.escape(message)):
-            find_allocation(words, wanted)
+        with pytest.raises(hp.UsageError, match=re.escape(message)):
+            nodes.find_allocation(words, wanted)
 
 
 def test_nodes_of_a_job_come_from_scontrol(tmp_path, monkeypatch):
-    assert nodes_of_job({}) == []
+    assert nodes.nodes_of_job({}) == []
     monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", 'echo n1; echo "$3"'))
-    assert nodes_of_job({"SLURM_JOB_NODELIST": "n7"}) == ["n1", "n7"]
+    assert nodes.nodes_of_job({"SLURM_JOB_NODELIST": "n7"}) == ["n1", "n7"]
 
 
 def test_a_failing_scontrol_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", "echo no contact >&2; exit 1"))
-    assert find_allocation(["srun", "python"], None) is None
+    assert nodes.find_allocation(["srun", "python"], None) is None
     text = "lost nodes will not be excluded (scontrol: no contact)"
     assert f"hpctrain supervise: {text}\n" in capsys.readouterr().err
-    with pytest.raises(RunError, match="scontrol: no contact"):
-        find_allocation(["srun", "python"], 2)
-    assert find_allocation(["mpirun", "python"], None) is None  # does not ask
+    with pytest.raises(hp.RunError, match="scontrol: no contact"):
+        nodes.find_allocation(["srun", "python"], 2)
+    assert nodes.find_allocation(["mpirun", "python"], None) is None  # does not ask
     assert capsys.readouterr().err == ""
 
 
 def test_requeue(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert requeue() == ""
+    assert nodes.requeue() == ""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", "echo not allowed >&2; exit 1"))
-    assert requeue() == "job 7 ends, it cannot be requeued: scontrol: not allowed"
+    assert nodes.requeue() == "job 7 ends, it cannot be requeued: scontrol: not allowed"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")  # this task is the last, which has the same ID
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     monkeypatch.setenv("PATH", fake_command(tmp_path, "scontrol", '[ "$*" = "requeue 7_3" ]'))
-    assert requeue() == "job 7_3 is requeued"
+    assert nodes.requeue() == "job 7_3 is requeued"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
-    assert requeue() == "job 7_3 ends, it was requeued 20 times"
+    assert nodes.requeue() == "job 7_3 ends, it was requeued 20 times"
 
 
 def test_requeue_in_a_job_of_pbs_or_flux(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("FLUX_URI", "local:///run/flux")
-    assert requeue() == ""  # there is no such command
+    assert nodes.requeue() == ""  # there is no such command
     monkeypatch.setenv("PBS_JOBID", "5.head")
     monkeypatch.setenv("PATH", fake_command(tmp_path, "qrerun", '[ "$*" = 5.head ]'))
-    assert requeue() == "job 5.head is requeued"
+    assert nodes.requeue() == "job 5.head is requeued"
     fake_command(tmp_path, "qrerun", 'echo "qrerun: Unauthorized Request $1" >&2; exit 159')
     refused = "job 5.head ends, it cannot be requeued: qrerun: qrerun: Unauthorized Request 5.head"
-    assert requeue() == refused
+    assert nodes.requeue() == refused
 
 
 def test_ranks_of_nodes():
-    assert tasks_of_nodes({"SLURM_NTASKS_PER_NODE": "4"}, 2) == [4, 4]
-    assert tasks_of_nodes({"SLURM_TASKS_PER_NODE": "2(x2),1"}, 3) == [2, 2, 1]
-    assert tasks_of_nodes({}, 2) == [1, 1]
+    assert nodes.tasks_of_nodes({"SLURM_NTASKS_PER_NODE": "4"}, 2) == [4, 4]
+    assert nodes.tasks_of_nodes({"SLURM_TASKS_PER_NODE": "2(x2),1"}, 3) == [2, 2, 1]
+    assert nodes.tasks_of_nodes({}, 2) == [1, 1]
