@@ -177,7 +177,7 @@ def test_a_rank_that_stalls_at_a_point_is_waited_for(folder, run, point):
 @pytest.mark.ranks(1)
 def test_files_reach_the_disk_before_their_names(comm, folder, run, monkeypatch):
     """fsync of each file before its rename, of its folder after it, of the record in between."""
-    from hpctrain.cli import main
+    from tests.support.api import command_line as main
 
     calls = []  # (what was done, path)
     for name in ("fsync", "rename", "replace"):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.report.record import read_history, read_records
+from tests.support.api import read_records
 from tests.support.launch import ROOT, environment, marked, run
 from tests.support.packs import make_pack
 
@@ -88,7 +88,10 @@ class Cluster:
 
     def steps(self, name: str) -> int:
         """Steps done by a run, as its record tells."""
-        return read_history(self.folder / "runs" / name).last_step
+        if not (self.folder / "runs" / name / "progress.jsonl").exists():
+            return 0
+        records = read_records(self.folder / "runs" / name)
+        return max((r["step"] for r in records if r["kind"] == "step"), default=0)
 
     def wait_for_step(self, name: str, step: int, seconds: float = 60) -> None:
         until = time.monotonic() + seconds
