@@ -35,7 +35,7 @@ SETTINGS = {}  # name of a setting -> its check
 ELSEWHERE = """
     augment balanced_sampling cache_dir checkpoint_every comm_dtype compile cuda_graphs data
     deterministic ema final freeze hang_timeout images keep_checkpoints labels layout loss
-    lr_factors max_value metric min_lr no_decay noise noise_level overlap patience progress
+    lr_factors max_value metric min_lr no_decay overlap patience progress
     random_crop read_buffer reduce resume run runs_dir shuffle split stage task test time_limit
     verify worker_load
 """
@@ -390,6 +390,21 @@ def threads(seen, comm):
     for count in (2, 1):
         run = seen(threads=count)
         assert (run.plan["threads"], run.threads) == (count, {count})
+
+
+@of("noise", "noise_level")
+def noise(seen, comm):
+    clean = seen().images
+    for level in (0.1, 0.5):
+        flags = {"task": "denoise", "model": "autoencoder", "noise_level": level}
+        salted = seen(noise="salt-pepper", **flags).images[..., : SHAPE[1]]  # it pads
+        changed = salted != clean
+        assert set(salted[changed].unique().tolist()) <= {0.0, 1.0}
+        assert changed.double().mean().item() == pytest.approx(level, rel=0.2)
+        blurred = seen(noise="gaussian", **flags).images[..., : SHAPE[1]]
+        assert (blurred != clean).double().mean() > 0.5 and 0 <= blurred.min() < blurred.max() <= 1
+        inner = (blurred > 0) & (blurred < 1) & (clean > 0.2) & (clean < 0.5)
+        assert ((blurred - clean)[inner].std() < 0.15) == (level == 0.1)
 
 
 @of("device")
