@@ -47,6 +47,7 @@ STACKS = signal.SIGRTMIN  # a rank then writes where each of its threads is
 SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with the world's size
 SIZES += ("PMI_SIZE", "PMI_LOCAL_SIZE", "MPI_LOCALNRANKS")
 FAULT = "HPCTRAIN_FAULT"
+WIDE = {"COLUMNS": "200"}  # so that no table is cut
 START, GRACE = 120.0, 5.0  # seconds: to start all ranks; for the others after the first failure
 
 
@@ -112,7 +113,7 @@ class Job:
             words = [mpirun(), "-n", str(self.size), sys.executable, "-m", "tests.support.ranks"]
             # The ranks of several jobs share the cores.
             free = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMP_WAIT_POLICY": "passive"}
-            self.launch = Launch([*words, str(listener.address)], free)
+            self.launch = Launch([*words, str(listener.address)], free | WIDE)
             listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
             arrived, until = [], time.monotonic() + START
             while len(arrived) < self.size:
@@ -258,7 +259,7 @@ def alone(*words: object, env: Mapping[str, str] | None = None) -> Ended:
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch.dict(os.environ, {**own, **(env or {})}, clear=True),
+        mock.patch.dict(os.environ, {**WIDE, **own, **(env or {})}, clear=True),
     ):
         code = _command(None, [str(word) for word in words], ".", "")
     return Ended(code, out.getvalue(), err.getvalue())

@@ -129,8 +129,7 @@ def test_the_mpi_library_is_that_of_the_c_bindings():
 # Whole runs
 
 
-def test_all_ranks_are_examined_and_allreduce_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_all_ranks_are_examined_and_allreduce_is_timed(tmp_path):
     done = command(3, "doctor", cwd=tmp_path)
     assert done.err == "" and done.code == 0, done.out
     sizes = re.findall(r"^(?:ok|warn) +(\d+ (?:B|KiB|MiB)) +[\d,.]+ +[\d.<]+", done.out, re.M)
