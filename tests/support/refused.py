@@ -31,9 +31,10 @@ def rows(text):
 
 
 def listing(folder):
-    """What lies in a folder: sizes and times by path."""
+    """What lies in a folder: sizes and times by path. Python may keep what it has compiled."""
     found = {}
-    for place, _, names in os.walk(folder):
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
         for name in names:
             facts = (Path(place) / name).stat()
             found[f"{place}/{name}"] = facts.st_size, facts.st_mtime_ns
