@@ -38,6 +38,12 @@ def left_behind(path: Path) -> Iterator[Path]:
             yield found
 
 
+def remove_left_behind(path: Path) -> None:
+    """Remove the temporary files for `path` of processes on this host that were killed."""
+    for found in left_behind(path):
+        found.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Flush a file or a folder to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -31,7 +31,7 @@ from hpctrain.data.packing.sources import HDF5
 from hpctrain.data.packing.split import assign, rows_by_split
 from hpctrain.data.packing.write import writing
 from hpctrain.errors import UsageError
-from hpctrain.files import left_behind
+from hpctrain.files import remove_left_behind
 from hpctrain.text import say
 
 __all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
@@ -90,8 +90,7 @@ def make_pack(config: PackConfig) -> Path:
 
         path = fetch_archive(config.cache_dir)
     with writing(output):
-        for old in left_behind(output):  # by a process that was killed
-            old.unlink(missing_ok=True)
+        remove_left_behind(output)
         if config.source == "digits":
             _pack_digits(config, output)
         else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from hpctrain.files import as_text, left_behind, whole_file, write_whole, writing
+from hpctrain.files import as_text, remove_left_behind, whole_file, write_whole, writing
 from hpctrain.report.confusion import Confusion
 from hpctrain.report.fields import without_nonfinite
 from hpctrain.text import say, told_apart
@@ -142,8 +142,7 @@ def open_predictions(
         file: TextIO | None = None
         if output != "-":
             stack.enter_context(writing(output))  # closing the file may fail, even after an error
-            for old in left_behind(Path(output)):  # by a killed process
-                old.unlink(missing_ok=True)
+            remove_left_behind(Path(output))
             file = stack.enter_context(as_text(stack.enter_context(whole_file(Path(output)))))
 
         def write(

@@ -32,7 +32,7 @@ from hpctrain.data.staging import (
     staged_name,
 )
 from hpctrain.errors import UsageError
-from hpctrain.files import left_behind
+from hpctrain.files import remove_left_behind
 from hpctrain.inference.opening import find_sums, require_split
 from hpctrain.parallel.hosts import comm_of_host
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root
@@ -200,8 +200,7 @@ def _copy(pack: Pack, final: Path, share: list[Piece], needed: int, host: Comm, 
     def make() -> Path | None:
         if not needed or host.rank:
             return None
-        for old in left_behind(final):  # by a rank that was killed
-            old.unlink(missing_ok=True)
+        remove_left_behind(final)
         check_room(final.parent, needed)
         return begin(final.parent, pack, final.name)
 
