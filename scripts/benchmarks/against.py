@@ -3,9 +3,9 @@
 The files of the commit are extracted from git once, into ~/.cache/hpctrain-benchmarks/COMMIT. Each
 package writes its data with its own code, so that the format of packs may differ. digits and
 resnet50 are timed as in cases.py, with the default settings, tree as digits with --deterministic,
-and data as in data.py. CPU seconds are those of a whole job, with the start of its ranks, and those
-of a rank between its first and its last call of MPI, by step; memory is the peak of a process.
-Messages and bytes are what a rank passes to MPI, by step.
+and data as in data.py. CPU seconds are those of a whole job, with the start of its ranks; CPU time
+per step is that of a rank between its first and its last call of MPI. Memory is the peak of a
+process. Messages and bytes per step are those that a rank passes to MPI.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scripts.benchmarks.harness import table as draw
 CACHE = Path.home() / ".cache" / "hpctrain-benchmarks"
 EARLIER = {"--validate-every": "--evaluate-every"}  # settings that have been renamed
 DIGITS_BATCH, DIGITS_EPOCHS = 128, 3
-FIGURES = "images/s", "CPU s", "CPU ms a step", "MiB", "messages a step", "bytes a step"
+FIGURES = "images/s", "CPU s", "CPU ms per step", "MiB", "messages per step", "bytes per step"
 USAGE = """\
 import resource, subprocess, sys
 code = subprocess.call(sys.argv[1:])
@@ -149,12 +149,12 @@ def time_training(options: Options, packages: list[Package], show: Show) -> None
         seconds, peak, sent = package.run(*command)
         text = (package.folder / "runs" / "run" / "progress.jsonl").read_text()
         steps = [r for r in map(json.loads, text.splitlines()) if r["kind"] == "step"]
-        rate = steps_rate(steps, RESNET_WARM if resnet else len(steps) // epochs)
+        speed = steps_rate(steps, RESNET_WARM if resnet else len(steps) // epochs)
         messages, size, busy = sent.mean(axis=0) / len(steps)
-        found = rate, seconds, 1000 * busy, peak, messages, size
+        found = speed, seconds, 1000 * busy, peak, messages, size
         for unit, figure in zip(FIGURES, found, strict=True):
             figures[unit][name].append(float(figure))
-        return rate
+        return speed
 
     measure(by_name, options.rounds, rate, show)
     compared = {"new": {"new / old": packages[1].name}}

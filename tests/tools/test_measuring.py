@@ -76,7 +76,7 @@ def test_two_packages_are_measured_in_turn():
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│ new")]
     ratios = {unit: float(row[-2]) for unit, row in zip(FIGURES, rows, strict=True)}
-    assert ratios["messages a step"] == ratios["bytes a step"] == 1
+    assert ratios["messages per step"] == ratios["bytes per step"] == 1
     assert all(0.5 < ratio < 2 for ratio in ratios.values()), ratios
 
 
