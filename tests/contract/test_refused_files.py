@@ -124,13 +124,13 @@ TRAINING = """
 --data good.h5 --model vit | --model vit
 --data good.h5 --model absent:net | --model absent:net
 --data good.h5 --model tests.support.nets:absent | --model tests.support.nets absent
---data good.h5 --model tests/support/nets.py:counting | --model tests.support.nets:counting
---data good.h5 --model tests.support.nets.counting | --model tests.support.nets.counting
+--data good.h5 --model tests/support/nets.py:Counting | --model tests.support.nets:Counting
+--data good.h5 --model tests.support.nets.Counting | --model tests.support.nets.Counting
 --data good.h5 --model a:b:c | --model a:b:c
 --data good.h5 --model timm:no_such_network | --model timm:no_such_network
---data good.h5 --model tests.support.nets:too_few_outputs | 10 classes
---data good.h5 --model tests.support.nets:counting | seen
---data good.h5 --model tests.support.nets:remembering | remembering
+--data good.h5 --model tests.support.nets:TooFewOutputs | 10 classes
+--data good.h5 --model tests.support.nets:Counting | seen
+--data good.h5 --model tests.support.nets:Remembering | Remembering
 --data good.h5 --model broken_network:failing | failing NameError broken_network.py
 --data good.h5 --model broken_network:without | without parameters
 --data good.h5 --model broken_network:nothing | nothing NoneType

@@ -183,6 +183,6 @@ def test_check_forward_leaves_no_trace(shape: tuple[int, int, int]) -> None:
 @pytest.mark.ranks(1)
 def test_a_network_s_own_train_is_called_before_and_after_an_evaluation(comm, tmp_path):
     """Layers may merge their weights for evaluation; one that is frozen stays as it is."""
-    settings = short_run(tmp_path) | {"model": "tests.support.nets:merging", "freeze": "frozen"}
+    settings = short_run(tmp_path) | {"model": "tests.support.nets:OfMerging", "freeze": "frozen"}
     result = hp.train(**settings | {"validate_every": "3steps"})
     assert hp.evaluate(result.folder, trust_code=True).rows == 23

@@ -110,12 +110,12 @@ def test_files_of_other_programs_are_read_without_metadata(tmp_path: Path) -> No
 
 
 def test_tensors_of_all_kinds_survive_the_file(tmp_path: Path) -> None:
-    path, source = tmp_path / "m", hp.build("tests.support.nets:fine_tuned", (28, 28, 1), 10)
+    path, source = tmp_path / "m", hp.build("tests.support.nets:FineTuned", (28, 28, 1), 10)
     save_model(path, source, METADATA)
     tensors, metadata = read_model(path)
     assert metadata == METADATA
     assert tensors.keys() == source.state_dict().keys()
-    model = hp.build("tests.support.nets:fine_tuned", (28, 28, 1), 10)
+    model = hp.build("tests.support.nets:FineTuned", (28, 28, 1), 10)
     assert not same(source, model)
     strides = {name: value.stride() for name, value in model.state_dict().items()}
     load_weights(model, tensors, path)

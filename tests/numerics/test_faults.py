@@ -26,7 +26,7 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def faulty(fixed):
-    return fixed | {"model": "tests.support.nets:faulty", "test": False}
+    return fixed | {"model": "tests.support.nets:Faulty", "test": False}
 
 
 def fail(comm, monkeypatch, settings, fault) -> str:

@@ -46,7 +46,7 @@ def test_the_best_network_is_an_average_too(comm, short):
 
 @pytest.mark.parametrize("tied", ["second", "third"])
 def test_tied_parameters_are_frozen_by_either_name(comm, short, tied):
-    settings = short | {"model": "tests.support.nets:fine_tuned", "freeze": f"{tied}.weight"}
+    settings = short | {"model": "tests.support.nets:FineTuned", "freeze": f"{tied}.weight"}
     settings |= {"epochs": 1, "lr": 0.1}
     hp.train(**settings)
     hp.train(**settings | {"run": "slow", "lr": 1e-12})

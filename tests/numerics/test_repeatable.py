@@ -55,7 +55,7 @@ def test_a_network_whose_output_follows_from_its_input_is_trained(comm, short, k
 def test_a_tensor_that_training_alone_makes_is_refused(comm, short):
     """The saved network could not be read again."""
     with pytest.raises(hp.UsageError, match="scale of the network is not there before its first"):
-        hp.train(**short | {"model": "tests.support.nets:scaling_in_training"})
+        hp.train(**short | {"model": "tests.support.nets:Scaling"})
 
 
 @pytest.mark.ranks
@@ -113,11 +113,11 @@ def test_an_output_that_is_not_a_number_is_the_same_again():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("model", ["with_put", "recomputed"])
+@pytest.mark.parametrize("model", ["WithPut", "Recomputed"])
 def test_what_has_no_deterministic_form_is_refused_by_name(comm, fixed, model):
     """A backward within backward has one."""
     settings = fixed | {"model": f"tests.support.nets:{model}", "epochs": 1}
-    if model == "with_put":
+    if model == "WithPut":
         with pytest.raises(hp.UsageError, match="--deterministic: put_ does not have"):
             hp.train(**settings)
         settings["deterministic"] = False

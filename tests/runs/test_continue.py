@@ -57,9 +57,9 @@ CASES = {
         "validate_every": "3steps",
         "freeze": "conv1,bn1",
     },
-    "unused": {"model": "tests.support.nets:branches", "weight_decay": 0.1},
-    "buffers of all kinds": {"model": "tests.support.nets:fine_tuned", "channels_last": True},
-    "their strides": {"model": "tests.support.nets:fine_tuned", "channels_last": False},
+    "unused": {"model": "tests.support.nets:Branches", "weight_decay": 0.1},
+    "buffers of all kinds": {"model": "tests.support.nets:FineTuned", "channels_last": True},
+    "their strides": {"model": "tests.support.nets:FineTuned", "channels_last": False},
 }
 SAME_RUN = {"deterministic": True, "shards": 8, "threads": None}
 

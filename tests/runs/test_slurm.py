@@ -34,7 +34,7 @@ pytestmark = [
 ]
 TRAIN = ["--data", "pack.h5", "--batch-size", "16", "--shards", "4", "--deterministic"]
 TRAIN += ["--progress", "none", "--hang-timeout", "60s", "--checkpoint-every", "5steps"]
-SLOW = [*TRAIN, "--model", "tests.support.nets:slow", "--epochs", "30"]  # 210 steps
+SLOW = [*TRAIN, "--model", "tests.support.nets:Slow", "--epochs", "30"]  # 210 steps
 
 
 class Cluster:
@@ -420,7 +420,7 @@ def test_a_stopped_job_array_trains_no_more_and_the_rest_is_submitted_again(clus
     (cluster.folder / "again.toml").write_text(SWEEP.replace("epochs = 2", "epochs = 10"))
     prepare = "sweep", "again.toml", "--run", "again", "--prepare"
     assert "3 of 3 networks to train" in hpctrain(cluster, *prepare)
-    words = "sweep.sbatch", "runs/again", "--model", "tests.support.nets:slow"
+    words = "sweep.sbatch", "runs/again", "--model", "tests.support.nets:Slow"
     first = cluster.submit(*words, flags=("--array=1-3%1",), pace=0.1)
     cluster.wait_for_step("again/02-seed=2", 3, seconds=120)
     assert "is asked to stop" in hpctrain(cluster, "stop", "again")
@@ -437,7 +437,7 @@ def test_a_stopped_job_array_trains_no_more_and_the_rest_is_submitted_again(clus
 
 
 def test_a_notice_to_a_sweep_within_a_job_saves_its_steps(cluster):
-    slow = SWEEP.replace("epochs = 2", 'epochs = 30\nmodel = "tests.support.nets:slow"')
+    slow = SWEEP.replace("epochs = 2", 'epochs = 30\nmodel = "tests.support.nets:Slow"')
     (cluster.folder / "slow.toml").write_text(slow)
     words = ["slow.toml", "--trust-code", "--ranks-per-network", "2", "--run", "noticed"]
     program = shlex.join([sys.executable, "-m", "hpctrain", "sweep", *words])

@@ -77,13 +77,13 @@ def test_the_network_learns(comm, settings):
 
 def test_all_ranks_start_from_the_weights_of_rank_0(comm, settings):
     """Otherwise their digests would differ, which ends a run."""
-    model = "tests.support.nets:different_on_every_rank"
+    model = "tests.support.nets:DifferentOnEveryRank"
     assert hp.train(**{**settings, "model": model, "epochs": 1}).status == "done"
 
 
-@pytest.mark.parametrize("name", ["skipping", "overflowing"])
+@pytest.mark.parametrize("name", ["Skipping", "Overflowing"])
 def test_a_batch_norm_layer_that_is_skipped_or_overflows_is_an_error(comm, settings, name):
-    said = {"skipping": "did not run exactly once in step", "overflowing": "step 1 .*not finite"}
+    said = {"Skipping": "did not run exactly once in step", "Overflowing": "step 1 .*not finite"}
     with pytest.raises(hp.RunError, match=said[name]):
         hp.train(**{**settings, "model": f"tests.support.nets:{name}"})
 

@@ -15,74 +15,73 @@ from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.checkpoint import checkpoint
 
 
-class Counting(nn.Module):
+class OneLayer(nn.Module):
+    """One linear layer, of all values of an image."""
+
+    def __init__(self, image_shape, classes):
+        super().__init__()
+        self.linear = nn.Linear(math.prod(image_shape), classes)
+
+    def forward(self, x):
+        return self.linear(x.flatten(1))
+
+
+class Counting(OneLayer):
     """Counts its forward passes in a buffer."""
 
-    def __init__(self, values: int, classes: int):
-        super().__init__()
-        self.linear = nn.Linear(values, classes)
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x):
         self.seen = self.seen + self.training
-        return self.linear(x.flatten(1))
+        return super().forward(x)
 
 
-class Scaling(Counting):
+class Scaling(OneLayer):
     """Makes a buffer in its first forward pass of training, of which evaluation knows nothing."""
 
     def forward(self, x):
         if self.training and not hasattr(self, "scale"):
             self.register_buffer("scale", torch.ones(1))
-        return self.linear(x.flatten(1))
+        return super().forward(x)
 
 
-def scaling_in_training(image_shape, classes):
-    return Scaling(math.prod(image_shape), classes)
+class TooFewOutputs(OneLayer):
+    """Knows one class less."""
+
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes - 1)
 
 
-def counting(image_shape, classes):
-    height, width, channels = image_shape
-    return Counting(height * width * channels, classes)
-
-
-def too_few_outputs(image_shape, classes):
-    height, width, channels = image_shape
-    return nn.Sequential(nn.Flatten(), nn.Linear(height * width * channels, classes - 1))
-
-
-def different_on_every_rank(image_shape, classes):
+class DifferentOnEveryRank(OneLayer):
     """Draws its first weights from something that differs by process."""
-    model = counting(image_shape, classes).linear
-    generator = torch.Generator().manual_seed(os.getpid())
-    nn.init.normal_(model.weight, generator=generator)
-    return nn.Sequential(nn.Flatten(), model)
+
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        generator = torch.Generator().manual_seed(os.getpid())
+        nn.init.normal_(self.linear.weight, generator=generator)
 
 
-class Skipping(nn.Module):
+class Skipping(OneLayer):
     """Leaves its batch norm out in training from the tenth pass on."""
 
-    def __init__(self, values: int, classes: int):
-        super().__init__()
-        self.linear, self.norm, self.passes = nn.Linear(values, classes), nn.BatchNorm1d(classes), 0
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.norm, self.passes = nn.BatchNorm1d(classes), 0
 
     def forward(self, x):
-        x = self.linear(x.flatten(1))
+        x = super().forward(x)
         self.passes += self.training
         return x if self.training and self.passes > 9 else self.norm(x)
 
 
-def skipping(image_shape, classes):
-    height, width, channels = image_shape
-    return Skipping(height * width * channels, classes)
-
-
-class Overflowing(nn.Module):
+class Overflowing(OneLayer):
     """A batch norm that sees values whose variance float32 cannot hold, beside a sane network."""
 
-    def __init__(self, values: int, classes: int):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(values, classes), nn.BatchNorm1d(values)
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.norm = nn.BatchNorm1d(math.prod(image_shape))
 
     def forward(self, x):
         x = x.flatten(1)
@@ -90,12 +89,7 @@ class Overflowing(nn.Module):
             self.norm(x.detach() * 1e25)
         else:
             self.norm(x)
-        return self.linear(x)
-
-
-def overflowing(image_shape, classes):
-    height, width, channels = image_shape
-    return Overflowing(height * width * channels, classes)
+        return super().forward(x)
 
 
 def norm_first(image_shape, classes):
@@ -125,37 +119,23 @@ def drawing_in_evaluation(image_shape, classes):
     return nn.Sequential(*layers, AlwaysDropping(0.3), nn.Flatten(), nn.Linear(100, classes))
 
 
-class WithPut(nn.Module):
+class WithPut(OneLayer):
     """Uses an operation that torch has no deterministic algorithm for, in training alone."""
 
-    def __init__(self, values: int, classes: int):
-        super().__init__()
-        self.linear = nn.Linear(values, classes)
-
     def forward(self, x):
-        x = self.linear(x.flatten(1))
+        x = super().forward(x)
         if self.training:
             x = x + torch.zeros_like(x).put_(torch.tensor([0]), torch.zeros(1, dtype=x.dtype))
         return x
 
 
-def with_put(image_shape, classes):
-    height, width, channels = image_shape
-    return WithPut(height * width * channels, classes)
-
-
-class Slow(nn.Sequential):
+class Slow(OneLayer):
     """Takes HPCTRAIN_TEST_PACE seconds for each shard of a training step, by default 0.025."""
 
     def forward(self, x):
         if self.training:
             time.sleep(float(os.environ.get("HPCTRAIN_TEST_PACE", "0.025")))
         return super().forward(x)
-
-
-def slow(image_shape, classes):
-    height, width, channels = image_shape
-    return Slow(nn.Flatten(), nn.Linear(height * width * channels, classes))
 
 
 def frozen(image_shape, classes):
@@ -171,9 +151,9 @@ class FineTuned(nn.Module):
     count: what is not as it was changes the loss.
     """
 
-    def __init__(self, channels: int, classes: int):
+    def __init__(self, image_shape, classes):
         super().__init__()
-        self.trained, self.norm = nn.Conv2d(channels, 8, 3, stride=3), nn.BatchNorm2d(8)
+        self.trained, self.norm = nn.Conv2d(image_shape[2], 8, 3, stride=3), nn.BatchNorm2d(8)
         self.frozen = nn.Conv2d(8, 8, 3, padding=1).requires_grad_(False)
         self.first = orthogonal(nn.Linear(8, 8))
         self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -218,16 +198,12 @@ class FineTuned(nn.Module):
         return self.last(torch.where(self.bool & (self.mask < 0), x, x / 2))
 
 
-def fine_tuned(image_shape, classes):
-    return FineTuned(image_shape[2], classes)
-
-
 class Recomputed(nn.Module):
     """Computes its second layer again in a backward within backward."""
 
-    def __init__(self, values: int, classes: int):
+    def __init__(self, image_shape, classes):
         super().__init__()
-        self.first, self.second = nn.Linear(values, 8), nn.Linear(8, 8)
+        self.first, self.second = nn.Linear(math.prod(image_shape), 8), nn.Linear(8, 8)
         self.last = nn.Linear(8, classes)
 
     def forward(self, x):
@@ -239,39 +215,27 @@ class Recomputed(nn.Module):
         return self.last(x.tanh())
 
 
-def recomputed(image_shape, classes):
-    height, width, channels = image_shape
-    return Recomputed(height * width * channels, classes)
-
-
-class Branches(nn.Module):
+class Branches(OneLayer):
     """Beside its layer one that is left out of most training steps, and one of all."""
 
-    def __init__(self, values: int, classes: int):
-        super().__init__()
-        self.linear, self.rare = nn.Linear(values, classes), nn.Linear(values, classes)
-        self.spare = nn.Linear(classes, classes)
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.rare, self.spare = OneLayer(image_shape, classes), nn.Linear(classes, classes)
 
     def forward(self, x):
-        x = x.flatten(1)
         left_out = self.training and torch.rand(()) > 0.05
-        return self.linear(x) if left_out else self.linear(x) + self.rare(x)
+        return super().forward(x) if left_out else super().forward(x) + self.rare(x)
 
 
-def branches(image_shape, classes):
-    height, width, channels = image_shape
-    return Branches(height * width * channels, classes)
-
-
-class Remembering(nn.Module):
+class Remembering(OneLayer):
     """Holds something beside its parameters, as its `kind` says; `out_of_sight` counts its calls
     in training where nobody can look.
     """
 
-    def __init__(self, kind: str, values: int, classes: int):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(values, classes), nn.BatchNorm1d(classes)
-        self.kind, self.classes, self.out_of_sight = kind, classes, SimpleNamespace(calls=0)
+    def __init__(self, kind, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.norm, self.kind, self.classes = nn.BatchNorm1d(classes), kind, classes
+        self.out_of_sight = SimpleNamespace(calls=0)
         self.register_buffer("late", torch.zeros(2))
         self.register_buffer("mask", None, persistent="made" not in kind)
         self.memory, self.calls, self.seen = [], 0, []
@@ -279,7 +243,7 @@ class Remembering(nn.Module):
             self.frozen = nn.Parameter(torch.ones(classes), requires_grad=False)
 
     def forward(self, x):
-        x = self.norm(self.linear(x.flatten(1)))
+        x = self.norm(super().forward(x))
         changed = getattr(self, f"_{self.kind}")(x)
         self.out_of_sight.calls += self.training
         return x if changed is None else changed
@@ -349,73 +313,56 @@ class Remembering(nn.Module):
         return nn.functional.dropout(x, 0.4, self.training)
 
 
-def remembering(kind, image_shape, classes):
-    height, width, channels = image_shape
-    return Remembering(kind, height * width * channels, classes)
-
-
 for kind in [name.removeprefix("_") for name in vars(Remembering) if name[1:2].isalpha()]:
     if kind != "forward":
-        globals()[f"remembering_{kind}"] = partial(remembering, kind)
+        globals()[f"remembering_{kind}"] = partial(Remembering, kind)
 
 
-class DataDependent(nn.Module):
+class DataDependent(OneLayer):
     """Its path depends on the values of its input, which cannot be traced."""
 
-    def __init__(self, values: int, classes: int):
-        super().__init__()
-        self.fc = nn.Linear(values, classes)
-
     def forward(self, x):
-        return self.fc(x.flatten(1)) if x.sum() > 0 else self.fc(-x.flatten(1))
+        return super().forward(x if x.sum() > 0 else -x)
 
 
-def data_dependent(image_shape, classes):
-    return DataDependent(image_shape[0] * image_shape[1] * image_shape[2], classes)
-
-
-class Asking(DataDependent):
+class Asking(OneLayer):
     """Computes in Python with a value of its input."""
 
     def forward(self, x):
-        return self.fc(x.flatten(1)) * float(x[0, 0, 0, :2].tolist()[0] > -9)
+        return super().forward(x) * float(x[0, 0, 0, :2].tolist()[0] > -9)
 
 
-def asking(image_shape, classes):
-    return Asking(image_shape[0] * image_shape[1] * image_shape[2], classes)
-
-
-class PairsOnly(DataDependent):
+class PairsOnly(OneLayer):
     """Takes two images at a time, as far as torch's exporter can tell."""
 
     def forward(self, x):
-        return self.fc(x.reshape(2, -1) if len(x) == 2 else x.flatten(1))
+        return super().forward(x.reshape(2, -1) if len(x) == 2 else x)
 
 
-def pairs_only(image_shape, classes):
-    return PairsOnly(image_shape[0] * image_shape[1] * image_shape[2], classes)
-
-
-def alike(image_shape, classes):
+class Alike(OneLayer):
     """Gives all images the same probabilities, with its first weights."""
-    linear = nn.Linear(math.prod(image_shape), classes)
-    nn.init.zeros_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return nn.Sequential(nn.Flatten(), linear, nn.Softmax(1))
+
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x):
+        return super().forward(x).softmax(1)
 
 
-class OutOfMemory(DataDependent):
+class OutOfMemory(OneLayer):
     """In training, from the sixth pass on, there is no memory left: what it does is called."""
 
-    def __init__(self, allocate, values: int, classes: int):
-        super().__init__(values, classes)
+    def __init__(self, allocate, image_shape, classes):
+        super().__init__(image_shape, classes)
         self.allocate, self.passes = allocate, 0
 
     def forward(self, x):
         self.passes += self.training
         if self.passes > 5:
             self.allocate()
-        return self.fc(x.flatten(1))
+        return super().forward(x)
 
 
 def fill_host():
@@ -430,61 +377,49 @@ def fill_python():
     raise MemoryError
 
 
-def out_of_memory(allocate, image_shape, classes):
-    return OutOfMemory(allocate, math.prod(image_shape), classes)
+out_of_host_memory = partial(OutOfMemory, fill_host)
+out_of_gpu_memory = partial(OutOfMemory, fill_gpu)
+out_of_python_memory = partial(OutOfMemory, fill_python)
 
 
-out_of_host_memory = partial(out_of_memory, fill_host)
-out_of_gpu_memory = partial(out_of_memory, fill_gpu)
-out_of_python_memory = partial(out_of_memory, fill_python)
-
-
-class Unanswered(DataDependent):
+class Unanswered(OneLayer):
     """In evaluation, an image that begins with 255 has no finite answer."""
 
     def forward(self, x):
         marked = (x[:, 0, 0, 0] == 1) & (not self.training)
-        return self.fc(x.flatten(1)) + torch.where(marked, math.inf, 0.0)[:, None]
+        return super().forward(x) + torch.where(marked, math.inf, 0.0)[:, None]
 
 
-def unanswered(image_shape, classes):
-    return Unanswered(math.prod(image_shape), classes)
-
-
-class ExportedOtherwise(DataDependent):
+class ExportedOtherwise(OneLayer):
     """Gives other answers, off by so much, once it is exported."""
 
-    def __init__(self, off: float, values: int, classes: int):
-        super().__init__(values, classes)
+    def __init__(self, off, image_shape, classes):
+        super().__init__(image_shape, classes)
         self.off = off
 
     def forward(self, x):
-        return self.fc(x.flatten(1)) + (self.off if torch.compiler.is_exporting() else 0)
+        return super().forward(x) + (self.off if torch.compiler.is_exporting() else 0)
 
 
-def exported_otherwise(off, image_shape, classes):
-    return ExportedOtherwise(off, math.prod(image_shape), classes)
+exported_with_an_error = partial(ExportedOtherwise, 0.01)
+exported_as_nan = partial(ExportedOtherwise, math.nan)
 
 
-exported_with_an_error = partial(exported_otherwise, 0.01)
-exported_as_nan = partial(exported_otherwise, math.nan)
-
-
-class Faulty(nn.Module):
+class Faulty(OneLayer):
     """Fails in training on an image that begins with 255, as HPCTRAIN_TEST_FAULT says: "nan" and
     "inf" are of its output, "gradient" of that alone; the name of a tensor changes this one.
     """
 
-    def __init__(self, values: int, classes: int):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(values, classes), nn.BatchNorm1d(classes)
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.norm = nn.BatchNorm1d(classes)
         self.frozen = nn.Parameter(torch.ones(classes), requires_grad=False)
         self.register_buffer("late", torch.ones(2))
 
     def forward(self, x):
         fault = os.environ.get("HPCTRAIN_TEST_FAULT", "")
         marked = self.training and bool((x[:, 0, 0, 0] == 1).any())
-        x = self.norm(self.linear(x.flatten(1))) * self.frozen * self.late.mean()
+        x = self.norm(super().forward(x)) * self.frozen * self.late.mean()
         if not marked or not fault:
             return x
         if fault == "gradient":
@@ -493,10 +428,6 @@ class Faulty(nn.Module):
             return x * float(fault)
         self.get_submodule(fault.rpartition(".")[0]).__getattr__(fault.rpartition(".")[2]).data += 1
         return x
-
-
-def faulty(image_shape, classes):
-    return Faulty(math.prod(image_shape), classes)
 
 
 class Merging(nn.BatchNorm2d):
@@ -513,17 +444,12 @@ class Merging(nn.BatchNorm2d):
         return super().forward(x)
 
 
-class OfMerging(nn.Module):
-    """Two such layers, one of which can be frozen."""
+class OfMerging(OneLayer):
+    """Behind two such layers, one of which can be frozen."""
 
-    def __init__(self, channels: int, values: int, classes: int):
-        super().__init__()
-        self.frozen, self.last = Merging(channels), Merging(channels)
-        self.fc = nn.Linear(values, classes)
+    def __init__(self, image_shape, classes):
+        super().__init__(image_shape, classes)
+        self.frozen, self.last = Merging(image_shape[2]), Merging(image_shape[2])
 
     def forward(self, x):
-        return self.fc(self.last(self.frozen(x)).flatten(1))
-
-
-def merging(image_shape, classes):
-    return OfMerging(image_shape[2], math.prod(image_shape), classes)
+        return super().forward(self.last(self.frozen(x)))

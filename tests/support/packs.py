@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 import hpctrain as hp
-from hpctrain.data.pack_format import Part
 from tests.support.api import make_order
 
 
@@ -31,12 +30,6 @@ def make_pack(
     names = tuple(f"class{k}" for k in range(classes))
     hp.write_pack(path, splits, names, {"source": "test"}, overwrite=True)
     return path
-
-
-def part_of(pack, samples):
-    """The part of the training split of a pack with these samples."""
-    with hp.Split(pack, "train", threads=1) as split:
-        return Part(samples, range(*split.byte_range(samples)))
 
 
 def places(partition, step, shard):

@@ -91,7 +91,7 @@ def test_21000_classes_need_no_dense_matrix(comm, tmp_path):
         hp.write_pack(tmp_path / "a.h5", splits, [f"class{k}" for k in range(classes)])
     comm.Barrier()
     settings = {"data": str(tmp_path / "a.h5"), "runs_dir": str(tmp_path), "progress": "none"}
-    made = {"model": "tests.support.nets:data_dependent", "lr": 1, "epochs": 2, "batch_size": 53}
+    made = {"model": "tests.support.nets:DataDependent", "lr": 1, "epochs": 2, "batch_size": 53}
     run = hp.train(**settings, **made, run="a", threads=1, test=False).folder
     output = tmp_path / "e.json"
     tracemalloc.start()
@@ -172,7 +172,7 @@ def test_an_answer_that_is_not_finite_is_left_out(tmp_path):
     others = np.flatnonzero(images[:, 0, 0, 0] != 255)
     splits = dict.fromkeys(("train", "test"), (images, labels.numpy()))
     hp.write_pack(tmp_path / "marked.h5", splits, [f"class{k}" for k in range(10)])
-    run = train_once(pack, "--model", "tests.support.nets:unanswered")
+    run = train_once(pack, "--model", "tests.support.nets:Unanswered")
     output = tmp_path / "a.csv"
     words = [run, "--trust-code", "--data", tmp_path / "marked.h5", "--output", output, *SAME]
     ended = command(2, "predict", *words)

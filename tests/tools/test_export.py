@@ -110,7 +110,7 @@ def test_a_file_with_other_answers_is_not_kept(tmp_path, name, suffix):
 
 @pytest.mark.parametrize(
     ("name", "suffix"),
-    [("data_dependent", ".onnx"), ("asking", ".pt2")],
+    [("DataDependent", ".onnx"), ("Asking", ".pt2")],
 )
 def test_a_network_that_cannot_be_traced_is_refused_in_one_line(tmp_path, name, suffix):
     pack = make_pack(tmp_path / "a.h5", {"train": 16}, (8, 8, 1))
@@ -123,7 +123,7 @@ def test_a_network_that_cannot_be_traced_is_refused_in_one_line(tmp_path, name, 
 
 def test_a_network_for_pairs_needs_a_fixed_number_of_images(tmp_path):
     pack = make_pack(tmp_path / "a.h5", {"train": 16}, (8, 8, 1))
-    run = train_once(pack, "--model", "tests.support.nets:pairs_only")
+    run = train_once(pack, "--model", "tests.support.nets:PairsOnly")
     ended = export(run, tmp_path / "pairs.pt2", "--trust-code")
     assert ended.code == 1 and "--batch-size" in ended.err
     assert export(run, tmp_path / "pairs.pt2", "--trust-code", "--batch-size", "2").code == 0

@@ -20,7 +20,7 @@ from tests.support.wait import wait_for
 TWO = """
 [base]
 data = "pack.h5"
-model = "tests.support.nets:slow"
+model = "tests.support.nets:Slow"
 epochs = 6
 batch_size = 16
 shards = 2
