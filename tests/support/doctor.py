@@ -1,14 +1,15 @@
-"""The doctor's report on machines that are made up."""
+"""The command `doctor` on machines that are made up."""
 
 from __future__ import annotations
 
-import contextlib
-import io
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from tests.support.api import doctor
+from tests.support.api import doctor, mpi
+from tests.support.ranks import alone
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 VERSIONS = {"hpctrain": "0.1.0", "Python": "3.11.4", "MPI": "Open MPI v5.0.11", "torch": "2.13.0"}
@@ -32,7 +33,7 @@ LAPTOP: dict[str, Any] = {
 Facts = dict[str, Any]  # of one rank
 
 
-def alone(**changes: Any) -> list[Facts]:
+def laptop(**changes: Any) -> list[Facts]:
     """One process on a laptop of 4 cores."""
     return [LAPTOP | changes]
 
@@ -59,21 +60,22 @@ def with_gpus(ranks: int, gpus: int, numbered: bool = False) -> list[Facts]:
 
 
 def report(
-    ranks: Sequence[Facts],
-    timings: Sequence[tuple[int, float, bool]] = (),
-    encoding: str = "utf-8",
+    ranks: Sequence[Facts], timings: Sequence[tuple[int, float, bool]] = ()
 ) -> tuple[dict[str, str], str]:
-    """Verdicts by the names of findings, and what is printed.
+    """What `doctor` prints of these ranks, and its verdicts: by what was checked, or by the size
+    of an Allreduce.
 
-    `timings` are those of Allreduce: bytes, seconds, whether the sum was right. Their verdicts are
-    by size.
+    `timings` are those of Allreduce: bytes, seconds, whether the sum was right.
     """
     made = [doctor.RankFacts(**own) for own in ranks]
-    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding)) as out:
-        rows = doctor._show(made)
-        timed = doctor._show_allreduce(made, timings) if timings else []
-        doctor._conclude(rows + timed)
-    out.flush()
-    verdicts = {row.name: row.verdict for row in rows}
-    verdicts |= {row.found: row.verdict for row in timed}
-    return verdicts, out.buffer.getvalue().decode(encoding)
+    comm = SimpleNamespace(rank=0, size=len(made), gather=lambda own: made, bcast=lambda own: own)
+    with (
+        mock.patch.object(mpi, "start_mpi", lambda: comm),
+        mock.patch.object(doctor, "collect", lambda comm, launcher: None),
+        mock.patch.object(doctor, "time_allreduce", lambda comm: timings),
+    ):
+        ended = alone("doctor")
+    rows = re.findall(r"^(ok|note|warn|fail) +(\S+(?: \S+)*)  ", ended.out, re.MULTILINE)
+    verdicts = {name: verdict for verdict, name in rows}
+    assert (ended.code, ended.err) == (int("fail" in verdicts.values()), "")
+    return verdicts, ended.out
