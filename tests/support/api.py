@@ -30,12 +30,10 @@ import time
 from types import SimpleNamespace
 
 from hpctrain import heartbeats, watchdog
-from hpctrain import supervise as supervision
 from hpctrain.data import staging
 from hpctrain.data.pack_format import Part
 from hpctrain.data.packed import read_sums
 from hpctrain.data.split import Split
-from hpctrain.supervise import nodes
 from hpctrain.training.checkpoint import verify as read_checkpoint
 from hpctrain.training.control import Control
 from hpctrain.training.folder import check_same, read_settings
@@ -82,8 +80,8 @@ def stage_part(pack, samples, folder, path=None):
     return dataclasses.replace(pack, path=str(target), part=part)
 
 
-__all__ += ["Control", "Watchdog", "fake_clock", "heartbeats", "nodes", "ranks_as_hosts"]
-__all__ += ["plan_to_continue", "read_checkpoint", "small_blocks", "stage_part", "supervision"]
+__all__ += ["Control", "Watchdog", "fake_clock", "heartbeats", "ranks_as_hosts"]
+__all__ += ["plan_to_continue", "read_checkpoint", "small_blocks", "stage_part"]
 
 # Sums over ranks, and the transports that move their parts
 import torch

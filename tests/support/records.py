@@ -105,11 +105,13 @@ def make_trained(
     return make_run(folder, *lines)
 
 
-def beat(run: Path, **fields: Any) -> None:
-    """Write the heartbeat of its rank 0, on another machine unless `fields` say so."""
+def beat(run: Path, **fields: Any) -> Path:
+    """Write the heartbeat of its rank 0, on another machine unless `fields` say so; the file."""
     (run / "ranks").mkdir(exist_ok=True)
     own = {"rank": 0, "host": "far", "pid": 1, "doing": "step 3", "seconds": 2, "time": time.time()}
-    (run / "ranks" / "0.json").write_text(json.dumps(own | fields))
+    file = run / f"ranks/{fields.get('rank', 0)}.json"
+    file.write_text(json.dumps(own | fields))
+    return file
 
 
 def read_strictly(folder: Path) -> list[dict[str, Any]]:
