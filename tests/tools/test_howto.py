@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shlex
 import sys
@@ -15,6 +14,7 @@ import torch
 from PIL import Image
 
 from tests.support.launch import ROOT, run
+from tests.support.programs import run_program
 from tests.support.ranks import alone, command, on_ranks
 
 PAGE = (ROOT / "docs/howto.md").read_text()
@@ -44,12 +44,6 @@ def smaller(text):
     for pattern, short in SMALLER.items():
         text = re.sub(pattern, short, text)
     return text
-
-
-def execute(comm, path):
-    """Run a program of the page in its folder."""
-    os.chdir(path.parent)
-    exec(path.read_text(), {"__name__": "__main__"})
 
 
 def forget(comm, folder):
@@ -108,7 +102,7 @@ def test_the_commands_of_the_page_run(folder):
             elif words[1] == "-m":
                 assert run([sys.executable, *words[1:]], cwd=ROOT).returncode == 0, line
             else:
-                on_ranks(1, execute, path=folder / words[1])
+                run_program(1, folder / words[1])
     assert "balanced accuracy" in printed
     made = ["answers.csv", "answers.png", "runs/weighted/mistakes.png", "mnist.h5", "slides.h5"]
     made += ["runs/exact/model.safetensors", "runs/watched/model.safetensors"]

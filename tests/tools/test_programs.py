@@ -1,4 +1,4 @@
-"""Programs that import hpctrain, as processes: those of docs/python.md, and what ends all ranks."""
+"""Programs that import hpctrain: those of docs/python.md, and what ends all of their ranks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import json
 import re
 import sys
 
-import numpy as np
 import pytest
 from PIL import Image
 
-import hpctrain as hp
 from tests.support.launch import ROOT, run, run_mpi
 from tests.support.packs import make_pack
 from tests.support.pictures import picture
+from tests.support.programs import run_program
 
 ROWS = {"train": 40, "validation": 10, "test": 16}
 ALONE = {"OMP_NUM_THREADS": "1"}
 
 
+SMALLER = {'"resnet18"': '"digits"', '"epochs": 8': '"epochs": 2', "n_trials=6": "n_trials=3"}
+
+
 def blocks():
     """The Python blocks of docs/python.md as one program; those with a file's name by that."""
-    text = (ROOT / "docs/python.md").read_text().replace('"resnet18"', '"digits"')  # is faster
+    text = (ROOT / "docs/python.md").read_text()
+    for given, short in SMALLER.items():
+        assert given in text
+        text = text.replace(given, short)
     found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     apart = {m[1]: block for block in found if (m := re.match(r"# (\w+\.py)", block))}
     return "".join(block for block in found if block not in apart.values()), apart
@@ -40,12 +45,10 @@ def place(tmp_path):
 def test_the_programs_of_the_page_run(place):
     program, apart = blocks()
     (place / "page.py").write_text(program)
-    done = run([sys.executable, "page.py"], cwd=place, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "runs/first done" in done.stdout and (place / "tested.json").is_file()
+    (printed,) = run_program(1, place / "page.py")
+    assert "runs/first done" in printed and (place / "tested.json").is_file()
     (place / "program.py").write_text(apart["program.py"])
-    done = run_mpi(2, ["program.py"], cwd=place, timeout=100, env=ALONE)
-    assert done.returncode == 0, done.stderr
+    run_program(2, place / "program.py")
     assert (place / "runs/on-four/model.safetensors").is_file()
 
 
@@ -57,9 +60,8 @@ def test_the_programs_of_on_evaluation_run(place, name, package, printed):
     pytest.importorskip(package)
     pytest.importorskip("matplotlib")
     (place / name).write_text(blocks()[1][name])
-    done = run([sys.executable, name], cwd=place, timeout=100, env={"MPLBACKEND": "agg"})
-    assert done.returncode == 0, done.stderr
-    assert printed in done.stdout, done.stdout
+    (found,) = run_program(1, place / name, MPLBACKEND="agg")
+    assert printed in found
 
 
 def test_the_notebook_runs(tmp_path):
@@ -68,22 +70,14 @@ def test_the_notebook_runs(tmp_path):
     cells = json.loads((ROOT / "docs/example.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert len(code) > 5 and not any(c["outputs"] or c["execution_count"] for c in code)
-    rng, splits = np.random.default_rng(0), {}
-    for name, count in {"train": 256, "test": 50, "unseen": 50}.items():
-        labels = rng.integers(0, 10, count)
-        images = rng.integers(0, 99, (count, 28, 28, 1), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            image[2 * label : 2 * label + 3] += 120
-        splits[name] = images, labels
     (tmp_path / "data").mkdir()
-    hp.write_pack(tmp_path / "data/digits.h5", splits, tuple("0123456789"))
-    lines = ["cells = " + repr(["".join(cell["source"]) for cell in code]), "names = {}"]
-    lines += ["for cell in cells:", "    exec(cell, names)"]
-    lines += ["print('figures', len(names['plt'].get_fignums()), names['result'].status)"]
-    (tmp_path / "cells.py").write_text("\n".join(lines))
-    done = run([sys.executable, "cells.py"], cwd=tmp_path, env={"MPLBACKEND": "Agg"}, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "figures 3 done"
+    rows = {"train": 256, "test": 50, "unseen": 50}
+    make_pack(tmp_path / "data/digits.h5", rows)
+    program = ["".join(cell["source"]) for cell in code]
+    program += ["print(len(plt.get_fignums()), result.status)", "plt.close('all')"]
+    (tmp_path / "cells.py").write_text("\n".join(program))
+    (printed,) = run_program(1, tmp_path / "cells.py", MPLBACKEND="agg")
+    assert printed.splitlines()[-1] == "3 done"
 
 
 OWN = """
@@ -115,9 +109,8 @@ print(answers["prediction"].shape, {"mpi4py", "mpi4py.MPI", "h5py"} & {*sys.modu
 def test_a_network_of_a_notebook_is_loaded_without_mpi(place):
     (place / "train_it.py").write_text(OWN + TRAIN)
     (place / "load_it.py").write_text(OWN + LOAD)
-    made = run([sys.executable, "train_it.py"], cwd=place, timeout=100)
-    assert made.returncode == 0, made.stderr
-    assert "names __main__:tiny: " in made.stdout and "trust_code=True" in made.stdout
+    (printed,) = run_program(1, place / "train_it.py")
+    assert "names __main__:tiny: " in printed and "trust_code=True" in printed
     done = run([sys.executable, "load_it.py"], cwd=place, timeout=100)
     assert (done.stdout, done.stderr) == ("(3,) set()\n", "")
 
