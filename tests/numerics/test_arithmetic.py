@@ -1,4 +1,6 @@
-"""The --precision in which networks are trained, evaluated and asked; clipping; dropout."""
+"""The --precision in which networks are trained, evaluated and asked, and torch's other flags;
+clipping; dropout.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def settings_of_torch(module, inputs):
     return cudnn.allow_tf32, product, cudnn.benchmark, half
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", EXPECTED)
 def test_networks_are_trained_and_asked_in_the_precision_of_the_run(comm, short, precision):
     with seen_by(nn.Module, settings_of_torch) as seen:
@@ -52,7 +54,7 @@ def test_networks_are_trained_and_asked_in_the_precision_of_the_run(comm, short,
     assert expected in seen and {*seen} <= {expected, (*expected[:3], False)}
     answers = f"{short['runs_dir']}.{comm.rank}.csv"
     common = ["a", "--runs-dir", short["runs_dir"], "--threads", "1", "--batch-size", "4"]
-    for asked in (None, *EXPECTED):
+    for asked in (None, *(EXPECTED if precision == "default" else ())):
         tf32, product, _, half = EXPECTED[asked or precision.replace("default", "fp32")]
         flags = ["--precision", asked] if asked else []
         for words in (["evaluate"], ["predict", "--output", answers]):
@@ -61,7 +63,7 @@ def test_networks_are_trained_and_asked_in_the_precision_of_the_run(comm, short,
             assert {*seen} == {(tf32, product, False, half)}
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("begun", ["default", "fp32", "tf32"])
 def test_a_run_goes_on_in_the_precision_that_it_was_begun_with(comm, short, begun):
     """By its plan where none is asked for; that precision may be named, others are refused."""
@@ -75,6 +77,41 @@ def test_a_run_goes_on_in_the_precision_that_it_was_begun_with(comm, short, begu
         hp.train(**short | {"epochs": 4, "precision": "bf16"})
     text = (hp.train(**short | {"epochs": 3}).folder / "config.toml").read_text()
     assert f'precision = "{begun}"' in text
+
+
+def state_of_torch(*_):
+    """Deterministic algorithms, or a warning; what else precision and determinism set; threads; the
+    generator.
+    """
+    mode, cudnn = torch.get_deterministic_debug_mode(), torch.backends.cudnn
+    flags = mode, torch.utils.deterministic.fill_uninitialized_memory, cudnn.deterministic
+    flags += cudnn.benchmark, cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    return flags, torch.get_num_threads(), torch.get_rng_state().numpy().tobytes()
+
+
+@pytest.mark.ranks
+def test_a_run_leaves_torch_as_somebody_has_set_it(comm, fixed):
+    """Each flag is another in the run, which ends well or fails."""
+    torch.manual_seed(5)
+    torch.set_num_threads(2)
+    torch.set_deterministic_debug_mode("warn")
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.benchmark = True
+    try:
+        before = state_of_torch()
+        assert before[0] == (1, True, False, True, True, "medium")
+        with seen_by(nn.Module, state_of_torch) as seen:
+            hp.train(**fixed | {"epochs": 1, "precision": "fp32"})
+        assert state_of_torch() == before
+        assert {flags for flags, *_ in seen} == {(2, False, True, False, False, "highest")}
+        assert {threads for _, threads, _ in seen} == {1} and before[2] not in {s for *_, s in seen}
+        with pytest.raises(hp.UsageError, match="put_ does not have"):
+            hp.train(**fixed | {"model": "tests.support.nets:WithPut", "run": "fails"})
+        assert state_of_torch() == before
+    finally:
+        torch.set_deterministic_debug_mode("default")
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.benchmark = False
 
 
 @pytest.mark.ranks

@@ -43,9 +43,7 @@ def fail(comm, monkeypatch, settings, fault) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("fault", "in_flight"), [("nan", 0), ("nan", 1), ("inf", 0), ("gradient", 1)]
-)
+@pytest.mark.parametrize(("fault", "in_flight"), [("nan", 1), ("inf", 0), ("gradient", 1)])
 def test_a_step_that_is_not_finite_changes_nothing(comm, faulty, fault, in_flight, monkeypatch):
     monkeypatch.setitem(IN_FLIGHT, "cpu", in_flight)  # as on GPUs: the next step has begun
     settings = faulty | OPTIMIZERS[fault]
@@ -68,10 +66,10 @@ COMPARED = {
 }
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("fault", "in_flight"),
-    [("linear.bias", 0), ("linear.bias", 1), ("linear.weight", 0), ("frozen", 1), ("late", 0)],
+    [("linear.bias", 1), ("linear.weight", 0), ("frozen", 1), ("late", 0)],
 )
 def test_ranks_that_differ_are_named_and_nothing_of_them_is_saved(
     comm, faulty, fault, in_flight, monkeypatch
@@ -80,10 +78,6 @@ def test_ranks_that_differ_are_named_and_nothing_of_them_is_saved(
     monkeypatch.setitem(IN_FLIGHT, "cpu", in_flight)
     settings = faulty | COMPARED[fault]
     whole = digest(comm, settings | {"run": "whole"})
-    if comm.size == 1:
-        monkeypatch.setenv("HPCTRAIN_TEST_FAULT", fault)
-        assert digest(comm, settings) != whole
-        return
     text = fail(comm, monkeypatch, settings, fault)
     assert f"of {comm.size} held other weights" in text and fault in text
     if comm.rank == 0:

@@ -42,13 +42,13 @@ def test_a_network_that_changes_from_call_to_call_is_refused(comm, short, kind):
     assert comm.allgather(text) == [text] * comm.size
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["counter", "flag", "cache", "made_once", "drops", "frozen"])
 def test_a_network_whose_output_follows_from_its_input_is_trained(comm, short, kind):
-    settings = short | remembering(kind) | {"checkpoint_every": "3steps"}
-    assert hp.train(**settings).exit_code == 0
-    resumed = hp.train(**settings | {"epochs": 3})
-    assert (resumed.exit_code, resumed.epoch) == (0, 3)
+    settings = short | remembering(kind) | {"test": False}
+    for epochs in (1, 2):  # the second one by another launch
+        result = hp.train(**settings | {"epochs": epochs})
+        assert (result.exit_code, result.epoch) == (0, epochs)
 
 
 @pytest.mark.ranks
@@ -58,27 +58,15 @@ def test_a_tensor_that_training_alone_makes_is_refused(comm, short):
         hp.train(**short | {"model": "tests.support.nets:Scaling"})
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(3)
 def test_comparing_ranks_leaves_no_trace(comm, fixed):
     """In weights, buffers, optimizer and all figures, however often ranks compare their state."""
     settings = fixed | remembering("drops")
     found = {
         digest(comm, settings | {"run": every, "checkpoint_every": every})
-        for every in ("10m", "1step", "4steps")
+        for every in ("10m", "1step")
     }
     assert len(found) == 1
-
-
-@pytest.mark.ranks
-def test_a_run_leaves_no_trace_in_torch(comm, fixed):
-    torch.manual_seed(5)
-    torch.set_num_threads(2)
-    before = torch.get_rng_state()
-    hp.train(**fixed | {"epochs": 1, "precision": "tf32"})
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_num_threads() == 2
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.get_float32_matmul_precision() == "highest"
 
 
 class Noisy(torch.nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 
 import h5py
@@ -12,41 +13,48 @@ from PIL import Image, features
 
 import hpctrain as hp
 from tests.support.api import IN_FLIGHT, command_line
+from tests.support.launch import run_mpi
 from tests.support.ranks import command
 from tests.support.short import digest, images, records
+from tests.support.spoil import overwrite
 
 IMAGES, LABELS = images(101, (12, 12, 1), 10)
 LABELS = np.sort(LABELS)  # as such files often are
 FLOATS = IMAGES.astype(np.float32) * np.float32(1 / 255)  # as bytes are scaled
-NCHW = {"layout": "NCHW"}
 STORED = {  # images, how they are stored, settings
     "one piece": (IMAGES, {}, {}),
-    "NCHW": (IMAGES.transpose(0, 3, 1, 2), {}, NCHW),
     "gray": (IMAGES[..., 0], {}, {}),
     "chunks": (IMAGES, {"chunks": (1, 12, 12, 1), "compression": "gzip"}, {}),
     "chunks, NCHW": (
         IMAGES.transpose(0, 3, 1, 2),
         {"chunks": (1, 1, 7, 5), "compression": "lzf", "fletcher32": True},
-        NCHW,
+        {"layout": "NCHW"},
     ),
     "floats": (FLOATS, {}, {}),
     "doubles, chunks": (FLOATS.astype(np.float64), {"chunks": (1, 12, 12, 1)}, {}),
-    "floats of bytes": (IMAGES.astype(np.float32), {}, {"max_value": 255.0}),
     "16 bits, chunks": (IMAGES.astype(np.uint16), {"chunks": (1, 12, 12, 1)}, {"max_value": 255.0}),
     "as in MATLAB": (IMAGES.transpose(0, 3, 2, 1), {}, {"layout": "NCWH"}),
 }
 NAN = "holds NaN or infinite values"
 NOT_FINITE = 35  # a row that is not among those that are looked at before the first step
+STILL = {"lr": 1e-30, "momentum": 0.0, "model": "tests.support.nets:frozen"}  # learns nothing
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a file of HDF5 for each case."""
+    folder = tmp_path_factory.mktemp("files")
+    for case, (stored, storage, _) in STORED.items():
+        with h5py.File(folder / f"{case}.h5", "w") as file:
+            file.create_dataset("g/x", data=stored, **storage)
+            file["g/y"] = LABELS
+    return folder
 
 
 @pytest.fixture
-def external(fixed, tmp_path):
-    """Settings for files of HDF5, which lie in the folder of the runs."""
-    (tmp_path / "runs").mkdir()
-    for case, (stored, storage, _) in STORED.items():
-        with h5py.File(tmp_path / "runs" / f"{case}.h5", "w") as file:
-            file.create_dataset("g/x", data=stored, **storage)
-            file["g/y"] = LABELS
+def external(fixed, files, tmp_path):
+    """Settings for copies of these files, which lie in the folder of the runs."""
+    shutil.copytree(files, tmp_path / "runs")
     names = {"images": "g/x", "labels": "/g/y", "split": "0.6,0.2,0.2", "epochs": 1}
     return fixed | names | {"shuffle": "blocks", "flip": True, "shift": 2}
 
@@ -60,14 +68,14 @@ def test_the_same_bits_however_the_images_are_stored(comm, external):
     """Bytes or floats, in one piece or in compressed chunks, channels first or last."""
     found = {digest(comm, stored(external, case)) for case in STORED}
     assert len(found) == 1
-    others = [{"shuffle": "partition"}, {"seed": 1}, {"split": "0.8,0.2"}, {"flip": False}]
+    others = [{"shuffle": "partition"}, {"split": "0.8,0.2"}]
     one = stored(external, "one piece")
     for number, other in enumerate(others):
         found.add(digest(comm, one | other | {"run": f"other{number}"}))
     assert len(found) == 1 + len(others)
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(3)
 def test_a_run_goes_on_only_with_the_same_images(comm, external):
     settings = stored(external, "one piece")
     hp.train(**settings)
@@ -87,15 +95,24 @@ def test_a_run_goes_on_only_with_the_same_images(comm, external):
         hp.train(**longer | {"epochs": 3})
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("shuffle", ["partition", "blocks"])
-def test_a_network_knows_its_file_and_the_rows_it_was_tested_on(comm, external, shuffle):
-    settings = stored(external, "chunks") | {"shuffle": shuffle}
+def test_a_network_knows_its_file_and_the_rows_it_was_trained_and_tested_on(
+    comm, external, shuffle
+):
+    """The loss of an epoch in which nothing is learnt is that of all training images."""
+    settings = stored(external, "chunks") | STILL | {"shuffle": shuffle, "flip": False, "shift": 0}
     result = hp.train(**settings)
-    found = hp.evaluate(result.folder, batch_size=64)
+    trusted = {"trust_code": True}
+    trained_on = hp.evaluate(result.folder, split="train", **trusted)
+    if comm.rank == 0:
+        (epoch,) = records(settings, "epoch")
+        assert epoch["loss"] == pytest.approx(trained_on.loss, rel=1e-6)
+        assert epoch["accuracy"] == trained_on.accuracy
+    found = hp.evaluate(result.folder, batch_size=64, **trusted)
     assert found.accuracy == result.figures["test_accuracy"] and found.rows < 25
     answers = result.folder / "answers.csv"
-    words = ["predict", str(result.folder), "--output", str(answers), "--threads", "1"]
+    words = ["predict", str(result.folder), "--output", str(answers), "--trust-code"]
     assert command_line(words) == 0
     comm.Barrier()
     assert len(answers.read_text().splitlines()) == 1 + found.rows
@@ -105,8 +122,8 @@ def test_a_network_knows_its_file_and_the_rows_it_was_tested_on(comm, external, 
         os.rename(settings["data"], moved)
     comm.Barrier()
     with pytest.raises(hp.UsageError, match="is gone: give --data"):
-        hp.evaluate(result.folder)
-    assert hp.evaluate(result.folder, data=moved).loss == found.loss
+        hp.evaluate(result.folder, **trusted)
+    assert hp.evaluate(result.folder, data=moved, **trusted).loss == found.loss
 
 
 @pytest.mark.ranks
@@ -155,20 +172,26 @@ def nan_files(external, tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("shuffle", "in_flight"), [("partition", 0), ("blocks", 1), ("global", 0)])
+@pytest.mark.parametrize(
+    ("shuffle", "in_flight", "value"),
+    [("partition", 0, "nan"), ("blocks", 1, "-inf"), ("global", 0, "nan")],
+)
 def test_a_training_image_that_is_not_finite_is_named_with_its_row(
-    comm, nan_files, shuffle, in_flight, monkeypatch
+    comm, nan_files, shuffle, in_flight, value, monkeypatch
 ):
     monkeypatch.setitem(IN_FLIGHT, "cpu", in_flight)
-    for value in ("nan", "-inf"):
-        said = rf"step \d+ \(epoch 1\).*: row {NOT_FINITE} of /train/x \(sample .* of train\) {NAN}"
-        with pytest.raises(hp.RunError, match=said):
-            hp.train(**nan_files["train", value] | {"shuffle": shuffle})
-    with pytest.raises(hp.RunError, match="--lr or --clip-norm may help"):  # the images are sound
-        hp.train(**nan_files["train", "0.5"] | {"shuffle": shuffle, "lr": 1e30, "epochs": 9})
+    said = rf"step \d+ \(epoch 1\).*: row {NOT_FINITE} of /train/x \(sample .* of train\) {NAN}"
+    with pytest.raises(hp.RunError, match=said):
+        hp.train(**nan_files["train", value] | {"shuffle": shuffle})
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(3)
+def test_no_image_is_named_where_all_are_finite(comm, nan_files):
+    with pytest.raises(hp.RunError, match="--lr or --clip-norm may help"):
+        hp.train(**nan_files["train", "0.5"] | {"lr": 1e30, "epochs": 9})
+
+
+@pytest.mark.ranks(3)
 def test_an_image_that_is_not_finite_is_named_in_evaluations(comm, nan_files, capsys):
     """predict answers the others."""
     row = f"row {NOT_FINITE} of"
@@ -217,7 +240,7 @@ def figures_of(settings: dict) -> list[tuple]:
     return [tuple(r.get(name) for name in names) for r in records(settings) if "loss" in r]
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(2)
 def test_files_that_are_decoded_in_training_are_the_pixels_of_a_pack(comm, jpegs):
     whole = jpegs | {"flip": True}
     pixels = whole | {"data": jpegs["data"].replace("jpeg.h5", "pixels.h5"), "run": "pixels"}
@@ -225,13 +248,12 @@ def test_files_that_are_decoded_in_training_are_the_pixels_of_a_pack(comm, jpegs
     assert digest(comm, whole) == digest(comm, pixels) != digest(comm, parts)
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(2)
 def test_evaluation_never_crops(comm, jpegs):
     """A network that learns nothing has the same figures, in training others."""
-    still = {"lr": 1e-30, "momentum": 0.0, "model": "tests.support.nets:frozen"}
     figures = []
     for crop in (0.0, 0.08):
-        hp.train(**jpegs | still | {"random_crop": crop, "run": f"{crop}"})
+        hp.train(**jpegs | STILL | {"random_crop": crop, "run": f"{crop}"})
         if comm.rank == 0:
             figures.append(figures_of(jpegs | {"run": f"{crop}"}))
     if comm.rank == 0:
@@ -260,18 +282,29 @@ def test_ranks_that_would_compute_otherwise_are_refused(comm, jpegs, monkeypatch
         hp.train(**jpegs)
 
 
-@pytest.mark.ranks(1)  # a rank that fails alone ends the others
-@pytest.mark.parametrize("crop", [0.0, 0.08])
-def test_a_file_that_cannot_be_decoded_ends_the_run_by_name(comm, jpegs, crop):
+@pytest.fixture
+def undecodable(jpegs):
+    """The same, with sample 53 damaged."""
     with h5py.File(jpegs["data"], "r") as file:
         start = file["train/bytes"].id.get_offset() + int(file["train/offsets"][53])
-    with open(jpegs["data"], "r+b") as file:
-        file.seek(start)
-        file.write(b"nothing at all")
-    settings = jpegs | {"random_crop": crop}
+    overwrite(jpegs["data"], start)
+    return jpegs
+
+
+@pytest.mark.ranks(1)  # a rank that fails alone ends the others
+def test_a_file_that_cannot_be_decoded_ends_the_run_by_name(comm, undecodable):
     with pytest.raises(hp.UsageError, match="is corrupt: train/bytes"):
-        hp.train(**settings)
+        hp.train(**undecodable)
     with pytest.raises(hp.RunError, match=r"sample 53 of split 'train' cannot be decoded"):
-        hp.train(**settings | {"verify": "never"})
+        hp.train(**undecodable | {"verify": "never"})
     with pytest.raises(hp.RunError, match=r"sample \d+ of split 'train' cannot be used"):
-        hp.train(**settings | {"verify": "first-touch"})
+        hp.train(**undecodable | {"verify": "first-touch"})
+
+
+@pytest.mark.slow  # a launch
+def test_a_file_that_another_rank_cannot_decode_is_named_too(undecodable):
+    words = ["--data", undecodable["data"], "--runs-dir", undecodable["runs_dir"], "--run", "a"]
+    words += ["--shards", "4", "--verify", "never", "--random-crop", "0.08", "--progress", "none"]
+    done = run_mpi(2, ["-m", "hpctrain", "train", *words], timeout=100)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"rank 1 .*sample 53 of split 'train' cannot be decoded", done.stderr)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import hpctrain as hp
 from tests.support.short import ROWS, digest, images, records
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks(3)
 WEIGHTS = [0.5, 1, 2, 1, 1, 3, 1, 1, 1, 10]
 
 
@@ -69,6 +69,7 @@ def test_the_loss_of_an_epoch_is_the_weighted_mean_also_after_a_resume(comm, sho
         assert losses == pytest.approx([loss.item()] * 2, rel=1e-4)
 
 
+@pytest.mark.ranks(1)
 def test_a_run_goes_on_with_the_weights_that_it_began_with(comm, fixed):
     settings = fixed | {"class_weights": WEIGHTS}
     whole = digest(comm, settings | {"run": "whole"})
@@ -78,6 +79,7 @@ def test_a_run_goes_on_with_the_weights_that_it_began_with(comm, fixed):
     assert digest(comm, settings) == whole != digest(comm, fixed | {"run": "plain"})
 
 
+@pytest.mark.ranks(1)
 def test_balanced_weights_are_those_of_scikit_learn(comm, short):
     """Samples by classes times samples of the class; of no sample it would be infinite."""
     settings = short | {"class_weights": "balanced", "epochs": 1}
@@ -94,7 +96,7 @@ def test_balanced_weights_are_those_of_scikit_learn(comm, short):
 
 
 @pytest.mark.parametrize("shuffle", ["partition", "global"])
-def test_balanced_sampling_draws_all_classes_and_is_the_same_when_resumed(comm, fixed, shuffle):
+def test_balanced_sampling_is_the_same_when_staged_or_resumed(comm, fixed, shuffle):
     """Also where a host stages only its part of the pack, and reads with a small buffer."""
     settings = fixed | {"balanced_sampling": True, "shuffle": shuffle, "validate_every": "3steps"}
     whole = digest(comm, settings | {"run": "whole"})
@@ -103,6 +105,32 @@ def test_balanced_sampling_draws_all_classes_and_is_the_same_when_resumed(comm, 
     stopped = hp.train(**settings, on_evaluation=lambda record: record["step"] == 3)
     assert stopped.status == "stopped"
     assert digest(comm, settings) == whole
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),  # images of a class above those of another
+    [
+        ({"shuffle": "global"}, 1),
+        ({}, 4),
+        ({"balanced_sampling": False}, 101),
+    ],
+    ids=["global", "partition", "off"],
+)
+def test_balanced_sampling_draws_all_classes_equally_often(comm, fixed, settings, most):
+    """The loss tells them: that of an image of class k is 128^k."""
+    data = f"{fixed['runs_dir']}-3.h5"
     if comm.rank == 0:
-        last = records(settings, "evaluation")
-        assert all("balanced_accuracy" in record for record in last)
+        labels = np.zeros(101, int)
+        labels[::11], labels[1::5] = 1, 2  # all classes in each shard
+        splits = {"train": (images(101, (8, 8, 1), 3)[0], labels)}
+        hp.write_pack(data, splits, ["a", "b", "c"])
+    comm.Barrier()
+    own = {"data": data, "loss": "tests.support.own_functions:power_of_class", "epochs": 1}
+    hp.train(**fixed | own | {"balanced_sampling": True} | settings)
+    if comm.rank == 0:
+        (epoch,) = records(fixed, "epoch")
+        total = round(epoch["loss"] * 101)
+        counts = [total // 128**k % 128 for k in range(3)]
+        assert sum(counts) == 101 and min(counts) > 0
+        assert max(counts) - min(counts) <= most
+        assert most < 101 or counts == [73, 8, 20]

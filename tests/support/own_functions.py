@@ -20,6 +20,11 @@ def cross_entropy(outputs, targets):
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
+def power_of_class(outputs, targets):
+    """The sum over many samples tells how many there are of each of three classes."""
+    return outputs.sum(1) * 0 + 128.0**targets
+
+
 def absolute(images, clean):
     return (images - clean).abs().flatten(1).mean(1)
 
