@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.api import Watchdog, fake_clock, heartbeats
+from tests.support.api import Watchdog, fake_clock
 from tests.support.killed import run_each
 from tests.support.launch import Job, mpirun
 from tests.support.launches import launch
+from tests.support.records import beat
 from tests.support.short import records, short_run
 from tests.support.wait import wait_for
 
-pytestmark = pytest.mark.timeout(300)  # jobs wait for 15 s, and start slowly on a busy machine
+pytestmark = pytest.mark.timeout(300)  # jobs wait for 10 s, and start slowly on a busy machine
 MPI_INIT = "waiting for all in MPI_Init"
+LIMIT = "--hang-timeout=10s"
 
 
 @pytest.fixture
@@ -59,33 +61,26 @@ def ended(job, seconds=200):
 # Whole jobs
 
 
-def test_a_rank_that_is_stopped_is_named_by_one_other_and_all_end(settings, tmp_path):
-    job = start(settings, ["step.done:stop:5", "", ""], "--hang-timeout=15s")
+def test_a_rank_that_is_stopped_and_one_that_is_stuck_are_named_once_and_all_end(
+    settings, tmp_path
+):
+    code, err = ended(start(settings, ["step.done:stop:5", "step.done:stall:5", ""], LIMIT))
+    assert code == 1
+    assert len(re.findall(r"\[rank \d of 3 @.*nothing new for 10 s while in: ", err)) == 1
+    assert len(re.findall(r"rank 0 \(process \d+ on .*gave no sign for", err)) == 1
+    assert len(re.findall(r"rank 1 \(process \d+ on .*\) did not arrive, it is in: ", err)) == 1
+    assert "rank 2 (" not in err and "Thread" not in err
+    for rank, place in ((1, "fault.py"), (2, "hpctrain/parallel/")):  # whichever collective
+        assert place in (tmp_path / f"runs/a/ranks/{rank}.stack").read_text()
+
+
+def test_a_rank_that_is_stuck_while_it_sets_up_ends(settings):
+    """No folder of the run is there yet, so that each rank looks after itself."""
+    assert launch(settings, epochs=1).code == 0  # it takes the lock of a run that is there
+    job = Job([sys.executable, *words(settings, LIMIT)], {"HPCTRAIN_FAULT": "lock.taken:stall"})
     code, err = ended(job)
     assert code == 1
-    hung = r"\[rank \d of 3 @.*nothing new for 15 s while in: waiting for all"
-    assert len(re.findall(hung, err)) == 1
-    assert len(re.findall(r"rank 0 \(process \d+ on .*gave no sign for", err)) == 1
-    assert "ranks" in err and "Thread" not in err
-    for rank in (1, 2):  # whichever collective it waits in
-        stack = (tmp_path / f"runs/a/ranks/{rank}.stack").read_text()
-        assert "hpctrain/parallel/" in stack, stack
-
-
-def test_a_rank_that_is_stuck_is_named(settings, tmp_path):
-    code, err = ended(start(settings, ["", "step.done:stall:5"], "--hang-timeout=15s"))
-    assert code == 1
-    assert re.search(r"rank 1 \(process \d+ on .*\) did not arrive, it is in: ", err)
-    assert "fault.py" in (tmp_path / "runs/a/ranks/1.stack").read_text()
-
-
-def test_a_rank_that_is_stuck_while_it_sets_up_ends_all(settings):
-    """No folder of the run is there yet, so that each rank looks after itself."""
-    settings = settings | {"run": "b"}
-    assert launch(settings, epochs=1).code == 0  # rank 0 takes the lock of a run that is there
-    code, err = ended(start(settings, ["lock.taken:stall", ""], "--hang-timeout=15s"))
-    assert code == 1
-    assert re.search(r"\[rank 0 of 2 @.*nothing new for 15 s while in: setting up", err)
+    assert re.search(r"\[rank 0 of 1 @.*nothing new for 10 s while in: setting up", err)
     (stacks,) = re.findall(r"stacks are in (\S+)", err)
     assert "fault.py" in Path(stacks).read_text()
 
@@ -116,14 +111,13 @@ def test_signals_to_processes_that_start_and_crash(settings, tmp_path):
 
 
 def test_of_launches_at_once_one_trains(settings, tmp_path):
-    """Whichever comes first: it goes on until the others have answered."""
-    jobs = [Job([sys.executable, *words(settings)]) for _ in range(3)]
+    """Whichever comes first: it goes on until the other has answered."""
+    jobs = [Job([sys.executable, *words(settings)]) for _ in range(2)]
     try:
-        wait_for(lambda: sum(job.poll() is not None for job in jobs) == 2)
-        (trains,) = [job for job in jobs if job.poll() is None]
-        for other in set(jobs) - {trains}:
-            _, err = other.communicate()
-            assert other.returncode == 2 and re.search("another (launch|job)", err), err
+        wait_for(lambda: sum(job.poll() is not None for job in jobs) == 1)
+        trains, other = sorted(jobs, key=lambda job: job.poll() is not None)
+        _, err = other.communicate()
+        assert other.returncode == 2 and re.search("another (launch|job)", err), err
         record = tmp_path / "runs/a/progress.jsonl"
         wait_for(lambda: record.exists() and records(settings, "step"))
         (tmp_path / "runs/a/STOP").touch()
@@ -133,75 +127,6 @@ def test_of_launches_at_once_one_trains(settings, tmp_path):
             job.end()
     assert code == 0, err
     assert records(settings)[-1]["status"] == "stopped"
-
-
-# What heartbeats tell
-
-
-def beat(rank, doing="step 3", **more):
-    given = {"rank": rank, "host": "h", "pid": 7, "doing": doing, "seconds": 0.0, "time": 0.0}
-    return heartbeats.Beat(**given | more)
-
-
-def write(folder, beats, age=0):
-    """Write heartbeats that are so many seconds old."""
-    now = time.time()
-    for each in beats:
-        heartbeats.write_beat(folder, each)
-        os.utime(folder / f"{each.rank}.json", (now - age, now - age))
-
-
-@pytest.mark.parametrize(
-    ("failed", "stacks", "cause"),
-    [
-        ({}, {}, "all ranks were killed, .*: rank 0 on h, last heartbeat: step 3; rank 1"),
-        ({1: "ValueError: x"}, {0: "File"}, "rank 1: ValueError: x"),
-        ({}, {0: "File", 2: "Fatal Python error: Bus error\n"}, r"rank 2 crashed \(Bus error\), l"),
-        ({}, {0: "File", 1: "File"}, "killed, .* unknown: rank 2 on h, last heartbeat: step 3 "),
-        ({}, {0: "F", 1: "F", 2: "F"}, r"ended from outside \(SIGTERM\), rank 0 was in: step 3"),
-    ],
-)
-def test_what_a_launch_left_tells_why_it_ended(tmp_path, failed, stacks, cause):
-    write(tmp_path, [beat(r, time=99.0 + r, failed=failed.get(r, "")) for r in range(3)])
-    for rank, text in stacks.items():
-        (tmp_path / f"{rank}.stack").write_text(text)
-    text, when = heartbeats.find_cause(tmp_path, True)
-    assert re.match(cause, text) and when == 101.0
-    assert bool(heartbeats.find_cause(tmp_path, False)) == bool(failed), "h is another machine"
-    assert heartbeats.find_cause(tmp_path / "nothing", True) is None
-
-
-def test_heartbeats_tell_who_did_not_arrive(tmp_path):
-    write(tmp_path, [beat(0, "waiting for all in step 9"), beat(1, "step 9")], age=1)
-    write(tmp_path, [beat(2, "step 9")], age=300)
-    write(tmp_path, [beat(5, "waiting for rank 0 in saving")], age=1)
-    (tmp_path / "3.json").write_text("torn")
-    assert heartbeats.blame(heartbeats.read_beats(tmp_path), 6, time.time(), 60.0) == [
-        "ranks 3-4 gave no sign at all",
-        "rank 1 (process 7 on h) did not arrive, it is in: step 9",
-        "rank 2 (process 7 on h) gave no sign for 300 s, last in: step 9",
-    ]
-
-
-def test_what_is_said_of_many_ranks_is_short():
-    lines = heartbeats.blame([beat(rank) for rank in range(0, 1024, 2)], 1024, 100.0, 60.0)
-    assert len(lines) == 9 and lines[-1] == "and 505 ranks more"
-    assert lines[0] == "ranks 1, 3, 5, 7, 9, 11, 13, 15 and 504 more gave no sign at all"
-
-
-@pytest.mark.parametrize("how", ["clean", "error", "said"])
-def test_a_clean_end_leaves_no_sign_of_a_crash(tmp_path, how):
-    """Else a record that was cut afterwards would be told to have lost its ranks."""
-    with suppress(ValueError), Watchdog(0, 1, "h", 60) as dog:
-        dog.keep_in(tmp_path)
-        assert heartbeats.find_cause(tmp_path, True)
-        if how == "error":
-            raise ValueError
-        if how == "said":
-            dog.fail("no memory")
-    cause = heartbeats.find_cause(tmp_path, True)
-    assert cause is None if how == "clean" else cause
-    assert how != "said" or cause[0] == "rank 0: no memory"
 
 
 # A watchdog by a clock of the test's
@@ -221,35 +146,101 @@ def exits(monkeypatch):
     faulthandler.cancel_dump_traceback_later()
 
 
-def test_one_rank_reads_the_heartbeats_until_it_is_silent(tmp_path, clock):
-    first, second, third = (heartbeats.Turn(tmp_path, 0.2) for _ in range(3))
-    assert first.take() and not second.take() and not third.take()
-    for number in range(4):
-        clock.now += 0.1
-        assert first.take()
-        os.utime(tmp_path / first.FILE, (number, number))  # another time than the last, surely
-        assert not second.take()
-    clock.now += 0.3  # the first is stopped
-    assert not second.take(), "it takes the file away"
-    assert second.take() and not third.take()
-    assert not third.over
-    second.announce()
-    assert not third.take() and third.over
-    second.give_back()
-    assert third.take() and len(list(tmp_path.iterdir())) == 1
+@pytest.fixture
+def ranks(tmp_path):
+    """The folder of heartbeats."""
+    (tmp_path / "ranks").mkdir()
+    return tmp_path / "ranks"
 
 
-def test_a_rank_waits_as_long_as_another_goes_on(tmp_path, clock, exits):
+def beat_of(ranks, rank, doing, age=0.0, **more):
+    """Write the heartbeat of a rank as it was so many seconds ago."""
+    file = beat(ranks.parent, rank=rank, doing=doing, **more)
+    os.utime(file, (time.time() - age, time.time() - age))
+
+
+def hung(ranks, rank, size, clock, limit=60.0):
+    """A watchdog whose rank has waited for longer than it may."""
+    dog = Watchdog(rank, size, "h", limit)
+    dog.keep_in(ranks)
+    dog.doing("waiting for all in step 9")
+    clock.now += limit + 1
+    return dog
+
+
+@pytest.mark.parametrize("how", ["clean", "error", "said"])
+def test_a_clean_end_leaves_no_sign_of_a_crash(ranks, how):
+    """Else a record that was cut afterwards would be told to have lost its ranks."""
+    with suppress(ValueError), Watchdog(0, 1, "h", 60) as dog:
+        dog.keep_in(ranks)
+        assert os.listdir(ranks)
+        if how == "error":
+            raise ValueError
+        if how == "said":
+            dog.fail("no memory")
+    assert [path.suffix for path in ranks.iterdir()] == ([".json"] if how != "clean" else [])
+    if how == "said":
+        assert json.loads((ranks / "0.json").read_text())["failed"] == "no memory"
+
+
+def test_who_did_not_arrive_is_told(ranks, clock, exits, capsys):
+    dog = hung(ranks, 0, 6, clock)
+    beat_of(ranks, 1, "step 9", 1, seconds=100)
+    beat_of(ranks, 2, "step 9", 300)
+    (ranks / "3.json").write_text("torn")
+    beat_of(ranks, 5, "waiting for rank 0 in saving", 1, seconds=100)
+    dog.look()
+    assert exits == [1]
+    first, *lines, last = capsys.readouterr().err.splitlines()
+    assert first == "[rank 0 of 6 @h] nothing new for 60 s while in: waiting for all in step 9"
+    assert [line.removeprefix("[rank 0 of 6 @h] ") for line in lines] == [
+        "ranks 3-4 gave no sign at all",
+        "rank 1 (process 1 on far) did not arrive, it is in: step 9",
+        "rank 2 (process 1 on far) gave no sign for 300 s, last in: step 9",
+    ]
+    assert last.endswith(f" stacks are in {ranks}")
+
+
+def test_what_is_said_of_many_ranks_is_short(ranks, clock, exits, capsys):
+    dog = hung(ranks, 0, 1024, clock)
+    for rank in range(2, 40, 2):
+        beat_of(ranks, rank, "step 3", seconds=100)
+    dog.look()
+    lines = capsys.readouterr().err.splitlines()[1:-1]
+    assert len(lines) == 9 and lines[-1].endswith("] and 12 ranks more")
+    assert "ranks 1, 3, 5, 7, 9, 11, 13, 15 and " in lines[0] and "no sign at all" in lines[0]
+
+
+def test_one_rank_tells_of_a_hang_and_another_in_its_place_if_that_one_is_stopped(
+    ranks, clock, exits, capsys
+):
+    first, second, third = (hung(ranks, rank, 4, clock, 2.0) for rank in range(3))
+    beat_of(ranks, 3, "step 9", limit=1000.0)  # it goes on: nobody ends
+    for _ in range(3):
+        for dog in (first, second, third):
+            dog.look()
+        clock.now += 0.4
+    assert exits == []
+    beat_of(ranks, 3, "step 9", 2000, limit=1000.0)
+    for _ in range(3):  # the first is stopped
+        second.look()
+        clock.now += 1.1
+    assert exits == [1]
+    printed = capsys.readouterr().err
+    assert printed.startswith("[rank 1 of 4 @h] nothing new for 2 s while in: waiting for all")
+    third.look()
+    assert exits == [1, 1] and capsys.readouterr().err == ""
+
+
+def test_a_rank_waits_as_long_as_another_goes_on(ranks, clock, exits):
     """As where rank 0 unpacks an archive: what it says is new."""
-    dog = Watchdog(1, 2, "h", 2.0)
-    dog.keep_in(tmp_path)
-    dog.doing("waiting for rank 0 in start")
+    dog = hung(ranks, 1, 2, clock, 2.0)
     for age, codes in ((0, []), (500, []), (2000, [1])):  # since rank 0 told of a new file
-        write(tmp_path, [beat(0, f"file {age}", limit=1000.0)], age)
+        beat_of(ranks, 0, f"file {age}", age, limit=1000.0)
         clock.now += 2.5
         dog.look()
         assert exits == codes
-    assert "nothing new for 2 s" in heartbeats.read_beat(tmp_path / "1.json").failed
+    assert "nothing new for 2 s" in json.loads((ranks / "1.json").read_text())["failed"]
 
 
 def test_where_no_heartbeats_are_a_rank_that_waits_has_patience(clock, exits, capsys):
@@ -267,15 +258,15 @@ def test_where_no_heartbeats_are_a_rank_that_waits_has_patience(clock, exits, ca
         assert f"nothing new for {seconds} s while in: {activity}" in capsys.readouterr().err
 
 
-def test_what_is_done_starts_the_time_anew(tmp_path, clock, exits):
+def test_what_is_done_starts_the_time_anew(ranks, clock, exits):
     dog = Watchdog(0, 1, "h", 0.5)
-    dog.keep_in(tmp_path)
+    dog.keep_in(ranks)
     for number in range(8):
         dog.doing(f"step {number}")
         clock.now += 0.4
         dog.look()
     dog.beat()
-    told = json.loads((tmp_path / "0.json").read_text())
+    told = json.loads((ranks / "0.json").read_text())
     assert exits == []
     assert (told["doing"], told["pid"]) == ("step 7", os.getpid())
     clock.now += 0.2
@@ -283,14 +274,14 @@ def test_what_is_done_starts_the_time_anew(tmp_path, clock, exits):
     assert exits == [1]
 
 
-def test_another_phase_is_written_at_once(tmp_path, clock, exits):
+def test_another_phase_is_written_at_once(ranks, clock, exits):
     """Else the last heartbeat of a rank that is killed tells of its setup, seconds ago."""
 
     def written():
-        return heartbeats.read_beat(tmp_path / "0.json").doing
+        return json.loads((ranks / "0.json").read_text())["doing"]
 
     dog = Watchdog(0, 1, "h", 2400)
-    dog.keep_in(tmp_path)
+    dog.keep_in(ranks)
     for first in ("waiting for all in setting up", "step 7", "block 3 in the evaluation"):
         dog.doing(first)
         clock.now += 1

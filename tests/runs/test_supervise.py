@@ -191,7 +191,7 @@ def test_what_follows_a_launch(run, name):
 
 CAUSES = {  # failures and stacks that ranks left, by rank -> what is said of the launch
     "nothing": ({}, {}, "all ranks were killed, .*: rank 0 on far, last heartbeat: step 3; rank 1"),
-    "reason": ({1: "ValueError: x"}, {0: "File"}, "rank 1: ValueError: x"),
+    "reasons": ({1: "later", 2: "ValueError: x"}, {0: "File"}, "rank 2: ValueError: x"),
     "crash": ({}, {0: "File", 2: "Fatal Python error: Bus error\n"}, r"rank 2 crashed \(Bus error"),
     "one": ({}, {0: "File", 1: "File"}, "killed, .* unknown: rank 2 on far, last .*: step 3 "),
     "end": ({}, dict.fromkeys(range(3), "F"), r"ended from outside \(SIGTERM\), rank 0 was in: st"),
@@ -202,7 +202,7 @@ CAUSES = {  # failures and stacks that ranks left, by rank -> what is said of th
 def test_what_ranks_left_tells_why_a_launch_ended(run, tmp_path, name):
     failed, stacks, cause = CAUSES[name]
     for rank in range(3):
-        beat(tmp_path, rank=rank, time=99.0 + rank, failed=failed.get(rank, ""))
+        beat(tmp_path, rank=rank, time=99.0 - rank, failed=failed.get(rank, ""))
     for rank, text in stacks.items():
         (tmp_path / f"ranks/{rank}.stack").write_text(text)
     code, said = supervised(run, "once; cp -r ../ranks .; exit 1")

@@ -80,7 +80,7 @@ def stage_part(pack, samples, folder, path=None):
     return dataclasses.replace(pack, path=str(target), part=part)
 
 
-__all__ += ["Control", "Watchdog", "fake_clock", "heartbeats", "ranks_as_hosts"]
+__all__ += ["Control", "Watchdog", "fake_clock", "ranks_as_hosts"]
 __all__ += ["plan_to_continue", "read_checkpoint", "small_blocks", "stage_part"]
 
 # Sums over ranks, and the transports that move their parts
