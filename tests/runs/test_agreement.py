@@ -1,77 +1,120 @@
-"""Agreement between ranks: what one finds wrong, all raise alike; what one knows, all get."""
+"""Agreement between ranks: what must be equal is compared, and what differs is never kept.
+
+That all raise what one finds wrong is asserted wherever a run is refused (tests/support/launches).
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import os
+import re
+from unittest import mock
+
 import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hpctrain as hp
-from tests.support.api import mpi
+from tests.support import nets, ranks
+from tests.support.launches import checkpoint_steps, launch, run_of
+from tests.support.short import records, short_run
 
-pytestmark = pytest.mark.ranks
-
-
-def fail_on(comm, ranks, kind=hp.UsageError):
-    if comm.rank in ranks:
-        raise kind(f"{comm.rank} is bad")
+LAST = 2  # of three ranks
+DIFFER = "rank 2 of 3 held other weights .*they differ in "
 
 
-def test_what_rank_0_finds_is_given_to_all_or_raised_on_all(comm):
-    assert mpi.call_on_root(comm, lambda: comm.rank) == 0
-    with pytest.raises(hp.UsageError, match="0 is bad") as caught:
-        mpi.call_on_root(comm, lambda: fail_on(comm, [0]))
-    assert caught.value.agreed
+@pytest.fixture
+def settings(tmp_path):
+    return short_run(tmp_path)
 
 
-@pytest.mark.parametrize("kind", [hp.UsageError, hp.RunError])
-def test_the_first_of_some_failures_is_raised_on_all_ranks_with_its_number(comm, kind):
-    assert mpi.call_on_all(comm, lambda: comm.rank) == comm.rank
-    for ranks in (range(comm.size), range(1, comm.size), [comm.size - 1]):
-        if ranks:
-            with pytest.raises(kind) as caught:
-                mpi.call_on_all(comm, lambda ranks=ranks: fail_on(comm, ranks, kind))
-            of_all = len(ranks) == comm.size  # then none is named
-            assert (
-                str(caught.value) == ("" if of_all else f"rank {ranks[0]}: ") + f"{ranks[0]} is bad"
-            )
-            assert caught.value.agreed
+def on_last(change):
+    """What patches something on the last rank alone."""
+    return lambda patch: os.environ["OMPI_COMM_WORLD_RANK"] == str(LAST) and change(patch)
 
 
-def test_different_facts_are_named_on_all_ranks_with_their_values(comm):
-    mpi.check_equal_on_all(comm, {"torch": "2.13", "the layout": "abc"})
-    last = comm.size - 1
-    if last:
-        facts = {"torch": "2.13", "the layout": "xyz" if comm.rank == last else "abc"}
-        with pytest.raises(hp.UsageError, match=f"layout .* abc on rank 0, xyz on rank {last}"):
-            mpi.check_equal_on_all(comm, facts)
+def test_other_versions_are_named_with_their_values(settings):
+    other = on_last(lambda patch: patch.setattr(torch, "__version__", "1.2.3"))
+    refused = launch(settings, first=other)
+    assert refused.code == 2 and not run_of(settings).exists()
+    text = f"torch differs between ranks: {torch.__version__} on rank 0, 1.2.3 on rank 2"
+    assert refused.error == text
 
 
-@pytest.mark.ranks(3)
-def test_of_several_differences_the_first_rank_names_its_own(comm):
-    facts = {"a": "same", "b": str(comm.rank > 1), "c": str(comm.rank > 0)}
-    with pytest.raises(hp.UsageError, match="^c differs .*: False on rank 0, True on rank 1$"):
-        mpi.check_equal_on_all(comm, facts)
+def fail_on(ranks):
+    def fail(patch):
+        if int(os.environ["OMPI_COMM_WORLD_RANK"]) in ranks:
+            patch.setattr(nets.OneLayer, "__init__", "no function")
+
+    return fail
 
 
-def test_only_the_value_of_the_lowest_rank_is_broadcast(comm):
-    assert mpi.first_of_all(comm, None) is None
-    for ranks in (range(comm.size), range(comm.size // 2, comm.size), [comm.size - 1]):
-        found = mpi.first_of_all(comm, f"of {comm.rank}" if comm.rank in ranks else None)
-        assert found == (ranks[0], f"of {ranks[0]}", len(ranks))
-    assert mpi.first_of_all(comm, 0) == (0, 0, comm.size), "a value that is false is one"
+@pytest.mark.parametrize(
+    ("ranks", "named"), [((0, 1, 2), ""), ((1, 2), "rank 1: "), ((2,), "rank 2: ")]
+)
+def test_the_first_of_some_failures_is_raised_on_all_ranks_with_its_number(settings, ranks, named):
+    settings |= {"model": "tests.support.nets:OneLayer"}
+    failed = launch(settings, first=fail_on(ranks))
+    assert failed.code == 2 and re.match(f"{named}--model .*not a callable", failed.error)
 
 
-def test_the_minimum_of_integers_of_64_bits(comm):
-    first = -(2**63) + comm.size - comm.rank
-    assert mpi.minimum(comm, first, comm.rank, 2**63 - 1) == [-(2**63) + 1, 0, 2**63 - 1]
-
-
-@pytest.mark.parametrize("largest", [16, 100, 4096])
-def test_values_larger_than_a_message_arrive_in_pieces(comm, monkeypatch, largest):
+@pytest.mark.parametrize("largest", [16, 100])
+def test_values_larger_than_a_message_arrive_in_pieces(settings, largest):
     """With a small limit. MPI libraries fail above 2^31 - 1 bytes."""
-    monkeypatch.setattr(mpi, "LARGEST", largest)
-    found = mpi.call_on_root(comm, lambda: {"a": np.arange(55), "b": None})
-    assert np.array_equal(found["a"], np.arange(55)) and found["b"] is None
-    for size in (0, 1, 70):
-        parts = mpi.allgather(comm, np.full(size, comm.rank))
-        assert [part.tolist() for part in parts] == [[rank] * size for rank in range(comm.size)]
+    few = {"epochs": 1, "deterministic": True, "shards": 4}
+    whole = settings | few | {"run": "whole"}
+    assert launch(whole, 1).code == 0
+
+    def small(patch):
+        patch.setattr("hpctrain.parallel.mpi.LARGEST", largest)
+
+    assert launch(settings | few, first=small).code == 0
+    one, other = (records(each, "end")[-1]["digest"] for each in (settings, whole))
+    assert one == other
+
+
+def diverge(comm, settings, step, notice="", statistics=False):
+    """Train; the last rank has other weights, or other running statistics, after this step. Before
+    it, rank 0 gets a notice.
+    """
+    init, norms, done = hp.BatchNorms.__init__, [], []
+
+    def remember(self, *arguments):
+        init(self, *arguments)
+        norms.append(self)
+
+    def change(optimizer, *_):
+        done.append(1)
+        if comm.rank == LAST and len(done) == step:
+            weights = optimizer.param_groups[0]["params"][0].data
+            (norms[0].running if statistics else weights).view(-1)[0] += 1e-3
+
+    if comm.rank == 0:
+        os.environ[ranks.FAULT] = notice
+    hook = register_optimizer_step_post_hook(change)
+    try:
+        with (
+            mock.patch.object(hp.BatchNorms, "__init__", remember),
+            pytest.raises(hp.RunError, match=f"after step {step} {DIFFER}") as caught,
+        ):
+            hp.train(hp.Config(**settings))
+    finally:
+        hook.remove()
+    return caught.value.exit_code, str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["usr1", "int"])
+def test_ranks_that_differ_in_the_step_after_which_they_leave_save_nothing(settings, number):
+    """The notice and Ctrl-C are heard after step 3, and all ranks know of it with step 4."""
+    given = {"settings": settings, "step": 4, "notice": f"step.done:{number}:3"}
+    (ended, *others) = ranks.on_ranks(3, diverge, **given)
+    assert ended[0] == 1 and others == [ended] * 2
+    assert records(settings, "end")[-1]["status"] == "failed"
+    assert len(records(settings, "step")) == 4 and checkpoint_steps(settings) == []
+    assert not (run_of(settings) / "model.safetensors").exists()
+
+
+def test_running_statistics_that_differ_on_one_rank_are_noticed(settings):
+    settings |= {"checkpoint_every": "3steps"}
+    (code, text), *_ = ranks.on_ranks(3, diverge, settings=settings, step=3, statistics=True)
+    assert code == 1 and text.endswith(".running_mean")
+    assert checkpoint_steps(settings) == []
