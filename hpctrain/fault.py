@@ -23,9 +23,11 @@ def fault(point: str) -> None:
     os.environ["HPCTRAIN_FAULT"] = now = f"{point}:{kind}:{max(int(left) - 1, 0)}"
     if left != "1":
         return
-    if kind == "full":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if kind != "stall":
-        os.kill(os.getpid(), signal.Signals[f"SIG{kind.upper()}"])
-    while kind == "stall" and os.environ.get("HPCTRAIN_FAULT") == now:
-        time.sleep(0.01)
+    match kind:
+        case "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        case "stall":
+            while os.environ.get("HPCTRAIN_FAULT") == now:
+                time.sleep(0.01)
+        case _:
+            os.kill(os.getpid(), signal.Signals[f"SIG{kind.upper()}"])

@@ -28,15 +28,8 @@ POINTS = ["mpi.starting", "mpi.started", "lock.taken", "step.done", "evaluation.
 POINTS += ["checkpoint.begun", *ON_DISK, "mpi.ending"]
 STAGING = ["stage.written", "stage.renamed"]
 PACKING = ["pack.written", "pack.synced", "pack.renamed", "pack.durable"]
-TIMES = {
-    "step": 3,
-    "evaluation": 3,
-    "record": 3,
-    "checkpoint": 3,
-    "manifest": 3,
-    "best": 2,
-    "model": 2,
-}  # else 1
+TIMES = {"step": 3, "evaluation": 3, "record": 3, "checkpoint": 3, "manifest": 3}  # else 1
+TIMES |= {"best": 2, "model": 2}
 
 
 def times(point):
@@ -44,10 +37,15 @@ def times(point):
     return TIMES.get(point.partition(".")[0], 1)
 
 
+def is_slow(point, states):
+    """Whether only a slow test has this point: one of a file in another state than these."""
+    return point.startswith(FILES) and not point.endswith(states)
+
+
 def some(points, *states):
-    """All points; those of files in other states belong to slow tests."""
-    fast = {p for p in points if not p.startswith(FILES) or p.endswith(states)}
-    return [pytest.param(p, marks=[] if p in fast else [pytest.mark.slow]) for p in points]
+    """All points, as parameters."""
+    slow = pytest.mark.slow
+    return [pytest.param(p, marks=[slow] if is_slow(p, states) else []) for p in points]
 
 
 @pytest.fixture(scope="module")
@@ -104,57 +102,49 @@ def finish(run, size, *flags):
 
 
 def check_kills(folder, stage, faults):
-    """Kill a run by each fault, one after the other; then finish each on 1, 2 or 3 ranks.
-
-    Those that are killed while they stage the pack are finished on one: its copy is the same.
+    """Kill a run by each fault, launch by launch where there are several; finish it on 1 to 3
+    ranks, or on one if it was killed while it staged the pack: its copy is the same.
     """
-    names = {fault.replace(":", "-"): fault for fault in faults}
-    flags = {n: ["--stage", stage / n] if n.startswith("stage") else [] for n in names}
-    cases = [({"HPCTRAIN_FAULT": names[n]}, training(folder, n, *flags[n])) for n in names]
-    codes = dict(zip(names, run_each(cases, folder, 30 + 10 * len(cases)), strict=True))
-    assert {name: code for name, code in codes.items() if code != -9} == {}
-    wrong = {}
-    for number, name in enumerate(names):
+    runs = {re.sub("[: ]", "-", text): text.split() for text in faults}
+    flags = {name: ["--stage", stage / name] if "stage" in name else [] for name in runs}
+    struck = [(name, fault) for name in runs for fault in runs[name]]
+    cases = [({"HPCTRAIN_FAULT": f}, training(folder, name, *flags[name])) for name, f in struck]
+    codes = run_each(cases, folder, 30 + 10 * len(cases))
+    assert dict(zip(struck, codes, strict=True)) == dict.fromkeys(struck, -9)
+    for number, name in enumerate(runs):
         size = 1 if flags[name] else number % 3 + 1
-        wrong[name] = finish(folder / "runs" / name, size, *flags[name])
-    assert {name: problems for name, problems in wrong.items() if problems} == {}
-    for name in names:
+        assert finish(folder / "runs" / name, size, *flags[name]) == [], name
         shutil.rmtree(folder / "runs" / name)
     assert os.listdir(folder / "runs") == ["whole"], "nothing else is left there"
-    assert [path.suffix for path in stage.glob("*/*")] == [".staged"] * sum(
-        map(bool, flags.values())
-    )
+    staged = [name for name in runs if flags[name]]
+    assert [path.suffix for path in stage.glob("*/*")] == [".staged"] * len(staged)
 
 
-@pytest.mark.parametrize("part", [1, 2, 3], ids="third {}".format)
+@pytest.mark.parametrize("part", [1, 2], ids="half {}".format)
 def test_a_run_that_is_killed_at_a_point_ends_with_the_same_bits(folder, tmp_path, part):
-    """At every point, the first, second or third time that the run passes it."""
-    points = list(enumerate([*POINTS, *STAGING]))[part - 1 :: 3]
-    check_kills(folder, tmp_path, [f"{p}:kill:{n % times(p) + 1}" for n, p in points])
-
-
-def test_a_run_that_is_killed_while_it_saves_its_last_step_again_ends_with_the_same_bits(folder):
-    """The launch before was killed as it wrote the network, after its last checkpoint."""
-    again = ["checkpoint.renamed", "manifest.written", "manifest.renamed"]
-    faults = [(point, name) for name in again for point in ("model.written", name)]
-    cases = [({"HPCTRAIN_FAULT": f"{p}:kill"}, training(folder, name)) for p, name in faults]
-    assert run_each(cases, folder) == [-9] * len(cases)
-    for name in again:
-        assert finish(folder / "runs" / name, 2) == [], name
-        shutil.rmtree(folder / "runs" / name)
+    """The first, second or third time that the run passes it."""
+    points = [p for p in [*POINTS, *STAGING] if not is_slow(p, ("begun", "written", "renamed"))]
+    faults = [f"{point}:kill:{n % times(point) + 1}" for n, point in enumerate(points)]
+    check_kills(folder, tmp_path, faults[part - 1 :: 2])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_is_killed_any_time_it_passes_a_point_ends_with_the_same_bits(folder, tmp_path):
-    check_kills(
-        folder,
-        tmp_path,
-        [f"{point}:kill:{n + 1}" for point in [*POINTS, *STAGING] for n in range(times(point))],
-    )
+    points = [*POINTS, *STAGING]
+    faults = [f"{point}:kill:{n + 1}" for point in points for n in range(times(point))]
+    check_kills(folder, tmp_path, faults)
 
 
-@pytest.mark.parametrize("point", some([*ON_DISK, *STAGING], "written", "renamed"))
+def test_a_run_that_is_killed_while_it_saves_its_last_step_again_ends_with_the_same_bits(
+    folder, tmp_path
+):
+    """The launch before was killed as it wrote the network, after its last checkpoint."""
+    again = ["checkpoint.renamed", "manifest.written", "manifest.renamed"]
+    check_kills(folder, tmp_path, [f"model.written:kill {point}:kill" for point in again])
+
+
+@pytest.mark.parametrize("point", some([*ON_DISK, *STAGING], "written"))
 def test_a_full_disk_is_one_line_and_the_run_ends_once_there_is_room(folder, run, point, tmp_path):
     staged = ("--stage", tmp_path) if point in STAGING else ()
     words = training(folder, "broken", *staged)
@@ -167,7 +157,7 @@ def test_a_full_disk_is_one_line_and_the_run_ends_once_there_is_room(folder, run
     assert {path.suffix for path in tmp_path.iterdir()} <= {".staged"}
 
 
-@pytest.mark.parametrize("point", some(POINTS[:-1], "begun", "renamed"))  # MPI still runs
+@pytest.mark.parametrize("point", some(POINTS[:-1], "begun"))  # MPI still runs
 def test_a_rank_that_stalls_at_a_point_is_waited_for(folder, run, point):
     fault = f"{point}:stall:{times(point)}"
     assert ranks.command(3, *training(folder, "broken"), fault=fault).code == 0
