@@ -39,9 +39,8 @@ def comm(request: pytest.FixtureRequest) -> Any:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark := metafunc.definition.get_closest_marker("ranks"):
-        sizes = metafunc.config.getoption("ranks") or mark.args or (1, 3)
-        names = [f"{n} ranks" if n > 1 else "1 rank" for n in sizes]
-        metafunc.parametrize("comm", sizes, indirect=True, ids=names)
+        sizes = mark.args or (1, 3, pytest.param(4, marks=pytest.mark.slow))
+        metafunc.parametrize("comm", sizes, indirect=True, ids="{} ranks".format)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -65,11 +64,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--ranks",
-        type=lambda text: [int(word) for word in text.split(",")],
-        help="the numbers of ranks for tests marked ranks, as in --ranks 2,4",
-    )
     parser.addoption("--update", action="store_true", help="write the files of tests/contract anew")
 
 
