@@ -15,13 +15,13 @@ from unittest import mock
 import emulated_gpu
 
 import hpctrain as hp
-from tests.support.api import Control, mpi
+from tests.support.api import Control
 from tests.support.packs import make_pack
 
 
 def main(folder: str, transport: str) -> None:
     """Train two epochs of 14 steps; the counters of the runtime from step to step."""
-    comm = mpi.start_mpi()
+    comm = hp.start_mpi()
     if comm.rank == 0:
         make_pack(Path(folder) / "pack.h5", {"train": 224, "test": 16})
     comm.Barrier()

@@ -26,7 +26,7 @@ import numpy as np
 
 import hpctrain as hp
 from tests.gpu.emulator import ORDERS
-from tests.support.api import choose, command_line, mpi, read_records
+from tests.support.api import choose, command_line, read_records
 from tests.support.leaving import leave_after
 from tests.support.packs import make_pack
 from tests.support.pictures import class_folders
@@ -269,7 +269,7 @@ def run_cells(cells: Iterable[Cell], folder: Path, comm: Any, stop: bool) -> lis
 
 def main(folder: str, which: str = "pairwise") -> int:
     """Run the matrix; one line for each problem, on rank 0."""
-    comm = mpi.start_mpi()
+    comm = hp.start_mpi()
     cells = product() if which == "all" else pairwise()
     found = run_cells(cells, Path(folder), comm, stop=which != "all")
     wrong = comm.bcast(problems(found))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hpctrain as hp
-from tests.support.api import placement
+from tests.support.api import assign_shards
 
 pytestmark = pytest.mark.ranks
 C = 3
@@ -43,7 +43,7 @@ def run_steps(comm, model, steps, mode="exact", shift=True):
     for arrays in steps:
         total = sum(map(len, arrays))
         message.zero()
-        for shard in placement.assign_shards(len(arrays), comm.size)[comm.rank]:
+        for shard in assign_shards(len(arrays), comm.size)[comm.rank]:
             if rows := len(arrays[shard]):
                 loss = model(torch.from_numpy(arrays[shard])).square().sum()
                 norms.collect(message.moments, rows, total)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 import hpctrain as hp
-from tests.support.api import Transport, placement
+from tests.support.api import Transport, assign_shards
 from tests.support.transports import MAKERS
 
 pytestmark = pytest.mark.ranks
@@ -95,7 +95,7 @@ def inputs(step, shard, dtype):
 def steps(comm, model, overlap, number=3, shards=None, tree=False, missing=(), **how):
     """The message after each of some steps; (step, shard) that is `missing` has no rows."""
     message = model.message = hp.Message(model, 5, comm.rank, comm.size)
-    runs = placement.assign_shards(shards or comm.size, comm.size)
+    runs = assign_shards(shards or comm.size, comm.size)
     reduce = hp.choose_reduce(comm, message, runs if tree else None, overlap=overlap, **how)
     try:
         for step in range(number):

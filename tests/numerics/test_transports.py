@@ -6,7 +6,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from tests.support.api import make_sum, placement
+from tests.support.api import assign_shards, make_sum
 from tests.support.transports import MAKERS
 
 EVERY = pytest.mark.parametrize("transport", MAKERS)
@@ -75,9 +75,7 @@ def test_vectors_go_to_the_ranks_that_they_are_for(comm, transport, dtype):
 @pytest.mark.parametrize("kind", ["tree", "uneven tree", "bf16", "plain"])
 def test_every_way_to_sum_gives_the_bits_of_host_memory(comm, transport, kind):
     shards, found = 2 * comm.size + 3, []
-    runs = placement.assign_shards(
-        shards, comm.size, range(comm.size, 0, -1) if "uneven" in kind else ()
-    )
+    runs = assign_shards(shards, comm.size, range(comm.size, 0, -1) if "uneven" in kind else ())
     how = {"bf16": {"narrow": 256}, "plain": {}}.get(kind, {"runs": runs})
     for way in (MAKERS["host memory"](comm), MAKERS[transport](comm)):
         vector = torch.zeros(259)

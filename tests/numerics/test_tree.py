@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.support.api import Transport, make_sum, placement
+from tests.support.api import Transport, assign_shards, make_sum
 from tests.support.simulated import on_simulated_ranks
 
 
@@ -81,7 +81,7 @@ def test_all_ranks_get_the_sum_of_the_tree_in_few_bytes(ranks):
     for shards in (ranks, draw.randint(ranks, 36), draw.randint(37, 64)):
         loads = draw.choice([(), [draw.random() + 0.05 for _ in range(ranks)]])
         leaves = leaves_of(shards)
-        sent = check_sum(placement.assign_shards(shards, ranks, loads), leaves)
+        sent = check_sum(assign_shards(shards, ranks, loads), leaves)
         ratio = 1.2 if shards == ranks else 2 if shards < 37 else 2.5
         assert sum(sent) / ranks <= ratio * ring_bytes(ranks, leaves.shape[1] + ranks)
 
@@ -96,7 +96,7 @@ def assignments(draw):
     load = st.floats(0.05, 20)
     loads = draw(st.just(()) | st.lists(load, min_size=ranks, max_size=ranks))
     missing = draw(st.sets(st.integers(0, shards - 1)))
-    return placement.assign_shards(shards, ranks, loads), missing, draw(st.integers(1, 130))
+    return assign_shards(shards, ranks, loads), missing, draw(st.integers(1, 130))
 
 
 @given(assignments())
@@ -132,7 +132,7 @@ def sent_by(rank, runs, length):
 @pytest.mark.parametrize("ranks", [2**n for n in range(15)])
 @pytest.mark.parametrize("shards", [1, 4], ids="shards {} per rank".format)
 def test_powers_of_two_send_what_a_ring_sends_in_two_messages_for_each_doubling(ranks, shards):
-    runs = placement.assign_shards(shards * ranks, ranks)
+    runs = assign_shards(shards * ranks, ranks)
     for rank in {0, ranks // 3, ranks - 1}:
         sent = sent_by(rank, runs, 3 * ranks)
         assert len(sent) == 2 * math.log2(ranks)
@@ -142,7 +142,7 @@ def test_powers_of_two_send_what_a_ring_sends_in_two_messages_for_each_doubling(
 @pytest.mark.parametrize("ranks", [1000, 16383])
 def test_each_of_thousands_of_ranks_sends_few_messages(ranks):
     for shards in (ranks, ranks + ranks // 3):
-        runs, length = placement.assign_shards(shards, ranks), 1 << 16
+        runs, length = assign_shards(shards, ranks), 1 << 16
         for rank in range(0, ranks, ranks // 9):
             sent = sent_by(rank, runs, length)
             assert len(sent) <= most_messages(ranks)
@@ -163,11 +163,11 @@ def test_every_shard_goes_to_the_rank_with_the_least_to_do(data):
     shards = size + data.draw(st.integers(0, 60))
     load = data.draw(st.sampled_from([st.just(1), st.integers(1, 3), st.floats(1e-6, 10)]))
     loads = data.draw(st.lists(load, min_size=size, max_size=size))
-    runs = placement.assign_shards(shards, size, loads)
+    runs = assign_shards(shards, size, loads)
     assert [len(run) for run in runs] == by_definition(shards, size, loads)
     assert [shard for run in runs for shard in run] == list(range(shards))
     if set(loads) == {1}:
-        assert runs == placement.assign_shards(shards, size)
+        assert runs == assign_shards(shards, size)
 
 
 def test_shards_go_to_ranks_in_proportion_to_their_loads():
@@ -177,4 +177,4 @@ def test_shards_go_to_ranks_in_proportion_to_their_loads():
         (5, [100, 1], [4, 1]),
         (12, [1, 2, 3], [2, 4, 6]),
     ):
-        assert [len(run) for run in placement.assign_shards(shards, len(loads), loads)] == counts
+        assert [len(run) for run in assign_shards(shards, len(loads), loads)] == counts

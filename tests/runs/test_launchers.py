@@ -11,6 +11,7 @@ import pytest
 
 import hpctrain as hp
 from tests.support.api import launcher, scheduler
+from tests.support.launch import LAUNCHER_PREFIXES
 
 RANKS = {  # name, ranks, and of this rank: number, number on its host, ranks there
     "no launcher": ({}, ("none", None, 0, 0, 1)),
@@ -54,7 +55,7 @@ RANKS = {  # name, ranks, and of this rank: number, number on its host, ranks th
 
 def forget_launcher(monkeypatch):
     """As is done for a process that is started without the launcher."""
-    for name in [name for name in os.environ if name.startswith(launcher.LAUNCHER_PREFIXES)]:
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
         monkeypatch.delenv(name)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
 import hpctrain as hp
-from tests.support.api import ranks_as_hosts, small_blocks, stage_part
+from tests.support.api import Part, ranks_as_hosts, small_blocks
 from tests.support.launch import ROOT
 from tests.support.launches import check_same, launch, run_of
 from tests.support.packs import make_pack
@@ -21,7 +21,7 @@ from tests.support.pictures import class_folders
 from tests.support.pictures import make_pack as pack_files
 from tests.support.short import short_run
 
-ROWS, BLOCK, SHAPE = 59, 7, (9, 11, 3)
+ROWS, BLOCK = 59, 7  # samples of a pack, and of each of its blocks
 SAME_RUN = {"deterministic": True, "shards": 4}
 CASES = {
     "pixels": {},
@@ -37,6 +37,35 @@ CASES = {
 @pytest.fixture
 def settings(tmp_path):
     return short_run(tmp_path) | SAME_RUN
+
+
+def write_pack(folder, case):
+    """A pack with blocks of few samples, of pixels or of JPEG files."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, BLOCK)
+        if case == "jpeg":
+            images = class_folders(folder / "images", {"a": 37, "b": 36}, ".jpg", width=41)
+            how = {"size": "16x16", "encoding": "jpeg", "split": "0.8,0.2"}
+            pack_files(images, folder / "pack.h5", **how)
+        else:
+            make_pack(folder / "pack.h5", {"train": ROWS, "validation": 14}, (16, 16, 1))
+    return hp.read_pack(folder / "pack.h5")
+
+
+def check_part(pack, path, samples):
+    """A copy has the blocks of these training samples, no block more, and all else of the pack."""
+    whole, columns = Path(pack.path).read_bytes(), pack.columns("train")
+    expected = bytearray(whole)
+    for kind, column in columns.items():
+        first, stop, block = samples.start, samples.stop + (kind == "offsets"), BLOCK
+        if kind == "bytes":
+            offsets = np.frombuffer(whole, np.int64, ROWS + 1, columns["offsets"].offset)
+            first, stop, block = offsets[first], offsets[stop], 397
+        begin, end = column.offset, column.offset + column.rows * column.row_bytes
+        low = begin + first // block * block * column.row_bytes
+        high = min(begin + -(-stop // block) * block * column.row_bytes, end)
+        expected[begin:low], expected[high:end] = bytes(low - begin), bytes(end - high)
+    assert path.read_bytes() == expected
 
 
 def write_at(path, offset, data=b"nothing at all"):
@@ -70,14 +99,8 @@ def test_a_staged_run_computes_the_same_bits(settings, tmp_path, shuffle):
 def test_hosts_that_copy_a_part_each_compute_the_same_bits(tmp_path, case):
     """Every rank is a host; also where the run is resumed on fewer, which need other parts."""
     settings = short_run(tmp_path) | SAME_RUN | {"read_buffer": "1K", "shards": 4} | CASES[case]
-    with pytest.MonkeyPatch.context() as patch:
-        small_blocks(patch, 5)
-        if case == "jpeg":
-            folder = class_folders(tmp_path / "images", {"a": 37, "b": 36}, ".jpg", width=41)
-            os.unlink(settings["data"])
-            pack_files(folder, settings["data"], size="16x16", encoding="jpeg", split="0.8,0.2")
-        else:
-            make_pack(Path(settings["data"]), {"train": 59}, (16, 16, 1))
+    os.unlink(settings["data"])
+    pack = write_pack(tmp_path, case)
     assert launch(settings, 2).code == 0
     local = tmp_path / "local"  # of every host: their copies have names of their own
     staged = settings | {"stage": str(local), "run": "staged"}
@@ -86,14 +109,9 @@ def test_hosts_that_copy_a_part_each_compute_the_same_bits(tmp_path, case):
     parts = {path: [int(n) for n in path.stem.split("-")[-2:]] for path in local.iterdir()}
     everything = case == "global"
     assert len(parts) == (1 if everything else 3)
-    column = hp.read_pack(settings["data"]).columns("train")["labels"]
-    whole = np.fromfile(settings["data"], np.int64, column.rows, offset=column.offset)
     for path, (start, stop) in parts.items():
-        assert (stop - start == column.rows) == everything
-        low, high = start // 5 * 5, -(-stop // 5) * 5  # whole blocks
-        labels = np.fromfile(path, np.int64, column.rows, offset=column.offset)
-        assert (labels[low:high] == whole[low:high]).all()
-        assert not labels[:low].any() and not labels[high:].any()
+        assert (stop - start == ROWS) == everything
+        check_part(pack, path, range(start, stop))
     resumed = staged | {"run": "resumed"}
     assert launch(resumed, leave=1, first=ranks_as_hosts).code == 75
     assert launch(resumed, 1, first=ranks_as_hosts).code == 0
@@ -135,57 +153,22 @@ def test_offsets_that_one_rank_cannot_read_are_an_error_on_all_ranks(settings, t
     assert failed.code == 1 and "rank 2: reading at byte 12 failed" in failed.error
 
 
-# Copies
+# Parts
 
 
-@pytest.fixture(scope="module", params=["pixels", "jpeg"])
-def pack(request, tmp_path_factory):
-    """A pack with blocks of few rows."""
-    folder = tmp_path_factory.mktemp("pack")
-    with pytest.MonkeyPatch.context() as patch:
-        small_blocks(patch, BLOCK)
-        if request.param == "pixels":
-            make_pack(folder / "a.h5", {"train": ROWS, "test": 14}, SHAPE)
-        else:
-            files = {"a": 37, "b": 36}
-            images = class_folders(folder / "images", files, ".jpg", width=41, height=37)
-            how = {"size": "11x9", "encoding": "jpeg", "split": "0.8,0,0.2"}
-            pack_files(images, folder / "a.h5", **how)
-    return hp.read_pack(folder / "a.h5")
-
-
-def read(pack, split, rows):
-    """The images and labels of these rows."""
-    with hp.Split(pack, split, threads=1) as source:
-        images = np.empty((len(rows), *SHAPE), np.uint8)
-        return np.array(source.gather(rows, images)), np.array(source.read_labels(rows))
-
-
-@pytest.mark.parametrize("start", [0, 6, 7, 8, 41])
-@pytest.mark.parametrize("stop", [42, 48, 49, 50, ROWS])
-def test_a_copy_has_the_rows_of_its_samples_and_no_block_more(pack, tmp_path, start, stop):
-    here = stage_part(pack, range(start, stop), tmp_path)
-    whole, there = Path(pack.path).read_bytes(), Path(here.path).read_bytes()
-    assert len(whole) == len(there)
-    for kind, column in pack.columns("train").items():
-        size = 397 if kind == "bytes" else BLOCK * column.row_bytes
-        rows = here.part.rows(kind)
-        first, last = rows[0] * column.row_bytes, rows[-1] * column.row_bytes
-        low, end = first // size * size, column.rows * column.row_bytes
-        high, at = min(end, (last // size + 1) * size), column.offset
-        assert there[at + low : at + high] == whole[at + low : at + high]
-        assert not any(there[at : at + low]) and not any(there[at + high : at + end])
-    with h5py.File(here.path) as file:  # HDF5's own bytes are all there
-        assert file["train/labels"].shape == (ROWS,)
-    for split, wanted in (("train", np.arange(start, stop)), ("test", np.arange(14))):
-        for one, other in zip(read(pack, split, wanted), read(here, split, wanted), strict=True):
-            assert np.array_equal(one, other)
+@pytest.fixture(params=["pixels", "jpeg"])
+def part(request, tmp_path):
+    """A pack as of a host that has a copy of samples 13 to 29 alone."""
+    pack = write_pack(tmp_path, request.param)
+    with hp.Split(pack, "train", threads=1) as split:
+        part = Part(range(13, 30), range(*split.byte_range(range(13, 30))))
+    return dataclasses.replace(pack, part=part)
 
 
 @pytest.mark.parametrize("row", [12, 30])
-def test_rows_that_a_copy_lacks_are_an_error_and_not_zeros(pack, tmp_path, row):
-    here, out = stage_part(pack, range(13, 30), tmp_path), np.empty((2, *SHAPE), np.uint8)
-    with hp.Split(here, "train", threads=1) as split:
+def test_rows_that_a_copy_lacks_are_an_error_and_not_zeros(part, row):
+    out = np.empty((2, *part.image_shape), np.uint8)
+    with hp.Split(part, "train", threads=1) as split:
         split.gather(np.array([13, 29]), out)
         with pytest.raises(RuntimeError, match="of train's labels, not all of"):
             split.read_labels(np.array([20, row]))
@@ -196,19 +179,6 @@ def test_rows_that_a_copy_lacks_are_an_error_and_not_zeros(pack, tmp_path, row):
         with pytest.raises(RuntimeError, match="of train's labels"):
             split.count_classes()
         assert (split.read_labels(np.array([13, 29])) >= 0).all()
-
-
-def test_a_corrupt_block_is_an_error_only_for_those_who_need_it(pack, tmp_path):
-    content = Path(pack.path).read_bytes()
-    for kind in pack.columns("train").keys() & {"labels", "offsets"}:
-        spoilt = tmp_path / "a.h5"
-        spoilt.write_bytes(content)
-        write_at(spoilt, pack.columns("train")[kind].offset + 2 * BLOCK * 8)
-        before, least = range(7, 14), range(7, 15)
-        for samples in (before, least)[kind == "labels" :]:  # sample 13 ends at offset 14
-            with pytest.raises(hp.RunError, match=f"train/{kind}: block 2 is corrupt"):
-                stage_part(pack, samples, tmp_path, spoilt)
-        stage_part(pack, range(21, 30), tmp_path, spoilt)
 
 
 # The batch script

@@ -14,26 +14,22 @@ __all__ = ["command_line", "train"]
 
 # The tools around a run: record, watch, doctor
 from hpctrain import doctor
-from hpctrain.parallel.placement import crowd
+from hpctrain.parallel.placement import assign_shards
 from hpctrain.parallel.reduce import allreduce
 from hpctrain.report.fields import FIELDS
 from hpctrain.report.record import HistoryReader, read_records, truncate_record
 from hpctrain.report.recorder import Recorder
 from hpctrain.watch import web
 
-__all__ += ["FIELDS", "HistoryReader", "Recorder", "allreduce", "crowd", "doctor", "read_records"]
-__all__ += ["truncate_record", "web"]
+__all__ += ["FIELDS", "HistoryReader", "Recorder", "allreduce", "assign_shards", "doctor"]
+__all__ += ["read_records", "truncate_record", "web"]
 
 # Runs and what ends them: checkpoints, heartbeats, hangs, supervision
-import dataclasses
 import time
 from types import SimpleNamespace
 
 from hpctrain import heartbeats, watchdog
-from hpctrain.data import staging
 from hpctrain.data.pack_format import Part
-from hpctrain.data.packed import read_sums
-from hpctrain.data.split import Split
 from hpctrain.training.checkpoint import verify as read_checkpoint
 from hpctrain.training.control import Control
 from hpctrain.training.folder import check_same, read_settings
@@ -67,21 +63,8 @@ def small_blocks(patch, rows):
     patch.setattr(write, lambda row_bytes: rows if row_bytes > 1 else 397)
 
 
-def stage_part(pack, samples, folder, path=None):
-    """Copy what a host needs that reads these training samples; return the copy, as a pack.
-
-    It is copied from another file of this pack, if `path` names one.
-    """
-    with Split(pack, "train", threads=1) as split:
-        part = Part(samples, range(*split.byte_range(samples)))
-    pack = dataclasses.replace(pack, path=str(path or pack.path))
-    target = staging.begin(folder, pack, staging.staged_name(pack, part))
-    staging.copy(pack, target, staging.pieces(pack, read_sums(pack), part))
-    return dataclasses.replace(pack, path=str(target), part=part)
-
-
-__all__ += ["Control", "Watchdog", "fake_clock", "ranks_as_hosts"]
-__all__ += ["plan_to_continue", "read_checkpoint", "small_blocks", "stage_part"]
+__all__ += ["Control", "Part", "Watchdog", "fake_clock", "ranks_as_hosts"]
+__all__ += ["plan_to_continue", "read_checkpoint", "small_blocks"]
 
 # Sums over ranks, and the transports that move their parts
 import torch
@@ -164,11 +147,10 @@ from hpctrain.models import (
     load_weights,
     read_model,
     save_model,
-    save_tensors,
 )
 
 __all__ += ["check_forward", "load_init", "load_weights"]
-__all__ += ["read_model", "save_model", "save_tensors"]
+__all__ += ["read_model", "save_model"]
 
 # Data: HDF5 files of other programs, random crops, augmentation
 from hpctrain.data.augment import Augmentation, add_noise

@@ -37,9 +37,7 @@ from unittest import mock
 import cloudpickle
 import pytest
 
-from hpctrain.launch import mpirun
-from hpctrain.launcher import LAUNCHER_PREFIXES
-from tests.support.launch import ROOT
+from tests.support.launch import LAUNCHER_PREFIXES, ROOT, mpirun
 from tests.support.launch import Job as Launch
 from tests.support.wait import wait_for, when
 
@@ -419,9 +417,9 @@ def serve(address: str) -> None:
     """Answer calls until the other side closes the connection."""
     import faulthandler
 
-    from hpctrain.parallel.mpi import start_mpi
+    import hpctrain
 
-    folder, comm = Path(address).parent, start_mpi()
+    folder, comm = Path(address).parent, hpctrain.start_mpi()
     with Client(address) as connection, open(folder / f"{comm.rank}.stacks", "w") as stacks:
         threading.Thread(target=end_with, args=(connection, folder), daemon=True).start()
         faulthandler.register(STACKS, file=stacks, all_threads=True)

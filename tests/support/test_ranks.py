@@ -7,6 +7,7 @@ import sys
 import cloudpickle
 import pytest
 
+import hpctrain as hp
 from tests.support import ranks
 from tests.support.wait import wait_for
 
@@ -14,9 +15,8 @@ from tests.support.wait import wait_for
 @pytest.mark.ranks(1, 2, 3)
 def test_the_world_is_as_large_as_the_test_is_for(comm):
     from hpctrain.launcher import launched_size
-    from hpctrain.parallel.mpi import start_mpi
 
-    world = start_mpi()
+    world = hp.start_mpi()
     assert comm.size == world.size == launched_size()
     assert world.allreduce(1) == comm.size
     world.Free()

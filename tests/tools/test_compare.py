@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tests.support.api import command_line, save_tensors
+from tests.support.api import command_line, save_model
 from tests.support.packs import make_pack
 from tests.support.ranks import command
 from tests.support.runs import train_once
@@ -33,7 +33,7 @@ def change_weights(run, change):
     """Save the network again after `change` of a dictionary of its tensors."""
     tensors = load_file(run / "model.safetensors")
     change(tensors)
-    save_tensors(run / "model.safetensors", tensors, {})
+    save_file(tensors, run / "model.safetensors", {})
 
 
 def change_record(run, change):
@@ -70,7 +70,7 @@ def test_values_whose_bits_differ_are_counted(pair):
             name: torch.tensor(case[place]).to(vars(torch).get(name, torch.float32)).reshape(-1, 1)
             for name, case in VALUES.items()
         }
-        save_tensors(run / "model.safetensors", tensors, {})
+        save_file(tensors, run / "model.safetensors", {})
         shutil.rmtree(run / "checkpoints")
     ended = compare(pair[1], other)
     assert ended.code == 1 and "tensors: 1 equal, 9 different" in ended.out
@@ -210,7 +210,7 @@ def test_the_first_convolution_is_that_of_the_model(pair, tmp_path):
     layers = {f"z{n}": torch.nn.Conv2d(3, 3, 3) for n in range(7, 0, -1)}
     model = torch.nn.Sequential(OrderedDict({"norm": torch.nn.BatchNorm2d(3), **layers}))
     for run in (pair[1], pair[1].with_name("tuned")):
-        save_tensors(run / "model.safetensors", model.state_dict(), {"model": "x"})
+        save_model(run / "model.safetensors", model, {"model": "x"})
     ended = compare(pair[1], pair[1].with_name("tuned"), "--plot", tmp_path / "x.svg")
     assert ended.out.splitlines()[0] == f"{tmp_path}/x.svg: differences of z7.weight"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.api import Recorder, crowd, read_records
-from tests.support.records import read_strictly, tell
+from tests.support.api import Recorder, read_records
+from tests.support.records import tell
 
 ENOUGH = 5  # steps, without which there is no advice
 
@@ -101,11 +101,3 @@ def test_percentages_add_up_to_100_and_each_is_less_than_one_off(seconds, tmp_pa
     whole = max(1.0, sum(seconds.values()))
     assert sum(percents.values()) == 100
     assert all(abs(percents[name] - 100 * seconds[name] / whole) < 1 for name in seconds)
-
-
-def test_a_run_counts_the_ranks_of_its_most_crowded_host(trained):
-    assert read_strictly(trained.run("plain"))[0]["host_ranks"] == 2
-    assert crowd([0b111, 0b111]) == (2 / 3, 2, 3)
-    assert crowd([0b11, 0b11, 0b11]) == (1.5, 3, 2)
-    assert crowd([0b1, 0b10, 0b100]) == (1, 3, 3)  # each bound to its own
-    assert crowd([1 << 300, 1 << 300]) == (2, 2, 1)

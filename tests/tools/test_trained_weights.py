@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import hpctrain as hp
-from tests.support.api import command_line, save_tensors
+from tests.support.api import command_line, save_model
 from tests.support.packs import make_pack
 from tests.support.ranks import alone, command
 from tests.support.records import read_strictly
@@ -50,9 +50,9 @@ def test_a_network_that_a_file_names_is_imported_with_trust_code_only(
 
 def test_weights_that_are_not_finite_give_no_answers(trained, tmp_path):
     path = trained.run("plain") / "model.safetensors"
-    tensors, metadata = load_file(path), hp.load(path).metadata
-    tensors["fc.bias"][3] = float("nan")
-    save_tensors(tmp_path / "bad.safetensors", tensors, metadata)
+    saved = hp.load(path)
+    dict(saved.model.named_parameters())["fc.bias"].data[3] = float("nan")
+    save_model(tmp_path / "bad.safetensors", saved.model, saved.metadata)
     with pytest.raises(hp.UsageError, match=r"fc\.bias"):
         hp.load(tmp_path / "bad.safetensors")
 
