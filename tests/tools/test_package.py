@@ -14,6 +14,7 @@ import pytest
 
 import hpctrain
 from tests.support.launch import ROOT, run
+from tests.support.packs import make_pack
 
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 
@@ -75,16 +76,14 @@ def test_the_wheel_works_without_the_source_tree(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     env = {"PYTHONPATH": str(tmp_path / "site")}
-    code = "import hpctrain; print(hpctrain.__file__)"
-    where = run([sys.executable, "-c", code], cwd=tmp_path, env=env)
-    assert where.stdout.strip() == str(tmp_path / "site/hpctrain/__init__.py")
     recipe = tmp_path / "site/hpctrain/recipes/flowers.toml"
-    words = ["pack", "digits", "--cache-dir", str(tmp_path)]
-    assert run([sys.executable, "-m", "hpctrain", *words], cwd=tmp_path, env=env).returncode == 0
-    words = ["train", "--config", str(recipe), "--data", str(tmp_path / "digits.h5")]
-    words += ["--random-crop", "0", "--model", "digits", "--shift", "2", "--dry-run"]
-    done = run([sys.executable, "-m", "hpctrain", *words], cwd=tmp_path, env=env)
+    words = ["train", "--config", str(recipe), "--random-crop", "0", "--model", "digits"]
+    words += ["--data", str(make_pack(tmp_path / "a.h5", {"train": 64, "test": 9})), "--dry-run"]
+    code = "import sys, hpctrain, hpctrain.cli; print(hpctrain.__file__)\n"
+    code += "sys.exit(hpctrain.cli.main(sys.argv[1:]))"
+    done = run([sys.executable, "-c", code, *words], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == str(tmp_path / "site/hpctrain/__init__.py")
     assert os.listdir(tmp_path / "site/hpctrain/templates")
 
 
