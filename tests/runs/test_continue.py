@@ -357,11 +357,12 @@ def test_the_whole_plan_of_another_run_is_refused(begun, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["plan.json", "config.toml"])
-def test_every_flipped_bit_of_the_settings_is_refused_or_has_no_effect(begun, tmp_path, name):
+def test_flipped_bits_of_the_settings_are_refused_or_have_no_effect(begun, tmp_path, name):
     settings = copy_of(begun, tmp_path)
     config, folder = hp.Config(**settings), run_of(settings)
-    plan, without_effect = plan_to_continue(config, folder), 0
-    for place in flip_each_bit(folder / name):
+    plan, tried, without_effect = plan_to_continue(config, folder), 0, 0
+    for place in flip_each_bit(folder / name, step=9):
+        tried += 1
         try:
             found = plan_to_continue(config, folder)
         except hp.UsageError as error:
@@ -369,8 +370,8 @@ def test_every_flipped_bit_of_the_settings_is_refused_or_has_no_effect(begun, tm
             continue
         without_effect += 1
         assert found.digest() == plan.digest(), place
-    size = 8 * (folder / name).stat().st_size
-    assert without_effect < size * {"plan.json": 0.1, "config.toml": 0.9}[name]
+    assert tried > 100
+    assert without_effect < tried * {"plan.json": 0.1, "config.toml": 0.9}[name]
 
 
 # Finished runs
