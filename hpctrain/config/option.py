@@ -19,7 +19,7 @@ from hpctrain.text import brief
 
 LONGEST_NAME = 200  # bytes
 LONGEST_DURATION = 10 * 365 * 86400.0  # seconds that timers accept
-MOST_DIGITS = 15  # of a number of steps
+MOST_DIGITS = 15  # of a number of steps, hours or folds
 MAX_SIDE = 2**14  # pixels, of a decoded image
 TRUST_CODE = "import functions of your own, package.module:function, that a file names"
 
@@ -94,7 +94,7 @@ def check_file_name(name: str, flag: str) -> None:
 def duration(text: str, flag: str) -> float:
     """Parse "90s", "10m", "2h", "H:MM:SS" or minutes without unit to seconds. Raises UsageError."""
     unit = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    clock = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
+    clock = re.fullmatch(rf"(\d{{1,{MOST_DIGITS}}}):(\d\d):(\d\d)", text)
     if unit:
         seconds = float(unit[1]) * {"s": 1, "m": 60, "": 60, "h": 3600}[unit[2]]
     elif clock:
@@ -174,8 +174,9 @@ def split_shares(text: str, flag: str = "--split") -> tuple[Fraction, Fraction, 
 
     Raises UsageError.
     """
+    parts = [] if "e" in text.lower() else text.split(",")  # 1e99999999 would take minutes
     try:
-        shares = [Fraction(part.strip()) for part in text.split(",")]
+        shares = [Fraction(part.strip()) for part in parts]
     except (ValueError, ZeroDivisionError):
         shares = []
     if len(shares) not in (1, 2, 3) or min(shares) < 0 or shares[0] == 0 or sum(shares) != 1:
@@ -190,7 +191,8 @@ def split_shares(text: str, flag: str = "--split") -> tuple[Fraction, Fraction, 
 
 def fold_number(text: str, flag: str = "--fold") -> tuple[int, int]:
     """Parse "2/5" to the number of a fold, from 1, and the number of folds. Raises UsageError."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split("/")]
+    given = [part if len(part) <= MOST_DIGITS else "" for part in text.split("/")]
+    numbers = [int(part) if part.isdecimal() else 0 for part in given]
     if len(numbers) != 2 or numbers[1] < 2 or not 1 <= numbers[0] <= numbers[1]:
         raise UsageError(f"{flag} {text}: give K/N, fold K = 1 ... N of N >= 2 folds, as in 1/5")
     return numbers[0], numbers[1]

@@ -1,0 +1,90 @@
+"""Settings that are texts: what the grammar allows is accepted, all else is one line with the flag.
+
+The data are missing, so that an accepted setting leads to the refusal of these, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.ranks import alone
+
+NUMBER = st.floats(1e-3, 1e3).map(repr)
+COUNT = st.integers(1, 10**6)
+TIME = st.one_of(
+    st.tuples(NUMBER, st.sampled_from("smh")).map("".join),
+    st.tuples(COUNT, *[st.integers(0, 59)] * 2).map(lambda parts: "{}:{:02}:{:02}".format(*parts)),
+).filter(lambda text: float(text.rstrip("smh").partition(":")[0]) < 1000 and "e" not in text)
+
+
+def numbered(*nouns):
+    """Numbers with one of these nouns, and 0."""
+    return st.tuples(COUNT.map(str), st.sampled_from(nouns)).map("".join) | st.just("0")
+
+
+def joined(parts, separator=","):
+    """One to five of these parts."""
+    return st.lists(parts, min_size=1, max_size=5).map(separator.join)
+
+
+def shares(numbers):
+    """Shares of up to three splits, as decimals."""
+    first, second = sorted(numbers)
+    found = [first + 1, second - first, 1000 - second - 1]
+    return ",".join(f"0.{share:03}" for share in found)
+
+
+NAMES = st.text(string.ascii_lowercase + "0123456789._*", min_size=1)
+GRAMMARS = {
+    "--checkpoint-every": numbered("step", "steps", "epoch", "epochs") | TIME,
+    "--validate-every": numbered("step", "steps", "epoch", "epochs"),
+    "--time-limit": TIME,
+    "--read-buffer": st.tuples(COUNT.map(str), st.sampled_from(["", "K", "MiB", "GB"])).map(
+        "".join
+    ),
+    "--worker-load": joined(NUMBER),
+    "--class-weights": joined(NUMBER) | st.just("balanced"),
+    "--freeze": joined(NAMES),
+    "--lr-factors": joined(st.tuples(NAMES, NUMBER).map("=".join)),
+    "--split": st.tuples(*[st.integers(0, 998)] * 2).map(shares),
+    "--fold": st.tuples(COUNT, COUNT).map(lambda pair: f"{min(pair)}/{max(pair) + 1}"),
+    "--size": st.tuples(*[st.integers(1, 16384)] * 2).map(lambda pair: "{}x{}".format(*pair)),
+}
+PACKS = {"--split", "--fold", "--size"}
+ODD = ["", " ", "-", ",", "0", "-1", "nan", "inf", "1e9999", "1e99999999", "9" * 5000, "1/0", "²s"]
+ODD += ["9" * 5000 + ":00:00", "9" * 5000 + "/" + "9" * 5000, "\x1b[2J", "٣m", "\ud800"]
+
+
+def message(flag, text):
+    """What is told of a setting with this text: one line."""
+    words = ["pack", "nowhere"] if flag in PACKS else ["--data", "nowhere"]
+    ended = alone(*words, f"{flag}={text}")
+    assert ended.code == 2
+    (line,) = (line for line in ended.err.splitlines() if "starting on" not in line)
+    return line
+
+
+@given(flag=st.sampled_from([*GRAMMARS]), data=st.data())
+def test_what_the_grammar_allows_is_accepted(flag, data):
+    text = data.draw(GRAMMARS[flag])
+    assert "nowhere" in message(flag, text) and flag not in message(flag, text)
+
+
+@given(flag=st.sampled_from([*GRAMMARS]), data=st.data())
+def test_any_text_is_accepted_or_refused_by_name(flag, data):
+    whole = data.draw(GRAMMARS[flag])
+    place = data.draw(st.integers(0, len(whole)))
+    other = data.draw(st.text(st.characters(exclude_categories=["Cc", "Zl", "Zp"]), max_size=3))
+    line = message(flag, whole[:place] + other + whole[place + 1 :])
+    assert flag in line or "nowhere" in line
+
+
+@pytest.mark.parametrize("flag", GRAMMARS)
+def test_odd_texts_are_accepted_or_refused_by_name(flag):
+    for text in ODD:
+        line = message(flag, text)
+        assert flag in line or "nowhere" in line, text[:20]
