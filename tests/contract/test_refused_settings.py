@@ -1,4 +1,8 @@
-"""Wrong settings are refused: on the command line, in its files, in the file of a sweep."""
+"""Wrong settings are refused: on the command line, in its files, in the file of a sweep.
+
+One row for each check and each bound: numbers of all options are parsed alike, and their choices,
+which are in surface.json, are compared alike.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,11 @@ from tests.support.refused import check_refused, listing, rows
 
 SETTINGS = """
 --epochs 0
---epochs -1
 --epochs 2.5
---epochs 1e400
---epochs three
 --epochs '' | --epochs
---epochs 9223372036854775808
 --batch-size 0
---batch-size -3
 --batch-per-rank 0
 --shards 0
---shards -1
 --threads 0
 --threads 100000
 --keep-checkpoints 0
@@ -31,69 +29,37 @@ SETTINGS = """
 --seed 9223372036854775808
 --lr fast
 --lr 0
---lr -1
 --lr nan
 --lr inf
 --momentum 1
 --momentum -0.1
---momentum nan
 --weight-decay -1
---weight-decay nan
 --min-lr -1
 --warmup-epochs -1
---warmup-epochs nan
 --ema 0 --final ema | --ema 0
 --ema 1 --final ema | --ema 1
 --clip-norm 0
---clip-norm nan
 --label-smoothing 1
 --label-smoothing -0.1
 --noise-level 0
 --noise-level 1.5
 --random-crop -0.1
 --random-crop 1.5
---random-crop nan
 --max-value 0 --images x --labels y | --max-value 0
 --optimizer sgd | --optimizer sgd sgdm
---scale-lr cubic
 --schedule cosin | --schedule cosin cosine
---device gpu
---precision fp16
---reduce mpi
---comm-dtype fp16
---final first
---resume perhaps
---progress loud
---normalize mean
---layout NHCW
---shuffle all
---verify often
---task regress
---noise white
---batch-norm local
---validate-every often
 --validate-every 2
 --validate-every 0.5epochs
 --validate-every 0steps
 --validate-every 10m
---validate-every '' | --validate-every
---checkpoint-every often
 --checkpoint-every 5
---checkpoint-every 1.5epochs
 --checkpoint-every 0s
---checkpoint-every=-1m | --checkpoint-every -1m
---time-limit soon
 --time-limit 0
---time-limit=-1m | --time-limit -1m
 --time-limit 1:2
 --time-limit 99999999h
 --hang-timeout soon
---hang-timeout 0s
---hang-timeout nan
 --read-buffer 0
---read-buffer much
 --read-buffer 1E
---read-buffer=-1M | --read-buffer -1M
 --split 0.9,0.2 --images x --labels y | --split 0.9,0.2
 --split a,b --images x --labels y | --split a,b
 --split 1/0,1 --images x --labels y | --split 1/0,1
@@ -103,21 +69,14 @@ SETTINGS = """
 --run .
 --run ..
 --run a/b
---run ../a
---run /tmp/a
 --worker-load 3,x
 --worker-load 3,0
---worker-load 3,-1
 --worker-load inf,1
---worker-load auto
 --class-weights 1,x
 --class-weights 1,0
---class-weights 1,-1
 --class-weights nan,1
---class-weights rare
 --lr-factors fc
 --lr-factors fc=0
---lr-factors fc=-1
 --lr-factors fc=nan
 --lr-factors =1
 --freeze a,,b
@@ -163,8 +122,6 @@ diff a b | diff compare
 '' | subcommand
 evaluate a --batch-size 0 | --batch-size 0
 evaluate a --threads 0 | --threads 0
-evaluate a --device gpu | --device gpu
-evaluate a --precision fp16 | --precision fp16
 evaluate a --hang-timeout soon | --hang-timeout soon
 evaluate a --mistakes -1 | --mistakes -1
 evaluate a --mistakes 1001 | --mistakes 1001
@@ -181,22 +138,15 @@ pack photos --size 0x3 | --size 0x3
 pack photos --size 3x99999 | --size 3x99999
 pack photos --sise 3x3 | --sise --size
 pack photos --channels 2 | --channels 2
-pack photos --encoding png | --encoding png
 pack photos --split 0.9 | --split 0.9
 pack photos --split 0.5,0.2,0.2,0.1 | --split 0.5,0.2,0.2,0.1
 pack photos --fold 5 | --fold 5
 pack photos --fold 0/5 | --fold 0/5
 pack photos --fold 6/5 | --fold 6/5
 pack photos --fold 1/1 | --fold 1/1
-pack photos --fold a/b | --fold a/b
-pack photos --fold 1/2/3 | --fold 1/2/3
-pack photos --fold=-1/5 | --fold -1/5
 pack photos --jobs 0 | --jobs 0
-pack photos --seed x | --seed x
 sweep two.toml --slots 0 | --slots 0
 sweep two.toml --ranks-per-network 0 | --ranks-per-network 0
-sweep two.toml --launcher aprun | --launcher aprun
-sweep two.toml --progress bar | --progress bar
 sweep two.toml --run a/b | --run a/b
 supervise --max-failures 0 -- false hpctrain | --max-failures 0
 supervise --nodes 0 -- false hpctrain | --nodes 0
