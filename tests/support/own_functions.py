@@ -70,10 +70,6 @@ def draws_from_python(outputs, targets):
     return cross_entropy(outputs, targets) * random.random()
 
 
-def draws_of_its_own(outputs, targets):
-    return cross_entropy(outputs, targets) * float(np.random.default_rng().random())
-
-
 def counts_calls(outputs, targets):
     CALLS.append(len(outputs))
     return cross_entropy(outputs, targets) * len(CALLS)
