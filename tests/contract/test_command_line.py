@@ -173,7 +173,7 @@ def test_training_imports_neither_a_compiler_nor_what_draws(place):
     words += ["--model", "own_net:net"]
     other = place / "other"
     other.mkdir()
-    (place / "own_net.py").write_text("from tests.support.nets import norm_first as net\n")
+    (place / "own_net.py").write_text("from tests.support.nets import OneLayer as net\n")
     (other / "own_net.py").write_text("raise ValueError('the one elsewhere')\n")
     path = os.pathsep.join([str(other), environment()["PYTHONPATH"]])
     program = [sys.executable, "-m", "hpctrain"]

@@ -207,7 +207,7 @@ def normalization(seen, comm):
 
 @of("model", "small_stem")
 def network(seen, comm):
-    for name, kind in (("digits", "DigitsNet"), ("tests.support.nets:norm_first", "Sequential")):
+    for name, kind in (("digits", "DigitsNet"), ("tests.support.nets:frozen", "Sequential")):
         run = seen(model=name)
         assert (run.kind, run.plan["model"]) == (kind, name)
     for small, kernel in ((False, (7, 7)), (True, (3, 3))):

@@ -26,27 +26,6 @@ class OneLayer(nn.Module):
         return self.linear(x.flatten(1))
 
 
-class Counting(OneLayer):
-    """Counts its forward passes in a buffer."""
-
-    def __init__(self, image_shape, classes):
-        super().__init__(image_shape, classes)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x):
-        self.seen = self.seen + self.training
-        return super().forward(x)
-
-
-class Scaling(OneLayer):
-    """Makes a buffer in its first forward pass of training, of which evaluation knows nothing."""
-
-    def forward(self, x):
-        if self.training and not hasattr(self, "scale"):
-            self.register_buffer("scale", torch.ones(1))
-        return super().forward(x)
-
-
 class TooFewOutputs(OneLayer):
     """Knows one class less."""
 
@@ -90,13 +69,6 @@ class Overflowing(OneLayer):
         else:
             self.norm(x)
         return super().forward(x)
-
-
-def norm_first(image_shape, classes):
-    """Its first layer is batch norm of the images themselves, whatever the weights."""
-    height, width, channels = image_shape
-    linear = nn.Linear(height * width * channels, classes)
-    return nn.Sequential(nn.BatchNorm2d(channels), nn.Flatten(), linear)
 
 
 def with_dropout(image_shape, classes):
@@ -286,6 +258,10 @@ class Remembering(OneLayer):
         if not self.training:
             self._none(x)
 
+    def _registered_in_training(self, x):
+        if self.training and not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.ones(1))
+
     def _tuple(self, x):
         return (x, x) if self.training else x
 
@@ -313,9 +289,8 @@ class Remembering(OneLayer):
         return nn.functional.dropout(x, 0.4, self.training)
 
 
-for kind in [name.removeprefix("_") for name in vars(Remembering) if name[1:2].isalpha()]:
-    if kind != "forward":
-        globals()[f"remembering_{kind}"] = partial(Remembering, kind)
+for name in [name for name in vars(Remembering) if name[0] == "_" != name[1]]:
+    globals()[f"remembering{name}"] = partial(Remembering, name[1:])
 
 
 class DataDependent(OneLayer):
