@@ -158,6 +158,7 @@ def test_a_line_is_there_before_anything_slow_is_imported(place, tmp_path):
     try:
         assert job.stderr and "starting on 1 rank" in job.stderr.readline()
     finally:
+        job.kill()  # nothing to wait for
         job.end()
 
 
