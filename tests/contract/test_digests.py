@@ -29,6 +29,7 @@ from PIL import Image, features
 from safetensors.numpy import load_file
 
 import hpctrain as hp
+from tests.support.packs import draw_images
 from tests.support.ranks import command
 
 TABLE = Path(__file__).with_name("digests.json")
@@ -107,13 +108,8 @@ MEASURED = {"kind", "time", "seconds", "images_per_second"}  # of a record
 
 
 def make_images(count: int, shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images that can be learnt, each class brighter in its own band of lines, and labels."""
-    random = np.random.default_rng(count)
-    labels = random.integers(0, classes, count)
-    images = random.integers(0, 100, (count, *shape), dtype=np.uint8)
-    for image, label in zip(images, labels, strict=True):
-        image[label * shape[0] // classes :][: max(1, shape[0] // classes)] += 120
-    return images, labels
+    """Images that can be learnt, and labels; the table follows from them."""
+    return draw_images(np.random.default_rng(count), count, shape, classes)
 
 
 def write_data(folder: Path) -> Path:

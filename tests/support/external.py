@@ -5,19 +5,16 @@ from __future__ import annotations
 import h5py
 import numpy as np
 
+from tests.support.packs import draw_images
+
 ROWS, SHAPE, CLASSES = 211, (7, 5, 3), 4
 
 
 def pixels(rows=ROWS, shape=SHAPE, classes=CLASSES, seed=0, ordered=True):
-    """Images that can be learnt, each class brighter in its band of lines, and labels, by class."""
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, classes, rows)
-    labels = np.sort(labels) if ordered else labels
-    images = rng.integers(0, 100, (rows, *shape), dtype=np.uint8)
-    band = max(1, shape[0] // classes)
-    for image, label in zip(images, labels, strict=True):
-        image[label * band : (label + 1) * band] += 120
-    return images, labels
+    """Images that can be learnt, and labels, by class if `ordered`."""
+    images, labels = draw_images(np.random.default_rng(seed), rows, shape, classes)
+    order = np.argsort(labels, kind="stable") if ordered else slice(None)
+    return images[order], labels[order]
 
 
 def write(path, images, labels, at=("x", "y"), **storage):

@@ -10,6 +10,15 @@ import hpctrain as hp
 from tests.support.api import make_order
 
 
+def draw_images(rng, rows, shape, classes):
+    """Images that can be learnt, each class brighter in its own band of lines, and labels."""
+    labels = rng.integers(0, classes, rows)
+    images = rng.integers(0, 100, (rows, *shape), dtype=np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[label * shape[0] // classes :][: max(1, shape[0] // classes)] += 120
+    return images, labels
+
+
 def make_pack(
     path: Path,
     rows: dict[str, int],
@@ -17,16 +26,9 @@ def make_pack(
     classes: int = 10,
     seed: int = 0,
 ) -> Path:
-    """A pack of images that can be learnt: each class is brighter in its own band of lines."""
+    """A pack of images that can be learnt."""
     rng = np.random.default_rng(seed)
-    splits = {}
-    for name, count in rows.items():
-        labels = rng.integers(0, classes, count)
-        images = rng.integers(0, 100, (count, *shape), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            top = label * shape[0] // classes
-            image[top : top + max(1, shape[0] // classes)] += 120
-        splits[name] = (images, labels.astype(np.int64))
+    splits = {name: draw_images(rng, count, shape, classes) for name, count in rows.items()}
     names = tuple(f"class{k}" for k in range(classes))
     hp.write_pack(path, splits, names, {"source": "test"}, overwrite=True)
     return path

@@ -9,19 +9,15 @@ from typing import Any
 import numpy as np
 
 import hpctrain as hp
+from tests.support.packs import draw_images
 
 ROWS = {"train": 101, "validation": 13, "test": 23}
 MARKED = 60  # the training image that begins with 255, which no other does
 
 
 def images(rows: int, shape: tuple[int, ...], classes: int, seed: int = 0) -> Any:
-    """Images that can be learnt, each class brighter in its own band of lines, and labels."""
-    rng = np.random.default_rng((seed, rows))
-    labels = rng.integers(0, classes, rows)
-    made = rng.integers(0, 100, (rows, *shape), dtype=np.uint8)
-    for image, label in zip(made, labels, strict=True):
-        image[label * shape[0] // classes :][: max(1, shape[0] // classes)] += 120
-    return made, labels
+    """Images that can be learnt, and labels: others for each number of rows."""
+    return draw_images(np.random.default_rng((seed, rows)), rows, shape, classes)
 
 
 def short_run(folder: Path, shape: tuple[int, ...] = (12, 12, 1), classes: int = 10) -> dict:
