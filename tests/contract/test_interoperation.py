@@ -18,6 +18,7 @@ from PIL import Image
 
 import hpctrain as hp
 from tests.support.ranks import command
+from tests.support.records import read_strictly
 from tests.support.runs import ROWS, RUNS
 
 CLASSIFIED = ["plain", "tuned"]
@@ -34,11 +35,6 @@ def figures_of(run):
     return json.loads((run / "evaluation-test.json").read_text())
 
 
-def records_of(run, kind):
-    lines = (run / "progress.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
 def split_of(pack, split="test"):
     """Images (N, H, W, C) and labels of a pack."""
     with h5py.File(pack) as file:
@@ -53,18 +49,13 @@ def test_evaluate_finds_what_the_run_found_on_any_number_of_ranks(trained, name,
         ended = command(ranks, "evaluate", trained.run(name), *SAME, "--output", output)
         assert ended.code == 0, ended.err
         assert json.loads(output.read_text()) == expected
-    more = tmp_path / "v.json"
-    assert (
-        command(
-            2, "evaluate", trained.run(name), *SAME, "--split=validation", "--output", more
-        ).code
-        == 0
-    )
-    last = [r for r in records_of(trained.run(name), "evaluation") if r["split"] == "validation"][
-        -1
-    ]
-    if name != "tuned":  # whose network is not the last, but the best
-        assert json.loads(more.read_text())["loss"] == last["loss"]
+    if name == "tuned":  # whose network is not the last, but the best
+        return
+    words = ["evaluate", trained.run(name), *SAME, "--split=validation", "--output", output]
+    assert command(2, *words).code == 0
+    *_, last, test = read_strictly(trained.run(name), "evaluation")
+    assert (last["split"], test["split"]) == ("validation", "test")
+    assert json.loads(output.read_text())["loss"] == last["loss"]
 
 
 @pytest.mark.parametrize("name", CLASSIFIED)
@@ -198,11 +189,8 @@ def test_watch_prints_a_line_for_each_run(trained):
 def test_evaluate_of_the_python_api_returns_what_the_command_writes(trained):
     figures = figures_of(trained.run("tuned"))
     found = hp.evaluate(trained.run("tuned"), threads=1)
-    assert (found.rows, found.loss, found.accuracy) == (
-        figures["rows"],
-        figures["loss"],
-        figures["accuracy"],
-    )
+    for name in ("rows", "loss", "accuracy"):
+        assert getattr(found, name) == figures[name]
     assert found.confusion.tolist() == figures["confusion"]
     assert list(found.classes) == figures["classes"]
 
@@ -210,22 +198,20 @@ def test_evaluate_of_the_python_api_returns_what_the_command_writes(trained):
 def test_predict_of_the_python_api_returns_what_the_command_writes(trained, tmp_path):
     output = tmp_path / "a.csv"
     assert command(1, "predict", trained.run("plain"), "--output", output).code == 0
-    network, rows = hp.load(trained.run("plain")), read_csv(output)
+    run = trained.run("plain")
+    network, rows = hp.load(run), read_csv(output)
     images, _ = split_of(trained.pack("plain"))
     answers = network.predict(images)
     assert list(answers["prediction"]) == [row["prediction"] for row in rows]
     chances = [[float(row[name]) for name in network.classes] for row in rows]
     assert np.allclose(answers.probabilities, chances, atol=1e-5)
     assert network.image_shape == (28, 28, 1) and network.config.epochs == 2
-    assert (
-        network.metadata["figures"]["test_accuracy"] == figures_of(trained.run("plain"))["accuracy"]
-    )
+    assert network.metadata["figures"]["test_accuracy"] == figures_of(run)["accuracy"]
 
 
 def test_weights_work_outside_of_their_folder_and_without_the_pack(trained, tmp_path):
-    lonely = Path(
-        shutil.copy(trained.run("plain") / "model.safetensors", tmp_path / "a.safetensors")
-    )
+    lonely = tmp_path / "a.safetensors"
+    shutil.copy(trained.run("plain") / "model.safetensors", lonely)
     images, _ = split_of(trained.pack("plain"))
     found, expected = (hp.load(path).predict(images) for path in (lonely, trained.run("plain")))
     assert np.array_equal(found.probabilities, expected.probabilities)
@@ -236,10 +222,10 @@ def test_weights_work_outside_of_their_folder_and_without_the_pack(trained, tmp_
 def test_history_holds_the_record_as_tables(trained, name):
     tables = hp.history(trained.run(name))
     for kind, table in zip(("step", "epoch", "evaluation"), tables, strict=True):
-        records = records_of(trained.run(name), kind)
+        records = read_strictly(trained.run(name), kind)
         assert table["loss"].tolist() == [record["loss"] for record in records]
         assert {len(column) for column in table.values()} == {len(records)}
-    steps = records_of(trained.run(name), "step")
+    steps = read_strictly(trained.run(name), "step")
     computing = [record["seconds"]["compute"] for record in steps]
     assert tables.steps["seconds_compute"].tolist() == computing
     assert np.isnan(tables.evaluations["accuracy"]).all() == (name == "restored")

@@ -1,6 +1,7 @@
 """Checkpoints: when they are written and how many are kept, what they hold, and damage to them.
 
-That none is torn by a crash or a full disk is said in tests/contract/test_fault_points.py.
+That none is torn by a crash or a full disk is said in tests/contract/test_fault_points.py, and that
+a damaged one is passed over in test_resume.py there.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 import hpctrain as hp
 from tests.support import ranks
 from tests.support.api import read_checkpoint
-from tests.support.launches import check_same, checkpoint_steps, launch, notes, run_of
+from tests.support.launches import check_same, checkpoint_steps, launch, run_of
 from tests.support.short import records, short_run
-from tests.support.spoil import SPOILT, flip_each_bit, spoil
+from tests.support.spoil import flip_each_bit
 
 EVERY_STEP = {"checkpoint_every": "1step", "keep_checkpoints": 99}
 
@@ -97,13 +97,6 @@ def test_a_checkpoint_by_time_of_a_late_run_holds_a_whole_step(settings):
         assert all(torch.equal(one[name], other[name]) for name in one), step
 
 
-@pytest.mark.parametrize("every", ["5", "-3", "", "often", "0m", "1.5epochs", "9" * 400 + "s"])
-def test_other_intervals_are_refused(settings, every):
-    refused = launch(settings, 1, checkpoint_every=every)
-    assert refused.code == 2 and "--checkpoint-every" in refused.error
-    assert not Path(settings["runs_dir"]).exists()
-
-
 def test_the_newest_few_are_kept(settings):
     assert launch(settings, checkpoint_every="3steps", keep_checkpoints=3).code == 0
     assert checkpoint_steps(settings) == [9, 12, 14]
@@ -144,20 +137,6 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_but_on
     assert failed.code == 1
     assert "cannot write a checkpoint to" in failed.error and "No space left" in failed.error
     assert len(records(settings, "step")) <= 4
-
-
-@pytest.mark.parametrize("how", SPOILT)
-@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
-def test_a_damaged_one_is_named_and_the_one_before_is_used(left, whole, how, suffix):
-    spoil(run_of(left) / f"checkpoints/00000006{suffix}", how)
-    assert launch(left).code == 0
-    *named, note = notes(left)
-    assert note == "going on after step 5"
-    if (how, suffix) == ("gone", ".json"):
-        assert named == []  # it was never finished
-    else:
-        assert len(named) == 1 and "00000006" in named[0]
-    check_same(left, whole)
 
 
 @pytest.mark.parametrize("how", ["later format", "unreadable"])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tests.support.api import web
+from tests.support.records import refuse_constant
 
 
 class Answer(NamedTuple):
@@ -21,7 +22,7 @@ class Answer(NamedTuple):
 
     def json(self) -> Any:
         """The text as strict JSON."""
-        return json.loads(self.text, parse_constant=_refuse)
+        return json.loads(self.text, parse_constant=refuse_constant)
 
 
 class Page(NamedTuple):
@@ -72,7 +73,3 @@ def watched(*targets: object) -> Iterator[Page]:
         finally:
             server.shutdown()
             thread.join()
-
-
-def _refuse(name: str) -> None:
-    raise AssertionError(f"{name} is not JSON")

@@ -114,14 +114,16 @@ def beat(run: Path, **fields: Any) -> Path:
     return file
 
 
-def read_strictly(folder: Path) -> list[dict[str, Any]]:
-    """Every line of its record, read as strict JSON in ASCII."""
+def read_strictly(folder: Path, kind: str = "") -> list[dict[str, Any]]:
+    """Every line of its record, or those of this kind, read as strict JSON in ASCII."""
     text = (folder / FILE).read_text("ascii")
     assert text == "" or text.endswith("\n")
-    return [json.loads(line, parse_constant=_refuse) for line in text.splitlines()]
+    found = [json.loads(line, parse_constant=refuse_constant) for line in text.splitlines()]
+    return [record for record in found if kind in ("", record["kind"])]
 
 
-def _refuse(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """Called by json for NaN and infinities."""
     raise AssertionError(f"{name} is not JSON")
 
 
