@@ -91,7 +91,6 @@ MANIFESTS = {
     "path,label,split\na,b,train\nc,b,holdout\n": "3 holdout",
     "path,label,split\na,b,train\nc,b\n": "3 split",
     "path,label,split,group\na,b,train,1\nc,b,test,1\n": "3 1 train test",
-    "path,label\nphotos/a/0.png,a\nphotos/a/99.png,b\n": "99.png",
     "path,label\n" + "x" * 200_000 + ",b\n": "",
 }
 
@@ -178,19 +177,34 @@ OWN = {
     "augment": "mirror_by_torch mirror_by_numpy crop squeezed_images to_double to_nothing overflow"
     " failing",
 }
-# Wrong datasets of all kinds are in tests/data/test_external_refused.py.
 EXTERNAL = """
 --images z | z
+--images a/b/c | a/b/c
+--images '' | arrays.h5
+--images g | g
+--images x/y | x/y
+--images away.h5:x | away.h5
 --images '{split}/x' | {split}/x
 --labels short | short 41 61
+--labels names | names
+--labels halves | halves
+--labels nan | nan
 --labels two_hot | two_hot
+--labels linked | linked
+--layout NHW | NHW
+--images flat | flat NHWC
+--images turned | turned NCHW --layout
+--images signed | signed int16
 --images bytes | bytes --max-value
 --images infinite | infinite 60
+--images unwritten | unwritten
 --images half | half 60
+--images elsewhere | elsewhere
 --split 0.999,0.001 | --split test
 --normalize pack | --normalize pack
 --stage . | --stage
 --random-crop 0.5 | --random-crop
+--max-value -1 | --max-value -1
 """
 RESULTS = """
 evaluate | run
@@ -307,15 +321,25 @@ def make_arrays(path):
     two_hot[5] = 0, 1, 1
     wrong = {
         "short": labels[:41],
+        "names": np.array([b"cat"] * 61),
+        "halves": labels / 2,
+        "nan": np.where(np.arange(61) == 5, np.nan, labels),
         "two_hot": two_hot,
+        "flat": images.reshape(61, -1),
+        "turned": images.transpose(0, 3, 1, 2),
+        "signed": images.astype("i2"),
         "bytes": images.astype("f4"),
         "infinite": infinite,
     }
     with h5py.File(path, "w") as file:
-        file["x"], file["y"] = images, labels
+        file["x"], file["y"], file["g/x"] = images, labels, images
         for name, values in wrong.items():
             file[name] = values
+        file.create_dataset("unwritten", images.shape, "u1")
         file.create_dataset("half", images.shape, "u1", chunks=(1, 8, 8, 3))[:60] = 1
+        external = [("elsewhere.bin", 0, images.size)]
+        file.create_dataset("elsewhere", images.shape, "u1", external=external)
+        file["linked"] = h5py.ExternalLink("nowhere.h5", "/y")
 
 
 def make_runs(place):
