@@ -195,20 +195,6 @@ def test_evaluate_of_the_python_api_returns_what_the_command_writes(trained):
     assert list(found.classes) == figures["classes"]
 
 
-def test_predict_of_the_python_api_returns_what_the_command_writes(trained, tmp_path):
-    output = tmp_path / "a.csv"
-    assert command(1, "predict", trained.run("plain"), "--output", output).code == 0
-    run = trained.run("plain")
-    network, rows = hp.load(run), read_csv(output)
-    images, _ = split_of(trained.pack("plain"))
-    answers = network.predict(images)
-    assert list(answers["prediction"]) == [row["prediction"] for row in rows]
-    chances = [[float(row[name]) for name in network.classes] for row in rows]
-    assert np.allclose(answers.probabilities, chances, atol=1e-5)
-    assert network.image_shape == (28, 28, 1) and network.config.epochs == 2
-    assert network.metadata["figures"]["test_accuracy"] == figures_of(run)["accuracy"]
-
-
 def test_weights_work_outside_of_their_folder_and_without_the_pack(trained, tmp_path):
     lonely = tmp_path / "a.safetensors"
     shutil.copy(trained.run("plain") / "model.safetensors", lonely)

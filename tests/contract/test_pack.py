@@ -482,14 +482,6 @@ def test_a_pack_that_changes_during_a_run_ends_it(whole, how, tmp_path):
     assert not path.exists() or path.read_bytes() != before
 
 
-def test_a_pack_cut_short_under_an_open_split_is_an_error_and_no_crash(whole, tmp_path):
-    path = damage(whole, "pixels", None, tmp_path)
-    with hp.Split(hp.read_pack(path), "train") as split:
-        os.truncate(path, 4096)
-        with pytest.raises(hp.RunError, match=re.escape(str(path))):
-            split.gather(np.arange(40), np.empty((40, 28, 28, 1), np.uint8))
-
-
 def test_a_run_resumes_on_the_pack_it_was_trained_on_only(whole, tmp_path):
     path = damage(whole, "pixels", None, tmp_path)
     assert train(path).code == 0
