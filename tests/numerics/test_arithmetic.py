@@ -116,12 +116,12 @@ def test_a_run_leaves_torch_as_somebody_has_set_it(comm, fixed):
 
 @pytest.mark.ranks
 def test_dropout_is_drawn_anew_in_every_step_and_shard(comm, short):
-    settings = short | {"model": "tests.support.nets:with_dropout", "shards": 3, "epochs": 2}
+    settings = short | {"model": "tests.support.nets:with_dropout", "shards": 4, "epochs": 2}
     with seen_by(nn.Flatten, lambda module, inputs: inputs[0]) as seen:
         hp.train(**settings | {"test": False, "validate_every": "0"})
     drawn = {str((x[:1] == 0).flatten().tolist()) for x in seen if x.requires_grad}
     everywhere = [each for part in comm.allgather(drawn) for each in part]
-    assert len(set(everywhere)) >= 2 * (6 * 3 + 1), "shards of all steps"
+    assert len(set(everywhere)) >= 2 * (6 * 4 + 1), "shards of all steps"
 
 
 @pytest.mark.parametrize("length", [1, 101, 4096, 3 * 4096 + 17])
