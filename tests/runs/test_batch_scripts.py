@@ -6,16 +6,16 @@ srun, mpirun, mpiexec, scontrol, qrerun and flux are stand-ins.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 
 import pytest
 
 from tests.support.launch import ROOT, Job
+from tests.support.scripts import write_scripts
 from tests.support.wait import wait_for
 
-FAKE_SRUN = """#!/bin/bash
+FAKE_SRUN = """
 trap 'echo told >>"$OUT/told"; sleep 0.3; exit 75' USR2
 echo "$*" >"$OUT/launched"
 touch "$OUT/begun"
@@ -23,9 +23,9 @@ for _ in $(seq 1000); do sleep 0.1; done
 """
 PROGRAMS = {
     **dict.fromkeys(("srun", "mpirun", "mpiexec"), FAKE_SRUN),
-    **dict.fromkeys(("scontrol", "qrerun"), '#!/bin/bash\necho $* >"$OUT/requeued"\n'),
-    "flux": "#!/bin/bash\necho $* >>$OUT/flux\n[ $1 = getattr ] && echo 2 && exit\n" + FAKE_SRUN,
-    "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
+    **dict.fromkeys(("scontrol", "qrerun"), 'echo $* >"$OUT/requeued"'),
+    "flux": "echo $* >>$OUT/flux\n[ $1 = getattr ] && echo 2 && exit" + FAKE_SRUN,
+    "python": f'exec {sys.executable} "$@"',
     "activate": "",
 }
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
@@ -37,11 +37,7 @@ def notice(tmp_path):
     """A function that starts a script in a job with these variables, sends its shell SIGUSR2 when
     the ranks have begun, and returns its exit code and what it prints to stderr.
     """
-    (tmp_path / "bin").mkdir()
-    for name, text in PROGRAMS.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    path = write_scripts(tmp_path / "bin", **PROGRAMS)
     own = {"HPCTRAIN_VENV": str(tmp_path), "OUT": str(tmp_path), "PATH": path, "PACK": "p.h5"}
 
     def send(script, words, variables):

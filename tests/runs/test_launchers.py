@@ -5,13 +5,13 @@ the job.
 from __future__ import annotations
 
 import os
-import stat
 
 import pytest
 
 import hpctrain as hp
 from tests.support.api import launcher, scheduler
 from tests.support.launch import LAUNCHER_PREFIXES
+from tests.support.scripts import write_scripts
 
 RANKS = {  # name, ranks, and of this rank: number, number on its host, ranks there
     "no launcher": ({}, ("none", None, 0, 0, 1)),
@@ -106,12 +106,10 @@ def squeue(tmp_path, monkeypatch):
     """
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    file = tmp_path / "squeue"
 
     def make(text):
-        file.write_text(f"#!/bin/sh\necho $* >{tmp_path}/asked\n{text}\n")
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        path = write_scripts(tmp_path, squeue=f"echo $* >{tmp_path}/asked\n{text}")
+        monkeypatch.setenv("PATH", path)
 
     return make
 

@@ -19,6 +19,7 @@ from tests.support.launches import check_same, launch, run_of
 from tests.support.packs import make_pack
 from tests.support.pictures import class_folders
 from tests.support.pictures import make_pack as pack_files
+from tests.support.scripts import write_scripts
 from tests.support.short import short_run
 
 ROWS, BLOCK = 59, 7  # samples of a pack, and of each of its blocks
@@ -202,14 +203,11 @@ STANDINS = {
     ],
 )
 def test_the_batch_script_removes_copies_of_jobs_that_are_over(tmp_path, code, squeue, left):
-    for name, text in STANDINS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "bin").symlink_to(tmp_path)
+    path = write_scripts(tmp_path / "bin", **STANDINS)
     disk = tmp_path / "disk"
     for name in ("job-5", "job-7", "job-9", "x9"):
         (disk / f"hpctrain-{name}").mkdir(parents=True)
-    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HPCTRAIN_VENV": str(tmp_path)}
+    own = {"PATH": path, "HPCTRAIN_VENV": str(tmp_path)}
     own |= {"CODE": str(code), "SQUEUE": str(squeue), "QUEUED": "5 7", "LOCAL_DISK": str(disk)}
     own |= {"SLURM_JOB_ID": "5", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "1", "PACK": "a"}
     script = ROOT / "slurm/staged.sbatch"

@@ -17,6 +17,7 @@ from tests.support.launch import Job, mpirun
 from tests.support.launches import check_same, launch, run_of
 from tests.support.ranks import alone
 from tests.support.records import beat, end_line, run_line
+from tests.support.scripts import write_scripts
 from tests.support.short import records, short_run
 from tests.support.wait import wait_for
 
@@ -81,7 +82,7 @@ def test_a_run_that_dies_is_launched_again_with_the_same_bits(supervise, setting
 
 
 def test_a_notice_saves_and_ends_and_requeues(supervise, settings, tmp_path):
-    path = standin(tmp_path, "scontrol", 'echo "$@" >>"$(dirname "$0")/../requeued"')
+    path = write_scripts(tmp_path / "bin", scontrol=f'echo "$@" >>{tmp_path}/requeued')
     job = supervise(epochs=100000, env={"PATH": path, "SLURM_JOB_ID": "7"})
     wait_for_checkpoint(job, settings)
     os.kill(job.pid, signal.SIGUSR2)
@@ -100,14 +101,6 @@ def test_nothing_is_left_when_the_supervisor_is_killed(supervise, settings):
 
 
 # Launches of a shell script
-
-
-def standin(folder, name, script):
-    """A PATH on which this shell script stands in for a command of Slurm."""
-    (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "bin" / name).chmod(0o755)
-    return f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
 
 
 #: What each launch begins with: its number is $n; what it calls works in the folder of the run.
@@ -320,8 +313,8 @@ def test_a_launch_whose_ranks_have_begun_is_not_ended(run, tmp_path, monkeypatch
 
 
 def test_a_signal_before_a_launch_is_not_lost(run, tmp_path):
-    path = standin(tmp_path, "scontrol", "kill -USR2 $PPID; echo n1")
-    path = standin(tmp_path, "srun", f"touch {tmp_path}/launched")
+    scripts = {"scontrol": "kill -USR2 $PPID; echo n1", "srun": f"touch {tmp_path}/launched"}
+    path = write_scripts(tmp_path / "bin", **scripts)
     env = {"PATH": path, "SLURM_JOB_NODELIST": "n1"}
     code, said = supervised(run, "", before=["srun"], env=env)
     assert code == LEFT and not (tmp_path / "launched").exists()
@@ -389,8 +382,8 @@ NODES = {  # nodes, tasks, how many are used -> options of the launches, and wha
 
 def in_job(tmp_path, names, srun=SRUN, scontrol="echo $3 | tr ' ' '\\n'"):
     """The environment of a job on these nodes."""
-    standin(tmp_path, "scontrol", scontrol)
-    env = {"PATH": standin(tmp_path, "srun", srun), "CALLS": str(tmp_path / "calls")}
+    path = write_scripts(tmp_path / "bin", scontrol=scontrol, srun=srun)
+    env = {"PATH": path, "CALLS": str(tmp_path / "calls")}
     return env | {"SLURM_JOB_NODELIST": names, "SLURM_GPUS": "10"}
 
 
@@ -454,7 +447,6 @@ REFUSED = "echo not allowed >&2; exit 159"
     ],
 )
 def test_a_run_that_has_left_requeues_its_job(run, tmp_path, job, command, said):
-    standin(tmp_path, "qrerun", command)
-    path = standin(tmp_path, "scontrol", command)
+    path = write_scripts(tmp_path / "bin", qrerun=command, scontrol=command)
     ended = supervised(run, "exit 75", env={"PATH": path, **job})
     assert ended == (LEFT, f"saved after step 3; {said}\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import ROOT, environment
+from tests.support.scripts import write_scripts
 
 SCRIPT = ROOT / "slurm" / "local_python.sh"
 STANDINS = {  # uv makes an environment of a Python that goes with it; this host is the only node
@@ -23,12 +24,9 @@ STANDINS = {  # uv makes an environment of a Python that goes with it; this host
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A folder with an archive in it, the local disk, and the environment of a batch script."""
-    for name, text in STANDINS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
     (tmp_path / "disk").mkdir()
     env = environment({"LOCAL_DISK": str(tmp_path / "disk"), "SLURM_NNODES": "1"})
-    env |= {"PATH": f"{tmp_path}:{env['PATH']}", "BASE": os.path.realpath(sys.executable)}
+    env |= {"PATH": write_scripts(tmp_path, **STANDINS), "BASE": os.path.realpath(sys.executable)}
     env |= {"SLURM_JOB_ID": "7", "PYTHONHOME": sys.base_prefix}
 
     def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -20,6 +20,7 @@ from tests.support.launch import ROOT, Job
 from tests.support.packs import make_pack
 from tests.support.ranks import alone
 from tests.support.records import beat, end_line, epoch_line, evaluation_line, make_run, run_line
+from tests.support.scripts import write_scripts
 from tests.support.wait import wait_for, when
 
 BASE = "[base]\ndata = 'pack.h5'\nepochs = 2\nlr = 0.5\n"
@@ -31,14 +32,10 @@ class Sweep:
 
     def __init__(self, place):
         self.place, self.folder = place, place / "runs/s"
-        self.env = {"SLURM_JOB_ID": "1", "PATH": f"{place}/bin:{os.environ['PATH']}"}
+        srun = f'PYTHONPATH={ROOT} exec {sys.executable} -m tests.support.fake_train "$@"'
+        self.env = {"SLURM_JOB_ID": "1", "PATH": write_scripts(place / "bin", srun=srun)}
         self.go = place / "go"
         make_pack(place / "pack.h5", {"train": 5})
-        (place / "bin").mkdir()
-        srun = place / "bin/srun"
-        stand_in = f"{sys.executable} -m tests.support.fake_train"
-        srun.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {stand_in} "$@"\n')
-        srun.chmod(0o755)
 
     def hold(self):
         """Let each network wait after its first epoch, unless it is stopped, until release()."""

@@ -15,6 +15,7 @@ from tests.support.launch import ROOT, run
 from tests.support.packs import make_pack
 from tests.support.ranks import alone
 from tests.support.records import end_line, make_run, run_line
+from tests.support.scripts import write_scripts
 
 THREE = "[base]\ndata = 'pack.h5'\n[grid]\nseed = [1, 2, 3]\n"
 #: A job of Slurm whose batch script calls the sweep.
@@ -172,13 +173,9 @@ def test_a_dry_run_imports_neither_torch_nor_mpi(place):
 @pytest.fixture
 def task(place):
     """A function that runs slurm/sweep.sbatch as task of a job array: what it prints."""
-    (place / "bin").mkdir()
-    python = f'#!/bin/sh\nprintf "%s\\n" "$@" >"{place}/called"\n'
-    for name, text in {"activate": "", "python": python}.items():
-        (place / "bin" / name).write_text(text)
-        (place / "bin" / name).chmod(0o755)
+    python = f'printf "%s\\n" "$@" >"{place}/called"'
     own = {"HPCTRAIN_VENV": str(place), "SLURM_CPUS_PER_TASK": "1", "HPCTRAIN_PMI": "pmi2"}
-    own |= {"PATH": f"{place}/bin:{os.environ['PATH']}"}
+    own |= {"PATH": write_scripts(place / "bin", activate="", python=python)}
 
     def call(number, *words):
         env = {**os.environ, **own, "SLURM_ARRAY_TASK_ID": str(number)}
