@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import os
 import signal
 import sys
@@ -12,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import Job
+from tests.support.launch import Job, run
 from tests.support.packs import make_pack
 from tests.support.ranks import alone, command
+from tests.support.records import FILE, read_strictly
 from tests.support.wait import wait_for
 
+pytestmark = pytest.mark.timeout(300)  # of the first test, which waits for two launches
 TWO = """
 [base]
 data = "pack.h5"
@@ -34,16 +35,11 @@ NAMES = ("01-seed=1", "02-seed=2")
 WORDS = ["sweep", "two.toml", "--trust-code", "--run", "hit", "--slots", "2"]
 
 
-def last_step(folder):
-    """The number of the last step in a run's record; 0 before the first."""
-    with contextlib.suppress(OSError, IndexError):
-        lines = (folder / "progress.jsonl").read_text().splitlines()
-        return [json.loads(line)["step"] for line in lines if '"kind": "step"' in line][-1]
+def steps_done(folder):
+    """How many steps a record tells of; its last line may be half written."""
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / FILE).read_text().count('"kind": "step"')
     return 0
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
 
 def ranks_of(job, name):
@@ -75,7 +71,7 @@ def place(tmp_path_factory):
     sweep = place / "runs" / "hit"
     job = Job(program, {"HPCTRAIN_TEST_PACE": "0.25"}, place)
     try:
-        wait_for(lambda: all(last_step(sweep / name) >= 6 for name in NAMES))
+        wait_for(lambda: all(steps_done(sweep / name) >= 6 for name in NAMES))
         cores = [os.sched_getaffinity(ranks_of(job, name)[0]) for name in NAMES]
         if len(os.sched_getaffinity(0)) > 1:
             assert not cores[0] & cores[1]
@@ -89,10 +85,9 @@ def place(tmp_path_factory):
     finally:
         job.end()
     assert statuses(sweep) == {"01": "unfinished", "02": "failed"}
-    assert records(sweep / NAMES[0])[-1]["status"] == "preempted"
-    again = Job([*program, "--retry"], cwd=place)
-    out, err = again.communicate(timeout=110)
-    assert again.returncode == 0, out + err
+    assert read_strictly(sweep / NAMES[0])[-1]["status"] == "preempted"
+    again = run([*program, "--retry"], 110, cwd=place)
+    assert again.returncode == 0, again.stdout + again.stderr
     return place
 
 
@@ -106,10 +101,10 @@ def test_what_was_hit_ends_with_the_bits_of_undisturbed_runs(place):
         assert whole.code == 0, whole.err
         compared = command(1, "compare", f"whole{number}", f"hit/{name}", cwd=place)
         assert compared.code == 0, compared.out
-        launches = [record["kind"] for record in records(sweep / name)].count("run")
+        launches = [record["kind"] for record in read_strictly(sweep / name)].count("run")
         assert launches == 2
-        digests.append(records(sweep / name)[-1]["digest"])
-        assert digests[-1] == records(place / f"runs/whole{number}")[-1]["digest"]
+        digests.append(read_strictly(sweep / name)[-1]["digest"])
+        assert digests[-1] == read_strictly(place / f"runs/whole{number}")[-1]["digest"]
     assert digests[0] != digests[1]
 
 

@@ -59,8 +59,8 @@ class Watching:
 @pytest.fixture
 def runs(tmp_path):
     steps = [step_line(n, time=time.time() - 2 + n / 10) for n in range(1, 21)]
-    note = line("note", text="so far [b]x[/b]")
-    one = make_run(tmp_path / "one", run_line(), *steps, evaluation_line(20), note)
+    told = [evaluation_line(20, seconds=600), line("note", text="so far [b]x[/b]")]
+    one = make_run(tmp_path / "one", run_line(), *steps, *told)  # not silent in half an hour
     return one, make_run(tmp_path / "two", run_line(), step_line(1), end_line("failed", "no room"))
 
 
