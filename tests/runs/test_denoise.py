@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import hpctrain as hp
 from tests.support.api import add_noise
 from tests.support.packs import make_pack
 from tests.support.ranks import command
+from tests.support.records import read_strictly
 from tests.support.runs import train_once
 
 
@@ -54,7 +54,7 @@ def test_the_autoencoder_keeps_the_shape(shape):
 def test_a_run_removes_noise_and_draws_what_it_does(tmp_path):
     pack = make_pack(tmp_path / "a.h5", {"train": 101, "validation": 13, "test": 23})
     run = train_once(pack, "--task", "denoise", "--lr", "0.01", "--epochs", "20", ranks=2)
-    records = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
+    records = read_strictly(run)
     (test,) = [record for record in records if record.get("split") == "test"]
     assert test["loss"] < 0.5 * test["noisy"], "the network does not remove noise"
     assert records[-1]["test_loss"] == test["loss"]

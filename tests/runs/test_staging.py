@@ -21,6 +21,7 @@ from tests.support.pictures import class_folders
 from tests.support.pictures import make_pack as pack_files
 from tests.support.scripts import write_scripts
 from tests.support.short import short_run
+from tests.support.spoil import overwrite
 
 ROWS, BLOCK = 59, 7  # samples of a pack, and of each of its blocks
 SAME_RUN = {"deterministic": True, "shards": 4}
@@ -69,12 +70,6 @@ def check_part(pack, path, samples):
     assert path.read_bytes() == expected
 
 
-def write_at(path, offset, data=b"nothing at all"):
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        file.write(data)
-
-
 # Whole runs
 
 
@@ -92,7 +87,7 @@ def test_a_staged_run_computes_the_same_bits(settings, tmp_path, shuffle):
         (copy,) = local.iterdir()
         inodes.append(copy.stat().st_ino)
         if name == "again":
-            write_at(copy, hp.read_pack(settings["data"]).splits["validation"].images_offset)
+            overwrite(copy, hp.read_pack(settings["data"]).splits["validation"].images_offset)
     assert inodes[0] == inodes[1] != inodes[2]
 
 
@@ -136,7 +131,7 @@ def test_what_cannot_be_staged_is_refused(settings, tmp_path):
         refused = launch(settings, stage=str(tmp_path / place))
         assert refused.code == 2 and f"--stage {tmp_path / place}" in refused.error
     column = hp.read_pack(settings["data"]).splits["train"]
-    write_at(settings["data"], column.images_offset + 90 * 144)
+    overwrite(settings["data"], column.images_offset + 90 * 144)
     corrupt = launch(settings, verify="never", stage=str(local))
     assert corrupt.code == 1 and "train/images: block 0 is corrupt" in corrupt.error
     assert os.listdir(local) == [] and not run_of(settings).parent.exists()
