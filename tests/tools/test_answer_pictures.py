@@ -29,14 +29,18 @@ def is_red(sheet, top, left):
     return (caption[:, :, 0] - caption[:, :, 1] > 100).any()
 
 
+def read_test_split(trained):
+    with h5py.File(trained.pack("plain")) as file:
+        return file["test/images"][:], file["test/labels"][:]
+
+
 def test_predict_draws_random_images_of_a_split_the_same_ones_each_time(trained, tmp_path):
     run = trained.run("plain")
     for ranks in (1, 3):
         words = ["--output", tmp_path / f"{ranks}.csv", "--figure", "9", *ONE_THREAD]
         assert command(ranks, "predict", run, *words).code == 0
     assert (tmp_path / "1.png").read_bytes() == (tmp_path / "3.png").read_bytes()
-    with h5py.File(trained.pack("plain")) as file:
-        images, labels = file["test/images"][:], file["test/labels"][:]
+    images, labels = read_test_split(trained)
     sheet = read_sheet(tmp_path / "1.png")
     found = {row: place for row, place in enumerate(tiles(sheet[:, :, 0], images, 3)) if place}
     assert len(found) == 9 and [*found] != [*range(9)]
@@ -44,6 +48,22 @@ def test_predict_draws_random_images_of_a_split_the_same_ones_each_time(trained,
     answers = hp.load(run).predict(images)["label"]
     red = [is_red(sheet, *place) for place in found.values()]
     assert red == [answers[row] != labels[row] for row in found] and 0 < sum(red) < 9
+
+
+def test_evaluate_draws_the_most_confident_mistakes_in_order(trained, tmp_path):
+    run, (images, labels) = trained.run("plain"), read_test_split(trained)
+    predicted = hp.load(run, device="cpu").predict(images)
+    wrong = np.flatnonzero(predicted["label"] != labels)
+    assert len(wrong) > 10, "the network is too good for this test"
+    worst = wrong[np.argsort(-predicted["probability"][wrong], kind="stable")][:10]
+    words = ["evaluate", run, "--mistakes", "10", "--output", tmp_path / "x.json"]
+    assert command(1, *words).code == 0
+    sheet = read_sheet(tmp_path / "x.png")
+    assert sheet.max(axis=2).min() == 0 and sheet[-1, -1].tolist() == [255, 255, 255]
+    places = list(tiles(sheet[:, :, 0], images[worst], 3))
+    assert None not in places and places == sorted(places)
+    assert len({top for top, _ in places}) == 2  # rows of eight
+    assert all(is_red(sheet, *place) for place in places)
 
 
 def test_images_of_jpeg_files_and_floats_are_drawn(tmp_path):
