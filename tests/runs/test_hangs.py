@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.api import Watchdog, fake_clock
 from tests.support.killed import run_each
-from tests.support.launch import Job, mpirun
+from tests.support.launch import Job, as_flags, mpirun
 from tests.support.launches import launch
 from tests.support.records import beat
 from tests.support.short import records, short_run
@@ -33,9 +33,7 @@ def settings(tmp_path):
 
 def words(settings, *more):
     """The same settings as a command line, for a run without end."""
-    given = {**settings, "epochs": 100000}
-    flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
-    return ["-m", "hpctrain", "train", *flags, *more]
+    return ["-m", "hpctrain", "train", *as_flags({**settings, "epochs": 100000}), *more]
 
 
 def start(settings, faults, *more):

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.support.launch import Job, mpirun
+from tests.support.launch import Job, as_flags, mpirun
 from tests.support.launches import check_same, launch, run_of
 from tests.support.ranks import alone
 from tests.support.records import beat, end_line, run_line
@@ -39,11 +39,10 @@ def supervise(settings, tmp_path):
     """A function that starts `hpctrain supervise` of a run on one rank of mpirun."""
     jobs = []
 
-    def begin(*flags, fault="", env=None, **more):
-        words = (f"--{name.replace('_', '-')}={v}" for name, v in {**settings, **more}.items())
-        words = [word.removesuffix("=True") for word in words]
-        command = [sys.executable, "-m", "hpctrain", "supervise", *flags, "--"]
-        command += [mpirun(), "-n", "1", sys.executable, "-m", "hpctrain", *words]
+    def begin(*words, fault="", env=None, **more):
+        program = [sys.executable, "-m", "hpctrain"]
+        command = [*program, "supervise", *words, "--", mpirun(), "-n", "1", *program]
+        command += as_flags({**settings, **more})
         jobs.append(Job(command, {"HPCTRAIN_FAULT": fault, **(env or {})}, tmp_path))
         return jobs[-1]
 

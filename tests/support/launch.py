@@ -41,6 +41,12 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**ALLOWED, **own, "PYTHONPATH": path, **(extra or {})}
 
 
+def as_flags(settings: Mapping[str, object]) -> list[str]:
+    """Settings as flags of the command line: ``deterministic=True`` is --deterministic."""
+    found = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+    return [flag if value is True else f"{flag}={value}" for flag, value in found.items()]
+
+
 def marked(mark: str) -> list[int]:
     """The processes alive (on Linux, from /proc) with `mark`, "NAME=value", in their environment.
 

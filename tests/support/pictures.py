@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from tests.support.api import command_line
+from tests.support.launch import as_flags
 
 
 def picture(number: int, width: int = 13, height: int = 11, channels: int = 3) -> np.ndarray:
@@ -64,11 +65,7 @@ def zipped(path: Path, root: Path, prefix: str = "") -> Path:
 
 def command_words(source: object, output: object, **settings) -> list[str]:
     """The command line that packs `source`: ``skip_bad=True`` is ``--skip-bad``."""
-    words = ["pack", str(source), "--output", str(output)]
-    for name, value in {"jobs": 1, **settings}.items():
-        flag = f"--{name.replace('_', '-')}"
-        words += [flag] if value is True else [flag, str(value)]
-    return words
+    return ["pack", str(source), "--output", str(output), *as_flags({"jobs": 1, **settings})]
 
 
 def make_pack(source: object, output: Path, **settings) -> Path:

@@ -20,6 +20,7 @@ from PIL import Image
 
 import hpctrain as hp
 from tests.support.api import command_line, read_records
+from tests.support.launch import as_flags
 from tests.support.packs import make_pack
 from tests.support.pictures import class_folders
 
@@ -78,8 +79,7 @@ def test_train_trains_as_the_command_line_does(comm, data, capsys):
     assert state_of_process() == before
     assert (found.status, found.exit_code, found.step, found.epoch) == ("done", 0, 6, 2)
     assert comm.allgather(found) == [found] * comm.size
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in data.items()]
-    assert command_line(["train", *words, "--run=b", "--shards=4", "--deterministic"]) == 0
+    assert command_line(["train", *as_flags({**data, **more, "run": "b"})]) == 0
     if comm.rank == 0:
         runs = Path(data["runs_dir"])
         ends = [list(read_records(runs / name))[-1] for name in "ab"]
