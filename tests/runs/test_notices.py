@@ -63,16 +63,6 @@ def test_a_handler_of_a_program_that_embeds_python_is_no_error(settings):
     assert ranks.on_ranks(1, embedded, settings=settings) == ["preempted"]
 
 
-def test_handlers_are_restored_and_notices_forgotten_after_a_run(settings):
-    def both(comm, settings):
-        before = signal.getsignal(signal.SIGUSR1)
-        first = hp.train(hp.Config(**settings), on_evaluation=lambda _: os.kill(os.getpid(), 10))
-        assert signal.getsignal(signal.SIGUSR1) == before
-        return first.status, hp.train(hp.Config(**settings)).status
-
-    assert ranks.on_ranks(1, both, settings=settings) == [("preempted", "done")]
-
-
 ENDS = {  # what Slurm tells of the end of the job, in seconds from now, --time-limit -> leaves?
     "no limit": ({}, None, False),
     "long limit": ({}, "10m", False),
@@ -117,18 +107,6 @@ def test_an_end_that_slurm_does_not_tell_is_a_note_in_the_record(settings):
 
     assert launch(settings, 1, first=container, time_limit="10m").code == 0
     assert any("end of this job is unknown (squeue: No such file" in t for t in notes(settings))
-
-
-def test_ctrl_c_ends_a_run_after_its_next_step(settings):
-
-    def press(comm, settings):
-        result = hp.train(
-            hp.Config(**settings), on_evaluation=lambda _: signal.raise_signal(signal.SIGINT)
-        )
-        return result.status, result.step
-
-    settings |= {"validate_every": "3steps"}
-    assert ranks.on_ranks(1, press, settings=settings) == [("stopped", 4)]
 
 
 def test_the_first_ctrl_c_after_a_stop_file_is_not_the_second(tmp_path):

@@ -36,8 +36,8 @@ ELSEWHERE = """
     augment balanced_sampling cache_dir checkpoint_every comm_dtype compile cuda_graphs data
     deterministic ema final freeze hang_timeout images keep_checkpoints labels layout loss
     lr_factors max_value metric min_lr no_decay overlap patience progress
-    random_crop read_buffer reduce resume run runs_dir shuffle split stage task test time_limit
-    verify worker_load
+    random_crop read_buffer reduce resume run runs_dir shuffle split stage task tensorboard test
+    time_limit validate_every verify worker_load
 """
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, standard deviation
 
@@ -411,27 +411,6 @@ def noise(seen, comm):
 def device(seen, comm):
     run = seen(device="cpu")
     assert run.plan["device"] == run.images.device.type == "cpu"
-
-
-@of("validate_every")
-def validations(seen, comm):
-    for every, epochs in {
-        "0": [3],
-        "1epoch": [1, 2, 3],
-        "2epochs": [2, 3],
-        "8steps": [2, 3],
-    }.items():
-        run = seen(epochs=3, validate_every=every, test=True)
-        found = [(r["split"], r["epoch"]) for r in run.records if r["kind"] == "evaluation"]
-        assert [epoch for split, epoch in found if split == "validation"] == epochs
-        assert found[-1] == ("test", 3)
-
-
-@of("tensorboard")
-def tensorboard(seen, comm):
-    pytest.importorskip("tensorboard")
-    for wanted in (False, True):
-        assert bool([*seen(tensorboard=wanted).folder.rglob("*tfevents*")]) == wanted
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,7 @@ from hypothesis import strategies as st
 import hpctrain as hp
 from tests.support.api import FIELDS, Recorder, read_records, truncate_record
 from tests.support.launch import Job, run
-from tests.support.ranks import command
 from tests.support.records import FILE, line, read_strictly, recording, step_line, tell
-from tests.support.runs import RUNS, SAME
 from tests.support.wait import wait_for
 
 VALUES = {
@@ -338,18 +336,3 @@ def test_what_came_after_a_checkpoint_is_taken_out_and_the_rest_stays_byte_for_b
     truncate_record(tmp_path, step=2, epoch=1, validated=1)  # the validation was interrupted
     assert path.read_bytes() == b"".join(each for each in kept if b"validation" not in each)
     truncate_record(tmp_path / "nowhere", step=2, epoch=1, validated=2)
-
-
-def test_steps_that_a_record_has_lost_are_named_when_the_run_goes_on(trained, trained_copy):
-    path = trained_copy.run("plain") / FILE
-    lines = path.read_bytes().splitlines(keepends=True)
-    records = [json.loads(each) for each in lines]
-    lost = [record["kind"] == "step" and record["step"] in (5, 6, 8) for record in records]
-    kept = [each for each, is_lost in zip(lines, lost, strict=True) if not is_lost]
-    assert len(kept) == len(lines) - 3
-    path.write_bytes(b"".join(kept))
-    words = ["--data", trained.pack("plain"), "--runs-dir", trained_copy.runs, "--run", "plain"]
-    done = command(2, "train", *words, *SAME, *RUNS["plain"][1], "--epochs", "3")
-    assert done.code == 0, done.err
-    notes = [record["text"] for record in read_strictly(path.parent) if record["kind"] == "note"]
-    assert any("5 to 6, 8" in text for text in notes)
