@@ -1,4 +1,7 @@
-"""How images are divided: manifests, groups, folds and stratified shares."""
+"""How images are divided: manifests, groups, folds and stratified shares.
+
+Mistakes in manifests are in tests/contract/test_refused_files.py.
+"""
 
 from fractions import Fraction
 
@@ -135,31 +138,6 @@ def test_a_fold_of_a_given_train_is_validation(tmp_path):
     assert counts(path) == {"train": [16, 16], "validation": [4, 4], "test": [3, 4]}
     class_folders(root / "val", {"a": 3, "b": 4}, width=15)
     assert command_line(command_words(root, tmp_path / "b.h5", size="13x11", fold="2/5")) == 2
-
-
-MISTAKES = {  # a manifest, and what is named of it
-    "path,class\na,b\n": "label",
-    "": "path",
-    "path,label\n": "no images",
-    "path,label\na,\n": "row 2",
-    "path,label\na,b\n,b\n": "row 3",
-    "path,label\na,b\nc,b\na,d\n": "rows 2 and 4",
-    "path,label\na,b\nc,b\n./a,d\n": "rows 2 and 4",
-    "path,label,label\na,b,c\n": "label",
-    "path,label\na,b\nc,d,e\n": "row 3",
-    "path,label,split\na,b,train\nc,b,holdout\n": "holdout",
-    "path,label,split\na,b,train\nc,b\n": "row 3",
-    "path,label,split,group\na,b,train,1\nc,b,test,1\n": "group '1'",
-}
-
-
-@pytest.mark.parametrize("text", MISTAKES)
-def test_mistakes_in_a_manifest_name_the_row(tmp_path, capfd, text):
-    (tmp_path / "labels.csv").write_text(text)
-    assert command_line(command_words(tmp_path / "labels.csv", tmp_path / "a.h5")) == 2
-    said = capfd.readouterr().err
-    assert MISTAKES[text] in said and said.count("\n") == 1
-    assert str(tmp_path / "labels.csv") in said and not (tmp_path / "a.h5").exists()
 
 
 def test_images_that_a_manifest_names_and_the_source_lacks(images, tmp_path, capfd):
