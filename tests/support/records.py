@@ -6,6 +6,7 @@ the others give bytes, `make_run` a run's folder. `tell` gives a Recorder what a
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 import time
@@ -112,6 +113,12 @@ def beat(run: Path, **fields: Any) -> Path:
     file = run / f"ranks/{fields.get('rank', 0)}.json"
     file.write_text(json.dumps(own | fields))
     return file
+
+
+def statuses(sweep: Path) -> dict[str, str]:
+    """The status of each network of a sweep by its number, as results.csv tells."""
+    with open(sweep / "results.csv", newline="") as file:
+        return {row["name"][:2]: row["status"] for row in csv.DictReader(file)}
 
 
 def read_strictly(folder: Path, kind: str = "") -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ takes this for an allocation of Slurm.
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import signal
@@ -19,7 +18,15 @@ import pytest
 from tests.support.launch import ROOT, Job
 from tests.support.packs import make_pack
 from tests.support.ranks import alone
-from tests.support.records import beat, end_line, epoch_line, evaluation_line, make_run, run_line
+from tests.support.records import (
+    beat,
+    end_line,
+    epoch_line,
+    evaluation_line,
+    make_run,
+    run_line,
+    statuses,
+)
 from tests.support.scripts import write_scripts
 from tests.support.wait import wait_for, when
 
@@ -52,9 +59,7 @@ class Sweep:
         return alone(*self.words(text, slots), *words, env=self.env)
 
     def statuses(self):
-        """Status by number, as results.csv tells."""
-        with open(self.folder / "results.csv", newline="") as file:
-            return {row["name"][:2]: row["status"] for row in csv.DictReader(file)}
+        return statuses(self.folder)
 
     def events(self, kind):
         """Numbers of the networks that began, got a notice, or ended, in order."""

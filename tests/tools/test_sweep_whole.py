@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ import pytest
 from tests.support.launch import Job, run
 from tests.support.packs import make_pack
 from tests.support.ranks import alone, command
-from tests.support.records import FILE, read_strictly
+from tests.support.records import FILE, read_strictly, statuses
 from tests.support.wait import wait_for
 
 pytestmark = pytest.mark.timeout(300)  # of the first test, which waits for two launches
@@ -51,12 +50,6 @@ def ranks_of(job, name):
             if "python" in words[0] and any(name in word for word in words):
                 found.append(pid)
     return found
-
-
-def statuses(folder):
-    """Status by number, as results.csv tells."""
-    with open(folder / "results.csv", newline="") as file:
-        return {row["name"][:2]: row["status"] for row in csv.DictReader(file)}
 
 
 @pytest.fixture(scope="module")
