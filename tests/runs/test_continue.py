@@ -257,7 +257,7 @@ def test_a_model_with_another_fixed_state_is_refused(settings, change, named):
     assert refused.code == 2 and named in refused.error
 
 
-# What may differ from the first launch
+# What may differ from the first launch; tests/contract/test_refused_files.py has what may not
 
 
 @pytest.fixture(scope="module")
@@ -269,31 +269,9 @@ def begun(pack):
     return settings
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"shards": 7}, ["--shards 8", "--shards 7"]),
-        ({"lr": 0.5}, ["without --lr", "--lr 0.5"]),
-        ({"model": "resnet18"}, ["--model digits", "--model resnet18"]),
-        ({"epochs": 1}, ["2 epochs", "--epochs 1"]),
-        ({"resume": "never"}, ["exists", "--run"]),
-        ({"resume": "must", "run": "b"}, ["--resume must", "no run"]),
-        ({"run": ""}, ["--run"]),
-        ({"run": ".."}, ["--run"]),
-        ({"run": "n" * 300}, ["--run"]),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
-def test_a_command_for_another_run_is_refused(begun, change, named):
-    refused = launch(begun, **change)
-    assert refused.code == 2
-    assert all(text in refused.error for text in named), refused.error
-
-
-def test_another_pack_is_refused(begun, tmp_path):
-    other = short_run(tmp_path, shape=(14, 14, 1))
-    refused = launch(begun, data=other["data"])
-    assert refused.code == 2 and "was begun with pack" in refused.error
+def test_a_name_that_no_folder_can_have_is_refused(begun):
+    refused = launch(begun, run="n" * 300)
+    assert refused.code == 2 and "--run" in refused.error
 
 
 def copy_of(settings, folder):

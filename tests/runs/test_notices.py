@@ -91,12 +91,6 @@ def test_a_run_leaves_before_the_earlier_of_limit_and_end_of_the_job(settings, c
         assert "the time is up" in records(settings, "end")[-1]["reason"]
 
 
-@pytest.mark.parametrize("limit", ["", "0", "-5", "soon", "1:2:3", "5d", "nan"])
-def test_durations_that_are_none(settings, limit):
-    refused = launch(settings, 1, time_limit=limit)
-    assert refused.code == 2 and "--time-limit" in refused.error and "30m" in refused.error
-
-
 def test_an_end_that_slurm_does_not_tell_is_a_note_in_the_record(settings):
     """There is no squeue in a container, say."""
 
