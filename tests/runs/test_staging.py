@@ -94,7 +94,7 @@ def test_a_staged_run_computes_the_same_bits(settings, tmp_path, shuffle):
 @pytest.mark.parametrize("case", CASES)
 def test_hosts_that_copy_a_part_each_compute_the_same_bits(tmp_path, case):
     """Every rank is a host; also where the run is resumed on fewer, which need other parts."""
-    settings = short_run(tmp_path) | SAME_RUN | {"read_buffer": "1K", "shards": 4} | CASES[case]
+    settings = short_run(tmp_path) | SAME_RUN | {"read_buffer": "1K"} | CASES[case]
     os.unlink(settings["data"])
     pack = write_pack(tmp_path, case)
     assert launch(settings, 2).code == 0
