@@ -1,4 +1,4 @@
-"""Networks that hpctrain must refuse, or take only when told to."""
+"""Networks of users: ordinary ones, odd ones, and ones that hpctrain must refuse."""
 
 from __future__ import annotations
 
