@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 import hpctrain as hp
 from tests.support import ranks
-from tests.support.launch import Job, mpirun
+from tests.support.launch import Job, as_flags, mpirun
 from tests.support.packs import make_pack
 from tests.support.records import read_strictly
 from tests.support.spoil import SPOILT, spoil
@@ -38,9 +38,8 @@ def settings(folder, name):
 
 def words(folder, name, **more):
     """The same as a command line."""
-    given = {k: v for k, v in {**settings(folder, name), **more}.items() if v is not None}
-    flags = {f"--{key.replace('_', '-')}": value for key, value in given.items()}
-    return ["train", *(str(x) for k, v in flags.items() for x in ((k,) if v is True else (k, v)))]
+    given = settings(folder, name) | more
+    return ["train", *as_flags({k: v for k, v in given.items() if v is not None})]
 
 
 @pytest.fixture(scope="module")
