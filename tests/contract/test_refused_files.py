@@ -85,6 +85,7 @@ MANIFESTS = {
     "": "path label",
     "path,label\n": "",
     "path,label\na,b\n,b\n": "3 path",
+    "path,label\na,b\nc,\n": "3 label",
     "path,label\na,b\nc,b\n./a,d\n": "2 4 a",
     "path,label,label\na,b,c\n": "label",
     "path,label\na,b\nc,d,e\n": "3",

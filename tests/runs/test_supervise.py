@@ -324,7 +324,7 @@ lock, parent = open("lock", "w"), os.getppid()
 fcntl.lockf(lock, fcntl.LOCK_EX)
 open("held", "w").close()
 while os.getppid() == parent: time.sleep(0.01)
-time.sleep(1)
+time.sleep(3)
 open("released", "w").close()
 """
 
