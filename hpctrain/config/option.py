@@ -191,11 +191,11 @@ def split_shares(text: str, flag: str = "--split") -> tuple[Fraction, Fraction, 
 
 def fold_number(text: str, flag: str = "--fold") -> tuple[int, int]:
     """Parse "2/5" to the number of a fold, from 1, and the number of folds. Raises UsageError."""
-    given = [part if len(part) <= MOST_DIGITS else "" for part in text.split("/")]
-    numbers = [int(part) if part.isdecimal() else 0 for part in given]
-    if len(numbers) != 2 or numbers[1] < 2 or not 1 <= numbers[0] <= numbers[1]:
+    found = re.fullmatch(rf"([0-9]{{1,{MOST_DIGITS}}})/([0-9]{{1,{MOST_DIGITS}}})", text)
+    fold, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if count < 2 or not 1 <= fold <= count:
         raise UsageError(f"{flag} {text}: give K/N, fold K = 1 ... N of N >= 2 folds, as in 1/5")
-    return numbers[0], numbers[1]
+    return fold, count
 
 
 def to_toml(config: Any) -> str:
