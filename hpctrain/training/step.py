@@ -176,7 +176,7 @@ def rank_digest(trainer: Trainer) -> torch.Tensor:
 def tensor_digests(trainer: Trainer) -> dict[str, int]:
     """Return the digest of each tensor, weights by parameter (synchronizes with the device)."""
     model, tensors = trainer.model, trainer.tensors()
-    trainer.norms.restore()  # to the buffers
+    trainer.norms.restore()  # the buffers may hold the statistics of an earlier step
     tensors = {name: tensor for name, tensor in tensors.items() if name not in NETWORK}
     named = (*model.named_parameters(), *model.named_buffers())
     tensors |= {f"model.{name}": tensor for name, tensor in named}
