@@ -40,7 +40,7 @@ def comm(request: pytest.FixtureRequest) -> Any:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark := metafunc.definition.get_closest_marker("ranks"):
         sizes = mark.args or (1, 3, pytest.param(4, marks=pytest.mark.slow))
-        metafunc.parametrize("comm", sizes, indirect=True, ids="{} ranks".format)
+        metafunc.parametrize("comm", sizes, indirect=True, ids="ranks={}".format)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
