@@ -28,8 +28,8 @@ POINTS = ["mpi.starting", "mpi.started", "lock.taken", "step.done", "evaluation.
 POINTS += ["checkpoint.begun", *ON_DISK, "mpi.ending"]
 STAGING = ["stage.written", "stage.renamed"]
 PACKING = ["pack.written", "pack.synced", "pack.renamed", "pack.durable"]
-TIMES = {"step": 3, "evaluation": 3, "record": 3, "checkpoint": 3, "manifest": 3}  # else 1
-TIMES |= {"best": 2, "model": 2}
+TIMES = dict.fromkeys(["step", "evaluation", "record", "checkpoint", "manifest"], 3)  # else 1
+TIMES |= dict.fromkeys(["best", "model"], 2)
 
 
 def times(point):
