@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hpctrain as hp
-from tests.support.api import Part, ranks_as_hosts, small_blocks
+from tests.support.api import Part, launcher, ranks_as_hosts, small_blocks
 from tests.support.launch import ROOT
 from tests.support.launches import check_same, launch, run_of
 from tests.support.packs import make_pack
@@ -142,7 +142,7 @@ def test_offsets_that_one_rank_cannot_read_are_an_error_on_all_ranks(settings, t
         raise hp.RunError("reading at byte 12 failed")
 
     def on_the_last(patch):
-        if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+        if launcher.launched_rank() == 2:
             patch.setattr(hp.Split, "byte_range", fail)
 
     failed = launch(settings, first=on_the_last, stage=str(tmp_path / "local"))
