@@ -1,7 +1,4 @@
-"""Which images and classes a source has: folders, .tar, .tgz and .zip.
-
-That plain archives give the rows of their folder is in tests/contract/test_pack.py.
-"""
+"""Which images and classes a source has: folders, .tar, .tgz and .zip."""
 
 import gzip
 import io
@@ -157,6 +154,7 @@ def test_links_of_a_folder_are_followed_but_loops_are_not(tmp_path):
 
 
 ARCHIVES = {
+    "x.tar": lambda path, root: tar(path, root, mode="w"),
     "x.tgz": lambda path, root: tar(path, root),
     "x.tar.gz": lambda path, root: tar(path, root, "top"),
     "x": lambda path, root: zipped(path, root, "top/"),

@@ -17,14 +17,16 @@ def random_arrays(rows=1009, shape=(31, 29, 3), classes=3):
 
 @pytest.mark.parametrize("storage", [{}, {"chunks": (100, 31, 29, 3), "compression": "gzip"}])
 def test_data_sets_of_h5py_give_the_bytes_of_their_arrays(tmp_path, storage):
-    images, labels = random_arrays()
+    (images, labels), made = random_arrays(), {"made": "here"}
     with h5py.File(tmp_path / "theirs.h5", "w") as file:
         file.create_dataset("x", data=images, **storage)
         file["y"] = labels
-        hp.write_pack(tmp_path / "a.h5", {"train": (file["x"], file["y"])}, ["x", "y", "æ€"])
-    hp.write_pack(tmp_path / "b.h5", {"train": (images, labels.tolist())}, ("x", "y", "æ€"))
+        splits = {"train": (file["x"], file["y"])}
+        hp.write_pack(tmp_path / "a.h5", splits, ["x", "y", "æ€"], made)
+    hp.write_pack(tmp_path / "b.h5", {"train": (images, labels.tolist())}, ("x", "y", "æ€"), made)
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
     assert hp.read_pack(tmp_path / "a.h5").classes == ("x", "y", "æ€")
+    assert facts(tmp_path / "a.h5")["provenance"]["made"] == "here"
     found = arrays(tmp_path / "a.h5")
     assert np.array_equal(found[0], images) and np.array_equal(found[1], labels)
 
