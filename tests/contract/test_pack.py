@@ -230,6 +230,7 @@ DAMAGE = {
     "pixels: classes": lambda p: change(p, "classes", lambda names: names[::-1]),
     "pixels: mean": lambda p: change(p, "mean", lambda mean: mean / 2),
     "pixels: provenance": lambda p: change(p, "provenance", lambda _: np.bytes_('{"a": 1}')),
+    "pixels: a later version": lambda p: change(p, "version", lambda version: version + 98),
     "pixels: signature": lambda p: p.write_bytes(b"\0" + p.read_bytes()[1:]),
     "pixels: the last byte is gone": lambda p: os.truncate(p, p.stat().st_size - 1),
     "pixels: a page is left": lambda p: os.truncate(p, 4096),

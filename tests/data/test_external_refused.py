@@ -1,6 +1,6 @@
 """HDF5 files of other programs that cannot be used: one line each, which names the file.
 
-More of them are in tests/contract/test_refused_files.py.
+More of them are in tests/contract/test_refused.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How images are divided: manifests, groups, folds and stratified shares.
 
-Mistakes in manifests are in tests/contract/test_refused_files.py.
+Mistakes in manifests are in tests/contract/test_refused.py.
 """
 
 from fractions import Fraction

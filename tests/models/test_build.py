@@ -140,11 +140,6 @@ def test_a_network_that_returns_no_tensor_is_refused(module: Write) -> None:
     assert "must return a tensor, not tuple, in evaluation mode" in message(f"{name}:net")
 
 
-def test_small_stem_is_for_resnets() -> None:
-    with pytest.raises(hp.UsageError, match="--small-stem is for resnet18, resnet34, resnet50"):
-        hp.build("digits", (28, 28, 1), 10, small_stem=True)
-
-
 class Restless(nn.Module):
     """Draws random numbers in every forward."""
 

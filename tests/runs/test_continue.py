@@ -257,7 +257,7 @@ def test_a_model_with_another_fixed_state_is_refused(settings, change, named):
     assert refused.code == 2 and named in refused.error
 
 
-# What may differ from the first launch; tests/contract/test_refused_files.py has what may not
+# What may differ from the first launch; tests/contract/test_refused.py has what may not
 
 
 @pytest.fixture(scope="module")
