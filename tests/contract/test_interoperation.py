@@ -1,7 +1,7 @@
-"""What a trained run is good for afterwards: every other command, and the Python API, on the same.
+"""What a trained run is good for afterwards: other commands, and the Python API, on the same.
 
-All read the runs of tests/support/runs.py. The figures of one way must be those of another. Two
-of them are compared in tests/tools/test_compare.py.
+All read the runs of tests/support/runs.py. The figures of one way must be those of another. More of
+each is in tests/tools.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import csv
 import json
 import math
 import shutil
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from PIL import Image
 
 import hpctrain as hp
 from tests.support.ranks import command
@@ -102,25 +100,6 @@ def test_an_evaluation_sums_over_all_samples_however_many_blocks(trained, tmp_pa
     assert found["accuracy"] == confusion.trace() / len(losses)
 
 
-def test_predict_reads_image_files_and_writes_restored_ones(trained, tmp_path):
-    images, _ = split_of(trained.pack("plain"))
-    (tmp_path / "files").mkdir()
-    for number in range(5):
-        Image.fromarray(images[number, :, :, 0]).save(tmp_path / f"files/{number}.png")
-    of_split, of_files = tmp_path / "split.csv", tmp_path / "files.csv"
-    assert command(1, "predict", trained.run("plain"), "--output", of_split).code == 0
-    words = ["predict", trained.run("plain"), tmp_path / "files", "--output", of_files]
-    assert command(2, *words).code == 0
-    for number, row in enumerate(read_csv(of_files)):
-        assert Path(row["file"]).name == f"{number}.png"
-        assert row["prediction"] == read_csv(of_split)[number]["prediction"]
-    words = ["predict", trained.run("restored"), tmp_path / "files", "--output", tmp_path / "new"]
-    assert command(2, *words).code == 0
-    for number in range(5):
-        with Image.open(tmp_path / f"new/{number}.png") as image:
-            assert (image.size, image.mode) == ((28, 28), "L")
-
-
 def run_onnx(path, images):
     session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
     return session.run(None, {"images": images})[0]
@@ -149,19 +128,6 @@ def test_an_exported_network_answers_as_torch_does(trained, tmp_path, suffix, ru
     assert np.allclose(run(bytes_in, images), scores, rtol=1e-5, atol=1e-5)
 
 
-def test_plot_draws_runs_and_the_confusion_matrix(trained, tmp_path):
-    pytest.importorskip("matplotlib")
-    words = [trained.run("plain"), trained.run("restored"), "--output", tmp_path / "a.png"]
-    assert command(1, "plot", *words).code == 0
-    output = tmp_path / "b.png"
-    assert command(1, "plot", trained.run("tuned"), "--confusion", "--output", output).code == 0
-    pictures = {"a.png", "b.png", "b-confusion.png"}
-    assert {path.name for path in tmp_path.iterdir()} == pictures
-    for name in pictures:
-        with Image.open(tmp_path / name) as image:
-            assert len(image.convert("RGB").getcolors(1 << 24)) > 10
-
-
 def test_watch_prints_a_line_for_each_run(trained):
     ended = command(1, "watch", "--runs-dir", trained.runs, "--once")
     assert (ended.code, ended.err) == (0, "")
@@ -170,15 +136,6 @@ def test_watch_prints_a_line_for_each_run(trained):
     for name, line in lines.items():
         assert line.split()[1] == "done"
         assert f"{figures_of(trained.run(name))['loss']:.4f}" in line
-
-
-def test_evaluate_of_the_python_api_returns_what_the_command_writes(trained):
-    figures = figures_of(trained.run("tuned"))
-    found = hp.evaluate(trained.run("tuned"), threads=1)
-    for name in ("rows", "loss", "accuracy"):
-        assert getattr(found, name) == figures[name]
-    assert found.confusion.tolist() == figures["confusion"]
-    assert list(found.classes) == figures["classes"]
 
 
 def test_weights_work_outside_of_their_folder_and_without_the_pack(trained, tmp_path):

@@ -37,20 +37,6 @@ def scores_of(run, images):
 
 
 @pytest.mark.ranks(1, 3)
-def test_the_figures_are_those_of_one_process(comm, trained):
-    found = hp.evaluate(trained.run("plain"), threads=1, batch_size=7)
-    images, labels = split_of(trained.pack("plain"))
-    scores = scores_of(trained.run("plain"), images)
-    expected = np.zeros((10, 10), np.int64)
-    np.add.at(expected, (labels.numpy(), scores.argmax(1).numpy()), 1)
-    assert np.array_equal(found.confusion, expected) and found.rows == TEST
-    assert found.accuracy == (scores.argmax(1) == labels).double().mean().item()
-    assert found.loss == pytest.approx(
-        torch.nn.functional.cross_entropy(scores, labels).item(), 1e-5
-    )
-
-
-@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("kept", [1, 5, 1000])
 def test_the_most_confident_mistakes(comm, trained, tmp_path, kept):
     run, images_and_labels = trained.run("plain"), split_of(trained.pack("plain"))
