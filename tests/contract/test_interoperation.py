@@ -11,11 +11,11 @@ import json
 import math
 import shutil
 
-import h5py
 import numpy as np
 import pytest
 
 import hpctrain as hp
+from tests.support.pictures import arrays
 from tests.support.ranks import command
 from tests.support.records import read_strictly
 from tests.support.runs import ROWS, RUNS
@@ -32,12 +32,6 @@ def read_csv(path):
 def figures_of(run):
     """What the run's own test found."""
     return json.loads((run / "evaluation-test.json").read_text())
-
-
-def split_of(pack, split="test"):
-    """Images (N, H, W, C) and labels of a pack."""
-    with h5py.File(pack) as file:
-        return file[f"{split}/images"][:], file[f"{split}/labels"][:]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -67,7 +61,7 @@ def test_predict_answers_every_image_once_in_order(trained, name, tmp_path):
         found.append(output.read_bytes())
     assert found[0] == found[1]
     rows, figures = read_csv(output), figures_of(trained.run(name))
-    _, labels = split_of(trained.pack(name))
+    _, labels = arrays(trained.pack(name), "test")
     assert [int(row["row"]) for row in rows] == [*range(ROWS["test"])]
     assert [row["class"] for row in rows] == [f"class{label}" for label in labels]
     chances = np.array([[float(row[each]) for each in figures["classes"]] for row in rows])
@@ -117,7 +111,7 @@ def test_an_exported_network_answers_as_torch_does(trained, tmp_path, suffix, ru
         pytest.importorskip("onnxscript")
         pytest.importorskip("onnxruntime")
     network = hp.load(trained.run("tuned"))
-    images, _ = split_of(trained.pack("tuned"))
+    images, _ = arrays(trained.pack("tuned"), "test")
     inputs = network.preprocess(images)
     scores = network.model(inputs).detach().numpy()
     plain, bytes_in = tmp_path / f"plain{suffix}", tmp_path / f"bytes{suffix}"
@@ -141,20 +135,7 @@ def test_watch_prints_a_line_for_each_run(trained):
 def test_weights_work_outside_of_their_folder_and_without_the_pack(trained, tmp_path):
     lonely = tmp_path / "a.safetensors"
     shutil.copy(trained.run("plain") / "model.safetensors", lonely)
-    images, _ = split_of(trained.pack("plain"))
+    images, _ = arrays(trained.pack("plain"), "test")
     found, expected = (hp.load(path).predict(images) for path in (lonely, trained.run("plain")))
     assert np.array_equal(found.probabilities, expected.probabilities)
     assert hp.load(lonely).config is None
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_history_holds_the_record_as_tables(trained, name):
-    tables = hp.history(trained.run(name))
-    for kind, table in zip(("step", "epoch", "evaluation"), tables, strict=True):
-        records = read_strictly(trained.run(name), kind)
-        assert table["loss"].tolist() == [record["loss"] for record in records]
-        assert {len(column) for column in table.values()} == {len(records)}
-    steps = read_strictly(trained.run(name), "step")
-    computing = [record["seconds"]["compute"] for record in steps]
-    assert tables.steps["seconds_compute"].tolist() == computing
-    assert np.isnan(tables.evaluations["accuracy"]).all() == (name == "restored")

@@ -289,9 +289,12 @@ def test_classes_of_any_names_have_columns_of_their_own():
 
 def test_the_record_as_columns(trained):
     steps, epochs, evaluations = hp.history("plain", trained.runs)
-    first = next(r for r in read_records(trained.run("plain")) if r["kind"] == "step")
+    records = [r for r in read_records(trained.run("plain")) if r["kind"] == "step"]
     assert steps["time"].dtype == np.dtype("datetime64[ms]")
-    assert f"{steps['time'][0]}Z" == first["time"]
+    assert f"{steps['time'][0]}Z" == records[0]["time"]
+    assert steps["loss"].tolist() == [record["loss"] for record in records]
+    computing = [record["seconds"]["compute"] for record in records]
+    assert steps["seconds_compute"].tolist() == computing
     assert steps["step"].tolist() == [*range(1, 15)] and steps["step"].dtype.kind == "i"
     assert evaluations["split"].tolist() == ["validation", "validation", "test"]
     assert epochs["epoch"].tolist() == [1, 2]
