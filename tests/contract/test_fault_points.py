@@ -6,7 +6,6 @@ and a stall happen on the ranks of the long-lived job.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors.numpy import load_file
 
 from tests.support import ranks
 from tests.support.killed import run_each
+from tests.support.launch import as_flags
+from tests.support.launches import check_same
 from tests.support.packs import make_pack
+from tests.support.pictures import class_folders
 
 STATES = ("written", "synced", "renamed", "durable")  # of a file that is written whole
 FILES = ("config", "plan", "checkpoint", "manifest", "best", "model", "evaluation-test")
@@ -57,6 +58,20 @@ def folder(tmp_path_factory):
     return folder
 
 
+def settings(folder, name):
+    """A run of 6 steps, with a checkpoint after every second one."""
+    return {
+        **{"data": folder / "pack.h5", "run": name, "runs_dir": folder / "runs"},
+        **{"model": "digits", "epochs": 2, "batch_size": 16, "shards": 4, "deterministic": True},
+        **{"checkpoint_every": "2steps", "final": "best", "progress": "none"},
+    }
+
+
+def training(folder, name, *flags):
+    """The words that train it."""
+    return ["train", *as_flags(settings(folder, name)), *map(str, flags)]
+
+
 @pytest.fixture
 def run(folder):
     """The folder of the run that a test breaks."""
@@ -64,41 +79,25 @@ def run(folder):
     shutil.rmtree(folder / "runs/broken", ignore_errors=True)
 
 
-def training(folder, name, *flags):
-    """The words that train a run of 6 steps, with a checkpoint after every second one."""
-    words = ["train", "--data", folder / "pack.h5", "--run", name, "--runs-dir", folder / "runs"]
-    words += ["--model", "digits", "--epochs", "2", "--batch-size", "16", "--shards", "4"]
-    words += ["--deterministic", "--checkpoint-every", "2steps", "--final", "best"]
-    return [str(word) for word in [*words, "--progress", "none", *flags]]
-
-
 def files(run):
     """What lies in the folder of a run; the tensors of a step that is saved again end in -2."""
     return {re.sub(r"(\d{8})-2", r"\1", str(path.relative_to(run))) for path in run.rglob("*")}
 
 
-def differences(run):
-    """How a run differs from the whole one beside it."""
-    whole = run.with_name("whole")
-    found, expected = (
-        [json.loads(line) for line in (each / "progress.jsonl").read_text().splitlines()]
-        for each in (run, whole)
-    )
-    yield from (f"{name} is left or missing" for name in sorted(files(run) ^ files(whole)))
-    if [r["step"] for r in found if r["kind"] == "step"] != [1, 2, 3, 4, 5, 6]:
-        yield "the record lacks steps, or has some twice"
-    if (found[-1]["status"], found[-1]["digest"]) != ("done", expected[-1]["digest"]):
-        yield f"it ended as {found[-1]}"
-    for name in ("model.safetensors", "best.safetensors"):
-        one, other = load_file(run / name), load_file(whole / name)
-        if any(not np.array_equal(one[key], other[key]) for key in one.keys() | other.keys()):
-            yield f"{name} holds other weights"
+def check_whole(folder, name):
+    """Check that a run does not differ from the whole one."""
+    check_same(settings(folder, name), settings(folder, "whole"))
+    run, whole = folder / "runs" / name, folder / "runs/whole"
+    assert files(run) == files(whole)
+    best, expected = (load_file(each / "best.safetensors") for each in (run, whole))
+    assert all(np.array_equal(best[key], expected[key]) for key in expected)
 
 
-def finish(run, size, *flags):
-    """Give the same command again, on `size` ranks; return what is wrong after that."""
-    again = ranks.command(size, *training(run.parent.parent, run.name, *flags))
-    return list(differences(run)) if again.code == 0 else [f"{again.code}: {again.err}"]
+def finish(folder, name, size, *flags):
+    """Give the same command again, on `size` ranks: the run then does not differ."""
+    again = ranks.command(size, *training(folder, name, *flags))
+    assert again.code == 0, again.err
+    check_whole(folder, name)
 
 
 def check_kills(folder, stage, faults):
@@ -113,7 +112,7 @@ def check_kills(folder, stage, faults):
     assert dict(zip(struck, codes, strict=True)) == dict.fromkeys(struck, -9)
     for number, name in enumerate(runs):
         size = 1 if flags[name] else number % 3 + 1
-        assert finish(folder / "runs" / name, size, *flags[name]) == [], name
+        finish(folder, name, size, *flags[name])
         shutil.rmtree(folder / "runs" / name)
     assert os.listdir(folder / "runs") == ["whole"], "nothing else is left there"
     staged = [name for name in runs if flags[name]]
@@ -152,7 +151,7 @@ def test_a_full_disk_is_one_line_and_the_run_ends_once_there_is_room(folder, run
     assert broken.code == 1
     assert re.fullmatch(r"hpctrain: .*no (space|room) left.*\n", broken.err, re.IGNORECASE)
     assert not [*run.parent.rglob(".*"), *tmp_path.glob(".*")]
-    assert finish(run, 3, *staged) == []
+    finish(folder, "broken", 3, *staged)
     assert sorted(os.listdir(folder)) == ["pack.h5", "runs"]
     assert {path.suffix for path in tmp_path.iterdir()} <= {".staged"}
 
@@ -161,7 +160,7 @@ def test_a_full_disk_is_one_line_and_the_run_ends_once_there_is_room(folder, run
 def test_a_rank_that_stalls_at_a_point_is_waited_for(folder, run, point):
     fault = f"{point}:stall:{times(point)}"
     assert ranks.command(3, *training(folder, "broken"), fault=fault).code == 0
-    assert list(differences(run)) == []
+    check_whole(folder, "broken")
 
 
 @pytest.mark.ranks(1)
@@ -199,11 +198,8 @@ def test_files_reach_the_disk_before_their_names(comm, folder, run, monkeypatch)
 
 def test_packing_that_is_killed_or_meets_a_full_disk_leaves_nothing(tmp_path):
     """The same command then writes the same bytes."""
-    for number in range(12):
-        path = tmp_path / "images" / f"{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((8, 8), number, np.uint8)).save(path)
-    words = ["pack", str(tmp_path / "images"), "--jobs", "1", "--split", "0.5,0,0.5", "--output"]
+    images = class_folders(tmp_path / "images", {"a": 6, "b": 6})
+    words = ["pack", str(images), "--jobs", "1", "--split", "0.5,0,0.5", "--output"]
     assert ranks.command(1, *words, tmp_path / "whole.h5").code == 0
     whole = (tmp_path / "whole.h5").read_bytes()
     killed = [str(tmp_path / f"{point}.h5") for point in PACKING]
