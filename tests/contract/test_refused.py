@@ -39,14 +39,12 @@ SETTINGS = """
 --seed 9223372036854775808
 --lr fast
 --lr nan
---lr inf
 --ema 0 --final ema | --ema 0
 --ema 1 --final ema | --ema 1
 --max-value 0 --images x --labels y | --max-value 0
 --optimizer sgd | --optimizer sgd sgdm
 --schedule cosin | --schedule cosin cosine
 --validate-every 2
---validate-every 0.5epochs
 --validate-every 0steps
 --validate-every 10m
 --checkpoint-every 5
@@ -59,22 +57,16 @@ SETTINGS = """
 --read-buffer 1E
 --split 0.9,0.2 --images x --labels y | --split 0.9,0.2
 --split a,b --images x --labels y | --split a,b
---split 1/0,1 --images x --labels y | --split 1/0,1
 --split 0,1 --images x --labels y | --split 0,1
---split 1.2,-0.2 --images x --labels y | --split 1.2,-0.2
 --run '' | --run
---run .
 --run ..
 --run a/b
 --worker-load 3,x
 --worker-load 3,0
---worker-load inf,1
 --class-weights 1,x
 --class-weights 1,0
---class-weights nan,1
 --lr-factors fc
 --lr-factors fc=0
---lr-factors fc=nan
 --lr-factors =1
 --freeze a,,b
 --no-decay a,,b --weight-decay 0.1 | --no-decay a,,b
@@ -119,16 +111,11 @@ diff a b | diff compare
 '' | subcommand
 evaluate a --batch-size 0 | --batch-size 0
 evaluate a --threads 0 | --threads 0
-evaluate a --hang-timeout soon | --hang-timeout soon
 evaluate a --mistakes -1 | --mistakes -1
-evaluate a --mistakes 1001 | --mistakes 1001
 evaluate a --output '' | --output
 evaluate a b | b
-predict a --figure -1 | --figure -1
 predict a --figure 1001 | --figure 1001
-predict a --output '' | --output
 export a --batch-size 0 | --batch-size 0
-export a --output '' | --output
 export a --to onnx | --to
 pack photos --size 3 | --size 3
 pack photos --size 0x3 | --size 0x3
@@ -273,7 +260,6 @@ MANIFESTS = {
     "path,label,split\na,b,train\nc,b,holdout\n": "3 holdout",
     "path,label,split\na,b,train\nc,b\n": "3 split",
     "path,label,split,group\na,b,train,1\nc,b,test,1\n": "3 1 train test",
-    "path,label\n" + "x" * 200_000 + ",b\n": "",
 }
 
 TRAINING = """
@@ -285,7 +271,6 @@ TRAINING = """
 --data good.h5 --shards 1 | 2 1 shards
 --data good.h5 --worker-load 3,1,1 | --worker-load 3 2
 --data good.h5 --model resnet17 | --model resnet17 resnet18
---data good.h5 --model vit | --model vit
 --data good.h5 --model absent:net | --model absent:net
 --data good.h5 --model tests.support.nets:absent | --model tests.support.nets absent
 --data good.h5 --model tests/support/nets.py:OneLayer | --model tests.support.nets:OneLayer
@@ -333,7 +318,7 @@ CONTINUED = """
 --epochs 3 --data like_three.h5 | begun pack
 --batch-size 7 | done --batch-size 7
 --seed 1 | done --seed 1
---run half --epochs 1 | half --epochs 1 2
+--run begun --epochs 1 | begun --epochs 1 2
 """
 OWN = {
     "loss": "mean per_class number failing draws_from_torch draws_from_numpy draws_from_python"
@@ -345,7 +330,6 @@ OWN = {
 }
 EXTERNAL = """
 --images z | z
---images a/b/c | a/b/c
 --images '' | arrays.h5
 --images g | g
 --images x/y | x/y
@@ -361,10 +345,7 @@ EXTERNAL = """
 --images half | half 60
 --images elsewhere | elsewhere
 --split 0.999,0.001 | --split test
---normalize pack | --normalize pack
 --stage . | --stage
---random-crop 0.5 | --random-crop
---max-value -1 | --max-value -1
 """
 RESULTS = """
 evaluate | run
@@ -455,12 +436,10 @@ def make_runs(place):
     for name in ("done", "other"):
         ended = ranks.command(2, *train, "--run", name, "--progress", "none", cwd=place)
         assert ended.code == 0, ended.err
-    for name in ("half", "begun"):
-        shutil.copytree(place / "runs/done", place / "runs" / name)
-        (place / f"runs/{name}/model.safetensors").unlink()
-        record = place / f"runs/{name}/progress.jsonl"
-        lines = record.read_text().splitlines(keepends=True)
-        record.write_text("".join(line for line in lines if '"kind": "end"' not in line))
+    begun = shutil.copytree(place / "runs/done", place / "runs/begun")
+    (begun / "model.safetensors").unlink()
+    lines = (begun / "progress.jsonl").read_text().splitlines(keepends=True)
+    (begun / "progress.jsonl").write_text("".join(x for x in lines if '"kind": "end"' not in x))
     ended = ranks.alone("sweep", place / "two.toml", "--prepare", "--run", "swept", *runs)
     assert ended.code == 0, ended.err
 
