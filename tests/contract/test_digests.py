@@ -9,9 +9,7 @@ others, and only the ranks are compared. To write what this machine finds into i
     pytest tests/contract/test_digests.py --update
 
 A changed entry is a change for users and has a line in CHANGELOG.md. Figures are compared to 1e-12,
-because the order of an evaluation's sums is no promise. Cases with warm-up or another schedule than
-constant (SCHEDULED) hold until schedules are computed in another way; cases of external files
-(EXTERNAL) until the order of their blocks changes.
+because the order of an evaluation's sums is no promise.
 """
 
 from __future__ import annotations
@@ -101,8 +99,6 @@ CASES: dict[str, dict[str, Any]] = {
     "denoise": {**DENOISE, "validate_every": "3steps", "final": "best", "patience": 4},
     "denoise, gaussian noise": {**DENOISE, "noise": "gaussian", "optimizer": "sgdm"},
 }
-SCHEDULED = ["cosine, warm-up", "one-cycle, average"]
-EXTERNAL = ["HDF5, chunks", "HDF5, NCHW of float32"]
 EQUAL = {"overlap": "digits", "uneven ranks": "digits"}  # what takes another way to the same bits
 MEASURED = {"kind", "time", "seconds", "images_per_second"}  # of a record
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from datetime import datetime
 from typing import Any
 
@@ -159,16 +158,6 @@ def test_the_record_is_one_json_object_a_line_with_these_fields(trained, name):
     assert splits[-1] == "test" and {*splits[:-1]} == {"validation"}
 
 
-def test_what_a_task_or_a_setting_adds_to_evaluations(trained):
-    more = {"plain": set(), "tuned": {"unweighted_loss", "balanced_accuracy"}}
-    for name, fields in {**more, "restored": {"noisy"}}.items():
-        for record in read_strictly(trained.run(name)):
-            if record["kind"] == "evaluation":
-                extra = record.keys() - REQUIRED["evaluation"].keys() - {"kind", "time"}
-                assert extra == fields
-                assert (record["accuracy"] is None) == (name == "restored")
-
-
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("file", ["model", "best"])
 def test_weights_say_what_they_are_without_hpctrain(trained, name, file):
@@ -207,16 +196,6 @@ def test_plan_evaluation_and_record_tell_of_one_run(trained, name):
     assert records[-1]["test_accuracy"] == figures["accuracy"]
 
 
-def test_config_toml_trains_the_same_run_again(trained, tmp_path):
-    config = trained.run("tuned") / "config.toml"
-    settings = tomllib.loads(config.read_text())
-    assert (settings["freeze"], settings["shards"], settings["run"]) == ("conv1,bn1", 4, "tuned")
-    words = ["--config", config, "--runs-dir", tmp_path, "--run", "again"]
-    assert command(1, "train", *words).code == 0
-    ends = [read_strictly(run)[-1] for run in (trained.run("tuned"), tmp_path / "again")]
-    assert ends[0]["digest"] == ends[1]["digest"]
-
-
 def train(trained, folder, name, *words, ranks=2):
     """Train a run of two epochs: the exit code and its folder."""
     data = ["--data", trained.pack("plain"), "--runs-dir", folder, "--run", name, "--epochs", "2"]
@@ -252,12 +231,3 @@ def test_a_run_that_fails_keeps_its_last_good_step(trained, tmp_path):
     assert "not finite" in last["reason"] and last["repeats"] is True
     assert files(run) == ALWAYS | {"model.safetensors"}
     check_records(read_strictly(run))
-
-
-def test_settings_that_add_or_leave_out_files(trained, tmp_path):
-    pytest.importorskip("tensorboard")
-    code, run = train(trained, tmp_path, "a", "--tensorboard", "--no-test")
-    assert code == 0
-    events = {name for name in files(run) if name.startswith("events.out.tfevents.")}
-    assert len(events) == 1
-    assert files(run) - events == TRAINED - {"evaluation-test.json"}
