@@ -278,33 +278,3 @@ def test_packing_that_is_killed_leaves_no_pack_and_no_process(tmp_path, monkeypa
         (output.parent / name).touch()
     make_pack(class_folders(tmp_path / "few", {"a": 2}), output, split="1")
     assert sorted(os.listdir(output.parent)) == sorted([*elsewhere, "a.h5"])
-
-
-WRITER = """
-import signal, sys, time
-import numpy as np
-import hpctrain as hp
-class Rows:
-    dtype, ndim, shape = np.dtype(np.uint8), 4, (99999, 32, 32, 1)
-    def __len__(self):
-        return 99999
-    def __getitem__(self, rows):
-        if rows.start:
-            print("writing", flush=True)
-            signal.pause()
-        return np.zeros((rows.stop - rows.start, 32, 32, 1), np.uint8)
-hp.write_pack(sys.argv[1], {"train": (Rows(), np.zeros(99999, int))}, "a", {})
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_write_pack_that_is_killed_leaves_no_pack(tmp_path, number):
-    writer = Job([sys.executable, "-c", WRITER, str(tmp_path / "a.h5")])
-    assert writer.stdout.readline() == "writing\n"
-    writer.send_signal(number)
-    writer.communicate(timeout=90)
-    left = list(tmp_path.iterdir())
-    assert not [file for file in left if not file.name.startswith(".")]
-    assert number == signal.SIGKILL or not left
-    for file in left:
-        assert command_line(["pack", "--check", str(file)]) == 2
