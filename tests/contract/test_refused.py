@@ -200,7 +200,6 @@ SWEEPS = {
     "[base]\nmodel = 'mine:net'\n[grid]\nlr = [1]": "mine:net --trust-code",
     "[base]\ndata = 'away.h5'\n[grid]\nlr = [1]": "--data away.h5",
     "[base]\ndata = 'text.h5'\n[grid]\nlr = [1]": "text.h5",
-    "[grid": "",
 }
 OTHERS = """
 sweep | sweep
@@ -213,16 +212,11 @@ supervise -- mpirun -n 2 hpctrain evaluate done | train evaluate
 supervise -- mpirun -n 2 hpctrain --lr fast | --lr fast
 supervise --nodes 2 -- mpirun -n 2 hpctrain | --nodes srun
 stop | stop
-stop nothing
 compare done | compare
-compare done nothing | nothing
 compare done photos | photos
 compare done begun | begun
-compare done other --plot figure.gif | --plot figure.gif
-compare done other --plot nowhere/figure.png | --plot nowhere/figure.png
 compare done other --plot figure.png --tensor nothing | --tensor nothing
 plot | plot
-plot nothing
 plot done --output figure.gif | --output figure.gif
 plot done --output nowhere/figure.png | --output nowhere/figure.png
 plot done --confusion --split validation | validation evaluate
@@ -230,7 +224,6 @@ watch --once --web
 watch done --port 5 | --port
 watch --runs-dir nowhere | nowhere
 export | run
-export nothing
 export begun
 export done --output model.pt | model.pt .onnx .pt2
 pack | pack
@@ -278,7 +271,6 @@ TRAINING = """
 --data good.h5 --model a:b:c | --model a:b:c
 --data good.h5 --model timm:no_such_network | --model timm:no_such_network
 --data good.h5 --model tests.support.nets:Remembering | Remembering
---data good.h5 --model broken_network:failing | failing NameError broken_network.py
 --data good.h5 --model broken_network:without | without parameters
 --data good.h5 --model broken_network:nothing | nothing NoneType
 --data good.h5 --model broken_network:number | number
@@ -366,7 +358,6 @@ predict done bad | bad
 BROKEN_NETWORK = """
 from torch import nn
 
-def failing(image_shape, classes): return nn.Linear(width, 5)
 def without(image_shape, classes): return nn.Flatten()
 def nothing(image_shape, classes): pass
 number = 3

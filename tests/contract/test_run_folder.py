@@ -118,9 +118,8 @@ def check_records(records):
     """Check all fields, and the order of records."""
     for record in records:
         kind = record["kind"]
-        check(record, REQUIRED[kind], kind)
-        more = {name: value for name, value in record.items() if name not in REQUIRED[kind]}
-        check(more, {name: OPTIONAL[kind][name] for name in more if name in OPTIONAL.get(kind, {})})
+        more = {name: value for name, value in OPTIONAL.get(kind, {}).items() if name in record}
+        check(record, REQUIRED[kind] | more, kind)
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record["time"])
         datetime.fromisoformat(record["time"])
     steps = [record["step"] for record in records if record["kind"] == "step"]
