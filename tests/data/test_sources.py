@@ -234,7 +234,12 @@ def test_damaged_archives_are_refused_by_name(tmp_path, refusal):
     flipped[len(whole) // 2] ^= 255
     plain = tar(tmp_path / "x.tar", root, mode="w").read_bytes()
     packed = zipped(tmp_path / "x.zip", root).read_bytes()
+    with tarfile.open(tmp_path / "x.tar") as archive:
+        header = archive.getmembers()[3].offset
     damaged = {
+        "three.tar": plain[:header],
+        "header.tar": plain[: header + 100],
+        "bit.tar": plain[:header] + b"\1" + plain[header + 1 :],
         "half.tgz": whole[: len(whole) // 2],
         "flip.tgz": flipped,
         "half.tar": plain[: plain.rindex(b"IEND") - 100],

@@ -179,8 +179,15 @@ def _tar(path: Path, file: IO[bytes], opened: str, manifest: str | None) -> Imag
                 facts = _kind(found), found.offset_data, found.size
                 for column, fact in zip(columns, facts, strict=True):
                     column.append(fact)
+            file.seek(archive.offset)  # of the first block that is no member
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise UsageError(f"source {path} is no whole tar archive: {brief(error)}") from None
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        last = f" after {names[-1]}" if names else ""
+        raise UsageError(
+            f"source {path} is cut short or corrupt{last}: no end of the archive follows; fetch it"
+            " again"
+        )
     kinds, offsets, sizes = (np.frombuffer(column, column.typecode) for column in columns)
     source, order = _source(path, "slices", opened, names, kinds == FOLDER, manifest)
     source.images["offset"], source.images["size"] = offsets[order], sizes[order]
