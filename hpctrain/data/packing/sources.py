@@ -169,7 +169,6 @@ def _tar(path: Path, file: IO[bytes], opened: str, manifest: str | None) -> Imag
     """List members as slices of `file`; of members with equal names the last is used, as in tar."""
     names: list[str] = []
     columns = array("b"), array("q"), array("q")  # kind, offset, size
-    length = file.seek(0, os.SEEK_END)
     file.seek(0)
     try:
         with TarStream.open(fileobj=file, mode="r:") as archive:
@@ -179,23 +178,15 @@ def _tar(path: Path, file: IO[bytes], opened: str, manifest: str | None) -> Imag
                 facts = _kind(found), found.offset_data, found.size
                 for column, fact in zip(columns, facts, strict=True):
                     column.append(fact)
-            file.seek(archive.offset)  # of the first block that is no member
+            file.seek(archive.offset)  # of the first block that is not a member
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"no end mark after {names[-1]}: fetch it again")
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise UsageError(f"source {path} is no whole tar archive: {brief(error)}") from None
-    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        last = f" after {names[-1]}" if names else ""
-        raise UsageError(
-            f"source {path} is cut short or corrupt{last}: no end of the archive follows; fetch it"
-            " again"
-        )
     kinds, offsets, sizes = (np.frombuffer(column, column.typecode) for column in columns)
     source, order = _source(path, "slices", opened, names, kinds == FOLDER, manifest)
     source.images["offset"], source.images["size"] = offsets[order], sizes[order]
     _leave_out(source, kinds[order])
-    cut = np.flatnonzero(source.images["offset"] + source.images["size"] > length)
-    if len(cut):
-        name = source.names[int(cut[0])]
-        raise UsageError(f"source {path} is cut short within {name}: fetch it again")
     return source
 
 
