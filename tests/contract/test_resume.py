@@ -70,13 +70,17 @@ def as_under_srun(patch):
         patch.delenv(name)
 
 
-#: How a launch is interrupted: by signals to its last rank or to rank 0, or by a limit that it
-#: needs to save, so that the time is up after the first step.
+#: How a launch is interrupted: by a signal to its last rank, or by a limit that it needs to save,
+#: so that the time is up after the first step.
 WAYS = {
     "stop file": stop_file,
     "SIGUSR1": lambda settings: {"leave": "evaluation.begun"},
-    "SIGUSR2": lambda settings: {"fault": "evaluation.begun:usr2"},
-    "SIGTERM": lambda settings: {"fault": "evaluation.begun:term", "first": as_under_srun},
+    "SIGUSR2": lambda settings: {"leave": "evaluation.begun", "signal": "usr2"},
+    "SIGTERM": lambda settings: {
+        "leave": "evaluation.begun",
+        "signal": "term",
+        "first": as_under_srun,
+    },
     "time limit": lambda settings: {"time_limit": "5s"},
 }
 

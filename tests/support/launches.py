@@ -32,18 +32,19 @@ def launch(
     settings: dict[str, Any],
     size: int = 3,
     leave: int | str = 0,
+    signal: str = "usr1",
     fault: str = "",
     first: Patching | None = None,
     **more: Any,
 ) -> Launch:
     """Train the run of these settings, and `more`, until it ends.
 
-    With `leave`, its last rank gets a notice: after so many steps of this launch, so that one more
-    is done, or as it passes a point (hpctrain/fault.py) such as "evaluation.begun:2". A `fault` is
-    that of rank 0. `first` may patch something on every rank for this launch.
+    With `leave`, its last rank gets a notice, a `signal`: after so many steps of this launch, so
+    that one more is done, or as it passes a point (hpctrain/fault.py) such as "evaluation.begun:2".
+    A `fault` is that of rank 0. `first` may patch something on every rank for this launch.
     """
     point, _, count = (leave if isinstance(leave, str) else f"step.done:{leave}").partition(":")
-    notice = f"{point}:usr1:{count or 1}" if leave else ""
+    notice = f"{point}:{signal}:{count or 1}" if leave else ""
     given = {"settings": {**settings, **more}, "notice": notice, "fault": fault, "first": first}
     ended, *others = on_ranks(size, _launch, **given)
     assert others == [ended] * len(others)
