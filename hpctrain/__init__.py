@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
     from hpctrain.api import History, evaluate, history, train
     from hpctrain.config import Config
-    from hpctrain.data.loader import Loader, make_prepare, read_samples
-    from hpctrain.data.packed import read_pack
-    from hpctrain.data.packing.arrays import write_pack
+    from hpctrain.data.loader import Loader, ReadOptions, make_prepare, read_samples
+    from hpctrain.data.orders import Order
+    from hpctrain.data.pack import read_pack
     from hpctrain.data.partition import cut_epoch
     from hpctrain.data.split import Split
     from hpctrain.errors import RunError, UsageError
     from hpctrain.inference.evaluate import Evaluation
     from hpctrain.inference.trained import Predictions, TrainedNetwork, load
     from hpctrain.models import build
+    from hpctrain.packing.write import write_pack
     from hpctrain.parallel.batchnorm import BatchNorms
     from hpctrain.parallel.choose import choose_reduce
     from hpctrain.parallel.message import Message
@@ -59,12 +60,14 @@ _HOME = {
     "TrainedNetwork": "inference.trained",
     "Predictions": "inference.trained",
     "History": "api",
-    "write_pack": "data.packing.arrays",
+    "write_pack": "packing.write",
     "Loader": "data.loader",
+    "ReadOptions": "data.loader",
     "make_prepare": "data.loader",
     "read_samples": "data.loader",
     "Split": "data.split",
-    "read_pack": "data.packed",
+    "read_pack": "data.pack",
+    "Order": "data.orders",
     "cut_epoch": "data.partition",
     "build": "models",
     "BatchNorms": "parallel.batchnorm",
@@ -79,7 +82,9 @@ __all__ = [  # type checkers read it
     "History",
     "Loader",
     "Message",
+    "Order",
     "Predictions",
+    "ReadOptions",
     "RunError",
     "Split",
     "TrainedNetwork",

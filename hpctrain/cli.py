@@ -41,7 +41,7 @@ COMMANDS = {
         RANKS, "training.train", config.Config, "train a network on all ranks (the default)"
     ),
     "pack": Command(
-        ONE_PROCESS, "data.pack", config.PackConfig, "convert image files to one HDF5 pack"
+        ONE_PROCESS, "packing.make", config.PackConfig, "convert image files to one HDF5 pack"
     ),
     "sweep": Command(NO_LAUNCHER, "sweep", config.SweepConfig, "train many networks"),
     "supervise": Command(

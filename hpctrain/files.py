@@ -10,6 +10,7 @@ import errno
 import glob
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,16 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count
+
+
+def check_room(folder: Path, needed: int, what: str) -> None:
+    """Raise RunError if fewer than `needed` bytes, which `what` needs, are free in the folder."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise RunError(
+            f"{folder} has {free / 2**20:,.0f} MiB free, {what} needs {needed / 2**20:,.0f} MiB"
+            " there"
+        )
 
 
 @contextmanager

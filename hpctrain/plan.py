@@ -17,7 +17,7 @@ from hpctrain.data.partition import READ_BYTES, Partition, cut_epoch
 from hpctrain.errors import UsageError
 from hpctrain.parallel.placement import assign_shards
 
-VERSION = 1  # meaning of a plan's numbers
+VERSION = 2  # meaning of a plan's numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Facts:
     pack_uuid: str
     min_samples: int  # a shard needs per step: 2 if a layer has one value per image and channel
     buffered_bytes: int = 0  # memory of a buffered sample; 0 = that of its values
-    run_rows: int = 0  # samples of the blocks in which a file was assigned to splits; 0 = none
+    block_rows: int = 0  # samples of the blocks in which a file was assigned to splits; 0 = none
     chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
     class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
     scaling: tuple[tuple[float, ...], ...] = ()  # mean and std by channel; () = images in [0, 1]
@@ -78,7 +78,6 @@ class Plan:
     comm_dtype: str
     evaluation_rows: int
     seed: int
-    scattered: bool = False  # blocks or samples are assigned to the shards at random
     chunk_rows: int = 0  # samples of a chunk of the file; 0 = not chunked
     version: int = VERSION
     class_weights: tuple[float, ...] = ()  # in the loss; () = all alike
@@ -120,7 +119,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     runs = assign_shards(shards, facts.ranks, loads)
     partition = cut_epoch(facts.rows, _batch_size(config, facts, shards), shards, facts.min_samples)
     row_bytes = facts.buffered_bytes or math.prod(facts.image_shape) * facts.value_bytes
-    block_rows = facts.run_rows or -(-READ_BYTES // row_bytes)
+    block_rows = facts.block_rows or -(-READ_BYTES // row_bytes)
     buffer = byte_count(config.read_buffer, "--read-buffer")  # holds two windows of every shard
     denoise = config.task == "denoise"
     no_tf32 = config.precision == "default" and facts.device == "cpu"
@@ -163,7 +162,6 @@ def resolve(config: Config, facts: Facts) -> Plan:
         comm_dtype=config.comm_dtype,
         evaluation_rows=evaluation_rows(facts.device, facts.image_shape),
         seed=config.seed,
-        scattered=facts.run_rows > 0,
         chunk_rows=facts.chunk_rows,
         class_weights=facts.class_weights,
         balanced_sampling=config.balanced_sampling,

@@ -81,17 +81,12 @@ class DataSettings:
     )
     read_buffer: str = option(
         "256M",
-        "buffer at most this much data per rank; a partition that fits is read only once",
+        "buffer at most this much data per rank; a partition that fits is read only once (with"
+        " --random-crop, files are read again in every epoch)",
         DATA,
         byte_count,
     )
     stage: str | None = option(
         None, "copy this host's part of the pack to a folder on its own disk first", DATA
     )
-    verify: str = option(
-        "auto",
-        "compare the pack's checksums: start = before the first step; first-touch = when a block is"
-        " first read; never; auto = start for packs up to 1 GiB, first-touch for larger ones",
-        DATA,
-        choices=("auto", "start", "first-touch", "never"),
-    )
+    verify: bool = option(True, "compare the checksum of each sample when it is first read", DATA)

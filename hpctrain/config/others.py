@@ -88,6 +88,7 @@ class PackConfig:
     output: str | None = option(None, "write this pack; default: SOURCE.h5", "Output")
     overwrite: bool = option(False, "replace an existing pack, and no other file", "Output")
     skip_bad: bool = option(False, "skip unreadable files instead of failing", "Output")
+    names: bool = option(True, "keep the name of each sample's file in the pack", "Output")
     jobs: int | None = option(
         None,
         "decode in this many worker processes; default: one per allowed core",

@@ -1,27 +1,22 @@
-"""Turn a batch of bytes into the network's input: random flips and shifts, scaling, noise.
+"""Turn a batch of bytes into the network's input: random flips and shifts, scaling.
 
 Images are augmented as bytes (n, H, W, C), before scaling. This takes a quarter of the memory
 traffic, and the border that a shift exposes is black whatever the scaling. All images of a batch
 are processed at once. Random numbers depend on the key of the batch alone, so the images do not
-depend on the number of ranks. Flips and shifts are drawn on the CPU, so they are equal on every
-device; noise, one number per value, is drawn on the device of the images.
+depend on the number of ranks. They are drawn on the CPU, so they are equal on every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpctrain.config import Config
-from hpctrain.errors import UsageError
 from hpctrain.streams import copy_to_device
 
-# Of the ImageNet training images in [0, 1], red, green, blue; published ResNet weights expect them.
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 CACHED_VALUES = 1 << 17  # scaled at a time on the CPU: 512 KiB of float32 stay in a core's cache
 
 
@@ -35,41 +30,6 @@ class Augmentation(NamedTuple):
     def of(cls, config: Config) -> Augmentation:
         """Return the augmentation that the settings of a run ask for."""
         return cls(*(getattr(config, name) for name in cls._fields))
-
-
-def check_shift(shift: int, image_shape: tuple[int, int, int]) -> None:
-    """Raise UsageError if a shift by `shift` pixels could leave nothing of an image (H, W, C)."""
-    height, width, _ = image_shape
-    if not 0 <= shift < min(height, width):
-        raise UsageError(
-            f"--shift is {shift}; images of {width}x{height} allow 0 to {min(height, width) - 1}"
-        )
-
-
-def normalization(
-    name: str, pack_mean: Sequence[float], pack_std: Sequence[float]
-) -> tuple[tuple[float, ...], ...]:
-    """Return mean and standard deviation, a number per channel each, or () for "unit" and "auto".
-
-    They are those of images in [0, 1]; "pack" takes those of the pack. Raises UsageError for "pack"
-    if a channel is constant, and for "imagenet" if there are not three channels.
-    """
-    channels = len(pack_mean)
-    if name in ("unit", "auto"):
-        return ()
-    if name == "imagenet":
-        if channels != 3:
-            raise UsageError(
-                f"--normalize imagenet is for images of 3 channels; these have {channels}:"
-                " use unit or pack"
-            )
-        return IMAGENET_MEAN, IMAGENET_STD
-    if not all(std > 0 for std in pack_std):
-        raise UsageError(
-            f"--normalize pack needs channels that vary; the pack's standard deviations are"
-            f" {', '.join(f'{std:g}' for std in pack_std)}: use unit"
-        )
-    return tuple(pack_mean), tuple(pack_std)
 
 
 def augment(images: Tensor, augmentation: Augmentation, key: int) -> Tensor:
@@ -168,23 +128,3 @@ def _scaling(
     scale = scale.repeat_interleave(height * width)
     offset = offset.repeat_interleave(height * width)
     return lambda part: part.view(len(part), -1).mul_(scale).add_(offset)
-
-
-def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
-    """Return a copy of images (n, C, H, W) in [0, 1] with noise.
-
-    "salt-pepper": every value becomes 0 or 1, each with probability level / 2. "gaussian": a
-    normal deviate of standard deviation `level` is added and the sum clamped to [0, 1].
-
-    The noise depends on `key`, shape and device alone. A GPU draws other numbers than the CPU, and
-    GPUs of different models may differ, too: torch spreads the counter of its generator over the
-    threads that a GPU has.
-    """
-    generator = torch.Generator(images.device).manual_seed(key)
-    draw = torch.randn if kind == "gaussian" else torch.rand
-    drawn = draw(images.shape, generator=generator, device=images.device).to(images.dtype)
-    noisy = images.clone()  # with the same strides
-    if kind == "gaussian":
-        # Not add_(drawn, alpha=level): some devices round its sum only, not its product.
-        return noisy.add_(drawn.mul_(level)).clamp_(0, 1)
-    return noisy.masked_fill_(drawn < level / 2, 0).masked_fill_(drawn >= 1 - level / 2, 1)

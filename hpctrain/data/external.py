@@ -1,293 +1,427 @@
-"""Train on an HDF5 file that is not a pack, in place: split it and identify it.
+"""Train on an HDF5 file that is not a pack, in place: check it, split it and identify it.
 
-Such a file has samples but no splits. Splits are drawn from a seed; a split is a list of indices,
-and nothing is copied. If samples can be read one by one, each class is divided by the shares and
-every split is shuffled, so the file may be ordered by class. If samples should be read in long
-blocks (chunks, or --shuffle blocks), whole blocks are drawn and a split keeps the order of the
-file: ``orders.BlockOrder`` then assigns the blocks to the shards at random.
+Such a file has samples but no splits. Splits are drawn from a seed; a split is a list of rows, and
+nothing is copied. If samples can be read one by one, each class is divided by the shares and every
+split is shuffled, so the file may be ordered by class. If samples should be read in long blocks
+(chunks, or --shuffle blocks), whole blocks are drawn, and a split has its blocks in random order.
 
-``external_file.py`` checks the file, ``split.py`` reads the samples.
+Rank 0 does all of this. The other ranks receive the rows and labels of all splits with the
+``Pack``: for up to 256 classes and 2^32 images, 5 bytes of each.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 import os
 import uuid
 import zlib
-from functools import lru_cache
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpctrain.config import split_shares
-from hpctrain.data.checks import NOT_FINITE
+from hpctrain.data.draws import Shares, assign, check_splits, cut, shuffled
 from hpctrain.data.orders import random_order
-from hpctrain.data.pack_format import EXTERNAL_ARGUMENTS as ARGUMENTS
-from hpctrain.data.pack_format import SPLITS, ExternalFile, Pack, SplitLayout
-from hpctrain.data.packing.split import Shares, assign, cut, shuffled
+from hpctrain.data.pack import LAYOUTS, SPLITS, Pack, SplitInfo, Stored
 from hpctrain.data.partition import READ_BYTES, random_key
-from hpctrain.data.split import WHOLE_FILE, Split
+from hpctrain.data.split import Split, as_bytes, probed_rows
 from hpctrain.errors import RunError, UsageError
 from hpctrain.text import listed
 
+if TYPE_CHECKING:
+    import h5py
+
 DEFAULT_SPLIT = "0.9,0.1"
 UINT16_MAX = 65535.0
-PROBED = 64  # images whose checksum identifies the file
+TYPES = ("uint8", "uint16", "float16", "float32", "float64")  # little endian
+MATLAB = b"MATLAB 7.3 MAT-file"  # first bytes of files of version 7.3; HDF5 follows
+USUAL_CHANNELS = 4  # with more, a layout has to be given
 FEW_BLOCKS = 32  # fewer blocks per window do not mix the classes of an ordered file
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS, MIN_BLOCKS_OF_CLASS = 1000, 20
+SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "test": "test",
+    "testing": "test",
+}
 
 
-def read_external(
-    path: str | os.PathLike[str],
-    images: str,
-    labels: str,
-    layout: str | None = None,
-    split: str | None = None,
-    seed: int = 0,
-    block_rows: int | None = None,
-    scale: float | None = None,
-) -> Pack:
+class External(NamedTuple):
+    """What to read of an HDF5 file of another program, and how. It is saved with networks."""
+
+    images: str  # path of a dataset, or FILE:DATASET of a file in the same folder; may contain
+    labels: str  # "{split}": then each split has its own datasets
+    layout: str | None = None  # one of LAYOUTS; None = the usual one of so many dimensions
+    split: str | None = None  # shares as for the packer; None = 0.9,0.1
+    seed: int = 0
+    block_rows: int | None = None  # samples drawn together; 0 = one by one, stratified by class;
+    # None = a number that suits the file. Chunks are never divided.
+    max_value: float | None = None  # that images are divided by; None = 65,535 for uint16, else 1
+
+
+class Source(NamedTuple):
+    """The images and labels of a file, or of one of its splits."""
+
+    path: str  # of the file with the images
+    images: Stored
+    layout: str
+    labels_name: str
+    labels: np.ndarray  # (N,) int64, as stored
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(H, W, C)."""
+        shape = self.images.shape
+        height, width, channels = (*(shape[axis] for axis in LAYOUTS[self.layout][1:]), 1)[:3]
+        return height, width, channels
+
+
+def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     """Check, split and identify an external file and return it as a `Pack`.
 
-    `images` and `labels` are paths of datasets within the file, or FILE:DATASET of a file in the
-    same folder; if they contain "{split}", each split has its own datasets. Otherwise `split` gives
-    the shares as for the packer, and samples are drawn in blocks of `block_rows`; 0 = one by one,
-    stratified by class; None = in blocks that suit the file. Chunks are never divided. Images are
-    divided by `scale`; None = by 65,535 for uint16, else not at all. Labels are mapped to 0 ... K-1
-    in ascending order; classes are named by their labels. Raises UsageError.
+    Labels are mapped to 0 ... K-1 in ascending order; classes are named by their labels. Raises
+    UsageError (one line that names the file and the cause).
     """
-    from hpctrain.data import external_file  # imports h5py
-
-    split_shares(split or DEFAULT_SPLIT)  # before anything is opened
-    scale, path, names = scale or None, os.path.abspath(path), {"": (images, labels)}
-    if "{split}" in images and split:
-        raise UsageError(f"--split {split} draws splits, but --images {images} has its own")
-    if "{split}" in images:
-        names = external_file.find_splits(path, images, labels)
-    found = {name: external_file.inspect(path, *names[name], layout) for name in names}
-    classes, values = _class_names(path, [labels for _, labels in found.values()])
-    sources = {
-        name: dataclasses.replace(
-            source,
-            scale=_divisor(source, scale),
-            label_values=values,
-            block_rows=choose_block_rows(source, len(classes), block_rows),
-            split=name or split or DEFAULT_SPLIT,
-            seed=seed,
-        )
-        for name, (source, _) in found.items()
-    }
-    first = next(iter(sources.values()))
-    arguments = [images, labels, first.layout, "" if first.split in SPLITS else first.split, seed]
-    arguments += [first.block_rows, scale or 0.0]
+    shares, path = split_shares(how.split or DEFAULT_SPLIT), os.path.abspath(path)
+    if "{split}" in how.images and how.split:
+        raise UsageError(f"--split {how.split} draws splits, but --images {how.images} has its own")
+    names = {"": (how.images, how.labels)}
+    if "{split}" in how.images:
+        names = find_splits(path, how.images, how.labels)
+    sizes: dict[str, int] = {}
+    found = {name: inspect(path, *names[name], how.layout, sizes) for name in names}
+    first = next(iter(found.values()))
+    for name, source in found.items():
+        if (source.image_shape, source.images.dtype) != (first.image_shape, first.images.dtype):
+            raise UsageError(
+                f"{path}: the images of {name} are {source.image_shape} {source.images.dtype},"
+                f" those of train {first.image_shape} {first.images.dtype}"
+            )
+    values = _class_values(path, [source.labels for source in found.values()])
+    classes = tuple(map(str, values.tolist()))
+    block_rows = choose_block_rows(first.images, len(values), how.block_rows)
+    splits: dict[str, SplitInfo] = {}
+    for name, source in found.items():
+        labels = np.searchsorted(values, source.labels).astype(np.min_scalar_type(len(values)))
+        drawn = {name: _in_random_order(np.arange(len(labels)), block_rows, how.seed, name)}
+        if not name:
+            drawn = draw(source, labels, classes, shares, block_rows, how.seed)
+        kind = np.min_scalar_type(len(labels))
+        drawn = {split: of.astype(kind) for split, of in drawn.items()}
+        splits |= {
+            split: SplitInfo(source.path, len(of), source.images, labels[of], rows=of)
+            for split, of in drawn.items()
+        }
     pack = Pack(
         first.path,
         "",
-        first.file_size,
         first.image_shape,
         classes,
-        {},
-        mean=(0.0,) * first.image_shape[2],
-        std=(0.0,) * first.image_shape[2],
-        provenance={"source": os.path.basename(first.path), "images": first.images},
-        external=first,
-        external_splits={} if "" in sources else sources,
-        external_arguments=dict(zip(ARGUMENTS, arguments, strict=True)),
+        splits,
+        sizes,
+        provenance={"source": os.path.basename(path), "images": first.images.dataset},
+        layout=first.layout,
+        max_value=_divisor(first.images.dtype, how.max_value),
+        block_rows=block_rows,
+        external=how._replace(layout=first.layout, block_rows=block_rows)._asdict(),
     )
-    return _identified(pack, sources, scale)
+    return _identified(pack, found, values, how.max_value)
 
 
-def _identified(pack: Pack, sources: dict[str, ExternalFile], scale: float | None) -> Pack:
-    """Return the pack with its uuid and the splits of its `sources`. Raises UsageError."""
-    layouts: dict[str, SplitLayout] = {}
-    known, first = [], next(iter(sources.values()))
-    for name, source in sources.items():
-        if (source.image_shape, source.dtype) != (first.image_shape, first.dtype):
-            raise UsageError(
-                f"{source.path}: the images of {name} are {source.image_shape} {source.dtype},"
-                f" those of train {first.image_shape} {first.dtype}"
-            )
-        drawn = split_labels(source)[1]
-        layouts |= {split: SplitLayout(split, len(of), -1, -1) for split, of in drawn.items()}
-        known.append(_describe_content(pack, source, scale))
-    text = known[0] if len(known) == 1 else json.dumps(known)
-    identity = str(uuid.uuid5(uuid.NAMESPACE_OID, text))
-    return dataclasses.replace(pack, uuid=identity, splits=layouts)
-
-
-def _class_names(path: str, labels: list[np.ndarray]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the names of all classes, and the labels that are mapped to 0 ... K-1, () for none.
+def inspect(
+    path: str, images: str, labels: str, layout: str | None, sizes: dict[str, int]
+) -> Source:
+    """Find and check the images and labels of a file; add the sizes of its files to `sizes`.
 
     Raises UsageError.
     """
-    values = sorted(set().union(*(np.unique(some).tolist() for some in labels)))
-    if missing := set(values) - set(np.unique(labels[0]).tolist()):
-        raise UsageError(f"{path}: class {min(missing)} has no image in train")
-    return tuple(map(str, values)), () if values == list(range(len(values))) else tuple(values)
+    from hpctrain.data.hdf5 import find_dataset, locate, open_hdf5  # imports h5py
+
+    (path, images), (labels_path, labels) = name_file(path, images), name_file(path, labels)
+    with open_hdf5(path) as file:
+        data = find_dataset(file, images)
+        _check_type(data)
+        layout = _choose_layout(data, layout, _is_matlab(path))
+        path, stored = os.path.abspath(data.file.filename), locate(data, sizes)
+    with open_hdf5(labels_path) as file:
+        data = find_dataset(file, labels)
+        return Source(path, stored, layout, data.name, _read_labels(data, stored))
 
 
-def _divisor(source: ExternalFile, scale: float | None) -> float:
-    """Return the divisor of the values of the images; 0 if they are used unchanged."""
-    if scale is None:
-        return UINT16_MAX if source.dtype == "uint16" else 0.0
-    return 0.0 if scale == 1 and source.dtype != "uint16" else scale
+def name_file(path: str, name: str) -> tuple[str, str]:
+    """Return the file and the dataset of `name`: in the file `path`, or FILE:DATASET.
 
-
-@lru_cache(maxsize=len(SPLITS))
-def split_labels(source: ExternalFile) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the classes (N,) of all samples and the samples of every split.
-
-    The result is cached for the next split that is opened.
+    FILE must be in the same folder. No other file is read, because a saved network, which may come
+    from anywhere, may contain the name.
     """
-    from hpctrain.data import external_file
+    file, colon, dataset = name.partition(":")
+    if not colon or "/" in file:
+        return path, name
+    return os.path.join(os.path.dirname(path), file), dataset
 
-    labels = external_file.read_labels(source)
-    return labels, draw(source, labels)
 
+def find_splits(path: str, images: str, labels: str) -> dict[str, tuple[str, str]]:
+    """Return the images and labels of each split that exists, where "{split}" is its name.
 
-def _describe_content(pack: Pack, source: ExternalFile, scale: float | None) -> str:
-    """Describe the file's content as JSON, independent of its path. Raises UsageError."""
-    count = min(PROBED, source.rows)
-    rows = np.unique(np.arange(count) * (source.rows - 1) // max(1, count - 1))
-    images = np.empty((len(rows), *source.image_shape), source.image_dtype)
-    try:
-        probed = dataclasses.replace(pack, external=source, external_splits={})
-        with Split(probed, WHOLE_FILE) as samples:
-            samples.gather(rows, images)
-    except RunError as error:
-        raise UsageError(str(error)) from None
-    finite = np.isfinite(images).reshape(len(rows), -1).all(axis=1)
-    if not finite.all():
-        row = rows[~finite][0]
-        raise UsageError(f"{source.path}: row {row} of {source.images} {NOT_FINITE}")
-    low, high = float(images.min()), float(images.max())
-    if scale is None and images.dtype.kind == "f" and not 0 <= low <= high <= 1:
-        divisor = next((f"{d:g}" for d in (255, UINT16_MAX) if high <= d), f"{high:g}")
-        way = f"--max-value {divisor} divides them by {divisor}, " if low >= 0 else ""
+    Raises UsageError if there are no images of train.
+    """
+    from hpctrain.data.hdf5 import Unusable, find_dataset, open_hdf5
+
+    found: dict[str, tuple[str, str]] = {}
+    for alias in sorted(SPLIT_NAMES):
+        names = images.replace("{split}", alias), labels.replace("{split}", alias)
+        place, dataset = name_file(path, names[0])
+        if os.path.exists(place):
+            with open_hdf5(place) as file, suppress(Unusable):
+                find_dataset(file, dataset)
+                if (name := SPLIT_NAMES[alias]) in found:
+                    raise UsageError(
+                        f"{path}: {found[name][0]} and {names[0]} are both {name}: rename one"
+                    )
+                found[name] = names
+    if "train" not in found:
         raise UsageError(
-            f"{source.path}: the values of {source.images} go from {low:g} to {high:g}, not from 0"
-            f" to 1: {way}--max-value 1 takes them as they are"
+            f"{path}: --images {images}: there is no such dataset of train; {{split}} stands for"
+            f" {', '.join(SPLIT_NAMES)}"
         )
-    probe = zlib.crc32(images.reshape(-1).view(np.uint8).data)
-    shape = [source.rows, *source.stored_shape]
-    known: list[Any] = [source.dtype, shape, source.layout, source.images, source.labels]
-    known += [source.labels_crc32, probe]
-    if source.scale or source.label_values:  # files without either keep the uuid they always had
-        known += [source.scale, source.label_values]
-    return json.dumps(known)
+    return {name: found[name] for name in SPLITS if name in found}
 
 
-def choose_block_rows(source: ExternalFile, classes: int, wanted: int | None) -> int:
+def _is_matlab(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(MATLAB)) == MATLAB
+
+
+def _check_type(data: h5py.Dataset) -> None:
+    """Raise Unusable for images of a type that is not read."""
+    import h5py
+
+    from hpctrain.data.hdf5 import Unusable
+
+    name, own = str(data.dtype), h5py.h5t.py_create(data.dtype)
+    # h5py gives types without an equal in NumPy, such as bfloat16, the name of a wider one.
+    if name in TYPES and data.dtype.itemsize > 1 and not own.equal(data.id.get_type()):
+        name += ", or a type like it"
+    if name not in TYPES:
+        raise Unusable(
+            f"the images {data.name} are {name}, which is not read: only {', '.join(TYPES)}, little"
+            " endian"
+        )
+
+
+def _choose_layout(data: h5py.Dataset, layout: str | None, matlab: bool) -> str:
+    """Return the layout of the images. Raises Unusable if it does not fit, or might be another."""
+    from hpctrain.data.hdf5 import Unusable
+
+    shape: tuple[int, ...] = data.shape or ()
+    usual = {3: "NWH", 4: "NCWH"} if matlab else {3: "NHW", 4: "NHWC"}
+    given, layout = layout, layout or usual.get(len(shape), "NHWC")
+    axes = LAYOUTS[layout]
+    if len(shape) != len(axes) or 0 in shape:
+        raise Unusable(
+            f"the images {data.name} have shape {shape}, which is not {layout}:"
+            " (N, H, W, C), (N, C, H, W) with --layout NCHW, or (N, H, W)"
+        )
+    if given is None and len(axes) == 4 and shape[axes[3]] > USUAL_CHANNELS:
+        raise Unusable(
+            f"the images {data.name} have shape {shape}: are they (N, H, W, C) with"
+            f" {shape[3]} channels, or (N, C, H, W) with {shape[1]}? Say which it is with --layout"
+            " NHWC or --layout NCHW"
+        )
+    return layout
+
+
+def _read_labels(data: h5py.Dataset, images: Stored) -> np.ndarray:
+    """Read all labels, (N,) int64. Raises Unusable."""
+    from hpctrain.data.hdf5 import Unusable, locate
+
+    shape: tuple[int, ...] = data.shape or ()
+    name, samples = data.name, images.shape[0]
+    if data.dtype.kind not in "iuf":
+        raise Unusable(f"the labels {name} are {data.dtype}, not numbers")
+    flat = math.prod(shape) == samples and max(shape, default=0) == samples
+    if not flat and (len(shape) != 2 or shape[0] != samples or shape[1] < 2):
+        raise Unusable(
+            f"the labels {name} have shape {shape}, not ({samples},) or one-hot ({samples}, K), as"
+            f" there are {samples:,} images in {images.dataset}"
+        )
+    locate(data, {})
+    values = data[...]
+    if not flat:
+        hot = (values == 1).sum(axis=1)
+        if len(wrong := np.flatnonzero((hot != 1) | ((values != 0).sum(axis=1) != 1))):
+            raise Unusable(
+                f"the labels {name} are not one-hot: row {wrong[0]} is not one 1 and zeros"
+            )
+        return np.ascontiguousarray(values.argmax(axis=1), np.int64)
+    values = values.reshape(-1)
+    if values.dtype.kind == "f":
+        whole = np.isfinite(values) & (np.abs(values) < 2**53) & (values == np.round(values))
+        if not whole.all():
+            row = int(np.flatnonzero(~whole)[0])
+            raise Unusable(f"the labels {name} are not whole numbers: row {row} is {values[row]:g}")
+    elif int(values.max()) > np.iinfo(np.int64).max:
+        raise Unusable(f"the labels {name} go up to {int(values.max())}, beyond 64 bits")
+    return np.array(values, np.int64)
+
+
+def _class_values(path: str, labels: list[np.ndarray]) -> np.ndarray:
+    """Return the labels of all splits, (K,) int64, ascending. Raises UsageError."""
+    values = np.unique(np.concatenate([np.unique(some) for some in labels]))
+    if len(missing := np.setdiff1d(values, labels[0])):
+        raise UsageError(f"{path}: class {missing[0]} has no image in train")
+    return values
+
+
+def _divisor(dtype: str, max_value: float | None) -> float:
+    """Return the divisor of the values of the images; 0 if they are used unchanged."""
+    if max_value is None:
+        return UINT16_MAX if dtype == "uint16" else 0.0
+    return 0.0 if max_value == 1 and dtype != "uint16" else max_value
+
+
+def choose_block_rows(images: Stored, classes: int, wanted: int | None) -> int:
     """Return the samples per block: whole chunks of about READ_BYTES, less in a small file."""
-    unit = source.chunk_rows or 1
-    if wanted == 0 and not source.chunk_rows:
+    unit, rows = images.chunk_rows or 1, images.shape[0]
+    if wanted == 0 and not images.chunk_rows:
         return 0
-    if wanted and 0 < wanted <= source.rows and wanted % unit == 0:
+    if wanted and 0 < wanted <= rows and wanted % unit == 0:
         return wanted
-    units, blocks = -(-source.rows // unit), max(MIN_BLOCKS, MIN_BLOCKS_OF_CLASS * classes)
-    return unit * max(1, min(READ_BYTES // (unit * source.image_bytes), units // blocks))
+    units, blocks = -(-rows // unit), max(MIN_BLOCKS, MIN_BLOCKS_OF_CLASS * classes)
+    return unit * max(1, min(READ_BYTES // (unit * images.row_bytes), units // blocks))
 
 
-def draw(source: ExternalFile, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """Draw the samples of every split, given the labels (N,).
+def draw(
+    source: Source,
+    labels: np.ndarray,
+    classes: Sequence[str],
+    shares: Shares,
+    block_rows: int,
+    seed: int,
+) -> dict[str, np.ndarray]:
+    """Draw the rows of every split by the shares, given the labels (N,).
 
     Raises UsageError if a split with a share gets no sample, or a class has no sample in train.
     """
-    if source.split in SPLITS:  # given by the file
-        samples = np.arange(source.rows)
-        in_order = source.block_rows > 0
-        return {source.split: samples if in_order else shuffled(samples, source.seed, source.split)}
-    shares = split_shares(source.split)
-    drawn = (_draw_blocks if source.block_rows else _draw_samples)(source, labels, shares)
-    how = "class by class"
-    if source.block_rows:
-        what = "whole chunks" if source.chunk_rows else "blocks"
-        how = f"in {what} of {source.block_rows:,} images"
-    for name, share in zip(SPLITS, shares, strict=True):
-        if share and not len(drawn[name]):
-            raise UsageError(
-                f"--split {source.split} leaves no image of {source.path} for {name}: there are"
-                f" {source.rows:,} images, drawn {how}; give {name} a larger share,"
-                " or train on all of them with --split 1"
-            )
-    missing = np.setdiff1d(labels, labels[drawn["train"]])
-    if len(missing):
-        raise UsageError(
-            f"class {missing[0]} of {source.path} has {int((labels == missing[0]).sum()):,} images"
-            f" and none of them in train, drawn {how}: give train a larger share, or another --seed"
-        )
+    splits, way = assign(labels, shares, seed), ""
+    if block_rows:
+        splits = _assign_blocks(labels, shares, block_rows, seed)
+        what = "whole chunks" if source.images.chunk_rows else "blocks"
+        way = f", drawn in {what} of {block_rows:,} images"
+    drawn = {
+        name: _in_random_order(np.flatnonzero(splits == position), block_rows, seed, name)
+        for position, name in enumerate(SPLITS)
+    }
+    wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
+    check_splits(drawn, labels, classes, wanted, source.path, way)
     return {name: rows for name, rows in drawn.items() if len(rows)}
 
 
-def _draw_samples(
-    source: ExternalFile, labels: np.ndarray, shares: Shares
-) -> dict[str, np.ndarray]:
-    """Divide each class by the shares; every split is in random order."""
-    splits = assign(labels, shares, source.seed)
-    return {
-        name: shuffled(np.flatnonzero(splits == position), source.seed, name)
-        for position, name in enumerate(SPLITS)
-    }
-
-
-def _draw_blocks(source: ExternalFile, labels: np.ndarray, shares: Shares) -> dict[str, np.ndarray]:
-    """Divide whole blocks by the shares; every split is in file order.
+def _assign_blocks(labels: np.ndarray, shares: Shares, block_rows: int, seed: int) -> np.ndarray:
+    """Divide whole blocks by the shares; return the split (N,) of each sample.
 
     Blocks are sorted by the class of their middle sample, in random order within a class. The
     splits take blocks in turn, in proportion to their shares, so each split gets its share of every
     class even if the file is ordered by class.
     """
-    firsts = np.arange(0, source.rows, source.block_rows)
-    order = random_order(len(firsts), random_key(source.seed, "pack split"))
-    middle = labels[np.minimum(firsts + source.block_rows // 2, source.rows - 1)]
-    order = order[np.argsort(middle[order], kind="stable")]
-    counts = cut(len(firsts), shares)
+    blocks = -(-len(labels) // block_rows)
+    order = random_order(blocks, random_key(seed, "pack split"))
+    middles = np.minimum(np.arange(blocks) * block_rows + block_rows // 2, len(labels) - 1)
+    order = order[np.argsort(labels[middles][order], kind="stable")]
+    counts = cut(blocks, shares)
     turns = np.concatenate([(np.arange(count) + 0.5) / max(1, count) for count in counts])
-    splits = np.repeat(np.arange(len(counts)), counts)[np.argsort(turns, kind="stable")]
-    drawn = {}
-    for position, name in enumerate(SPLITS):
-        chosen = firsts[np.sort(order[splits == position])]
-        rows = (chosen[:, None] + np.arange(source.block_rows)).ravel()
-        drawn[name] = rows[rows < source.rows]  # the last block may be short
-    return drawn
+    splits = np.empty(blocks, np.int32)
+    splits[order] = np.repeat(np.arange(len(counts)), counts)[np.argsort(turns, kind="stable")]
+    return np.repeat(splits, block_rows)[: len(labels)]
 
 
-def labels_note(pack: Pack) -> str | None:
-    """Return a note for the record if the labels of the file are mapped to others, or None."""
-    source = pack.external
-    if source is None or not source.label_values:
+def _in_random_order(rows: np.ndarray, block_rows: int, seed: int, split: str) -> np.ndarray:
+    """Shuffle the ascending rows (n,) of a split: its blocks, or its samples if that is 0.
+
+    The blocks of `orders.BlockOrder`, counted from the first sample of the split, are then blocks
+    of the file: a short one comes last.
+    """
+    if not block_rows:
+        return shuffled(rows, seed, split)
+    whole = len(rows) // block_rows
+    order = random_order(whole, random_key(seed, "blocks", split))
+    blocks = rows[: whole * block_rows].reshape(whole, block_rows)[order]
+    return np.concatenate([blocks.ravel(), rows[whole * block_rows :]])
+
+
+def _identified(
+    pack: Pack, found: dict[str, Source], values: np.ndarray, max_value: float | None
+) -> Pack:
+    """Return the pack with its UUID, which depends on the content, not on the path.
+
+    Raises UsageError.
+    """
+    mapped = values.tolist() if values.tolist() != [*range(len(values))] else []
+    known, splits = [], dict(pack.splits)
+    for name, source in found.items():
+        probe, stored = _probe(pack, source, max_value), source.images
+        for split in [name] if name else splits:
+            splits[split] = splits[split]._replace(probe=probe)
+        labels = zlib.crc32(source.labels.data.cast("B"))
+        one: list[Any] = [stored.dtype, stored.shape, source.layout, stored.dataset]
+        known.append([*one, source.labels_name, labels, probe, pack.max_value, mapped])
+    identity = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(known))
+    return replace(pack, uuid=str(identity), splits=splits)
+
+
+def _probe(pack: Pack, source: Source, max_value: float | None) -> int:
+    """Return the CRC-32 of some images of the file, which every rank compares (`Split.probe`).
+
+    Raises UsageError if their values are wrong.
+    """
+    stored = source.images
+    rows = probed_rows(stored.shape[0])
+    whole = {"train": SplitInfo(source.path, stored.shape[0], stored, source.labels)}
+    try:
+        with Split(replace(pack, splits=whole), "train") as split:
+            images = split.gather(rows, np.empty((len(rows), *pack.image_shape), pack.dtype))
+    except RunError as error:
+        raise UsageError(str(error)) from None
+    low, high = float(images.min()), float(images.max())
+    if max_value is None and images.dtype.kind == "f" and not 0 <= low <= high <= 1:
+        divisor = next((f"{d:g}" for d in (255, UINT16_MAX) if high <= d), f"{high:g}")
+        way = f"--max-value {divisor} divides them by {divisor}, " if low >= 0 else ""
+        raise UsageError(
+            f"{source.path}: the values of {stored.dataset} go from {low:g} to {high:g}, not from 0"
+            f" to 1: {way}--max-value 1 takes them as they are"
+        )
+    return zlib.crc32(as_bytes(images))
+
+
+def images_note(pack: Pack) -> str | None:
+    """Return a note for the record on how an external file is understood, or None."""
+    if pack.external is None:
         return None
-    last = len(pack.classes) - 1
+    height, width, channels = pack.image_shape
+    images, classes = pack.splits["train"].images, len(pack.classes)
+    labels = f"labels {listed(pack.classes, 5)}"
+    if pack.classes != tuple(map(str, range(classes))):
+        labels += f", mapped to 0 ... {classes - 1}"
     return (
-        f"{source.labels} has {last + 1:,} classes, with the labels {listed(pack.classes, 5)}: they"
-        f" are mapped to 0 ... {last}"
+        f"{images.dataset} is read as {images.shape[0]:,} images of {height} rows, {width} columns"
+        f" and {channels} channel{'s' * (channels > 1)} ({pack.layout}), of {classes:,} classes:"
+        f" {labels}"
     )
 
 
-def reading_note(pack: Pack, shuffle: str, window_blocks: int) -> str | None:
-    """Return a note for the record if the file is read in an order that does not suit it, or None.
-
-    Such orders are chunks read sample by sample, and windows of few blocks.
-    """
-    source = pack.external
-    if source is None:
+def window_note(pack: Pack, window_blocks: int) -> str | None:
+    """Return a note for the record if windows of an external file hold few blocks, or None."""
+    if pack.external is None or not 0 < window_blocks < FEW_BLOCKS:
         return None
-    if shuffle == "blocks":
-        if window_blocks >= FEW_BLOCKS:
-            return None
-        return (
-            f"a window of --shuffle blocks holds {window_blocks} blocks of {source.block_rows:,}"
-            f" images: if {source.images} is ordered by class, batches are too; a larger"
-            " --read-buffer helps"
-        )
-    if not source.chunk_rows:
-        return None
-    size = source.chunk_rows * source.image_bytes
     return (
-        f"{source.images} is stored in chunks of {source.chunk_rows:,} images ({size:,} bytes):"
-        f" --shuffle {shuffle} reads a whole chunk for nearly every image that is not kept in"
-        " --read-buffer; --shuffle blocks reads each once an epoch"
+        f"a window of --shuffle blocks holds {window_blocks} blocks of {pack.block_rows:,} images:"
+        " if the file is ordered by class, batches are too; a larger --read-buffer helps"
     )

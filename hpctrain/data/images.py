@@ -1,6 +1,6 @@
-"""Decode one image file to a sample of a pack: (H, W, C) uint8, C = 1 (gray) or 3 (colour).
+"""Decode image files to (H, W, C) uint8: any file that is packed, and JPEG files of packs.
 
-A file is processed in these steps:
+A file is decoded in these steps:
 
 1. Decode with Pillow: only formats that are decoded in this process (not EPS, which starts a
    program), and only the first of several frames. A JPEG much larger than requested is decoded at
@@ -13,23 +13,35 @@ A file is processed in these steps:
    image, or crop it first to its largest centred part of the right proportions (``crop``).
 4. Apply the EXIF orientation.
 5. Convert to the requested channels: gray -> RGB by repetition, RGB -> gray by ITU-R 601 luma.
+
+A pack of JPEG files gives exactly the pixels that a pack of pixels would hold. Random crops of them
+are those of Szegedy et al. 2015 (arXiv:1409.4842), drawn as by torchvision's RandomResizedCrop: the
+area is uniform between the smallest and the whole, the ratio of width to height log-uniform between
+3/4 and 4/3. If ten such crops do not fit into the image, the largest centred crop within these
+ratios is used. A crop, too, is decoded at a smaller scale if it keeps twice the requested size.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image
+import PIL
+from PIL import ExifTags, Image, features
 
 from hpctrain.errors import first_line
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
 QUALITY = 95  # of images converted to JPEG
+REACH = 2  # scaled decoding keeps at least this many times the requested size
 GRAY_MODES = ("1", "L", "LA", "La", "I", "F")  # and every mode that begins with "I;16"
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 TURNS = {
@@ -41,6 +53,12 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+TRIES = 10  # of a random crop
+NUMBERS = 2 * TRIES + 2  # area and ratio of each try, and the position
+MIN_RATIO, MAX_RATIO = 3 / 4, 4 / 3
+MAX_THREADS = 8
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class BadImage(Exception):
@@ -65,12 +83,28 @@ class Fit(NamedTuple):
     exact: bool = False
 
 
-class Header(NamedTuple):
-    """Properties known before the pixels are decoded; the size is that after EXIF orientation."""
+class Crop(NamedTuple):
+    """A random crop of an image: its smallest share of the area, and its random numbers."""
 
-    width: int
-    height: int
-    colour: bool
+    min_area: float
+    numbers: Sequence[float]  # NUMBERS of them, in [0, 1)
+
+    def box(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Return the crop of an image of this size: left, top, right, bottom."""
+        for i in range(TRIES):
+            share = self.min_area + self.numbers[2 * i] * (1 - self.min_area)
+            low, high = math.log(MIN_RATIO), math.log(MAX_RATIO)
+            ratio = math.exp(low + self.numbers[2 * i + 1] * (high - low))
+            w = round(math.sqrt(width * height * share * ratio))
+            h = round(math.sqrt(width * height * share / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                left = int(self.numbers[-2] * (width - w + 1))
+                top = int(self.numbers[-1] * (height - h + 1))
+                return left, top, left + w, top + h
+        w = min(width, max(1, round(height * MAX_RATIO)))
+        h = min(height, max(1, round(width / MIN_RATIO)))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + w, top + h
 
 
 @contextmanager
@@ -95,15 +129,26 @@ def decode(data: bytes, fit: Fit) -> bytes:
         return _decode(_open(data), fit)
 
 
-def fit_pixels(pixels: bytes, shape: tuple[int, int, int], fit: Fit) -> bytes:
-    """Convert raw pixels of `shape` (H, W, C) to `fit`, as `decode` does from step 3 on."""
-    height, width, channels = shape
-    if shape == (fit.height, fit.width, fit.channels):
-        return pixels
-    if fit.exact and (width, height) != (fit.width, fit.height):
-        raise WrongSize((width, height))
-    image = Image.frombytes("L" if channels == 1 else "RGB", (width, height), pixels)
-    return resized(image, (0, 0, width, height), fit, 1).tobytes()
+def decode_jpeg(data: bytes | memoryview, fit: Fit, crop: Crop | None = None) -> bytes:
+    """Decode a JPEG file of a pack, which is upright, or a crop of it stretched to size, likewise.
+
+    Raises BadImage.
+    """
+    with bad_images():
+        image = Image.open(io.BytesIO(data), formats=("JPEG",))
+        if image.mode not in ("L", "RGB"):  # as Pillow names gray and YCbCr
+            raise BadImage(f"a JPEG file of mode {image.mode}")
+        if crop is None:
+            return _decode(image, fit, upright=True)
+        width, height = image.size
+        left, top, right, bottom = crop.box(width, height)
+        room = min((right - left) / (REACH * fit.width), (bottom - top) / (REACH * fit.height))
+        scale = next(s for s in (8, 4, 2, 1) if s <= max(1, room))
+        if scale > 1:
+            image.draft(None, (max(1, width // scale), max(1, height // scale)))
+        image.load()
+        box = left / scale, top / scale, right / scale, bottom / scale
+        return _resize(image, box, fit._replace(crop=False)).tobytes()
 
 
 def fit_image(image: Image.Image, fit: Fit) -> bytes:
@@ -135,8 +180,11 @@ def as_jpeg(data: bytes) -> bytes:
         return file.getvalue()
 
 
-def probe(data: bytes) -> Header:
-    """Read size and colour of an image file from its header and palette. Raises BadImage."""
+def probe(data: bytes) -> tuple[int, int, bool]:
+    """Return width, height and whether there is colour, without decoding more than a palette.
+
+    The size is that after the EXIF orientation. Raises BadImage.
+    """
     with bad_images():
         image = _open(data)
         if image.format == "TIFF":
@@ -144,64 +192,60 @@ def probe(data: bytes) -> Header:
         width, height = image.size
         if _orientation(image) in SIDEWAYS:
             width, height = height, width
-        return Header(width, height, _has_colour(image))
+        return width, height, _has_colour(image)
 
 
-def read_image(path: str, shape: tuple[int, int, int], crop: bool = False) -> np.ndarray:
-    """Read an image file as the (H, W, C) uint8 array that a pack of this shape would hold.
+def draw_crops(min_area: float, count: int, key: int) -> list[Crop]:
+    """Draw the crops of `count` images from `key`; each depends on the image's position alone."""
+    raw = np.random.Philox(key=key).random_raw(count * NUMBERS)  # fixed for all versions of NumPy
+    numbers = (raw >> 11) * 2.0**-53
+    return [Crop(min_area, part) for part in numbers.reshape(count, NUMBERS).tolist()]
 
-    Raises BadImage, and OSError if the file cannot be read at all.
-    """
-    height, width, channels = shape
-    with open(path, "rb") as file:
-        pixels = decode(file.read(), Fit(width, height, channels, crop))
-    return np.frombuffer(pixels, np.uint8).reshape(shape).copy()
+
+def decoder_versions() -> str:
+    """Return the decoder's versions, on which pixels depend: "Pillow 12.0.0, libjpeg 6.2"."""
+    return f"Pillow {PIL.__version__}, libjpeg {features.version('jpg')}"
+
+
+def decode_threads(threads: int | None = None) -> ThreadPoolExecutor:
+    """Return a pool of `threads` threads; by default one per usable core, at most 8."""
+    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))), "decode")
 
 
 def _open(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
-def _decode(image: Image.Image, fit: Fit) -> bytes:
-    box: tuple[float, float, float, float] | None = None
+def _decode(image: Image.Image, fit: Fit, upright: bool = False) -> bytes:
+    """Decode an image; its EXIF orientation is not read if it is known to be `upright`."""
+    drafted: tuple[str, Box] | None = None
     if not fit.exact:
-        reach = 2 * max(fit.width, fit.height)  # for both sides: EXIF may exchange them
+        reach = REACH * max(fit.width, fit.height)  # for both sides: EXIF may exchange them
         drafted = image.draft(None, (reach, reach))  # JPEG only, None elsewhere
-        box = drafted[1] if drafted else None
     image.load()
-    orientation = _orientation(image)  # after load, which rotates a TIFF
+    orientation = 1 if upright else _orientation(image)  # after load, which rotates a TIFF
     if fit.exact:
         width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
         if (width, height) != (fit.width, fit.height):
             raise WrongSize((width, height))
-    return resized(_gray_or_rgb(image), box or (0, 0, *image.size), fit, orientation).tobytes()
+    box = drafted[1] if drafted else (0, 0, *image.size)
+    return _resize(_gray_or_rgb(image), box, fit, orientation).tobytes()
 
 
-def resized(
-    image: Image.Image, box: tuple[float, float, float, float], fit: Fit, orientation: int
-) -> Image.Image:
+def _resize(image: Image.Image, box: Box, fit: Fit, orientation: int = 1) -> Image.Image:
     """Resize the part `box` of a gray or RGB image to `fit`, and apply the EXIF orientation."""
-    size = (fit.width, fit.height)
-    if orientation in SIDEWAYS:
-        size = (fit.height, fit.width)
-    if fit.crop:
-        box = _centre(box, size)
+    size = (fit.height, fit.width) if orientation in SIDEWAYS else (fit.width, fit.height)
+    if fit.crop:  # the largest centred part of these proportions
+        left, top, right, bottom = box
+        scale = min((right - left) / size[0], (bottom - top) / size[1])
+        width, height = min(scale * size[0], right - left), min(scale * size[1], bottom - top)
+        x, y = left + (right - left - width) / 2, top + (bottom - top - height) / 2
+        box = x, y, min(x + width, right), min(y + height, bottom)
     image = image.resize(size, Image.Resampling.BILINEAR, box=box)
     if orientation in TURNS:
         image = image.transpose(TURNS[orientation])
     mode = "L" if fit.channels == 1 else "RGB"
     return image if image.mode == mode else image.convert(mode)  # convert() always copies
-
-
-def _centre(
-    box: tuple[float, float, float, float], size: tuple[int, int]
-) -> tuple[float, float, float, float]:
-    """Return the largest centred part of `box` with the proportions of `size`."""
-    left, top, right, bottom = box
-    scale = min((right - left) / size[0], (bottom - top) / size[1])
-    width, height = min(scale * size[0], right - left), min(scale * size[1], bottom - top)
-    x, y = left + (right - left - width) / 2, top + (bottom - top - height) / 2
-    return x, y, min(x + width, right), min(y + height, bottom)
 
 
 def _gray_or_rgb(image: Image.Image) -> Image.Image:

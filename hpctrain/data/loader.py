@@ -14,17 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from hpctrain.data.augment import Augmentation, augment, to_input
-from hpctrain.data.cache import SampleCache
-from hpctrain.data.orders import Order
-from hpctrain.data.partition import Partition, random_key
-from hpctrain.data.split import Split
-from hpctrain.errors import UsageError
+from hpctrain.data.orders import BlockOrder, Order
+from hpctrain.data.partition import random_key
+from hpctrain.data.split import Bad, Split, describe_first
+from hpctrain.errors import RunError, UsageError
 from hpctrain.streams import Event, Upload, copy_to_device
 
 AHEAD = 3  # steps that are prefetched
@@ -46,7 +45,8 @@ class Batch:
 
 
 Part = tuple[np.ndarray, int]  # samples of a split (n,), and the key for their random numbers
-Ready = tuple[list[Batch], Event]  # the batches of a step, and the event after which they are ready
+# the batches of a step, the event after which they are ready, and the samples that are not usable
+Ready = tuple[list[Batch], Event, Bad]
 # images (m_j, H, W, C) and the key for their random numbers -> network input (m_j, C, H, W),
 # a copy: the memory of the images is reused for the next batch
 Prepare = Callable[[torch.Tensor, int], torch.Tensor]
@@ -87,15 +87,17 @@ def read_samples(
 
 
 def make_pairs(
-    upload: Upload, split: Split, parts: Sequence[Part], prepare: Prepare, pair: Pair
+    upload: Upload, split: Split, parts: Sequence[Part], prepare: Prepare, pair: Pair, bad: Bad
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make the input and target of each part on the device.
 
     The images of all parts are in the buffer of `upload`, one part after the other. They are
-    uploaded in one copy, and their labels in another.
+    uploaded in one copy, and their labels in another. Labels that are not classes are described in
+    `bad`.
     """
     sizes = [len(indices) for indices, _ in parts]
-    labels = torch.from_numpy(split.read_labels(np.concatenate([part for part, _ in parts])))
+    samples = np.concatenate([part for part, _ in parts])
+    labels = torch.from_numpy(split.read_labels(samples, bad))
 
     def work(images: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         targets_of = copy_to_device(labels, images.device).split(sizes)
@@ -105,14 +107,14 @@ def make_pairs(
     return upload.make(sum(sizes), work)
 
 
-class Ahead(Iterator[Made]):
+class Prefetcher(Iterator[Made]):
     """Iterate over `make(item)` for each item, computed in order by a thread, `count` items ahead.
 
     If the next result is ready, the thread first leaves the interpreter to the consumer for
     `head_start` seconds, so that work for a later step does not delay the kernels of the current
     one. An error is raised in place of the result of its item, and ends the iteration.
 
-    This is no generator, because Python closes those at any place where it collects garbage. To
+    This is not a generator, because Python closes those at any place where it collects garbage. To
     wait for a thread there can deadlock, for example inside ``Thread.start``.
     """
 
@@ -126,7 +128,7 @@ class Ahead(Iterator[Made]):
         self._make, self._items, self._count = make, iter(items), count
         self._head_start, self._wanted = head_start, threading.Event()
         self._waiting: deque[Future[Made]] = deque()
-        self._thread = ThreadPoolExecutor(1, "ahead")
+        self._thread = ThreadPoolExecutor(1, "prefetch")
 
     def __next__(self) -> Made:
         for item in islice(self._items, self._count + 1 - len(self._waiting)):
@@ -161,74 +163,168 @@ class Ahead(Iterator[Made]):
         return self._make(item)
 
 
+class ReadOptions(NamedTuple):
+    """How a loader reads images.
+
+    If all samples that it may read fit into `read_buffer` bytes, they are read once and kept. With
+    `random_crop`, every image is a random crop of its JPEG file with at least that share of the
+    area, and files are read when they are needed. `device` is where `prepare` needs the images.
+    """
+
+    read_buffer: int = READ_BUFFER
+    random_crop: float = 0.0
+    device: torch.device | str = "cpu"
+
+
+class SampleReader:
+    """Reads the samples of consecutive shards in a given order.
+
+    If all that the shards may read fit into the read buffer, they are read once and kept. Otherwise
+    a `BlockOrder` reads windows: the next window of every shard is read while the current one is
+    used, also across the end of an epoch. Other orders, and random crops, which differ in every
+    epoch, read each sample when it is needed.
+    """
+
+    def __init__(
+        self, split: Split, order: Order, shards: range, options: ReadOptions, epochs: int
+    ) -> None:
+        """Windows of epochs >= `epochs` are not prefetched."""
+        self._split, self._order, self._epochs = split, order, epochs
+        self._bad = Bad()  # of the samples in memory
+        self._windows: dict[tuple[int, int, int], Future[np.ndarray]] = {}  # epoch, shard, number
+        self._thread = ThreadPoolExecutor(1, "windows")
+        reach = order.reach(shards)
+        split.hold(reach)
+        self._first, self._kept = reach.start, None
+        self._least = options.random_crop
+        if not self._least and len(reach) * split.pack.image_bytes <= options.read_buffer:
+            self._kept = self._load(np.arange(reach.start, reach.stop))
+
+    def read(self, place: tuple[int, int, int], key: int, out: np.ndarray, bad: Bad) -> np.ndarray:
+        """Read samples of a shard into `out` (n, H, W, C); return their indices, (n,) int64.
+
+        `place`: epoch, shard, and the position of the first one in the shard's epoch; `key`: for
+        the random numbers of crops. Samples that cannot be used are described in `bad`.
+        """
+        if self._kept is None and not self._least and isinstance(self._order, BlockOrder):
+            indices = self._read_windows(self._order, place, out)
+        else:
+            indices, crops = self._order.samples(*place, len(out)), None
+            if self._kept is not None:
+                np.take(self._kept, indices - self._first, axis=0, out=out, mode="clip")
+            else:
+                if self._least:
+                    from hpctrain.data.images import draw_crops
+
+                    crops = draw_crops(self._least, len(out), random_key(key, "crop"))
+                self._split.gather(indices, out, crops, bad=bad)
+        bad |= {index: self._bad[index] for index in self._bad.keys() & {*indices.tolist()}}
+        return indices
+
+    def close(self) -> None:
+        """End the prefetching thread."""
+        self._thread.shutdown(cancel_futures=True)
+        self._windows.clear()
+
+    def _read_windows(
+        self, order: BlockOrder, place: tuple[int, int, int], out: np.ndarray
+    ) -> np.ndarray:
+        """Implement `read` with windows, of which a shard has at most two in memory."""
+        (epoch, shard, first), done, found = place, 0, []
+        for window, places in order.windows(epoch, shard, first, len(out)):
+            chosen, part = window.order(places), out[done : done + len(places)]
+            # The window is not assigned to a name, which would keep it alive too long.
+            key = epoch, shard, window.number
+            np.take(self._window(order, *key), chosen, axis=0, out=part, mode="clip")
+            found.append(window.samples[chosen])
+            done += len(places)
+        return np.concatenate(found)
+
+    def _window(self, order: BlockOrder, epoch: int, shard: int, number: int) -> np.ndarray:
+        """Return the images of a window in reading order, and free the windows before it."""
+        wanted, following = [(epoch, shard, number)], (epoch, shard, number + 1)
+        if number + 1 == order.count(shard):
+            following = (epoch + 1, shard, 0)
+        if following[0] < max(self._epochs, epoch + 1):
+            wanted.append(following)
+        for key in [k for k in self._windows if k[1] == shard and k not in wanted]:
+            del self._windows[key]
+        for key in wanted:
+            if key not in self._windows:
+                self._windows[key] = self._thread.submit(self._load, order.window(*key).samples)
+        return self._windows[wanted[0]].result()
+
+    def _load(self, indices: np.ndarray) -> np.ndarray:
+        images = np.empty((len(indices), *self._split.image_shape), self._split.dtype)
+        return self._split.gather(indices, images, bad=self._bad)
+
+
 class Loader:
     """Loads the batches of the shards that are assigned to this rank."""
 
     def __init__(
         self,
         split: Split,
-        partition: Partition,
+        order: Order,
         shards: Sequence[int],
-        seed: int = 0,
         prepare: Prepare | None = None,
         pair: Pair | None = None,
-        order: Order | None = None,
-        read_buffer: int = READ_BUFFER,
-        random_crop: float = 0.0,
-        device: torch.device | str = "cpu",
         epochs: int = 0,
+        options: ReadOptions = ReadOptions(),  # noqa: B008
     ) -> None:
-        """Read consecutive `shards` of `partition` from `split`.
+        """Read consecutive `shards` of `split` in an `order`, which holds partition and seed.
 
-        `prepare` converts images, on `device`, to the network's input; None = to float32 in [0, 1]
-        on the CPU. `pair` turns that and the labels into input and target; None = unchanged.
-        `order` is the order of the samples; None = a new order of each shard's own samples in every
-        epoch. The cache of samples takes at most `read_buffer` bytes; if all fit, they are read
-        once. With `random_crop`, every image is a random crop of its file with at least that share
-        of the area; raises UsageError unless the samples are JPEG files. `epochs` is the number of
-        epochs; the first steps of the next epoch are prefetched before one ends.
+        `prepare` converts images to the network's input; None = to float32 in [0, 1] on the CPU.
+        `pair` turns that and the labels into input and target; None = unchanged. `epochs` is the
+        number of epochs; the first steps of the next epoch are prefetched before one ends. Raises
+        UsageError for random crops of samples that are not JPEG files.
         """
-        if random_crop and not split.pack.encoded:
+        if options.random_crop and not split.pack.fit:
             raise UsageError(
                 "--random-crop cuts image files as they are decoded, but this split holds pixels:"
                 " pack with --encoding jpeg"
             )
-        self.split, self.partition, self.epochs = split, partition, epochs
-        self.seed, self.prepare = seed, prepare or make_prepare()
+        self.split, self.order, self.partition = split, order, order.partition
+        self.epochs, self.prepare, self._options = epochs, prepare or make_prepare(), options
         self.pair = pair or (lambda images, labels, key: (images, labels))
-        self.order = order or Order(partition, seed)
-        self._read_buffer, self._random_crop = read_buffer, random_crop
-        self._prefetch: Ahead[Ready] | None = None
+        self._prefetch: Prefetcher[Ready] | None = None
         # The epoch and step that it yields next, between two epochs.
         self._following: tuple[int, int] | None = None
-        self._cache: SampleCache | None = None
+        self._reader: SampleReader | None = None
         self.shards = range(shards[0], shards[-1] + 1)
-        count = sum(partition.shares[j] for j in shards)
-        self._upload = Upload((count, *split.image_shape), split.dtype, device)
+        count = sum(self.partition.shares[j] for j in shards)
+        self._upload = Upload((count, *split.image_shape), split.dtype, options.device)
 
     def close(self) -> None:
         """End the reading thread and free all that it has read. The next epoch starts a new one."""
         self._end_prefetch()
-        if self._cache:
-            self._cache.close()
-            self._cache = None
+        if self._reader:
+            self._reader.close()
+            self._reader = None
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Batch]]:
+    def epoch(
+        self, epoch: int, first_step: int = 0, bad: Bad | None = None
+    ) -> Iterator[list[Batch]]:
         """Yield the steps of an epoch from `first_step` on: each is a batch per shard with samples.
 
-        Errors of the reading thread (such as a truncated file) are raised here. At the end of an
-        epoch the thread continues with the next one, if any; if the iterator is closed early, the
-        thread ends.
+        Samples of a step that are corrupt or not finite are described in `bad` before it is
+        yielded; without it, RunError is raised. Other errors of the reading thread (such as a
+        truncated file) are raised here. At the end of an epoch the thread continues with the next
+        one, if any; if the iterator is closed early, the thread ends.
         """
         if self._prefetch is None or self._following != (epoch, first_step):
             self._end_prefetch()
             steps_from = self._steps_from(epoch, first_step)
-            self._prefetch = Ahead(self._read_step, steps_from, AHEAD, HEAD_START)
+            self._prefetch = Prefetcher(self._read_step, steps_from, AHEAD, HEAD_START)
         prefetch, steps = self._prefetch, self.partition.steps
         self._following, reads_on = None, False
         try:
             for step in range(first_step, steps):
-                batches, made = next(prefetch)
+                batches, made, found = next(prefetch)
+                if bad is not None:
+                    bad |= found
+                elif text := describe_first([found]):
+                    raise RunError(text)
                 self._upload.take(made, [t for b in batches for t in (b.images, b.targets)])
                 if step + 1 == steps and epoch + 1 < self.epochs:
                     self._following, reads_on = (epoch + 1, 0), True
@@ -250,27 +346,23 @@ class Loader:
 
     def _read_step(self, place: tuple[int, int]) -> Ready:
         epoch, step = place
-        if self._cache is None:
-            how = self._read_buffer, self._random_crop > 0, self.epochs
-            self._cache = SampleCache(self.split, self.order, self.shards, *how)
-        shards = {j: n for j in self.shards if (n := self.partition.count(step, j))}
-        buffer, used, parts = self._upload.buffer(sum(shards.values())), 0, dict[int, Part]()
-        for shard, count in shards.items():
-            key = random_key(self.seed, "batch", epoch, step, shard)
-            images, first = buffer[used : used + count], step * self.partition.shares[shard]
-            crops = None
-            if self._random_crop:
-                from hpctrain.data.jpeg import draw_crops
-
-                crops = draw_crops(self._random_crop, count, random_key(key, "crop"))
-            indices = self._cache.gather(epoch, shard, first, images, crops)
-            parts[shard], used = (indices, key), used + count
+        if self._reader is None:
+            how = self.shards, self._options, self.epochs
+            self._reader = SampleReader(self.split, self.order, *how)
+        counts = {j: n for j in self.shards if (n := self.partition.count(step, j))}
+        images, done = self._upload.buffer(sum(counts.values())), 0
+        parts, bad = list[Part](), Bad()
+        for shard, count in counts.items():
+            key = random_key(self.order.seed, "batch", epoch, step, shard)
+            first = epoch, shard, step * self.partition.shares[shard]
+            indices = self._reader.read(first, key, images[done : done + count], bad)
+            parts.append((indices, key))
+            done += count
         made: list[Batch] = []
         if parts:
-            own = list(parts.values())
-            pairs = make_pairs(self._upload, self.split, own, self.prepare, self.pair)
+            pairs = make_pairs(self._upload, self.split, parts, self.prepare, self.pair, bad)
             made = [
                 Batch(shard, *pair, key)
-                for (shard, (_, key)), pair in zip(parts.items(), pairs, strict=True)
+                for shard, (_, key), pair in zip(counts, parts, pairs, strict=True)
             ]
-        return made, self._upload.record_event()
+        return made, self._upload.record_event(), bad

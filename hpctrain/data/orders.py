@@ -6,9 +6,14 @@
                 every epoch, and shuffles the samples within a window of a few blocks; disks and
                 parallel file systems read blocks fast
 
-The samples of a pack were shuffled when it was made, so a partition holds all classes. An external
-file may be sorted. Its samples (for "blocks", its blocks) are therefore assigned to the partitions
-at random, by one more permutation, which is the same in all epochs (`scattered`).
+With ``--balanced-sampling``, an epoch of partition or global has as many samples and steps as
+without. Its positions are dealt to the classes in turn, in random order, so the numbers of
+positions of two classes differ by at most one. The positions of a class go through its samples in
+an order that is new in every epoch, as often as needed: samples of a rare class repeat, and those
+of a frequent class are partly left out.
+
+The samples of a pack were shuffled when it was made, and those of an external file, or its blocks,
+when its splits were drawn; so a partition holds all classes.
 
 Any part of a permutation can be computed without the rest. Small permutations are drawn and kept.
 Larger ones are computed on demand, without storing them: a Feistel network (Luby and Rackoff 1988)
@@ -38,17 +43,15 @@ Made = TypeVar("Made")
 class Order:
     """The order in which shards read samples; in this class, their own, reshuffled every epoch."""
 
-    def __init__(self, partition: Partition, seed: int, scattered: bool = False) -> None:
+    def __init__(self, partition: Partition, seed: int = 0) -> None:
         self.partition, self.seed = partition, seed
-        self.everywhere = scattered  # whether a shard may read any sample of the split
-        self._scatter = self._make_scatter(partition.samples) if scattered else None
+        self.everywhere = False  # whether a shard may read any sample of the split
         self._newest: dict[object, tuple[object, Any]] = {}
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
         own = self._permutation(epoch, shard)(np.arange(first, first + count))
-        samples = self.partition.start(shard) + own
-        return samples if self._scatter is None else self._scatter(samples)
+        return self.partition.start(shard) + own
 
     def reach(self, shards: range) -> range:
         """Return the samples that these shards may read in any epoch."""
@@ -62,9 +65,6 @@ class Order:
         return self._keep_newest(
             shard, epoch, lambda: Permutation(n, random_key(self.seed, "order", epoch, *shard))
         )
-
-    def _make_scatter(self, n: int) -> Permutation:
-        return Permutation(n, random_key(self.seed, "deal"))
 
     def _keep_newest(self, place: object, version: object, make: Callable[[], Made]) -> Made:
         """Return `make()`, cached under `place` until another version is requested there."""
@@ -108,19 +108,11 @@ class BlockOrder(Order):
     """An order of blocks, reshuffled every epoch, with samples shuffled within windows."""
 
     def __init__(
-        self,
-        partition: Partition,
-        seed: int,
-        block_rows: int,
-        window_blocks: int,
-        scattered: bool = False,
+        self, partition: Partition, seed: int, block_rows: int, window_blocks: int
     ) -> None:
         """A block has `block_rows` samples, or fewer at the ends of a partition."""
         super().__init__(partition, seed)
         self.block_rows, self.window_blocks = block_rows, window_blocks
-        whole = partition.samples // block_rows
-        self.everywhere = scattered and whole > 0
-        self._scatter = self._make_scatter(whole) if self.everywhere else None
 
     def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
         """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
@@ -147,7 +139,7 @@ class BlockOrder(Order):
         first = number * self.window_blocks
         chosen = blocks.order[first : first + self.window_blocks]
         parts = [np.arange(blocks.bounds[b], blocks.bounds[b + 1]) for b in chosen]
-        samples = self._assigned(np.concatenate(parts))
+        samples = np.concatenate(parts)
         start = int(blocks.ends[first - 1]) if first else 0
         key = random_key(self.seed, "window", epoch, shard, number)
         return Window(number, start, samples, Permutation(len(samples), key))
@@ -173,13 +165,56 @@ class BlockOrder(Order):
 
         return self._keep_newest(("blocks", shard), epoch, make)
 
-    def _assigned(self, samples: np.ndarray) -> np.ndarray:
-        """Map samples by the random assignment of blocks; those after the last whole block stay."""
-        if self._scatter is None:
-            return samples
-        block, within = np.divmod(samples, self.block_rows)
-        moved = self._scatter(np.minimum(block, self._scatter.n - 1)) * self.block_rows + within
-        return np.where(block < self._scatter.n, moved, samples)
+
+class BalancedOrder(Order):
+    """An order in which every shard draws the classes of its partition equally often.
+
+    With `everywhere`, it draws them from all samples of the split.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        seed: int,
+        labels_of: Callable[[np.ndarray], np.ndarray],
+        everywhere: bool = False,
+    ) -> None:
+        """`labels_of` returns the labels of samples (n,)."""
+        super().__init__(partition, seed)
+        self.everywhere, self.labels_of = everywhere, labels_of
+
+    def samples(self, epoch: int, shard: int, first: int, count: int) -> np.ndarray:
+        """Return the shard's samples from position `first` of the epoch on, (count,) int64."""
+        pool = () if self.everywhere else (shard,)
+        start = first + (self.partition.start(shard) if self.everywhere else 0)
+        turns = self._permutation(epoch, *pool)(np.arange(start, start + count))
+        classes = self.classes(shard)
+        first_class = random_key(self.seed, "first class", epoch, *pool) % len(classes)
+        rounds, numbers = np.divmod(turns, len(classes))
+        numbers = (numbers + first_class) % len(classes)
+        drawn = np.empty(count, np.int64)
+        for number in np.unique(numbers).tolist():
+            own, places = classes[number], np.flatnonzero(numbers == number)
+            order = self._order_within(epoch, number, len(own), *pool)
+            drawn[places] = own[order(rounds[places] % len(own))]
+        return drawn
+
+    def classes(self, shard: int) -> list[np.ndarray]:
+        """Return the samples of each class that the shard draws from, without empty classes."""
+        own = self.reach(range(shard, shard + 1))
+
+        def make() -> list[np.ndarray]:
+            samples = np.arange(own.start, own.stop)
+            labels = self.labels_of(samples)
+            by_class = np.argsort(labels, kind="stable")
+            return np.split(samples[by_class], np.flatnonzero(np.diff(labels[by_class])) + 1)
+
+        return self._keep_newest(("classes", None if self.everywhere else shard), 0, make)
+
+    def _order_within(self, epoch: int, number: int, n: int, *pool: int) -> Permutation:
+        """Return the order in which an epoch draws the n samples of a class."""
+        key = random_key(self.seed, "class", epoch, number, *pool)
+        return self._keep_newest(("class", number, pool), epoch, lambda: Permutation(n, key))
 
 
 def make_order(
@@ -188,14 +223,19 @@ def make_order(
     seed: int,
     block_rows: int = 1,
     window_blocks: int = 1,
-    scattered: bool = False,
+    labels_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Order:
-    """Return the order of that name; `block_rows` and `window_blocks` are for "blocks"."""
+    """Return the order of that name; `block_rows` and `window_blocks` are for "blocks".
+
+    With `labels_of`, which returns the labels of samples (n,), all classes are drawn equally often.
+    """
+    if labels_of is not None:
+        return BalancedOrder(partition, seed, labels_of, everywhere=name == "global")
     if name == "global":
         return GlobalOrder(partition, seed)
     if name == "blocks":
-        return BlockOrder(partition, seed, block_rows, window_blocks, scattered)
-    return Order(partition, seed, scattered)
+        return BlockOrder(partition, seed, block_rows, window_blocks)
+    return Order(partition, seed)
 
 
 class Permutation:

@@ -1,159 +1,287 @@
-"""``hpctrain pack``: make one HDF5 pack of image files.
+"""The pack format, version 3: one HDF5 file whose samples are read by byte offset.
 
-Memory is bounded by a few blocks of pixels and a few hundred bytes per image. The steps are:
+Root attributes: ``format``, ``version``, ``classes`` (UTF-8 strings), ``image_shape`` (H, W, C),
+``fit`` (of JPEG files: "stretch" to that size, or first "crop" to its proportions, centred; else
+empty), ``mean`` and ``std`` (per channel of train, in [0, 1]) and ``provenance`` (JSON). The root's
+dataset ``identity``, (36,) uint8, is a UUID made from all of this and from the checksums. Each
+split is a group of contiguous datasets:
 
-1. list the source (``packing/sources.py``, ``manifest.py``);
-2. assign the images to splits and shuffle them, from the seed (``split.py``);
-3. decode every image into its row of a new file with a temporary name, and compute a digest of its
-   pixels (``make.py``, ``decode.py``);
-4. add checksums and attributes, and rename the file (``write.py``).
+    images      (N, H, W, C) uint8, or of JPEG files, which are gray or YCbCr and upright,
+    bytes       (B,) uint8, the files one after another, and
+    offsets     (N + 1,) int64: file i is bytes[offsets[i]:offsets[i + 1]]
+    labels      (N,) int32
+    crc32       (N,) uint32: zlib.crc32(image, label), of the image's bytes, seeded by its label
+    names, name_offsets   likewise uint8 and int64: where each sample comes from, if it is kept
 
-Images are decoded by a pool of worker processes (``workers.py``) on one node.
+``read_pack`` checks with HDF5 everything that reading by offset relies on, on rank 0 alone. The
+result is small and picklable; with it ``Split`` reads without HDF5.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import re
-import time
-from pathlib import Path
+import hashlib
+import json
+import math
+import os
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.config import PackConfig, check_settings, split_shares
-from hpctrain.data.builtin import BUILT_IN, generate
-from hpctrain.data.pack_format import SPLITS
-from hpctrain.data.packed import read_pack, verify
-from hpctrain.data.packing import report
-from hpctrain.data.packing.arrays import write_pack
-from hpctrain.data.packing.make import pack_images
-from hpctrain.data.packing.sources import HDF5
-from hpctrain.data.packing.split import assign, rows_by_split
-from hpctrain.data.packing.write import writing
 from hpctrain.errors import UsageError
-from hpctrain.files import remove_left_behind
-from hpctrain.text import say
+from hpctrain.typed import parse_json
 
-__all__ = ["check_pack", "create_pack", "main", "make_pack", "write_pack"]
+if TYPE_CHECKING:
+    import h5py
 
-
-def main(config: PackConfig) -> int:
-    """Run the subcommand: make or check a pack. Returns the exit code."""
-    if config.check is not None:
-        if config.source is not None:
-            raise UsageError(f"--check {config.check} packs nothing: leave out {config.source}")
-        return check_pack(config.check)
-    faulthandler.enable(2)  # an image may crash its decoder: with --jobs 1, the stack is printed
-    create_pack(config)
-    return 0
-
-
-def check_pack(path: str) -> int:
-    """Verify all checksums and print the pack's table. Returns 0, or 1 if the pack is corrupt."""
-    pack = read_pack(path)
-    corrupt = verify(pack)
-    report.print_table(pack)
-    for line in corrupt:
-        report.say(f"{pack.path}: {line}")
-    if corrupt:
-        report.say(f"{len(corrupt)} corrupt: do not use this pack, copy or make it again")
-        return 1
-    say("all checksums agree")
-    return 0
+FORMAT, VERSION = "hpctrain-pack", 3
+FITS = ("stretch", "crop")
+SPLITS = ("train", "validation", "test")  # others are allowed and follow, sorted by name
+HASHED = 1 << 20  # checksums that are read at a time
+LAYOUTS = {  # of the images of an external file -> stored axes of (N, H, W, C) or (N, H, W)
+    "NHWC": (0, 1, 2, 3),
+    "NCHW": (0, 2, 3, 1),
+    "NHW": (0, 1, 2),
+    "NCWH": (0, 3, 2, 1),  # (H, W, C, N) and (H, W, N) in MATLAB, which is column-major
+    "NWH": (0, 2, 1),
+}
 
 
-def create_pack(config: PackConfig) -> Path:
-    """Make the pack that `config` describes, print its table and return its path."""
-    start = time.perf_counter()
-    path = make_pack(config)
-    seconds = time.perf_counter() - start
-    pack = read_pack(path)
-    report.print_table(pack)
-    images = sum(split.samples for split in pack.splits.values())
-    report.say(f"{images:,} images in {seconds:.1f} s, {images / seconds:,.0f} images/s")
-    return path
+class Stored(NamedTuple):
+    """An array (N, ...) in an HDF5 file."""
+
+    dataset: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int | None = None  # of its first byte; None: chunked, virtual or external storage
+    chunk_rows: int = 0  # of a chunk; 0 = there are none
+
+    @property
+    def place(self) -> int:
+        """The offset of an array that is stored in one piece."""
+        assert self.offset is not None
+        return self.offset
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
 
 
-def make_pack(config: PackConfig) -> Path:
-    """Make the pack without printing a table, and return its path.
+class SplitInfo(NamedTuple):
+    """The samples of a split: where they are stored."""
 
-    Raises UsageError if the source or the settings cannot be used, RunError if the disk is full.
-    After an error or an interruption, no file exists under the pack's name.
+    path: str  # of the file with all these arrays
+    samples: int
+    images: Stored  # pixels, or the bytes of JPEG files
+    labels: Stored | np.ndarray  # an array (N,): of an external file
+    crc32: Stored | None = None
+    offsets: Stored | None = None  # of JPEG files
+    names: tuple[Stored, Stored] | None = None  # bytes and offsets
+    rows: np.ndarray | None = None  # (N,) of `images`, in the order of the split; None = all
+    probe: int | None = None  # of an external file: `Split.probe`
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What is known of a pack: enough to read its samples by offset. Small and picklable.
+
+    An HDF5 file of another program is one, too (``external.py``): its mean and std are not known.
     """
-    check_settings(config)
-    if config.source is None:
-        raise UsageError("pack what? Give a folder, .tgz, .zip, .csv, flowers or digits")
-    output = output_path(config)
-    path = Path(config.source)
-    if config.source == "flowers":
-        from hpctrain.data.flowers import fetch_archive
 
-        path = fetch_archive(config.cache_dir)
-    with writing(output):
-        remove_left_behind(output)
-        if config.source == "digits":
-            _pack_digits(config, output)
-        else:
-            pack_images(config, path, output)
-    return output
+    path: str
+    uuid: str
+    image_shape: tuple[int, int, int]  # (H, W, C)
+    classes: tuple[str, ...]
+    splits: dict[str, SplitInfo]
+    sizes: dict[str, int]  # of all files, in bytes, by path
+    mean: tuple[float, ...] = ()  # (C,) of train, in [0, 1]
+    std: tuple[float, ...] = ()  # (C,)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    identity: Stored | None = None  # of a pack: the UUID in the file
+    fit: str = ""  # of a pack of JPEG files: one of FITS
+    layout: str = "NHWC"  # of stored images: one of LAYOUTS
+    max_value: float = 0.0  # that values are divided by; 0 = not divided
+    block_rows: int = 0  # samples that lie together in an external file; 0 = in random order
+    external: dict[str, Any] | None = None  # of an external file: the arguments of `read_external`
+    staged: bool = False  # whether this is a copy on the host's own disk (``staging.py``)
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the images that are read: as stored, or float32 if values are divided."""
+        return np.dtype("float32" if self.max_value else self.splits["train"].images.dtype)
 
-def output_path(config: PackConfig) -> Path:
-    """Return the path of the pack to write, checked before any work is done."""
-    assert config.source is not None
-    if config.output:
-        path = Path(config.output)
-    elif config.source in BUILT_IN:
-        path = Path(config.cache_dir) / f"{config.source}.h5"
-    else:
-        name = Path(config.source).resolve().name
-        stem = re.sub(r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$", "", name)
-        path = Path(f"{stem}.h5")
-    if path.is_dir():
-        raise UsageError(f"--output {path} is a folder: name the file to write")
-    if path.exists() and not config.overwrite:
-        raise UsageError(f"{path} exists: name another --output, or replace it with --overwrite")
-    if path.exists() and not looks_like_pack(path):
-        raise UsageError(f"--output {path} is no pack: --overwrite replaces nothing else")
-    if config.source in BUILT_IN and not config.output:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.parent.is_dir():
-        raise UsageError(f"--output {path}: there is no folder {path.parent}")
-    return path
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one image that is read."""
+        return math.prod(self.image_shape) * self.dtype.itemsize
 
 
-def looks_like_pack(path: Path) -> bool:
-    """Whether this is a regular file that begins as HDF5 files do, perhaps damaged, or is empty."""
-    if not path.is_file():  # a device or a pipe
-        return False
+def ordered(names: Iterable[str]) -> list[str]:
+    """Return split names in order of use: train, validation, test, then others by name."""
+    return sorted(names, key=lambda name: (SPLITS.index(name) if name in SPLITS else 3, name))
+
+
+def checksum(image: bytes | memoryview, label: int) -> int:
+    """Return the CRC-32 of a sample: of the bytes of its image, seeded by its label.
+
+    Equal images with different labels always differ in it.
+    """
+    return zlib.crc32(image, label)
+
+
+def make_uuid(facts: Mapping[str, Any], checksums: Iterable[tuple[str, np.ndarray]]) -> str:
+    """Return the UUID of a pack with these attributes (`read_facts`) and checksums.
+
+    `checksums` are the names of the splits, as `ordered`, each with its checksums (n,) uint32; a
+    split may come in several parts.
+    """
+    digest = hashlib.sha256(json.dumps([FORMAT, VERSION, dict(facts)], sort_keys=True).encode())
+    newest = None
+    for name, part in checksums:
+        if name != newest:
+            digest.update(json.dumps(name).encode())
+            newest = name
+        digest.update(np.ascontiguousarray(part, "<u4").data)
+    return str(uuid.UUID(bytes=digest.digest()[:16]))
+
+
+def read_pack(path: str | os.PathLike[str]) -> Pack:
+    """Open a pack and check everything but its samples.
+
+    Raises UsageError (one line that names the file and the cause) if the file is missing, not a
+    pack, truncated, corrupt, incomplete or of another format.
+    """
+    from hpctrain.data.hdf5 import Unusable, open_hdf5  # imports h5py
+
+    path = os.path.abspath(path)
+    with open_hdf5(path) as file:
+        _check_format(path, file)
+        facts = read_facts(file)
+        shape, encoded = tuple(facts["image_shape"]), bool(facts["fit"])
+        if len(shape) != 3 or facts["fit"] not in ("", *FITS):
+            raise Unusable(f"its images are {shape}, fit {facts['fit']!r}")
+        names = ordered(name for name in file if name != "identity")
+        if "train" not in names:
+            raise Unusable("it holds no images of train")
+        identity = bytes(file["identity"][:]).decode()
+        if make_uuid(facts, _read_checksums(file, names)) != identity:
+            raise Unusable(
+                "it is corrupt: its attributes or checksums are not those that its identity was"
+                " made from; copy or pack it again"
+            )
+        return Pack(
+            path,
+            identity,
+            shape,
+            tuple(facts["classes"]),
+            {name: _read_split(path, file, name, shape, encoded) for name in names},
+            {path: os.path.getsize(path)},
+            tuple(facts["mean"]),
+            tuple(facts["std"]),
+            facts["provenance"],
+            _locate(file, "identity", "u1", (len(identity),)),
+            facts["fit"],
+        )
+
+
+def read_again(path: str | os.PathLike[str], external: dict[str, Any] | None) -> Pack:
+    """Open the pack or external file that a saved network names. Raises UsageError.
+
+    If `path` is not a pack, `read_external` is called with the arguments `external`, if given.
+    """
+    from hpctrain.data.external import External, read_external
+
+    if external is None or is_pack(path):
+        return read_pack(path)
+    return read_external(path, External(**external))
+
+
+def read_facts(file: h5py.File) -> dict[str, Any]:
+    """Read the attributes of which the UUID is made."""
+    attributes = file.attrs
+    names = np.atleast_1d(attributes["classes"]).tolist()
+    return {
+        "image_shape": [int(n) for n in attributes["image_shape"]],
+        "classes": [name.decode("utf-8", "surrogateescape") for name in names],
+        "fit": attributes["fit"].decode(),
+        "mean": [float(value) for value in attributes["mean"]],
+        "std": [float(value) for value in attributes["std"]],
+        "provenance": parse_json(attributes["provenance"]),
+    }
+
+
+def is_pack(path: str | os.PathLike[str]) -> bool:
+    """Whether this is an HDF5 file with the format attribute of a pack; nothing else is checked."""
+    import h5py
+
     try:
-        with open(path, "rb") as file:
-            return file.read(len(HDF5)) in (HDF5, b"")
-    except OSError:
+        with h5py.File(path, "r", locking=False) as file:
+            return _is_marked(file)
+    except Exception:  # of many types, for corrupt metadata
         return False
 
 
-def _pack_digits(config: PackConfig, output: Path) -> None:
-    for name in ("size", "channels", "crop", "encoding", "manifest", "fold"):
-        if getattr(config, name) != getattr(PackConfig, name):
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} does not apply to digits: they are made as they are")
-    report.say(f"drawing the digits for {output} ...")
-    splits, classes, provenance = generate(config.seed)
-    if config.split != PackConfig.split:
-        splits = {**_cut_again(splits, classes, config), "unseen": splits["unseen"]}
-        provenance["split"] = config.split
-    write_pack(output, splits, classes, provenance, overwrite=True)
+def _read_checksums(file: h5py.File, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the checksums of the splits, in parts."""
+    for name in names:
+        stored = file[f"{name}/crc32"]
+        for start in range(0, len(stored), HASHED):
+            yield name, stored[start : start + HASHED]
 
 
-def _cut_again(
-    splits: dict[str, tuple[np.ndarray, np.ndarray]], classes: tuple[str, ...], config: PackConfig
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Divide the digits of train and test again, by the shares of --split."""
-    shares = split_shares(config.split)
-    made = splits["train"], splits["test"]
-    images, labels = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
-    drawn = assign(labels, shares, config.seed)
-    wanted = [name for name, share in zip(SPLITS, shares, strict=True) if share]
-    rows = rows_by_split(drawn, labels, classes, wanted, config.seed)
-    return {name: (images[of], labels[of]) for name, of in rows.items()}
+def _read_split(
+    path: str, file: h5py.File, name: str, shape: tuple[int, ...], encoded: bool
+) -> SplitInfo:
+    """Read where the datasets of a split are stored. Raises Unusable."""
+    from hpctrain.data.hdf5 import find_dataset
+
+    rows = find_dataset(file, f"{name}/labels").shape[0]
+    labels = _locate(file, f"{name}/labels", "<i4", (rows,))
+    crc32 = _locate(file, f"{name}/crc32", "<u4", (rows,))
+    named = None
+    if "names" in file[name]:
+        ends = _locate(file, f"{name}/name_offsets", "<i8", (rows + 1,))
+        named = _locate(file, f"{name}/names", "u1", file[f"{name}/names"].shape), ends
+    if not encoded:
+        images = _locate(file, f"{name}/images", "u1", (rows, *shape))
+        return SplitInfo(path, rows, images, labels, crc32, names=named)
+    files = _locate(file, f"{name}/bytes", "u1", find_dataset(file, f"{name}/bytes").shape)
+    offsets = _locate(file, f"{name}/offsets", "<i8", (rows + 1,))
+    return SplitInfo(path, rows, files, labels, crc32, offsets, named)
+
+
+def _locate(file: h5py.File, name: str, dtype: str, shape: tuple[int, ...]) -> Stored:
+    """Return a dataset in one piece, of this type and shape. Raises Unusable."""
+    from hpctrain.data.hdf5 import Unusable, find_dataset, locate
+
+    found = locate(find_dataset(file, name), {})
+    if (np.dtype(found.dtype), found.shape) != (np.dtype(dtype), shape):
+        raise Unusable(f"{name} is {found.dtype} {found.shape}, not {dtype} {shape}")
+    if found.offset is None:
+        raise Unusable(f"{name} is not stored in one piece, as those of a pack always are")
+    return found
+
+
+def _is_marked(file: h5py.File) -> bool:
+    mark = file.attrs.get("format")
+    return isinstance(mark, bytes | np.bytes_) and mark == FORMAT.encode()
+
+
+def _check_format(path: str, file: h5py.File) -> None:
+    """Check the format, without which no other attribute has a meaning. Raises UsageError."""
+    if not _is_marked(file):
+        found = sorted(file)
+        raise UsageError(
+            f"{path} is an HDF5 file but not a pack (no attribute format = {FORMAT!r}); make one"
+            " with 'hpctrain pack', or train on it as it is with --images and --labels; it holds"
+            f" {', '.join(found[:8]) or 'nothing'}{', ...' if len(found) > 8 else ''}"
+        )
+    if (version := int(file.attrs["version"])) != VERSION:
+        raise UsageError(
+            f"{path} is a pack of format version {version}, this hpctrain reads version {VERSION}:"
+            " pack again, or use the hpctrain that made it"
+        )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hpctrain.data.loader import Ahead
+from hpctrain.data.loader import Prefetcher
 from hpctrain.data.partition import random_key
 from hpctrain.inference.network import Network
 from hpctrain.inference.tasks import network_output
@@ -74,7 +74,7 @@ def compute_blocks(
     """
 
     def queued() -> Iterator[tuple[Block, torch.Tensor]]:
-        made_ahead = Ahead(lambda part: (load(*part), upload.record_event()), parts)
+        made_ahead = Prefetcher(lambda part: (load(*part), upload.record_event()), parts)
         with closing(made_ahead) as loaded:  # also if a traceback keeps this frame
             for block, made in loaded:
                 if not go_on(f"block {block.number}"):

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -22,20 +22,20 @@ import torch
 from torch import nn
 
 from hpctrain.config import EvaluateConfig
-from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Prepare, make_pairs
-from hpctrain.data.pack_format import Pack
-from hpctrain.data.split import Split
+from hpctrain.data.pack import Pack
+from hpctrain.data.split import Bad, Split, describe_first
 from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.blocks import Block, block_key, blocks_of, compute_blocks
 from hpctrain.inference.gallery import (
     Answer,
     draw_answers,
     most_confident,
+    name_rows,
     picture_path,
     read_rows,
 )
-from hpctrain.inference.opening import first_touch, open_network, open_pack_for, own_task
+from hpctrain.inference.opening import open_network, open_pack_for, own_task
 from hpctrain.inference.own import TAKEN, refuse_names
 from hpctrain.inference.tasks import Task
 from hpctrain.models import evaluating
@@ -114,7 +114,6 @@ def evaluate_saved(
     if settings.mistakes and not network.task.classes:
         raise agreed(UsageError("--mistakes shows wrong classes, and this network restores images"))
     pack = open_pack_for(network.saved, settings, comm)
-    checks = first_touch(pack, comm)
     # With algorithms chosen by timing, the figures would depend on the ranks.
     exact = torch_settings(network.precision, benchmark=False)
 
@@ -123,7 +122,7 @@ def evaluate_saved(
         return True
 
     with (
-        call_on_all(comm, lambda: Split(pack, settings.split, checks=checks)) as source,
+        call_on_all(comm, lambda: Split(pack, settings.split)) as source,
         exact,
     ):
         how = network.prepare, comm, network.block, go_on, settings.mistakes
@@ -153,8 +152,13 @@ def write_mistakes(
     from hpctrain.report.pictures import write_image  # imports Pillow
 
     path = picture_path(settings.output, weights.with_name("mistakes.png"))
-    classes = source.pack.classes
-    write_image(path, draw_answers(read_rows(source, result.mistakes), result.mistakes, classes))
+    classes, names = source.pack.classes, name_rows(source, result.mistakes)
+    images = read_rows(source, result.mistakes)
+    short = [PurePath(name).name for name in names]
+    write_image(path, draw_answers(images, result.mistakes, classes, short))
+    for name, (_, label, prediction, probability) in zip(names, result.mistakes, strict=True):
+        true = "" if label is None else f"{classes[label]}, "
+        say(f"{name}: {true}answer {classes[prediction]} ({100 * probability:.1f} %)")
     say(f"{path}: the {len(result.mistakes):,} most confident of {total:,} mistakes")
 
 
@@ -201,8 +205,8 @@ def combine(
 ) -> Evaluation | None:
     """Combine the results of all ranks; None if one of them is not complete. Collective.
 
-    Raises RunError on all ranks for samples that are not finite, and UsageError if the metric did
-    not name the same figures for all blocks.
+    Raises RunError on all ranks for samples that are corrupt or not finite, and UsageError if the
+    metric did not name the same figures for all blocks.
     """
     parts = allgather(comm, own)
     if bad := describe_first(part.bad for part in parts):
@@ -261,10 +265,9 @@ def evaluate(
     names: list[list[str]] = []  # of the figures, by block: one more may be under way
 
     def load(number: int, rows: np.ndarray) -> Block:
-        images = upload.buffer(len(rows))
-        source.gather(rows, images)
-        bad = find_nonfinite(source, rows, images)
-        (pair,) = make_pairs(upload, source, [(rows, block_key(number))], prepare, task.pair)
+        bad = Bad()
+        source.gather(rows, upload.buffer(len(rows)), bad=bad)
+        (pair,) = make_pairs(upload, source, [(rows, block_key(number))], prepare, task.pair, bad)
         return Block(number, rows, bad, pair)
 
     def compute(block: Block) -> torch.Tensor:
@@ -286,7 +289,7 @@ def evaluate(
             own.rows += len(each.rows)
             own.bad |= each.bad
             if task.classes:
-                labels, (found, sure) = source.read_labels(each.rows), rest.reshape(2, -1)
+                labels, (found, sure) = source.read_labels(each.rows, each.bad), rest.reshape(2, -1)
                 found = found.astype(np.int64)
                 confusion.add(labels, found)
                 own.add_mistakes(kept, each.rows, labels, found, sure)

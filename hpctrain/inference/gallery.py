@@ -40,23 +40,29 @@ def read_rows(source: Split, answers: Sequence[Answer]) -> np.ndarray:
     return source.gather(rows, np.empty((len(rows), *source.image_shape), source.dtype))
 
 
+def name_rows(source: Split, answers: Sequence[Answer]) -> list[str]:
+    """Return where these samples of a split came from, or their numbers if that is not known."""
+    return [source.source_of(each.row) or f"row {each.row}" for each in answers]
+
+
 def draw_answers(
     images: np.ndarray,
     answers: Sequence[Answer],
     classes: Sequence[str],
-    names: Sequence[str] = (),
+    names: Sequence[str],
 ) -> np.ndarray:
     """Draw images (n, H, W, C), as they are stored, each above its answer; (h, w, 3) uint8.
 
-    A caption is the true class, or else the image's name of `names` (n,), then the predicted class
-    and its probability; these two are red if the answer is wrong.
+    A caption is the image's name of `names` (n,), the true class if it is known, and the predicted
+    class and its probability; these two are red if the answer is wrong.
     """
     from hpctrain.report.pictures import draw_captioned, shown_values  # imports Pillow
 
     captions, wrong = [], []
     for number, (_, label, prediction, probability) in enumerate(answers):
-        first = names[number] if label is None else f"true: {classes[label]}"
-        captions.append((first, f"answer: {classes[prediction]}", f"{100 * probability:.1f} %"))
+        true = () if label is None else (f"true: {classes[label]}",)
+        answer = f"answer: {classes[prediction]}", f"{100 * probability:.1f} %"
+        captions.append((names[number], *true, *answer))
         if label not in (None, prediction):
             wrong.append(number)
     return draw_captioned(shown_values(images), captions, wrong)

@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from hpctrain.data.images import BadImage, Fit, fit_image, fit_pixels, read_image
-from hpctrain.data.jpeg import decode_threads, map_parts
+from hpctrain.data.images import SUFFIXES, BadImage, Fit, decode, decode_threads, fit_image
 from hpctrain.errors import UsageError
 from hpctrain.inference.blocks import Read, Unusable
 from hpctrain.inference.network import Saved
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
 
 class Images(NamedTuple):
@@ -108,13 +105,11 @@ def as_image(saved: Saved, given: Any) -> np.ndarray:
 def fitted(image: np.ndarray | Image.Image, saved: Saved) -> np.ndarray:
     """Return an image as an array (H, W, C) of the network's size. Raises BadImage."""
     height, width, channels = saved.image_shape
-    fit = Fit(width, height, channels, saved.crop)
-    if isinstance(image, Image.Image):
-        pixels = fit_image(image, fit)
-    elif image.shape == saved.image_shape:
-        return image
-    else:
-        pixels = fit_pixels(image.tobytes(), image.shape, fit)
+    if isinstance(image, np.ndarray):
+        if image.shape == saved.image_shape:
+            return image
+        image = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
+    pixels = fit_image(image, Fit(width, height, channels, saved.crop))
     return np.frombuffer(pixels, np.uint8).reshape(saved.image_shape)
 
 
@@ -140,8 +135,14 @@ def list_images(targets: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 def file_reader(saved: Saved, files: Sequence[Path]) -> Read:
     """Return a function that decodes files in several threads and resizes them as for the pack."""
-    shape, crop = saved.image_shape, saved.crop
-    return reader(lambda row: read_image(str(files[row]), shape, crop), lambda row: str(files[row]))
+    height, width, channels = saved.image_shape
+    fit = Fit(width, height, channels, saved.crop)
+
+    def one(row: int) -> np.ndarray:
+        pixels = decode(files[row].read_bytes(), fit)
+        return np.frombuffer(pixels, np.uint8).reshape(saved.image_shape)
+
+    return reader(one, lambda row: str(files[row]))
 
 
 def reader(one: Callable[[int], np.ndarray], name: Callable[[int], str]) -> Read:
@@ -150,17 +151,17 @@ def reader(one: Callable[[int], np.ndarray], name: Callable[[int], str]) -> Read
     def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
         bad: Unusable = {}
 
-        def decode(part: slice) -> None:
-            for image, row in zip(images[part], rows[part].tolist(), strict=True):
-                try:
-                    image[:] = one(row)
-                except BadImage as error:
-                    bad[row] = f"{name(row)} cannot be read as an image: {error}"
-                except OSError as error:
-                    bad[row] = f"{name(row)} cannot be read: {error.strerror}"
+        def read_one(image: np.ndarray, row: int) -> None:
+            try:
+                image[:] = one(row)
+            except BadImage as error:
+                bad[row] = f"{name(row)} cannot be read as an image: {error}"
+            except OSError as error:
+                bad[row] = f"{name(row)} cannot be read: {error.strerror}"
 
         with decode_threads() as threads:
-            map_parts(threads, decode, len(rows))
+            for _ in threads.map(read_one, images, rows.tolist()):
+                pass
         return bad
 
     return read

@@ -18,9 +18,8 @@ from hpctrain import __version__
 from hpctrain.config import Config
 from hpctrain.config.imports import own_functions, require_trust
 from hpctrain.config.others import EVALUATION_ROWS
-from hpctrain.data.augment import normalization
 from hpctrain.data.loader import Prepare, make_prepare
-from hpctrain.data.pack_format import Pack
+from hpctrain.data.pack import Pack
 from hpctrain.errors import UsageError
 from hpctrain.inference.tasks import Task, make_task
 from hpctrain.models import build, load_weights, read_model
@@ -35,19 +34,18 @@ FILE, BEST = "model.safetensors", "best.safetensors"
 
 def describe(config: Config, plan: Plan, pack: Pack, state: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a network; `state` holds its run, step and figures."""
-    scaling = plan.scaling or normalization(config.normalize, pack.mean, pack.std)
     return {
         "hpctrain": __version__,
         "model": plan.model,
         "small_stem": config.small_stem,
         "image_shape": list(plan.image_shape),
         "classes": list(pack.classes),
-        "mean": list(scaling[0]) if scaling else None,
-        "std": list(scaling[1]) if scaling else None,
+        "mean": list(plan.scaling[0]) if plan.scaling else None,
+        "std": list(plan.scaling[1]) if plan.scaling else None,
         "pack": str(Path(pack.path).resolve()),
         "pack_uuid": pack.uuid,
         "provenance": pack.provenance,
-        "external": pack.external_arguments or None,
+        "external": pack.external,
         "task": plan.task,
         "noise": plan.noise,
         "noise_level": plan.noise_level,

@@ -15,10 +15,8 @@ from hpctrain.config import (
     check_settings,
     require_trust,
 )
-from hpctrain.data.builtin import locate
-from hpctrain.data.checks import Checks, Sums
 from hpctrain.data.loader import read_samples
-from hpctrain.data.pack_format import Pack
+from hpctrain.data.pack import Pack, read_again
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
@@ -26,6 +24,7 @@ from hpctrain.inference.network import Network, Saved, find_model, ready_network
 from hpctrain.inference.own import import_functions
 from hpctrain.inference.own_check import check_task
 from hpctrain.inference.tasks import Task
+from hpctrain.packing.builtin import locate
 from hpctrain.parallel.choose import open_device
 from hpctrain.parallel.mpi import Comm, call_on_all, call_on_root
 from hpctrain.text import listed
@@ -70,21 +69,6 @@ def own_task(network: Network, settings: EvaluateConfig, source: Split, comm: Co
     return task
 
 
-def first_touch(pack: Pack, comm: Comm) -> Checks:
-    """Return checks that verify every block of a pack when it is first read. Collective.
-
-    Results from corrupt samples would be wrong.
-    """
-    return Checks(None if pack.external else call_on_root(comm, lambda: find_sums(pack)))
-
-
-def find_sums(pack: Pack) -> Sums:
-    """Read the checksums of a pack (rank 0): other ranks never need h5py."""
-    from hpctrain.data.packed import read_sums
-
-    return read_sums(pack)
-
-
 def open_pack_for(saved: Saved, settings: NetworkConfig, comm: Comm) -> Pack:
     """Open the pack of --data, by default the one of training. Collective.
 
@@ -99,8 +83,6 @@ def find_pack(saved: Saved, settings: NetworkConfig) -> Pack:
     Raises UsageError if there is none, or if its image shape or classes are not those of the
     network.
     """
-    from hpctrain.data.packed import read_again
-
     source = settings.data or saved.metadata.get("pack")
     if source is None:
         raise UsageError(f"{saved.path} does not say what it was trained on: give --data")

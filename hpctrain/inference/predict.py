@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.config import PredictConfig
-from hpctrain.data.checks import find_nonfinite
 from hpctrain.data.split import Split
 from hpctrain.errors import Failure, RunError, UsageError
 from hpctrain.inference.blocks import (
@@ -34,7 +33,7 @@ from hpctrain.inference.blocks import (
 from hpctrain.inference.gallery import Answer, draw_answers, draw_rows, picture_path
 from hpctrain.inference.image_files import file_reader, list_images
 from hpctrain.inference.network import Network
-from hpctrain.inference.opening import first_touch, open_network, open_pack_for
+from hpctrain.inference.opening import open_network, open_pack_for
 from hpctrain.parallel.device import torch_settings
 from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root, start_mpi
 from hpctrain.report.pictures import write_image
@@ -56,6 +55,8 @@ class PredictionInput(NamedTuple):
     """The images to be classified: image files, or the samples of a split."""
 
     names: Sequence[object]  # by row
+    columns: tuple[str, ...]  # of the CSV file that say which image it is
+    name: Callable[[int], tuple[str, ...]]  # what they say of a row
     read: Read
     dtype: np.dtype
     read_labels: Callable[[np.ndarray], np.ndarray] | None = None  # of rows (n,); None: no labels
@@ -72,7 +73,8 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
         return classify(network, images_of_split(network, settings, comm), settings, comm)
     files = call_on_root(comm, lambda: list_images(settings.images))
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about unusual metadata
-    images = PredictionInput(files, file_reader(network.saved, files), np.dtype(np.uint8))
+    how = file_reader(network.saved, files), np.dtype(np.uint8)
+    images = PredictionInput(files, ("file",), lambda row: (str(files[row]),), *how)
     if restores:
         return restore_files(network, files, images.read, settings, comm)
     return classify(network, images, settings, comm)
@@ -81,13 +83,19 @@ def answer(network: Network, settings: PredictConfig, comm: Comm) -> int:
 def images_of_split(network: Network, settings: PredictConfig, comm: Comm) -> PredictionInput:
     """Open the split. Collective. Raises UsageError if its pack does not fit the network."""
     pack = open_pack_for(network.saved, settings, comm)
-    checks = first_touch(pack, comm)
-    source = call_on_all(comm, lambda: Split(pack, settings.split, checks=checks))
+    source = call_on_all(comm, lambda: Split(pack, settings.split))
 
     def read(rows: np.ndarray, images: np.ndarray) -> Unusable:
-        return find_nonfinite(source, rows, source.gather(rows, images))
+        bad = Unusable()
+        source.gather(rows, images, bad=bad)
+        return bad
 
-    return PredictionInput(range(len(source)), read, source.dtype, source.read_labels)
+    def name(row: int) -> tuple[str, ...]:
+        return (str(row), *([source.source_of(row)] if source.has_sources else []))
+
+    columns = ("row", "source") if source.has_sources else ("row",)
+    how = read, source.dtype, source.read_labels
+    return PredictionInput(range(len(source)), columns, name, *how)
 
 
 def classify(network: Network, images: PredictionInput, settings: PredictConfig, comm: Comm) -> int:
@@ -121,15 +129,16 @@ class Answers:
 
     def open(self, opened: ExitStack) -> None:
         """Open the output, to be closed with `opened`. Raises RunError."""
-        labelled = self._images.read_labels is not None
-        file = open_predictions(self._settings.output, self._classes, labelled)
+        true = ("class",) * (self._images.read_labels is not None)
+        columns = *self._images.columns, *true
+        file = open_predictions(self._settings.output, self._classes, columns)
         self._write = opened.enter_context(file)
 
     def write(self, block: Classified) -> None:
         """Write the answers to one block. Raises RunError."""
         rows, chances, images = block.rows, block.probabilities, self._images
         labels = images.read_labels(rows) if images.read_labels else None
-        self._write([str(images.names[row]) for row in rows.tolist()], labels, chances)
+        self._write([images.name(row) for row in rows.tolist()], labels, chances)
         if self._settings.figure:
             self._shown.append(Shown(rows, labels, chances.argmax(1), chances.max(1)))
 
@@ -140,7 +149,7 @@ class Answers:
             return
         pixels = np.empty((len(answers), *self._shape), self._images.dtype)
         self._images.read(np.array([each.row for each in answers]), pixels)
-        names = [Path(str(self._images.names[each.row])).name for each in answers]
+        names = [Path(self._images.name(each.row)[-1]).name for each in answers]
         output = self._settings.output
         path = picture_path(output, Path("predictions.png"))
         write_image(path, draw_answers(pixels, answers, self._classes, names))
@@ -166,7 +175,7 @@ def predict(
 
     Rank 0 holds at most one received block at a time. Raises the same error on all ranks.
     """
-    names, read, dtype, _ = images
+    names, read, dtype = images.names, images.read, images.dtype
     unusable: Unusable = {}
     with closing(classify_blocks(network, names, read, dtype, comm.size, comm.rank)) as own:
         for _ in range(0, len(names), network.block * comm.size):

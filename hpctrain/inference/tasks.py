@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpctrain.data.augment import add_noise
 from hpctrain.data.partition import random_key
 from hpctrain.inference.own import NONE, Functions, Sums, compute_losses, sum_metric
 
@@ -121,6 +120,26 @@ class Denoising:
         if self.own.loss is None:
             return F.mse_loss(images, clean, reduction="sum") / clean[0].numel()
         return compute_losses(self.own.loss, images, clean).sum()
+
+
+def add_noise(images: Tensor, kind: str, level: float, key: int) -> Tensor:
+    """Return a copy of images (n, C, H, W) in [0, 1] with noise.
+
+    "salt-pepper": every value becomes 0 or 1, each with probability level / 2. "gaussian": a
+    normal deviate of standard deviation `level` is added and the sum clamped to [0, 1].
+
+    The noise depends on `key`, shape and device alone. A GPU draws other numbers than the CPU, and
+    GPUs of different models may differ, too: torch spreads the counter of its generator over the
+    threads that a GPU has.
+    """
+    generator = torch.Generator(images.device).manual_seed(key)
+    draw = torch.randn if kind == "gaussian" else torch.rand
+    drawn = draw(images.shape, generator=generator, device=images.device).to(images.dtype)
+    noisy = images.clone()  # with the same strides
+    if kind == "gaussian":
+        # Not add_(drawn, alpha=level): some devices round its sum only, not its product.
+        return noisy.add_(drawn.mul_(level)).clamp_(0, 1)
+    return noisy.masked_fill_(drawn < level / 2, 0).masked_fill_(drawn >= 1 - level / 2, 1)
 
 
 def _summed(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

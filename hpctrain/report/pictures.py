@@ -46,8 +46,8 @@ def draw_captioned(
     """Draw images (n, H, W, C) in [0, 1] in rows, each above the lines of its caption.
 
     Returns an array (h, w, 3) of uint8. Images are enlarged or shrunk to a readable size. Lines
-    that are wider than their image's cell are cut. The second and later lines below the images with
-    the numbers `marked` are red.
+    that are wider than their image's cell are cut. The last two lines below the images with the
+    numbers `marked` are red.
     """
     tiles = enlarge(images)
     for tile in tiles:
@@ -64,7 +64,7 @@ def draw_captioned(
         sheet.paste(image, (left, top))
         for place, line in enumerate(lines):
             below = top + image.height + GAP + place * (LETTERS + 3)
-            fill = "crimson" if number in marked and place else "black"
+            fill = "crimson" if number in marked and place >= len(lines) - 2 else "black"
             draw.text((left, below), _fitting(line, font, wide - 2 * GAP), fill=fill, font=font)
     return np.asarray(sheet)
 

@@ -127,17 +127,18 @@ def answer_columns(classes: Sequence[str]) -> tuple[str, ...]:
 
 @contextmanager
 def open_predictions(
-    output: str, classes: Sequence[str], labelled: bool
-) -> Iterator[Callable[[Sequence[str], np.ndarray | None, np.ndarray], None]]:
+    output: str, classes: Sequence[str], first: Sequence[str]
+) -> Iterator[Callable[[Sequence[tuple[str, ...]], np.ndarray | None, np.ndarray], None]]:
     """Yield a function that writes predictions to a CSV file, or to standard output for "-".
 
-    The function takes the names (n) of some images, their labels (n,) or None, and their class
-    probabilities (n, K). The columns are the name, the true class if there are labels, the
-    predicted class, its probability, and all probabilities. The file is renamed into place when the
+    The function takes the names (n) of some images, of one text or several each, their labels (n,)
+    or None, and their class probabilities (n, K). The columns are the names and the true class if
+    there are labels, headed by `first`, the predicted class, its probability, and all
+    probabilities. The file is renamed into place when the
     block ends without an error. Raises RunError if it cannot be written.
     """
     columns, written = answer_columns(classes), 0
-    header = [*(["row", "class"] if labelled else ["file"]), "prediction", "probability", *columns]
+    header = [*first, "prediction", "probability", *columns]
     with ExitStack() as stack:
         file: TextIO | None = None
         if output != "-":
@@ -146,7 +147,7 @@ def open_predictions(
             file = stack.enter_context(as_text(stack.enter_context(whole_file(Path(output)))))
 
         def write(
-            names: Sequence[str], labels: np.ndarray | None, probabilities: np.ndarray
+            names: Sequence[tuple[str, ...]], labels: np.ndarray | None, probabilities: np.ndarray
         ) -> None:
             nonlocal written
             written += len(names)
@@ -172,7 +173,7 @@ def _put(lines: Iterable[Sequence[str]], file: TextIO | None, output: str) -> No
 
 
 def _prediction_lines(
-    names: Sequence[str],
+    names: Sequence[tuple[str, ...]],
     labels: np.ndarray | None,
     probabilities: np.ndarray,
     classes: tuple[str, ...],
@@ -181,4 +182,4 @@ def _prediction_lines(
         true = [] if labels is None else [classes[labels[number]]]
         best = int(found[: len(classes)].argmax())
         texts = [f"{p:.6f}" for p in found[: len(classes)]]
-        yield [name, *true, classes[best], texts[best], *texts]
+        yield [*name, *true, classes[best], texts[best], *texts]

@@ -75,8 +75,8 @@ def check_data(sweep: Sweep) -> None:
 
     Raises UsageError if a file is not a pack.
     """
-    from hpctrain.data.builtin import locate
-    from hpctrain.data.packed import read_pack
+    from hpctrain.data.pack import read_pack
+    from hpctrain.packing.builtin import locate
 
     named = {(n.config.data, n.config.cache_dir, n.config.images) for n in sweep.networks}
     for data, cache_dir, images in sorted(named, key=str):

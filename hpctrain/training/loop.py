@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from hpctrain.data.split import Bad
 from hpctrain.fault import fault
 from hpctrain.text import listed
 from hpctrain.training.optimizer import learning_rate
@@ -31,10 +32,14 @@ def train_epochs(run: Run) -> None:
             pending.restart_clock()
             doing(f"reading for step {state.step + 1}")
             began = time.perf_counter()
-            for number, batches in enumerate(loader.epoch(state.epoch, first), start=first):
+            bad = Bad()
+            for number, batches in enumerate(loader.epoch(state.epoch, first, bad), start=first):
                 waited = time.perf_counter() - began
                 step = state.epoch * per_epoch + number + 1
                 doing(f"step {step}")
+                if bad:  # then this step does not count, on any rank: `check` names the images
+                    for batch in batches:
+                        batch.images.fill_(torch.nan)
                 rows = job.plan.partition.total(number)
                 rate = learning_rate(job.config, job.plan, step - 1)
                 flags = run.control.flags(waited, run.writer is not None and run.writer.overdue())

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from hpctrain.config import Config
-from hpctrain.data.checks import describe_first, find_nonfinite
 from hpctrain.data.loader import Prepare, read_samples
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
-from hpctrain.errors import UsageError
+from hpctrain.errors import RunError, UsageError
 from hpctrain.inference.own_check import check_task
 from hpctrain.inference.tasks import Task, network_output, output_shape
 from hpctrain.models import as_bytes, check_names, checked_output, evaluating
@@ -47,9 +46,10 @@ def probe_model(
     model, names = norms.model, set(norms.model.state_dict())
     buffers = {name for name, _ in model.named_buffers()}
     rows = np.arange(min(FIRST_ROWS, len(source)))
-    if bad := describe_first([find_nonfinite(source, rows)]):
-        raise UsageError(bad)
-    images = read_samples(source, rows, prepare)
+    try:
+        images = read_samples(source, rows, prepare)
+    except RunError as error:
+        raise UsageError(str(error)) from None
     labels = torch.from_numpy(source.read_labels(rows)).to(images.device)
     key = random_key(config.seed, "probe")
     inputs, targets = task.pair(images, labels, key)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from hpctrain.config import Config
-from hpctrain.data.augment import IMAGENET_MEAN, IMAGENET_STD, normalization
-from hpctrain.data.pack_format import Pack
+from hpctrain.data.pack import Pack
+from hpctrain.errors import UsageError
 from hpctrain.models import InitialWeights, own_input
 from hpctrain.plan import Plan
+
+# Of the ImageNet training images in [0, 1], red, green, blue; published ResNet weights expect them.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 Scaling = tuple[tuple[float, ...], ...]  # mean and std by channel; () = images in [0, 1]
 
@@ -20,10 +24,10 @@ def choose_scaling(
 
     A resumed run keeps that of its `earlier` plan. Raises UsageError as `normalization` does.
     """
-    if earlier and earlier.scaling:
+    if earlier:
         return earlier.scaling, ""
-    given = normalization(config.normalize, pack.mean, pack.std)
-    if earlier or config.normalize != "auto" or config.task == "denoise":
+    given = normalization(config.normalize, pack)
+    if config.normalize != "auto" or config.task == "denoise":
         return given, ""
     channels, own = pack.image_shape[2], own_input(model)
     if init and init.named:
@@ -49,3 +53,27 @@ def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]
     if len(values) != channels:
         return (sum(values) / len(values),) * channels
     return tuple(map(float, values))
+
+
+def normalization(name: str, pack: Pack) -> Scaling:
+    """Return mean and standard deviation, a number per channel each, or () for "unit" and "auto".
+
+    They are those of images in [0, 1]; "pack" takes those of the pack. Raises UsageError for "pack"
+    if a channel is constant, and for "imagenet" if there are not three channels.
+    """
+    channels = pack.image_shape[2]
+    if name in ("unit", "auto"):
+        return ()
+    if name == "imagenet":
+        if channels != 3:
+            raise UsageError(
+                f"--normalize imagenet is for images of 3 channels; these have {channels}:"
+                " use unit or pack"
+            )
+        return IMAGENET_MEAN, IMAGENET_STD
+    if not all(std > 0 for std in pack.std):
+        raise UsageError(
+            f"--normalize pack needs channels that vary; the pack's standard deviations are"
+            f" {', '.join(f'{std:g}' for std in pack.std)}: use unit"
+        )
+    return pack.mean, pack.std

@@ -6,6 +6,7 @@ The order is: pack, device, network, plan, then the message and the objects that
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,13 @@ import torch
 from torch import nn
 
 from hpctrain.config import Config, byte_count
+from hpctrain.config.option import class_weights
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.cache import sample_bytes
-from hpctrain.data.imbalance import describe_missing, find_class_weights
-from hpctrain.data.loader import Loader, Prepare, make_prepare, read_samples
-from hpctrain.data.pack_format import Pack
+from hpctrain.data.loader import Loader, Prepare, ReadOptions, make_prepare, read_samples
+from hpctrain.data.pack import Pack
 from hpctrain.data.partition import random_key
 from hpctrain.data.split import Split
+from hpctrain.errors import UsageError
 from hpctrain.inference.network import find_model
 from hpctrain.inference.own import import_functions, import_own, with_augment
 from hpctrain.inference.own_check import check_augment
@@ -28,6 +29,7 @@ from hpctrain.models import InitialWeights, build, check_forward, load_init
 from hpctrain.parallel.batchnorm import BatchNorms
 from hpctrain.parallel.choose import open_device, open_transport
 from hpctrain.parallel.device import place
+from hpctrain.parallel.hosts import local_ranks
 from hpctrain.parallel.mpi import (
     Comm,
     call_on_all,
@@ -37,16 +39,16 @@ from hpctrain.parallel.mpi import (
 from hpctrain.parallel.placement import Choice
 from hpctrain.plan import Facts, Plan, cpu_threads, model_name, resolve
 from hpctrain.plan_check import go_on
+from hpctrain.text import brief, listed
 from hpctrain.training.finetune import describe_frozen, freeze
 from hpctrain.training.probe import probe_model
 from hpctrain.training.reading import (
     FIRST_ROWS,
     Reading,
     check_data,
-    make_checks,
+    check_memory,
     make_reading,
     open_pack,
-    order_of,
 )
 from hpctrain.training.scaling import Scaling, choose_scaling
 from hpctrain.training.step import Trainer
@@ -74,10 +76,10 @@ class Job:
     notes: tuple[str, ...]  # on these choices, for the user
 
     def close(self) -> None:
-        """Release the hooks and the threads, and close the training split, after the last step."""
+        """Release the hooks and the threads, and close all splits, after the last step."""
         self.trainer.close()
         self.loader.close()
-        self.reading.source.close()
+        self.reading.close()
 
 
 def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool = False) -> Job:
@@ -88,7 +90,6 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     on all ranks.
     """
     pack = open_pack(config, "train", comm)
-    doing("setting up")  # replaces the last block of the pack that rank 0 compared
     call_on_all(comm, lambda: check_data(config, pack))
     device, threads = open_device(
         comm, config.device, lambda share: cpu_threads(config, share, earlier)
@@ -98,11 +99,10 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     dtype = next(model.parameters()).dtype
     place(model, device, config.channels_last)
     frozen = call_on_all(comm, lambda: freeze(model, config.freeze))
-    checks = make_checks(config, pack, comm)
-    source = call_on_all(comm, lambda: Split(pack, "train", checks=checks))
+    source = call_on_all(comm, lambda: Split(pack, "train", verify=config.verify))
     task, weights = task_of(config, earlier, source, next(model.parameters()), comm)
-    if pack.encoded:
-        from hpctrain.data.jpeg import decoder_versions  # imports Pillow
+    if pack.fit:
+        from hpctrain.data.images import decoder_versions  # imports Pillow
 
         check_equal_on_all(comm, {"what decodes JPEG files": decoder_versions()})
     scaling, why = call_on_all(comm, lambda: choose_scaling(config, earlier, pack, model, init))
@@ -110,7 +110,7 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     norms = call_on_all(comm, lambda: BatchNorms(model, config.batch_norm))
     probe = call_on_root(comm, lambda: probe_model(norms, task, source, prepare, config))
 
-    held = sample_bytes(source, config.random_crop > 0)
+    held = source.stored_bytes if config.random_crop else pack.image_bytes
     machine = comm.size, device.type, threads
     facts = facts_of(pack, held, machine, probe.min_samples, weights, scaling)
     plan = call_on_root(
@@ -122,14 +122,14 @@ def set_up(config: Config, comm: Comm, earlier: Plan | None = None, saved: bool 
     trainer = make_trainer(norms, task, config, plan, transport, runs)
     check_fixed_state(model, comm)
     shards = runs[comm.rank]
-    # Before --stage, whose copy may lack labels of other hosts' samples.
-    missing = call_on_root(comm, lambda: describe_missing(order_of(plan, source), pack.classes))
-    reading = make_reading(config, plan, source, checks, shards, comm)
-    doing("setting up")  # replaces the last block that was staged
+    memory = pack.splits["train"], config.verify, local_ranks(comm)[1]
+    kept = call_on_all(comm, lambda: check_memory(plan, *memory))
+    reading = make_reading(config, plan, source, shards, comm)
+    doing("setting up")  # replaces the last piece that was staged
     augmented = make_prepare(device, dtype, config.channels_last, scaling, Augmentation.of(config))
     augmented = with_own_augment(config.augment, augmented, reading.source, comm)
     loader = make_loader(config, plan, reading, shards, task, augmented, device)
-    texts = sharing, init, why, describe_frozen(frozen, trainer.message), missing
+    texts = sharing, init, why, describe_frozen(frozen, trainer.message), kept
     made = pack, reading, choice, task, trainer, loader, prepare, init
     return Job(config, plan, *made, tuple(map(str, filter(None, texts))))
 
@@ -144,13 +144,10 @@ def make_loader(
     device: torch.device,
 ) -> Loader:
     """Make the loader of the training split for the `shards` of this rank."""
-    return Loader(
-        *(reading.source, plan.partition, shards, plan.seed, augmented, task.pair, reading.order),
-        read_buffer=byte_count(config.read_buffer, "--read-buffer"),
-        random_crop=config.random_crop,
-        device=device,
-        epochs=plan.epochs,
-    )
+    buffer = byte_count(config.read_buffer, "--read-buffer")
+    options = ReadOptions(buffer, config.random_crop, device)
+    made = reading.source, reading.order, shards, augmented, task.pair, plan.epochs
+    return Loader(*made, options)
 
 
 def with_own_augment(name: str | None, prepare: Prepare, source: Split, comm: Comm) -> Prepare:
@@ -179,7 +176,6 @@ def facts_of(
     `held`: host memory of a buffered sample, in bytes; `machine`: number of ranks, type of device,
     threads per rank.
     """
-    external = pack.external
     return Facts(
         *machine,
         rows=pack.splits["train"].samples,
@@ -189,8 +185,8 @@ def facts_of(
         classes=len(pack.classes),
         pack_uuid=pack.uuid,
         min_samples=min_samples,
-        run_rows=external.block_rows if external else 0,
-        chunk_rows=external.chunk_rows if external else 0,
+        block_rows=pack.block_rows,
+        chunk_rows=pack.splits["train"].images.chunk_rows,
         class_weights=class_weights,
         scaling=scaling,
     )
@@ -215,6 +211,32 @@ def task_of(
     resolved = {"precision": precision, "class_weights": weights}
     settings = {**dataclasses.asdict(config), **resolved}
     return make_task(settings, len(source.pack.classes), like, own), weights
+
+
+def find_class_weights(
+    given: str, classes: Sequence[str], count_classes: Callable[[], np.ndarray]
+) -> tuple[float, ...]:
+    """Return the weight of each class that --class-weights asks for.
+
+    `given` is "balanced", for n / (K n_c) as in scikit-learn, with n_c of n samples in class c of K
+    (`count_classes` returns the n_c); or numbers in the order of `classes`. Raises UsageError.
+    """
+    setting = f"--class-weights {brief(given)}"
+    if given == "balanced":
+        counts = count_classes()
+        if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
+            raise UsageError(
+                f"{setting}: no training image is of class {listed(empty, 3)}, so its weight would"
+                " be infinite: give a number for each class"
+            )
+        return tuple((counts.sum() / (len(classes) * counts)).tolist())
+    weights = class_weights(given)
+    if len(weights) != len(classes):
+        raise UsageError(
+            f"{setting}: these are {len(weights)} weights, and the data has {len(classes)} classes:"
+            f" {listed(classes)}"
+        )
+    return weights
 
 
 def make_model(

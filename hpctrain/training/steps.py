@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.data.checks import describe_first, find_nonfinite
+from hpctrain.data.split import Bad, describe_first
 from hpctrain.errors import Failure, RunError
 from hpctrain.parallel.message import Report, Totals
 from hpctrain.parallel.mpi import agreed, allgather, call_on_all, minimum
@@ -45,15 +45,16 @@ def check(run: Run, totals: Totals, step: int, rows: int) -> None:
     """
     where = f"step {step} (epoch {run.state.epoch + 1})"
     if not totals.finite:
+        if bad := find_bad_image(run, step):
+            raise agreed(NonFinite(f"{bad}; the weights of step {step - 1}, before it, are kept"))
         what, ranks = "the gradient", ""
-        advice = find_bad_image(run, step) or "A lower --lr or --clip-norm may help"
         finite = allgather(run.comm, math.isfinite(totals.own))
         if nonfinite := [rank for rank, is_finite in enumerate(finite) if not is_finite]:
             what, ranks = "the loss", f" on rank {listed(nonfinite, MOST_LISTED)}"
         raise agreed(
             NonFinite(
                 f"{what} of {where} is not finite{ranks}; the weights of step {step - 1} are kept."
-                f" {advice}"
+                " A lower --lr or --clip-norm may help"
             )
         )
     if totals.irregular:
@@ -136,10 +137,9 @@ class PendingSteps:
 
 
 def find_bad_image(run: Run, step: int) -> str | None:
-    """Describe the first image of a step of this epoch with NaN or infinite values. Collective.
+    """Describe the first image of a step of this epoch that is corrupt or not finite. Collective.
 
-    The images are checked as they are in the file. Returns the reason if they cannot be read, and
-    None if all are finite.
+    Returns the reason if they cannot be read, and None if all can be used.
     """
     job, partition, epoch = run.job, run.job.plan.partition, run.state.epoch
     doing(f"reading the images of step {step} again")
@@ -153,11 +153,18 @@ def find_bad_image(run: Run, step: int) -> str | None:
         for shard in job.loader.shards
     ]
     split = job.loader.split
+
+    def find() -> Bad:
+        bad = Bad()
+        for rows in indices:
+            split.gather(rows, np.empty((len(rows), *split.image_shape), split.dtype), bad=bad)
+            split.read_labels(rows, bad)
+        return bad
+
     try:
-        found = call_on_all(run.comm, lambda: find_nonfinite(split, np.concatenate(indices)))
+        return describe_first(allgather(run.comm, call_on_all(run.comm, find)))
     except Failure as error:
-        return f"Its images cannot be read again: {error}"
-    return describe_first(allgather(run.comm, found))
+        return f"the images of step {step} cannot be read again: {error}"
 
 
 def compare_ranks(run: Run) -> None:

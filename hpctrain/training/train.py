@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain.config import Config, check_settings, validation_interval
-from hpctrain.data.external import labels_note, reading_note
+from hpctrain.data.external import images_note, window_note
 from hpctrain.errors import Failure, RunError
 from hpctrain.heartbeats import FOLDER as HEARTBEATS
 from hpctrain.inference.network import FILE as MODEL_FILE
@@ -175,8 +175,8 @@ def open_run(
         else nullcontext() as writer,
     ):
         recorder.run(run_facts(job, folder, comm))
-        reading = reading_note(job.pack, job.plan.shuffle, job.plan.window_blocks)
-        added = times.note, labels_note(job.pack), reading
+        windows = job.plan.window_blocks if job.plan.shuffle == "blocks" else 0
+        added = times.note, images_note(job.pack), window_note(job.pack, windows)
         for line in (*notes, *job.notes, *filter(None, added)):
             recorder.note(line)
         own = job.trainer.tensors().values()

@@ -92,7 +92,7 @@ def evaluation(run: Run, split: str) -> Evaluation | None:
     model, prepare, block = job.trainer.model, job.prepare, job.plan.evaluation_rows
     try:
         source = call_on_all(comm, lambda: job.reading.split(split))
-        with source, evaluated_network(run):
+        with evaluated_network(run):
             result = evaluate(model, source, job.task, prepare, comm, block, go_on)
     except Failure as error:
         if not error.agreed:
@@ -151,9 +151,12 @@ def show_work(run: Run) -> None:
     split = next((s for s in splits if job.pack.splits[s].samples), None)
     if not isinstance(job.task, Denoising) or split is None:
         return
-    with job.reading.split(split) as source:
-        rows = np.arange(min(SHOWN, len(source)))
-        clean = read_samples(source, rows, job.prepare)
+    try:
+        source = job.reading.split(split)
+        clean = read_samples(source, np.arange(min(SHOWN, len(source))), job.prepare)
+    except Failure as error:
+        run.recorder.note(f"denoised.png is not drawn: {error}")
+        return
     noisy, _ = job.task.pair(clean, torch.empty(0), block_key(0))
     model = job.trainer.model
     with evaluating(model), fork_rng(noisy.device):

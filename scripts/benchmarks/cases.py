@@ -24,11 +24,11 @@ from statistics import median
 
 import numpy as np
 
-from hpctrain.data.builtin import locate
-from hpctrain.data.pack import write_pack
-from hpctrain.data.packed import read_pack
+from hpctrain.data.pack import read_pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
+from hpctrain.packing.builtin import locate
+from hpctrain.packing.write import write_pack
 from hpctrain.report.record import read_records
 from scripts.benchmarks import data
 from scripts.benchmarks.harness import (

@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import h5py
 import numpy as np
@@ -30,15 +29,15 @@ from torch.utils.data import DataLoader
 
 from hpctrain.config import PackConfig
 from hpctrain.data.augment import Augmentation
-from hpctrain.data.external import read_external
+from hpctrain.data.external import External, read_external
 from hpctrain.data.images import Fit, decode
-from hpctrain.data.loader import Loader, make_prepare
+from hpctrain.data.loader import Loader, Prepare, ReadOptions, make_prepare
 from hpctrain.data.orders import make_order
-from hpctrain.data.pack import make_pack, write_pack
-from hpctrain.data.pack_format import Pack
-from hpctrain.data.packed import read_pack
+from hpctrain.data.pack import Pack, read_pack
 from hpctrain.data.partition import cut_epoch
 from hpctrain.data.split import Split
+from hpctrain.packing.make import make_pack
+from hpctrain.packing.write import write_pack
 from hpctrain.parallel.device import keep_memory
 from scripts.benchmarks.harness import (
     Options,
@@ -79,8 +78,8 @@ def measure_data(options: Options, folder: Path, show: Show) -> list[str]:
     """Run all rounds and print the table; return a line for each goal."""
     raw, jpeg = make_files(folder, options.data)
     show(
-        f"{raw.splits['train'].samples:,} images: {raw.file_size / 2**20:,.1f} MiB of pixels,"
-        f" {jpeg.file_size / 2**20:,.1f} MiB as JPEG files"
+        f"{raw.splits['train'].samples:,} images: {raw.sizes[raw.path] / 2**20:,.1f} MiB of pixels,"
+        f" {jpeg.sizes[jpeg.path] / 2**20:,.1f} MiB as JPEG files"
     )
 
     def run(name: str) -> float:
@@ -183,15 +182,19 @@ def fancy(path: Path) -> Iterator[int]:
         yield sum(len(images[np.sort(rows)]) for rows in random_batches(len(images), epoch))
 
 
-def loaded(pack: Pack, shuffle: str, keep: bool = False, **options: Any) -> Iterator[int]:
+def loaded(
+    pack: Pack,
+    shuffle: str,
+    keep: bool = False,
+    prepare: Prepare | None = None,
+    random_crop: float = 0.0,
+) -> Iterator[int]:
     """Load batches as for training: float32 (n, C, H, W) in [0, 1], NHWC in memory."""
     source = Split(pack, "train", threads=1)
     partition = cut_epoch(len(source), BATCH, 1)
-    block_rows = pack.external.block_rows if pack.external else BLOCK_ROWS
-    blocks = (block_rows, WINDOW_BLOCKS, pack.external is not None)
-    order = make_order(shuffle, partition, 0, *blocks)
-    buffer = (4 << 30) if keep else 0
-    loader = Loader(source, partition, [0], order=order, read_buffer=buffer, **options)
+    order = make_order(shuffle, partition, 0, pack.block_rows or BLOCK_ROWS, WINDOW_BLOCKS)
+    options = ReadOptions((4 << 30) if keep else 0, random_crop)
+    loader = Loader(source, order, [0], prepare, options=options)
     for epoch in itertools.count():
         yield sum(len(batches[0].targets) for batches in loader.epoch(epoch))
 
@@ -214,15 +217,16 @@ def pillow(path: Path) -> Iterator[int]:
         yield len(files)
 
 
-def jpeg(path: Path, **options: Any) -> Iterator[int]:
+def jpeg(path: Path, random_crop: float = 0.0) -> Iterator[int]:
     """Read the pack of JPEG files beside `path`."""
-    return loaded(read_pack(path.with_name("jpeg.h5")), "partition", **options)
+    return loaded(read_pack(path.with_name("jpeg.h5")), "partition", random_crop=random_crop)
 
 
 def external(path: Path, name: str, shuffle: str) -> Iterator[int]:
     """Read an HDF5 file beside `path` that is not a pack."""
-    names = ("images", "labels", None, "1", 0, None if shuffle == "blocks" else 0)
-    return loaded(read_external(path.with_name(name), *names), shuffle)
+    blocks = None if shuffle == "blocks" else 0
+    how = External("images", "labels", split="1", block_rows=blocks)
+    return loaded(read_external(path.with_name(name), how), shuffle)
 
 
 READERS: dict[str, Reader] = {

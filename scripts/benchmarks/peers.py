@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hpctrain.data.augment import to_input
-from hpctrain.data.packed import Pack, read_pack
+from hpctrain.data.pack import Pack, read_pack
 from hpctrain.data.split import Split
 from hpctrain.launcher import launched_rank, launched_size
 from hpctrain.models import build

@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 
 from hpctrain.config import Config, check_settings
-from hpctrain.data.pack import write_pack
 from hpctrain.heartbeats import Beat, write_beat
+from hpctrain.packing.write import write_pack
 from hpctrain.report.record import read_records
 
 

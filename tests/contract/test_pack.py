@@ -2,13 +2,15 @@
 
 Other programs may rely on this: a group per split with `images` (N, H, W, C) uint8 and integer
 `labels` (N,), or with the bytes of JPEG files and their `offsets` (N + 1,); contiguous data sets,
-so that bytes may be read at their offsets; and the root attributes below. How archives, manifests
-and arrays become packs is tested in tests/data.
+so that bytes may be read at their offsets; a checksum per sample; and the root attributes below.
+How archives, manifests and arrays become packs is tested in tests/data.
 """
 
 import json
 import os
+import re
 import shutil
+import zlib
 from itertools import pairwise
 
 import h5py
@@ -22,6 +24,7 @@ from tests.support.external import pixels, write
 from tests.support.pictures import class_folders, encode, make_pack, picture
 
 COUNTS = {"ant": 11, "bee": 9, "cat": 7}
+SPLITS = {"train", "validation", "test"}
 SPLIT = "0.6,0.2,0.2"
 
 
@@ -30,7 +33,8 @@ def read(path):
     found = {}
     with h5py.File(path) as file:
         names = [name.decode() for name in file.attrs["classes"]]
-        for split, group in file.items():
+        for split in SPLITS & file.keys():
+            group = file[split]
             labels = [names[label] for label in group["labels"][:]]
             if "bytes" in group:
                 data, ends = group["bytes"][:].tobytes(), group["offsets"][:]
@@ -95,7 +99,7 @@ def test_attributes_that_other_programs_read(of_folder):
         facts = dict(file.attrs)
         pixels = file["train/images"][:] / 255
     assert facts["format"] == b"hpctrain-pack"
-    assert facts["version"] == 1
+    assert facts["version"] == 3
     assert [name.decode() for name in facts["classes"]] == list(COUNTS)
     assert np.allclose(facts["mean"], pixels.mean(axis=(0, 1, 2)), rtol=1e-12)
     assert np.allclose(facts["std"], pixels.std(axis=(0, 1, 2)), rtol=1e-12)
@@ -113,7 +117,15 @@ def test_bytes_may_be_read_at_their_offsets(of_folder):
             assert data.chunks is None
             assert whole[start : start + data.nbytes] == data[:].tobytes()
         assert file["train/images"].dtype == np.uint8
-        assert file["train/labels"].dtype == np.int64
+        assert file["train/labels"].dtype == np.int32
+
+
+def test_each_sample_has_a_checksum_of_its_bytes_and_its_label(of_folder):
+    with h5py.File(of_folder) as file:
+        images, labels = file["train/images"][:], file["train/labels"][:]
+        assert file.attrs["image_shape"].tolist() == [11, 13, 3]
+        sums = [zlib.crc32(a.tobytes(), int(b)) for a, b in zip(images, labels, strict=True)]
+        assert file["train/crc32"][:].tolist() == sums
 
 
 def test_pixels_are_those_of_pillow(folder, tmp_path):
@@ -142,7 +154,7 @@ def test_jpeg_files_are_stored_byte_for_byte(jpeg):
     stored = [file for files, _ in read(path).values() for file in files]
     assert sorted(stored) == sorted(file.read_bytes() for file in images.rglob("*.jpg"))
     with h5py.File(path) as file:
-        assert (file.attrs["encoding"], file.attrs["fit"]) == (b"jpeg", b"stretch")
+        assert file.attrs["fit"] == b"stretch"
         assert file.attrs["image_shape"].tolist() == [28, 28, 1]
         data, ends = file["train/bytes"], file["train/offsets"][:]
         assert data.dtype == np.uint8 and (ends[0], ends[-1]) == (0, len(data))
@@ -204,8 +216,8 @@ DAMAGE = {
     "pixels: last byte": lambda p: flip(p, "train/images", -1),
     "pixels: two samples swapped": lambda p: change(p, "train/images", swap),
     "pixels: zeros": lambda p: change(p, "train/images", zeros),
-    "pixels: label of another class": lambda p: flip(p, "train/labels", NUMBER * 8),
-    "pixels: label of no class": lambda p: flip(p, "train/labels", NUMBER * 8, 64),
+    "pixels: label of another class": lambda p: flip(p, "train/labels", NUMBER * 4),
+    "pixels: label of no class": lambda p: flip(p, "train/labels", NUMBER * 4, 64),
     "pixels: two labels swapped": lambda p: change(p, "train/labels", swap),
     "pixels: classes": lambda p: change(p, "classes", lambda names: names[::-1]),
     "pixels: mean": lambda p: change(p, "mean", lambda mean: mean / 2),
@@ -250,7 +262,6 @@ def whole(tmp_path_factory, jpeg):
 READERS = {
     "pack --check": lambda path, run: ranks.command(1, "pack", "--check", path),
     "train": lambda path, run: train(path),
-    "train, first touch": lambda path, run: train(path, "--verify", "first-touch"),
     "evaluate": lambda path, run: ranks.command(
         1, "evaluate", run, "--data", path, "--split", "train"
     ),
@@ -277,7 +288,32 @@ def test_no_damage_passes_in_silence(whole, what, reader, tmp_path):
     lines = [line for line in ended.err.splitlines() if "starting on" not in line]
     assert str(path) in lines[0] and "Traceback" not in ended.err
     assert len(lines) == 1 or reader == "pack --check"  # which lists all that is damaged
-    assert not list(tmp_path.glob("runs/*/model.safetensors"))
+    for record in tmp_path.glob("runs/*/progress.jsonl"):
+        assert json.loads(record.read_text().splitlines()[-1])["status"] == "failed"
+
+
+def test_a_column_of_another_type_or_length_is_refused(whole, tmp_path):
+    path = shutil.copy(whole["pixels"], tmp_path / "odd.h5")
+    for change_of in (lambda labels: labels.astype("<i8"), lambda labels: labels[1:]):
+        with h5py.File(path, "r+") as file:
+            odd = change_of(file["train/labels"][...])
+            del file["train/labels"]
+            file["train/labels"] = odd
+        with pytest.raises(hp.UsageError, match=r"train/(labels|crc32) is .*, not"):
+            hp.read_pack(path)
+
+
+@pytest.mark.parametrize("kind", ["pixels", "jpeg"])
+def test_the_damaged_sample_is_named(whole, kind, tmp_path):
+    path = shutil.copy(whole[kind], tmp_path / "damaged.h5")
+    with h5py.File(path) as file:
+        first = 0 if kind == "pixels" else int(file["train/offsets"][NUMBER])
+    name, byte = ("images", NUMBER * 784) if kind == "pixels" else ("bytes", first)
+    flip(path, f"train/{name}", byte + 300)
+    for reader in READERS.values():
+        said = reader(path, whole[kind].parent / "runs/a").err
+        line = next(line for line in said.splitlines() if str(path) in line)
+        assert re.search(rf"sample {NUMBER} of split 'train'", line)
 
 
 def test_a_pack_with_a_flipped_byte_of_metadata_is_refused_or_unharmed(tmp_path):

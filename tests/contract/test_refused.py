@@ -246,6 +246,7 @@ MANIFESTS = {
     "": "path label",
     "path,label\n": "",
     "path,label\na,b\n,b\n": "3 path",
+    'path,label,note\n\na,b,"two\nlines"\n,b\n': "line 5 path",
     "path,label\na,b\nc,\n": "3 label",
     "path,label\na,b\nc,b\n./a,d\n": "2 4 a",
     "path,label,label\na,b,c\n": "label",
@@ -378,7 +379,7 @@ def place(tmp_path_factory):
         "notes.txt": "no data",
         "two.toml": f"[base]\ndata = '{place}/good.h5'\n[grid]\nseed = [1, 2]\n",
         "broken_network.py": BROKEN_NETWORK,
-        "text.h5": "no HDF5",
+        "text.h5": "not an HDF5",
     }
     for name, text in texts.items():
         (place / name).write_text(text)

@@ -249,7 +249,7 @@ def rows_of_steps(data: Path) -> list[list[list[int]]]:
     """The rows of each step and shard, in the order of the training; every row once per epoch."""
     with hp.Split(hp.read_pack(data / "pack.h5"), "train") as split:
         partition = hp.cut_epoch(ROWS, BATCH, SHARDS)
-        loader = hp.Loader(split, partition, range(SHARDS), epochs=EPOCHS)
+        loader = hp.Loader(split, hp.Order(partition), range(SHARDS), epochs=EPOCHS)
         epochs = [
             [
                 [(batch.images[:, 0, 0, 0] * 255).round().int().tolist() for batch in step]
@@ -327,7 +327,7 @@ def own_loop(comm, data: Path) -> dict[str, torch.Tensor]:
     optimizer = nesterov([message.weights])
     partition = hp.cut_epoch(len(split), BATCH, SHARDS)
     mine = np.array_split(range(SHARDS), comm.size)[comm.rank].tolist()
-    loader = hp.Loader(split, partition, mine, prepare=prepare, epochs=EPOCHS)
+    loader = hp.Loader(split, hp.Order(partition), mine, prepare, epochs=EPOCHS)
     for epoch in range(EPOCHS):
         for step, batches in enumerate(loader.epoch(epoch)):
             total = partition.total(step)

@@ -110,12 +110,12 @@ def jpegs(tmp_path_factory):
     return hp.read_pack(make_pack(folder, root / "a.h5", **words))
 
 
-def batches(pack, least, shards=(0, 1, 2), epoch=1, order="partition", seed=4, threads=2, **more):
+def batches(pack, least, shards=(0, 1, 2), epoch=1, order="partition", seed=4, threads=2, **how):
     """(shard, images, labels) of every batch of an epoch."""
     partition = hp.cut_epoch(ROWS, 16, 3)
     order = make_order(order, partition, seed, block_rows=5, window_blocks=2)
     with hp.Split(pack, "train", threads) as split:
-        loader = hp.Loader(split, partition, shards, seed, order=order, random_crop=least, **more)
+        loader = hp.Loader(split, order, shards, options=hp.ReadOptions(random_crop=least, **how))
         steps = list(loader.epoch(epoch))
     return [(b.shard, b.images.numpy(), b.targets.tolist()) for step in steps for b in step]
 
@@ -146,7 +146,12 @@ def test_every_image_is_cropped_anew_in_every_step_and_epoch(tmp_path):
     """The same picture everywhere: images at one place would be equal if crops were."""
     image = detailed(97, 83)
     with packed(tmp_path, [image] * 18, quality=95) as split:
-        loader = hp.Loader(split, hp.cut_epoch(18, 6, 2), range(2), random_crop=0.1)
+        loader = hp.Loader(
+            split,
+            hp.Order(hp.cut_epoch(18, 6, 2)),
+            range(2),
+            options=hp.ReadOptions(random_crop=0.1),
+        )
         found = [b.images for epoch in (0, 1) for step in loader.epoch(epoch) for b in step]
         seen = {each.numpy().tobytes() for images in found for each in images}
         assert len(seen) == 36
@@ -156,7 +161,8 @@ def test_every_image_is_cropped_anew_in_every_step_and_epoch(tmp_path):
 
 
 def test_pixels_cannot_be_cropped(tmp_path):
+    order = hp.Order(hp.cut_epoch(31, 16, 1))
     with hp.Split(hp.read_pack(make_pixels(tmp_path / "a.h5", {"train": 31})), "train") as split:
         with pytest.raises(hp.UsageError, match="--random-crop"):
-            hp.Loader(split, hp.cut_epoch(31, 16, 1), [0], random_crop=0.08)
-        hp.Loader(split, hp.cut_epoch(31, 16, 1), [0], random_crop=0)
+            hp.Loader(split, order, [0], options=hp.ReadOptions(random_crop=0.08))
+        hp.Loader(split, order, [0])

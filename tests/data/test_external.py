@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import hpctrain as hp
 from tests.numerics.test_orders import chi_square_tail, epoch_of
-from tests.support.api import make_order, read_external
-from tests.support.external import CLASSES, ROWS, SHAPE, pixels, write
+from tests.support.api import make_order
+from tests.support.external import CLASSES, ROWS, SHAPE, pixels, read, write
 
 IMAGES, LABELS = pixels()
 NCHW = IMAGES.transpose(0, 3, 1, 2)
@@ -56,7 +56,7 @@ def rows_of(path, **settings):
         count, storage = file["x"].shape[0], {"chunks": file["x"].chunks and (6, 1, 1)}
         del file["x"]
         file.create_dataset("x", data=np.arange(count, dtype="f8").reshape(-1, 1, 1), **storage)
-    pack = read_external(path, "x", "y", scale=1.0, **settings)
+    pack = read(path, "x", "y", max_value=1.0, **settings)
     return {name: contents(pack, name)[0].ravel().astype(int) for name in pack.splits}
 
 
@@ -70,7 +70,7 @@ def test_every_image_is_in_one_split_with_its_label(tmp_path, case, dtype):
     images = (images / (1 if dtype == "uint8" else 256)).astype(dtype)
     path = write(tmp_path / "a.h5", images, LABELS, **storage)
     whole = storage.get("chunks", (0,))[0] > 200  # one chunk is not divided
-    pack = read_external(path, "x", "y", layout, "1" if whole else None)
+    pack = read(path, "x", "y", layout, "1" if whole else None)
     if layout == "NCHW":
         images = images.transpose(0, 2, 3, 1)
     images = images.reshape(ROWS, *images.shape[1:3], -1)
@@ -87,7 +87,7 @@ def test_any_filter_that_hdf5_has_is_read(tmp_path, name):
     else:
         compression = getattr(pytest.importorskip("hdf5plugin"), name)()
     path = write(tmp_path / "a.h5", IMAGES, LABELS, **CHUNKS, **compression)
-    assert as_set(*everything(read_external(path, "x", "y"))) == as_set(IMAGES, LABELS)
+    assert as_set(*everything(read(path, "x", "y"))) == as_set(IMAGES, LABELS)
 
 
 @pytest.mark.parametrize("chunks", [None, True])
@@ -101,14 +101,14 @@ def test_files_of_matlab_are_recognized(tmp_path, gray, chunks):
         file["y"] = (LABELS + 1.0).reshape(1, -1)
     with open(tmp_path / "a.mat", "r+b") as file:
         file.write(b"MATLAB 7.3 MAT-file, Platform: GLNXA64".ljust(128))
-    pack = read_external(tmp_path / "a.mat", "X", "y", split="1")
+    pack = read(tmp_path / "a.mat", "X", "y", split="1")
     assert (pack.image_shape, pack.classes) == (images.shape[1:], tuple("1234"))
     assert as_set(*everything(pack)) == as_set(images, LABELS)
 
 
 @pytest.mark.parametrize("chunks", [None, CHUNKS["chunks"]])
 @pytest.mark.parametrize(
-    ("stored", "scale", "factor"),
+    ("stored", "max_value", "factor"),
     [
         (IMAGES.astype("u2") * 257, None, 1),
         (IMAGES.astype("u2"), 255.0, 1),
@@ -121,18 +121,18 @@ def test_files_of_matlab_are_recognized(tmp_path, gray, chunks):
         (IMAGES.astype("f4"), 1.0, 255),
     ],
 )
-def test_values_are_divided_by_the_scale(tmp_path, stored, scale, factor, chunks):
+def test_values_are_divided_by_the_largest_value(tmp_path, stored, max_value, factor, chunks):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, chunks=chunks)
-    plain = read_external(path, "x", "y", split="1")
+    plain = read(path, "x", "y", split="1")
     assert plain.dtype == np.uint8
     path = write(tmp_path / "b.h5", stored, LABELS, chunks=chunks)
-    found = read_external(path, "x", "y", split="1", scale=scale)
+    found = read(path, "x", "y", split="1", max_value=max_value)
     with hp.Split(found, "train") as split, hp.Split(plain, "train") as of_bytes:
         values = hp.read_samples(split, range(50)).numpy()
         expected = hp.read_samples(of_bytes, range(50)).numpy() * factor
     tolerance = 2e-3 if stored.dtype == "f2" else 1e-6
     assert split.dtype.kind == "f" and np.allclose(values, expected, rtol=tolerance)
-    if scale == 255 and stored.dtype in ("u1", "u2", "f4"):
+    if max_value == 255:
         assert np.array_equal(values, expected)  # with the same bits as bytes
 
 
@@ -154,8 +154,8 @@ LABEL_FORMS = {
 
 @pytest.mark.parametrize("form", LABEL_FORMS)
 def test_labels_of_any_form_are_the_same(tmp_path, form):
-    plain = read_external(write(tmp_path / "a.h5", IMAGES, LABELS), "x", "y")
-    found = read_external(write(tmp_path / "b.h5", IMAGES, LABEL_FORMS[form]), "x", "y")
+    plain = read(write(tmp_path / "a.h5", IMAGES, LABELS), "x", "y")
+    found = read(write(tmp_path / "b.h5", IMAGES, LABEL_FORMS[form]), "x", "y")
     assert (found.classes, found.uuid) == (plain.classes, plain.uuid)
     for one, other in zip(contents(found), contents(plain), strict=True):
         assert np.array_equal(one, other) and one.dtype == other.dtype
@@ -165,7 +165,7 @@ def test_labels_of_any_form_are_the_same(tmp_path, form):
 def test_labels_are_mapped_to_classes_in_ascending_order(tmp_path_factory, values):
     values = np.sort(values)
     path = write(tmp_path_factory.mktemp("labels") / "a.h5", IMAGES, values[LABELS])
-    pack = read_external(path, "x", "y", split="1", block_rows=0)
+    pack = read(path, "x", "y", split="1", block_rows=0)
     assert pack.classes == tuple(map(str, values))
     assert as_set(*everything(pack)) == as_set(IMAGES, LABELS)
 
@@ -180,16 +180,22 @@ def test_splits_of_the_file_are_kept(tmp_path, names):
     with h5py.File(path, "w") as file:
         for name, rows in zip(names, parts, strict=True):
             file[f"{name}/x"], file[f"{name}/y"] = IMAGES[rows], LABELS[rows]
-    pack = read_external(path, "{split}/x", "{split}/y")
+    pack = read(path, "{split}/x", "{split}/y")
     assert list(pack.splits) == (["train", "test"] if len(names) == 2 else list(SPLITS))
     for name, rows in zip(pack.splits, parts, strict=True):
         assert as_set(*contents(pack, name)) == as_set(IMAGES[rows], LABELS[rows])
     with pytest.raises(hp.UsageError, match=r"--split"):
-        read_external(path, "{split}/x", "{split}/y", split="0.8,0.2")
+        read(path, "{split}/x", "{split}/y", split="0.8,0.2")
+    same, other = ("val", "valid") if "val" in names else ("train", "training")
     with h5py.File(path, "r+") as file:
+        file[other] = file[same]
+    with pytest.raises(hp.UsageError, match="are both"):
+        read(path, "{split}/x", "{split}/y")
+    with h5py.File(path, "r+") as file:
+        del file[other]
         file[f"{names[-1]}/y"][2] = CLASSES
     with pytest.raises(hp.UsageError, match=f"class {CLASSES} has no image in train"):
-        read_external(path, "{split}/x", "{split}/y")
+        read(path, "{split}/x", "{split}/y")
 
 
 def test_images_and_labels_may_be_in_files_of_their_own(tmp_path):
@@ -202,10 +208,10 @@ def test_images_and_labels_may_be_in_files_of_their_own(tmp_path):
             file.create_dataset("x", data=IMAGES[rows], **storage)
         with h5py.File(tmp_path / f"p_{name}_y.h5", "w") as file:
             file.create_dataset("y", data=LABELS[rows].reshape(-1, 1, 1, 1), compression="gzip")
-    pack = read_external(tmp_path / "p_train_x.h5", "p_{split}_x.h5:x", "p_{split}_y.h5:y")
+    pack = read(tmp_path / "p_train_x.h5", "p_{split}_x.h5:x", "p_{split}_y.h5:y")
     for name, rows in zip(SPLITS, parts.values(), strict=True):
         assert as_set(*contents(pack, name)) == as_set(IMAGES[rows], LABELS[rows])
-    one = read_external(tmp_path / "p_train_x.h5", "x", "p_train_y.h5:y")
+    one = read(tmp_path / "p_train_x.h5", "x", "p_train_y.h5:y")
     assert list(one.splits) == ["train", "test"]
 
 
@@ -213,7 +219,7 @@ def test_links_within_the_file_are_followed(tmp_path):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, ("g/x", "g/y"))
     with h5py.File(path, "a") as file:
         file["s"] = h5py.SoftLink("/g")
-    found = contents(read_external(path, "s/x", "s/y", split="1"))
+    found = contents(read(path, "s/x", "s/y", split="1"))
     assert as_set(*found) == as_set(IMAGES, LABELS)
 
 
@@ -243,7 +249,7 @@ def test_single_samples_are_in_random_order(tmp_path):
 @pytest.mark.parametrize("ordered", [True, False])
 def test_blocks_leave_each_split_its_share_of_every_class(tmp_path, ordered):
     images, labels = pixels(20_011, (2, 1, 1), 97, ordered=ordered)
-    pack = read_external(write(tmp_path / "a.h5", images, labels), "x", "y")
+    pack = read(write(tmp_path / "a.h5", images, labels), "x", "y")
     found = contents(pack, "test")[1]
     shares = np.bincount(found, minlength=97) / np.bincount(labels)
     assert 0.9 * 2001 < len(found) < 1.1 * 2001
@@ -264,14 +270,14 @@ def probability(order, labels, batch):
 @pytest.mark.parametrize("name", ["partition", "global", "blocks"])
 @pytest.mark.parametrize("storage", [{}, {"chunks": (2, 4, 1)}], ids=["contiguous", "chunks"])
 def test_a_file_ordered_by_class_gives_mixed_batches(tmp_path, name, storage):
-    """With the order that training makes of it; without scattering its blocks it would not."""
+    """With the order that training makes of it; without drawing its blocks it would not."""
     images, labels = pixels(20_011, (4, 1, 1), 10)
     path = write(tmp_path / "a.h5", images[..., 0], labels, **storage)
-    pack = read_external(path, "x", "y", block_rows=None if name == "blocks" else 0)
+    pack = read(path, "x", "y", block_rows=None if name == "blocks" else 0)
     with hp.Split(pack, "train") as split:
-        partition, blocks = hp.cut_epoch(len(split), 128, 2), pack.external.block_rows
+        partition, blocks = hp.cut_epoch(len(split), 128, 2), pack.block_rows
         settings = {"block_rows": blocks or 1, "window_blocks": 5000}
-        order = make_order(name, partition, 0, scattered=blocks > 0, **settings)
+        order = make_order(name, partition, 0, **settings)
         assert 1e-3 < probability(order, split.labels, 64) < 0.999
         plain = make_order("partition", partition, 0)
         assert probability(plain, np.sort(split.labels), 64) < 1e-9
@@ -284,7 +290,7 @@ def test_the_identity_is_of_what_the_file_holds(tmp_path):
     def uuid(images=IMAGES, labels=LABELS, layout=None, at=("x", "y"), name="a.h5", **settings):
         storage = {"chunks": settings.pop("chunks", None)}
         path = write(tmp_path / name, images, labels, at, **storage)
-        return read_external(path, *at, layout, **settings).uuid
+        return read(path, *at, layout, **settings).uuid
 
     first = uuid()
     assert uuid(name="b.h5") == first == uuid(labels=LABELS.astype(">u2")[:, None])
@@ -296,7 +302,7 @@ def test_the_identity_is_of_what_the_file_holds(tmp_path):
         uuid(labels=LABELS[::-1].copy()),
         uuid(NCHW, layout="NCHW"),
         uuid((IMAGES / 255).astype("f4")),
-        uuid(scale=99.0),
+        uuid(max_value=99.0),
         uuid(at=("x", "z")),
         uuid(IMAGES[..., :1]),
         uuid(IMAGES[..., 0]),
@@ -308,7 +314,7 @@ def test_a_chunk_that_is_changed_in_use_ends_the_run(tmp_path):
     path = write(tmp_path / "a.h5", IMAGES, LABELS, **CHUNKS, compression="gzip")
     with h5py.File(path) as file:
         place = file["x"].id.get_chunk_info(3).byte_offset
-    with hp.Split(read_external(path, "x", "y"), "train") as split:
+    with hp.Split(read(path, "x", "y"), "train") as split:
         out = np.empty((len(split), *SHAPE), np.uint8)
         split.gather(np.arange(len(split)), out)
         with path.open("r+b") as file:

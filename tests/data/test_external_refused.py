@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import hpctrain as hp
-from tests.support.api import read_external
-from tests.support.external import CLASSES, ROWS, pixels, write
+from tests.support.external import CLASSES, ROWS, pixels, read, write
 
 IMAGES, LABELS = pixels()
 
@@ -103,9 +102,11 @@ BAD = {  # what is done to the file, the arguments, what is named beside the fil
     "a null": (stored(x=h5py.Empty("u1")), {}, "/x"),
     "half hot": (stored(y=changed(HOT, 5, 0.5)), {}, "row 5"),
     "NaN label": (stored(y=changed(LABELS.astype("f4"), 5, np.nan)), {}, "row 5"),
+    "fractional label": (stored(y=changed(LABELS.astype("f4"), 5, 0.5)), {}, "row 5"),
+    "large label": (stored(y=changed(LABELS.astype("f8"), 5, 2.0**60)), {}, "row 5"),
     "labels of truth": (stored(y=LABELS > 0), {}, "/y"),
     "labels beyond int64": (stored(y=LABELS.astype("u8") + np.uint64(2**63)), {}, "/y"),
-    "NaN image": (stored(x=changed(FLOATS, -1, np.nan)), {}, "row 210"),
+    "NaN image": (stored(x=changed(FLOATS, -1, np.nan)), {}, "/x[210]"),
     "floats of 16 bits": (stored(x=FLOATS * 200), {}, "--max-value 65535"),
     "floats around 0": (stored(x=FLOATS - 99), {}, "--max-value 1"),
     "no such file": (None, {"labels": "c.h5:y"}, "c.h5"),
@@ -125,11 +126,11 @@ def there(tmp_path):
 @pytest.mark.parametrize("case", BAD)
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(there, case):
     change, arguments, named = BAD[case]
-    assert read_external(there, "x", "y").uuid
+    assert read(there, "x", "y").uuid
     if change:
         change(there)
     with pytest.raises(hp.UsageError) as caught:
-        read_external(there, **{"images": "x", "labels": "y", **arguments})
+        read(there, **{"images": "x", "labels": "y", **arguments})
     said = str(caught.value)
     assert "\n" not in said and str(there.parent) in said and named in said
 
@@ -137,7 +138,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(there, case):
 def test_damaged_files_are_refused_in_one_line(there, tmp_path):
     def refusal(path):
         with pytest.raises(hp.UsageError) as caught:
-            read_external(path, "x", "y")
+            read(path, "x", "y")
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -153,4 +154,4 @@ def test_damaged_files_are_refused_in_one_line(there, tmp_path):
     with there.open("r+b") as file:
         file.seek(place + 3)
         file.write(b"\xff\x01")
-    assert "images 0 to 5" in refusal(there)
+    assert "rows 0 to 5" in refusal(there)

@@ -24,9 +24,9 @@ STREAMING, RESIDENT = 0, 1 << 20  # bytes of read_buffer
 BLOCKS = {"block_rows": 5, "window_blocks": 2}
 
 
-def make_loader(source=None, **settings):
-    given = {"seed": SEED, "read_buffer": STREAMING, **settings}
-    return hp.Loader(source or Source(), PARTITION, MINE, **given)
+def make_loader(source=None, order=None, read_buffer=STREAMING, **settings):
+    order, options = order or hp.Order(PARTITION, SEED), hp.ReadOptions(read_buffer)
+    return hp.Loader(source or Source(), order, MINE, options=options, **settings)
 
 
 def augmenting():
@@ -34,7 +34,7 @@ def augmenting():
 
 
 def loader_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("ahead")]
+    return [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
 def bits(steps):
@@ -67,7 +67,7 @@ def test_batches_are_the_samples_of_the_partition(read_buffer):
 
 def test_every_batch_has_a_key_of_its_own():
     """By seed, epoch, step and shard: two batches with one key would be augmented alike."""
-    loaders = [hp.Loader(Source(), PARTITION, range(3), seed) for seed in (0, 1)]
+    loaders = [hp.Loader(Source(), hp.Order(PARTITION, seed), range(3)) for seed in (0, 1)]
     keys = [
         batch.key
         for loader in loaders
@@ -80,7 +80,7 @@ def test_every_batch_has_a_key_of_its_own():
 
 def test_a_shard_without_samples_has_no_batch():
     partition = hp.cut_epoch(7, 6, 3)  # the last step has one sample, of one shard
-    steps = list(hp.Loader(Source(7), partition, range(3)).epoch(0))
+    steps = list(hp.Loader(Source(7), hp.Order(partition), range(3)).epoch(0))
     assert [[b.shard for b in step] for step in steps] == [
         [0, 1, 2],
         [j for j in range(3) if partition.last[j]],
@@ -148,10 +148,9 @@ def test_samples_that_fit_the_read_buffer_are_read_once():
         assert len(source.asked[0]) == (ROWS if name == "global" else sum(PARTITION.sizes[1:]))
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-def test_windows_are_read_in_long_runs_two_of_a_shard_at_most(scattered):
-    order = make_order("blocks", PARTITION, SEED, scattered=scattered, **BLOCKS)
-    other = make_order("blocks", PARTITION, SEED, scattered=scattered, **BLOCKS)  # for this thread
+def test_windows_are_read_in_long_runs_two_of_a_shard_at_most():
+    order = make_order("blocks", PARTITION, SEED, **BLOCKS)
+    other = make_order("blocks", PARTITION, SEED, **BLOCKS)  # for this thread
     source = Source()
     for step, batches in enumerate(make_loader(source, order=order).epoch(0)):
         for batch in batches:
@@ -168,9 +167,9 @@ def test_the_thread_reads_only_a_little_ahead():
     source, taken, ahead = Source(), [], []
     gather = source.gather
 
-    def counted(*arguments):
+    def counted(*arguments, **more):
         ahead.append(len(source.asked) // len(MINE) - len(taken))  # whole steps
-        return gather(*arguments)
+        return gather(*arguments, **more)
 
     source.gather = counted
     steps = make_loader(source).epoch(0)

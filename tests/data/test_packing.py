@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import sys
+from itertools import pairwise
 
 import h5py
 import numpy as np
@@ -53,8 +54,7 @@ def refusal(capfd):
 
 
 def images_in(path):
-    with h5py.File(path) as file:
-        return sum(len(group["labels"]) for group in file.values())
+    return sum(sum(of) for of in counts(path).values())
 
 
 def test_equal_settings_give_equal_bytes_and_another_seed_another_order(folder, tmp_path):
@@ -117,7 +117,7 @@ def test_a_file_is_replaced_only_if_it_is_a_pack_and_overwrite_is_given(folder, 
     output = tmp_path / "a.h5"
     output.write_text("precious")
     assert "--overwrite" in refusal(folder, output)
-    assert "no pack" in refusal(folder, output, overwrite=True)
+    assert "not a pack" in refusal(folder, output, overwrite=True)
     assert output.read_text() == "precious"
     output.unlink()
     for _ in range(2):
@@ -136,6 +136,23 @@ def test_the_pack_is_named_after_its_source(folder, tmp_path, monkeypatch, capfd
     assert all(name in shown for name in ("images.h5", "validation", "101"))
 
 
+def test_check_names_all_that_is_corrupt(folder, tmp_path, capfd):
+    path = make_pack(folder, tmp_path / "a.h5", split="1")
+    with h5py.File(path, "r+", locking=False) as file:
+        file["train/images"][7] ^= 1
+        file["train/labels"][3] = 99
+    capfd.readouterr()
+    assert command_line(["pack", "--check", str(path)]) == 1
+    said = capfd.readouterr()
+    assert "sample 7 of split 'train'" in said.err and "label is 99" in said.err
+    assert "2 corrupt" in said.err and not said.out
+
+
+def test_a_source_that_cannot_be_read_is_not_an_output_that_cannot_be_written(tmp_path, refusal):
+    """The memory of this process is a regular file whose first page cannot be read."""
+    assert "/proc/self/mem cannot be read" in refusal("/proc/self/mem", tmp_path / "a.h5")
+
+
 def test_equal_files_stay_in_one_split_and_are_reported(tmp_path, capfd):
     root = class_folders(tmp_path / "images", {"a": 40, "b": 40})
     for name in ("a/twin.png", "b/twin.png"):
@@ -148,6 +165,48 @@ def test_equal_files_stay_in_one_split_and_are_reported(tmp_path, capfd):
         images = [arrays(path, name)[0] for name in ("train", "test")]
         assert sum((of == picture(3)).all((1, 2, 3)).any() for of in images) == 1
         assert facts(path)["provenance"]["duplicates"]["groups"] == 1
+
+
+def test_bitmaps_with_equal_ends_stay_distinct(tmp_path):
+    """Files of equal size are compared by all their bytes."""
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for number in range(1000):
+        pixels = np.zeros((64, 64), np.uint8)
+        pixels[-1, :2] = divmod(number, 256)  # the last line is the first of a bitmap
+        (tmp_path / "images" / "a" / f"{number:03}.bmp").write_bytes(encode(pixels, "BMP"))
+    path = make_pack(tmp_path / "images", tmp_path / "a.h5", split="0.5,0.5")
+    assert facts(path)["provenance"]["duplicates"]["groups"] == 0
+    assert counts(path) == {"train": [500], "test": [500]}
+
+
+@pytest.mark.parametrize("make", [lambda path, root: root, tar, zipped])
+def test_a_sample_keeps_the_name_of_its_file(tmp_path, make):
+    second = "æ€" if make is zipped else "\udcff"  # no UTF-8
+    root = class_folders(tmp_path / "images", {"a": 20, second: 20})
+    files = {encode(picture(n)): n for n in range(40)}
+    expected = {files[f.read_bytes()]: str(f.relative_to(root)) for f in root.rglob("*.png")}
+    source = make(tmp_path / "x", root)
+    path = make_pack(source, tmp_path / "a.h5", split="0.5,0.5")
+    known, found = {picture(n).tobytes(): n for n in range(40)}, {}
+    for split in ("train", "test"):
+        with h5py.File(path) as file:
+            data, ends = file[f"{split}/names"][:].tobytes(), file[f"{split}/name_offsets"][:]
+        names = [data[a:b].decode("utf-8", "surrogateescape") for a, b in pairwise(ends)]
+        numbers = [known[image.tobytes()] for image in arrays(path, split)[0]]
+        found |= dict(zip(numbers, names, strict=True))
+    assert found == expected
+    other = make_pack(source, tmp_path / "b.h5", split="0.5,0.5", no_names=True)
+    with h5py.File(path) as one, h5py.File(other) as two:
+        assert "names" not in two["train"] and "name_offsets" not in two["train"]
+        assert one["identity"][:].tobytes() == two["identity"][:].tobytes()
+
+
+def test_a_pack_without_validation_says_what_that_means(folder, tmp_path, capfd):
+    make_pack(folder, tmp_path / "a.h5")
+    said = capfd.readouterr().err
+    assert "train and test" in said and "--final best" in said and "--patience" in said
+    make_pack(folder, tmp_path / "b.h5", split="0.8,0.1,0.1")
+    assert "--patience" not in capfd.readouterr().err
 
 
 def test_copies_of_test_images_are_left_out_of_train(tmp_path):
@@ -181,7 +240,7 @@ def test_unreadable_files_are_listed_and_refused_unless_skipped(tmp_path, refusa
 def test_a_source_without_a_readable_image_is_refused(tmp_path, refusal):
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "x.txt").write_text("hello")
-    for settings in ({}, {"size": "9x9", "channels": 3, "skip_bad": True}):
+    for settings in ({}, {"size": "9x9", "channels": 3, "skip_bad": True, "split": "1"}):
         assert "none of its 1 files" in refusal(tmp_path / "images", tmp_path / "a.h5", **settings)
 
 

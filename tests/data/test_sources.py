@@ -1,7 +1,9 @@
 """Which images and classes a source has: folders, .tar, .tgz and .zip."""
 
+import bz2
 import gzip
 import io
+import lzma
 import os
 import tarfile
 import zipfile
@@ -245,8 +247,11 @@ def test_damaged_archives_are_refused_by_name(tmp_path, refusal):
         "half.tar": plain[: plain.rindex(b"IEND") - 100],
         "half.zip": packed[: len(packed) // 2],
         "text.gz": gzip.compress(b"no tar at all"),
+        "whole.tar.bz2": bz2.compress(plain),
+        "whole.tar.xz": lzma.compress(plain),
     }
     for name, data in damaged.items():
         (tmp_path / name).write_bytes(data)
-        assert name in refusal(tmp_path / name, split="1")
+        said = refusal(tmp_path / name, split="1")
+        assert name in said and ("decompress it first" in said) == name.startswith("whole")
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]

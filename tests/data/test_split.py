@@ -16,8 +16,8 @@ from PIL import Image
 
 import hpctrain as hp
 from tests.support import ranks
-from tests.support.api import draw_crops, read_external
-from tests.support.external import pixels, write
+from tests.support.api import draw_crops, make_order
+from tests.support.external import pixels, read, write
 from tests.support.launch import run
 from tests.support.pictures import class_folders, make_pack
 
@@ -41,8 +41,9 @@ def pack_of_jpegs(folder, seed=0):
 
 def external(images, layout=None, **storage):
     def make(folder, seed=0):
-        path = write(folder / "a.h5", images, LABELS[::-1] if seed else LABELS, **storage)
-        return read_external(path, "x", "y", layout, "1", block_rows=0)
+        step = -1 if seed else 1
+        path = write(folder / "a.h5", images[::step], LABELS[::step], **storage)
+        return read(path, "x", "y", layout, "1", block_rows=0)
 
     return make
 
@@ -75,7 +76,7 @@ def test_all_samples_are_read_with_their_labels(opened):
     pack, split, images = opened
     assert (len(split), split.image_shape, split.dtype) == (ROWS, SHAPE, images.dtype)
     assert len(np.unique(images.reshape(ROWS, -1), axis=0)) == ROWS
-    assert pack.splits.keys() >= {"train"} and pickle.loads(pickle.dumps(pack)) == pack
+    assert pack.splits.keys() >= {"train"} and pickle.loads(pickle.dumps(pack)).uuid == pack.uuid
     if len(pack.classes) == 3:
         scale = 255 if images.dtype.kind == "f" else 1
         stored = {image.tobytes(): label for image, label in zip(IMAGES, LABELS, strict=True)}
@@ -206,7 +207,8 @@ def refusal(comm, pack):
 def test_a_rank_refuses_a_file_that_is_not_the_one_that_was_checked(tmp_path, kind, change):
     (tmp_path / "other").mkdir()
     pack, other = KINDS[kind](tmp_path), KINDS[kind](tmp_path / "other", 1)
-    assert pack.file_size == other.file_size
+    sizes = [*pack.sizes.values()], [*other.sizes.values()]
+    assert sizes[0] == sizes[1] or kind == "external, chunks"  # compressed
     path = Path(pack.path)
     CHANGES[change](path, Path(other.path))
     (said,) = ranks.on_ranks(1, refusal, pack=pack)
@@ -235,8 +237,82 @@ def test_damage_that_a_decoder_meets_is_named(tmp_path, kind):
     with open(pack.path, "r+b") as file:
         file.seek(place)
         file.write(bytes(9))
-    with hp.Split(pack, "train", threads=4) as split:
-        with pytest.raises(hp.RunError, match=r"\b3[01]\b") as caught:
+    with (
+        pytest.raises(hp.RunError, match=r"\b3[01]\b") as caught,  # or when it is opened
+        hp.Split(pack, "train", threads=4) as split,
+    ):
+        gather(split, np.arange(ROWS))
+    assert pack.path in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.exit_code == 1
+
+
+# Checksums
+
+
+def place_of(pack, name, row, row_bytes):
+    """The offset in the file of the first byte of a row."""
+    with h5py.File(pack.path) as file:
+        return file[name].id.get_offset() + row * row_bytes
+
+
+def flip(pack, name, row, row_bytes):
+    place = place_of(pack, name, row, row_bytes)
+    with open(pack.path, "r+b") as file:
+        file.seek(place)
+        old = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([old ^ 1]))
+
+
+DAMAGED = {
+    "image": ("pixels", "train/images", 105),
+    "label": ("pixels", "train/labels", 4),
+    "checksum of a file": ("jpeg", "train/crc32", 4),
+    "label of a file": ("jpeg", "train/labels", 4),
+    "offset": ("jpeg", "train/offsets", 8),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_sample_is_named(tmp_path, case):
+    kind, name, row_bytes = DAMAGED[case]
+    pack = KINDS[kind](tmp_path)
+    if name.endswith("crc32"):
+        with hp.Split(pack, "train") as split:  # it was opened before the damage
+            flip(pack, name, 31, row_bytes)
+            with pytest.raises(hp.RunError, match=r"sample 31 of split 'train'.* is corrupt"):
+                gather(split, [31])
+        return
+    flip(pack, name, 31, row_bytes)
+    with hp.Split(hp.read_pack(pack.path), "train") as split:
+        gather(split, np.arange(30))
+        with pytest.raises(hp.RunError, match=r"sample 3[01] of split .* is corrupt") as said:
             gather(split, np.arange(ROWS))
-        assert pack.path in str(caught.value) and "\n" not in str(caught.value)
-        assert caught.value.exit_code == 1
+        assert pack.path in str(said.value) and "\n" not in str(said.value)
+        bad = {}
+        split.gather(np.arange(ROWS), np.empty((ROWS, *SHAPE), np.uint8), bad=bad)
+        assert 31 in bad and bad.keys() <= {30, 31}  # still, when it is read again
+
+
+def test_without_verification_damage_is_not_looked_for(tmp_path):
+    pack = pack_of_pixels(tmp_path)
+    flip(pack, "train/images", 31, 105)
+    with hp.Split(pack, "train", verify=False) as split:
+        found = gather(split, np.arange(ROWS))
+    assert np.argwhere(found != IMAGES).tolist() == [[31, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("order", ["partition", "global"])
+def test_each_sample_is_compared_when_it_is_first_read_and_not_again(tmp_path, order):
+    """What changes after that in the file is not seen any more: no epoch but the first pays."""
+    pack = pack_of_pixels(tmp_path)
+    order = make_order(order, hp.cut_epoch(ROWS, 16, 1), 3)
+    with hp.Split(pack, "train") as split:
+        loader = hp.Loader(split, order, [0], options=hp.ReadOptions(0))
+        assert len(list(loader.epoch(0))) == 7
+        flip(pack, "train/images", 31, 105)
+        assert len(list(loader.epoch(1))) == 7
+        assert (gather(split, [31]) != IMAGES[31]).sum() == 1
+        loader.close()
+    with hp.Split(pack, "train") as split, pytest.raises(hp.RunError, match="sample 31 of"):
+        list(hp.Loader(split, order, [0], options=hp.ReadOptions(0)).epoch(1))

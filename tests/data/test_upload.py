@@ -40,7 +40,14 @@ NOISY = {
 def make_loader(device, prepare, pair, dtype=np.uint8, shards=(0, 1, 2)):
     prepare = hp.make_prepare(device, **prepare)
     source = Source(101, SHAPE, dtype)
-    return hp.Loader(source, PARTITION, shards, SEED, prepare, pair, device=device)
+    return hp.Loader(
+        source,
+        hp.Order(PARTITION, SEED),
+        shards,
+        prepare,
+        pair,
+        options=hp.ReadOptions(device=device),
+    )
 
 
 def batches(device, *settings, use=lambda batch: batch, **more):

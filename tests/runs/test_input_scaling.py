@@ -63,6 +63,11 @@ def notes(folder):
     [
         ({}, None, ""),
         ({"normalize": "imagenet"}, IMAGENET, ""),
+        (
+            {"normalize": "imagenet", "images": "train/images", "labels": "train/labels"},
+            IMAGENET,
+            "",
+        ),
         ({"init": "foreign.pth"}, IMAGENET, "ImageNet"),
         ({"init": "foreign.pth", "normalize": "unit"}, None, ""),
         ({"init": "foreign.pth", "data": "gray.h5"}, ((0.449,), (0.226,)), "ImageNet"),

@@ -43,7 +43,7 @@ def read_test_split(pack):
     """The images as a network's input, and the labels."""
     with h5py.File(pack) as file:
         images, labels = file["test/images"][:], file["test/labels"][:]
-    return torch.from_numpy(images).permute(0, 3, 1, 2) / 255, torch.from_numpy(labels)
+    return torch.from_numpy(images).permute(0, 3, 1, 2) / 255, torch.from_numpy(labels).long()
 
 
 def test_torchs_own_loss_as_a_function_gives_the_same_run(pack):

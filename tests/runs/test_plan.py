@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 
 from hpctrain import Config, UsageError
-from tests.support.api import Facts, resolve_plan
+from tests.support.api import Facts, check_memory, resolve_plan
 
 FACTS = Facts(
     ranks=4,
@@ -119,3 +121,27 @@ def test_the_digest_is_of_all_that_a_run_keeps_and_of_nothing_of_the_launch():
     changes += [{"deterministic": True}, {"label_smoothing": 0.1}]
     digests = {plan(**change).digest() for change in ({}, *changes)}
     assert len(digests) == 1 + len(changes)
+
+
+def test_global_order_says_what_it_keeps_of_all_samples_before_it_does(monkeypatch):
+    """10^9 of 4 bytes a label, 4 a checksum, 8 an offset and 1 for whether it was compared."""
+    pages = {"SC_PHYS_PAGES": 16 << 18, "SC_PAGE_SIZE": 4096}  # 16 GiB
+    monkeypatch.setattr(os, "sysconf", pages.get)
+    labels, crc32, offsets = (SimpleNamespace(dtype=dtype) for dtype in ("<i4", "<u4", "<i8"))
+    columns = {"labels": labels, "crc32": crc32, "offsets": offsets}
+
+    def check(verify=True, ranks=1, samples=10**9, columns=columns, **settings):
+        info = SimpleNamespace(samples=samples, **columns)
+        return check_memory(plan(**settings), info, verify, ranks)
+
+    everything = {"shuffle": "global"}
+    pixels = columns | {"offsets": None}
+    assert check() == check(shuffle="blocks") == ""
+    assert check(**everything, samples=10**8 // 2) == ""
+    assert "1,000,000,000 samples: 15.8 GiB on each rank" in check(**everything)
+    assert "8.4 GiB on each rank" in check(**everything, columns=pixels)
+    assert "3.7 GiB" in check(verify=False, ranks=4, **everything, columns=pixels)
+    with pytest.raises(UsageError, match="3.7 GiB on each rank, and this host has 16.0 GiB for 5"):
+        check(verify=False, ranks=5, **everything, columns=pixels)
+    with pytest.raises(UsageError, match="53.1 GiB on each rank"):
+        check(**everything, columns=pixels, balanced_sampling=True)

@@ -29,7 +29,6 @@ import time
 from types import SimpleNamespace
 
 from hpctrain import heartbeats, watchdog
-from hpctrain.data.pack_format import Part
 from hpctrain.training.checkpoint import verify as read_checkpoint
 from hpctrain.training.control import Control
 from hpctrain.training.folder import check_same, read_settings
@@ -54,17 +53,11 @@ def plan_to_continue(config, folder):
 
 def ranks_as_hosts(patch):
     """Let every rank count as a host of its own, with a disk of its own."""
-    patch.setattr("hpctrain.training.reading.comm_of_host", lambda comm: comm.Split(comm.rank))
+    patch.setattr("hpctrain.training.staging.comm_of_host", lambda comm: comm.Split(comm.rank))
 
 
-def small_blocks(patch, rows):
-    """Write packs whose blocks have so few rows, or 397 bytes of JPEG files."""
-    write = "hpctrain.data.packing.write.rows_per_block"
-    patch.setattr(write, lambda row_bytes: rows if row_bytes > 1 else 397)
-
-
-__all__ += ["Control", "Part", "Watchdog", "fake_clock", "ranks_as_hosts"]
-__all__ += ["plan_to_continue", "read_checkpoint", "small_blocks"]
+__all__ += ["Control", "Watchdog", "fake_clock", "ranks_as_hosts"]
+__all__ += ["plan_to_continue", "read_checkpoint"]
 
 # Sums over ranks, and the transports that move their parts
 import torch
@@ -105,18 +98,17 @@ from hpctrain.parallel import memory, mpi, placement
 __all__ += ["launcher", "memory", "mpi", "placement", "scheduler"]
 
 # Orders: who reads which samples, and when
-from hpctrain.data.imbalance import BalancedOrder
 from hpctrain.data.orders import Permutation
 from hpctrain.data.orders import make_order as make_plain_order
 
 
-def make_order(name, partition, seed, labels=None, everywhere=False, scattered=False, **blocks):
+def make_order(name, partition, seed, labels=None, everywhere=False, **blocks):
     """Return the order of this name; the one that draws all classes equally often if it is given
     `labels`, of all samples.
     """
     if labels is not None:
-        return BalancedOrder(partition, seed, labels.take, everywhere, scattered)
-    return make_plain_order(name, partition, seed, scattered=scattered, **blocks)
+        name, blocks = "global" if everywhere else name, {"labels_of": labels.take}
+    return make_plain_order(name, partition, seed, **blocks)
 
 
 __all__ += ["Permutation", "make_order"]
@@ -153,17 +145,20 @@ __all__ += ["check_forward", "load_init", "load_weights"]
 __all__ += ["read_model", "save_model"]
 
 # Data: HDF5 files of other programs, random crops, augmentation
-from hpctrain.data.augment import Augmentation, add_noise
-from hpctrain.data.external import read_external
-from hpctrain.data.jpeg import draw_crops
+from hpctrain.data.augment import Augmentation
+from hpctrain.data.external import External, images_note, read_external
+from hpctrain.data.images import draw_crops
+from hpctrain.inference.tasks import add_noise
 
-__all__ += ["Augmentation", "add_noise", "draw_crops", "read_external"]
+__all__ += ["Augmentation", "External", "add_noise", "draw_crops"]
+__all__ += ["images_note", "read_external"]
 
 # What a run is: the plan that follows from settings and facts
 from hpctrain.plan import Facts
 from hpctrain.plan import resolve as resolve_plan
+from hpctrain.training.reading import check_memory
 
-__all__ += ["Facts", "resolve_plan"]
+__all__ += ["Facts", "check_memory", "resolve_plan"]
 
 # Emulated GPUs: whether MPI takes their memory
 from hpctrain.parallel import choose

@@ -5,6 +5,7 @@ from __future__ import annotations
 import h5py
 import numpy as np
 
+from tests.support.api import External, read_external
 from tests.support.packs import draw_images
 
 ROWS, SHAPE, CLASSES = 211, (7, 5, 3), 4
@@ -23,3 +24,8 @@ def write(path, images, labels, at=("x", "y"), **storage):
         file.create_dataset(at[0], data=images, **storage)
         file[at[1]] = labels
     return path
+
+
+def read(path, images="x", labels="y", layout=None, split=None, **how):
+    """The file as rank 0 opens it."""
+    return read_external(path, External(images, labels, layout, split, **how))

@@ -80,6 +80,12 @@ def arrays(path: Path, split: str = "train") -> tuple[np.ndarray, np.ndarray]:
         return file[f"{split}/images"][:], file[f"{split}/labels"][:]
 
 
+def splits(path: Path) -> list[str]:
+    """The names of a pack's splits."""
+    with h5py.File(path) as file:
+        return [name for name in file if name != "identity"]
+
+
 def facts(path: Path) -> dict:
     """The attributes of a pack: the names of its classes, what its provenance says, and others."""
     with h5py.File(path) as file:
@@ -91,21 +97,18 @@ def facts(path: Path) -> dict:
 def counts(path: Path) -> dict[str, list[int]]:
     """Images of every class in every split."""
     classes = len(facts(path)["classes"])
-    with h5py.File(path) as file:
-        labels = {name: file[f"{name}/labels"][:] for name in file}
+    labels = {name: arrays(path, name)[1] for name in splits(path)}
     return {name: np.bincount(of, minlength=classes).tolist() for name, of in labels.items()}
 
 
 def placed(path: Path) -> dict[int, tuple[str, str]]:
     """The split and the class of each picture, by number."""
-    with h5py.File(path) as file:
-        _, height, width, channels = file["train/images"].shape
-        names = list(file)
+    _, height, width, channels = arrays(path)[0].shape
     known = {picture(n, width, height, channels).tobytes(): n for n in range(400)}
     classes = facts(path)["classes"]
     return {
         known[image.tobytes()]: (name, classes[label])
-        for name in names
+        for name in splits(path)
         for image, label in zip(*arrays(path, name), strict=True)
     }
 

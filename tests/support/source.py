@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -22,14 +23,15 @@ class Source:
         self.asked, self.buffers = [], []
         self.gate = threading.Event()  # `gather` waits until it is open
         self.gate.set()
+        self.pack = SimpleNamespace(fit="", image_bytes=self.images[0].nbytes)
 
-    def read_labels(self, indices):
+    def read_labels(self, indices, bad=None):
         return self.labels[indices]
 
     def hold(self, samples):
         pass
 
-    def gather(self, indices, out, crops=None, files=None):
+    def gather(self, indices, out, crops=None, bad=None):
         if len(self.asked) == self.fails_at:
             raise hp.RunError("the pack was cut short")
         assert self.gate.wait(60)

@@ -100,14 +100,15 @@ def test_another_pack_in_the_place_of_the_one_of_training_is_noticed(tmp_path, m
 
 @pytest.mark.ranks(2)
 def test_a_pack_that_is_replaced_ends_the_training_and_its_weights_are_kept(comm, tmp_path):
-    rows = {"train": 61, "validation": 13}
+    rows = {"train": 61, "validation": 13, "test": 7}
     if comm.rank == 0:
         make_pack(tmp_path / "pack.h5", rows)
         make_pack(tmp_path / "other.h5", rows, seed=1)
     comm.Barrier()
 
     def replace(record):
-        (tmp_path / "other.h5").replace(tmp_path / "pack.h5")
+        if record["epoch"] == 1:
+            (tmp_path / "other.h5").replace(tmp_path / "pack.h5")
 
     settings = {"batch_size": 16, "threads": 1, "progress": "none", "runs_dir": tmp_path}
     with pytest.raises((hp.RunError, hp.UsageError), match=r"pack\.h5"):

@@ -64,7 +64,7 @@ def made_pack(
     """
     import numpy as np
 
-    from hpctrain.data.pack import write_pack
+    from hpctrain.packing.write import write_pack
 
     draw = np.random.default_rng(0)
     height, width, channels = shape

@@ -114,7 +114,7 @@ def digits(case: Case) -> Iterator[Result]:
 
 def flower_pack(case: Case) -> str:
     """Return the given pack; without one generated images in a rehearsal, else download the set."""
-    from hpctrain.data.builtin import locate
+    from hpctrain.packing.builtin import locate
 
     if case.rehearsal and case.data is None:
         return tiny(case, 3)
@@ -128,9 +128,9 @@ def tiny(case: Case, channels: int) -> str:
 
 def adapted(pack: str) -> tuple[str, ...]:
     """Return the flags that adapt the recipe to a pack of pixels; none for one of JPEG files."""
-    from hpctrain.data.packed import read_pack
+    from hpctrain.data.pack import read_pack
 
-    return () if read_pack(pack).encoded else PIXELS
+    return () if read_pack(pack).fit else PIXELS
 
 
 def tested(case: Case, *flags: str) -> tuple[int, float, int, float]:

@@ -1,9 +1,4 @@
-"""Find the pack that ``--data`` names; built-in sets are made when first used.
-
-Two processes may make the same set at the same time: each writes equal bytes to a temporary file
-and renames it, so both succeed.
-
-The digits are synthetic: 0-9, white on black, 28 x 28 pixels, 1,000 images per class.
+"""The digits: synthetic images of 0-9, white on black, 28 x 28 pixels, 1,000 images per class.
 
 Each image is one glyph of ``glyphs.py`` (its strokes in a style), bent, slanted, stretched,
 scaled, rotated by up to 45 degrees either way and shifted. It is drawn with round strokes of
@@ -18,20 +13,14 @@ minimum and comparison, which IEEE 754 defines to the last bit; no sum has an un
 from __future__ import annotations
 
 import math
-import shlex
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpctrain.data import glyphs
 from hpctrain.data.partition import random_key
-from hpctrain.errors import UsageError, did_you_mean
 from hpctrain.watchdog import doing
 
-BUILT_IN = ("digits", "flowers")
-# Names of sources for `pack`, refused here: the reader of packs would only report "no HDF5 file".
-SOURCES = (".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
 SIDE = 28  # pixels
 PER_CLASS, TEST_PER_CLASS, UNSEEN_PER_CLASS = 1000, 100, 100
 CLASSES = tuple("0123456789")
@@ -59,46 +48,6 @@ LARGEST_SHIFT = 1.4  # pixels off the centre in x and in y, if there is room
 SHIFT_VARIES = 0.5  # how much smaller it may be: centred digits are easy for a linear classifier
 
 Split = tuple[np.ndarray, np.ndarray]
-
-
-def locate(data: str, cache_dir: str) -> Path:
-    """Return the path of the pack `data`: a file, or a built-in set in `cache_dir`, made if needed.
-
-    Built-in names take precedence: write ./digits for a file of that name. Raises UsageError (one
-    line) if `data` is no file or has to be packed first. Making a set raises what `pack` raises.
-    """
-    path = Path(data)
-    if data in BUILT_IN:
-        path = Path(cache_dir) / f"{data}.h5"
-        return path if path.exists() else _make(data, path)
-    if data and path.is_file() and not data.lower().endswith(SOURCES):
-        return path
-    if data and (path.is_file() or path.is_dir()):
-        raise UsageError(
-            f"--data {data} is {'a folder' if path.is_dir() else 'an archive'}, not a pack: run"
-            f" python -m hpctrain pack {shlex.quote(data)} first"
-        )
-    if data and path.exists():
-        raise UsageError(f"--data {data} is no regular file: give a pack")
-    known = [*BUILT_IN, *(str(file) for file in path.parent.glob("*.h5"))]
-    hint = did_you_mean(data.lower(), known) or f": built in are {' and '.join(BUILT_IN)}"
-    raise UsageError(f"--data {data!r} is no file and no built-in set{hint}")
-
-
-def _make(name: str, path: Path) -> Path:
-    from hpctrain.config import PackConfig
-    from hpctrain.data.pack import make_pack
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"--cache-dir {path.parent} cannot be made: {error.strerror}; choose another"
-        ) from None
-    # One job: this may be a rank, and no processes should be started after MPI_Init. Another
-    # process may have finished by now: replacing its file with an equal one is harmless.
-    folder = str(path.parent)
-    return make_pack(PackConfig(name, output=str(path), cache_dir=folder, jobs=1, overwrite=True))
 
 
 def generate(seed: int = 0) -> tuple[dict[str, Split], tuple[str, ...], dict[str, Any]]:

@@ -1,0 +1,92 @@
+"""Divide samples into splits and shuffle them: pure arithmetic, from a seed.
+
+Splits are stratified: each class is divided by the shares with the largest remainder method, so its
+counts are exact. Random orders are made by `random_order`, so equal seeds give equal splits with
+any NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from hpctrain.data.orders import random_order
+from hpctrain.data.partition import random_key
+from hpctrain.errors import UsageError
+
+Shares = tuple[Fraction, Fraction, Fraction]  # of train, validation, test
+
+
+def cut(count: int, shares: tuple[Fraction, ...]) -> list[int]:
+    """Divide `count` by `shares` into integers with that sum; largest remainders are rounded up."""
+    total = sum(shares)
+    exact = [count * share / total for share in shares]
+    counts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: count - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def in_random_order(rows: np.ndarray, seed: int) -> np.ndarray:
+    """Return the rows (n,) in the order in which they are assigned to splits."""
+    return rows[random_order(len(rows), random_key(seed, "pack split"))]
+
+
+def assign(labels: np.ndarray, shares: Shares, seed: int) -> np.ndarray:
+    """Return the split of every sample: (N,) indices into SPLITS. Labels (N,) are 0 ... K-1."""
+    rows = in_random_order(np.arange(len(labels)), seed)
+    splits = np.empty(len(labels), np.int32)
+    splits[rows] = fill(labels[rows], [cut(n, shares) for n in np.bincount(labels).tolist()])
+    return splits
+
+
+def fill(labels: np.ndarray, room: list[list[int]]) -> np.ndarray:
+    """Distribute samples (n,) in random order over the splits; return the split (n,) of each.
+
+    Of class k, the first `room[k][0]` samples are in split 0, the next `room[k][1]` in split 1, ...
+    If there is room for more than all samples of a class, the largest rooms are reduced.
+    """
+    splits = np.empty(len(labels), np.int32)
+    by_class = np.argsort(labels, kind="stable")
+    start = 0
+    for places, count in zip(room, np.bincount(labels, minlength=len(room)).tolist(), strict=True):
+        places = [max(0, part) for part in places]
+        while sum(places) > count:
+            places[places.index(max(places))] -= 1
+        splits[by_class[start : start + count]] = np.repeat(np.arange(len(places)), places)
+        start += count
+    return splits
+
+
+def shuffled(rows: np.ndarray, seed: int, split: str) -> np.ndarray:
+    """Return the rows (n,) of a split in their final order."""
+    return rows[random_order(len(rows), random_key(seed, "pack order", split))]
+
+
+def check_splits(
+    rows: Mapping[str, np.ndarray],
+    labels: np.ndarray,
+    classes: Sequence[str],
+    wanted: Iterable[str],
+    source: str,
+    way: str = "",
+) -> None:
+    """Raise UsageError if a `wanted` split has no sample, or a class has none in train.
+
+    `rows` are the samples of each split, `labels` (N,) those of all; `way`: how they were drawn.
+    """
+    for name in wanted:
+        if not len(rows[name]):
+            raise UsageError(
+                f"--split leaves no image of {source} for {name}: there are {len(labels):,} images"
+                f" in {len(classes):,} classes{way}; give {name} a larger share or more images"
+            )
+    trained = np.bincount(labels[rows["train"]], minlength=len(classes))
+    for label in np.flatnonzero(trained == 0)[:1].tolist():
+        raise UsageError(
+            f"class {classes[label]} of {source} has {int((labels == label).sum()):,} images and"
+            f" none of them in train{way}: give train a larger share, or the class more images"
+        )

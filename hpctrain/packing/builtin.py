@@ -1,0 +1,92 @@
+"""Find the pack that ``--data`` names; built-in sets are made when first used.
+
+Two processes may make the same set at the same time: each writes equal bytes to a temporary file
+and renames it, so both succeed.
+
+The flowers are 3,670 JPEG photographs in five classes, downloaded once. The SHA-256 is the one that
+TensorFlow Datasets publishes for them (tf_flowers, checksums.tsv).
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from hpctrain.errors import RunError, UsageError, did_you_mean
+from hpctrain.text import say
+from hpctrain.watchdog import doing
+
+BUILT_IN = ("digits", "flowers")
+# Names of sources for `pack`, refused here: the reader of packs would only say "not an HDF5 file".
+SOURCES = (".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
+URL = "https://storage.googleapis.com/download.tensorflow.org/example_images/flower_photos.tgz"
+SHA256 = "4c54ace7911aaffe13a365c34f650e71dd5bf1be0a58b464e5a7183e3e595d9c"
+
+
+def locate(data: str, cache_dir: str) -> Path:
+    """Return the path of the pack `data`: a file, or a built-in set in `cache_dir`, made if needed.
+
+    Built-in names take precedence: write ./digits for a file of that name. Raises UsageError (one
+    line) if `data` is not a file or has to be packed first. Making a set raises what `pack` raises.
+    """
+    path = Path(data)
+    if data in BUILT_IN:
+        path = Path(cache_dir) / f"{data}.h5"
+        return path if path.exists() else _make(data, path)
+    if data and path.is_file() and not data.lower().endswith(SOURCES):
+        return path
+    if data and (path.is_file() or path.is_dir()):
+        raise UsageError(
+            f"--data {data} is {'a folder' if path.is_dir() else 'an archive'}, not a pack: run"
+            f" python -m hpctrain pack {shlex.quote(data)} first"
+        )
+    if data and path.exists():
+        raise UsageError(f"--data {data} is not a regular file: give a pack")
+    known = [*BUILT_IN, *(str(file) for file in path.parent.glob("*.h5"))]
+    hint = did_you_mean(data.lower(), known) or f": built in are {' and '.join(BUILT_IN)}"
+    raise UsageError(f"--data {data!r} is neither a file nor a built-in set{hint}")
+
+
+def _make(name: str, path: Path) -> Path:
+    from hpctrain.config import PackConfig
+    from hpctrain.packing.make import make_pack
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--cache-dir {path.parent} cannot be made: {error.strerror}; choose another"
+        ) from None
+    # One job: this may be a rank, and no processes should be started after MPI_Init. Another
+    # process may have finished by now: replacing its file with an equal one is harmless.
+    folder = str(path.parent)
+    return make_pack(PackConfig(name, output=str(path), cache_dir=folder, jobs=1, overwrite=True))
+
+
+def fetch_flowers(cache_dir: str | os.PathLike[str]) -> Path:
+    """Return the path of the archive in `cache_dir`; download it if it does not exist yet.
+
+    Raises RunError if it cannot be downloaded or written, or is not the published one.
+    """
+    path = Path(cache_dir) / "flower_photos.tgz"
+    if path.exists():
+        return path
+    from torch.hub import download_url_to_file
+
+    doing("downloading the flowers")
+    say(
+        f"downloading {URL} (229 MB) to {path}; it may take --hang-timeout at most, and may be put"
+        " there by hand",
+        sys.stderr,
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        download_url_to_file(URL, str(path), SHA256, progress=sys.stderr.isatty())
+    except (OSError, RuntimeError, http.client.HTTPException) as error:  # OSError: also of the URL
+        raise RunError(
+            f"cannot download {URL} to {path}: {error}. Try again, or download it there by hand"
+        ) from None
+    return path

@@ -1,0 +1,117 @@
+"""Copy the part of a pack that one host reads to its local disk: ``--stage``.
+
+The copy is a sparse file of the pack's length, with every copied byte at its offset in the pack. Of
+the training split it holds the samples of the host's ranks: their images, labels, checksums and
+offsets; of other splits it holds all. A sample's checksum is compared when it is first read, as in
+the pack itself. Names stay in the pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from hpctrain.data.pack import Pack, Stored
+from hpctrain.data.split import File, Split
+from hpctrain.errors import UsageError
+from hpctrain.files import check_room, remove_left_behind, whole_file, write_at, writing
+from hpctrain.parallel.hosts import comm_of_host
+from hpctrain.parallel.mpi import Comm, agreed, allgather, call_on_all, call_on_root
+from hpctrain.watchdog import doing
+
+PIECE = 1 << 20  # bytes copied at a time
+
+
+def stage(folder: str, source: Split, samples: range, comm: Comm) -> Pack:
+    """Copy the pack of `source` to `folder` on this host's disk, to be read from there. Collective.
+
+    `samples` are those of the training split that this rank needs; the copy holds all from the
+    first to the last that ranks of the host need. They share the copying. A copy of the pack's size
+    is complete and is used again. Raises the same error on all ranks.
+    """
+    pack = source.pack
+    if pack.external is not None:
+        problem = f"--stage copies packs, and {pack.path} is not one: copy the file yourself"
+        raise agreed(UsageError(problem))
+    host, size = comm_of_host(comm), pack.sizes[pack.path]
+    needed = allgather(host, samples)
+    samples = range(min(each.start for each in needed), max(each.stop for each in needed))
+    parts = call_on_all(comm, lambda: parts_to_copy(source, samples))
+    name = f"hpctrain-{pack.uuid}-{samples.start}-{samples.stop}.staged"
+    final = Path(folder).absolute() / name
+
+    with ExitStack() as stack:
+
+        def begin() -> str:
+            """Create the copy on one rank of a host that has none; return its temporary name."""
+            if host.rank:
+                return ""
+            try:
+                final.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                why = f"this folder cannot be made: {error.strerror}"
+                raise UsageError(f"--stage {folder}: {why}") from None
+            with writing(final):
+                if final.is_file() and final.stat().st_size == size:
+                    return ""
+                remove_left_behind(final)
+                check_room(final.parent, sum(map(len, parts)), "the host's part of the pack")
+                file = stack.enter_context(whole_file(final, point="stage"))
+                file.truncate(size)
+                return file.name
+
+        def finish() -> None:
+            """Write the copy to the disk and give it its final name."""
+            with writing(final):
+                stack.close()
+
+        created = call_on_all(comm, begin)
+        temporary = call_on_root(host, lambda: created)
+        share = islice(pieces(parts), host.rank, None, host.size)
+        call_on_all(comm, lambda: copy(pack, temporary, share) if temporary else None)
+        call_on_all(comm, finish)
+
+    splits = {name: info._replace(path=str(final)) for name, info in pack.splits.items()}
+    return replace(pack, path=str(final), splits=splits, sizes={str(final): size}, staged=True)
+
+
+def parts_to_copy(source: Split, samples: range) -> list[range]:
+    """Return the bytes of the pack to copy, for these samples of train."""
+    pack, parts = source.pack, list[tuple[Stored, range]]()
+    assert pack.identity
+    parts.append((pack.identity, range(pack.identity.shape[0])))
+    for name, info in pack.splits.items():
+        own = rows = samples if name == "train" else range(info.samples)
+        if info.offsets:
+            parts.append((info.offsets, range(own.start, own.stop + 1)))
+            rows = source.byte_range(own) if name == "train" else range(info.images.shape[0])
+        parts.append((info.images, rows))
+        parts += [(each, own) for each in (info.labels, info.crc32) if isinstance(each, Stored)]
+    return [
+        range(*(stored.place + row * stored.row_bytes for row in (rows.start, rows.stop)))
+        for stored, rows in parts
+    ]
+
+
+def pieces(parts: Iterable[range]) -> Iterator[range]:
+    """Cut ranges of bytes into pieces, in order."""
+    for part in parts:
+        for start in range(0, len(part), PIECE):
+            yield part[start : start + PIECE]
+
+
+def copy(pack: Pack, target: str, share: Iterable[range]) -> None:
+    """Copy pieces of a pack into the file `target`. Raises RunError."""
+    with (
+        closing(File(pack.path, pack.sizes[pack.path])) as source,
+        writing(target),
+        open(target, "r+b", buffering=0) as file,
+    ):
+        for piece in share:
+            doing(f"staging byte {piece.start:,}")
+            data = memoryview(bytearray(len(piece)))
+            source.read([data], piece.start)
+            write_at(file.fileno(), data, piece.start)

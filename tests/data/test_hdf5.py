@@ -1,0 +1,292 @@
+"""Virtual and external data sets and links: equal to what h5py reads, or refused by the source."""
+
+from __future__ import annotations
+
+import os
+
+import h5py
+import numpy as np
+import pytest
+
+import hpctrain as hp
+from tests.support import ranks
+from tests.support.api import images_note, make_order
+from tests.support.external import pixels, read, write
+
+ROWS, SHAPE = 60, (7, 5, 3)
+IMAGES, LABELS = pixels(ROWS, SHAPE, 3)
+PARTS = 10
+
+
+def virtual(file, name, sources, shape=(ROWS, *SHAPE), dtype="u1"):
+    """A virtual data set of whole data sets "x" of these files, one after another."""
+    layout, row = h5py.VirtualLayout(shape, dtype), 0
+    for source, rows in sources:
+        layout[row : row + rows] = h5py.VirtualSource(source, "x", (rows, *shape[1:]))
+        row += rows
+    file.create_virtual_dataset(name, layout)
+
+
+def write_parts(folder):
+    """Ten files, some contiguous, some of compressed chunks."""
+    for number, images in enumerate(np.split(IMAGES, PARTS)):
+        storage = {"chunks": (4, *SHAPE), "compression": "gzip"} if number % 2 else {}
+        write(folder / f"part{number}.h5", images, LABELS[:6], **storage)
+    return [(f"part{number}.h5", ROWS // PARTS) for number in range(PARTS)]
+
+
+def ten_files(folder, file):
+    virtual(file, "x", write_parts(folder))
+
+
+def two_levels(folder, file):
+    parts = write_parts(folder)
+    for number, half in enumerate((parts[:5], parts[5:])):
+        with h5py.File(folder / f"half{number}.h5", "w") as inner:
+            virtual(inner, "x", half, (30, *SHAPE))
+    virtual(file, "x", [("half0.h5", 30), ("half1.h5", 30)])
+
+
+def raw_files(folder, file):
+    """Two, the second from an offset on."""
+    data = IMAGES.tobytes()
+    (folder / "a.raw").write_bytes(data[:2000])
+    (folder / "b.raw").write_bytes(b"abc" + data[2000:])
+    external = [(str(folder / "a.raw"), 0, 2000), (str(folder / "b.raw"), 3, len(data) - 2000)]
+    file.create_dataset("x", IMAGES.shape, "u1", external=external)
+
+
+def virtual_of_raw(folder, file):
+    with h5py.File(folder / "inner.h5", "w") as inner:
+        raw_files(folder, inner)
+    virtual(file, "x", [("inner.h5", ROWS)])
+
+
+def linked(folder, file):
+    write(folder / "other.h5", IMAGES, LABELS, ("g/x", "g/y"))
+    file["x"] = h5py.ExternalLink("other.h5", "/g/x")
+
+
+def linked_chunks(folder, file):
+    write(folder / "other.h5", IMAGES, LABELS, ("g/x", "g/y"), chunks=(4, *SHAPE))
+    file["x"] = h5py.ExternalLink("other.h5", "/g/x")
+
+
+def compact(folder, file):
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_layout(h5py.h5d.COMPACT)
+    space = h5py.h5s.create_simple(IMAGES.shape)
+    data = h5py.h5d.create(file.id, b"x", h5py.h5t.STD_U8LE, space, properties)
+    data.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(IMAGES))
+
+
+def chunked(**storage):
+    return lambda folder, file: file.create_dataset(
+        "x", data=IMAGES, chunks=(4, 7, 5, 3), **storage
+    )
+
+
+MADE = {
+    "ten files": ten_files,
+    "two levels": two_levels,
+    "raw files": raw_files,
+    "virtual of raw": virtual_of_raw,
+    "linked": linked,
+    "linked chunks": linked_chunks,
+    "compact": compact,
+    "gzip": chunked(compression="gzip", shuffle=True),
+    "lzf": chunked(compression="lzf", shuffle=True, fletcher32=True),
+}
+
+
+def make(folder, case):
+    with h5py.File(folder / "a.h5", "w") as file:
+        file["y"] = LABELS
+        MADE[case](folder, file)
+    return folder / "a.h5"
+
+
+def train_split(pack, order=None):
+    with hp.Split(pack, "train") as split:
+        order = np.arange(len(split)) if order is None else order
+        out = np.empty((len(order), *split.image_shape), split.dtype)
+        return split.gather(order, out), split.labels[order]
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_what_is_read_is_what_h5py_reads(tmp_path, case):
+    path = make(tmp_path, case)
+    with h5py.File(path) as file:
+        assert np.array_equal(file["x"][:], IMAGES)
+    pack = read(path, split="1", block_rows=0)
+    rows = pack.splits["train"].rows
+    order = np.random.default_rng(0).permutation(len(rows))
+    images, labels = train_split(pack, order)
+    assert sorted(rows) == list(range(ROWS))
+    assert np.array_equal(images, IMAGES[rows[order]])
+    assert np.array_equal(labels, LABELS[rows[order]])
+
+
+def bytes_read(comm, path):
+    pack = comm.bcast(read(path, split="1") if comm.rank == 0 else None)
+    return [part.tobytes() for part in train_split(pack)]
+
+
+@pytest.mark.parametrize("case", ["ten files", "two levels", "raw files", "linked chunks"])
+def test_all_ranks_read_what_rank_0_opened(tmp_path, case):
+    first, *others = ranks.on_ranks(3, bytes_read, path=str(make(tmp_path, case)))
+    assert others == [first, first] and len(first[0]) == IMAGES.nbytes
+
+
+# Refused: HDF5 would return zeros
+
+
+def cut(name, size):
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def remake(name, images, **storage):
+    return lambda folder: write(folder / name, images, LABELS[:6], **storage)
+
+
+def unwritten(folder):
+    with h5py.File(folder / "part3.h5", "w") as file:
+        file.create_dataset("x", (6, *SHAPE), "u1")
+
+
+def unwritten_chunk(folder):
+    with h5py.File(folder / "part3.h5", "w") as file:
+        file.create_dataset("x", (6, *SHAPE), "u1", chunks=(4, *SHAPE))[:4] = 1
+
+
+def unmapped(folder):
+    with h5py.File(folder / "a.h5", "r+") as file:
+        del file["x"]
+        virtual(file, "x", write_parts(folder)[:-1])
+
+
+def overlapping(folder):
+    """Two sources for the first rows, none for the last: as many values as there should be."""
+    with h5py.File(folder / "a.h5", "r+") as file:
+        del file["x"]
+        parts, layout = write_parts(folder), h5py.VirtualLayout((ROWS, *SHAPE), "u1")
+        for number, (source, rows) in enumerate(parts):
+            row = max(0, number - 1) * rows
+            layout[row : row + rows] = h5py.VirtualSource(source, "x", (rows, *SHAPE))
+        file.create_virtual_dataset("x", layout)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+REFUSED = {  # the file, what happens to it, what is named
+    "a source is missing": ("ten files", remove("part3.h5"), "part3.h5"),
+    "a source is too short": ("ten files", remake("part3.h5", IMAGES[:5]), "part3.h5"),
+    "a source was never written": ("ten files", unwritten, "part3.h5"),
+    "a chunk of one was never written": ("ten files", unwritten_chunk, "part3.h5"),
+    "a source is cut short": ("ten files", cut("part3.h5", 2000), "part3.h5"),
+    "a part is unmapped": ("ten files", unmapped, "/x"),
+    "a part is unmapped, another mapped twice": ("ten files", overlapping, "/x"),
+    "a source of a source is missing": ("two levels", remove("part3.h5"), "part3.h5"),
+    "a source of a source is too short": ("two levels", remake("part3.h5", IMAGES[:5]), "part3.h5"),
+    "a source of a source was never written": ("two levels", unwritten, "part3.h5"),
+    "a raw file is missing": ("raw files", remove("b.raw"), "b.raw"),
+    "a raw file is short": ("raw files", cut("b.raw", 99), "b.raw"),
+    "a raw file of a source is short": ("virtual of raw", cut("b.raw", 99), "b.raw"),
+    "a linked file is missing": ("linked", remove("other.h5"), "x"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_hdf5_would_read_as_zeros_is_refused(tmp_path, case):
+    made, change, named = REFUSED[case]
+    path = make(tmp_path, made)
+    assert read(path).uuid
+    change(tmp_path)
+    with pytest.raises(hp.UsageError) as caught:
+        read(path)
+    said = str(caught.value)
+    assert named in said.replace(str(tmp_path), "") and str(tmp_path) in said and "\n" not in said
+
+
+def test_a_variable_by_which_hdf5_finds_other_sources_is_refused(tmp_path, monkeypatch):
+    path = make(tmp_path, "ten files")
+    monkeypatch.setenv("HDF5_VDS_PREFIX", str(tmp_path))
+    with pytest.raises(hp.UsageError, match="HDF5_VDS_PREFIX"):
+        read(path)
+
+
+@pytest.mark.parametrize("change", ["removed", "cut short", "replaced"])
+def test_a_source_that_changes_in_use_is_named(tmp_path, change):
+    path = make(tmp_path, "ten files")
+    with hp.Split(read(path, split="1", block_rows=0), "train") as split:
+        source = tmp_path / "part3.h5"
+        if change == "replaced":
+            os.replace(write(tmp_path / "new.h5", IMAGES[:6], LABELS[:6]), source)
+        else:
+            source.unlink() if change == "removed" else os.truncate(source, 2000)
+        with pytest.raises(hp.RunError, match=r"part3\.h5") as caught:
+            for sample in np.arange(ROWS)[:, None]:
+                split.gather(sample, np.empty((1, *SHAPE), np.uint8))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_looks_at_a_few_of_many_sources(tmp_path, monkeypatch):
+    """There may be thousands, on a parallel file system."""
+    for row in range(ROWS):
+        write(tmp_path / f"row{row}.h5", IMAGES[row : row + 1], LABELS[:1])
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["y"] = LABELS
+        virtual(file, "x", [(f"row{row}.h5", 1) for row in range(ROWS)])
+    looked, stat = [], os.stat
+
+    def counted(*what, **how):
+        looked.append(what)
+        return stat(*what, **how)
+
+    with hp.Split(read(tmp_path / "a.h5", split="1", block_rows=0), "train") as split:
+        monkeypatch.setattr(os, "stat", counted)
+        for _ in range(3):
+            split.gather(np.arange(ROWS), np.empty((ROWS, *SHAPE), np.uint8))
+    assert 3 <= len(looked) <= 60 and len({*looked}) > 40
+
+
+# Blocks, layouts, the note
+
+
+def test_blocks_are_those_of_the_file_in_random_order_a_short_one_last(tmp_path):
+    """So what `--shuffle blocks` reads at once lies together in the file."""
+    images = np.arange(103, dtype="f8").reshape(-1, 1, 1) / 103
+    write(tmp_path / "a.h5", images, np.arange(103) % 3)
+    pack = read(tmp_path / "a.h5", split="1", block_rows=6)
+    rows = pack.splits["train"].rows
+    assert sorted(rows) == list(range(103)) and rows[-1] == 102
+    firsts = rows[:102].reshape(-1, 6)
+    assert (firsts == firsts[:, :1] + np.arange(6)).all() and not (firsts[:, 0] % 6).any()
+    assert np.count_nonzero(np.diff(firsts[:, 0]) == 6) < 5
+    partition, seen = hp.cut_epoch(103, 12, 2), []
+    order = make_order("blocks", partition, 0, block_rows=6, window_blocks=3)
+    for shard in range(2):
+        for number in range(order.count(shard)):
+            own = rows[order.window(0, shard, number).samples]
+            assert len(set(own // 6)) <= 4  # three blocks; a partition may divide one
+            seen += own.tolist()
+    assert sorted(seen) == list(range(103))
+    other = read(tmp_path / "a.h5", split="1", block_rows=6, seed=1)
+    assert not np.array_equal(other.splits["train"].rows, rows)
+
+
+def test_more_channels_than_usual_need_a_layout(tmp_path):
+    """(N, C, H, W) of gray or RGB images looks like many channels; nothing is guessed."""
+    path = write(tmp_path / "a.h5", IMAGES.transpose(0, 3, 1, 2), LABELS)
+    with pytest.raises(hp.UsageError, match=r"\(60, 3, 7, 5\).*--layout"):
+        read(path)
+    assert read(path, layout="NCHW").image_shape == SHAPE
+    assert read(path, layout="NHWC").image_shape == (3, 7, 5)
+
+
+def test_the_note_says_what_shape_was_understood(tmp_path):
+    path = write(tmp_path / "a.h5", IMAGES.transpose(0, 3, 1, 2), LABELS)
+    note = images_note(read(path, layout="NCHW"))
+    assert "60 images of 7 rows, 5 columns and 3 channels (NCHW)" in note
