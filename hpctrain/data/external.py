@@ -6,7 +6,7 @@ split is shuffled, so the file may be ordered by class. If samples should be rea
 (chunks, or --shuffle blocks), whole blocks are drawn, and a split has its blocks in random order.
 
 Rank 0 does all of this. The other ranks receive the rows and labels of all splits with the
-``Pack``: for up to 256 classes and 2^32 images, 5 bytes of each.
+``Pack``: for less than 256 classes and 2^32 images, 5 bytes of each.
 """
 
 from __future__ import annotations

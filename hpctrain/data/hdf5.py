@@ -185,6 +185,8 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
             mapped.select_all()
         elif space.is_regular_hyperslab():
             mapped.select_hyperslab(*_slab(space), op=h5py.h5s.SELECT_OR)
+        else:
+            raise Unusable(f"{where} has a selection that is not a regular hyperslab")
     if (held := mapped.get_select_npoints()) != data.size:
         raise Unusable(
             f"{data.name} is made of other datasets, which hold {held:,} of its {data.size:,}"
@@ -227,7 +229,7 @@ class Slabs:
     often continues within one.
     HDF5 returns zeros for bytes missing at the end of a file, and remembers where chunks were, so
     the files must keep their sizes and modification times while they are read. They are compared
-    in every call, those of many sources in turn.
+    in every call, 16 files at a time: of N sources, one that changes is noticed N / 16 calls later.
     """
 
     def __init__(self, path: str, stored: Stored, sizes: dict[str, int]) -> None:

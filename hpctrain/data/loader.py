@@ -29,6 +29,7 @@ from hpctrain.streams import Event, Upload, copy_to_device
 AHEAD = 3  # steps that are prefetched
 HEAD_START = 0.002  # seconds
 READ_BUFFER = 256 << 20  # bytes
+PIECE_ROWS = 1 << 14  # of what is kept in memory: read at a time, as each takes 100 bytes more then
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -256,7 +257,10 @@ class SampleReader:
 
     def _load(self, indices: np.ndarray) -> np.ndarray:
         images = np.empty((len(indices), *self._split.image_shape), self._split.dtype)
-        return self._split.gather(indices, images, bad=self._bad)
+        for start in range(0, len(indices), PIECE_ROWS):
+            part = slice(start, start + PIECE_ROWS)
+            self._split.gather(indices[part], images[part], bad=self._bad)
+        return images
 
 
 class Loader:
