@@ -310,9 +310,10 @@ class Split:
             return ""
         names, ends = self.info.names
         start, stop = Column(self._file, ends).take(np.array([index, index + 1])).tolist()
-        data = bytearray(max(0, min(stop, names.shape[0]) - start))
-        if data and start >= 0:
-            self._file.read([memoryview(data)], names.place + start)
+        if not 0 <= start < stop <= names.shape[0]:  # no checksum covers them
+            return ""
+        data = bytearray(stop - start)
+        self._file.read([memoryview(data)], names.place + start)
         return data.decode("utf-8", "surrogateescape")
 
     def close(self) -> None:
@@ -462,16 +463,16 @@ class Split:
             images = [images[place] for place in places.tolist()]
         found = np.fromiter(map(checksum, images, labels.tolist()), np.uint32, len(new))
         why = CORRUPT_COPY if self.pack.staged else CORRUPT
-        bad |= dict.fromkeys(new[found != self._crc32.take(new)].tolist(), why)
-        self._seen[new] = True
-        self._seen[[*bad]] = False
+        agrees = found == self._crc32.take(new)
+        bad |= dict.fromkeys(new[~agrees].tolist(), why)
+        self._seen[new[agrees]] = True
 
 
 def find_corrupt(pack: Pack) -> Iterator[str]:
     """Read all samples of a pack; yield a line for each that is corrupt."""
     for name in pack.splits:
         with Split(pack, name) as split:
-            for indices in pieces(len(split), max(1, READ_BYTES // max(1, split.stored_bytes))):
+            for indices in pieces(len(split), max(1, READ_BYTES // pack.image_bytes)):
                 doing(f"checking sample {indices[0]:,} of {name}")
                 bad = Bad()
                 out = np.empty((len(indices), *split.image_shape), split.dtype)

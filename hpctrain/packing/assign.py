@@ -44,6 +44,7 @@ def assign_rows(source: Source, config: PackConfig) -> dict[str, np.ndarray]:
     else:
         wanted = []
         if shares[VALIDATION] and not (given == VALIDATION).any():
+            wanted = ["validation"]
             splits[given == TRAIN] = NO_SPLIT
             shares = (shares[TRAIN], shares[VALIDATION], Fraction(0))
     latest = np.full(int(together.max()) + 1, NO_SPLIT, np.int32)  # given split of each group
@@ -72,6 +73,11 @@ def _hold_out(source: Source, together: np.ndarray, fold: tuple[int, int], seed:
     is_test = source.splits == TEST
     rows = in_random_order(np.flatnonzero(~is_test), seed)
     folds = _draw(source.labels[rows], together[rows], (Fraction(1, count),) * count, True)
+    if number - 1 not in folds:
+        raise UsageError(
+            f"--fold {number}/{count} leaves no image for fold {number}: there are {len(rows):,}"
+            " images, of which equal ones and groups are not divided; use fewer folds"
+        )
     splits = np.where(is_test, TEST, TRAIN)
     splits[rows[folds == number - 1]] = VALIDATION if is_test.any() else TEST
     return splits

@@ -35,7 +35,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import filterfalse
+from itertools import chain, filterfalse
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
@@ -140,8 +140,10 @@ class RangeReader:
         try:
             if wanted.path != self._path:
                 self.close()
-                self._descriptor = os.open(wanted.path, os.O_RDONLY)
+                self._descriptor = os.open(wanted.path, os.O_RDONLY | os.O_NONBLOCK)
                 self._path = wanted.path
+                if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):  # a pipe would wait
+                    raise BadImage(REASONS[OTHER])
             if wanted.stored >= 0:
                 return _read_member(self._descriptor, wanted)
             size = os.fstat(self._descriptor).st_size if wanted.size < 0 else wanted.size
@@ -495,8 +497,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     try:
         with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
             header = file.readline()
-            file.seek(0)
-            reader = csv.reader(file, delimiter=max(",;\t", key=header.count))
+            reader = csv.reader(chain([header], file), delimiter=max(",;\t", key=header.count))
             names = [name.strip().lower() for name in next(reader, [])]
             if missing := [name for name in ("path", "label") if name not in names]:
                 raise UsageError(

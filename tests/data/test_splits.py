@@ -126,6 +126,13 @@ def test_a_fold_of_a_given_train_is_validation(tmp_path):
     assert command_line(command_words(root, tmp_path / "b.h5", size="13x11", fold="2/5")) == 2
 
 
+def test_a_fold_without_an_image_is_refused(images, tmp_path, capfd):
+    rows = [(name(i), "ab"[i % 2], i // 2 % 4) for i in range(60)]
+    manifest = table(tmp_path / "labels.csv", rows, "path,label,group")
+    words = command_words(images, tmp_path / "a.h5", manifest=manifest, fold="5/5")
+    assert command_line(words) == 2 and "--fold 5/5" in capfd.readouterr().err
+
+
 def test_images_that_a_manifest_names_and_the_source_lacks(images, tmp_path, capfd):
     rows = [(name(i), "ab"[i % 2]) for i in range(50)]
     manifest = table(tmp_path / "labels.csv", [*rows, ("x/none.png", "a")])
