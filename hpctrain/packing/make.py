@@ -247,12 +247,6 @@ def pack_digits(config: PackConfig, output: Path) -> None:
 def pack_images(config: PackConfig, path: Path, output: Path) -> None:
     """Make a pack of the images at `path`."""
     with open_source(path, output.parent, config.manifest) as source:
-        report.say_unreadable(source.bad)
-        report.check_readable(source, skip_bad=True)
-        if source.bad and not config.skip_bad:
-            report.say(
-                "the other images are read to list all such files; then pack ends without a pack"
-            )
         jobs = config.jobs or len(os.sched_getaffinity(0))
         jobs = max(1, min(jobs, len(source) // MIN_IMAGES_PER_JOB))
         with start_workers(jobs) as run:
@@ -308,7 +302,7 @@ def write_images(
             if part.start < ends[0]:  # train comes first
                 np.add(sums, done.sums, out=sums)
             bad |= {int(order[part.start + row]): why for row, why in done.bad}
-        if bad or (source.bad and not config.skip_bad):
+        if bad:
             raise BadFiles(bad)
 
     with whole_file(output, point="pack") as file:

@@ -1,8 +1,8 @@
 """List the images of a source, with their classes and splits: a folder, an archive or a manifest.
 
 Archives are never extracted. A .tgz is decompressed once into a scratch file, where every member is
-a range of bytes; members of a .zip are ranges, too, stored or deflated. Links in archives, devices
-and pipes are listed as unreadable files.
+a range of bytes; members of a .zip are ranges, too, stored or deflated. What cannot be read, such
+as a link in an archive or a pipe, is listed like an image and found to be bad when it is read.
 
 Classes and splits follow from the names of files alone, so folders and archives have the same
 rules:
@@ -55,8 +55,8 @@ SPLIT_FOLDER = re.compile(
 HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 NO_SPLIT = NO_GROUP = -1
 MAX_LISTED = 5  # folders that an error message names
-REGULAR, FOLDER, OTHER, UNREADABLE = range(4)  # kinds of members
-REASONS = {OTHER: "not a regular file", UNREADABLE: "encrypted, or not compressed by deflate"}
+REGULAR, OTHER, UNREADABLE, FOLDER = range(4)  # kinds of members
+REASONS = ("", "not a regular file", "encrypted, or not compressed by deflate")
 ENCRYPTED = 0x1  # flag of a member of a .zip (APPNOTE.TXT 4.4.4)
 LOCAL_HEADER = 30  # bytes, of a member of a .zip (APPNOTE.TXT 4.3.7)
 BLOCK = 2**20
@@ -64,7 +64,7 @@ GZIP, ZIP, HDF5, OTHER_COMPRESSION = b"\x1f\x8b", b"PK", b"\x89HDF\r\n\x1a\n", (
 
 # Names, classes, labels (N,) int32, splits (N,) int8 and groups (N,) int32, as in `Source`
 Columns = tuple[list[str], tuple[str, ...], np.ndarray, np.ndarray, np.ndarray]
-# Of an archive: name, kind, and the fields of FileRange from `offset` on
+# Of an archive: the name, and the fields of FileRange from `offset` on
 Member = tuple[str, int, int, int, int, int, int]
 
 
@@ -80,6 +80,7 @@ class FileRange(NamedTuple):
     stored: int = -1  # bytes in the archive
     deflated: int = 0
     crc32: int = 0
+    kind: int = REGULAR  # index into REASONS
 
 
 @dataclass
@@ -95,9 +96,9 @@ class Source:
     labels: np.ndarray  # (N,) int32
     splits: np.ndarray  # (N,) int8: indices into SPLITS, or NO_SPLIT
     groups: np.ndarray  # (N,) int32: equal numbers within a group, or NO_GROUP
-    places: np.ndarray  # (N, 5) int64: the fields of FileRange from `offset` on; of a folder (0,)
-    bad: list[tuple[str, str]] = field(default_factory=list)  # names and reasons of unusable files
+    places: np.ndarray  # (N, 6) int64: the fields of FileRange from `offset` on; of a folder (0,)
     ignored: int = 0  # image files outside of class folders
+    bad: list[tuple[str, str]] = field(default_factory=list)  # names and reasons of dropped files
     duplicate_of: np.ndarray = field(init=False)  # (N,) int64: equal files have equal numbers
 
     def __post_init__(self) -> None:
@@ -137,6 +138,8 @@ class RangeReader:
 
     def read(self, wanted: FileRange) -> bytes:
         """Read all bytes of an image file. Raises BadImage."""
+        if wanted.kind != REGULAR:
+            raise BadImage(REASONS[wanted.kind])
         try:
             if wanted.path != self._path:
                 self.close()
@@ -228,42 +231,28 @@ def _folder(root: Path, manifest: str | None) -> Source:
     if manifest:
         columns = read_manifest(Path(manifest))
         return Source(name, "folder", str(root), "manifest", *columns, places)
-    files, folders, bad = _walk(str(root))
-    columns, ignored = read_class_folders(files, folders, str(root))
-    return Source(name, "folder", str(root), "folders", *columns, places, bad, ignored)
+    columns, ignored = read_class_folders(*_walk(str(root)), str(root))
+    return Source(name, "folder", str(root), "folders", *columns, places, ignored)
 
 
-def _walk(root: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
-    """List the files and the folders below `root`, and other entries with a reason.
-
-    Links are followed except in loops.
-    """
+def _walk(root: str) -> tuple[list[str], list[str]]:
+    """List the files and the folders below `root` by name. Links are followed except in loops."""
     files: list[str] = []
     folders: list[str] = []
-    bad: list[tuple[str, str]] = []
 
-    def enter(folder: str, above: tuple[tuple[int, int], ...]) -> None:
-        with os.scandir(os.path.join(root, folder)) as entries:
-            for entry in entries:
-                name = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_symlink() and not os.path.exists(entry.path):  # or a loop
-                    bad.append((name, "a link to nothing"))
-                elif entry.is_dir():
-                    folders.append(name)
-                    found = entry.stat()
-                    if (found.st_dev, found.st_ino) not in above:
-                        enter(name, (*above, (found.st_dev, found.st_ino)))
-                elif entry.is_file():
-                    files.append(name)
-                else:
-                    bad.append((name, REASONS[OTHER]))
-
-    try:
-        top = os.stat(root)
-        enter("", ((top.st_dev, top.st_ino),))
-    except OSError as error:
+    def refuse(error: OSError) -> None:
         raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from None
-    return files, folders, [(name, why) for name, why in bad if "/" in name and not hidden(name)]
+
+    for folder, below, names in os.walk(root, onerror=refuse, followlinks=True):
+        inside, name = os.path.realpath(folder) + "/", os.path.relpath(folder, root)
+        below[:] = [
+            each
+            for each in below
+            if not inside.startswith(os.path.realpath(os.path.join(folder, each)) + "/")
+        ]
+        files += (shortest(f"{name}/{each}") for each in names)
+        folders += (shortest(f"{name}/{each}") for each in below)
+    return files, folders
 
 
 def _tar_members(file: IO[bytes]) -> Iterator[Member]:
@@ -275,7 +264,7 @@ def _tar_members(file: IO[bytes]) -> Iterator[Member]:
             archive.members = []  # type: ignore[attr-defined]  # it would keep them in memory
             regular = REGULAR if found.isreg() and not found.issparse() else OTHER
             name, kind = found.name, FOLDER if found.isdir() else regular
-            yield name, kind, found.offset_data, found.size, -1, 0, 0
+            yield name, found.offset_data, found.size, -1, 0, 0, kind
         file.seek(archive.offset)  # of the first block that is not a member
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no end mark after {name}: fetch it again")
@@ -292,7 +281,7 @@ def _zip_members(path: Path) -> Iterator[Member]:
             elif not known or m.flag_bits & ENCRYPTED:
                 kind = UNREADABLE
             deflated = m.compress_type == zipfile.ZIP_DEFLATED
-            yield m.filename, kind, m.header_offset, m.file_size, m.compress_size, deflated, m.CRC
+            yield m.filename, m.header_offset, m.file_size, m.compress_size, deflated, m.CRC, kind
 
 
 def _archive(
@@ -302,12 +291,12 @@ def _archive(
 
     Of equal names the last one counts, as in tar. Raises UsageError.
     """
-    rows, fields = dict[str, int](), array("q")  # of each row: its kind, and its place
+    rows, fields = dict[str, int](), array("q")  # of each member: its row, and its place
     try:
-        for name, *rest in members:
+        for name, *place in members:
             if name := shortest(name.lstrip("/")):
                 rows[name] = len(fields) // 6
-                fields.extend(rest)
+                fields.extend(place)
     except (
         tarfile.TarError,
         zipfile.BadZipFile,
@@ -318,11 +307,11 @@ def _archive(
         OverflowError,
     ) as error:
         raise UsageError(f"source {path} is not a whole {kind} archive: {brief(error)}") from None
-    known = np.frombuffer(fields, np.int64).reshape(-1, 6)
-    is_folder = (known[:, 0] == FOLDER).tolist()
+    places = np.frombuffer(fields, np.int64).reshape(-1, 6)
+    is_folder = (places[:, -1] == FOLDER).tolist()
     files = [name for name, row in rows.items() if not is_folder[row]]
     if manifest:
-        columns, ignored = read_manifest(Path(manifest)), 0
+        by, columns, ignored = "manifest", read_manifest(Path(manifest)), 0
         if missing := sorted({*columns[0]} - {*files}):
             raise UsageError(
                 f"{manifest} names {len(missing):,} images that the archive does not hold,"
@@ -330,14 +319,9 @@ def _archive(
             )
     else:
         folders = [name for name, row in rows.items() if is_folder[row]]
-        columns, ignored = read_class_folders(files, folders, str(path))
-    known = known[[rows[name] for name in columns[0]]]
-    by = "manifest" if manifest else "folders"
-    places = known[:, 1:].copy()
-    source = Source(path.name, kind, opened, by, *columns, places, ignored=ignored)
-    unusable = np.flatnonzero(known[:, 0] != REGULAR).tolist()
-    source.drop({row: REASONS[int(known[row, 0])] for row in unusable})
-    return source
+        by, (columns, ignored) = "folders", read_class_folders(files, folders, str(path))
+    places = places[[rows[name] for name in columns[0]]]
+    return Source(path.name, kind, opened, by, *columns, places, ignored)
 
 
 def _unzip(path: Path, target: IO[bytes]) -> None:
@@ -447,37 +431,34 @@ def read_manifest(path: Path) -> Columns:
     """
     lines: dict[str, int] = {}  # of each image
     columns: dict[str, list[str]] = {"label": [], "split": [], "group": []}
-    for line, row in _csv_rows(path):
-        cells = {name: (row.get(name) or "").strip() for name in ("path", *columns)}
-        for name in ("path", "label"):
-            if not cells[name]:
-                raise UsageError(f"{path}: line {line} has no {name}")
+    for line, cells in _csv_rows(path):
         image = shortest(cells["path"])
+        if not (image and cells["label"]):
+            raise UsageError(f"{path}: line {line} has no {'label' if image else 'path'}")
         if (first := lines.setdefault(image, line)) != line:
             raise UsageError(f"{path}: lines {first} and {line} both name {image}")
         for name, column in columns.items():
-            column.append(sys.intern(cells[name]))  # equal texts are one object
+            column.append(sys.intern(cells.get(name, "")))  # equal texts are one object
     if not lines:
         raise UsageError(f"{path} names no images")
-    numbers = [*lines.values()]
-    for name in ("split", "group"):
-        if "" in columns[name] and any(columns[name]):
-            line = numbers[columns[name].index("")]
-            raise UsageError(f"{path}: line {line} has no {name}, other lines have one")
-    known = {name: split_number(name) if name else NO_SPLIT for name in {*columns["split"]}}
-    splits, groups = [known[name] for name in columns["split"]], np.full(len(lines), NO_GROUP)
-    if None in splits:
-        line, name = numbers[splits.index(None)], columns["split"][splits.index(None)]
-        raise UsageError(f"{path}: line {line} has the split {name!r}: give {', '.join(SPLITS)}")
-    if any(columns["group"]):
-        first_split: dict[str, int | None] = {}  # of each group
-        for line, group, split in zip(numbers, columns["group"], splits, strict=True):
-            if (other := first_split.setdefault(group, split)) != split:
-                both = f"{SPLITS[other or 0]} and {SPLITS[split or 0]}"
-                raise UsageError(f"{path}: line {line}: group {group!r} is in both {both}")
-        groups = _number(columns["group"])[1]
-    given = np.array(splits, np.int8)
-    return [*lines], *_number(columns["label"]), given, groups.astype(np.int32)
+    splits: list[int] = []
+    split_of: dict[str, int] = {}  # of each group
+    has_splits, has_groups = any(columns["split"]), any(columns["group"])
+    for line, name, group in zip(lines.values(), columns["split"], columns["group"], strict=True):
+        number = split_number(name) if name else NO_SPLIT
+        if number is None:
+            raise UsageError(
+                f"{path}: line {line} has the split {name!r}: give {', '.join(SPLITS)}"
+            )
+        for column, text, is_given in (("split", name, has_splits), ("group", group, has_groups)):
+            if is_given and not text:
+                raise UsageError(f"{path}: line {line} has no {column}, other lines have one")
+        if group and (other := split_of.setdefault(group, number)) != number:
+            both = f"{SPLITS[other]} and {SPLITS[number]}"
+            raise UsageError(f"{path}: line {line}: group {group!r} is in both {both}")
+        splits.append(number)
+    groups = _number(columns["group"])[1] if has_groups else np.full(len(lines), NO_GROUP, np.int32)
+    return [*lines], *_number(columns["label"]), np.array(splits, np.int8), groups
 
 
 def _number(column: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
@@ -499,21 +480,22 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
             header = file.readline()
             reader = csv.reader(chain([header], file), delimiter=max(",;\t", key=header.count))
             names = [name.strip().lower() for name in next(reader, [])]
-            if missing := [name for name in ("path", "label") if name not in names]:
-                raise UsageError(
-                    f"{path} has no column {' and no column '.join(missing)}, only"
-                    f" {', '.join(names) or 'none'}: name its columns path, label, split, group"
-                )
-            for name in ("path", "label", "split", "group"):
-                if (count := names.count(name)) > 1:
-                    raise UsageError(f"{path} has {count} columns {name}: leave one")
+            for name, least in (("path", 1), ("label", 1), ("split", 0), ("group", 0)):
+                if not least <= names.count(name) <= 1:
+                    raise UsageError(
+                        f"{path} has {names.count(name) or 'no'} column {name} in its header"
+                        f" {', '.join(names) or '(empty)'}: name its columns path, label, split,"
+                        " group"
+                    )
             for row in filter(None, reader):
                 if any(row[len(names) :]):
                     raise UsageError(
                         f"{path}: line {reader.line_num} has {len(row)} cells, the header"
                         f" {len(names)}"
                     )
-                yield reader.line_num, dict(zip(names, row, strict=False))
+                row += [""] * (len(names) - len(row))
+                cells = zip(names, map(str.strip, row), strict=False)
+                yield reader.line_num, dict(cells)
     except OSError as error:
         raise UsageError(f"manifest {path} cannot be read: {error.strerror}") from None
     except csv.Error as error:
