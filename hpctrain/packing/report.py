@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import PIL
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 import hpctrain
@@ -21,12 +21,14 @@ from hpctrain.data.images import Fit
 from hpctrain.data.pack import Pack
 from hpctrain.data.split import Split
 from hpctrain.errors import UsageError
-from hpctrain.packing.assign import TRAIN, VALIDATION
+from hpctrain.packing.assign import TRAIN
 from hpctrain.packing.sources import Source
+from hpctrain.text import counted
 from hpctrain.watchdog import doing
 
 CLASSES_SHOWN, GROUPS_SHOWN = 40, 10
 SKIPPED_NAMED = 100  # most names of skipped files in the provenance
+PRINTED = ("source", "split_by", "split", "fold", "seed", "groups", "hpctrain")  # of the provenance
 WIDTH = 100  # of a table that is not printed on a terminal
 
 
@@ -50,14 +52,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         doing(f"{what} image {done:,} of {total:,}")
         bar.update(task, completed=done)
 
-    fields = (
-        TextColumn("{task.description:<8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("images"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*fields, console=console, disable=not console.is_terminal) as bar:
+    with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield advance
 
@@ -82,13 +77,12 @@ def check_readable(source: Source, skip_bad: bool) -> None:
 
 def say_chosen(source: Source, config: PackConfig, rows: Mapping[str, np.ndarray]) -> None:
     """Print notes for the user on what is packed, and how it was divided into splits."""
-    names, labels, given = source.names, source.labels, source.splits
     if source.ignored:
         say(f"{source.ignored} image files outside the class folders were ignored")
     if source.bad:
         total = len(source.bad) + len(source)
         say(f"{len(source.bad):,} of {total:,} files left out, they cannot be read")
-    if (given > TRAIN).any():
+    if (source.splits > TRAIN).any():
         say(f"{source.name} says which images are for testing or validation: kept")
     if "validation" not in rows and config.split == PackConfig.split:
         say(
@@ -97,12 +91,10 @@ def say_chosen(source: Source, config: PackConfig, rows: Mapping[str, np.ndarray
         )
     groups, left_out = equal_files(source), len(source) - sum(map(len, rows.values()))
     for group in groups[:GROUPS_SHOWN]:
-        classes = " (in different classes)" if len({*labels[group].tolist()}) > 1 else ""
-        say(f"equal files{classes}: {' = '.join(names[row] for row in group.tolist())}")
-    if len(groups) > GROUPS_SHOWN:
-        say(f"… and {len(groups) - GROUPS_SHOWN:,} more groups of equal files")
+        classes = " (in different classes)" if len({*source.labels[group]}) > 1 else ""
+        say(f"equal files{classes}: {' = '.join(source.names[row] for row in group)}")
     if groups:
-        kept = f"{left_out:,} left out, in test already" if left_out else "each group in one split"
+        kept = f"{left_out:,} left out, in a later split, too" if left_out else "each group in one split"
         say(f"{sum(map(len, groups)):,} files in {len(groups):,} groups are equal: {kept}")
 
 
@@ -119,36 +111,28 @@ def provenance(
     source: Source, config: PackConfig, fit: Fit, rows: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
     """Return what the pack was made of and how, without paths or times."""
-    labels, given, numbers = source.labels, source.splits, source.groups
     equal, skipped = equal_files(source), sorted(name for name, _ in source.bad)
-    facts: dict[str, Any] = {
+    return {
         "source": source.name,
         "kind": source.kind,
         "size": f"{fit.width}x{fit.height}",
         "fit": "as is" if fit.exact else "crop" if fit.crop else "stretch",
         "channels": fit.channels,
+        "split_by": source.split_by if (source.splits > TRAIN).any() else "seed",
         "split": config.split,
+        "fold": config.fold or "",
         "seed": config.seed,
+        "groups": len(np.unique(source.groups[source.groups >= 0])),
         "hpctrain": hpctrain.__version__,
         "pillow": PIL.__version__,
         "skipped": {"files": len(skipped), "names": skipped[:SKIPPED_NAMED]},
-        "split_by": source.split_by if (given > TRAIN).any() else "seed",
         "images": {name: len(part) for name, part in rows.items()},
         "duplicates": {
             "groups": len(equal),
             "images": sum(map(len, equal)),
-            "across_classes": sum(len({*labels[group].tolist()}) > 1 for group in equal),
             "left_out": len(source) - sum(map(len, rows.values())),
         },
     }
-    is_drawn = "validation" in rows and not (given == VALIDATION).any()
-    if (given > TRAIN).any() and is_drawn and not config.fold:
-        facts["validation_drawn"] = True
-    if groups := len(np.unique(numbers[numbers >= 0])):
-        facts["groups"] = groups
-    if config.fold:
-        facts["fold"] = config.fold
-    return facts
 
 
 def print_table(pack: Pack) -> None:
@@ -172,25 +156,20 @@ def print_table(pack: Pack) -> None:
         for what, smallest in (("smallest", np.min), ("largest", np.max)):
             table.add_row(f"{what} class", *(f"{smallest(column):,}" for column in columns))
     table.add_section()
-    classes = f"{len(pack.classes):,} classes" if len(pack.classes) > 1 else "1 class"
-    table.add_row(classes, *(f"{np.sum(column):,}" for column in columns))
+    table.add_row(f"{len(pack.classes):,} in all", *(f"{np.sum(column):,}" for column in columns))
     console.print(table)
     height, width, channels = pack.image_shape
-    counted = f"{channels} channel{'s' if channels > 1 else ''}"
-    lines = {"images": f"{width} x {height} pixels, {counted}"}
+    lines = {"images": f"{width} x {height} pixels, {counted(channels, 'channel')}"}
     if pack.fit:
-        mean = sum(s.images.shape[0] for s in pack.splits.values()) / sum(
-            map(np.sum, counts.values())
-        )
+        stored = sum(split.images.shape[0] for split in pack.splits.values())
         how = "stretched" if pack.fit == "stretch" else "cut"
-        lines["images"] += f", {how} from JPEG files of {mean / 2**10:,.1f} KiB on average"
+        size = stored / np.sum(columns[-1]) / 2**10
+        lines["images"] += f", {how} from JPEG files of {size:,.1f} KiB on average"
     lines["file"] = f"{pack.sizes[pack.path] / 2**20:,.1f} MiB"
     lines["mean"] = " ".join(f"{value:.4f}" for value in pack.mean) + " of train, in [0, 1]"
     lines["std"] = " ".join(f"{value:.4f}" for value in pack.std)
     lines["uuid"] = pack.uuid
-    made = pack.provenance
-    keys = "source", "seed", "split_by", "split", "fold", "groups", "validation_drawn", "hpctrain"
-    if given := [f"{key} {made[key]}" for key in keys if key in made]:
-        lines["made"] = ", ".join(given)
+    if made := [f"{key} {pack.provenance[key]}" for key in PRINTED if pack.provenance.get(key)]:
+        lines["made"] = ", ".join(made)
     for key, value in lines.items():
         console.print(f"{key:<8}{value}", soft_wrap=True)

@@ -450,9 +450,9 @@ def read_manifest(path: Path) -> Columns:
             raise UsageError(
                 f"{path}: line {line} has the split {name!r}: give {', '.join(SPLITS)}"
             )
-        for column, text, is_given in (("split", name, has_splits), ("group", group, has_groups)):
-            if is_given and not text:
-                raise UsageError(f"{path}: line {line} has no {column}, other lines have one")
+        if (has_splits and not name) or (has_groups and not group):
+            missing = "split" if has_splits and not name else "group"
+            raise UsageError(f"{path}: line {line} has no {missing}, other lines have one")
         if group and (other := split_of.setdefault(group, number)) != number:
             both = f"{SPLITS[other]} and {SPLITS[number]}"
             raise UsageError(f"{path}: line {line}: group {group!r} is in both {both}")

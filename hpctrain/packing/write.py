@@ -1,10 +1,10 @@
 """Write a pack (``data/pack.py``): allocate the file, fill it, finish it.
 
-HDF5 creates the file with room for all samples and closes it. Then bytes are written at their
-offsets, by many processes (``make.py``), and HDF5 adds the attributes. The datasets are
-contiguous, allocated early and aligned to 4,096 bytes. Nothing in the file depends on time, path or
-the number of processes, so equal rows give equal bytes. Mean and standard deviation are computed
-from exact integer sums.
+HDF5 creates the file with room for all images and closes it. Then images are written at their
+offsets, by many processes (``make.py``), and HDF5 adds checksums and attributes. The datasets are
+contiguous and aligned to 4,096 bytes. Nothing in the file depends on time, path or the number of
+processes, so equal rows give equal bytes. Mean and standard deviation are computed from exact
+integer sums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpctrain.text import brief
 
 PAGE = 4096  # bytes
 LIBRARY = ("v110", "v110")  # metadata checksums, a mark while being written, long attributes
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 SLAB_BYTES = 8 << 20  # of arrays that are written at a time
 
 
@@ -54,28 +54,21 @@ class PackWriter:
         labels: by split, (n,); image_shape: (H, W, C); offsets: of JPEG files, by split (n + 1,);
         names: where the samples come from, by split, n of them.
         """
-        self.path, self._file, self._shape = os.path.abspath(file.name), file, image_shape
+        self.path, self._shape = os.path.abspath(file.name), image_shape
         self._labels, self.images = labels, dict[str, int]()  # byte offsets
-        self._crc32: dict[str, int] = {}
-        known: list[tuple[int, np.ndarray]] = []
         with self._open("w") as pack:
             for split in ordered(labels):
                 group, rows = pack.create_group(split), len(labels[split])
                 if offsets is None:
-                    self.images[split] = _allocate(group, "images", "u1", (rows, *image_shape))
+                    self.images[split] = _allocate(group, "images", (rows, *image_shape))
                 else:
-                    self.images[split] = _allocate(group, "bytes", "u1", (offsets[split][-1],))
-                    known += _column(group, "offsets", offsets[split].astype("<i8"))
-                known += _column(group, "labels", labels[split].astype("<i4"))
-                self._crc32[split] = _allocate(group, "crc32", "<u4", (rows,))
+                    self.images[split] = _allocate(group, "bytes", (int(offsets[split][-1]),))
+                    group["offsets"] = offsets[split].astype("<i8")
+                group["labels"] = labels[split].astype("<i4")
                 if names is not None:
-                    ends = np.zeros(rows + 1, "<i8")
-                    np.cumsum([len(_encoded(name)) for name in names[split]], out=ends[1:])
-                    text = np.frombuffer(_encoded("".join(names[split])), np.uint8)
-                    known += _column(group, "names", text)
-                    known += _column(group, "name_offsets", ends)
-        for offset, values in known:
-            write_at(file.fileno(), values.data.cast("B"), offset)
+                    ends = np.cumsum([0, *(len(_encoded(name)) for name in names[split])])
+                    group["names"] = np.frombuffer(_encoded("".join(names[split])), np.uint8)
+                    group["name_offsets"] = ends.astype("<i8")
 
     def finish(
         self,
@@ -89,12 +82,11 @@ class PackWriter:
 
         crc32: by split, (n,) uint32; sums (2, C): of train's pixels and of their squares.
         """
-        for split, offset in self._crc32.items():
-            values = np.ascontiguousarray(crc32[split], "<u4")
-            write_at(self._file.fileno(), values.data.cast("B"), offset)
         height, width, _ = self._shape
         mean, std = _mean_std(sums, len(self._labels["train"]) * height * width)
         with self._open("r+") as file:
+            for split in self.images:
+                file[split]["crc32"] = crc32[split].astype("<u4")
             file.attrs["format"] = np.bytes_(FORMAT)
             file.attrs["version"] = VERSION
             file.attrs["classes"] = _texts(classes)
@@ -116,20 +108,13 @@ class PackWriter:
         )
 
 
-def _allocate(group: h5py.Group, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Create a contiguous dataset, allocated but not written; return its offset in the file."""
+def _allocate(group: h5py.Group, name: str, shape: tuple[int, ...]) -> int:
+    """Create a contiguous dataset of bytes, allocated but not written; return its offset."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    properties.set_obj_track_times(False)
-    space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(np.dtype(dtype))
-    return h5py.h5d.create(group.id, name.encode(), kind, space, properties).get_offset()
-
-
-def _column(group: h5py.Group, name: str, values: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Allocate a dataset for an array; return its offset and the array."""
-    return [(_allocate(group, name, values.dtype.str, values.shape), values)]
+    made = group.create_dataset(name, shape, "u1", dcpl=properties)
+    return int(made.id.get_offset())
 
 
 def _mean_std(sums: np.ndarray, pixels: int) -> tuple[np.ndarray, np.ndarray]:
@@ -164,13 +149,8 @@ def writing(output: Path) -> Iterator[None]:
         number = int(inner[1]) if inner else getattr(error, "errno", None)
         if number is None:
             raise
-        if number in NO_ROOM:
-            raise RunError(
-                f"no room left in {output.parent} for {output.name}: nothing kept"
-            ) from None
-        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UsageError(f"{output} cannot be written: {os.strerror(number)}") from None
-        raise RunError(f"writing {output} failed: {os.strerror(number)}") from None
+        kind = UsageError if number in FORBIDDEN else RunError
+        raise kind(f"{output} cannot be written: {os.strerror(number)}; nothing is kept") from None
 
 
 def channel_sums(pixels: bytes | memoryview, channels: int) -> np.ndarray:

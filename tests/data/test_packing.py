@@ -265,7 +265,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(folder, tmp_path, refusal, j
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        assert "no room left" in refusal(folder, tmp_path / "a.h5", 1, jobs=jobs)
+        assert "nothing is kept" in refusal(folder, tmp_path / "a.h5", 1, jobs=jobs)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
