@@ -216,5 +216,7 @@ def test_packing_that_is_killed_or_meets_a_full_disk_leaves_nothing(tmp_path):
         if not there:
             full = ranks.command(1, *words, path, fault=f"{point}:full:1")
             assert full.code == 1
-            assert re.fullmatch("hpctrain: .*: No space left on device; nothing is kept\n", full.err)
+            assert re.fullmatch(
+                "hpctrain: .*: No space left on device; nothing is kept\n", full.err
+            )
     assert sorted(os.listdir(tmp_path)) == ["images", "whole.h5"]
