@@ -17,8 +17,8 @@ import os
 import uuid
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy as np
 from hpctrain.config import split_shares
 from hpctrain.data.draws import Shares, assign, check_splits, cut, shuffled
 from hpctrain.data.orders import random_order
-from hpctrain.data.pack import LAYOUTS, SPLITS, Pack, SplitInfo, Stored
+from hpctrain.data.pack import ALIASES, LAYOUTS, SPLITS, Pack, SplitInfo, Stored
 from hpctrain.data.partition import READ_BYTES, random_key
 from hpctrain.data.split import Split, as_bytes, probed_rows
 from hpctrain.errors import RunError, UsageError
@@ -43,22 +43,13 @@ USUAL_CHANNELS = 4  # with more, a layout has to be given
 FEW_BLOCKS = 32  # fewer blocks per window do not mix the classes of an ordered file
 # Least number of blocks of a file, and per class: with fewer, shares and classes would be uneven.
 MIN_BLOCKS, MIN_BLOCKS_OF_CLASS = 1000, 20
-SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "test": "test",
-    "testing": "test",
-}
 
 
 class External(NamedTuple):
     """What to read of an HDF5 file of another program, and how. It is saved with networks."""
 
-    images: str  # path of a dataset, or FILE:DATASET of a file in the same folder; may contain
-    labels: str  # "{split}": then each split has its own datasets
+    images: str  # path of a dataset; may contain "{split}": then each split has its own
+    labels: str
     layout: str | None = None  # one of LAYOUTS; None = the usual one of so many dimensions
     split: str | None = None  # shares as for the packer; None = 0.9,0.1
     seed: int = 0
@@ -90,14 +81,15 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
     Labels are mapped to 0 ... K-1 in ascending order; classes are named by their labels. Raises
     UsageError (one line that names the file and the cause).
     """
+    from hpctrain.data.hdf5 import open_hdf5  # imports h5py
+
     shares, path = split_shares(how.split or DEFAULT_SPLIT), os.path.abspath(path)
     if "{split}" in how.images and how.split:
         raise UsageError(f"--split {how.split} draws splits, but --images {how.images} has its own")
-    names = {"": (how.images, how.labels)}
-    if "{split}" in how.images:
-        names = find_splits(path, how.images, how.labels)
     sizes: dict[str, int] = {}
-    found = {name: inspect(path, *names[name], how.layout, sizes) for name in names}
+    with open_hdf5(path) as file:
+        names = find_splits(path, file, how) if "{split}" in how.images else {"": how[:2]}
+        found = {name: inspect(file, *names[name], how.layout, sizes) for name in names}
     first = next(iter(found.values()))
     for name, source in found.items():
         if (source.image_shape, source.images.dtype) != (first.image_shape, first.images.dtype):
@@ -137,62 +129,40 @@ def read_external(path: str | os.PathLike[str], how: External) -> Pack:
 
 
 def inspect(
-    path: str, images: str, labels: str, layout: str | None, sizes: dict[str, int]
+    file: h5py.File, images: str, labels: str, layout: str | None, sizes: dict[str, int]
 ) -> Source:
     """Find and check the images and labels of a file; add the sizes of its files to `sizes`.
 
-    Raises UsageError.
+    Raises Unusable.
     """
-    from hpctrain.data.hdf5 import find_dataset, locate, open_hdf5  # imports h5py
+    from hpctrain.data.hdf5 import find_dataset, locate
 
-    (path, images), (labels_path, labels) = name_file(path, images), name_file(path, labels)
-    with open_hdf5(path) as file:
-        data = find_dataset(file, images)
-        _check_type(data)
-        layout = _choose_layout(data, layout, _is_matlab(path))
-        path, stored = os.path.abspath(data.file.filename), locate(data, sizes)
-    with open_hdf5(labels_path) as file:
-        data = find_dataset(file, labels)
-        return Source(path, stored, layout, data.name, _read_labels(data, stored))
+    data = find_dataset(file, images)
+    _check_type(data)
+    layout = _choose_layout(data, layout, _is_matlab(data.file.filename))
+    path, stored = os.path.abspath(data.file.filename), locate(data, sizes)
+    data = find_dataset(file, labels)
+    return Source(path, stored, layout, data.name, _read_labels(data, stored))
 
 
-def name_file(path: str, name: str) -> tuple[str, str]:
-    """Return the file and the dataset of `name`: in the file `path`, or FILE:DATASET.
-
-    FILE must be in the same folder. No other file is read, because a saved network, which may come
-    from anywhere, may contain the name.
-    """
-    file, colon, dataset = name.partition(":")
-    if not colon or "/" in file:
-        return path, name
-    return os.path.join(os.path.dirname(path), file), dataset
-
-
-def find_splits(path: str, images: str, labels: str) -> dict[str, tuple[str, str]]:
-    """Return the images and labels of each split that exists, where "{split}" is its name.
+def find_splits(path: str, file: h5py.File, how: External) -> dict[str, tuple[str, str]]:
+    """Return the images and labels of each split that the file has, where "{split}" is its name.
 
     Raises UsageError if there are no images of train.
     """
-    from hpctrain.data.hdf5 import Unusable, find_dataset, open_hdf5
-
     found: dict[str, tuple[str, str]] = {}
-    for alias in sorted(SPLIT_NAMES):
-        names = images.replace("{split}", alias), labels.replace("{split}", alias)
-        place, dataset = name_file(path, names[0])
-        if os.path.exists(place):
-            with open_hdf5(place) as file, suppress(Unusable):
-                find_dataset(file, dataset)
-                if (name := SPLIT_NAMES[alias]) in found:
-                    raise UsageError(
-                        f"{path}: {found[name][0]} and {names[0]} are both {name}: rename one"
-                    )
-                found[name] = names
+    for split, aliases in ALIASES.items():
+        names = [alias for alias in aliases if how.images.replace("{split}", alias) in file]
+        if len(names) > 1:
+            raise UsageError(f"{path}: {' and '.join(names)} are both {split}: rename one")
+        for name in names:
+            found[split] = how.images.replace("{split}", name), how.labels.replace("{split}", name)
     if "train" not in found:
         raise UsageError(
-            f"{path}: --images {images}: there is no such dataset of train; {{split}} stands for"
-            f" {', '.join(SPLIT_NAMES)}"
+            f"{path}: --images {how.images}: there is no such dataset of train; {{split}} stands"
+            f" for {', '.join(chain(*ALIASES.values()))}"
         )
-    return {name: found[name] for name in SPLITS if name in found}
+    return found
 
 
 def _is_matlab(path: str) -> bool:
@@ -206,14 +176,12 @@ def _check_type(data: h5py.Dataset) -> None:
 
     from hpctrain.data.hdf5 import Unusable
 
-    name, own = str(data.dtype), h5py.h5t.py_create(data.dtype)
     # h5py gives types without an equal in NumPy, such as bfloat16, the name of a wider one.
-    if name in TYPES and data.dtype.itemsize > 1 and not own.equal(data.id.get_type()):
-        name += ", or a type like it"
-    if name not in TYPES:
+    is_own = h5py.h5t.py_create(data.dtype).equal(data.id.get_type())
+    if str(data.dtype) not in TYPES or not (is_own or data.dtype.itemsize == 1):
         raise Unusable(
-            f"the images {data.name} are {name}, which is not read: only {', '.join(TYPES)}, little"
-            " endian"
+            f"the images {data.name} are {data.dtype}{'' if is_own else ' in HDF5 only'}, which is"
+            f" not read: only {', '.join(TYPES)}, little endian"
         )
 
 
@@ -247,22 +215,13 @@ def _read_labels(data: h5py.Dataset, images: Stored) -> np.ndarray:
     name, samples = data.name, images.shape[0]
     if data.dtype.kind not in "iuf":
         raise Unusable(f"the labels {name} are {data.dtype}, not numbers")
-    flat = math.prod(shape) == samples and max(shape, default=0) == samples
-    if not flat and (len(shape) != 2 or shape[0] != samples or shape[1] < 2):
+    if math.prod(shape) != samples or max(shape, default=0) != samples:
         raise Unusable(
-            f"the labels {name} have shape {shape}, not ({samples},) or one-hot ({samples}, K), as"
-            f" there are {samples:,} images in {images.dataset}"
+            f"the labels {name} have shape {shape}, not ({samples},), one for each image in"
+            f" {images.dataset}; of one-hot labels, the classes have to be written first"
         )
     locate(data, {})
-    values = data[...]
-    if not flat:
-        hot = (values == 1).sum(axis=1)
-        if len(wrong := np.flatnonzero((hot != 1) | ((values != 0).sum(axis=1) != 1))):
-            raise Unusable(
-                f"the labels {name} are not one-hot: row {wrong[0]} is not one 1 and zeros"
-            )
-        return np.ascontiguousarray(values.argmax(axis=1), np.int64)
-    values = values.reshape(-1)
+    values = data[...].reshape(-1)
     if values.dtype.kind == "f":
         whole = np.isfinite(values) & (np.abs(values) < 2**53) & (values == np.round(values))
         if not whole.all():
@@ -311,11 +270,11 @@ def draw(
 
     Raises UsageError if a split with a share gets no sample, or a class has no sample in train.
     """
-    splits, way = assign(labels, shares, seed), ""
     if block_rows:
         splits = _assign_blocks(labels, shares, block_rows, seed)
-        what = "whole chunks" if source.images.chunk_rows else "blocks"
-        way = f", drawn in {what} of {block_rows:,} images"
+        way = f", drawn in blocks of {block_rows:,} images"
+    else:
+        splits, way = assign(labels, shares, seed), ""
     drawn = {
         name: _in_random_order(np.flatnonzero(splits == position), block_rows, seed, name)
         for position, name in enumerate(SPLITS)

@@ -184,7 +184,8 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
         if space.get_select_type() == h5py.h5s.SEL_ALL:
             mapped.select_all()
         elif space.is_regular_hyperslab():
-            mapped.select_hyperslab(*_slab(space), op=h5py.h5s.SELECT_OR)
+            start, stride, count, block = space.get_regular_hyperslab()
+            mapped.select_hyperslab(start, count, stride, block, h5py.h5s.SELECT_OR)
         else:
             raise Unusable(f"{where} has a selection that is not a regular hyperslab")
     if (held := mapped.get_select_npoints()) != data.size:
@@ -193,12 +194,6 @@ def _check_sources(data: h5py.Dataset, path: str, sizes: dict[str, int]) -> int:
             " values"
         )
     return rows
-
-
-def _slab(space: h5py.h5s.SpaceID) -> tuple[tuple[int, ...], ...]:
-    """Return start, count, stride and block of a regular selection."""
-    start, stride, count, block = space.get_regular_hyperslab()
-    return start, count, stride, block
 
 
 def _find_source(name: str, path: str) -> str | None:

@@ -39,7 +39,12 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "hpctrain-pack", 3
 FITS = ("stretch", "crop")
-SPLITS = ("train", "validation", "test")  # others are allowed and follow, sorted by name
+ALIASES = {  # common names of splits
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
+SPLITS = tuple(ALIASES)  # others are allowed and follow, sorted by name
 HASHED = 1 << 20  # checksums that are read at a time
 LAYOUTS = {  # of the images of an external file -> stored axes of (N, H, W, C) or (N, H, W)
     "NHWC": (0, 1, 2, 3),

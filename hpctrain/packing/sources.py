@@ -43,15 +43,12 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from hpctrain.data.images import SUFFIXES, BadImage
-from hpctrain.data.pack import SPLITS
+from hpctrain.data.pack import ALIASES, SPLITS
 from hpctrain.errors import UsageError
 from hpctrain.text import brief, listed
 
-SPLIT_FOLDER = re.compile(
-    r"(?:(?P<train>train|training)|(?P<validation>validation|valid|val|dev)|(?P<test>test|testing))"
-    r"(?:[-_ ]?(?:data|set|split|images|imgs))?",
-    re.IGNORECASE,
-)
+NAMED = "|".join(f"(?P<{split}>{'|'.join(names)})" for split, names in ALIASES.items())
+SPLIT_FOLDER = re.compile(f"(?:{NAMED})(?:[-_ ]?(?:data|set|split|images|imgs))?", re.IGNORECASE)
 HIDDEN_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 NO_SPLIT = NO_GROUP = -1
 MAX_LISTED = 5  # folders that an error message names

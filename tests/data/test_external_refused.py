@@ -80,7 +80,6 @@ def changed(values, row, value):
 
 U8, EARLY = h5py.h5t.STD_U8LE, (h5py.h5d.ALLOC_TIME_EARLY,)
 FLOATS = IMAGES.astype("f4")
-HOT = np.eye(CLASSES)[LABELS]
 BAD = {  # what is done to the file, the arguments, what is named beside the file
     "a type": (added("t", np.dtype("f4")), {"images": "t"}, "t"),
     "virtual, no source": (stored(x=virtual("none.h5", "x", IMAGES.shape)), {}, "/x"),
@@ -100,7 +99,7 @@ BAD = {  # what is done to the file, the arguments, what is named beside the fil
     "a number": (stored(x=np.uint8(3)), {}, "/x"),
     "no images": (stored(x=IMAGES[:0]), {}, "(0, 7, 5, 3)"),
     "a null": (stored(x=h5py.Empty("u1")), {}, "/x"),
-    "half hot": (stored(y=changed(HOT, 5, 0.5)), {}, "row 5"),
+    "one-hot": (stored(y=np.eye(CLASSES)[LABELS]), {}, "one-hot"),
     "NaN label": (stored(y=changed(LABELS.astype("f4"), 5, np.nan)), {}, "row 5"),
     "fractional label": (stored(y=changed(LABELS.astype("f4"), 5, 0.5)), {}, "row 5"),
     "large label": (stored(y=changed(LABELS.astype("f8"), 5, 2.0**60)), {}, "row 5"),
@@ -109,7 +108,7 @@ BAD = {  # what is done to the file, the arguments, what is named beside the fil
     "NaN image": (stored(x=changed(FLOATS, -1, np.nan)), {}, "/x[210]"),
     "floats of 16 bits": (stored(x=FLOATS * 200), {}, "--max-value 65535"),
     "floats around 0": (stored(x=FLOATS - 99), {}, "--max-value 1"),
-    "no such file": (None, {"labels": "c.h5:y"}, "c.h5"),
+    "no such file": (stored(y=h5py.ExternalLink("c.h5", "y")), {}, "y"),
     "class not trained on": (
         stored(y=np.repeat([0, 1], [210, 1])),
         {"block_rows": 1, "split": "0.05,0.95"},
