@@ -112,7 +112,7 @@ def bad_images() -> Iterator[None]:
     """Raise any error of the block as BadImage: for corrupt files, Pillow raises many types."""
     try:
         yield
-    except (BadImage, WrongSize):
+    except (BadImage, WrongSize, MemoryError):
         raise
     except Image.UnidentifiedImageError as error:  # its text contains a memory address
         raise BadImage("not an image of a known format") from error

@@ -10,7 +10,6 @@ TensorFlow Datasets publishes for them (tf_flowers, checksums.tsv).
 from __future__ import annotations
 
 import http.client
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -54,24 +53,28 @@ def _make(name: str, path: Path) -> Path:
     from hpctrain.config import PackConfig
     from hpctrain.packing.make import make_pack
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"--cache-dir {path.parent} cannot be made: {error.strerror}; choose another"
-        ) from None
     # One job: this may be a rank, and no processes should be started after MPI_Init. Another
     # process may have finished by now: replacing its file with an equal one is harmless.
-    folder = str(path.parent)
-    return make_pack(PackConfig(name, output=str(path), cache_dir=folder, jobs=1, overwrite=True))
+    return make_pack(PackConfig(name, cache_dir=str(path.parent), jobs=1, overwrite=True))
 
 
-def fetch_flowers(cache_dir: str | os.PathLike[str]) -> Path:
+def cached(cache_dir: str, name: str) -> Path:
+    """Return the path of a file in `cache_dir`, which is made if needed. Raises UsageError."""
+    try:
+        Path(cache_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--cache-dir {cache_dir} cannot be made: {error.strerror}; choose another"
+        ) from None
+    return Path(cache_dir, name)
+
+
+def fetch_flowers(cache_dir: str) -> Path:
     """Return the path of the archive in `cache_dir`; download it if it does not exist yet.
 
     Raises RunError if it cannot be downloaded or written, or is not the published one.
     """
-    path = Path(cache_dir) / "flower_photos.tgz"
+    path = cached(cache_dir, "flower_photos.tgz")
     if path.exists():
         return path
     from torch.hub import download_url_to_file
@@ -83,7 +86,6 @@ def fetch_flowers(cache_dir: str | os.PathLike[str]) -> Path:
         sys.stderr,
     )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         download_url_to_file(URL, str(path), SHA256, progress=sys.stderr.isatty())
     except (OSError, RuntimeError, http.client.HTTPException) as error:  # OSError: also of the URL
         raise RunError(

@@ -25,20 +25,19 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
 
 from hpctrain.config import PackConfig, check_settings, image_size, split_shares
 from hpctrain.data.digits import generate
 from hpctrain.data.draws import assign, check_splits, shuffled
 from hpctrain.data.images import BadImage, Fit, WrongSize, as_jpeg, decode, probe
-from hpctrain.data.pack import SPLITS, checksum, read_pack
+from hpctrain.data.pack import SPLITS, checksum, is_pack, read_pack
 from hpctrain.data.split import find_corrupt
 from hpctrain.errors import RunError, UsageError
 from hpctrain.files import check_room, remove_left_behind, whole_file, write_at
 from hpctrain.packing import report
 from hpctrain.packing.assign import assign_rows
-from hpctrain.packing.builtin import BUILT_IN, fetch_flowers
+from hpctrain.packing.builtin import BUILT_IN, cached, fetch_flowers
 from hpctrain.packing.pool import Run, start_workers
 from hpctrain.packing.sources import FileRange, RangeReader, Source, open_source
 from hpctrain.packing.write import PackWriter, channel_sums, write_pack, writing
@@ -208,8 +207,7 @@ def output_path(config: PackConfig) -> Path:
     if config.output:
         path = Path(config.output)
     elif config.source in BUILT_IN:
-        path = Path(config.cache_dir) / f"{config.source}.h5"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = cached(config.cache_dir, f"{config.source}.h5")
     else:
         name = Path(config.source).resolve().name
         path = Path(re.sub(r"(\.tar)?\.gz$|\.(tgz|tar|zip|csv)$", "", name) + ".h5")
@@ -217,7 +215,7 @@ def output_path(config: PackConfig) -> Path:
         raise UsageError(f"--output {path} is a folder: name the file to write")
     if path.exists() and not config.overwrite:
         raise UsageError(f"{path} exists: name another --output, or replace it with --overwrite")
-    if path.exists() and not (path.is_file() and h5py.is_hdf5(path)):
+    if path.exists() and not is_pack(path):
         raise UsageError(f"--output {path} is not a pack: --overwrite replaces nothing else")
     if not path.parent.is_dir():
         raise UsageError(f"--output {path}: there is no folder {path.parent}")

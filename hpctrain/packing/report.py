@@ -94,11 +94,9 @@ def say_chosen(source: Source, config: PackConfig, rows: Mapping[str, np.ndarray
         classes = " (in different classes)" if len({*source.labels[group]}) > 1 else ""
         say(f"equal files{classes}: {' = '.join(source.names[row] for row in group)}")
     if groups:
-        kept = (
-            f"{left_out:,} left out, in a later split, too"
-            if left_out
-            else "each group in one split"
-        )
+        kept = "each group in one split"
+        if left_out:
+            kept = f"{left_out:,} left out, as a later split has one of their group"
         say(f"{sum(map(len, groups)):,} files in {len(groups):,} groups are equal: {kept}")
 
 
