@@ -1,10 +1,10 @@
 """Write a pack (``data/pack.py``): allocate the file, fill it, finish it.
 
-HDF5 creates the file with room for all images and closes it. Then images are written at their
-offsets, by many processes (``make.py``), and HDF5 adds checksums and attributes. The datasets are
-contiguous and aligned to 4,096 bytes. Nothing in the file depends on time, path or the number of
-processes, so equal rows give equal bytes. Mean and standard deviation are computed from exact
-integer sums.
+HDF5 creates the file with room for all samples and closes it. Then bytes are written at their
+offsets, by many processes (``make.py``), and HDF5 adds the attributes: on a full disk, HDF5 may end
+the process, so it writes little. The datasets are contiguous and aligned to 4,096 bytes. Nothing in
+the file depends on time, path or the number of processes, so equal rows give equal bytes. Mean and
+standard deviation are computed from exact integer sums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,21 +54,28 @@ class PackWriter:
         labels: by split, (n,); image_shape: (H, W, C); offsets: of JPEG files, by split (n + 1,);
         names: where the samples come from, by split, n of them.
         """
-        self.path, self._shape = os.path.abspath(file.name), image_shape
-        self._labels, self.images = labels, dict[str, int]()  # byte offsets
+        self.path, self._file, self._shape = os.path.abspath(file.name), file, image_shape
+        self._labels, self.images, self._crc32 = labels, dict[str, int](), dict[str, int]()
+        known: list[tuple[int, np.ndarray]] = []  # byte offsets, and what to write there
+
+        def add(group: h5py.Group, name: str, values: np.ndarray) -> None:
+            known.append((_allocate(group, name, values.dtype.str, values.shape), values))
+
         with self._open("w") as pack:
             for split in ordered(labels):
                 group, rows = pack.create_group(split), len(labels[split])
                 if offsets is None:
-                    self.images[split] = _allocate(group, "images", (rows, *image_shape))
+                    self.images[split] = _allocate(group, "images", "u1", (rows, *image_shape))
                 else:
-                    self.images[split] = _allocate(group, "bytes", (int(offsets[split][-1]),))
-                    group["offsets"] = offsets[split].astype("<i8")
-                group["labels"] = labels[split].astype("<i4")
+                    self.images[split] = _allocate(group, "bytes", "u1", (offsets[split][-1],))
+                    add(group, "offsets", offsets[split].astype("<i8"))
+                add(group, "labels", labels[split].astype("<i4"))
+                self._crc32[split] = _allocate(group, "crc32", "<u4", (rows,))
                 if names is not None:
                     ends = np.cumsum([0, *(len(_encoded(name)) for name in names[split])])
-                    group["names"] = np.frombuffer(_encoded("".join(names[split])), np.uint8)
-                    group["name_offsets"] = ends.astype("<i8")
+                    add(group, "names", np.frombuffer(_encoded("".join(names[split])), np.uint8))
+                    add(group, "name_offsets", ends.astype("<i8"))
+        self._write(known)
 
     def finish(
         self,
@@ -82,11 +89,10 @@ class PackWriter:
 
         crc32: by split, (n,) uint32; sums (2, C): of train's pixels and of their squares.
         """
+        self._write((self._crc32[name], crc32[name].astype("<u4")) for name in self._crc32)
         height, width, _ = self._shape
         mean, std = _mean_std(sums, len(self._labels["train"]) * height * width)
         with self._open("r+") as file:
-            for split in self.images:
-                file[split]["crc32"] = crc32[split].astype("<u4")
             file.attrs["format"] = np.bytes_(FORMAT)
             file.attrs["version"] = VERSION
             file.attrs["classes"] = _texts(classes)
@@ -96,6 +102,10 @@ class PackWriter:
             file.attrs["provenance"] = np.bytes_(json.dumps(provenance))
             uuid = make_uuid(read_facts(file), ((name, crc32[name]) for name in self.images))
             file["identity"] = np.frombuffer(uuid.encode(), np.uint8)
+
+    def _write(self, arrays: Iterable[tuple[int, np.ndarray]]) -> None:
+        for offset, values in arrays:
+            write_at(self._file.fileno(), values.data.cast("B"), offset)
 
     def _open(self, mode: str) -> h5py.File:
         return h5py.File(
@@ -108,12 +118,12 @@ class PackWriter:
         )
 
 
-def _allocate(group: h5py.Group, name: str, shape: tuple[int, ...]) -> int:
-    """Create a contiguous dataset of bytes, allocated but not written; return its offset."""
+def _allocate(group: h5py.Group, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Create a contiguous dataset, allocated but not written; return its offset in the file."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    made = group.create_dataset(name, shape, "u1", dcpl=properties)
+    made = group.create_dataset(name, shape, dtype, dcpl=properties)
     return int(made.id.get_offset())
 
 
