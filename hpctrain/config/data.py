@@ -48,7 +48,7 @@ class DataSettings:
         None, "read images from this dataset, such as x, {split}/x or FILE:x, of an HDF5 file", DATA
     )
     labels: str | None = option(
-        None, "read labels, whole numbers (mapped to 0 ... K-1), from this dataset", DATA
+        None, "read labels, whole numbers (mapped to 0 ... K-1) or one-hot, from this dataset", DATA
     )
     layout: str | None = option(
         None,

@@ -215,13 +215,20 @@ def _read_labels(data: h5py.Dataset, images: Stored) -> np.ndarray:
     name, samples = data.name, images.shape[0]
     if data.dtype.kind not in "iuf":
         raise Unusable(f"the labels {name} are {data.dtype}, not numbers")
-    if math.prod(shape) != samples or max(shape, default=0) != samples:
+    flat = math.prod(shape) == samples and max(shape, default=0) == samples
+    if not flat and (len(shape) != 2 or shape[0] != samples or shape[1] < 2):
         raise Unusable(
-            f"the labels {name} have shape {shape}, not ({samples},), one for each image in"
-            f" {images.dataset}; of one-hot labels, the classes have to be written first"
+            f"the labels {name} have shape {shape}, not ({samples},) or one-hot ({samples}, K), as"
+            f" there are {samples:,} images in {images.dataset}"
         )
     locate(data, {})
-    values = data[...].reshape(-1)
+    values = data[...]
+    if not flat:
+        is_hot = ((values == 1).sum(axis=1) == 1) & ((values != 0).sum(axis=1) == 1)
+        if len(wrong := np.flatnonzero(~is_hot)):
+            raise Unusable(f"the labels {name} are not one-hot: row {wrong[0]} is not one 1")
+        values = values.argmax(axis=1)
+    values = values.reshape(-1)
     if values.dtype.kind == "f":
         whole = np.isfinite(values) & (np.abs(values) < 2**53) & (values == np.round(values))
         if not whole.all():

@@ -142,6 +142,8 @@ def test_values_are_divided_by_the_largest_value(tmp_path, stored, max_value, fa
 LABEL_FORMS = {
     **{kind: LABELS.astype(kind) for kind in ("u1", "i1", "<i2", ">u4", "<i8", ">u8")},
     "a column": LABELS[:, None],
+    "one-hot floats": np.eye(CLASSES)[LABELS],
+    "one-hot integers": np.eye(CLASSES)[LABELS].astype("i4"),
     "floats": LABELS.astype("f8"),
     "big endian floats": LABELS.astype(">f4"),
     "of PatchCamelyon": LABELS.reshape(-1, 1, 1, 1).astype("u1"),
