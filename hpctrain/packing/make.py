@@ -47,7 +47,7 @@ FLOWERS_SIZE = "100x100"
 MIN_IMAGES_PER_JOB = 16
 FIRST_IMAGES = 256  # number of headers that are read first
 IMAGES_PER_TASK = 64  # that are read; fewer are decoded
-TASKS_PER_WORKER, TASK_BYTES = 32, 2 << 20  # tasks that decode: at least so many, at most so large
+TASKS_PER_WORKER, TASK_BYTES = 32, 4 << 20  # tasks that decode: at least so many, at most so large
 
 
 class BadFiles(Exception):
