@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from hpctrain.data.images import Crop
 
 IOV_MAX = 1024  # most buffers of one preadv(2)
+READ_AHEAD = 128 << 10  # bytes, of one request: the kernel drops most of a longer one
+MOST_AHEAD = 1 << 30  # bytes of images that are requested before any is read
 GATHER_ROWS = 1 << 16  # rows gathered at a time: their Python lists take 40 bytes per row
 PIECE_ROWS = 1 << 20  # labels that are read at a time from a whole split
 PROBED = 16  # images of an external file by which it is recognised
@@ -92,11 +94,14 @@ class File:
             if buffers:
                 buffers[0] = buffers[0][count:]
 
-    def gather(self, offset: int, indices: np.ndarray, out: memoryview) -> None:
+    def gather(
+        self, offset: int, indices: np.ndarray, out: memoryview, ahead: bool = False
+    ) -> None:
         """Read rows `indices` (n,) of the array at byte `offset` into n equal parts of `out`.
 
         Rows are read in file order. Consecutive rows are read by one preadv, as a scatter read if
-        their positions in `out` are not consecutive. Raises RunError.
+        their positions in `out` are not consecutive. With `ahead`, the kernel is asked for all of
+        them first, so that a disk serves many requests at a time. Raises RunError.
         """
         if len(indices) == 0:
             return
@@ -104,16 +109,19 @@ class File:
         order = np.argsort(indices, kind="stable")
         for begin in range(0, len(order), GATHER_ROWS):
             part = order[begin : begin + GATHER_ROWS]
-            self._gather_ascending(offset, indices[part], part.tolist(), row_bytes, out)
+            starts = offset + indices[part] * row_bytes
+            self._gather_ascending(starts, part.tolist(), row_bytes, out, ahead)
 
     def _gather_ascending(
-        self, offset: int, rows: np.ndarray, places: list[int], row_bytes: int, out: memoryview
+        self, starts: np.ndarray, places: list[int], row_bytes: int, out: memoryview, ahead: bool
     ) -> None:
-        """Read the ascending `rows` (n,) into the parts `places` (n,) of `out`."""
-        starts = (offset + rows * row_bytes).tolist()
-        cuts = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
-        for start, stop in zip([0, *cuts], [*cuts, len(places)], strict=True):
-            first, count, at = places[start], stop - start, starts[start]
+        """Read rows at ascending offsets `starts` (n,) into the parts `places` (n,) of `out`."""
+        cuts = (np.flatnonzero(np.diff(starts) != row_bytes) + 1).tolist()
+        runs = [*zip([0, *cuts], [*cuts, len(places)], starts[[0, *cuts]].tolist(), strict=True)]
+        for start, stop, at in runs if ahead else ():
+            self.read_ahead(at, (stop - start) * row_bytes)
+        for start, stop, at in runs:
+            first, count = places[start], stop - start
             if count == 1 or places[start:stop] == list(range(first, first + count)):
                 part = out[first * row_bytes : (first + count) * row_bytes]
                 try:
@@ -125,6 +133,12 @@ class File:
             else:
                 buffers = [out[i * row_bytes : (i + 1) * row_bytes] for i in places[start:stop]]
             self.read(buffers, at)
+
+    def read_ahead(self, offset: int, size: int) -> None:
+        """Ask the kernel for bytes that are read soon, without waiting for them."""
+        for start in range(offset, offset + size, READ_AHEAD):
+            part = min(READ_AHEAD, offset + size - start)
+            os.posix_fadvise(self.descriptor, start, part, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close the file."""
@@ -185,13 +199,14 @@ class Split:
         self.image_shape, self.dtype = pack.image_shape, pack.dtype
         self._threads: ThreadPoolExecutor | None = None  # that decode
         self._slabs: Slabs | None = None
+        self._ahead = False  # whether `gather` asks the kernel for images before it reads them
         info = self.info
         self._file = File(info.path, pack.sizes[info.path])
         try:
             self._labels = Column(self._file, info.labels)
             self._crc32 = Column(self._file, info.crc32) if verify and info.crc32 else None
             self._offsets = Column(self._file, info.offsets) if info.offsets else None
-            self._seen = np.zeros(len(self), bool)  # its checksum agreed; touched where it is used
+            self._seen = np.zeros(len(self), bool)  # read, and its checksum agreed
             if info.offsets:
                 self._start_decoding(threads)
             if info.images.offset is None:
@@ -227,7 +242,7 @@ class Split:
             self._gather_files(self._threads, indices, out, crops, found)
         else:
             rows = indices if info.rows is None else info.rows[indices].astype(np.int64)
-            self._read_images(rows, out)
+            self._read_images(rows, out, self._ahead and not self._seen[indices].all())
             self._compare(indices, out, found)
             if self.dtype.kind == "f":
                 finite = np.isfinite(out).all(axis=(1, 2, 3))
@@ -267,7 +282,16 @@ class Split:
         return counts
 
     def hold(self, samples: range) -> None:
-        """Keep the labels, checksums and offsets of `samples` in memory."""
+        """Keep the labels, checksums and offsets of `samples` in memory.
+
+        The kernel is asked to read their images, too: at once if they take 1 GiB at most, else
+        those of every call of `gather` when they are first read.
+        """
+        images, size = self.info.images, len(samples) * self.info.images.row_bytes
+        if images.offset is not None and not self._offsets:
+            self._ahead = size > MOST_AHEAD or self.info.rows is not None
+            if not self._ahead:
+                self._file.read_ahead(images.offset + samples.start * images.row_bytes, size)
         self._labels.hold(samples)
         if self._crc32:
             self._crc32.hold(samples)
@@ -377,28 +401,28 @@ class Split:
         elif text := describe_first([described]):
             raise RunError(text)
 
-    def _read_images(self, rows: np.ndarray, out: np.ndarray) -> None:
+    def _read_images(self, rows: np.ndarray, out: np.ndarray, ahead: bool = False) -> None:
         """Read images (n, H, W, C): rearranged and divided, if they are not stored as such."""
         pack, stored = self.pack, self.info.images
         if pack.layout in ("NHWC", "NHW") and not pack.max_value:
-            self._read_rows(rows, out.reshape(len(rows), *stored.shape[1:]))
+            self._read_rows(rows, out.reshape(len(rows), *stored.shape[1:]), ahead)
             return
         step = max(1, READ_BYTES // stored.row_bytes)
         for first in range(0, len(rows), step):
             part = rows[first : first + step]
             values = np.empty((len(part), *stored.shape[1:]), stored.dtype)
-            self._read_rows(part, values)
+            self._read_rows(part, values, ahead)
             images = values.transpose(LAYOUTS[pack.layout]).reshape(len(part), *self.image_shape)
             if pack.max_value:  # with 255, bytes become what those of a pack become
                 images = images.astype(np.float32) * np.float32(1 / pack.max_value)
             out[first : first + step] = images
 
-    def _read_rows(self, rows: np.ndarray, out: np.ndarray) -> None:
+    def _read_rows(self, rows: np.ndarray, out: np.ndarray, ahead: bool) -> None:
         """Read rows of the images, (n, ...) as they are stored."""
         if self._slabs:
             self._slabs.read(rows, out)
         else:
-            self._file.gather(self.info.images.place, rows, as_bytes(out))
+            self._file.gather(self.info.images.place, rows, as_bytes(out), ahead)
 
     def _gather_files(
         self,
@@ -454,7 +478,10 @@ class Split:
 
         `images` are the bytes of the samples `indices` (n,).
         """
-        if not self._crc32 or (seen := self._seen[indices]).all():
+        if (seen := self._seen[indices]).all():
+            return
+        if not self._crc32:
+            self._seen[indices] = True
             return
         new, labels = indices, self._labels.take(indices)
         if seen.any():

@@ -316,3 +316,20 @@ def test_each_sample_is_compared_when_it_is_first_read_and_not_again(tmp_path, o
         loader.close()
     with hp.Split(pack, "train") as split, pytest.raises(hp.RunError, match="sample 31 of"):
         list(hp.Loader(split, order, [0], options=hp.ReadOptions(0)).epoch(1))
+
+
+@pytest.mark.parametrize("kind", ["pixels", "external"])
+def test_the_kernel_is_asked_for_images_that_are_read_soon(tmp_path, monkeypatch, kind):
+    """All of those of a range of a pack; of scattered rows, those of each call, the first time."""
+    asked, pack = [], KINDS[kind](tmp_path)
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _, start, size, how: asked.append((start, size))
+    )
+    start, size = pack.splits["train"].images.offset, int(np.prod(SHAPE))
+    with hp.Split(pack, "train") as split:
+        split.hold(range(10, 50))
+        assert asked == ([(start + 10 * size, 40 * size)] if kind == "pixels" else [])
+        asked.clear()
+        for _ in range(2):
+            split.gather(np.array([40, 12, 20]), np.empty((3, *SHAPE), np.uint8))
+    assert sum(each for _, each in asked) == (0 if kind == "pixels" else 3 * size)
