@@ -158,7 +158,7 @@ def print_table(pack: Pack) -> None:
         for what, smallest in (("smallest", np.min), ("largest", np.max)):
             table.add_row(f"{what} class", *(f"{smallest(column):,}" for column in columns))
     table.add_section()
-    table.add_row(f"{len(pack.classes):,} in all", *(f"{np.sum(column):,}" for column in columns))
+    table.add_row("total", *(f"{np.sum(column):,}" for column in columns))
     console.print(table)
     height, width, channels = pack.image_shape
     lines = {"images": f"{width} x {height} pixels, {counted(channels, 'channel')}"}
@@ -167,6 +167,7 @@ def print_table(pack: Pack) -> None:
         how = "stretched" if pack.fit == "stretch" else "cut"
         size = stored / np.sum(columns[-1]) / 2**10
         lines["images"] += f", {how} from JPEG files of {size:,.1f} KiB on average"
+    lines["classes"] = f"{len(pack.classes):,}"
     lines["file"] = f"{pack.sizes[pack.path] / 2**20:,.1f} MiB"
     lines["mean"] = " ".join(f"{value:.4f}" for value in pack.mean) + " of train, in [0, 1]"
     lines["std"] = " ".join(f"{value:.4f}" for value in pack.std)

@@ -478,9 +478,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
             reader = csv.reader(chain([header], file), delimiter=max(",;\t", key=header.count))
             names = [name.strip().lower() for name in next(reader, [])]
             for name, least in (("path", 1), ("label", 1), ("split", 0), ("group", 0)):
-                if not least <= names.count(name) <= 1:
+                if not least <= (count := names.count(name)) <= 1:
                     raise UsageError(
-                        f"{path} has {names.count(name) or 'no'} column {name} in its header"
+                        f"{path} has {count or 'no'} column{'s' * (count > 1)} {name} in its header"
                         f" {', '.join(names) or '(empty)'}: name its columns path, label, split,"
                         " group"
                     )
