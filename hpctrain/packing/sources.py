@@ -186,9 +186,38 @@ def open_source(path: Path, scratch: Path, manifest: str | None = None) -> Itera
 
 def _list_source(path: Path, unzipped: IO[bytes], manifest: str | None) -> Source:
     if path.suffix == ".csv" and path.is_file():
-        return _folder(path.absolute().parent, str(path))
+        path, manifest = path.absolute().parent, str(path)
+    rows, places = dict[str, int](), np.zeros(0, np.int64)
     if path.is_dir():
-        return _folder(path, manifest)
+        name, kind, root = path.resolve().name, "folder", str(path)
+        # The files of a manifest are not searched: missing ones are noticed when they are read.
+        files, folders = ([], []) if manifest else _walk(root)
+    else:
+        name, (kind, root) = path.name, _open_archive(path, unzipped)
+        rows, places = _list_members(path, kind, root)
+        is_folder = (places[:, -1] == FOLDER).tolist()
+        files = [name for name, row in rows.items() if not is_folder[row]]
+        folders = [name for name, row in rows.items() if is_folder[row]]
+    if manifest:
+        columns, ignored = read_manifest(Path(manifest)), 0
+        if kind != "folder" and (missing := sorted({*columns[0]} - {*files})):
+            raise UsageError(
+                f"{manifest} names {len(missing):,} images that the archive does not hold,"
+                f" such as {missing[0]}"
+            )
+    else:
+        columns, ignored = read_class_folders(files, folders, str(path))
+    if kind != "folder":
+        places = places[[rows[name] for name in columns[0]]]
+    by = "manifest" if manifest else "folders"
+    return Source(name, kind, root, by, *columns, places, ignored)
+
+
+def _open_archive(path: Path, unzipped: IO[bytes]) -> tuple[str, str]:
+    """Return the kind of an archive and the path by which its members are read.
+
+    Raises UsageError.
+    """
     if not path.is_file():
         kind = "is not a file or folder" if path.exists() else "does not exist"
         raise UsageError(
@@ -201,35 +230,27 @@ def _list_source(path: Path, unzipped: IO[bytes], manifest: str | None) -> Sourc
     except OSError as error:
         raise UsageError(f"source {path} cannot be read: {error.strerror}") from None
     if start.startswith(ZIP) and path.suffix != ".npz":  # a .zip of arrays
-        return _archive(path, "zip", str(path.resolve()), _zip_members(path), manifest)
+        return "zip", str(path.resolve())
     if start.startswith(HDF5):
         raise UsageError(f"source {path} is an HDF5 file already: --check shows what it holds")
     if start.startswith(OTHER_COMPRESSION):
         raise UsageError(f"source {path} is compressed by bzip2 or xz: decompress it first")
     if start.startswith(GZIP):
-        _unzip(path, unzipped)
-        opened = f"/proc/{os.getpid()}/fd/{unzipped.fileno()}"
-        return _archive(path, "tar", opened, _tar_members(unzipped), manifest)
+        try:
+            with gzip.open(path) as stream:
+                shutil.copyfileobj(stream, unzipped, BLOCK)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UsageError(
+                f"source {path} is cut short or corrupt ({brief(error)}): fetch it again"
+            ) from None
+        unzipped.flush()
+        return "tar", f"/proc/{os.getpid()}/fd/{unzipped.fileno()}"
     if tarfile.is_tarfile(path):
-        with path.open("rb") as file:
-            return _archive(path, "tar", str(path.resolve()), _tar_members(file), manifest)
+        return "tar", str(path.resolve())
     raise UsageError(
         f"source {path} is not a .tgz, .tar, .zip or .csv file; arrays are packed by"
         " hpctrain.write_pack"
     )
-
-
-def _folder(root: Path, manifest: str | None) -> Source:
-    """List the image files of a folder.
-
-    If a manifest names them, the folder is not searched: missing files are noticed when read.
-    """
-    name, places = root.resolve().name, np.zeros(0, np.int64)
-    if manifest:
-        columns = read_manifest(Path(manifest))
-        return Source(name, "folder", str(root), "manifest", *columns, places)
-    columns, ignored = read_class_folders(*_walk(str(root)), str(root))
-    return Source(name, "folder", str(root), "folders", *columns, places, ignored)
 
 
 def _walk(root: str) -> tuple[list[str], list[str]]:
@@ -252,11 +273,10 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
     return files, folders
 
 
-def _tar_members(file: IO[bytes]) -> Iterator[Member]:
+def _tar_members(path: str) -> Iterator[Member]:
     """Yield the members of a .tar. Raises TarError."""
-    file.seek(0)
     name = ""
-    with tarfile.TarFile.open(fileobj=file, mode="r:") as archive:
+    with open(path, "rb") as file, tarfile.TarFile.open(fileobj=file, mode="r:") as archive:
         while (found := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # it would keep them in memory
             regular = REGULAR if found.isreg() and not found.issparse() else OTHER
@@ -267,7 +287,7 @@ def _tar_members(file: IO[bytes]) -> Iterator[Member]:
             raise tarfile.ReadError(f"no end mark after {name}: fetch it again")
 
 
-def _zip_members(path: Path) -> Iterator[Member]:
+def _zip_members(path: str) -> Iterator[Member]:
     """Yield the members of a .zip. Raises BadZipFile."""
     with zipfile.ZipFile(path) as archive:
         for m in archive.infolist():
@@ -281,16 +301,14 @@ def _zip_members(path: Path) -> Iterator[Member]:
             yield m.filename, m.header_offset, m.file_size, m.compress_size, deflated, m.CRC, kind
 
 
-def _archive(
-    path: Path, kind: str, opened: str, members: Iterator[Member], manifest: str | None
-) -> Source:
-    """Return the source of the members that are images, as ranges of the file `opened`.
+def _list_members(path: Path, kind: str, opened: str) -> tuple[dict[str, int], np.ndarray]:
+    """Return the row of each member of an archive by name, and their places (M, 6) int64.
 
     Of equal names the last one counts, as in tar. Raises UsageError.
     """
-    rows, fields = dict[str, int](), array("q")  # of each member: its row, and its place
+    rows, fields = dict[str, int](), array("q")
     try:
-        for name, *place in members:
+        for name, *place in (_tar_members if kind == "tar" else _zip_members)(opened):
             if name := shortest(name.lstrip("/")):
                 rows[name] = len(fields) // 6
                 fields.extend(place)
@@ -304,33 +322,7 @@ def _archive(
         OverflowError,
     ) as error:
         raise UsageError(f"source {path} is not a whole {kind} archive: {brief(error)}") from None
-    places = np.frombuffer(fields, np.int64).reshape(-1, 6)
-    is_folder = (places[:, -1] == FOLDER).tolist()
-    files = [name for name, row in rows.items() if not is_folder[row]]
-    if manifest:
-        by, columns, ignored = "manifest", read_manifest(Path(manifest)), 0
-        if missing := sorted({*columns[0]} - {*files}):
-            raise UsageError(
-                f"{manifest} names {len(missing):,} images that the archive does not hold,"
-                f" such as {missing[0]}"
-            )
-    else:
-        folders = [name for name, row in rows.items() if is_folder[row]]
-        by, (columns, ignored) = "folders", read_class_folders(files, folders, str(path))
-    places = places[[rows[name] for name in columns[0]]]
-    return Source(path.name, kind, opened, by, *columns, places, ignored)
-
-
-def _unzip(path: Path, target: IO[bytes]) -> None:
-    """Write the contents of the .gz file `path` to `target`. Raises UsageError."""
-    try:
-        with gzip.open(path) as stream:
-            shutil.copyfileobj(stream, target, BLOCK)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(
-            f"source {path} is cut short or corrupt ({brief(error)}): fetch it again"
-        ) from None
-    target.flush()
+    return rows, np.frombuffer(fields, np.int64).reshape(-1, 6)
 
 
 def split_number(name: str) -> int | None:
