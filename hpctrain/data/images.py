@@ -65,16 +65,8 @@ class BadImage(Exception):
     """The file is not a readable image; the text gives the reason."""
 
 
-class WrongSize(Exception):
-    """The image does not have the required size; `size` is its (width, height)."""
-
-    def __init__(self, size: tuple[int, int]) -> None:
-        super().__init__(f"{size[0]}x{size[1]}")
-        self.size = size
-
-
 class Fit(NamedTuple):
-    """Size and channels of every decoded image. With `exact`, other sizes raise WrongSize."""
+    """Size and channels of every decoded image. With `exact`, other sizes are refused."""
 
     width: int
     height: int
@@ -112,7 +104,7 @@ def bad_images() -> Iterator[None]:
     """Raise any error of the block as BadImage: for corrupt files, Pillow raises many types."""
     try:
         yield
-    except (BadImage, WrongSize, MemoryError):
+    except (BadImage, MemoryError):
         raise
     except Image.UnidentifiedImageError as error:  # its text contains a memory address
         raise BadImage("not an image of a known format") from error
@@ -123,7 +115,7 @@ def bad_images() -> Iterator[None]:
 def decode(data: bytes, fit: Fit) -> bytes:
     """Decode an image file to the size and channels of `fit`: height x width x channels bytes.
 
-    Raises BadImage, or with ``fit.exact`` WrongSize.
+    Raises BadImage, with ``fit.exact`` also if the image has another size.
     """
     with bad_images():
         return _decode(_open(data), fit)
@@ -227,7 +219,7 @@ def _decode(image: Image.Image, fit: Fit, upright: bool = False) -> bytes:
     if fit.exact:
         width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
         if (width, height) != (fit.width, fit.height):
-            raise WrongSize((width, height))
+            raise BadImage(f"{width}x{height} pixels, not as its header says")
     box = drafted[1] if drafted else (0, 0, *image.size)
     return _resize(_gray_or_rgb(image), box, fit, orientation).tobytes()
 

@@ -30,7 +30,7 @@ import numpy as np
 from hpctrain.config import PackConfig, check_settings, image_size, split_shares
 from hpctrain.data.digits import generate
 from hpctrain.data.draws import assign, check_splits, shuffled
-from hpctrain.data.images import BadImage, Fit, WrongSize, as_jpeg, decode, probe
+from hpctrain.data.images import BadImage, Fit, as_jpeg, decode, probe
 from hpctrain.data.pack import SPLITS, checksum, is_pack, read_pack
 from hpctrain.data.split import find_corrupt
 from hpctrain.errors import RunError, UsageError
@@ -115,9 +115,6 @@ def decode_images(
                 given = reader.read(each)
                 file = given if path else as_jpeg(given)
                 made = decode(file, fit)
-            except WrongSize as error:
-                bad.append((row, f"{error} pixels, not as its header says"))
-                continue
             except BadImage as error:
                 bad.append((row, str(error)))
                 continue
